@@ -1,0 +1,1 @@
+"""Executes a plan; never imports a compiler pass."""

@@ -1,0 +1,22 @@
+"""Settings that hold for every test: eight virtual CPU devices, and hypothesis without chance or clock.
+
+XLA reads its flags when JAX first touches a device, so they are set here, before any test module imports JAX. Whatever
+the caller's environment says about platform and caches does not apply to the tests.
+"""
+
+import os
+import sys
+
+DEVICE_COUNT = 8
+
+assert "jax" not in sys.modules, "JAX was imported before tests/conftest.py could set the number of devices"
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICE_COUNT}"
+
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+settings.register_profile(
+    "autopar", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("autopar")
