@@ -1,0 +1,129 @@
+"""A residual network of bottleneck blocks whose inner convolutions are widened, with BatchNorm, for square images.
+
+Stage i = 0, 1, ... has channels c = 2^i * base_channels: a block is 1x1 to width_factor * c, 3x3 (the first one of a
+later stage with stride 2), 1x1 to 4 c, each followed by BatchNorm, plus the input (projected 1x1 where the shape
+changes). This is the widening of Zagoruyko and Komodakis (2016) for bottlenecks. BatchNorm normalises over the whole
+batch and keeps running means and variances, which evaluation uses. Images are (batch, height, width, channels).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from autopar.models.config import ModelConfig
+from autopar.models.data import DIGITS_CLASSES, DIGITS_SIZE
+from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, accuracy, cross_entropy
+
+EXPANSION = 4
+BLOCKS_PER_STAGE: Mapping[int, tuple[int, ...]] = {
+    11: (1, 1, 1),
+    14: (1, 1, 1, 1),
+    20: (2, 2, 2),
+    26: (2, 2, 2, 2),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WideResNetConfig(ModelConfig):
+    """Sizes of the network; `depth` counts layers with weights; `imagenet_stem` starts with 7x7/2 and a max pool."""
+
+    image_size: int = 16
+    channels: int = 1
+    classes: int = 10
+    depth: int = 11
+    base_channels: int = 16
+    width_factor: int = 2
+    imagenet_stem: bool = False
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from self._not_positive("image_size", "channels", "base_channels", "width_factor")
+        if self.image_size % DIGITS_SIZE:
+            yield f"image_size is {self.image_size}, but digits are repeated to a multiple of {DIGITS_SIZE}"
+        if self.classes < DIGITS_CLASSES:
+            yield f"classes is {self.classes}, but the digits have {DIGITS_CLASSES}"
+        if self.depth not in BLOCKS_PER_STAGE:
+            yield f"depth is {self.depth}, but must be one of {', '.join(map(str, BLOCKS_PER_STAGE))}"
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions with BatchNorm, added to the input."""
+
+    channels: int
+    width: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        """Map (B, h, w, any) to (B, h/stride, w/stride, 4 * channels)."""
+        norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+        conv = partial(nn.Conv, use_bias=False)
+        y = nn.relu(norm(name="norm_in")(conv(self.width, (1, 1), name="conv_in")(x)))
+        y = conv(self.width, (3, 3), strides=self.stride, name="conv_mid")(y)
+        y = nn.relu(norm(name="norm_mid")(y))
+        y = norm(name="norm_out")(conv(EXPANSION * self.channels, (1, 1), name="conv_out")(y))
+        if x.shape != y.shape:
+            x = conv(EXPANSION * self.channels, (1, 1), strides=self.stride, name="conv_skip")(x)
+            x = norm(name="norm_skip")(x)
+        return nn.relu(x + y)
+
+
+class WideResNet(nn.Module):
+    """Stem, stages of bottlenecks, mean over the image, linear head."""
+
+    config: WideResNetConfig
+
+    @nn.compact
+    def __call__(self, images: jax.Array, train: bool) -> jax.Array:
+        """Map images (B, image_size, image_size, channels) to logits (B, classes)."""
+        x = self._stem(images, train)
+        for stage, blocks in enumerate(BLOCKS_PER_STAGE[self.config.depth]):
+            channels = self.config.base_channels * 2**stage
+            for block in range(blocks):
+                stride = 2 if stage > 0 and block == 0 else 1
+                name = f"stage_{stage}_block_{block}"
+                x = Bottleneck(channels, self.config.width_factor * channels, stride, name=name)(x, train)
+        return nn.Dense(self.config.classes, name="head")(x.mean(axis=(1, 2)))
+
+    def _stem(self, images: jax.Array, train: bool) -> jax.Array:
+        size, stride = (7, 2) if self.config.imagenet_stem else (3, 1)
+        x = nn.Conv(self.config.base_channels, (size, size), strides=stride, use_bias=False, name="stem")(images)
+        x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9, name="stem_norm")(x))
+        return nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME") if self.config.imagenet_stem else x
+
+
+def batch_shape(config: WideResNetConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of one batch of `data.image_batches`."""
+    shape = (config.batch, config.image_size, config.image_size, config.channels)
+    return {
+        "images": jax.ShapeDtypeStruct(shape, jnp.float32),
+        "labels": jax.ShapeDtypeStruct((config.batch,), jnp.int32),
+    }
+
+
+def objective(config: WideResNetConfig) -> Objective:
+    """Mean cross-entropy of the class; training updates the running statistics."""
+    model = WideResNet(config)
+
+    def loss(
+        params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, Outcome]:
+        variables = {"params": params, "batch_stats": batch_stats}
+        if dropout_key is None:
+            logits: Any = model.apply(variables, batch["images"], False)
+            outcome = Outcome({"accuracy": accuracy(logits, batch["labels"])}, batch_stats)
+        else:
+            logits, changed = model.apply(variables, batch["images"], True, mutable=["batch_stats"])
+            outcome = Outcome({}, changed["batch_stats"])
+        return cross_entropy(logits, batch["labels"]), outcome
+
+    shape = batch_shape(config)["images"]
+    return Objective(init=lambda key: model.init(key, jnp.zeros(shape.shape, shape.dtype), False), loss=loss)
