@@ -6,6 +6,7 @@ the caller's environment says about platform and caches does not apply to the te
 
 import os
 import sys
+from importlib.metadata import version
 
 DEVICE_COUNT = 8
 
@@ -20,3 +21,8 @@ settings.register_profile(
     "autopar", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("autopar")
+
+
+def pytest_report_header() -> str:
+    """The end of the supported JAX range that this run is about."""
+    return f"JAX {version('jax')}, {DEVICE_COUNT} virtual CPU devices"

@@ -1,0 +1,64 @@
+# `make demo` and `make test` need nothing but Python 3.11 or newer with its venv module, and a package index.
+# Another interpreter or environment: make test PYTHON=python3.12 VENV=.venv312
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= 2
+BIN := $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-all lint format types contracts bench setup clean
+
+help:
+	@echo "make demo       train a small GPT on 8 virtual CPU devices under a plan that autopar found"
+	@echo "make test       the tests, without the slow ones"
+	@echo "make test-all   all tests"
+	@echo "make lint | types | contracts     ruff | mypy --strict | import-linter"
+	@echo "make format     let ruff mend what it can"
+	@echo "make bench      the scripts in benchmarks/, one after the other"
+	@echo "make clean      remove environments, caches and build outputs"
+
+demo: $(READY)
+	$(BIN)/python -m autopar demo
+
+test: $(READY)
+	$(PYTEST) -m "not slow"
+
+test-all: $(READY)
+	$(PYTEST)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(READY)
+	$(BIN)/mypy
+
+contracts: $(READY)
+	$(BIN)/lint-imports --no-logo
+
+bench: $(READY)
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+setup: $(READY)
+
+# Done again whenever pyproject.toml changes. The dev group is read with tomllib: any pip of Python 3.11 can install it.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "autopar needs Python 3.11 or newer, $(PYTHON) is " \
+	  + sys.version.split()[0] + "; name another: make PYTHON=python3.12 ...")'
+	@echo "Setting up $(VENV): a few minutes the first time; details in $(VENV)/setup.log"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["dev"], sep="\n")' \
+	  > $(VENV)/dev-requirements.txt
+	@$(BIN)/python -m pip install --disable-pip-version-check --editable . --requirement $(VENV)/dev-requirements.txt \
+	  > $(VENV)/setup.log 2>&1 || { cat $(VENV)/setup.log; exit 1; }
+	@touch $@
+
+clean:
+	rm -rf .venv .venv312 build dist .coverage .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
