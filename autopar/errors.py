@@ -1,0 +1,38 @@
+"""What a user is told: the fact with its numbers, the reason, and what to try.
+
+Every exception that autopar raises on purpose is an `AutoparError`; warnings are `AutoparWarning`.
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of all errors that autopar raises on purpose."""
+
+
+class ArgumentError(AutoparError, ValueError):
+    """An argument of `parallelize`, of the step, or of the command line cannot be used as given."""
+
+
+class ConstraintError(AutoparError, ValueError):
+    """A layout that the user asked for does not exist or cannot be met."""
+
+
+class OutOfMemoryError(AutoparError, MemoryError):
+    """No plan fits the memory limit."""
+
+
+class UnsupportedProgramError(AutoparError, TypeError):
+    """The traced program does something that cannot be computed in parallel, such as a Python side effect."""
+
+
+class RuleError(AutoparError, ValueError):
+    """A factor rule is malformed or does not describe its equation."""
+
+
+class PlanError(AutoparError, ValueError):
+    """A plan does not belong to the program or the devices it is used with."""
+
+
+class AutoparWarning(UserWarning):
+    """Something works, though not as well as it could; the message says how to improve it."""

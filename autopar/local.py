@@ -1,0 +1,175 @@
+"""How an equation runs on one device's shards.
+
+In: an equation, the factor rule's names for its dimensions, which mesh axes shard each factor, and the local operands.
+Out: the local results. Most primitives are bound unchanged; those that carry shapes, positions or indices in their
+parameters get them translated here through `LocalCall`. What can go wrong: a parameter that still holds a global size,
+which the random-strategy test finds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.compat import JaxprEqn
+from autopar.factors import FactorRule
+from autopar.mesh import Axes, LogicalMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalCall:
+    """One equation on one device, inside shard_map."""
+
+    eqn: JaxprEqn
+    operands: tuple[jax.Array, ...]
+    rule: FactorRule
+    factor_axes: Mapping[str, Axes]
+    mesh: LogicalMesh
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The equation's parameters."""
+        return dict(self.eqn.params)
+
+    def ways(self, factor: str) -> int:
+        """Into how many shards `factor` is cut."""
+        return self.mesh.ways(self.factor_axes.get(factor, ()))
+
+    def local_size(self, dim: Sequence[str]) -> int:
+        """Local size of a dimension made of these factors."""
+        return math.prod(self.rule.size_of(f) // self.ways(f) for f in dim)
+
+    def out_shape(self, output: int = 0) -> tuple[int, ...]:
+        """Local shape of an output."""
+        return tuple(self.local_size(dim) for dim in self.rule.outputs[output])
+
+    def shard_index(self, factor: str) -> jax.Array | int:
+        """Which shard of `factor` this device holds."""
+        index: jax.Array | int = 0
+        for axis in self.factor_axes.get(factor, ()):
+            index = index * self.mesh.shape[axis] + jax.lax.axis_index(self.mesh.axis_names[axis])
+        return index
+
+    def offset(self, dim: Sequence[str]) -> jax.Array | int:
+        """Global position of the first local element of a dimension made of these factors (major to minor)."""
+        position: jax.Array | int = 0
+        for factor in dim:
+            local = self.rule.size_of(factor) // self.ways(factor)
+            position = position * self.rule.size_of(factor) + self.shard_index(factor) * local
+        return position
+
+    def is_sharded(self, dim: Sequence[str]) -> bool:
+        """Whether any factor of the dimension is sharded."""
+        return any(self.ways(factor) > 1 for factor in dim)
+
+    def bind(self, *operands: jax.Array, **changed: Any) -> Sequence[jax.Array]:
+        """The equation's primitive on local operands with some parameters changed."""
+        primitive = self.eqn.primitive
+        results = primitive.bind(*operands, **{**self.params, **changed})
+        return results if primitive.multiple_results else (results,)
+
+
+Local = Callable[[LocalCall], Sequence[jax.Array]]
+
+
+def unchanged(call: LocalCall) -> Sequence[jax.Array]:
+    """Bind the primitive with its own parameters."""
+    stripped = {key: None for key in ("out_sharding", "sharding") if key in call.params}
+    return call.bind(*call.operands, **stripped)
+
+
+def identity(call: LocalCall) -> Sequence[jax.Array]:
+    """The operands themselves."""
+    return call.operands
+
+
+def reshape(call: LocalCall) -> Sequence[jax.Array]:
+    """Reshape to the local shape."""
+    return call.bind(*call.operands, new_sizes=call.out_shape(), sharding=None)
+
+
+def broadcast_in_dim(call: LocalCall) -> Sequence[jax.Array]:
+    """Broadcast to the local shape."""
+    return call.bind(*call.operands, shape=call.out_shape(), sharding=None)
+
+
+def iota(call: LocalCall) -> Sequence[jax.Array]:
+    """Local positions start at the shard's offset."""
+    dimension, dtype = call.params["dimension"], call.params["dtype"]
+    (local,) = call.bind(shape=call.out_shape(), sharding=None)
+    start = call.offset(call.rule.outputs[0][dimension])
+    return (local + jnp.asarray(start, dtype),)
+
+
+def slice_(call: LocalCall) -> Sequence[jax.Array]:
+    """A sharded dimension is taken whole: its limit is the local size."""
+    (dims,) = call.rule.inputs
+    limits = tuple(
+        call.local_size(dim) if call.is_sharded(dim) else limit
+        for dim, limit in zip(dims, call.params["limit_indices"], strict=True)
+    )
+    return call.bind(*call.operands, limit_indices=limits)
+
+
+def dynamic_slice(call: LocalCall) -> Sequence[jax.Array]:
+    """A sharded dimension is taken whole: its size is local, and its start, which clamps to 0, is dropped."""
+    operand, *starts = call.operands
+    return call.bind(operand, *_local_starts(call, call.rule.inputs[0], starts), slice_sizes=call.out_shape())
+
+
+def dynamic_update_slice(call: LocalCall) -> Sequence[jax.Array]:
+    """As `dynamic_slice`: a sharded dimension is updated whole."""
+    operand, update, *starts = call.operands
+    return call.bind(operand, update, *_local_starts(call, call.rule.inputs[0], starts))
+
+
+def _local_starts(call: LocalCall, dims: Sequence[Sequence[str]], starts: Sequence[jax.Array]) -> list[jax.Array]:
+    return [jnp.zeros_like(s) if call.is_sharded(dim) else s for dim, s in zip(dims, starts, strict=True)]
+
+
+def random_bits(call: LocalCall) -> Sequence[jax.Array]:
+    """Threefry bits of this shard's positions: bit for bit the slice of the undecorated result.
+
+    In partitionable threefry element i of the result is a hash of (key, i) alone, with i the row-major position as two
+    32-bit words; 32-bit results are the exclusive or of the two hashed words, 64-bit ones their concatenation.
+    """
+    if not any(call.is_sharded(dim) for dim in call.rule.outputs[0]):
+        return unchanged(call)
+    bit_width, shape = call.params["bit_width"], call.params["shape"]
+    high, low = _counters(call, shape)
+    key_words = jax.random.key_data(call.operands[0])
+    high, low = jax.extend.random.threefry2x32_p.bind(key_words[0], key_words[1], high, low)
+    if bit_width == 64:
+        return ((high.astype(jnp.uint64) << 32) | low.astype(jnp.uint64),)
+    return ((high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bit_width]),)
+
+
+def _counters(call: LocalCall, shape: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+    """Row-major global positions of the local elements as (high, low) 32-bit words, shape `call.out_shape()` each."""
+    local = call.out_shape()
+    high = low = jnp.zeros(local, jnp.uint32)
+    stride = math.prod(shape)
+    for axis, (dim, size) in enumerate(zip(call.rule.outputs[0], shape, strict=True)):
+        stride //= size
+        index = jax.lax.broadcasted_iota(jnp.uint32, local, axis) + jnp.asarray(call.offset(dim), jnp.uint32)
+        product_high, product_low = _wide_product(index, stride)
+        low = low + product_low
+        high = high + product_high + (low < product_low).astype(jnp.uint32)
+    return high, low
+
+
+def _wide_product(index: jax.Array, stride: int) -> tuple[jax.Array, jax.Array]:
+    """(high, low) words of index * stride, from 16-bit halves so that no intermediate exceeds 32 bits."""
+    a_low, a_high = index & 0xFFFF, index >> 16
+    b_high_word, b_word = divmod(stride, 1 << 32)
+    b_low, b_high = jnp.uint32(b_word & 0xFFFF), jnp.uint32(b_word >> 16)
+    low_low, low_high, high_low, high_high = a_low * b_low, a_low * b_high, a_high * b_low, a_high * b_high
+    middle = (low_low >> 16) + (low_high & 0xFFFF) + (high_low & 0xFFFF)
+    low = (low_low & 0xFFFF) | (middle << 16)
+    high = high_high + (low_high >> 16) + (high_low >> 16) + (middle >> 16) + index * jnp.uint32(b_high_word)
+    return high, low

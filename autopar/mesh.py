@@ -1,0 +1,102 @@
+"""Logical meshes and the layout of a value on one.
+
+A `LogicalMesh` is an N-D arrangement of devices. A `Layout` says, for every mesh axis, what it does to one value:
+shards a dimension, replicates, or leaves partial results that a monoid (sum, max, ...) still has to combine. It is
+written from the value's side: for each dimension the mesh axes that shard it, major to minor, and the partial axes with
+their monoids; an axis named nowhere replicates. What can go wrong: a dimension that its axes do not divide; `fits`
+tells, and no layout that fails it is ever planned.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from autopar.errors import ArgumentError
+
+AXIS_NAMES = ("x", "y", "z", "u", "v", "w")
+
+Axes = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class LogicalMesh:
+    """Sizes and names of the mesh axes, in row-major device order."""
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, shape: Sequence[int] | Mapping[str, int]) -> LogicalMesh:
+        """A mesh from sizes, named x, y, z, ..., or from a mapping of names to sizes."""
+        names = tuple(shape) if isinstance(shape, Mapping) else AXIS_NAMES[: len(shape)]
+        sizes = tuple(shape.values()) if isinstance(shape, Mapping) else tuple(shape)
+        if not sizes or len(sizes) > len(AXIS_NAMES):
+            raise ArgumentError(f"mesh_shape={shape!r}: a mesh has 1 to {len(AXIS_NAMES)} axes, this has {len(sizes)}")
+        for size in sizes:
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ArgumentError(f"mesh_shape={shape!r}: every axis needs a positive whole size, {size!r} is not one")
+        return cls(sizes, names)
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.shape)
+
+    def ways(self, axes: Sequence[int]) -> int:
+        """Into how many parts `axes` together split."""
+        return math.prod(self.shape[axis] for axis in axes)
+
+    def names(self, axes: Sequence[int]) -> tuple[str, ...]:
+        """The names of `axes`."""
+        return tuple(self.axis_names[axis] for axis in axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How one value lies on a mesh; see the module's text."""
+
+    dims: tuple[Axes, ...]
+    partial: tuple[tuple[int, str], ...] = ()
+
+    @classmethod
+    def replicated(cls, rank: int) -> Layout:
+        """Every device holds the whole value."""
+        return cls(((),) * rank)
+
+    @property
+    def partial_axes(self) -> Axes:
+        """The axes along which devices hold terms still to be combined."""
+        return tuple(axis for axis, _ in self.partial)
+
+    @property
+    def sharded_axes(self) -> Axes:
+        """The axes that shard some dimension."""
+        return tuple(axis for axes in self.dims for axis in axes)
+
+    def fits(self, shape: Sequence[int], mesh: LogicalMesh) -> bool:
+        """Whether every dimension is divided exactly by the axes that shard it."""
+        return all(size % mesh.ways(axes) == 0 for size, axes in zip(shape, self.dims, strict=True))
+
+    def local_shape(self, shape: Sequence[int], mesh: LogicalMesh) -> tuple[int, ...]:
+        """The shape that one device holds."""
+        return tuple(size // mesh.ways(axes) for size, axes in zip(shape, self.dims, strict=True))
+
+    def local_bytes(self, shape: Sequence[int], itemsize: int, mesh: LogicalMesh) -> int:
+        """The bytes that one device holds."""
+        return math.prod(self.local_shape(shape, mesh)) * itemsize
+
+    def prepend(self) -> Layout:
+        """The layout of a stack of such values along a new, whole leading dimension."""
+        return Layout(((), *self.dims), self.partial)
+
+    def spec(self, mesh: LogicalMesh) -> tuple[tuple[str, ...], ...]:
+        """Mesh axis names per dimension; () is a whole dimension."""
+        return tuple(mesh.names(axes) for axes in self.dims)
+
+    def show(self, mesh: LogicalMesh) -> str:
+        """The layout as text, e.g. `[x, -] partial(y: sum)`."""
+        dims = ", ".join("".join(mesh.names(axes)) or "-" for axes in self.dims)
+        partial = ", ".join(f"{mesh.axis_names[axis]}: {monoid}" for axis, monoid in self.partial)
+        return f"[{dims}]" + (f" partial({partial})" if partial else "")

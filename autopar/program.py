@@ -1,0 +1,274 @@
+"""A traced step as a `Program`: flat equations, calls inlined, loops as nested programs.
+
+In: a ClosedJaxpr. Out: a `Program` that computes the same outputs and is in the form the planner and the lowering share:
+
+    - calls (jit, custom derivatives, recomputation) are inlined; recomputation keeps its barrier, so that it is not
+      merged with the forward pass;
+    - scan, while and cond are equations with nested programs (`regions`); what a nested program closes over is an operand;
+    - a value with several users passes through one `fan_out` equation: the place where it may change layout once for all;
+    - every input of a nested program has exactly one user, a `fan_out`, and every output has a producer of its own.
+
+Values are JAX's Vars and Literals. What can go wrong: a side effect in the program, refused with the user's line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Primitive
+
+from autopar import compat
+from autopar.compat import JaxprEqn, Literal, Var
+from autopar.errors import UnsupportedProgramError
+
+fan_out_p = Primitive("fan_out")
+fan_out_p.def_impl(lambda x: x)
+fan_out_p.def_abstract_eval(lambda x: x)
+
+Atom = Any  # Var | Literal
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """Inputs, equations in order, outputs."""
+
+    invars: tuple[Var, ...]
+    equations: tuple[Equation, ...]
+    outvars: tuple[Atom, ...]
+
+    def walk(self) -> Iterator[Equation]:
+        """Every equation, nested ones after the one that holds them."""
+        for eqn in self.equations:
+            yield eqn
+            for region in eqn.regions:
+                yield from region.walk()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """One operation; quacks like a JaxprEqn. `loop` describes how the operands of nested programs are grouped."""
+
+    primitive: Primitive
+    invars: tuple[Atom, ...]
+    outvars: tuple[Var, ...]
+    params: dict[str, Any]
+    source_info: Any
+    regions: tuple[Program, ...] = ()
+    loop: Loop | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Control flow: its kind, numbers of constant, carried and stacked operands, and how often its body runs.
+
+    scan: operands are constants, carries, stacks; the one region takes the same, stacks without their leading dimension.
+    while: operands are condition constants, body constants, carries; the regions are condition and body.
+    cond: operands are the branch number and what every branch takes; the regions are the branches.
+    """
+
+    kind: str
+    consts: int = 0
+    carries: int = 0
+    condition_consts: int = 0
+    trips: int = 1
+
+
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "custom_lin": "call_jaxpr",
+}
+WHILE_TRIPS = 8
+"""What planning assumes of a loop whose length is not known before it runs."""
+
+
+def program_of(closed: Any) -> tuple[Program, tuple[Any, ...]]:
+    """(program, constants): the constants are the values of the program's last inputs."""
+    refuse_side_effects(compat.open_jaxpr(closed))
+    constants = list(compat.constants_of(closed))
+    jaxpr = compat.open_jaxpr(closed)
+    builder = _Builder()
+    fresh = [Var(v.aval) for v in jaxpr.invars]
+    constvars = [Var(v.aval) for v in jaxpr.constvars]
+    builder.constants.extend(zip(constvars, constants, strict=True))
+    outs = builder.inline(jaxpr, constvars, fresh)
+    held = [v for v, _ in builder.constants]
+    program = _with_fan_outs(_without_dead_code(Program((*fresh, *held), tuple(builder.equations), tuple(outs))), nested=False)
+    return program, tuple(value for _, value in builder.constants)
+
+
+def refuse_side_effects(jaxpr: Any) -> None:
+    """Raise UnsupportedProgramError naming the operation and the user's line if the program has side effects."""
+    if not jaxpr.effects:
+        return
+    for eqn in jaxpr.eqns:
+        if eqn.effects:
+            raise UnsupportedProgramError(
+                f"the step has a Python side effect: {eqn.primitive.name} at {compat.source_line(eqn)}. A parallel step runs "
+                "on many devices and may run operations twice or not at all, so prints, callbacks and writes to references "
+                "have no defined meaning. Return the value as an output and print it outside the step."
+            )
+
+
+class _Builder:
+    """Equations of one scope while jaxprs are inlined into it."""
+
+    def __init__(self) -> None:
+        self.equations: list[Equation] = []
+        self.constants: list[tuple[Var, Any]] = []
+
+    def inline(self, jaxpr: Any, consts: Sequence[Atom], args: Sequence[Atom]) -> list[Atom]:
+        env: dict[Any, Atom] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def read(atom: Atom) -> Atom:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(v) for v in eqn.invars]
+            if eqn.primitive.name in CALLS:
+                results = self._call(eqn, operands)
+            else:
+                results = self._operation(eqn, operands)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def _call(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+        closed = eqn.params[CALLS[eqn.primitive.name]]
+        if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
+            operands = [self._barrier(eqn, v) for v in operands]
+        return self.inline(compat.open_jaxpr(closed), self._constants(closed), operands)
+
+    def _constants(self, closed: Any) -> list[Atom]:
+        """Fresh inputs for the constants of an inlined jaxpr."""
+        values = compat.constants_of(closed)
+        fresh = [Var(v.aval) for v in compat.open_jaxpr(closed).constvars]
+        self.constants.extend(zip(fresh, values, strict=True))
+        return list(fresh)
+
+    def _barrier(self, eqn: JaxprEqn, operand: Atom) -> Atom:
+        if isinstance(operand, Literal) or not isinstance(operand.aval.dtype, np.dtype):
+            return operand
+        from jax.lax import optimization_barrier_p
+
+        out = Var(operand.aval)
+        self.equations.append(Equation(optimization_barrier_p, (operand,), (out,), {}, eqn.source_info))
+        return out
+
+    def _operation(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+        if eqn.primitive.name == "optimization_barrier":
+            return [self._barrier(eqn, v) for v in operands]
+        outs = [Var(v.aval) for v in eqn.outvars]
+        opened = _OPENERS.get(eqn.primitive.name)
+        regions: tuple[Program, ...] = ()
+        loop = None
+        if opened:
+            loop, operands, regions = opened(self, eqn, operands)
+        self.equations.append(
+            Equation(eqn.primitive, tuple(operands), tuple(outs), dict(eqn.params), eqn.source_info, regions, loop)
+        )
+        return list(outs)
+
+    def region(self, closed: Any) -> tuple[Program, list[Var]]:
+        """(nested program, outer constants it closes over, which are its first inputs)."""
+        jaxpr = compat.open_jaxpr(closed)
+        inner = _Builder()
+        args = [Var(v.aval) for v in jaxpr.invars]
+        outs = inner.inline(jaxpr, inner._constants(closed), args)
+        captured = [v for v, _ in inner.constants]
+        outer = [Var(v.aval) for v in captured]
+        self.constants.extend(zip(outer, (value for _, value in inner.constants), strict=True))
+        return Program((*captured, *args), tuple(inner.equations), tuple(outs)), outer
+
+
+def _open_scan(builder: _Builder, eqn: JaxprEqn, operands: list[Atom]) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
+    consts, carries = compat.scan_counts(eqn.params)
+    body, captured = builder.region(eqn.params["jaxpr"])
+    loop = Loop("scan", len(captured) + consts, carries, trips=eqn.params["length"])
+    return loop, [*captured, *operands], (body,)
+
+
+def _open_while(builder: _Builder, eqn: JaxprEqn, operands: list[Atom]) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
+    cond_n, body_n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    condition, cond_captured = builder.region(eqn.params["cond_jaxpr"])
+    body, body_captured = builder.region(eqn.params["body_jaxpr"])
+    cond_consts = [*cond_captured, *operands[:cond_n]]
+    body_consts = [*body_captured, *operands[cond_n : cond_n + body_n]]
+    carries = operands[cond_n + body_n :]
+    loop = Loop("while", len(body_consts), len(carries), len(cond_consts), WHILE_TRIPS)
+    return loop, [*cond_consts, *body_consts, *carries], (condition, body)
+
+
+def _open_cond(builder: _Builder, eqn: JaxprEqn, operands: list[Atom]) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
+    opened = [builder.region(branch) for branch in eqn.params["branches"]]
+    captured = [v for _, outer in opened for v in outer]
+    regions, start = [], 0
+    for region, outer in opened:
+        own, rest = region.invars[: len(outer)], region.invars[len(outer) :]
+        padded = [Var(v.aval) for v in captured]
+        padded[start : start + len(own)] = own
+        start += len(own)
+        regions.append(Program((*padded, *rest), region.equations, region.outvars))
+    return Loop("cond"), [operands[0], *captured, *operands[1:]], tuple(regions)
+
+
+_OPENERS = {"scan": _open_scan, "while": _open_while, "cond": _open_cond}
+
+
+def _without_dead_code(program: Program) -> Program:
+    needed = {v for v in program.outvars if not isinstance(v, Literal)}
+    kept = []
+    for eqn in reversed(program.equations):
+        if any(v in needed for v in eqn.outvars):
+            kept.append(dataclasses.replace(eqn, regions=tuple(_without_dead_code(r) for r in eqn.regions)))
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return Program(program.invars, tuple(reversed(kept)), program.outvars)
+
+
+def _with_fan_outs(program: Program, *, nested: bool) -> Program:
+    """Insert `fan_out` equations; see the module's text for where."""
+    uses = Counter(v for eqn in program.equations for v in set(_variables(eqn.invars)))
+    uses.update(_variables(program.outvars))
+    renamed: dict[Var, Var] = {}
+    equations: list[Equation] = []
+
+    def spread(var: Var, source_info: Any) -> None:
+        renamed[var] = Var(var.aval)
+        equations.append(Equation(fan_out_p, (var,), (renamed[var],), {}, source_info))
+
+    def now(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
+
+    info = program.equations[0].source_info if program.equations else None
+    for var in program.invars:
+        if nested or uses[var] > 1:
+            spread(var, info)
+    for eqn in program.equations:
+        regions = tuple(_with_fan_outs(region, nested=True) for region in eqn.regions)
+        equations.append(dataclasses.replace(eqn, invars=tuple(now(v) for v in eqn.invars), regions=regions))
+        for var in eqn.outvars:
+            if uses[var] > 1:
+                spread(var, eqn.source_info)
+    outvars: list[Atom] = []
+    for atom in program.outvars:
+        atom = now(atom)
+        if not isinstance(atom, Literal) and nested:
+            copy = Var(atom.aval)
+            equations.append(Equation(fan_out_p, (atom,), (copy,), {}, info))
+            atom = copy
+        outvars.append(atom)
+    return Program(program.invars, tuple(equations), tuple(outvars))
+
+
+def _variables(atoms: Sequence[Atom]) -> list[Var]:
+    return [v for v in atoms if not isinstance(v, Literal)]

@@ -1,0 +1,216 @@
+"""Cheapest ways from one layout of a value to another.
+
+In: a value's shape and item size, a mesh and its costs. Out: a `LayoutSpace`: every layout the value can have, the
+seconds from each to each, and the moves that take that time. A move is one collective (or a local slice or mask), so
+the seconds between two layouts are a shortest path in the graph of single moves:
+
+    D(a, c) = min over b of D(a, b) + D(b, c),        D(a, b) = price of the single move a -> b, if there is one.
+
+The same path is priced by the planner and performed by the lowering: what was priced is what runs. What can go wrong: a
+layout outside the space, which is a bug of the caller.
+
+The moves, for a mesh axis that is minor-most in its dimension (`m`: monoid):
+    all-reduce          partial(m) -> replicated, several axes of one monoid at once
+    reduce-scatter      partial(sum) -> sharded
+    all-gather          sharded -> replicated, several minor-most axes of one dimension at once
+    all-to-all          sharded dimension -> another sharded dimension
+    collective-permute  same tiles, other devices
+    slice, mask         replicated -> sharded, replicated -> partial(m); local
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+
+from autopar.cost_model.collectives import MeshCosts
+from autopar.mesh import Axes, Layout, LogicalMesh
+
+KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+LOCAL_KINDS = ("slice", "mask")
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One step between layouts: its kind, the axes it communicates over, the dimensions it touches."""
+
+    kind: str
+    axes: Axes
+    source: Layout
+    target: Layout
+    from_dim: int = -1
+    to_dim: int = -1
+    monoid: str = ""
+
+    def payload(self, shape: tuple[int, ...], mesh: LogicalMesh) -> int:
+        """Elements held per device on the larger side."""
+        larger = self.target if self.kind == "all-gather" else self.source
+        return int(np.prod(larger.local_shape(shape, mesh), dtype=np.int64))
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """What moves may be used and what they cost: mesh, collective times, local copy time, and the kinds allowed."""
+
+    mesh: LogicalMesh
+    costs: MeshCosts
+    copy_s_per_byte: float
+    kinds: frozenset[str] = frozenset(KINDS)
+
+    def seconds(self, move: Move, shape: tuple[int, ...], itemsize: int) -> float:
+        """The price of one move."""
+        size = move.payload(shape, self.mesh) * itemsize
+        match move.kind:
+            case "all-reduce":
+                return self.costs.all_reduce_s(size, move.axes)
+            case "reduce-scatter":
+                return self.costs.reduce_scatter_s(size, move.axes)
+            case "all-gather":
+                return self.costs.all_gather_s(size, move.axes)
+            case "all-to-all":
+                return self.costs.all_to_all_s(size, move.axes)
+            case "collective-permute":
+                return self.costs.permute_s(size, move.axes)
+        return 1e-12 + size * self.copy_s_per_byte
+
+
+def all_layouts(shape: tuple[int, ...], mesh: LogicalMesh, monoids: tuple[str, ...]) -> tuple[Layout, ...]:
+    """Every layout of a value of `shape`, the replicated one first; axes of size 1 stay replicated."""
+    axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
+    choices: list[tuple[int | str, ...]] = [("", *range(len(shape)), *monoids)] * len(axes)
+    found: dict[Layout, None] = {}
+    for choice in itertools.product(*choices):
+        partial = tuple((axis, c) for axis, c in zip(axes, choice, strict=True) if isinstance(c, str) and c)
+        on_dim = [[axis for axis, c in zip(axes, choice, strict=True) if c == dim] for dim in range(len(shape))]
+        for dims in itertools.product(*(itertools.permutations(members) for members in on_dim)):
+            layout = Layout(tuple(dims), partial)
+            if layout.fits(shape, mesh):
+                found[layout] = None
+    return tuple(found)
+
+
+def moves_from(layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh, monoids: tuple[str, ...]) -> Iterator[Move]:
+    """Every single move that starts at `layout`, except permutations."""
+    local = layout.local_shape(shape, mesh)
+    used = {*layout.sharded_axes, *layout.partial_axes}
+    yield from _reductions(layout, local, mesh)
+    for dim, axes in enumerate(layout.dims):
+        for count in range(1, len(axes) + 1):
+            target = _with_dim(layout, dim, axes[:-count])
+            yield Move("all-gather", axes[-count:], layout, target, from_dim=dim)
+        for to in range(len(layout.dims)) if axes else ():
+            if to != dim and local[to] % mesh.shape[axes[-1]] == 0:
+                target = _with_dim(_with_dim(layout, dim, axes[:-1]), to, (*layout.dims[to], axes[-1]))
+                yield Move("all-to-all", axes[-1:], layout, target, from_dim=dim, to_dim=to)
+    for axis, size in enumerate(mesh.shape):
+        if size == 1 or axis in used:
+            continue
+        for dim, axes in enumerate(layout.dims):
+            if local[dim] % size == 0:
+                yield Move("slice", (axis,), layout, _with_dim(layout, dim, (*axes, axis)), to_dim=dim)
+        for monoid in monoids:
+            partial = tuple(sorted((*layout.partial, (axis, monoid))))
+            yield Move("mask", (axis,), layout, Layout(layout.dims, partial), monoid=monoid)
+
+
+def _reductions(layout: Layout, local: tuple[int, ...], mesh: LogicalMesh) -> Iterator[Move]:
+    by_monoid: dict[str, list[int]] = {}
+    for axis, monoid in layout.partial:
+        by_monoid.setdefault(monoid, []).append(axis)
+    for monoid, members in by_monoid.items():
+        for count in range(1, len(members) + 1):
+            for axes in itertools.combinations(members, count):
+                rest = tuple(entry for entry in layout.partial if entry[0] not in axes)
+                yield Move("all-reduce", axes, layout, Layout(layout.dims, rest), monoid=monoid)
+        for axis in members if monoid == "sum" else ():
+            rest = tuple(entry for entry in layout.partial if entry[0] != axis)
+            for dim, axes in enumerate(layout.dims):
+                if local[dim] % mesh.shape[axis] == 0:
+                    target = _with_dim(Layout(layout.dims, rest), dim, (*axes, axis))
+                    yield Move("reduce-scatter", (axis,), layout, target, to_dim=dim, monoid=monoid)
+
+
+def _with_dim(layout: Layout, dim: int, axes: Axes) -> Layout:
+    return Layout((*layout.dims[:dim], axes, *layout.dims[dim + 1 :]), layout.partial)
+
+
+class LayoutSpace:
+    """All layouts of one value and the cheapest path between any two; treat it as frozen."""
+
+    def __init__(self, shape: tuple[int, ...], itemsize: int, network: Network, monoids: tuple[str, ...] = ("sum",)):
+        self.shape, self.itemsize, self.network = shape, itemsize, network
+        self.layouts = all_layouts(shape, network.mesh, monoids)
+        self.index = {layout: i for i, layout in enumerate(self.layouts)}
+        count = len(self.layouts)
+        self.seconds = np.full((count, count), np.inf)
+        np.fill_diagonal(self.seconds, 0.0)
+        self._move: dict[tuple[int, int], Move] = {}
+        self._via = np.full((count, count), -1, dtype=np.int64)
+        for layout in self.layouts:
+            for move in (*moves_from(layout, shape, network.mesh, monoids), *self._permutations(layout)):
+                self._offer(move)
+        for k in range(count):
+            through = self.seconds[:, k, None] + self.seconds[None, k, :]
+            better = through < self.seconds
+            self.seconds = np.where(better, through, self.seconds)
+            self._via[better] = k
+
+    def _permutations(self, layout: Layout) -> Iterator[Move]:
+        mesh = self.network.mesh
+        local = layout.local_shape(self.shape, mesh)
+        if not layout.sharded_axes or layout.partial:
+            return
+        for target in self.layouts:
+            if target != layout and not target.partial and target.local_shape(self.shape, mesh) == local:
+                axes = tuple(sorted({*layout.sharded_axes, *target.sharded_axes}))
+                yield Move("collective-permute", axes, layout, target)
+
+    def _offer(self, move: Move) -> None:
+        if move.kind not in self.network.kinds and move.kind not in LOCAL_KINDS:
+            return
+        key = (self.index[move.source], self.index[move.target])
+        seconds = self.network.seconds(move, self.shape, self.itemsize)
+        if seconds < self.seconds[key]:
+            self.seconds[key] = seconds
+            self._move[key] = move
+
+    def path(self, source: Layout, target: Layout) -> tuple[Move, ...]:
+        """The cheapest moves from `source` to `target`; empty if they are equal."""
+        return self._path(self.index[source], self.index[target])
+
+    def _path(self, source: int, target: int) -> tuple[Move, ...]:
+        if source == target:
+            return ()
+        via = int(self._via[source, target])
+        if via < 0:
+            return (self._move[source, target],)
+        return (*self._path(source, via), *self._path(via, target))
+
+
+def permutation(source: Layout, target: Layout, mesh: LogicalMesh) -> list[tuple[int, int]]:
+    """Pairs (sender, receiver) of row-major device numbers for a collective-permute; a device keeps its tile if it can."""
+    holds: dict[tuple[int, ...], list[int]] = {}
+    wants: dict[tuple[int, ...], list[int]] = {}
+    for device, position in enumerate(np.ndindex(*mesh.shape)):
+        holds.setdefault(_tile(source, position, mesh), []).append(device)
+        wants.setdefault(_tile(target, position, mesh), []).append(device)
+    pairs = []
+    for tile, senders in holds.items():
+        staying = set(senders) & set(wants[tile])
+        pairs += [(device, device) for device in sorted(staying)]
+        moving = [d for d in senders if d not in staying]
+        pairs += list(zip(moving, [d for d in wants[tile] if d not in staying], strict=True))
+    return sorted(pairs)
+
+
+def _tile(layout: Layout, position: tuple[int, ...], mesh: LogicalMesh) -> tuple[int, ...]:
+    numbers = []
+    for axes in layout.dims:
+        number = 0
+        for axis in axes:
+            number = number * mesh.shape[axis] + position[axis]
+        numbers.append(number)
+    return tuple(numbers)

@@ -1,0 +1,173 @@
+"""THE table: one factor rule per primitive, alphabetical.
+
+Each entry says which rule describes the operation, how it runs on a shard (unchanged unless its parameters speak of
+global shapes), and how heavy it is. Nothing else in autopar knows a primitive by name, except control flow, whose
+sub-programs `jaxprs.py` opens. A primitive that is not here runs whole on every device, with one warning;
+`register_rule` adds one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import warnings
+from collections.abc import Callable, Mapping
+
+from autopar import indexing, local, operators, windows
+from autopar.compat import JaxprEqn, source_line
+from autopar.errors import AutoparWarning, RuleError
+from autopar.factors import FactorRule, parse
+
+Rule = Callable[[JaxprEqn], FactorRule]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrimitiveRule:
+    """How one primitive shards. `heavy`: a contraction whose work must be divided; `fused`: XLA folds it into its users;
+    `free`: it computes nothing."""
+
+    rule: Rule
+    local: local.Local = local.unchanged
+    heavy: bool = False
+    fused: bool = False
+    free: bool = False
+
+
+def _fused(rule: Rule, run: local.Local = local.unchanged) -> PrimitiveRule:
+    return PrimitiveRule(rule, run, fused=True)
+
+
+def _free(rule: Rule, run: local.Local = local.unchanged) -> PrimitiveRule:
+    return PrimitiveRule(rule, run, fused=True, free=True)
+
+
+def _names(text: str, entry: PrimitiveRule) -> dict[str, PrimitiveRule]:
+    return dict.fromkeys(text.split(), entry)
+
+
+_POINTWISE = """
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj cos cosh digamma
+    eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to
+    lgamma log log1p logistic lt lt_to max min ne nextafter not one_minus_square or polygamma population_count pow
+    random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta
+"""
+
+_TABLE: dict[str, PrimitiveRule] = {
+    **_names(_POINTWISE, _fused(operators.pointwise)),
+    **_names("add add_any sub", _fused(operators.pointwise_sum)),
+    **_names("argmax argmin reduce_prod reduce_xor", PrimitiveRule(operators.reduce_whole)),
+    **_names("bitcast_convert_type", _fused(operators.bitcast)),
+    **_names("broadcast_in_dim", _free(operators.broadcast_in_dim, local.broadcast_in_dim)),
+    **_names("concatenate", PrimitiveRule(operators.concatenate)),
+    **_names("conv_general_dilated", PrimitiveRule(windows.conv_general_dilated, windows.conv_local, heavy=True)),
+    **_names("convert_element_type", _fused(operators.convert)),
+    **_names("copy copy_p optimization_barrier stop_gradient", _free(operators.pointwise_copy)),
+    **_names("cumlogsumexp cummax cummin cumprod", PrimitiveRule(operators.cumulative_other)),
+    **_names("cumsum", PrimitiveRule(operators.cumulative_sum)),
+    **_names("div", _fused(operators.pointwise_quotient)),
+    **_names("dot_general", PrimitiveRule(operators.dot_general, heavy=True)),
+    **_names("dynamic_slice", PrimitiveRule(indexing.dynamic_slice, local.dynamic_slice)),
+    **_names("dynamic_update_slice", PrimitiveRule(indexing.dynamic_update_slice, local.dynamic_update_slice)),
+    **_names("fan_out", _free(operators.pointwise_copy, local.identity)),
+    **_names("gather", PrimitiveRule(indexing.gather, indexing.gather_local)),
+    **_names("iota", _free(operators.iota, local.iota)),
+    **_names("mul", _fused(operators.pointwise_product)),
+    **_names("neg", _fused(operators.pointwise_linear)),
+    **_names("pad", PrimitiveRule(operators.pad)),
+    **_names("random_bits", PrimitiveRule(operators.random_bits, local.random_bits)),
+    **_names(
+        "random_clone random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32",
+        PrimitiveRule(operators.everything_whole),
+    ),
+    **_names("reduce_and", PrimitiveRule(operators.reduce_and)),
+    **_names("reduce_max", PrimitiveRule(operators.reduce_max)),
+    **_names("reduce_min", PrimitiveRule(operators.reduce_min)),
+    **_names("reduce_or", PrimitiveRule(operators.reduce_or)),
+    **_names("reduce_sum", PrimitiveRule(operators.reduce_sum)),
+    **_names("reduce_window_max reduce_window_min", PrimitiveRule(windows.reduce_window_other)),
+    **_names("reduce_window_sum", PrimitiveRule(windows.reduce_window_sum)),
+    **_names("reshape", _free(operators.reshape, local.reshape)),
+    **_names("rev", PrimitiveRule(operators.rev)),
+    **_names("scatter scatter_mul", PrimitiveRule(indexing.scatter_other, indexing.scatter_local)),
+    **_names("scatter-add", PrimitiveRule(indexing.scatter_add, indexing.scatter_local)),
+    **_names("scatter-max", PrimitiveRule(indexing.scatter_max, indexing.scatter_local)),
+    **_names("scatter-min", PrimitiveRule(indexing.scatter_min, indexing.scatter_local)),
+    **_names("scatter-mul", PrimitiveRule(indexing.scatter_other, indexing.scatter_local)),
+    **_names("select_and_gather_add", PrimitiveRule(windows.select_and_gather_add)),
+    **_names("select_and_scatter_add", PrimitiveRule(windows.select_and_scatter_add)),
+    **_names("select_n", _fused(operators.select)),
+    **_names("sharding_constraint", _free(operators.pointwise_copy, local.identity)),
+    **_names("slice", PrimitiveRule(operators.slice_, local.slice_)),
+    **_names("sort", PrimitiveRule(operators.sort)),
+    **_names("split", PrimitiveRule(operators.split)),
+    **_names("squeeze", _free(operators.squeeze)),
+    **_names("top_k", PrimitiveRule(operators.top_k)),
+    **_names("transpose", PrimitiveRule(operators.transpose)),
+}
+RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(_TABLE)
+_USER_RULES: dict[str, PrimitiveRule] = {}
+_FALLBACK = PrimitiveRule(operators.everything_whole)
+
+
+def register_rule(primitive: str, notation: str | Rule, *, local: local.Local = local.unchanged, heavy: bool = False) -> None:
+    """Teach autopar a primitive of your own.
+
+    `notation` is a rule as `autopar.factors` reads it, e.g. `"b s c, c e -> b s e | sum: c"`, or a function from the
+    equation to a `FactorRule`. `local` runs it on a shard; without it the primitive is bound with the same parameters.
+    Raises RuleError if the primitive has a rule in autopar already.
+    """
+    if primitive in RULES:
+        raise RuleError(f"primitive {primitive!r} has a rule in autopar; only new primitives can be registered")
+    rule = notation if callable(notation) else _from_notation(notation)
+    _USER_RULES[primitive] = PrimitiveRule(rule, local, heavy=heavy)
+
+
+def _from_notation(notation: str) -> Rule:
+    def rule(eqn: JaxprEqn) -> FactorRule:
+        shapes = [[operators.shape_of(v) for v in side] for side in (eqn.invars, eqn.outvars)]
+        return parse(notation, *shapes)
+
+    return rule
+
+
+def entry_for(eqn: JaxprEqn) -> PrimitiveRule:
+    """The table's entry for an equation, the fallback if there is none."""
+    name = eqn.primitive.name
+    return RULES.get(name) or _USER_RULES.get(name) or _FALLBACK
+
+
+def rule_for(eqn: JaxprEqn) -> FactorRule:
+    """The factor rule of an equation, checked against its shapes."""
+    in_shapes, out_shapes = ([operators.shape_of(v) for v in side] for side in (eqn.invars, eqn.outvars))
+    return entry_for(eqn).rule(eqn).check(in_shapes, out_shapes)
+
+
+def warn_of_missing_rules(eqns: list[JaxprEqn]) -> None:
+    """One warning that names every primitive without a rule and the user's line that first uses it."""
+    missing: dict[str, str] = {}
+    for eqn in eqns:
+        if entry_for(eqn) is _FALLBACK:
+            missing.setdefault(eqn.primitive.name, source_line(eqn))
+    if missing:
+        listed = "; ".join(f"{name} at {line}" for name, line in sorted(missing.items()))
+        warnings.warn(
+            f"no factor rule for {listed}. These operations run whole on every device, which is correct but not "
+            "parallel. autopar.register_rule(primitive, notation) adds a rule, e.g. "
+            'autopar.register_rule("my_kernel", "b s c, c e -> b s e | sum: c").',
+            AutoparWarning,
+            stacklevel=3,
+        )
+
+
+def flops_of(eqn: JaxprEqn, rule: FactorRule) -> float:
+    """Floating-point operations of one equation, undivided: 2 per multiply-add of a contraction, 1 per result otherwise."""
+    if not entry_for(eqn).heavy:
+        sizes = [math.prod(operators.shape_of(v)) for v in (*eqn.invars, *eqn.outvars)]
+        return float(max(sizes, default=0))
+    if rule.whole:  # windows: every output meets one kernel position per kernel element of its feature
+        out, kernel = operators.shape_of(eqn.outvars[0]), operators.shape_of(eqn.invars[1])
+        features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * math.prod(out) * math.prod(kernel) / features / eqn.params["batch_group_count"]
+    return 2.0 * math.prod(size for _, size in rule.sizes)

@@ -1,0 +1,271 @@
+"""A program and its strategies as one per-device program with explicit collectives.
+
+In: a `Program`, the strategy chosen for each equation, the layouts of inputs and outputs. Out: a function of local shards,
+to be run under `jax.shard_map`: every equation works on local shards, and where a value is not in the layout an operand
+needs, the moves of the cheapest path bring it there. A value that several operands need in the same layout is moved once.
+What can go wrong: anything that still speaks of global shapes; the random-strategies test is the judge.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.compat import Literal, Var
+from autopar.factors import FactorRule
+from autopar.graph import Source, Spaces, StrategyGraph, is_opaque
+from autopar.local import LocalCall
+from autopar.mesh import Layout, LogicalMesh
+from autopar.program import Atom, Equation, Program
+from autopar.relayout import Move, permutation
+from autopar.rules import entry_for
+from autopar.strategies import ShardingStrategy
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Assignment:
+    """One choice for a whole program: a rule and a strategy per equation, and the layouts where control flow joins."""
+
+    program: Program
+    mesh: LogicalMesh
+    spaces: Spaces
+    rules: Mapping[Equation, FactorRule]
+    strategies: Mapping[Equation, ShardingStrategy]
+    joins: Mapping[Equation, tuple[Layout, ...]]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+
+
+def assign(graph: StrategyGraph, choice: Sequence[int]) -> Assignment:
+    """The strategies that `choice`, one number per node, picks from a graph."""
+
+    def picked(number: int) -> ShardingStrategy:
+        return graph.nodes[number].choices.strategies[choice[number]]
+
+    inputs: dict[int, Layout] = {}
+    rules: dict[Equation, FactorRule] = {}
+    strategies: dict[Equation, ShardingStrategy] = {}
+    for number, node in enumerate(graph.nodes):
+        if node.equation is not None and node.rule is not None:
+            rules[node.equation] = node.rule
+            strategies[node.equation] = picked(number)
+        elif node.input_number is not None:
+            inputs[node.input_number] = picked(number).outputs[0]
+    joins = {eqn: tuple(picked(n).outputs[0] for n in numbers) for eqn, numbers in graph.joins.items()}
+
+    def output(atom: Atom, source: Source | None) -> Layout:
+        return Layout.replicated(len(atom.aval.shape)) if source is None else picked(source.node).outputs[0]
+
+    return Assignment(
+        graph.program,
+        graph.mesh,
+        graph.spaces,
+        rules,
+        strategies,
+        joins,
+        tuple(inputs[i] for i in range(len(graph.program.invars))),
+        tuple(output(a, s) for a, s in zip(graph.program.outvars, graph.outputs, strict=True)),
+    )
+
+
+def local_function(assignment: Assignment) -> Any:
+    """The per-device function: local shards of the inputs to local shards of the outputs."""
+
+    def run(*shards: jax.Array) -> list[jax.Array]:
+        lowering = _Lowering(assignment)
+        inputs = [Placed(x, layout) for x, layout in zip(shards, assignment.inputs, strict=True)]
+        outs = lowering.region(assignment.program, inputs)
+        return [
+            lowering.moved(out, layout, atom.aval)
+            for out, layout, atom in zip(outs, assignment.outputs, assignment.program.outvars, strict=True)
+        ]
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """A local array and the layout it is the shard of."""
+
+    array: Any
+    layout: Layout
+
+
+class _Scope:
+    """Values of one program while it runs, each in every layout it has been moved to."""
+
+    def __init__(self, lowering: _Lowering) -> None:
+        self.lowering = lowering
+        self.values: dict[Var, Placed] = {}
+        self.moved: dict[tuple[Var, Layout], Any] = {}
+
+    def get(self, atom: Atom, layout: Layout) -> Any:
+        if isinstance(atom, Literal):
+            whole = Placed(_literal(atom), Layout.replicated(len(atom.aval.shape)))
+            return self.lowering.moved(whole, layout, atom.aval)
+        if (atom, layout) not in self.moved:
+            self.moved[atom, layout] = self.lowering.moved(self.values[atom], layout, atom.aval)
+        return self.moved[atom, layout]
+
+    def placed(self, atom: Atom) -> Placed:
+        if isinstance(atom, Literal):
+            return Placed(_literal(atom), Layout.replicated(len(atom.aval.shape)))
+        return self.values[atom]
+
+
+def _literal(atom: Any) -> jax.Array:
+    return jnp.asarray(atom.val, dtype=atom.aval.dtype)
+
+
+class _Lowering:
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment = assignment
+        self.mesh = assignment.mesh
+
+    def region(self, program: Program, inputs: Sequence[Placed]) -> list[Placed]:
+        scope = _Scope(self)
+        scope.values.update(zip(program.invars, inputs, strict=True))
+        for eqn in program.equations:
+            outs = self._operation(eqn, scope) if eqn.loop is None else _LOOPS[eqn.loop.kind](self, eqn, scope)
+            scope.values.update(zip(eqn.outvars, outs, strict=True))
+        return [scope.placed(atom) for atom in program.outvars]
+
+    def moved(self, value: Placed, target: Layout, aval: Any) -> Any:
+        """The local array after the cheapest moves from the value's layout to `target`."""
+        if value.layout == target or is_opaque(aval):
+            return value.array
+        space = self.assignment.spaces.between(aval, value.layout, target)
+        array = value.array
+        for move in space.path(value.layout, target):
+            array = perform(move, array, self.mesh)
+        return array
+
+    def _operation(self, eqn: Equation, scope: _Scope) -> list[Placed]:
+        strategy, rule = self.assignment.strategies[eqn], self.assignment.rules[eqn]
+        operands = tuple(scope.get(v, layout) for v, layout in zip(eqn.invars, strategy.inputs, strict=True))
+        call = LocalCall(eqn, operands, rule, dict(strategy.factor_axes), self.mesh)  # type: ignore[arg-type]
+        results = entry_for(eqn).local(call)  # type: ignore[arg-type]
+        return [Placed(array, layout) for array, layout in zip(results, strategy.outputs, strict=True)]
+
+    def _head(self, region: Program, place: int) -> Layout:
+        """The layout in which a nested program takes its input: that of the fan_out which is its only user."""
+        return self.assignment.strategies[region.equations[place]].inputs[0]
+
+    def _scan(self, eqn: Equation, scope: _Scope) -> list[Placed]:
+        loop, (region,) = eqn.loop, eqn.regions
+        assert loop is not None
+        heads = [self._head(region, place) for place in range(len(region.invars))]
+        first_stack = loop.consts + loop.carries
+        consts = [scope.get(v, h) for v, h in zip(eqn.invars, heads[: loop.consts], strict=False)]
+        carried = heads[loop.consts : first_stack]
+        start = [scope.get(v, h) for v, h in zip(eqn.invars[loop.consts :], carried, strict=False)]
+        stacks = [
+            scope.get(v, h.prepend()) for v, h in zip(eqn.invars[first_stack:], heads[first_stack:], strict=True)
+        ]
+        stack_layouts: list[Layout] = []
+
+        def body(carry: Any, slices: Any) -> Any:
+            inputs = [Placed(x, h) for x, h in zip((*consts, *carry, *slices), heads, strict=True)]
+            outs = self.region(region, inputs)
+            new = [self.moved(o, h, a.aval) for o, h, a in zip(outs, carried, region.outvars, strict=False)]
+            stack_layouts[:] = [o.layout for o in outs[loop.carries :]]
+            return tuple(new), tuple(o.array for o in outs[loop.carries :])
+
+        params = {key: eqn.params[key] for key in ("reverse", "unroll") if key in eqn.params}
+        carry, ys = jax.lax.scan(body, tuple(start), tuple(stacks), length=eqn.params["length"], **params)
+        results = [Placed(x, h) for x, h in zip(carry, carried, strict=True)]
+        return results + [Placed(y, layout.prepend()) for y, layout in zip(ys, stack_layouts, strict=True)]
+
+    def _while(self, eqn: Equation, scope: _Scope) -> list[Placed]:
+        loop, (condition, body) = eqn.loop, eqn.regions
+        assert loop is not None
+        check_heads = [self._head(condition, place) for place in range(len(condition.invars))]
+        heads = [self._head(body, place) for place in range(len(body.invars))]
+        n = loop.condition_consts
+        check_consts = [scope.get(v, h) for v, h in zip(eqn.invars[:n], check_heads, strict=False)]
+        consts = [scope.get(v, h) for v, h in zip(eqn.invars[n:], heads[: loop.consts], strict=False)]
+        carried = heads[loop.consts :]
+        start = [scope.get(v, h) for v, h in zip(eqn.invars[n + loop.consts :], carried, strict=True)]
+
+        def check(carry: Any) -> Any:
+            inputs = [Placed(x, h) for x, h in zip(check_consts, check_heads, strict=False)]
+            for x, h, target, var in zip(carry, carried, check_heads[n:], condition.invars[n:], strict=True):
+                inputs.append(Placed(self.moved(Placed(x, h), target, var.aval), target))
+            (decision,) = self.region(condition, inputs)
+            return self.moved(decision, Layout.replicated(0), condition.outvars[0].aval)
+
+        def step(carry: Any) -> Any:
+            inputs = [Placed(x, h) for x, h in zip((*consts, *carry), heads, strict=True)]
+            outs = self.region(body, inputs)
+            return tuple(self.moved(o, h, a.aval) for o, h, a in zip(outs, carried, body.outvars, strict=True))
+
+        results = jax.lax.while_loop(check, step, tuple(start))
+        return [Placed(x, h) for x, h in zip(results, carried, strict=True)]
+
+    def _cond(self, eqn: Equation, scope: _Scope) -> list[Placed]:
+        joins = self.assignment.joins[eqn]
+        number = scope.get(eqn.invars[0], Layout.replicated(0))
+        branches = []
+        for region in eqn.regions:
+            heads = [self._head(region, place) for place in range(len(region.invars))]
+            operands = [scope.get(v, h) for v, h in zip(eqn.invars[1:], heads, strict=True)]
+
+            def branch(region: Program = region, heads: Any = heads, operands: Any = operands) -> Any:
+                outs = self.region(region, [Placed(x, h) for x, h in zip(operands, heads, strict=True)])
+                return tuple(self.moved(o, j, a.aval) for o, j, a in zip(outs, joins, region.outvars, strict=True))
+
+            branches.append(branch)
+        index = number.astype(jnp.int32)
+        results = jax.lax.switch(index, branches)
+        return [Placed(x, layout) for x, layout in zip(results, joins, strict=True)]
+
+
+_LOOPS = {"scan": _Lowering._scan, "while": _Lowering._while, "cond": _Lowering._cond}
+
+
+def perform(move: Move, array: jax.Array, mesh: LogicalMesh) -> jax.Array:
+    """One move on this device's shard."""
+    names = mesh.names(move.axes)
+    match move.kind:
+        case "all-reduce":
+            return _all_reduce(array, names, move.monoid)
+        case "reduce-scatter":
+            return jax.lax.psum_scatter(array, names[0], scatter_dimension=move.to_dim, tiled=True)
+        case "all-gather":
+            return jax.lax.all_gather(array, names, axis=move.from_dim, tiled=True)
+        case "all-to-all":
+            return jax.lax.all_to_all(array, names[0], split_axis=move.to_dim, concat_axis=move.from_dim, tiled=True)
+        case "collective-permute":
+            return jax.lax.ppermute(array, mesh.axis_names, permutation(move.source, move.target, mesh))
+        case "slice":
+            size = array.shape[move.to_dim] // mesh.shape[move.axes[0]]
+            start = jax.lax.axis_index(names[0]) * size
+            return jax.lax.dynamic_slice_in_dim(array, start, size, axis=move.to_dim)
+    neutral = _neutral(move.monoid, array.dtype)
+    return jnp.where(jax.lax.axis_index(names[0]) == 0, array, neutral)
+
+
+def _all_reduce(array: jax.Array, names: tuple[str, ...], monoid: str) -> jax.Array:
+    if monoid == "sum":
+        return jax.lax.psum(array, names)
+    if monoid in ("or", "and"):
+        combine = jax.lax.pmax if monoid == "or" else jax.lax.pmin
+        return combine(array.astype(jnp.uint8), names).astype(jnp.bool_)
+    return jax.lax.pmax(array, names) if monoid == "max" else jax.lax.pmin(array, names)
+
+
+def _neutral(monoid: str, dtype: Any) -> jax.Array:
+    """The value that changes nothing when combined."""
+    if monoid in ("or", "and"):
+        return jnp.asarray(monoid == "and", dtype)
+    if monoid == "sum":
+        return jnp.zeros((), dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(-np.inf if monoid == "max" else np.inf, dtype)
+    info = jnp.iinfo(dtype)
+    return jnp.asarray(info.min if monoid == "max" else info.max, dtype)

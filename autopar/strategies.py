@@ -1,0 +1,128 @@
+"""Every way to run one equation on a mesh.
+
+A strategy gives each mesh axis one job: shard a factor, carry partial results of a linear operation, or repeat the work.
+Layouts follow:
+
+    dimension        the axes of its factors, major to minor
+    output           partial(m) over an axis that shards a reduced factor the output lacks; seeds likewise
+    linear group g   inputs of g and all outputs partial over the axis, other inputs replicated
+
+In: a factor rule and a mesh. Out: `ShardingStrategy` values in a fixed order, the replicated one first. Legal are only
+shards of equal size, and a minor factor of a compound dimension is sharded only if every factor before it is cut to
+single elements (else the shard would not be one block). What can go wrong: too many; the caller sees at most
+(factors + groups + 1) ^ axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from autopar.factors import FactorRule, Operand
+from autopar.mesh import Axes, Layout, LogicalMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardingStrategy:
+    """Axes that shard each factor, the layouts that follow, and the number of ways in which the work is divided."""
+
+    factor_axes: tuple[tuple[str, Axes], ...]
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    ways: int
+
+    def show(self, mesh: LogicalMesh) -> str:
+        """The layouts as text."""
+        inputs, outputs = ([layout.show(mesh) for layout in side] for side in (self.inputs, self.outputs))
+        return f"{', '.join(inputs)} -> {', '.join(outputs)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """What one mesh axis does: shard `factor`, or carry `monoid` partials of `group`, or nothing."""
+
+    factor: str = ""
+    group: tuple[int, ...] = ()
+    monoid: str = ""
+
+
+def strategies_of(
+    rule: FactorRule, mesh: LogicalMesh, *, monoids: Sequence[str] = ("sum",)
+) -> tuple[ShardingStrategy, ...]:
+    """All legal strategies. `monoids` are those that an operation which only moves data may carry."""
+    sizes = dict(rule.sizes)
+    jobs: list[list[_Job]] = []
+    for size in mesh.shape:
+        factors = [f for f in rule.shardable() if sizes[f] % size == 0] if size > 1 else []
+        carried = monoids if rule.any_monoid else ("sum",) if "sum" in monoids else ()
+        groups = [(g, m) for g in rule.linear for m in carried] if size > 1 else []
+        jobs.append([_Job(), *(_Job(f) for f in factors), *(_Job("", g, m) for g, m in groups)])
+    found: dict[ShardingStrategy, None] = {}
+    for choice in itertools.product(*jobs):
+        for factor_axes in _orders(choice):
+            strategy = _strategy(rule, mesh, sizes, choice, factor_axes)
+            if strategy is not None:
+                found[strategy] = None
+    return tuple(found)
+
+
+def _orders(choice: Sequence[_Job]) -> Iterator[dict[str, Axes]]:
+    """Axes per factor; axes that share a factor come in every order."""
+    members: dict[str, list[int]] = {}
+    for axis, job in enumerate(choice):
+        if job.factor:
+            members.setdefault(job.factor, []).append(axis)
+    for orders in itertools.product(*(itertools.permutations(axes) for axes in members.values())):
+        yield dict(zip(members, orders, strict=True))
+
+
+def _strategy(
+    rule: FactorRule, mesh: LogicalMesh, sizes: Mapping[str, int], jobs: Sequence[_Job], factor_axes: dict[str, Axes]
+) -> ShardingStrategy | None:
+    if any(sizes[f] % mesh.ways(axes) for f, axes in factor_axes.items()):
+        return None
+    for operand in (*rule.inputs, *rule.outputs):
+        if not _blocks(operand, mesh, sizes, factor_axes):
+            return None
+    inputs = tuple(
+        Layout(_dims(operand, factor_axes), _partial(rule, jobs, operand, number)) for number, operand in enumerate(rule.inputs)
+    )
+    outputs = tuple(Layout(_dims(operand, factor_axes), _partial(rule, jobs, operand, None)) for operand in rule.outputs)
+    ways = math.prod(mesh.ways(axes) for axes in factor_axes.values())
+    return ShardingStrategy(tuple(sorted(factor_axes.items())), inputs, outputs, ways)
+
+
+def _dims(operand: Operand, factor_axes: Mapping[str, Axes]) -> tuple[Axes, ...]:
+    return tuple(tuple(axis for factor in dim for axis in factor_axes.get(factor, ())) for dim in operand)
+
+
+def _blocks(operand: Operand, mesh: LogicalMesh, sizes: Mapping[str, int], factor_axes: Mapping[str, Axes]) -> bool:
+    """Whether every shard of every dimension is one contiguous block."""
+    for dim in operand:
+        for before, factor in itertools.pairwise(dim):
+            if factor_axes.get(factor) and mesh.ways(factor_axes.get(before, ())) != sizes[before]:
+                return False
+    return True
+
+
+def _partial(
+    rule: FactorRule, jobs: Sequence[_Job], operand: Operand, input_number: int | None
+) -> tuple[tuple[int, str], ...]:
+    """Partial axes of one operand: `input_number` is None for outputs."""
+    reduced = dict(rule.reduced)
+    present = {factor for dim in operand for factor in dim}
+    entries = []
+    for axis, job in enumerate(jobs):
+        if job.factor in reduced and job.factor not in present and (input_number is None or input_number in rule.seeds):
+            entries.append((axis, reduced[job.factor]))
+        elif job.monoid and (input_number is None or input_number in job.group):
+            entries.append((axis, job.monoid))
+    return tuple(entries)
+
+
+def undivided_dropped(strategies: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, ...]:
+    """Only the strategies that divide the work the most ways."""
+    most = max(strategy.ways for strategy in strategies)
+    return tuple(strategy for strategy in strategies if strategy.ways == most)

@@ -1,0 +1,75 @@
+"""The public oracle for factor rules: any assignment of strategies computes the same function.
+
+`run_with_random_strategies` runs any JAX function with a random legal strategy on every equation. If a rule is wrong, some
+seed shows another result than `fun` itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.compat import make_mesh
+from autopar.cost_model.hardware import PRESETS
+from autopar.errors import ArgumentError
+from autopar.graph import PlannerOptions, build_graph
+from autopar.mesh import LogicalMesh
+from autopar.program import program_of
+from autopar.spmd import Assignment, assign, local_function
+
+
+def random_assignment(
+    fun: Callable[..., Any], *args: Any, mesh_shape: Sequence[int] | Mapping[str, int], seed: int
+) -> tuple[Assignment, tuple[Any, ...], Any]:
+    """(assignment, constants, output tree) with a random legal strategy on every equation of `fun(*args)`."""
+    closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+    program, constants = program_of(closed)
+    graph = build_graph(
+        program,
+        LogicalMesh.of(mesh_shape),
+        PRESETS["cpu"],
+        PlannerOptions(every_strategy=True),
+        input_layouts=[None] * len(program.invars),
+        output_layouts=[None] * len(program.outvars),
+    )
+    rng = np.random.default_rng(seed)
+    choice = [int(rng.integers(len(node.choices.strategies))) for node in graph.nodes]
+    return assign(graph, choice), constants, jax.tree.structure(out_shape)
+
+
+def run_with_random_strategies(
+    fun: Callable[..., Any], *args: Any, mesh_shape: Sequence[int] | Mapping[str, int], seed: int
+) -> Any:
+    """Outputs of `fun(*args)`, computed on a mesh with a random legal strategy on every equation.
+
+    `mesh_shape`: sizes of the mesh axes; as many devices as their product are needed. Equal seeds pick equal strategies.
+    Raises ArgumentError if there are too few devices.
+    """
+    assignment, constants, tree = random_assignment(fun, *args, mesh_shape=mesh_shape, seed=seed)
+    mesh = assignment.mesh
+    if mesh.size > len(jax.devices()):
+        raise ArgumentError(f"mesh {mesh.shape} needs {math.prod(mesh.shape)} devices, there are {len(jax.devices())}")
+    devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.shape)
+    run = jax.jit(sharded(assignment, make_mesh(devices, mesh.axis_names)))
+    return jax.tree.unflatten(tree, run(*jax.tree.leaves(args), *constants))
+
+
+def sharded(assignment: Assignment, device_mesh: jax.sharding.Mesh) -> Callable[..., list[jax.Array]]:
+    """The assignment's local function under shard_map: global arrays in, global arrays out."""
+    return jax.shard_map(
+        local_function(assignment),
+        mesh=device_mesh,
+        in_specs=tuple(partition_spec(layout, assignment.mesh) for layout in assignment.inputs),
+        out_specs=[partition_spec(layout, assignment.mesh) for layout in assignment.outputs],
+        check_vma=False,
+    )
+
+
+def partition_spec(layout: Any, mesh: LogicalMesh) -> jax.sharding.PartitionSpec:
+    """A layout without partial axes as JAX's PartitionSpec."""
+    assert not layout.partial
+    return jax.sharding.PartitionSpec(*(mesh.names(axes) or None for axes in layout.dims))

@@ -1,0 +1,1 @@
+"""Seconds and bytes of operations and collectives on a cluster; imports nothing of the compiler."""
