@@ -70,7 +70,7 @@ def _difference(actual, expected, rtol, least_scale, loose, adam_lr):
     worst = np.unravel_index(int(np.argmax(error - allowed)), error.shape)
     return (
         f"{int(excess.sum())} of {error.size} entries differ; at {tuple(map(int, worst))} it is {a[worst]:.9g} "
-        f"instead of {e[worst]:.9g}, off by {error[worst] / scale:.2e} of the leaf's scale {scale:.3g} (allowed {rtol:.0e})"
+        f"instead of {e[worst]:.9g}, off by {error[worst] / scale:.2e} of the scale {scale:.3g} (allowed {rtol:.0e})"
     )
 
 
