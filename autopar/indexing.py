@@ -69,10 +69,20 @@ def gather(eqn: JaxprEqn) -> FactorRule:
     slice_dims = iter(slices)
     rank = len(shape_of(eqn.outvars[0]))
     out = [next(slice_dims) if d in numbers.offset_dims else next(batches) for d in range(rank)]
-    linear = [] if isinstance(eqn.invars[0], Literal) else [(0,)]
+    linear = [(0,)] if not isinstance(eqn.invars[0], Literal) and _fill_is_additive(eqn) else []
     return make_rule(
         [tuple(operand), tuple(indices)], [tuple(out)], factors.sizes, reduced=reduced, whole=whole, linear=linear
     )
+
+
+def _fill_is_additive(eqn: JaxprEqn) -> bool:
+    """Whether adding what every device fills in for positions outside gives that fill again: nothing, NaN, or zero."""
+    if eqn.params["mode"] != GatherScatterMode.FILL_OR_DROP:
+        return True
+    fill = eqn.params.get("fill_value")
+    if fill is None:
+        return bool(jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact))
+    return bool(fill == 0 or fill != fill)
 
 
 def gather_local(call: LocalCall) -> Sequence[jax.Array]:
@@ -115,8 +125,7 @@ def _clamped(position: jax.Array, size: int, fills: bool) -> tuple[jax.Array, in
 def _fill_value(call: LocalCall, dtype: jnp.dtype) -> jax.Array:
     fill = call.params.get("fill_value")
     if fill is None:
-        kinds = ((jnp.inexact, jnp.nan), (jnp.signedinteger, None), (jnp.unsignedinteger, None))
-        if jnp.issubdtype(dtype, kinds[0][0]):
+        if jnp.issubdtype(dtype, jnp.inexact):
             fill = jnp.nan
         elif dtype == bool:
             fill = True
