@@ -1,0 +1,77 @@
+"""Acceptance cases 14 to 16 and 26: convolutions with BatchNorm, depthwise ones, and AlexNet's two halves."""
+
+import jax
+
+from tests.acceptance.models import alexnet_like, conv_net, depthwise_net
+from tests.acceptance.planning import all_reduce_cost, assert_costs_at_most, assert_whole, compiled, layout
+from tests.oracles import assert_same_as_jit, census
+
+
+def test_case_14_small_convolutions_are_data_parallel_with_synchronised_statistics():
+    """Per BatchNorm two numbers per channel forward (means of x and x^2) and two backward, beside the gradients.
+
+    One reduction serves a scale's gradient and the variance's, so at most 3 kernels and 5 vectors for each BatchNorm.
+    """
+    channels, layers = 4, 3
+    problem = conv_net(16, 16, channels, layers)
+    program = compiled(problem, (4, 1))
+    found = census(program)
+    kernel, vector = 9 * channels * channels * 4, channels * 4
+    assert found.kinds() == {"all-reduce"}, found
+    sizes = found.bytes_of("all-reduce")
+    assert sizes[-layers:] == [kernel] * layers, found
+    assert set(sizes[:-layers]) == {vector}, found
+    assert_costs_at_most(program, layers * all_reduce_cost(kernel, 4) + 5 * layers * all_reduce_cost(vector, 4))
+    assert_whole(program, "state")
+    assert_same_as_jit(problem.step, program, problem.state, problem.batch)
+
+
+def test_case_15_wide_convolutions_are_split_by_channels():
+    """Output and input channels in turn need three all-reduces: after layers 1 and 3 forward, before layer 2 backward.
+
+    Every plan that splits channels sums three times; keeping a sum scattered over the channels between two layers that
+    are both split by input channels is cheaper still than the three all-reduces.
+    """
+    batch, image, channels, layers = 8, 16, 256, 4
+    problem = conv_net(batch, image, channels, layers)
+    program = compiled(problem, (4, 1))
+    found = census(program)
+    assert len(found.bytes_of("all-reduce")) + len(found.bytes_of("reduce-scatter")) == layers - 1, found
+    assert found.kinds() <= {"all-reduce", "reduce-scatter", "all-gather"}, found
+    sizes = [batch * (image // 2 ** (i + 1)) ** 2 * channels * 4 for i in range(layers)]
+    assert_costs_at_most(program, 2 * all_reduce_cost(sizes[1], 4) + all_reduce_cost(sizes[3], 4))
+    for number in range(layers):
+        spec = layout(program, f"state/params/Conv_{number}/kernel")
+        assert spec in (((), (), (), ("x",)), ((), (), ("x",), ())), (number, spec)
+    assert_same_as_jit(problem.step, program, problem.state, problem.batch, rtol_of_scale=1e-4)
+
+
+def test_case_16_a_depthwise_convolution_keeps_its_channels_split():
+    batch, image, channels = 4, 8, 256
+    problem = depthwise_net(batch, image, channels)
+    program = compiled(problem, (4, 1))
+    found = census(program)
+    assert found.kinds() == {"all-reduce"}, found
+    assert found.bytes_of("all-reduce") == [batch * image * image * channels * 4], found
+    assert layout(program, "state/params/Conv_0/kernel") == ((), (), (), ("x",))
+    assert layout(program, "state/params/Conv_1/kernel") == ((), (), (), ("x",))
+    assert layout(program, "state/params/Conv_2/kernel") == ((), (), ("x",), ())
+    assert_same_as_jit(problem.step, program, problem.state, problem.batch, steps=1, rtol_of_scale=1e-4)
+
+
+def test_case_26_convolutions_are_data_parallel_and_fully_connected_layers_are_split():
+    """Krizhevsky's "one weird trick": no gradient of a fully connected kernel is ever reduced."""
+    problem = alexnet_like(64, 16, channels=(16, 16, 32, 32, 64), wide=1024)
+    program = compiled(problem, (1, 8))
+    found = census(program)
+    assert_whole(program, "state/params/conv")
+    for number in range(3):
+        kernel = program.plan.input(f"state/params/fc{number}/kernel")
+        assert kernel.bytes_per_device * 8 == problem.state.params[f"fc{number}"]["kernel"].nbytes, kernel
+    sizes = found.bytes_of("all-reduce")
+    for name, leaf in problem.state.params.items():
+        if name.startswith("conv"):
+            for gradient in jax.tree.leaves(leaf):
+                assert gradient.nbytes in sizes, (name, gradient.shape, str(found))
+    assert max(o.bytes for o in found.operands) < min(problem.state.params[f"fc{i}"]["kernel"].nbytes for i in range(3))
+    assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
