@@ -20,7 +20,7 @@ import numpy as np
 from autopar.hlo import collectives
 
 SCALAR_BYTES = 8
-LEAST_SCALE = 1e-3
+LEAST_SCALE = 1e-4
 
 
 # --- same numbers -----------------------------------------------------------------------------------------------------

@@ -38,4 +38,4 @@ def test_case_17_experts_are_split_and_tokens_travel_to_them(mesh_shape):
     assert_whole(program, "state/params/moe/wg")
     bound = 4 * gather_cost(dispatched, 4) + sum(all_reduce_cost(size, 4) for size in dense)
     assert_costs_at_most(program, bound)
-    assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2)
+    assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
