@@ -1,0 +1,226 @@
+"""The intra-operator pass: one strategy per equation, least time, within memory.
+
+In: a `StrategyGraph`, and the live sets of memory with their limit. Out: a `Choice`: a strategy number per node, its seconds,
+and a proven lower bound. In order, each step exact:
+
+    1. reductions (presolve.py) shrink the problem;
+    2. dual ascent (bounds.py) gives a bound; choices within a hair of it are reduced again and what is left goes to the
+       integer program (ilp.py). Where the relaxation has no gap, as for most training steps, that meets the bound;
+    3. otherwise the choices that the bound and the best solution leave open go to the integer program.
+
+If the result breaks the memory limit the same is done with prices on memory (a Lagrangian): with lambda_t >= 0 per live set t,
+
+    L(lambda) = min_s  cost(s) + sum_t lambda_t (bytes_t(s) - limit)   <=   the constrained optimum,
+
+subgradient steps raise the prices where memory is short, every trial that fits is a candidate, and an integer program with
+the memory rows decides among the choices left open. Problems small enough skip the prices and are solved outright. What can
+go wrong: nothing fits; the caller names the tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar import ilp
+from autopar.bounds import bound_problem
+from autopar.presolve import Reduced, reduce_problem
+
+Costs = Sequence[np.ndarray]
+Edges = Mapping[tuple[int, int], np.ndarray]
+
+SWEEPS = 400
+GAP = 1e-6
+NODE_LIMIT = 2000
+DIRECT_PAIRS = 30_000
+"""Problems with at most this many pairs of choices over all edges go to the integer program as they are."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MemoryRow:
+    """The values alive at one program point: bytes of every choice, by node; `fixed_bytes` are alive whatever is chosen."""
+
+    name: str
+    bytes_of: Mapping[int, np.ndarray]
+    fixed_bytes: float = 0.0
+
+    def used(self, choice: Sequence[int]) -> float:
+        """Bytes under a choice."""
+        return self.fixed_bytes + sum(float(b[choice[v]]) for v, b in self.bytes_of.items())
+
+    def least(self) -> float:
+        """Bytes that no choice can avoid."""
+        return self.fixed_bytes + sum(float(b.min()) for b in self.bytes_of.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A choice per node, its objective, and the proven lower bound."""
+
+    numbers: tuple[int, ...]
+    seconds: float
+    lower_bound_s: float
+
+
+def choose(costs: Costs, edges: Edges, *, rows: Sequence[MemoryRow] = (), limit_bytes: float = np.inf) -> Choice | None:
+    """The best choice within the limit; None if there is none."""
+    if any(row.least() > limit_bytes for row in rows):
+        return None
+    free = _solve(costs, edges)
+    if all(row.used(free.numbers) <= limit_bytes for row in rows):
+        return free
+    return _solve_within(costs, edges, rows, limit_bytes, free)
+
+
+def value_of(costs: Costs, edges: Edges, choice: Sequence[int]) -> float:
+    """The objective of a choice."""
+    total = sum(float(c[p]) for c, p in zip(costs, choice, strict=True))
+    return total + sum(float(m[choice[u], choice[v]]) for (u, v), m in edges.items())
+
+
+def _solve(costs: Costs, edges: Edges) -> Choice:
+    """Without memory."""
+    reduced = reduce_problem(costs, edges)
+    if not reduced.nodes:
+        return _finished(costs, edges, reduced.extend({}), -np.inf, exact=True)
+    bounded = bound_problem(reduced.costs, reduced.edges, sweeps=SWEEPS, gap=GAP)
+    best, upper, lower = dict(bounded.choice), bounded.upper, bounded.lower
+    for slack in (1e-7, 1e-5):
+        if upper - lower <= GAP * abs(upper):
+            break
+        trial = _restricted(reduced.costs, reduced.edges, bounded.near_optimal(slack), node_limit=50)
+        if trial is not None and trial[1] < upper:
+            best, upper = dict(trial[0]), trial[1]
+    if upper - lower > GAP * abs(upper):
+        final = _restricted(reduced.costs, reduced.edges, bounded.below(upper), node_limit=NODE_LIMIT)
+        if final is not None:
+            best, upper = (dict(final[0]), final[1]) if final[1] < upper else (best, upper)
+            lower = max(lower, min(final[2], upper))
+    chosen = {v: int(reduced.open_choices[v][p]) for v, p in best.items()}
+    return _finished(costs, edges, reduced.extend(chosen), lower, exact=False, offset=upper)
+
+
+def _finished(
+    costs: Costs, edges: Edges, numbers: Sequence[int], lower: float, *, exact: bool, offset: float = 0.0
+) -> Choice:
+    """The whole choice; reductions keep the objective, so a bound on what was left is a bound on the whole."""
+    seconds = value_of(costs, edges, numbers)
+    return Choice(tuple(numbers), seconds, seconds if exact else min(seconds, lower + (seconds - offset)))
+
+
+def _restricted(
+    costs: Mapping[int, np.ndarray],
+    edges: Edges,
+    alive: Mapping[int, np.ndarray],
+    *,
+    node_limit: int,
+) -> tuple[dict[int, int], float, float] | None:
+    """(choice, value, bound) over the choices that are alive only: reductions, then the integer program."""
+    order = sorted(costs)
+    number = {v: i for i, v in enumerate(order)}
+    left = {v: np.flatnonzero(alive[v]) for v in order}
+    sub_costs = [costs[v][left[v]] for v in order]
+    sub_edges = {(number[u], number[v]): m[np.ix_(left[u], left[v])] for (u, v), m in edges.items()}
+    reduced = reduce_problem(sub_costs, sub_edges)
+    chosen: dict[int, int] = {}
+    gap_left = 0.0
+    if reduced.nodes:
+        if _pairs(reduced) > 20 * DIRECT_PAIRS:
+            return None
+        solution = ilp.solve(reduced.costs, reduced.edges, (), node_limit=node_limit, gap=GAP / 10)
+        if solution.choice is None:
+            return None
+        chosen = {v: int(reduced.open_choices[v][p]) for v, p in solution.choice.items()}
+        gap_left = max(0.0, _value(reduced.costs, reduced.edges, solution.choice) - solution.lower)
+    numbers = reduced.extend(chosen)
+    value = value_of(sub_costs, sub_edges, numbers)
+    return {v: int(left[v][numbers[number[v]]]) for v in order}, value, value - gap_left
+
+
+def _pairs(reduced: Reduced) -> int:
+    return sum(m.size for m in reduced.edges.values())
+
+
+def _value(costs: Mapping[int, np.ndarray], edges: Edges, choice: Mapping[int, int]) -> float:
+    total = sum(float(costs[v][choice[v]]) for v in costs)
+    return total + sum(float(m[choice[u], choice[v]]) for (u, v), m in edges.items())
+
+
+# Within memory.
+
+
+def _solve_within(costs: Costs, edges: Edges, rows: Sequence[MemoryRow], limit: float, free: Choice) -> Choice | None:
+    usage = _usage(costs, rows)
+    varying = frozenset(v for v, b in usage.items() if np.ptp(b) > 0)
+    whole = [usage.get(v, np.zeros(len(c))) for v, c in enumerate(costs)]
+    reduced = reduce_problem(costs, edges, keep=varying, usage=whole)
+    if _pairs(reduced) <= DIRECT_PAIRS:
+        return _direct(costs, edges, reduced, rows, limit)
+    return _priced(costs, edges, reduced, rows, limit, free)
+
+
+def _usage(costs: Costs, rows: Sequence[MemoryRow]) -> dict[int, np.ndarray]:
+    usage: dict[int, np.ndarray] = {}
+    for row in rows:
+        usage.update(row.bytes_of)
+    return usage
+
+
+def _direct(
+    costs: Costs, edges: Edges, reduced: Reduced, rows: Sequence[MemoryRow], limit: float
+) -> Choice | None:
+    solution = ilp.solve(
+        reduced.costs, reduced.edges, _live_sets(reduced, rows, limit), node_limit=10 * NODE_LIMIT, gap=GAP / 10
+    )
+    if solution.choice is None:
+        return None
+    chosen = {v: int(reduced.open_choices[v][p]) for v, p in solution.choice.items()}
+    value = _value(reduced.costs, reduced.edges, solution.choice)
+    return _finished(costs, edges, reduced.extend(chosen), min(solution.lower, value), exact=False, offset=value)
+
+
+def _live_sets(reduced: Reduced, rows: Sequence[MemoryRow], limit: float) -> list[ilp.LiveSet]:
+    """Memory rows over the nodes left; nodes that went use the same whatever they choose."""
+    left = set(reduced.nodes)
+    live = []
+    for row in rows:
+        gone = row.fixed_bytes + sum(float(b.max()) for v, b in row.bytes_of.items() if v not in left)
+        bytes_of = {v: b[reduced.open_choices[v]] for v, b in row.bytes_of.items() if v in left}
+        live.append(ilp.LiveSet(row.name, bytes_of, limit - gone))
+    return live
+
+
+def _priced(
+    costs: Costs, edges: Edges, reduced: Reduced, rows: Sequence[MemoryRow], limit: float, free: Choice
+) -> Choice | None:
+    """Prices on memory; see the module's text."""
+    prices = np.zeros(len(rows))
+    best: Choice | None = None
+    lower = free.lower_bound_s
+    step = 2.0
+    for _ in range(24):
+        priced = [np.array(c, dtype=float) for c in costs]
+        for price, row in zip(prices, rows, strict=True):
+            if price > 0:
+                for v, b in row.bytes_of.items():
+                    priced[v] = priced[v] + price * b
+        trial = _solve(priced, edges)
+        over = np.array([row.used(trial.numbers) - limit for row in rows])
+        room = np.array([limit - row.fixed_bytes for row in rows])
+        lower = max(lower, trial.lower_bound_s - float(prices @ room))
+        seconds = value_of(costs, edges, trial.numbers)
+        if (over <= 0).all() and (best is None or seconds < best.seconds):
+            best = Choice(trial.numbers, seconds, lower)
+        if best is not None and best.seconds - lower <= GAP * best.seconds:
+            break
+        target = (best.seconds if best is not None else 2 * free.seconds) - lower
+        norm = float((over[over > 0] ** 2).sum()) or float((over[prices > 0] ** 2).sum())
+        if norm == 0:
+            break
+        prices = np.maximum(0.0, prices + step * max(target, 1e-3 * free.seconds) * over / norm)
+        step *= 0.85
+    if best is None:
+        best = _direct(costs, edges, reduced, rows, limit) if _pairs(reduced) <= 20 * DIRECT_PAIRS else None
+    return None if best is None else dataclasses.replace(best, lower_bound_s=min(lower, best.seconds))

@@ -1,0 +1,187 @@
+"""Which values are in memory together, and how many bytes that is.
+
+In: a `StrategyGraph` and what becomes of its inputs. Out: `MemoryRow`s, the maximal live sets as bytes per choice of each node,
+for the planner; and the peak of one finished choice, with the tensors behind it. The model of what XLA keeps:
+
+    - inputs stay for the whole step; an output that takes the place of a donated input needs no room of its own;
+    - an operation that XLA folds into its users has no buffer, unless some user cannot take it in, such as a contraction, a
+      loop or the end of the step; what it reads stays alive until it is used;
+    - a `fan_out` is its operand in another layout: the operand's buffer goes when the fan_out's is there;
+    - inside a loop the body's live set comes on top of what is alive around the loop.
+
+What can go wrong: XLA's own order and fusion differ; tests compare with `compiled.memory_analysis()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.compat import Literal, Var
+from autopar.graph import StrategyGraph, itemsize_of
+from autopar.intra_op import MemoryRow
+from autopar.program import Equation, Program
+from autopar.rules import entry_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A value in memory: which output of which node it is, and from which position to which it is alive."""
+
+    node: int
+    output: int
+    aval: Any
+    first: int
+    last: int
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Resident:
+    """One entry of a live set."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+class MemoryModel:
+    """Live sets of one graph; made once, asked for rows and for the peak of choices."""
+
+    def __init__(self, graph: StrategyGraph, *, input_names: Sequence[str], aliased_outputs: frozenset[int]) -> None:
+        self.graph = graph
+        self.number_of = {n.equation: i for i, n in enumerate(graph.nodes) if n.equation is not None and n.rule is not None}
+        self._bytes: dict[tuple[int, int], np.ndarray] = {}
+        persistent = [n for n in self._inputs(input_names)]
+        aliased = {graph.program.outvars[i] for i in aliased_outputs if not isinstance(graph.program.outvars[i], Literal)}
+        sets = self._live_sets(graph.program, aliased)
+        self.live_sets = [(*persistent, *buffers) for buffers in _maximal(sets)] or [tuple(persistent)]
+
+    def bytes_of(self, buffer: Buffer) -> np.ndarray:
+        """Bytes per device for every choice of the buffer's node."""
+        key = (buffer.node, buffer.output)
+        if key not in self._bytes:
+            strategies = self.graph.nodes[buffer.node].choices.strategies
+            shape, itemsize = buffer.aval.shape, itemsize_of(buffer.aval)
+            layouts = [s.outputs[buffer.output] for s in strategies]
+            self._bytes[key] = np.array([la.local_bytes(shape, itemsize, self.graph.mesh) for la in layouts], dtype=float)
+        return self._bytes[key]
+
+    def rows(self) -> list[MemoryRow]:
+        """The live sets as rows of the planner's model."""
+        rows = []
+        for number, buffers in enumerate(self.live_sets):
+            by_node: dict[int, np.ndarray] = {}
+            for buffer in buffers:
+                by_node[buffer.node] = by_node.get(buffer.node, 0.0) + self.bytes_of(buffer)
+            fixed = sum(float(b[0]) for b in by_node.values() if np.ptp(b) == 0)
+            rows.append(MemoryRow(f"point{number}", {v: b for v, b in by_node.items() if np.ptp(b) > 0}, fixed))
+        return rows
+
+    def peak(self, choice: Sequence[int]) -> tuple[int, tuple[Resident, ...]]:
+        """(bytes per device, the tensors alive then, largest first) of a finished choice."""
+        best, tensors = -1.0, ()
+        for buffers in self.live_sets:
+            sizes = [float(self.bytes_of(b)[choice[b.node]]) for b in buffers]
+            if sum(sizes) > best:
+                best = sum(sizes)
+                tensors = tuple(
+                    Resident(b.name, tuple(b.aval.shape), str(b.aval.dtype), int(size))
+                    for b, size in zip(buffers, sizes, strict=True)
+                )
+        return int(best), tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
+
+    def least(self) -> tuple[int, tuple[Resident, ...]]:
+        """The peak if every value could take its smallest layout, and the largest tensors even so."""
+        smallest: dict[int, int] = {}
+        for buffers in self.live_sets:
+            for b in buffers:
+                smallest[b.node] = int(np.argmin(self.bytes_of(b)))
+        return self.peak([smallest.get(v, 0) for v in range(len(self.graph.nodes))])
+
+    def _inputs(self, names: Sequence[str]) -> Iterator[Buffer]:
+        for number, node in enumerate(self.graph.nodes):
+            if node.input_number is not None:
+                var = self.graph.program.invars[node.input_number]
+                yield Buffer(number, 0, var.aval, 0, 0, names[node.input_number])
+
+    def _live_sets(self, program: Program, aliased: frozenset[Var] | set[Var]) -> list[list[Buffer]]:
+        """The buffers alive at each equation of a program, nested ones on top."""
+        position = {eqn: i for i, eqn in enumerate(program.equations)}
+        users: dict[Var, list[Equation | None]] = {}
+        for eqn in program.equations:
+            for v in eqn.invars:
+                if not isinstance(v, Literal):
+                    users.setdefault(v, []).append(eqn)
+        for v in program.outvars:
+            if not isinstance(v, Literal):
+                users.setdefault(v, []).append(None)
+        end = len(program.equations)
+        last: dict[Var, int] = {}
+        buffers: list[Buffer] = []
+        for eqn in reversed(program.equations):
+            for output, v in enumerate(eqn.outvars):
+                last[v] = max((self._until(u, position, last, end) for u in users.get(v, ())), default=position[eqn])
+                buffer = self._buffer(eqn, output, v, users.get(v, ()), position[eqn], last[v])
+                if buffer is not None and v not in aliased:
+                    buffers.append(buffer)
+        sets: list[list[Buffer]] = [[] for _ in program.equations]
+        for buffer in buffers:
+            for at in range(buffer.first, min(buffer.last, end - 1) + 1):
+                sets[at].append(buffer)
+        return [[*outer, *inner] for eqn, outer in zip(program.equations, sets, strict=True) for inner in self._inner(eqn)]
+
+    def _inner(self, eqn: Equation) -> list[list[Buffer]]:
+        if not eqn.regions:
+            return [[]]
+        return _maximal([s for region in eqn.regions for s in self._live_sets(region, set())]) or [[]]
+
+    def _until(self, user: Equation | None, position: Mapping[Equation, int], last: Mapping[Var, int], end: int) -> int:
+        """Until when a user needs its operand: a folded one passes the need on to its own users."""
+        if user is None:
+            return end
+        if user.loop is None and _is_folded(user):
+            return max((last.get(v, position[user]) for v in user.outvars), default=position[user])
+        return position[user]
+
+    def _buffer(
+        self, eqn: Equation, output: int, var: Var, users: Sequence[Equation | None], first: int, last: int
+    ) -> Buffer | None:
+        if eqn not in self.number_of:
+            return None
+        if eqn.loop is None and entry_for(eqn).fused and not entry_for(eqn).free:  # type: ignore[arg-type]
+            if all(u is not None and u.loop is None and entry_for(u).fused for u in users):  # type: ignore[arg-type]
+                return None
+        elif eqn.loop is None and entry_for(eqn).free and eqn.primitive.name != "fan_out":  # type: ignore[arg-type]
+            if all(u is not None and u.loop is None for u in users):
+                return None
+        if len(users) == 1 and users[0] is not None and users[0].primitive.name == "fan_out":
+            last = first
+        name = f"{eqn.primitive.name} {tuple(var.aval.shape)}"
+        return Buffer(self.number_of[eqn], output, var.aval, first, last, name)
+
+
+def _is_folded(eqn: Equation) -> bool:
+    return entry_for(eqn).fused and eqn.primitive.name != "fan_out"  # type: ignore[arg-type]
+
+
+def _maximal(sets: Sequence[Sequence[Buffer]]) -> list[list[Buffer]]:
+    """The sets that no neighbour contains: the ones just before something goes."""
+    kept: list[list[Buffer]] = []
+    members: list[frozenset[tuple[int, int]]] = []
+    for buffers in sets:
+        keys = frozenset((b.node, b.output) for b in buffers)
+        if members and keys <= members[-1]:
+            continue
+        if members and members[-1] <= keys:
+            kept.pop()
+            members.pop()
+        kept.append(list(buffers))
+        members.append(keys)
+    return kept
+
+

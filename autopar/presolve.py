@@ -1,0 +1,198 @@
+"""Exact reductions of a pairwise choice problem.
+
+The problem: one choice per node, minimise
+
+    sum_v c_v[s_v] + sum_(u,v) R_uv[s_u, s_v].
+
+In: node costs and edge matrices. Out: a smaller problem with the same optimum, and the way back: a choice for what is
+left extends to an optimal choice for everything. The reductions, each exact:
+
+    infinity      a choice that no neighbour can meet goes
+    separable     R[p, q] = a[p] + b[q]: a and b join the node costs, the edge goes
+    degree 0      the cheapest choice
+    degree 1      c_v[q] += min_p c_u[p] + R_uv[p, q]
+    degree 2      R_vw[q, r] += min_p c_u[p] + R_uv[p, q] + R_uw[p, r]
+    dominance     p' goes if some p is never worse: c[p'] - c[p] + sum_e min_q (R_e[p', q] - R_e[p, q]) >= 0
+
+Chains of operations with one user each, which other planners merge into followers by rule of thumb, are what degree 1
+and 2 remove. Nodes named in `keep` stay: their choice matters beyond the objective (memory); dominance among them also
+asks that p uses no more memory than p' (`usage`). What can go wrong: rounding; a dominance within 1e-12 of the costs'
+scale keeps the earlier choice, so the optimum is reached up to that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reduced:
+    """What is left: nodes (numbers of the original), the choices still open to each, costs and edges."""
+
+    nodes: tuple[int, ...]
+    open_choices: Mapping[int, np.ndarray]
+    costs: Mapping[int, np.ndarray]
+    edges: Mapping[tuple[int, int], np.ndarray]
+    _steps: tuple[_Step, ...]
+
+    def extend(self, chosen: Mapping[int, int]) -> list[int]:
+        """An optimal choice for every original node, given one (of the original numbering) for the nodes left."""
+        full = dict(chosen)
+        for step in reversed(self._steps):
+            total = step.cost.copy()
+            for other, matrix, choices in step.neighbours:
+                total += matrix[:, int(np.searchsorted(choices, full[other]))]
+            full[step.node] = int(step.choices[int(np.argmin(total))])
+        return [full[node] for node in range(len(full))]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Step:
+    node: int
+    choices: np.ndarray
+    cost: np.ndarray
+    neighbours: tuple[tuple[int, np.ndarray, np.ndarray], ...]
+
+
+def reduce_problem(
+    costs: Sequence[np.ndarray],
+    edges: Mapping[tuple[int, int], np.ndarray],
+    *,
+    keep: frozenset[int] = frozenset(),
+    usage: Sequence[np.ndarray] | None = None,
+) -> Reduced:
+    """Apply every reduction until none applies; deterministic."""
+    return _Reducer(costs, edges, keep, usage).run()
+
+
+class _Reducer:
+    def __init__(
+        self,
+        costs: Sequence[np.ndarray],
+        edges: Mapping[tuple[int, int], np.ndarray],
+        keep: frozenset[int],
+        usage: Sequence[np.ndarray] | None,
+    ) -> None:
+        self.keep, self.usage = keep, usage
+        self.cost = {v: np.asarray(c, dtype=float) for v, c in enumerate(costs)}
+        self.choices = {v: np.arange(len(c)) for v, c in enumerate(costs)}
+        self.near: dict[int, dict[int, np.ndarray]] = {v: {} for v in self.cost}
+        self.steps: list[_Step] = []
+        finite = [float(np.max(c[np.isfinite(c)], initial=0.0)) for c in self.cost.values()]
+        self.tolerance = 1e-12 * max(finite, default=0.0)
+        for (u, v), matrix in edges.items():
+            self._add_edge(u, v, matrix)
+
+    def run(self) -> Reduced:
+        for v in sorted(self.cost):
+            self._drop_infinite(v)
+        light, unexamined = set(self.cost), set(self.cost)
+        while light or unexamined:
+            if light:
+                v = min(light)
+                light.discard(v)
+                if v in self.cost and len(self.near[v]) <= 2 and v not in self.keep:
+                    changed = self._eliminate(v)
+                else:
+                    continue
+            else:
+                v = min(unexamined)
+                unexamined.discard(v)
+                changed = self._dominate(v) if v in self.cost else set()
+            light |= changed
+            unexamined |= changed
+        nodes = tuple(sorted(self.cost))
+        edges = {(u, v): m for u in nodes for v, m in self.near[u].items() if u < v}
+        return Reduced(nodes, dict(self.choices), dict(self.cost), edges, tuple(self.steps))
+
+    def _add_edge(self, u: int, v: int, matrix: np.ndarray) -> None:
+        """Add a matrix to the edge, fold it into the node costs if it has become separable."""
+        if v in self.near[u]:
+            matrix = self.near[u][v] + matrix
+        folded = self._separate(matrix)
+        if folded is None:
+            self.near[u][v], self.near[v][u] = matrix, matrix.T
+            return
+        self.cost[u] = self.cost[u] + folded[0]
+        self.cost[v] = self.cost[v] + folded[1]
+        self.near[u].pop(v, None)
+        self.near[v].pop(u, None)
+
+    def _separate(self, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        if not np.isfinite(matrix).all():
+            return None
+        rows, columns = matrix[:, 0], matrix[0] - matrix[0, 0]
+        if np.abs(matrix - rows[:, None] - columns[None, :]).max() > self.tolerance:
+            return None
+        return rows, columns
+
+    def _eliminate(self, u: int) -> set[int]:
+        """Remove a node of degree 0, 1 or 2; return the nodes whose surroundings changed."""
+        neighbours = sorted(self.near[u])
+        entries = tuple((v, self.near[u][v], self.choices[v]) for v in neighbours)
+        self.steps.append(_Step(u, self.choices[u], self.cost[u], entries))
+        cost = self.cost.pop(u)
+        for v in neighbours:
+            del self.near[v][u]
+        if len(neighbours) == 1:
+            (v,) = neighbours
+            self.cost[v] = self.cost[v] + (cost[:, None] + self.near[u][v]).min(axis=0)
+            self._drop_infinite(v)
+        elif len(neighbours) == 2:
+            v, w = neighbours
+            first, second = cost[:, None] + self.near[u][v], self.near[u][w]
+            self._add_edge(v, w, min_plus(first.T, second))
+        del self.near[u], self.choices[u]
+        return set(neighbours)
+
+    def _drop_infinite(self, v: int) -> None:
+        alive = np.isfinite(self.cost[v])
+        if not alive.all() and alive.any():
+            self._keep_choices(v, alive)
+
+    def _keep_choices(self, v: int, alive: np.ndarray) -> None:
+        self.cost[v], self.choices[v] = self.cost[v][alive], self.choices[v][alive]
+        for w in list(self.near[v]):
+            matrix = self.near[v].pop(w)[alive]
+            del self.near[w][v]
+            self._add_edge(v, w, matrix)
+
+    def _dominate(self, v: int) -> set[int]:
+        """Remove dominated choices of a node; return the nodes whose surroundings changed."""
+        cost = self.cost[v]
+        if len(cost) == 1:
+            before = set(self.near[v])
+            self._keep_choices(v, np.array([True]))
+            return (before | {v}) if before else set()
+        excess = cost[:, None] - cost[None, :]
+        for matrix in self.near[v].values():
+            excess = excess + _least_difference(matrix)
+        beaten = excess >= -self.tolerance
+        if v in self.keep and self.usage is not None:
+            used = self.usage[v][self.choices[v]]
+            beaten &= used[:, None] >= used[None, :]
+        np.fill_diagonal(beaten, False)
+        alive = np.ones(len(cost), dtype=bool)
+        for p in range(len(cost) - 1, -1, -1):
+            if (beaten[p] & alive).any():
+                alive[p] = False
+        if alive.all():
+            return set()
+        before = {v, *self.near[v]}
+        self._keep_choices(v, alive)
+        return before
+
+
+def _least_difference(matrix: np.ndarray) -> np.ndarray:
+    """D[p', p] = min_q matrix[p', q] - matrix[p, q], where both infinite count as equal."""
+    with np.errstate(invalid="ignore"):
+        difference = matrix[:, None, :] - matrix[None, :, :]
+    return np.nan_to_num(difference, nan=0.0, posinf=np.inf, neginf=-np.inf).min(axis=2)
+
+
+def min_plus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """The (min, +) product: out[i, k] = min_j left[i, j] + right[j, k]."""
+    return (left[:, :, None] + right[None, :, :]).min(axis=1)
