@@ -94,6 +94,7 @@ class StrategyGraph:
     uses: tuple[Use, ...]
     outputs: tuple[Source | None, ...]
     joins: Mapping[Equation, tuple[int, ...]]
+    sources: Mapping[Var, Source]
     spaces: Spaces
 
     def objective(self, choice: Sequence[int]) -> float:
@@ -165,6 +166,7 @@ class _Builder:
         self.uses: list[Use] = []
         self.monoids: dict[Var, frozenset[str]] = {}
         self.joins: dict[Equation, tuple[int, ...]] = {}
+        self.sources: dict[Var, Source] = {}
         self._sets: dict[Any, StrategySet] = {}
         self._matrices: dict[Any, np.ndarray] = {}
         self._pair_edges: dict[tuple[int, int], list[tuple[float, np.ndarray]]] = {}
@@ -198,6 +200,7 @@ class _Builder:
             tuple(self.uses),
             tuple(final),
             self.joins,
+            self.sources,
             self.spaces,
         )
 
@@ -236,6 +239,7 @@ class _Builder:
                 env.update((v, Source(number, i)) for i, v in enumerate(eqn.outvars))
             else:
                 env.update(zip(eqn.outvars, _LOOPS[eqn.loop.kind](self, eqn, operands, trips), strict=True))
+        self.sources.update((v, source) for v, source in env.items() if source is not None)
         return [None if isinstance(v, Literal) else env[v] for v in program.outvars]
 
     # Nested programs. Every input of one has exactly one user, a fan_out whose node stands for the input.

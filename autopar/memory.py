@@ -23,7 +23,7 @@ import numpy as np
 from autopar.compat import Literal, Var
 from autopar.graph import StrategyGraph, itemsize_of
 from autopar.intra_op import MemoryRow
-from autopar.program import Equation, Program
+from autopar.program import Equation, Program, fan_out_p
 from autopar.rules import entry_for
 
 
@@ -33,6 +33,7 @@ class Buffer:
 
     node: int
     output: int
+    stacked: bool
     aval: Any
     first: int
     last: int
@@ -54,8 +55,7 @@ class MemoryModel:
 
     def __init__(self, graph: StrategyGraph, *, input_names: Sequence[str], aliased_outputs: frozenset[int]) -> None:
         self.graph = graph
-        self.number_of = {n.equation: i for i, n in enumerate(graph.nodes) if n.equation is not None and n.rule is not None}
-        self._bytes: dict[tuple[int, int], np.ndarray] = {}
+        self._bytes: dict[tuple[int, int, bool], np.ndarray] = {}
         persistent = [n for n in self._inputs(input_names)]
         aliased = {graph.program.outvars[i] for i in aliased_outputs if not isinstance(graph.program.outvars[i], Literal)}
         sets = self._live_sets(graph.program, aliased)
@@ -63,11 +63,12 @@ class MemoryModel:
 
     def bytes_of(self, buffer: Buffer) -> np.ndarray:
         """Bytes per device for every choice of the buffer's node."""
-        key = (buffer.node, buffer.output)
+        key = (buffer.node, buffer.output, buffer.stacked)
         if key not in self._bytes:
             strategies = self.graph.nodes[buffer.node].choices.strategies
             shape, itemsize = buffer.aval.shape, itemsize_of(buffer.aval)
             layouts = [s.outputs[buffer.output] for s in strategies]
+            layouts = [la.prepend() for la in layouts] if buffer.stacked else layouts
             self._bytes[key] = np.array([la.local_bytes(shape, itemsize, self.graph.mesh) for la in layouts], dtype=float)
         return self._bytes[key]
 
@@ -107,7 +108,7 @@ class MemoryModel:
         for number, node in enumerate(self.graph.nodes):
             if node.input_number is not None:
                 var = self.graph.program.invars[node.input_number]
-                yield Buffer(number, 0, var.aval, 0, 0, names[node.input_number])
+                yield Buffer(number, 0, False, var.aval, 0, 0, names[node.input_number])
 
     def _live_sets(self, program: Program, aliased: frozenset[Var] | set[Var]) -> list[list[Buffer]]:
         """The buffers alive at each equation of a program, nested ones on top."""
@@ -124,9 +125,9 @@ class MemoryModel:
         last: dict[Var, int] = {}
         buffers: list[Buffer] = []
         for eqn in reversed(program.equations):
-            for output, v in enumerate(eqn.outvars):
+            for v in eqn.outvars:
                 last[v] = max((self._until(u, position, last, end) for u in users.get(v, ())), default=position[eqn])
-                buffer = self._buffer(eqn, output, v, users.get(v, ()), position[eqn], last[v])
+                buffer = self._buffer(eqn, v, users.get(v, ()), position[eqn], last[v])
                 if buffer is not None and v not in aliased:
                     buffers.append(buffer)
         sets: list[list[Buffer]] = [[] for _ in program.equations]
@@ -149,32 +150,33 @@ class MemoryModel:
         return position[user]
 
     def _buffer(
-        self, eqn: Equation, output: int, var: Var, users: Sequence[Equation | None], first: int, last: int
+        self, eqn: Equation, var: Var, users: Sequence[Equation | None], first: int, last: int
     ) -> Buffer | None:
-        if eqn not in self.number_of:
+        source = self.graph.sources.get(var)
+        if source is None:
             return None
         if eqn.loop is None and entry_for(eqn).fused and not entry_for(eqn).free:  # type: ignore[arg-type]
             if all(u is not None and u.loop is None and entry_for(u).fused for u in users):  # type: ignore[arg-type]
                 return None
-        elif eqn.loop is None and entry_for(eqn).free and eqn.primitive.name != "fan_out":  # type: ignore[arg-type]
+        elif eqn.loop is None and entry_for(eqn).free and eqn.primitive is not fan_out_p:  # type: ignore[arg-type]
             if all(u is not None and u.loop is None for u in users):
                 return None
-        if len(users) == 1 and users[0] is not None and users[0].primitive.name == "fan_out":
+        if len(users) == 1 and users[0] is not None and users[0].primitive is fan_out_p:
             last = first
         name = f"{eqn.primitive.name} {tuple(var.aval.shape)}"
-        return Buffer(self.number_of[eqn], output, var.aval, first, last, name)
+        return Buffer(source.node, source.output, source.stacked, var.aval, first, last, name)
 
 
 def _is_folded(eqn: Equation) -> bool:
-    return entry_for(eqn).fused and eqn.primitive.name != "fan_out"  # type: ignore[arg-type]
+    return entry_for(eqn).fused and eqn.primitive is not fan_out_p  # type: ignore[arg-type]
 
 
 def _maximal(sets: Sequence[Sequence[Buffer]]) -> list[list[Buffer]]:
     """The sets that no neighbour contains: the ones just before something goes."""
     kept: list[list[Buffer]] = []
-    members: list[frozenset[tuple[int, int]]] = []
+    members: list[frozenset[tuple[int, int, bool]]] = []
     for buffers in sets:
-        keys = frozenset((b.node, b.output) for b in buffers)
+        keys = frozenset((b.node, b.output, b.stacked) for b in buffers)
         if members and keys <= members[-1]:
             continue
         if members and members[-1] <= keys:

@@ -1,0 +1,89 @@
+"""From an `Assignment` to something that runs: one jitted shard_map program over the devices.
+
+In: a traced step, its assignment and plan, JAX devices. Out: a `CompiledStep`, called with the step's own arguments. Arrays that
+are not laid out as the plan says are moved first; state that the step returns stays where it is and is donated. What can go
+wrong: too few devices, arguments of another shape; both are refused with the numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from autopar.compat import make_mesh
+from autopar.errors import ArgumentError
+from autopar.mesh import LogicalMesh
+from autopar.plan import Plan
+from autopar.spmd import Assignment
+from autopar.testing import partition_spec, sharded
+from autopar.trace import TracedStep
+
+
+def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """JAX devices arranged as a logical mesh; ArgumentError if there are too few."""
+    if mesh.size > len(devices):
+        raise ArgumentError(
+            f"mesh {mesh.shape} needs {mesh.size} devices, there are {len(devices)}: {', '.join(map(str, devices[:4]))}"
+            f"{', ...' if len(devices) > 4 else ''}. Use a smaller mesh_shape; or, to try a plan on a CPU, start Python with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}."
+        )
+    return make_mesh(np.array(devices[: mesh.size]).reshape(mesh.shape), mesh.axis_names)
+
+
+class CompiledStep:
+    """A step compiled for its plan. Calling it runs one step; it accepts arguments of the traced shapes only."""
+
+    def __init__(self, traced: TracedStep, assignment: Assignment, plan: Plan, devices: Sequence[jax.Device]) -> None:
+        self.traced, self.plan = traced, plan
+        self.mesh = device_mesh(assignment.mesh, devices)
+        specs = [partition_spec(layout, assignment.mesh) for layout in assignment.inputs]
+        self.in_shardings = tuple(NamedSharding(self.mesh, spec) for spec in specs)
+        out_specs = [partition_spec(layout, assignment.mesh) for layout in assignment.outputs]
+        self.out_shardings = [NamedSharding(self.mesh, spec) for spec in out_specs]
+        self._constants = tuple(
+            jax.device_put(value, sharding)
+            for value, sharding in zip(traced.constants, self.in_shardings[len(traced.inputs) - len(traced.constants) :], strict=True)
+        )
+        donated = tuple(i for i, leaf in enumerate(traced.inputs) if leaf.donated)
+        self._run = jax.jit(
+            sharded(assignment, self.mesh),
+            in_shardings=self.in_shardings,
+            out_shardings=self.out_shardings,
+            donate_argnums=donated,
+        )
+
+    def __call__(self, *leaves: Any) -> Any:
+        """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
+        placed = [self._placed(x, s) for x, s in zip(leaves, self.in_shardings, strict=False)]
+        return jax.tree_util.tree_unflatten(self.traced.out_tree, self._run(*placed, *self._constants))
+
+    @staticmethod
+    def _placed(value: Any, sharding: NamedSharding) -> Any:
+        """The array where the step wants it; it is already there for state that the step returned."""
+        if getattr(value, "sharding", None) == sharding:
+            return value
+        if isinstance(value, jax.Array) and not value.committed:
+            return value
+        return jax.device_put(value, sharding)
+
+    @functools.cached_property
+    def executable(self) -> Any:
+        """XLA's executable, compiled ahead of time from shapes."""
+        shapes = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(self.traced.inputs, self.in_shardings, strict=True)
+        ]
+        return self._run.lower(*shapes).compile()
+
+    def as_text(self) -> str:
+        """The optimised HLO."""
+        return str(self.executable.as_text())
+
+    def memory_analysis(self) -> Any:
+        """XLA's own account of the memory of one device."""
+        return self.executable.memory_analysis()

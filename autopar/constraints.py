@@ -1,0 +1,124 @@
+"""Constraints as the layouts that each leaf may still have.
+
+In: leaves with paths, roles and shapes; a mesh; `Constraints`. Out: for every leaf the tuple of allowed layouts, None where
+all are. What can go wrong: a path that no leaf has, an axis that the mesh lacks, a dimension that does not divide; all of
+them are reported at once.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Protocol
+
+from jax.sharding import PartitionSpec
+
+from autopar.errors import ConstraintError
+from autopar.mesh import Layout, LogicalMesh
+from autopar.options import Constraints, LeafLayout, Replicated, Rule, Split, SplitBatch
+from autopar.relayout import all_layouts
+
+
+class Leaf(Protocol):
+    """What a constraint needs to know of a leaf."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def allowed_layouts(
+    leaves: Sequence[Leaf], mesh: LogicalMesh, constraints: Constraints
+) -> list[tuple[Layout, ...] | None]:
+    """Allowed layouts per leaf; ConstraintError lists everything that cannot be met."""
+    problems: list[str] = []
+    allowed: list[tuple[Layout, ...] | None] = [None] * len(leaves)
+    for rule in constraints.rules:
+        matched = [i for i, leaf in enumerate(leaves) if _matches(rule, leaf)]
+        if not matched and rule.must_match:
+            problems.append(_no_such_leaf(rule, leaves))
+        for i in matched:
+            try:
+                allowed[i] = layouts_for(rule.layout, leaves[i], mesh)
+            except ConstraintError as error:
+                problems.append(str(error))
+    if problems:
+        raise ConstraintError("\n".join(dict.fromkeys(problems)))
+    return allowed
+
+
+def _matches(rule: Rule, leaf: Leaf) -> bool:
+    return (rule.role is None or rule.role == leaf.role) and fnmatch.fnmatchcase(leaf.path, rule.glob)
+
+
+def _no_such_leaf(rule: Rule, leaves: Sequence[Leaf]) -> str:
+    of_role = [leaf.path for leaf in leaves if rule.role in (None, leaf.role)]
+    word = rule.glob.strip("*").rsplit("/", 1)[-1]
+    near = [path for path in of_role if word and word in path] or of_role
+    listed = ", ".join(near[:5]) + (", ..." if len(near) > 5 else "")
+    kind = f"{rule.role} " if rule.role else ""
+    return f"constraint {rule.glob!r} matches no {kind}leaf of the step's arguments; there are: {listed or 'none'}"
+
+
+def layouts_for(wanted: LeafLayout, leaf: Leaf, mesh: LogicalMesh) -> tuple[Layout, ...]:
+    """The layouts of one leaf that meet one constraint."""
+    if isinstance(wanted, PartitionSpec):
+        return (_from_spec(wanted, leaf, mesh),)
+    axes = _numbers(wanted.axes, leaf, mesh)
+    plain = [la for la in all_layouts(leaf.shape, mesh, ()) if all(list(a) == sorted(a) for a in la.dims)]
+    if isinstance(wanted, Replicated):
+        return tuple(la for la in plain if not set(la.sharded_axes) & set(axes))
+    if isinstance(wanted, Split):
+        inside = [la for la in plain if set(la.sharded_axes) <= set(axes)]
+        most = max(mesh.ways(la.sharded_axes) for la in inside)
+        return tuple(la for la in inside if mesh.ways(la.sharded_axes) == most)
+    return (_split_batch(leaf, mesh, tuple(a for a in axes if mesh.shape[a] > 1)),)
+
+
+def _split_batch(leaf: Leaf, mesh: LogicalMesh, axes: tuple[int, ...]) -> Layout:
+    if not leaf.shape:
+        return Layout.replicated(0)
+    if leaf.shape[0] % mesh.ways(axes):
+        raise ConstraintError(
+            f"data parallelism over mesh axes {', '.join(mesh.names(axes))} splits the batch {mesh.ways(axes)} ways, but "
+            f"{leaf.path} has {leaf.shape[0]} examples (shape {leaf.shape}), which {mesh.ways(axes)} does not divide. Use a "
+            f"batch that is a multiple of {mesh.ways(axes)}, or a smaller mesh axis."
+        )
+    return Layout((axes, *((),) * (len(leaf.shape) - 1)))
+
+
+def _numbers(names: tuple[str, ...] | None, leaf: Leaf, mesh: LogicalMesh) -> tuple[int, ...]:
+    if names is None:
+        return tuple(range(len(mesh.shape)))
+    return tuple(_axis(name, leaf, mesh) for name in names)
+
+
+def _axis(name: str, leaf: Leaf, mesh: LogicalMesh) -> int:
+    if name not in mesh.axis_names:
+        raise ConstraintError(
+            f"the constraint on {leaf.path} names mesh axis {name!r}; the mesh has {', '.join(mesh.axis_names)} "
+            f"(name your own with mesh_shape={{'data': 2, 'model': 4}})"
+        )
+    return mesh.axis_names.index(name)
+
+
+def _from_spec(spec: PartitionSpec, leaf: Leaf, mesh: LogicalMesh) -> Layout:
+    if len(spec) > len(leaf.shape):
+        raise ConstraintError(f"{spec} has {len(spec)} entries, {leaf.path} has {len(leaf.shape)} dimensions {leaf.shape}")
+    dims: list[tuple[int, ...]] = []
+    for entry in (*spec, *(None,) * (len(leaf.shape) - len(spec))):
+        names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+        dims.append(tuple(a for a in (_axis(name, leaf, mesh) for name in names) if mesh.shape[a] > 1))
+    layout = Layout(tuple(dims))
+    for d, (size, axes) in enumerate(zip(leaf.shape, layout.dims, strict=True)):
+        if size % mesh.ways(axes):
+            raise ConstraintError(
+                f"{spec} splits dimension {d} of {leaf.path} {mesh.ways(axes)} ways, but its size {size} is not a multiple of "
+                f"{mesh.ways(axes)}; choose another dimension or a smaller mesh axis"
+            )
+    if len(set(layout.sharded_axes)) != len(layout.sharded_axes):
+        raise ConstraintError(f"{spec} for {leaf.path} uses a mesh axis twice; each axis can split one dimension only")
+    return layout

@@ -1,0 +1,103 @@
+"""Leaf paths and layouts as text; many paths as few patterns with braces.
+
+In: paths such as `params/block_0/up`, `params/block_1/up`. Out: `params/block_{0,1}/up`. A pattern's braces multiply
+out to exactly the paths it was made from, so a row of a table never claims a leaf that is not there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+from autopar.plan import Spec
+
+_NAMES_IN_BRACES = 6
+
+
+def layout_text(spec: Spec) -> str:
+    """A layout: `[x, -]` splits the first dimension over x; `[(x,y)]` splits over both; all whole is `replicated`."""
+    if not any(spec):
+        return "replicated"
+    return "[" + ", ".join(axes_text(axes) for axes in spec) + "]"
+
+
+def axes_text(axes: Sequence[str]) -> str:
+    """Mesh axes: -, x or (x,y)."""
+    if not axes:
+        return "-"
+    return axes[0] if len(axes) == 1 else f"({','.join(axes)})"
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """A shape: (128, 512)."""
+    return str(tuple(shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class PathPattern:
+    """One set of names per component of a path; it stands for every path of their product."""
+
+    components: tuple[tuple[str, ...], ...]
+
+    def __str__(self) -> str:
+        return "/".join(map(_braces, self.components))
+
+    @property
+    def count(self) -> int:
+        """How many paths it stands for."""
+        return math.prod(map(len, self.components))
+
+    @property
+    def first(self) -> str:
+        """The path of the first names."""
+        return "/".join(names[0] for names in self.components)
+
+    def without(self, position: int) -> tuple[object, ...]:
+        """What another pattern must share to be merged with this one at `position`."""
+        return (len(self.components), self.components[:position], self.components[position + 1 :])
+
+    def union(self, other: PathPattern) -> PathPattern:
+        """The pattern of both, which differ in one component."""
+        pairs = zip(self.components, other.components, strict=True)
+        return PathPattern(tuple(a if a == b else (*a, *b) for a, b in pairs))
+
+
+def path_patterns(paths: Iterable[str]) -> list[PathPattern]:
+    """Few patterns whose products are exactly the distinct `paths`.
+
+    Two patterns that differ in one component become one with the union there; this is repeated until nothing changes.
+    """
+    patterns = [PathPattern(tuple((name,) for name in path.split("/"))) for path in dict.fromkeys(paths)]
+    before = 0
+    while len(patterns) != before:
+        before = len(patterns)
+        for position in range(max((len(pattern.components) for pattern in patterns), default=0)):
+            merged: dict[tuple[object, ...], PathPattern] = {}
+            for pattern in patterns:
+                key = pattern.without(position)
+                merged[key] = merged[key].union(pattern) if key in merged else pattern
+            patterns = list(merged.values())
+    return patterns
+
+
+def _braces(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return names[0]
+    numbered = [re.fullmatch(r"(.*?)(0|[1-9]\d*)", name) for name in names]
+    prefixes = {match[1] for match in numbered if match}
+    if all(numbered) and len(prefixes) == 1:
+        return f"{prefixes.pop()}{{{_ranges([int(match[2]) for match in numbered if match])}}}"
+    rest = len(names) - _NAMES_IN_BRACES
+    return f"{{{','.join(names[:_NAMES_IN_BRACES])}{f', and {rest} more' if rest > 0 else ''}}}"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

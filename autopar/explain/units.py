@@ -1,0 +1,41 @@
+"""Numbers and counts as people read them: bytes in powers of 1024, seconds to three digits, shares in percent."""
+
+from __future__ import annotations
+
+import math
+
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def bytes_text(size: float) -> str:
+    """Bytes for people: 512 B, 1.5 KiB, 16.0 GiB."""
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in _BYTE_UNITS[1:]:
+        size /= 1024
+        if round(size, 1) < 1024 or unit == _BYTE_UNITS[-1]:
+            break
+    return f"{size:,.1f} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds for people, three digits: 0 s, 12.3 us, 4.56 ms, 78.9 s, 1,234 s."""
+    if seconds == 0:
+        return "0 s"
+    for unit, scale in (("ns", 1e9), ("us", 1e6), ("ms", 1e3)):
+        if float(f"{seconds * scale:.3g}") < 1000:
+            return f"{_three_digits(seconds * scale)} {unit}"
+    return f"{_three_digits(seconds)} s"
+
+
+def _three_digits(number: float) -> str:
+    if not math.isfinite(number):
+        return str(number)
+    rounded = float(f"{number:.3g}") if number < 1000 else number
+    decimals = 0 if rounded >= 100 else 1 if rounded >= 10 else 2
+    return f"{rounded:,.{decimals}f}"
+
+
+def percent_text(part: float, whole: float) -> str:
+    """`part` as a share of `whole`: 12%."""
+    return f"{part / whole:.0%}" if whole else "0%"

@@ -1,0 +1,254 @@
+"""From a traced step to a `Plan`: compare logical meshes, choose strategies, predict.
+
+In: a `TracedStep`, the devices' number, a cluster, options. Out: a `Plan` and the `Assignment` that the lowering runs. Each
+logical mesh shape gives one strategy graph and one optimal choice; the shape with the least predicted step time wins. What
+can go wrong: nothing fits the memory; the error names the largest tensors and the ways out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.constraints import allowed_layouts
+from autopar.cost_model.hardware import Cluster
+from autopar.errors import AutoparWarning, OutOfMemoryError, PlanError
+from autopar.graph import PlannerOptions, StrategyGraph, build_graph, itemsize_of
+from autopar.intra_op import Choice, choose
+from autopar.memory import MemoryModel, Resident
+from autopar.mesh import Layout, LogicalMesh
+from autopar.options import Constraints
+from autopar.plan import Candidate, CollectivePlan, LiveTensor, Plan, ValuePlan
+from autopar.relayout import LOCAL_KINDS
+from autopar.spmd import Assignment, assign, planned_moves
+from autopar.trace import Leaf, TracedStep, where
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRequest:
+    """What to plan for: candidate meshes, the machine, the limit, and what the user fixed."""
+
+    meshes: tuple[LogicalMesh, ...]
+    cluster: Cluster
+    memory_limit_bytes: int | None
+    constraints: Constraints
+    options: PlannerOptions
+
+
+def logical_meshes(devices: int) -> tuple[LogicalMesh, ...]:
+    """Every arrangement of the devices in one or two axes, the one-dimensional first."""
+    shapes = [(devices,)]
+    shapes += [(n, devices // n) for n in range(2, devices) if devices % n == 0 and 1 < devices // n]
+    return tuple(LogicalMesh.of(shape) for shape in shapes)
+
+
+def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignment]:
+    """The best plan over the request's meshes. Raises ConstraintError, OutOfMemoryError."""
+    started = time.perf_counter()
+    _warn_of_undividable_batch(traced, request)
+    best: tuple[Plan, Assignment] | None = None
+    failures: list[_Infeasible] = []
+    candidates: list[Candidate] = []
+    for mesh in _distinct(request):
+        outcome = _plan_on(traced, mesh, request)
+        if isinstance(outcome, _Infeasible):
+            failures.append(outcome)
+            candidates.append(Candidate(mesh.shape, None))
+            continue
+        candidates.append(Candidate(mesh.shape, outcome[0].step_s))
+        if best is None or outcome[0].step_s < best[0].step_s * (1 - 1e-9):
+            best = outcome
+    if best is None:
+        raise _out_of_memory(traced, request, failures)
+    elapsed = time.perf_counter() - started
+    return dataclasses.replace(best[0], planning_s=elapsed, candidates=tuple(candidates)), best[1]
+
+
+def _distinct(request: PlanRequest) -> list[LogicalMesh]:
+    """Meshes that differ by more than the order of axes with equal links."""
+    seen: dict[Any, LogicalMesh] = {}
+    for mesh in request.meshes:
+        links = request.cluster.links_of(mesh.shape)
+        free = not request.constraints.rules and len(set(links)) == 1
+        key = (tuple(sorted(mesh.shape)), links[0]) if free else (mesh.shape, links, mesh.axis_names)
+        seen.setdefault(key, mesh)
+    return list(seen.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Infeasible:
+    mesh: LogicalMesh
+    least_bytes: int
+    tensors: tuple[Resident, ...]
+
+
+def graph_for(
+    traced: TracedStep, mesh: LogicalMesh, request: PlanRequest, inputs: Sequence[Any], outputs: Sequence[Any] | None = None
+) -> StrategyGraph:
+    """The strategy graph of a step whose inputs may have the given layouts; outputs follow the state."""
+    following = list(traced.state_of_output) if outputs is None else list(outputs)
+    return build_graph(
+        traced.program, mesh, request.cluster, request.options, input_layouts=inputs, output_layouts=following
+    )
+
+
+def _plan_on(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> tuple[Plan, Assignment] | _Infeasible:
+    allowed = allowed_layouts(traced.inputs, mesh, request.constraints)
+    graph = graph_for(traced, mesh, request, allowed)
+    memory = _memory_model(traced, graph)
+    choice = _choose_within(graph, memory, request.memory_limit_bytes)
+    if choice is None:
+        return _Infeasible(mesh, *memory.least())
+    assignment = assign(graph, choice.numbers)
+    return _describe(traced, request, graph, memory, assignment, choice), assignment
+
+
+def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:
+    names = [leaf.path for leaf in traced.inputs]
+    aliased = frozenset(
+        i for i, source in enumerate(traced.state_of_output) if source is not None and traced.inputs[source].donated
+    )
+    return MemoryModel(graph, input_names=names, aliased_outputs=aliased)
+
+
+def _choose_within(graph: StrategyGraph, memory: MemoryModel, limit: int | None) -> Choice | None:
+    if limit is None:
+        return choose(graph.costs, graph.edges)
+    return choose(graph.costs, graph.edges, rows=memory.rows(), limit_bytes=float(limit))
+
+
+def _describe(
+    traced: TracedStep,
+    request: PlanRequest,
+    graph: StrategyGraph,
+    memory: MemoryModel,
+    assignment: Assignment,
+    choice: Choice,
+) -> Plan:
+    mesh = graph.mesh
+    collectives, comm_s = _collectives(graph, assignment)
+    compute_s = float(
+        sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True))
+    )
+    peak, tensors = memory.peak(choice.numbers)
+    slack = choice.seconds - choice.lower_bound_s
+    return Plan(
+        fingerprint=traced.fingerprint,
+        cluster=request.cluster.name,
+        mesh_shape=mesh.shape,
+        axis_names=mesh.axis_names,
+        inputs=_values(traced.inputs, assignment.inputs, mesh),
+        outputs=_values(traced.outputs, assignment.outputs, mesh),
+        choices=choice.numbers,
+        collectives=collectives,
+        compute_s=compute_s,
+        comm_s=comm_s,
+        peak_bytes=peak,
+        memory_limit_bytes=request.memory_limit_bytes,
+        peak_tensors=tuple(LiveTensor(t.name, t.shape, t.dtype, t.bytes) for t in tensors[:10]),
+        planning_s=0.0,
+        lower_bound_s=compute_s + comm_s - max(slack, 0.0),
+        allow_redundant_compute=request.options.allow_redundant_compute,
+    )
+
+
+def _values(leaves: Sequence[Leaf], layouts: Sequence[Layout], mesh: LogicalMesh) -> tuple[ValuePlan, ...]:
+    return tuple(
+        ValuePlan(
+            leaf.path,
+            leaf.role,
+            leaf.shape,
+            str(leaf.dtype),
+            layout.spec(mesh),
+            layout.local_bytes(leaf.shape, itemsize_of(leaf), mesh),
+        )
+        for leaf, layout in zip(leaves, layouts, strict=True)
+    )
+
+
+def _collectives(graph: StrategyGraph, assignment: Assignment) -> tuple[tuple[CollectivePlan, ...], float]:
+    """(collectives in program order, seconds of all relayout)."""
+    plans, seconds = [], 0.0
+    for planned in planned_moves(assignment):
+        shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
+        each = graph.spaces.network.seconds(planned.move, shape, itemsize)
+        seconds += each * planned.trips
+        if planned.move.kind not in LOCAL_KINDS:
+            plans.append(
+                CollectivePlan(
+                    planned.move.kind,
+                    graph.mesh.names(planned.move.axes),
+                    planned.move.payload(shape, graph.mesh) * itemsize,
+                    planned.trips,
+                    f"{planned.aval.dtype}[{','.join(map(str, shape))}]",
+                    where(planned.equation) if planned.equation is not None else "output",
+                    each,
+                )
+            )
+    return tuple(plans), seconds
+
+
+def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None:
+    sizes = sorted({size for mesh in request.meshes for size in mesh.shape if size > 1})
+    for leaf in traced.inputs:
+        if leaf.role == "batch" and leaf.shape and sizes and all(leaf.shape[0] % size for size in sizes):
+            warnings.warn(
+                f"the batch of {leaf.path} has {leaf.shape[0]} examples (shape {leaf.shape}), which no mesh axis of size "
+                f"{', '.join(map(str, sizes))} divides: it cannot be split, so the plan has no data parallelism over it. "
+                f"Pad or drop examples to a multiple of {sizes[0]}.",
+                AutoparWarning,
+                stacklevel=4,
+            )
+
+
+def _out_of_memory(traced: TracedStep, request: PlanRequest, failures: Sequence[_Infeasible]) -> OutOfMemoryError:
+    best = min(failures, key=lambda f: f.least_bytes)
+    limit = request.memory_limit_bytes or 0
+    total = sum(t.bytes for t in best.tensors)
+    lines = [
+        f"no plan fits {_mib(limit)} per device on {best.mesh.size} devices: on mesh {best.mesh.shape} the tensors that are "
+        f"alive together take at least {_mib(total)} per device. The largest:",
+        *(f"  {_mib(t.bytes):>12}  {t.name}  {t.dtype}{list(t.shape)}" for t in best.tensors[:6]),
+        "Ways out: more devices; a smaller batch; recompute activations in the backward pass (jax.checkpoint on the layers); "
+        "a smaller type for state or activations; or a higher memory_limit_bytes.",
+    ]
+    if request.constraints.rules:
+        lines.append("Constraints are in force; those that keep leaves replicated cost memory on every device.")
+    return OutOfMemoryError("\n".join(lines))
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.2f} MiB"
+
+
+def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> Assignment:
+    """The assignment that a plan describes, without solving. Raises PlanError if the plan is for another step."""
+    if plan.fingerprint != traced.fingerprint:
+        raise PlanError(
+            f"the plan was made for another step: its program has fingerprint {plan.fingerprint}, this one "
+            f"{traced.fingerprint}. Shapes, types, the model or JAX's version differ; plan again."
+        )
+    mesh = LogicalMesh(plan.mesh_shape, plan.axis_names)
+    options = dataclasses.replace(request.options, allow_redundant_compute=plan.allow_redundant_compute)
+    request = dataclasses.replace(request, options=options)
+    inputs = [(_layout(v, mesh),) for v in plan.inputs]
+    outputs: list[Any] = [
+        number if number is not None else (_layout(v, mesh),)
+        for number, v in zip(traced.state_of_output, plan.outputs, strict=True)
+    ]
+    graph = graph_for(traced, mesh, request, inputs, outputs)
+    if len(graph.nodes) != len(plan.choices):
+        raise PlanError("the plan has another number of decisions than this program; plan again with this version")
+    choice = np.minimum(plan.choices, [len(n.choices.strategies) - 1 for n in graph.nodes])
+    fixed = [0 if len(n.choices.strategies) == 1 else int(p) for n, p in zip(graph.nodes, choice, strict=True)]
+    return assign(graph, fixed)
+
+
+def _layout(value: ValuePlan, mesh: LogicalMesh) -> Layout:
+    numbers: Mapping[str, int] = {name: i for i, name in enumerate(mesh.axis_names)}
+    return Layout(tuple(tuple(numbers[name] for name in axes) for axes in value.spec))

@@ -1,0 +1,300 @@
+"""From a step function to a `TracedStep`: the program, its leaves by name, and the role of each.
+
+In: a Python function and its arguments, arrays or `jax.ShapeDtypeStruct`s. Out: a frozen `TracedStep`: the program, the trees
+of arguments and results, for each input leaf its path (`argument/key/key`), role (state, batch or other) and whether it is
+donated, and which output takes which state leaf's place. An argument is state if the step returns a value of the same
+structure, shapes and types, as train steps do. What can go wrong: leaves that are not arrays, side effects, a donated argument
+that the step does not return; each is an error in the user's own names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from autopar.compat import Literal as JaxLiteral
+from autopar.compat import source_line
+from autopar.errors import ArgumentError
+from autopar.program import Program, program_of
+from autopar.rules import warn_of_missing_rules
+
+Role = Literal["state", "batch", "other", "const", "output"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One input or output array: its path, role, shape and type."""
+
+    path: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: Any
+    donated: bool = False
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape and type as JAX writes them."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedStep:
+    """See the module's text. `constants` are the values of the program's last inputs, leaves of role const."""
+
+    program: Program
+    constants: tuple[Any, ...]
+    in_tree: Any
+    out_tree: Any
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    state_of_output: tuple[int | None, ...]
+    fingerprint: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSignature:
+    """How a step's arguments are read: which are batch, static, donated."""
+
+    fun: Callable[..., Any]
+    batch_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    donate_argnums: tuple[int, ...] | Literal["auto"]
+
+    @property
+    def name(self) -> str:
+        """The step's name for messages."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BoundArguments:
+    """Arguments of one call: static values by position, and the tree of the others as (positional, keyword)."""
+
+    static: tuple[tuple[int, Any], ...]
+    dynamic: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def bind_arguments(signature: CallSignature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:
+    """Sort a call's arguments; keywords that name positional parameters take their positions."""
+    args, kwargs, names = _positions(signature.fun, tuple(args), dict(kwargs))
+    for what, numbers in (("batch_argnums", signature.batch_argnums), ("static_argnums", signature.static_argnums)):
+        for number in numbers:
+            if number >= len(args) and not (what == "batch_argnums" and number == 1):
+                raise ArgumentError(f"{what}={numbers}: {signature.name} was called with {len(args)} positional arguments")
+    static = tuple((i, args[i]) for i in signature.static_argnums)
+    numbers = tuple(i for i in range(len(args)) if i not in signature.static_argnums)
+    names = tuple(names[i] if i < len(names) else f"arg{i}" for i in numbers)
+    return BoundArguments(static, tuple(args[i] for i in numbers), kwargs, numbers, names)
+
+
+def _positions(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]:
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return args, kwargs, ()
+    positional = [
+        p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    while len(args) < len(positional) and positional[len(args)] in kwargs:
+        args = (*args, kwargs.pop(positional[len(args)]))
+    return args, kwargs, tuple(positional)
+
+
+def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
+    """Trace the step; see the module's text. Raises ArgumentError, UnsupportedProgramError."""
+    leaves, in_tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
+    paths = _paths(bound)
+    _refuse_non_arrays(signature, paths, leaves)
+    closed, out_shape = jax.make_jaxpr(_without_static(signature.fun, bound), return_shape=True)(
+        *_abstract(bound.dynamic), **_abstract(dict(bound.kwargs))
+    )
+    program, constants = program_of(closed)
+    warn_of_missing_rules([eqn for eqn in program.walk() if eqn.loop is None])  # type: ignore[misc]
+    out_leaves, out_tree = jax.tree_util.tree_flatten(out_shape)
+    state = _returned_arguments(bound, out_shape)
+    donated = _donated_arguments(signature, bound, state, out_shape)
+    inputs = _input_leaves(signature, bound, paths, program, state, donated)
+    consts = tuple(
+        Leaf(f"constant/{i}", "const", tuple(v.aval.shape), v.aval.dtype) for i, v in enumerate(program.invars[len(leaves) :])
+    )
+    state_of_output = _outputs_of_state(bound, state, out_leaves)
+    out_paths = [_join("output", path) for path, _ in jax.tree_util.tree_flatten_with_path(out_shape)[0]]
+    outputs = tuple(Leaf(p, "output", tuple(x.shape), x.dtype) for p, x in zip(out_paths, out_leaves, strict=True))
+    return TracedStep(
+        program, constants, in_tree, out_tree, (*inputs, *consts), outputs, state_of_output, _fingerprint(program)
+    )
+
+
+def _without_static(fun: Callable[..., Any], bound: BoundArguments) -> Callable[..., Any]:
+    def call(*dynamic: Any, **kwargs: Any) -> Any:
+        args: dict[int, Any] = dict(bound.static) | dict(zip(bound.numbers, dynamic, strict=True))
+        return fun(*(args[i] for i in sorted(args)), **kwargs)
+
+    return call
+
+
+def _abstract(tree: Any) -> Any:
+    """Leaves as abstract values, so that tracing touches no device; Python numbers stay weakly typed."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, (bool, int, float, complex)):
+            return x
+        weak = bool(getattr(x, "weak_type", False))
+        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, weak_type=weak)
+
+    return jax.tree.map(leaf, tree)
+
+
+def _join(head: str, path: Sequence[Any]) -> str:
+    tail = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+    return f"{head}/{tail}" if tail else head
+
+
+def _paths(bound: BoundArguments) -> list[str]:
+    paths = []
+    for name, value in (*zip(bound.names, bound.dynamic, strict=True), *sorted(bound.kwargs.items())):
+        paths += [_join(name, path) for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
+    return paths
+
+
+def _refuse_non_arrays(signature: CallSignature, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    wrong = [
+        f"{path} is a {type(leaf).__name__} ({str(leaf)[:40]!r})"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (bool, int, float, complex))
+    ]
+    if wrong:
+        raise ArgumentError(
+            f"{signature.name} takes arrays, but {'; '.join(wrong)}. Pass such values with static_argnums, close over them, "
+            "or take them out of the state."
+        )
+
+
+def _shapes(tree: Any) -> list[tuple[tuple[int, ...], str]]:
+    return [(tuple(np.shape(x)), str(getattr(x, "dtype", np.asarray(x).dtype))) for x in jax.tree.leaves(tree)]
+
+
+def _parts(out_shape: Any) -> list[Any]:
+    """The whole result, and its elements if it is a tuple or list."""
+    return [out_shape, *(out_shape if isinstance(out_shape, (tuple, list)) else ())]
+
+
+def _returned_arguments(bound: BoundArguments, out_shape: Any) -> dict[int, Any]:
+    """Arguments (by place among the dynamic ones) that the step returns, with the part of the result that they match."""
+    taken: set[int] = set()
+    found: dict[int, Any] = {}
+    for place, value in enumerate(bound.dynamic):
+        if not jax.tree.leaves(value):
+            continue
+        for part in _parts(out_shape):
+            same = jax.tree.structure(part) == jax.tree.structure(value) and _shapes(part) == _shapes(value)
+            if same and id(part) not in taken and not (len(_shapes(value)) == 1 and _shapes(value)[0][0] == ()):
+                found[place] = part
+                taken.add(id(part))
+                break
+    return found
+
+
+def _donated_arguments(
+    signature: CallSignature, bound: BoundArguments, state: Mapping[int, Any], out_shape: Any
+) -> frozenset[int]:
+    wanted = signature.donate_argnums
+    batch = {place for place, number in enumerate(bound.numbers) if number in signature.batch_argnums}
+    if wanted == "auto":
+        return frozenset(place for place in state if place not in batch)
+    for place, number in enumerate(bound.numbers):
+        if number in wanted and place not in state:
+            raise ArgumentError(
+                f"{signature.name} donates argument {number} ({bound.names[place]!r}) but does not return it: no output has "
+                f"its structure, shapes and types. {_nearest(bound.dynamic[place], out_shape)} Return the new "
+                f"{bound.names[place]}, or leave it out of donate_argnums."
+            )
+    return frozenset(place for place, number in enumerate(bound.numbers) if number in wanted)
+
+
+def _nearest(value: Any, out_shape: Any) -> str:
+    """What keeps the nearest part of the result from being the argument."""
+    for part in _parts(out_shape):
+        if jax.tree.structure(part) == jax.tree.structure(value):
+            pairs = zip(jax.tree_util.tree_flatten_with_path(value)[0], _shapes(value), _shapes(part), strict=True)
+            for (path, _), before, after in pairs:
+                if before != after:
+                    return f"The nearest differs at {_join('', path).strip('/')!r}: {before} goes in, {after} comes out."
+    return ""
+
+
+def require_state(traced: TracedStep, name: str) -> None:
+    """Raise ArgumentError if the step returns none of its arguments."""
+    if not any(leaf.role == "state" for leaf in traced.inputs):
+        raise ArgumentError(
+            f"{name} does not return its state: no output has the structure, shapes and types of an argument, so there is no "
+            "state to keep on the devices between steps. A train step returns the new state, e.g. `return state, loss`."
+        )
+
+
+def _input_leaves(
+    signature: CallSignature,
+    bound: BoundArguments,
+    paths: Sequence[str],
+    program: Program,
+    state: Mapping[int, Any],
+    donated: frozenset[int],
+) -> tuple[Leaf, ...]:
+    roles: list[tuple[Role, bool]] = []
+    for place, (number, value) in enumerate(zip(bound.numbers, bound.dynamic, strict=True)):
+        role: Role = "batch" if number in signature.batch_argnums else "state" if place in state else "other"
+        roles += [(role, place in donated)] * len(jax.tree.leaves(value))
+    roles += [("other", False)] * (len(paths) - len(roles))
+    return tuple(
+        Leaf(path, role, tuple(var.aval.shape), var.aval.dtype, donate)
+        for path, (role, donate), var in zip(paths, roles, program.invars, strict=False)
+    )
+
+
+def _outputs_of_state(bound: BoundArguments, state: Mapping[int, Any], out_leaves: Sequence[Any]) -> tuple[int | None, ...]:
+    """For each output leaf the number of the input leaf whose place it takes."""
+    starts, total = [], 0
+    for value in bound.dynamic:
+        starts.append(total)
+        total += len(jax.tree.leaves(value))
+    by_identity = {id(leaf): i for i, leaf in enumerate(out_leaves)}
+    places: list[int | None] = [None] * len(out_leaves)
+    for place, part in state.items():
+        for offset, leaf in enumerate(jax.tree.leaves(part)):
+            places[by_identity[id(leaf)]] = starts[place] + offset
+    return tuple(places)
+
+
+def _fingerprint(program: Program) -> str:
+    """A digest of the program's operations, shapes and structure; equal programs have equal digests."""
+    numbers: dict[Any, int] = {}
+    digest = hashlib.sha256()
+
+    def name(atom: Any) -> str:
+        if isinstance(atom, JaxLiteral):
+            return f"{atom.val}:{atom.aval}"
+        return f"v{numbers.setdefault(atom, len(numbers))}:{atom.aval}"
+
+    for var in program.invars:
+        digest.update(name(var).encode())
+    for eqn in program.walk():
+        line = f"{eqn.primitive.name} {[name(v) for v in eqn.invars]} {[name(v) for v in eqn.outvars]}\n"
+        digest.update(line.encode())
+    digest.update(str([name(v) for v in program.outvars]).encode())
+    return digest.hexdigest()[:16]
+
+
+def where(eqn: Any) -> str:
+    """The user's line of an equation, for tables."""
+    return source_line(eqn)
