@@ -60,14 +60,12 @@ class CompiledStep:
     def __call__(self, *leaves: Any) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
         placed = [self._placed(x, s) for x, s in zip(leaves, self.in_shardings, strict=False)]
-        return jax.tree_util.tree_unflatten(self.traced.out_tree, self._run(*placed, *self._constants))
+        return jax.tree_util.tree_unflatten(self.traced.out_tree, self.executable(*placed, *self._constants))
 
     @staticmethod
     def _placed(value: Any, sharding: NamedSharding) -> Any:
         """The array where the step wants it; it is already there for state that the step returned."""
         if getattr(value, "sharding", None) == sharding:
-            return value
-        if isinstance(value, jax.Array) and not value.committed:
             return value
         return jax.device_put(value, sharding)
 
