@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from autopar.explain import bytes_text, explain, findings, seconds_text, show
-from autopar.explain.paths import layout_text, path_patterns
+from autopar.explain.paths import layout_text, path_patterns, source_text
 from autopar.plan import Candidate, CollectivePlan, LiveTensor, Plan, Spec, ValuePlan
 
 MESH = {"x": 2, "y": 4}
@@ -24,7 +24,7 @@ def leaf(path: str, shape: tuple[int, ...], spec: Spec | None = None, *, role: s
     return ValuePlan(path, role, shape, "float32", spec, 4 * math.prod(shape) // ways)
 
 
-def collective(kind: str, axis: str, *, operand: str = "gradient", count: float = 1, source: str = "m.py:7"):
+def collective(kind: str, axis: str, *, operand: str = "float32[7]", count: float = 1, source: str = "m.py:7"):
     return CollectivePlan(kind, (axis,), 1024, count, operand, source, 1e-3)
 
 
@@ -42,7 +42,7 @@ def plan_of(*inputs: ValuePlan, collectives: tuple[CollectivePlan, ...] = (), **
         comm_s=0.05,
         peak_bytes=3 * 2**30,
         memory_limit_bytes=12 * 2**30,
-        peak_tensors=(LiveTensor("small", (2,), "int8", 2), LiveTensor("logits", (16, 256), "float32", 16384)),
+        peak_tensors=(LiveTensor("small", (2,), "int8", 2), *(LiveTensor("logits", (16, 256), "float32", 16384),) * 2),
         planning_s=1.5,
         lower_bound_s=0.15,
         allow_redundant_compute=False,
@@ -215,24 +215,37 @@ def test_the_boundary_table_holds_batch_and_outputs():
 
 
 def test_a_returned_state_is_one_row_only_if_its_layouts_are_those_it_came_in_with():
-    state = layer_stack(2)
-    same = plan_of(*state, BATCH, outputs=tuple(dataclasses.replace(v, path=f"0/{v.path}") for v in state))
-    assert rows_of(explain(same), "Batch and outputs")[1:] == [["returned state", "4", "as it came in", "4.0 KiB"]]
-    moved = dataclasses.replace(same, outputs=tuple(leaf(f"0/{v.path}", v.shape) for v in state))
-    assert "as it came in" not in explain(moved)
-    rows = rows_of(explain(moved), "Batch and outputs")
-    assert rows[1][0] == "-> 0/state/params/block_{0,1}/{up,down}"
+    state = [leaf("state/step", ()), *layer_stack(2)]
+    loss = leaf("output/1/loss", (), role="output")
+    places = [f"output/0/{value.path.removeprefix('state/')}" for value in state]
+    kept = [dataclasses.replace(v, path=path, role="output") for v, path in zip(state, places, strict=True)]
+    same = plan_of(*state, BATCH, outputs=(*kept, loss))
+    assert rows_of(explain(same), "Batch and outputs")[1:] == [
+        ["-> state", "5", "as it came in", "4.0 KiB"],
+        ["-> output/1/loss", "1", "()", "float32", "replicated", "4 B"],
+    ]
+    assert "as it came in" not in explain(same, full=True)
+    moved = dataclasses.replace(same, outputs=(kept[0], *(leaf(v.path, v.shape) for v in kept[1:]), loss))
+    rows = [row[0] for row in rows_of(explain(moved), "Batch and outputs")]
+    assert rows[1:] == ["-> output/0/step", "-> output/0/params/block_{0,1}/{up,down}", "-> output/1/loss"]
 
 
 def test_equal_collectives_of_one_line_share_a_row_and_all_are_summed():
-    items = [collective("all-reduce", "x", operand=f"block_{n}/out", count=2) for n in range(3)]
-    items.append(collective("all-gather", "y", operand="embedding", source="m.py:99"))
+    items = [collective("all-reduce", "x", count=2) for n in range(3)]
+    items.append(collective("all-gather", "y", operand="float32[9]", source="m.py:99"))
     rows = rows_of(explain(plan_of(BATCH, collectives=tuple(items))), "Collectives per step")
     assert rows == [
-        ["all-reduce", "x", "6", "1.0 KiB", "6.0 KiB", "3.00 ms", "block_{0..2}/out", "m.py:7"],
-        ["all-gather", "y", "1", "1.0 KiB", "1.0 KiB", "1.00 ms", "embedding", "m.py:99"],
-        ["all", "7", "7.0 KiB", "4.00 ms"],
+        ["all-reduce", "x", "6", "1.0 KiB", "6.0 KiB", "6.00 ms", "float32[7]", "m.py:7"],
+        ["all-gather", "y", "1", "1.0 KiB", "1.0 KiB", "1.00 ms", "float32[9]", "m.py:99"],
+        ["all", "7", "7.0 KiB", "7.00 ms"],
     ]
+
+
+def test_source_lines_are_written_without_the_folders_of_the_environment(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert source_text(f"{tmp_path}/model.py:3:4 (loss)") == "model.py:3:4 (loss)"
+    assert source_text("/env/lib/python3.11/site-packages/flax/linen/linear.py:9") == "flax/linen/linear.py:9"
+    assert source_text("/elsewhere/model.py:3") == "/elsewhere/model.py:3"
 
 
 def test_operands_beyond_two_are_counted():
@@ -242,7 +255,7 @@ def test_operands_beyond_two_are_counted():
 
 def test_the_largest_tensors_at_the_peak_come_first():
     rows = rows_of(explain(plan_of(BATCH)), "Largest at the memory peak")
-    assert rows == [["logits", "(16, 256)", "float32", "16.0 KiB"], ["small", "(2,)", "int8", "2 B"]]
+    assert rows == [["logits", "2", "(16, 256)", "float32", "16.0 KiB"], ["small", "1", "(2,)", "int8", "2 B"]]
 
 
 def test_compared_meshes_tell_the_chosen_one_and_those_that_do_not_fit():
@@ -273,21 +286,30 @@ def test_show_prints_to_the_console_it_is_given(capsys):
 
 # --- strategies -------------------------------------------------------------------------------------------------------
 
+IDLE_Y = "nothing is split over y and no collective runs over it: its devices repeat the same work"
+ALL_WHOLE = "1 of 1 parameters (100% of their bytes) replicated"
+SHARDED = [leaf(UP, (32, 64), (("x",), ())), leaf(DOWN, (64, 32), (("x",), ()))]
+EXPERTS = (8, 32, 64), (("x",), (), ())
+ROUTER = leaf("state/params/gate/kernel", (32, 8))
+
 
 def test_a_split_batch_and_whole_parameters_are_data_parallel():
     plan = plan_of(leaf(UP, (32, 32)), BATCH, collectives=(collective("all-reduce", "x", count=3),))
     assert findings(plan) == (
-        "data parallel over x, 2 ways: the batch split by example, parameters replicated (3 all-reduce, 3.0 KiB)",
-        "nothing is split over y and no collective runs over it: its devices repeat the same work",
+        f"data parallel over x, 2 ways: the batch split by example, {ALL_WHOLE} (3 all-reduce, 3.0 KiB)",
+        IDLE_Y,
     )
+
+
+def test_a_step_without_parameters_can_be_data_parallel():
+    assert findings(plan_of(BATCH))[0] == "data parallel over x, 2 ways: the batch split by example"
 
 
 def test_axes_that_split_the_batch_together_are_one_finding():
     batch = leaf("batch/tokens", (16, 64), (("x", "y"), ()), role="batch")
-    both = CollectivePlan("all-reduce", ("x", "y"), 1024, 1, "gradient", "m.py:7", 1e-3)
-    (only,) = findings(plan_of(leaf(UP, (32, 32)), batch, collectives=(both,)))
-    assert only == (
-        "data parallel over x and y, 8 ways: the batch split by example, parameters replicated (1 all-reduce, 1.0 KiB)"
+    both = CollectivePlan("all-reduce", ("x", "y"), 1024, 1, "float32[32,32]", "m.py:7", 1e-3)
+    assert findings(plan_of(leaf(UP, (32, 32)), batch, collectives=(both,))) == (
+        f"data parallel over x and y, 8 ways: the batch split by example, {ALL_WHOLE} (1 all-reduce, 1.0 KiB)",
     )
 
 
@@ -304,77 +326,83 @@ def test_split_parameters_beside_a_whole_batch_are_tensor_parallel():
         leaf("state/params/norm/scale", (32,)),
     )
     found = findings(plan_of(*parameters, BATCH, collectives=(collective("all-reduce", "y", count=2),)))
-    assert found[0].startswith("data parallel over x, 2 ways: the batch split by example, parameters replicated")
-    assert found[1] == (
-        "tensor parallel over y, 4 ways: 3 of 4 parameters (98% of their bytes) are split, "
-        "of them 1 by column, 1 by row, 1 of other rank; the batch is not (2 all-reduce, 2.0 KiB)"
+    assert found == (
+        "data parallel over x, 2 ways: the batch split by example, 4 of 4 parameters (100% of their bytes) replicated",
+        "tensor parallel over y, 4 ways: 3 of 4 parameters (98% of their bytes) split, "
+        "of them 1 by column, 1 by row, 1 of other rank; the batch is not (2 all-reduce, 2.0 KiB)",
     )
-
-
-SHARDED = ((("x",), ()), (("x",), ()))
 
 
 def test_parameters_split_as_the_batch_and_gathered_are_fully_sharded():
-    parameters = [leaf(path, (32, 32), spec) for path, spec in zip((UP, DOWN), SHARDED, strict=True)]
-    moved = (collective("all-gather", "x", count=2), collective("reduce-scatter", "x"))
-    found = findings(plan_of(*parameters, BATCH, collectives=moved))
-    assert found[0] == (
-        "fully sharded (FSDP, ZeRO-3) over x, 2 ways: the batch and 2 of 2 parameters (100% of their bytes) are split "
-        "(2 all-gather, 2.0 KiB; 1 reduce-scatter, 1.0 KiB)"
+    moved = (
+        collective("all-gather", "x", operand="float32[32,64]"),
+        collective("all-gather", "x", operand="float32[32,64]"),
+        collective("reduce-scatter", "x"),
+    )
+    assert findings(plan_of(*SHARDED, BATCH, collectives=moved)) == (
+        "fully sharded (FSDP, ZeRO-3) over x, 2 ways: the batch and 2 of 2 parameters (100% of their bytes) split "
+        "(2 all-gather, 2.0 KiB; 1 reduce-scatter, 1.0 KiB)",
+        IDLE_Y,
     )
 
 
-def test_parameters_split_as_the_batch_are_not_called_fully_sharded_without_an_all_gather():
-    parameters = [leaf(path, (32, 32), spec) for path, spec in zip((UP, DOWN), SHARDED, strict=True)]
-    found = findings(plan_of(*parameters, BATCH, collectives=(collective("all-reduce", "x"),)))
-    assert not any("FSDP" in sentence for sentence in found)
-    assert "parameters replicated but for state/params/{up,down}/kernel (100% of their bytes)" in found[0]
+def test_parameters_of_a_scan_may_be_gathered_one_layer_at_a_time():
+    stacked = leaf("state/params/blocks/up", (12, 32, 64), ((), ("x",), ()))
+    each = collective("all-gather", "x", operand="float32[32,64]", count=12)
+    assert findings(plan_of(stacked, BATCH, collectives=(each,)))[0].startswith("fully sharded")
+    once = dataclasses.replace(each, count=1)
+    assert findings(plan_of(stacked, BATCH, collectives=(once,)))[0].startswith("tensor parallel")
 
 
-def test_one_small_split_parameter_does_not_make_a_plan_fully_sharded():
+def test_parameters_whose_activations_are_gathered_are_tensor_parallel_and_not_fully_sharded():
+    gathered = collective("all-gather", "x", operand="float32[16,64,32]", count=4)
+    found = findings(plan_of(*SHARDED, leaf("state/params/norm", (32,)), BATCH, collectives=(gathered,)))
+    assert found[:2] == (
+        "data parallel over x, 2 ways: the batch split by example, 1 of 3 parameters (1% of their bytes) replicated",
+        "tensor parallel over x, 2 ways: 2 of 3 parameters (99% of their bytes) split, of them 2 by row "
+        "(4 all-gather, 4.0 KiB)",
+    )
+
+
+def test_one_small_gathered_parameter_does_not_make_a_plan_fully_sharded():
     parameters = (leaf(UP, (128, 128)), leaf("state/params/embedding", (16, 128), (("x",), ())))
-    found = findings(plan_of(*parameters, BATCH, collectives=(collective("all-gather", "x"),)))
-    assert found[0].startswith(
-        "data parallel over x, 2 ways: the batch split by example, "
-        "parameters replicated but for state/params/embedding (11% of their bytes)"
-    )
+    gathered = collective("all-gather", "x", operand="float32[16,128]")
+    found = findings(plan_of(*parameters, BATCH, collectives=(gathered,)))
+    assert not any("FSDP" in sentence for sentence in found)
+    assert "1 of 2 parameters (89% of their bytes) replicated" in found[0]
 
 
 def test_optimizer_leaves_split_alone_are_zero_1_or_2():
     inputs = (leaf(UP, (32, 32)), leaf("state/opt_state/0/mu/up/kernel", (32, 32), (("x",), ())), BATCH)
     moved = (collective("reduce-scatter", "x"), collective("all-gather", "x"))
-    found = findings(plan_of(*inputs, collectives=moved))
-    assert found[0] == "data parallel over x, 2 ways: the batch split by example, parameters replicated"
-    assert found[1] == (
-        "optimizer state sharded (ZeRO-1/2) over x, 2 ways: 1 of 1 optimizer leaves (100% of their bytes) are split, "
-        "their parameters are not (1 reduce-scatter, 1.0 KiB; 1 all-gather, 1.0 KiB)"
+    assert findings(plan_of(*inputs, collectives=moved)) == (
+        f"data parallel over x, 2 ways: the batch split by example, {ALL_WHOLE}",
+        "optimizer state sharded (ZeRO-1/2) over x, 2 ways: 1 of 1 optimizer leaves (100% of their bytes) split, "
+        "their parameters are not (1 reduce-scatter, 1.0 KiB; 1 all-gather, 1.0 KiB)",
+        IDLE_Y,
     )
 
 
-EXPERTS = ("state/params/moe/up", (8, 32, 64), (("x",), (), ()))
-
-
-def test_experts_split_as_the_batch_with_all_to_all_are_expert_parallel():
-    inputs = (
-        leaf(*EXPERTS),
-        leaf("state/opt_state/0/mu/moe/up", *EXPERTS[1:]),
-        leaf("state/params/gate/kernel", (32, 8)),
-        BATCH,
+@pytest.mark.parametrize(("path", "router"), [("state/params/moe/up", ()), ("state/params/layer/wi", (ROUTER,))])
+def test_experts_split_as_the_batch_with_all_to_all_are_expert_parallel(path, router):
+    moments = leaf("state/opt_state/0/mu/" + path.removeprefix("state/params/"), *EXPERTS)
+    rest = leaf("state/params/norm/scale", (32,))
+    moved = (collective("all-to-all", "x", count=4, operand="float32[8,4,16,32]"), collective("all-reduce", "x"))
+    found = findings(plan_of(leaf(path, *EXPERTS), moments, rest, *router, BATCH, collectives=moved))
+    assert found[0].startswith("data parallel over x")
+    assert found[1:] == (
+        f"expert parallel over x, 2 ways: {path} split along the first dimension (4 all-to-all, 4.0 KiB)",
+        IDLE_Y,
     )
-    moved = (collective("all-to-all", "x", count=4), collective("all-reduce", "x"))
-    found = findings(plan_of(*inputs, collectives=moved))
-    assert found[:2] == (
-        "expert parallel over x, 2 ways: state/params/moe/up split along the first dimension, and values exchanged "
-        "(4 all-to-all, 4.0 KiB)",
-        "data parallel over x, 2 ways: the batch split by example, the other parameters replicated "
-        "(1 all-reduce, 1.0 KiB)",
-    )
-    assert not any("ZeRO" in sentence for sentence in found)
 
 
-def test_a_leading_dimension_split_without_all_to_all_is_not_called_expert_parallel():
-    found = findings(plan_of(leaf(*EXPERTS), BATCH, collectives=(collective("all-reduce", "x"),)))
+@pytest.mark.parametrize(
+    ("path", "kind"), [("state/params/moe/up", "all-reduce"), ("state/params/attention/out/kernel", "all-to-all")]
+)
+def test_without_all_to_all_or_any_sign_of_experts_a_split_first_dimension_is_not_expert_parallel(path, kind):
+    found = findings(plan_of(leaf(path, *EXPERTS), BATCH, collectives=(collective(kind, "x"),)))
     assert not any("expert" in sentence for sentence in found)
+    assert found[0].startswith("tensor parallel over x, 2 ways: 1 of 1 parameters")
 
 
 def test_an_input_split_along_another_dimension_is_told_with_the_dimension():
@@ -394,11 +422,7 @@ def test_an_axis_of_one_device_is_not_spoken_of():
     assert len(findings(plan_of(BATCH, mesh_shape=(2, 1)))) == 1
 
 
-def test_a_layer_that_is_named_like_an_optimizer_leaf_stays_a_parameter():
-    found = findings(plan_of(leaf("state/params/mu/kernel", (32, 32), ((), ("y",))), WHOLE_BATCH))
-    assert any(sentence.startswith("tensor parallel over y, 4 ways: 1 of 1 parameters") for sentence in found)
-
-
-def test_state_without_params_counts_as_parameters():
-    found = findings(plan_of(leaf("state/w", (32, 32), ((), ("y",))), WHOLE_BATCH))
+@pytest.mark.parametrize("path", ["state/params/mu/kernel", "state/w"])
+def test_a_leaf_below_params_or_a_state_without_any_counts_as_parameters(path):
+    found = findings(plan_of(leaf(path, (32, 32), ((), ("y",))), WHOLE_BATCH))
     assert any(sentence.startswith("tensor parallel over y, 4 ways: 1 of 1 parameters") for sentence in found)

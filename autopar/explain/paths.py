@@ -10,6 +10,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from autopar.plan import Spec
 
@@ -33,6 +34,12 @@ def axes_text(axes: Sequence[str]) -> str:
 def shape_text(shape: Sequence[int]) -> str:
     """A shape: (128, 512)."""
     return str(tuple(shape))
+
+
+def source_text(source: str) -> str:
+    """A line of source without the folders that say nothing: those of an environment, and the current one."""
+    _, marker, inside = source.rpartition("/site-packages/")
+    return inside if marker else source.removeprefix(f"{Path.cwd()}/")
 
 
 @dataclasses.dataclass(frozen=True)

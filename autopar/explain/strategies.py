@@ -1,33 +1,38 @@
 """Which strategies of the literature a plan amounts to, in sentences.
 
-In: a `Plan`. Out: sentences, each true of its layouts and collectives alone. For one mesh axis, with "split" for "split
-over this axis":
+In: a `Plan`. Out: sentences, each true of its layouts and collectives alone. For one mesh axis, with "split" and
+"gathered" for "split over this axis" and "all-gathered over it":
 
-    batch split by example, parameters not        data parallel; optimizer leaves split beside it: ZeRO-1/2
-    batch split by example, parameters too,
-        with all-gathers                          FSDP (ZeRO-3), if they are half of the parameters' bytes or more
-        first of 3 or more dimensions, all-to-all expert parallel
-    batch not split by example, parameters split  tensor parallel: by column, by row
-    nothing split, no collective                  the devices along the axis repeat each other's work
+    batch split by example                   and parameters whole: data parallel
+      optimizer leaves split alone           ZeRO-1/2
+      parameters split and gathered          fully sharded (FSDP, ZeRO-3), if half of the parameters' bytes are
+      experts split, all-to-all              expert parallel
+    parameters split and not gathered        tensor parallel: by column, by row
+    nothing split, no collective             the devices along the axis repeat each other's work
 
 A parameter is a leaf below `params`, an optimizer leaf one below `opt_state`, `mu`, `nu` or the like, whichever word
-comes first in its path; of other state nothing is said, unless there are no `params`. What can go wrong: a matrix held
-as (out, in) makes "by column" of what its author calls a row.
+comes first in its path; of other state nothing is said, unless there are no `params`. A parameter is gathered if the
+operand of an all-gather has its shape, or the shape of what one step of a scan takes of it. An expert is a
+parameter of three or more dimensions, split along the first, if its path has `moe` or `expert` in it or a matrix with
+as many columns as there are experts tells of a router. What can go wrong: a matrix held as (out, in) makes "by column"
+of what its author calls a row; an activation of a parameter's shape passes for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from autopar.explain.paths import path_patterns
 from autopar.explain.units import bytes_text, percent_text
-from autopar.plan import Plan, ValuePlan
+from autopar.plan import CollectivePlan, Plan, ValuePlan
 
 _OPTIMIZER_WORDS = frozenset({"opt_state", "optimizer", "optimizer_state", "mu", "nu", "trace", "momentum"})
 _PARAMETER_WORDS = frozenset({"params", "parameters"})
+_EXPERT_WORDS = ("expert", "moe")
 _HALF = 0.5
 
 
@@ -81,11 +86,10 @@ class _AxisUse:
         """The rows of the module's table that hold for this axis."""
         if self._by_example:
             yield from self._with_split_batch()
-        elif self._split(self._parameters):
-            yield self._tensor_parallel()
-        elif self._split(self._optimizer):
+        elif self._split(self._optimizer) and not self._split(self._parameters):
             share = self._share(self._split(self._optimizer), self._optimizer, "optimizer leaves")
             yield _Finding(f"{share} are split over {{axis}}, {{ways}}; batch and parameters are not")
+        yield from self._tensor_parallel()
         yield from self._by_other_dimension()
         if not self._appears:
             yield _Finding(
@@ -93,48 +97,49 @@ class _AxisUse:
             )
 
     def _with_split_batch(self) -> Iterator[_Finding]:
-        experts = self._experts()
-        rest = [value for value in self._parameters if value not in experts]
-        if experts:
+        whole = [value for value in self._parameters if not self._dimensions(value)]
+        if whole or not self._parameters:
+            share = self._share(whole, self._parameters, "parameters")
+            replicated = "" if not self._parameters else f", {share} replicated"
             yield _Finding(
-                f"expert parallel over {{axis}}, {{ways}}: {_names(experts)} split along the first dimension, "
-                "and values exchanged",
-                ("all-to-all",),
+                f"data parallel over {{axis}}, {{ways}}: {self._batch_text} split by example{replicated}",
+                ("all-reduce",),
             )
-        if self._is_sharded(rest):
-            yield _Finding(
-                f"fully sharded (FSDP, ZeRO-3) over {{axis}}, {{ways}}: "
-                f"{self._batch_text} and {self._parameter_share(rest)} are split",
-                ("all-gather", "reduce-scatter"),
-            )
-            return
-        yield _Finding(
-            f"data parallel over {{axis}}, {{ways}}: {self._batch_text} split by example"
-            f"{self._replicated_text(rest, bool(experts))}",
-            ("all-reduce",),
-        )
         alone = self._optimizer_split_alone()
         if alone:
             share = self._share(alone, self._optimizer, "optimizer leaves")
             yield _Finding(
-                f"optimizer state sharded (ZeRO-1/2) over {{axis}}, {{ways}}: {share} are split, "
-                "their parameters are not",
+                f"optimizer state sharded (ZeRO-1/2) over {{axis}}, {{ways}}: {share} split, their parameters are not",
                 ("reduce-scatter", "all-gather"),
             )
+        if self._is_fully_sharded:
+            share = self._share(self._gathered, self._parameters, "parameters")
+            yield _Finding(
+                f"fully sharded (FSDP, ZeRO-3) over {{axis}}, {{ways}}: {self._batch_text} and {share} split",
+                ("all-gather", "reduce-scatter"),
+            )
+        if self._experts:
+            yield _Finding(
+                f"expert parallel over {{axis}}, {{ways}}: {_names(self._experts)} split along the first dimension",
+                ("all-to-all",),
+            )
 
-    def _tensor_parallel(self) -> _Finding:
-        split = self._split(self._parameters)
+    def _tensor_parallel(self) -> Iterator[_Finding]:
+        explained = (self._gathered if self._is_fully_sharded else []) + (self._experts if self._by_example else [])
+        split = [value for value in self._split(self._parameters) if value not in explained]
+        if not split:
+            return
         matrices = [value for value in split if len(value.shape) == 2]
-        others = [value for value in split if len(value.shape) != 2]
-        ways_to_split = {
+        parts = {
             "by column": [value for value in matrices if self.axis in value.spec[1]],
             "by row": [value for value in matrices if self.axis in value.spec[0]],
-            "of other rank": others,
+            "of other rank": [value for value in split if len(value.shape) != 2],
         }
-        parts = [f"{len(values)} {how}" for how, values in ways_to_split.items() if values]
-        return _Finding(
-            f"tensor parallel over {{axis}}, {{ways}}: {self._parameter_share(self._parameters)} are split, "
-            f"of them {', '.join(parts)}; the batch is not",
+        listed = ", ".join(f"{len(values)} {how}" for how, values in parts.items() if values)
+        share = self._share(split, self._parameters, "parameters")
+        yield _Finding(
+            f"tensor parallel over {{axis}}, {{ways}}: {share} split, of them {listed}"
+            f"{'' if self._by_example else '; the batch is not'}",
             ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
         )
 
@@ -143,26 +148,29 @@ class _AxisUse:
             split = [value for value in self._batch if dimension in self._dimensions(value)]
             yield _Finding(f"inputs split over {{axis}}, {{ways}}, along dimension {dimension}: {_names(split)}")
 
+    @cached_property
     def _experts(self) -> list[ValuePlan]:
-        """Parameters of three or more dimensions, split along the first, if nothing gathers the split parameters."""
-        if not self._runs("all-to-all"):
+        if not any(item.kind == "all-to-all" for item in self._collectives):
             return []
-        experts = [v for v in self._split(self._parameters) if len(v.shape) > 2 and self.axis in v.spec[0]]
-        return [] if self._is_sharded([v for v in self._parameters if v not in experts]) else experts
+        columns = {value.shape[-1] for value in self._parameters if len(value.shape) == 2}
+        return [
+            value
+            for value in self._split(self._parameters)
+            if len(value.shape) > 2 and self.axis in value.spec[0] and value not in self._gathered
+            if any(word in value.path.lower() for word in _EXPERT_WORDS) or value.shape[0] in columns
+        ]
 
-    def _is_sharded(self, values: Sequence[ValuePlan]) -> bool:
-        return self._runs("all-gather") and self._bytes(self._split(values)) >= max(1, _HALF * self._bytes(values))
+    @cached_property
+    def _gathered(self) -> list[ValuePlan]:
+        """Split parameters of which an all-gather has the shape, in any order of the dimensions."""
+        gathers = [item for item in self._collectives if item.kind == "all-gather"]
+        return [v for v in self._split(self._parameters) if any(_has_shape_of(item, v) for item in gathers)]
 
-    def _replicated_text(self, parameters: Sequence[ValuePlan], others: bool) -> str:
-        if not parameters:
-            return ""
-        split = self._split(parameters)
-        share = percent_text(self._bytes(split), self._bytes(parameters))
-        but = f" but for {_names(split)} ({share} of their bytes)" if split else ""
-        return f", {'the other ' if others else ''}parameters replicated{but}"
-
-    def _parameter_share(self, parameters: Sequence[ValuePlan]) -> str:
-        return self._share(self._split(parameters), parameters, "parameters")
+    @property
+    def _is_fully_sharded(self) -> bool:
+        if not self._by_example or not self._gathered:
+            return False
+        return self._bytes(self._gathered) >= _HALF * self._bytes(self._parameters)
 
     def _share(self, some: Sequence[ValuePlan], values: Sequence[ValuePlan], noun: str) -> str:
         share = percent_text(self._bytes(some), self._bytes(values))
@@ -204,10 +212,11 @@ class _AxisUse:
     @property
     def _appears(self) -> bool:
         values = (*self.plan.inputs, *self.plan.outputs)
-        return bool(self._split(values)) or any(self.axis in item.axes for item in self.plan.collectives)
+        return bool(self._split(values) or self._collectives)
 
-    def _runs(self, kind: str) -> bool:
-        return any(item.kind == kind and self.axis in item.axes for item in self.plan.collectives)
+    @cached_property
+    def _collectives(self) -> list[CollectivePlan]:
+        return [item for item in self.plan.collectives if self.axis in item.axes]
 
     def _split(self, values: Iterable[ValuePlan]) -> list[ValuePlan]:
         return [value for value in values if self._dimensions(value)]
@@ -234,6 +243,14 @@ def _below(path: str, words: frozenset[str]) -> str:
     names = path.split("/")
     start = next((number for number, name in enumerate(names) if name in words), 0)
     return "/".join(names[start + 1 :])
+
+
+def _has_shape_of(item: CollectivePlan, value: ValuePlan) -> bool:
+    """Whether an operand, written as float32[16,64], has the sizes of `value`, or of one step of a scan over it."""
+    match = re.search(r"\[([\d,]+)\]$", item.operand)
+    sizes = sorted(map(int, match[1].split(","))) if match else []
+    one_step = sorted(value.shape[1:]) if item.count == value.shape[0] else []
+    return bool(sizes) and sizes in (sorted(value.shape), one_step)
 
 
 def _names(values: Sequence[ValuePlan]) -> str:

@@ -7,12 +7,13 @@ a model of 48 layers prints as one of two does. With `full`, each has a row of i
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explain.paths import axes_text, layout_text, path_patterns, shape_text
+from autopar.explain.paths import axes_text, layout_text, path_patterns, shape_text, source_text
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.plan import CollectivePlan, Plan, ValuePlan
 
@@ -71,15 +72,31 @@ def _boundary_table(plan: Plan, full: bool) -> Table:
     """Inputs that are no state, then outputs; a returned state that keeps its layouts is one row."""
     table = _value_table("Batch and outputs")
     _add_values(table, [value for value in plan.inputs if value.role != "state"], full)
-    state = [value.spec for value in plan.inputs if value.role == "state"]
-    returned = [value for value in plan.outputs if value.role == "state"]
     outputs = list(plan.outputs)
-    if returned and [value.spec for value in returned] == state and not full:
+    returned = [] if full else _returned_state(plan)
+    if returned:
         size = bytes_text(sum(value.bytes_per_device for value in returned))
-        table.add_row(*map(Text, ("returned state", str(len(returned)), "", "", "as it came in", size)))
-        outputs = [value for value in plan.outputs if value.role != "state"]
+        table.add_row(*map(Text, ("-> state", str(len(returned)), "", "", "as it came in", size)))
+        outputs = [value for value in plan.outputs if value not in returned]
     _add_values(table, [dataclasses.replace(value, path=f"-> {value.path}") for value in outputs], full)
     return table
+
+
+def _returned_state(plan: Plan) -> list[ValuePlan]:
+    """The outputs that take the place of the state's leaves, in the same order and layouts; none if one is missing."""
+    waiting = [value for value in plan.inputs if value.role == "state"]
+    returned = []
+    for output in plan.outputs:
+        if waiting and _same_place(waiting[0], output):
+            del waiting[0]
+            returned.append(output)
+    return [] if waiting else returned
+
+
+def _same_place(state: ValuePlan, output: ValuePlan) -> bool:
+    _, _, tail = state.path.partition("/")
+    same = (state.shape, state.dtype, state.spec) == (output.shape, output.dtype, output.spec)
+    return same and f"/{output.path}".endswith(f"/{tail}" if tail else "")
 
 
 def _collectives_table(plan: Plan, full: bool) -> Table:
@@ -99,11 +116,11 @@ def _collectives_table(plan: Plan, full: bool) -> Table:
 
 
 def _totals(collectives: Sequence[CollectivePlan]) -> tuple[float, float, float]:
-    """(times per step, bytes, seconds) of all of them together."""
+    """(times, bytes, seconds) per step of all of them together."""
     return (
         sum(item.count for item in collectives),
         sum(item.count * item.bytes for item in collectives),
-        sum(item.predicted_s for item in collectives),
+        sum(item.count * item.predicted_s for item in collectives),
     )
 
 
@@ -111,16 +128,19 @@ def _collective_cells(group: Sequence[CollectivePlan]) -> tuple[str, ...]:
     times, size, seconds = _totals(group)
     first = group[0]
     figures = (f"{times:,.0f}", bytes_text(first.bytes), bytes_text(size), seconds_text(seconds))
-    operands = [str(pattern) for pattern in path_patterns(item.operand for item in group)]
+    operands = list(dict.fromkeys(item.operand for item in group))
     more = f", and {len(operands) - 2} more" if len(operands) > 2 else ""
-    return (first.kind, axes_text(first.axes), *figures, ", ".join(operands[:2]) + more, first.source)
+    return (first.kind, axes_text(first.axes), *figures, ", ".join(operands[:2]) + more, source_text(first.source))
 
 
 def _peak_table(plan: Plan) -> Table:
-    table = _table("Largest at the memory peak", "value", "shape", "dtype", "per device", numbers=("per device",))
-    for tensor in sorted(plan.peak_tensors, key=lambda tensor: -tensor.bytes_per_device):
-        cells = (tensor.name, shape_text(tensor.shape), tensor.dtype, bytes_text(tensor.bytes_per_device))
-        table.add_row(*map(Text, cells))
+    """Tensors alive at the peak, those of equal name and shape in one row, the largest first."""
+    columns = ("value", "times", "shape", "dtype", "each per device")
+    table = _table("Largest at the memory peak", *columns, numbers=("times", "each per device"))
+    alike = Counter(plan.peak_tensors)
+    for tensor in sorted(alike, key=lambda tensor: -tensor.bytes_per_device):
+        cells = (shape_text(tensor.shape), tensor.dtype, bytes_text(tensor.bytes_per_device))
+        table.add_row(*map(Text, (tensor.name, str(alike[tensor]), *cells)))
     return table
 
 
