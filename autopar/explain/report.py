@@ -9,7 +9,7 @@ import os
 from rich.console import Console
 from rich.text import Text
 
-from autopar.explain.strategies import findings
+from autopar.explain.strategies import findings, traffic
 from autopar.explain.tables import tables
 from autopar.explain.units import bytes_text, percent_text, seconds_text
 from autopar.plan import Plan
@@ -22,8 +22,8 @@ def show(plan: Plan, console: Console | None = None, *, full: bool = False) -> N
     """Print the report to `console` (standard output by default); `full` gives each leaf and collective a row."""
     console = console or standard_output()
     console.print(_header(plan))
-    for finding in findings(plan):
-        console.print(Text(f"- {finding}"))
+    for sentence in (*findings(plan), *traffic(plan)):
+        console.print(Text(f"- {sentence}"))
     for table in tables(plan, full=full):
         if table.row_count:
             console.print()

@@ -36,39 +36,31 @@ _EXPERT_WORDS = ("expert", "moe")
 _HALF = 0.5
 
 
-@dataclasses.dataclass(frozen=True)
-class _Finding:
-    """`sentence` has {axis} and {ways} in it; `kinds` are the collectives that belong to it."""
-
-    sentence: str
-    kinds: tuple[str, ...] = ()
-
-
 def findings(plan: Plan) -> tuple[str, ...]:
     """One sentence for each strategy of the module's table that the plan shows; equal ones of several axes are one."""
-    axes_of: dict[_Finding, list[str]] = {}
+    axes_of: dict[str, list[str]] = {}
     for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True):
         if size > 1:
             for finding in _AxisUse(plan, name).findings():
                 axes_of.setdefault(finding, []).append(name)
-    return tuple(_sentence(plan, finding, axes) for finding, axes in axes_of.items())
-
-
-def _sentence(plan: Plan, finding: _Finding, axes: Sequence[str]) -> str:
-    text = finding.sentence.replace("{axis}", " and ".join(axes)).replace("{ways}", f"{_ways(plan, axes)} ways")
-    evidence = "; ".join(
-        f"{count:,.0f} {kind}, {bytes_text(size)}"
-        for kind in finding.kinds
-        for count, size in [_traffic(plan, kind, axes)]
-        if count
+    return tuple(
+        finding.replace("{axis}", " and ".join(axes)).replace("{ways}", f"{_ways(plan, axes)} ways")
+        for finding, axes in axes_of.items()
     )
-    return f"{text} ({evidence})" if evidence else text
 
 
-def _traffic(plan: Plan, kind: str, axes: Sequence[str]) -> tuple[float, float]:
-    """(times, bytes) per step of one kind of collective over any of `axes`."""
-    chosen = [item for item in plan.collectives if item.kind == kind and not set(axes).isdisjoint(item.axes)]
-    return sum(item.count for item in chosen), sum(item.count * item.bytes for item in chosen)
+def traffic(plan: Plan) -> tuple[str, ...]:
+    """One sentence for the collectives over each combination of axes."""
+    sums: dict[tuple[str, ...], dict[str, tuple[float, float]]] = {}
+    for item in plan.collectives:
+        kinds = sums.setdefault(item.axes, {})
+        count, size = kinds.get(item.kind, (0.0, 0.0))
+        kinds[item.kind] = (count + item.count, size + item.count * item.bytes)
+    return tuple(
+        f"collectives over {' and '.join(axes)}: "
+        + "; ".join(f"{count:,.0f} {kind}, {bytes_text(size)}" for kind, (count, size) in kinds.items())
+        for axes, kinds in sums.items()
+    )
 
 
 def _ways(plan: Plan, axes: Iterable[str]) -> int:
@@ -82,49 +74,37 @@ class _AxisUse:
     plan: Plan
     axis: str
 
-    def findings(self) -> Iterator[_Finding]:
+    def findings(self) -> Iterator[str]:
         """The rows of the module's table that hold for this axis."""
         if self._by_example:
             yield from self._with_split_batch()
         elif self._split(self._optimizer) and not self._split(self._parameters):
             share = self._share(self._split(self._optimizer), self._optimizer, "optimizer leaves")
-            yield _Finding(f"{share} are split over {{axis}}, {{ways}}; batch and parameters are not")
+            yield f"{share} are split over {{axis}}, {{ways}}; batch and parameters are not"
         yield from self._tensor_parallel()
         yield from self._by_other_dimension()
         if not self._appears:
-            yield _Finding(
-                "nothing is split over {axis} and no collective runs over it: its devices repeat the same work"
-            )
+            yield "nothing is split over {axis} and no collective runs over it: its devices repeat the same work"
 
-    def _with_split_batch(self) -> Iterator[_Finding]:
+    def _with_split_batch(self) -> Iterator[str]:
         whole = [value for value in self._parameters if not self._dimensions(value)]
         if whole or not self._parameters:
             share = self._share(whole, self._parameters, "parameters")
             replicated = "" if not self._parameters else f", {share} replicated"
-            yield _Finding(
-                f"data parallel over {{axis}}, {{ways}}: {self._batch_text} split by example{replicated}",
-                ("all-reduce",),
-            )
+            yield f"data parallel over {{axis}}, {{ways}}: {self._batch_text} split by example{replicated}"
         alone = self._optimizer_split_alone()
         if alone:
             share = self._share(alone, self._optimizer, "optimizer leaves")
-            yield _Finding(
-                f"optimizer state sharded (ZeRO-1/2) over {{axis}}, {{ways}}: {share} split, their parameters are not",
-                ("reduce-scatter", "all-gather"),
+            yield (
+                f"optimizer state sharded (ZeRO-1/2) over {{axis}}, {{ways}}: {share} split, their parameters are not"
             )
         if self._is_fully_sharded:
             share = self._share(self._gathered, self._parameters, "parameters")
-            yield _Finding(
-                f"fully sharded (FSDP, ZeRO-3) over {{axis}}, {{ways}}: {self._batch_text} and {share} split",
-                ("all-gather", "reduce-scatter"),
-            )
+            yield f"fully sharded (FSDP, ZeRO-3) over {{axis}}, {{ways}}: {self._batch_text} and {share} split"
         if self._experts:
-            yield _Finding(
-                f"expert parallel over {{axis}}, {{ways}}: {_names(self._experts)} split along the first dimension",
-                ("all-to-all",),
-            )
+            yield f"expert parallel over {{axis}}, {{ways}}: {_names(self._experts)} split along the first dimension"
 
-    def _tensor_parallel(self) -> Iterator[_Finding]:
+    def _tensor_parallel(self) -> Iterator[str]:
         explained = (self._gathered if self._is_fully_sharded else []) + (self._experts if self._by_example else [])
         split = [value for value in self._split(self._parameters) if value not in explained]
         if not split:
@@ -137,16 +117,15 @@ class _AxisUse:
         }
         listed = ", ".join(f"{len(values)} {how}" for how, values in parts.items() if values)
         share = self._share(split, self._parameters, "parameters")
-        yield _Finding(
+        yield (
             f"tensor parallel over {{axis}}, {{ways}}: {share} split, of them {listed}"
-            f"{'' if self._by_example else '; the batch is not'}",
-            ("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+            f"{'' if self._by_example else '; the batch is not'}"
         )
 
-    def _by_other_dimension(self) -> Iterator[_Finding]:
+    def _by_other_dimension(self) -> Iterator[str]:
         for dimension in sorted({d for value in self._batch for d in self._dimensions(value) if d > 0}):
             split = [value for value in self._batch if dimension in self._dimensions(value)]
-            yield _Finding(f"inputs split over {{axis}}, {{ways}}, along dimension {dimension}: {_names(split)}")
+            yield f"inputs split over {{axis}}, {{ways}}, along dimension {dimension}: {_names(split)}"
 
     @cached_property
     def _experts(self) -> list[ValuePlan]:
