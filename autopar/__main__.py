@@ -1,0 +1,52 @@
+"""The command line: `python -m autopar plan | show | train | demo`.
+
+Arguments in, one call of `autopar.commands` out. What cannot be used as given is one line on standard error and exit
+status 2; Ctrl-C is exit status 130.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.commands.parser import read
+from autopar.errors import AutoparError, AutoparWarning
+
+USAGE_ERROR, INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn(warnings.showwarning)
+            options = read(list(sys.argv[1:] if argv is None else argv))
+            return int(options.run(options))
+    except AutoparError as error:
+        sys.stderr.write(f"autopar: {error}\n")
+        return USAGE_ERROR
+    except KeyboardInterrupt:
+        sys.stderr.write("autopar: stopped by Ctrl-C\n")
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _warn(usual: Callable[..., Any]) -> Callable[..., None]:
+    """autopar's own warnings as one line without a line of source, which would be one of autopar's."""
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, AutoparWarning):
+            sys.stderr.write(f"autopar: warning: {message}\n")
+        else:
+            usual(message, category, *where, **more)
+
+    return show
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Devices to train on: accelerators if there are any, else virtual CPU devices.
+
+XLA makes virtual CPU devices only if its flags ask for them when JAX first touches a device. So the flag is set here,
+from a command, and never on import; a flag that the user has set is left alone. What can go wrong: fewer devices than
+asked for; the error says how many there are and why.
+"""
+
+from __future__ import annotations
+
+import os
+
+import jax
+
+from autopar.commands.subject import DEFAULT_DEVICES
+from autopar.errors import ArgumentError
+
+_FLAG = "--xla_force_host_platform_device_count"
+
+
+def ask_for_virtual_devices(count: int) -> None:
+    """Have XLA split the CPU into `count` devices, unless its flags say otherwise or the platform is another."""
+    platforms: str = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _FLAG not in flags and (not platforms or "cpu" in platforms.split(",")):
+        os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
+
+
+def devices_for(count: int | None) -> list[jax.Device]:
+    """The first `count` devices; without a number all accelerators, or 8 devices of a CPU."""
+    available = jax.devices()
+    platform = available[0].platform
+    wanted = count or (DEFAULT_DEVICES if platform == "cpu" else len(available))
+    if wanted > len(available):
+        why = f"XLA_FLAGS is {os.environ.get('XLA_FLAGS', '')!r}"
+        way_out = why if platform == "cpu" else "JAX_PLATFORMS=cpu gives virtual CPU devices instead"
+        raise ArgumentError(
+            f"{wanted} devices are asked for, JAX has {len(available)} of platform {platform}; {way_out}"
+        )
+    return available[:wanted]

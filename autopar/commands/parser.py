@@ -1,0 +1,172 @@
+"""Arguments -> options: the parser of the command line.
+
+The flags of a model's sizes are the fields of its config, so they are known once MODEL is, which therefore stands right
+after the command. `read` returns the options of one command: `options.run(options)` runs it. JAX is imported only where
+a model or a preset is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import Any, NoReturn
+
+import autopar
+from autopar.commands import values
+from autopar.errors import ArgumentError
+
+_MODEL_HELP = (
+    "a model, named right after the command: mlp, gpt, gpt_scan, moe or wide_resnet; its sizes are flags, see "
+    "`%(prog)s gpt --help`"
+)
+_PLAN_HELP = (
+    _MODEL_HELP + "; or your own step as module:function, where function() returns (train_step, state_shapes, "
+    "batch_shapes), the shapes as trees of arrays or jax.ShapeDtypeStruct"
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are ArgumentErrors: one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message} (see {self.prog} --help)")
+
+
+def read(argv: list[str]) -> argparse.Namespace:
+    """The options of a command line; ArgumentError says what cannot be used."""
+    model = argv[1] if argv[:1] in (["plan"], ["train"]) and len(argv) > 1 and not argv[1].startswith("-") else None
+    parser = _parser(model)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise ArgumentError(_unknown_text(unknown[0], options, model))
+    sizes = {name.removeprefix("size_"): value for name, value in vars(options).items() if name.startswith("size_")}
+    options.sizes = sizes
+    return options
+
+
+def _unknown_text(word: str, options: argparse.Namespace, model: str | None) -> str:
+    flags = sorted(options.flags)
+    close = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, n=1)
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    place = f"{options.command} {model}" if model else options.command
+    if model is None and options.command in ("plan", "train"):
+        hint += f" (flags of a model's sizes need MODEL right after {options.command})"
+    return f"{place} has no argument {word!r}{hint}; it takes {', '.join(flags)}"
+
+
+def _parser(model: str | None) -> argparse.ArgumentParser:
+    parser = _Parser(prog="autopar", description="Plan and train JAX steps on many devices.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"autopar {autopar.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    for name, help_text, add in (
+        ("plan", "find a plan for a step, without any device, and print it", _add_plan),
+        ("show", "print a plan that `plan -o` wrote", _add_show),
+        ("train", "train a model on real data under a plan", _add_train),
+        ("demo", "train a small GPT on 8 virtual CPU devices and compare with jax.jit on one", _add_demo),
+    ):
+        command = commands.add_parser(name, help=help_text, description=f"{help_text}.", allow_abbrev=False)
+        add(command)
+        if model and name in ("plan", "train"):
+            _add_sizes(command, model)
+        command.set_defaults(flags=[flag for action in command._actions for flag in action.option_strings])
+    return parser
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=_PLAN_HELP)
+    _add_planning(parser)
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan as JSON")
+    parser.add_argument("--full", action="store_true", help="give each leaf and collective a row")
+    parser.set_defaults(run=_run_plan)
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", type=Path, help="a plan in JSON")
+    parser.add_argument("--full", action="store_true", help="give each leaf and collective a row")
+    parser.set_defaults(run=_run_show)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
+    _add_planning(parser)
+    parser.add_argument("--steps", type=values.positive, default=100, metavar="N", help="default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of parameters, dropout and data; default %(default)s")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="write step, loss and seconds as CSV")
+    parser.add_argument("--compare-jit", action="store_true", help="run the same steps with jax.jit on one device")
+    parser.add_argument("--full", action="store_true", help="give each leaf and collective of the plan a row")
+    parser.set_defaults(run=_run_train)
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--steps", type=values.positive, default=80, metavar="N", help="default %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    parser.set_defaults(run=_run_demo)
+
+
+def _add_planning(parser: argparse.ArgumentParser) -> None:
+    from autopar.cost_model.hardware import PRESETS
+
+    group = parser.add_argument_group("planning")
+    group.add_argument("--devices", type=values.positive, metavar="N", help="how many; default 8")
+    group.add_argument(
+        "--mesh", type=values.mesh_shape, metavar="SIZES", help="such as 2,4 or data=2,model=4; default: compare all"
+    )
+    group.add_argument(
+        "--memory-limit", type=values.byte_count, metavar="SIZE", help="per device, such as 16GB or 16GiB"
+    )
+    group.add_argument("--cluster", choices=("auto", *PRESETS), default="auto", help="what the machine can do")
+    group.add_argument(
+        "--constraint",
+        type=values.constraint,
+        action="append",
+        default=[],
+        metavar="GLOB=SPEC",
+        help="a layout for the leaves whose path matches GLOB; SPEC is, for each dimension, an axis, axes joined by +, "
+        "or -, such as state/params/*/kernel=-,x; or it is replicated, split or split:x; repeatable",
+    )
+    group.add_argument("--zero", type=int, choices=(2, 3), help="split optimizer state (2), parameters too (3)")
+    group.add_argument("--data-parallel", action="store_true", help="split the batch over all axes, and nothing else")
+    group.add_argument("--allow-redundant-compute", action="store_true", help="let devices repeat contractions")
+
+
+def _add_sizes(parser: argparse.ArgumentParser, model: str) -> None:
+    """A flag for each field of the model's config."""
+    from autopar.commands.subject import entry_of
+
+    if ":" in model and parser.prog.endswith("plan"):
+        return
+    group = parser.add_argument_group(f"sizes of {model}")
+    for field in dataclasses.fields(entry_of(model).config):
+        flag, dest = f"--{field.name.replace('_', '-')}", f"size_{field.name}"
+        shared: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": f"default {field.default}"}
+        if field.type is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
+        else:
+            kind = field.type if isinstance(field.type, type) else str
+            group.add_argument(flag, type=values.size_of_type(kind), metavar=kind.__name__.upper(), **shared)
+
+
+def _run_plan(options: argparse.Namespace) -> int:
+    from autopar.commands.planning import plan
+
+    return plan(options)
+
+
+def _run_show(options: argparse.Namespace) -> int:
+    from autopar.commands.planning import show_file
+
+    return show_file(options)
+
+
+def _run_train(options: argparse.Namespace) -> int:
+    from autopar.commands.training import train
+
+    return train(options)
+
+
+def _run_demo(options: argparse.Namespace) -> int:
+    from autopar.commands.training import demo, demo_options
+
+    return demo(demo_options(options))

@@ -1,0 +1,97 @@
+"""Flag values as text -> data: sizes in bytes, mesh shapes, layouts. Each error says what the flag accepts."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+_BYTE_FACTORS = {"B": 1} | {
+    f"{letter}{unit}": base**power
+    for unit, base in (("B", 1000), ("iB", 1024))
+    for power, letter in enumerate("KMGT", start=1)
+}
+_FACTORS_BY_NAME = {name.lower(): factor for name, factor in _BYTE_FACTORS.items()}
+
+MeshShape = tuple[int, ...] | dict[str, int]
+
+
+def byte_count(text: str) -> int:
+    """16GB (10^9) or 16GiB (2^30); a plain number is bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) *([A-Za-z]*)", text.strip())
+    factor = _FACTORS_BY_NAME.get((match[2] or "B").lower()) if match else None
+    if match is None or factor is None or float(match[1]) * factor < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size; write a number and one of {', '.join(_BYTE_FACTORS)}, such as 16GB or 16GiB"
+        )
+    return int(float(match[1]) * factor)
+
+
+def mesh_shape(text: str) -> MeshShape:
+    """2,4 (axes x, y) or data=2,model=4."""
+    parts = [re.fullmatch(r"(?:([A-Za-z_]\w*) *= *)?([1-9]\d*)", part.strip()) for part in text.split(",")]
+    sizes = [int(part[2]) for part in parts if part]
+    names = dict.fromkeys(part[1] for part in parts if part and part[1])
+    if len(sizes) != len(parts) or len(names) not in (0, len(parts)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a mesh; write the sizes of its axes, such as 2,4, or with names, such as data=2,model=4"
+        )
+    return dict(zip(names, sizes, strict=True)) if names else tuple(sizes)
+
+
+def mesh_size(shape: MeshShape) -> int:
+    """How many devices a mesh has."""
+    return math.prod(shape.values() if isinstance(shape, dict) else shape)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not re.fullmatch(r"\d+", text.strip()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def constraint(text: str) -> tuple[str, str]:
+    """GLOB=SPEC as (glob, spec); `layout` reads the spec."""
+    glob, equals, spec = text.rpartition("=")
+    if not equals or not glob or not _is_layout(spec):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not GLOB=SPEC; SPEC is, for each dimension, an axis, axes joined by +, or - for a whole one, "
+            "such as state/params/*/kernel=-,x; or it is replicated, split or split:x"
+        )
+    return glob, spec
+
+
+def _is_layout(spec: str) -> bool:
+    axes = r"[A-Za-z_]\w*(?:\+[A-Za-z_]\w*)*"
+    return bool(re.fullmatch(rf"split:{axes}|(?:{axes}|-)(?:,(?:{axes}|-))*", spec))
+
+
+def layout(spec: str) -> Any:
+    """What `autopar.parallelize` takes as a constraint for the SPEC of `constraint`."""
+    from jax.sharding import PartitionSpec
+
+    from autopar import Replicated, Split
+
+    if spec == "replicated":
+        return Replicated()
+    if spec == "split" or spec.startswith("split:"):
+        return Split(tuple(spec.removeprefix("split:").split("+")) if ":" in spec else None)
+    entries = (None if entry == "-" else tuple(entry.split("+")) for entry in spec.split(","))
+    return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry for entry in entries))
+
+
+def size_of_type(kind: type) -> Callable[[str], int | float]:
+    """A reader for a model's size that is an int or a float."""
+
+    def read(text: str) -> int | float:
+        try:
+            number: int | float = kind(text)
+        except ValueError:
+            what = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
+        return number
+
+    return read
