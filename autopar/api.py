@@ -54,7 +54,7 @@ class ParallelStep:
         """Run one step; results equal those of the undecorated function."""
         bound = bind_arguments(self._signature, args, kwargs)
         leaves = jax.tree_util.tree_leaves((bound.dynamic, dict(bound.kwargs)))
-        return self._compile(bound)(*leaves)
+        return self._compile(bound).run(leaves)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s; needs no devices if their number is given."""
@@ -84,7 +84,7 @@ class ParallelStep:
                 f"create_fn makes {len(made)} leaves, the state of {self._signature.name} has {len(wanted)} of the planned "
                 "shapes and types; pass the function that makes the state, with the same sizes as were planned"
             )
-        compiled = CompiledStep(planned.traced, planned.assignment, planned.plan, self._settings.jax_devices())
+        compiled = self._compiled_for(planned)
         shardings = [compiled.in_shardings[i] for i, _ in wanted]
         return jax.jit(create_fn, out_shardings=jax.tree.unflatten(jax.tree.structure(shapes), shardings))(*args)
 
@@ -110,10 +110,12 @@ class ParallelStep:
     def _compile(self, bound: BoundArguments) -> CompiledStep:
         key = _key(bound)
         if key not in self._compiled:
-            planned = self._plan(bound)
-            devices = self._settings.jax_devices()
-            self._compiled[key] = CompiledStep(planned.traced, planned.assignment, planned.plan, devices)
+            self._compiled[key] = self._compiled_for(self._plan(bound))
         return self._compiled[key]
+
+    def _compiled_for(self, planned: _Planned) -> CompiledStep:
+        devices = self._settings.jax_devices()
+        return CompiledStep(self._signature, planned.traced, planned.assignment, planned.plan, devices)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ from autopar.mesh import LogicalMesh
 from autopar.plan import Plan
 from autopar.spmd import Assignment
 from autopar.testing import partition_spec, sharded
-from autopar.trace import TracedStep
+from autopar.trace import CallSignature, TracedStep, bind_arguments
 
 
 def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
@@ -38,8 +38,15 @@ def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.shardin
 class CompiledStep:
     """A step compiled for its plan. Calling it runs one step; it accepts arguments of the traced shapes only."""
 
-    def __init__(self, traced: TracedStep, assignment: Assignment, plan: Plan, devices: Sequence[jax.Device]) -> None:
-        self.traced, self.plan = traced, plan
+    def __init__(
+        self,
+        signature: CallSignature,
+        traced: TracedStep,
+        assignment: Assignment,
+        plan: Plan,
+        devices: Sequence[jax.Device],
+    ) -> None:
+        self.signature, self.traced, self.plan = signature, traced, plan
         self.mesh = device_mesh(assignment.mesh, devices)
         specs = [partition_spec(layout, assignment.mesh) for layout in assignment.inputs]
         self.in_shardings = tuple(NamedSharding(self.mesh, spec) for spec in specs)
@@ -57,7 +64,23 @@ class CompiledStep:
             donate_argnums=donated,
         )
 
-    def __call__(self, *leaves: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step on arguments of the traced structure, shapes and types; ArgumentError names those that differ."""
+        bound = bind_arguments(self.signature, args, kwargs)
+        leaves, tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
+        if tree != self.traced.in_tree:
+            raise ArgumentError(f"compiled for arguments of structure {self.traced.in_tree}, called with {tree}")
+        expected = self.traced.inputs[: len(leaves)]
+        wrong = [
+            f"{leaf.path} is {np.shape(x)}, compiled for {leaf.shape}"
+            for leaf, x in zip(expected, leaves, strict=True)
+            if np.shape(x) != leaf.shape
+        ]
+        if wrong:
+            raise ArgumentError(f"{'; '.join(wrong)}. Compile again for these shapes, or call the step itself, which does.")
+        return self.run(leaves)
+
+    def run(self, leaves: Sequence[Any]) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
         placed = [self._placed(x, s) for x, s in zip(leaves, self.in_shardings, strict=False)]
         return jax.tree_util.tree_unflatten(self.traced.out_tree, self.executable(*placed, *self._constants))

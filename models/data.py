@@ -49,8 +49,7 @@ def corpus(limit_bytes: int = CORPUS_BYTES) -> NDArray[np.uint8]:
             f"no .py file under {sysconfig.get_path('stdlib')}: the text corpus is the source code of Python's "
             "standard library, which this Python lacks (zipped or stripped). Use a Python that has its sources."
         )
-    values = np.frombuffer(bytes(text[:limit_bytes]), np.uint8)
-    return values
+    return np.frombuffer(bytes(text[:limit_bytes]), np.uint8)
 
 
 def text_batches(seed: int, *, batch: int, seq: int) -> Iterator[NumpyBatch]:
@@ -71,7 +70,7 @@ def text_batches(seed: int, *, batch: int, seq: int) -> Iterator[NumpyBatch]:
 
 @functools.cache
 def digits() -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """The 1,797 handwritten digits: images (n, 8, 8) with mean 0 and deviation 1 over all pixels, labels (n,).
+    """The 1,797 handwritten digits: images (n, 8, 8) with mean 0 and deviation 1 over all pixels; labels (n,).
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -85,7 +84,10 @@ def digits() -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         ) from missing
     pixels, labels = load_digits(return_X_y=True)
     images = pixels.reshape(-1, DIGITS_SIZE, DIGITS_SIZE).astype(np.float32)
-    return (images - images.mean()) / images.std(), labels.astype(np.int32)
+    scaled, classes = (images - images.mean()) / images.std(), labels.astype(np.int32)
+    scaled.setflags(write=False)
+    classes.setflags(write=False)
+    return scaled, classes
 
 
 def image_batches(seed: int, *, batch: int, image_size: int, channels: int) -> Iterator[NumpyBatch]:

@@ -184,7 +184,8 @@ def objective(config: GPTConfig) -> Objective:
     def loss(
         params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, Outcome]:
-        logits: Any = model.apply({"params": params}, batch["tokens"], dropout_key)
+        key = dropout_key if config.dropout else None
+        logits: Any = model.apply({"params": params}, batch["tokens"], key)
         metrics = {"accuracy": accuracy(logits, batch["targets"])} if dropout_key is None else {}
         return cross_entropy(logits, batch["targets"]), Outcome(metrics, batch_stats)
 

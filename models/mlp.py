@@ -61,7 +61,8 @@ def objective(config: MLPConfig) -> Objective:
     def loss(
         params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, Outcome]:
-        outputs: Any = model.apply({"params": params}, batch["inputs"], dropout_key)
+        key = dropout_key if config.dropout else None
+        outputs: Any = model.apply({"params": params}, batch["inputs"], key)
         if config.regression:
             return jnp.mean((outputs - batch["targets"]) ** 2), Outcome({}, batch_stats)
         metrics = {"accuracy": accuracy(outputs, batch["targets"])} if dropout_key is None else {}

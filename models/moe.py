@@ -160,7 +160,8 @@ def objective(config: MoEConfig) -> Objective:
     def loss(
         params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, Outcome]:
-        result: Any = model.apply({"params": params}, batch["tokens"], dropout_key)
+        key = dropout_key if config.dropout else None
+        result: Any = model.apply({"params": params}, batch["tokens"], key)
         logits, balance_loss = result
         metrics = {"balance_loss": balance_loss}
         if dropout_key is None:

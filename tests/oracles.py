@@ -157,6 +157,10 @@ class Census:
         chosen = (o for o in self.operands if o.kind == kind and (axis is None or o.axes == (axis,)))
         return sorted(o.bytes for o in chosen for _ in range(o.count))
 
+    def sums(self, axis=None):
+        """Bytes of every all-reduce and reduce-scatter: a sum over devices, whether its result is kept whole or not."""
+        return sorted(self.bytes_of("all-reduce", axis) + self.bytes_of("reduce-scatter", axis))
+
     def kinds(self):
         """The kinds of collectives there are."""
         return {o.kind for o in self.operands}

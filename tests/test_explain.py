@@ -340,7 +340,7 @@ def test_split_parameters_beside_a_whole_batch_are_tensor_parallel():
     assert found == (
         "data parallel over x, 2 ways: the batch split by example, 4 of 4 parameters (100% of their bytes) replicated",
         "tensor parallel over y, 4 ways: 3 of 4 parameters (98% of their bytes) split, "
-        "of them 1 by column, 1 by row, 1 of other rank; the batch is not",
+        "of them 1 by column, 1 by row, 1 of other rank; the batch is not split by example",
     )
 
 
@@ -423,7 +423,7 @@ def test_an_input_split_along_another_dimension_is_told_with_the_dimension():
 def test_optimizer_state_split_over_an_axis_of_its_own_is_told():
     found = findings(plan_of(leaf(UP, (32, 32)), leaf("state/opt_state/mu/up/kernel", (32, 32), (("y",), ())), BATCH))
     assert found[1] == (
-        "1 of 1 optimizer leaves (100% of their bytes) are split over y, 4 ways; batch and parameters are not"
+        "1 of 1 optimizer leaves (100% of their bytes) are split over y, 4 ways; the batch, by example, and parameters are not"
     )
 
 

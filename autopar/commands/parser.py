@@ -17,6 +17,7 @@ import autopar
 from autopar.commands import values
 from autopar.errors import ArgumentError
 
+_WITH_MODEL = ("plan", "train")
 _MODEL_HELP = (
     "a model, named right after the command: mlp, gpt, gpt_scan, moe or wide_resnet; its sizes are flags, see "
     "`%(prog)s gpt --help`"
@@ -36,7 +37,8 @@ class _Parser(argparse.ArgumentParser):
 
 def read(argv: list[str]) -> argparse.Namespace:
     """The options of a command line; ArgumentError says what cannot be used."""
-    model = argv[1] if argv[:1] in (["plan"], ["train"]) and len(argv) > 1 and not argv[1].startswith("-") else None
+    named = len(argv) > 1 and argv[0] in _WITH_MODEL and not argv[1].startswith("-")
+    model = argv[1] if named else None
     parser = _parser(model)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -47,13 +49,13 @@ def read(argv: list[str]) -> argparse.Namespace:
 
 
 def _unknown_text(word: str, options: argparse.Namespace, model: str | None) -> str:
-    flags = sorted(options.flags)
-    close = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), flags, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
     place = f"{options.command} {model}" if model else options.command
-    if model is None and options.command in ("plan", "train"):
-        hint += f" (flags of a model's sizes need MODEL right after {options.command})"
-    return f"{place} has no argument {word!r}{hint}; it takes {', '.join(flags)}"
+    close = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), options.flags, n=1)
+    if close:
+        return f"{place} has no argument {word!r}; did you mean {close[0]}?"
+    if model is None and options.command in _WITH_MODEL:
+        place += f", without MODEL right after {options.command},"
+    return f"{place} has no argument {word!r}; it takes {', '.join(sorted(options.flags))}"
 
 
 def _parser(model: str | None) -> argparse.ArgumentParser:
@@ -68,9 +70,11 @@ def _parser(model: str | None) -> argparse.ArgumentParser:
     ):
         command = commands.add_parser(name, help=help_text, description=f"{help_text}.", allow_abbrev=False)
         add(command)
-        if model and name in ("plan", "train"):
+        if model and name in _WITH_MODEL and ":" not in model:
             _add_sizes(command, model)
-        command.set_defaults(flags=[flag for action in command._actions for flag in action.option_strings])
+        command.set_defaults(
+            flags=[flag for action in command._actions for flag in action.option_strings if flag.startswith("--")]
+        )
     return parser
 
 
@@ -135,8 +139,6 @@ def _add_sizes(parser: argparse.ArgumentParser, model: str) -> None:
     """A flag for each field of the model's config."""
     from autopar.commands.subject import entry_of
 
-    if ":" in model and parser.prog.endswith("plan"):
-        return
     group = parser.add_argument_group(f"sizes of {model}")
     for field in dataclasses.fields(entry_of(model).config):
         flag, dest = f"--{field.name.replace('_', '-')}", f"size_{field.name}"

@@ -22,11 +22,12 @@ def plan(options: argparse.Namespace) -> int:
     subject = subject_of(options.model, options.sizes)
     with Console(stderr=True).status(f"planning for {count} devices"):
         found = parallel(subject.step, count, options).plan(subject.state, subject.batch)
+    if output is not None:
+        _write(output, found.to_json())
     console = standard_output()
     show(found, console, full=options.full)
     if output is not None:
-        _write(output, found.to_json())
-        console.print(f"\nplan written to {output}", markup=False)
+        console.print(f"\nplan written to {output}", markup=False, highlight=False)
     return 0
 
 

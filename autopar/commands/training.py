@@ -207,8 +207,10 @@ def _summarise(run: Run, plan: Plan, record: Record) -> None:
 
 def _difference(run: Run, record: Record, first_state: Any) -> float | None:
     """Largest difference of the losses from those of `jax.jit` on one device; None if Ctrl-C was pressed meanwhile."""
-    reference = jax.jit(run.built.train_step, donate_argnums=0)
     on_one_device = jax.device_put(first_state, jax.devices()[0])
+    with run.console.status("compiling for jax.jit"):
+        lowered = jax.jit(run.built.train_step, donate_argnums=0).lower(on_one_device, run.built.batch_shape())
+        reference = lowered.compile()
     serial = _steps(run, reference, on_one_device, run.batches(), title="jax.jit")
     if len(serial.losses) < run.steps:
         run.console.print(f"comparison stopped by Ctrl-C after {len(serial.losses)} of {run.steps} steps")

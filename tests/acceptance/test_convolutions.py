@@ -3,7 +3,7 @@
 import jax
 
 from tests.acceptance.models import alexnet_like, conv_net, depthwise_net
-from tests.acceptance.planning import all_reduce_cost, assert_costs_at_most, assert_whole, compiled, layout
+from tests.acceptance.planning import ALL_REDUCE, all_reduce_cost, assert_costs_at_most, assert_whole, compiled, layout
 from tests.oracles import assert_same_as_jit, census
 
 
@@ -26,24 +26,42 @@ def test_case_14_small_convolutions_are_data_parallel_with_synchronised_statisti
     assert_same_as_jit(problem.step, program, problem.state, problem.batch)
 
 
-def test_case_15_wide_convolutions_are_split_by_channels():
-    """Output and input channels in turn need three all-reduces: after layers 1 and 3 forward, before layer 2 backward.
-
-    Every plan that splits channels sums three times; keeping a sum scattered over the channels between two layers that
-    are both split by input channels is cheaper still than the three all-reduces.
-    """
-    batch, image, channels, layers = 8, 16, 256, 4
-    problem = conv_net(batch, image, channels, layers)
-    program = compiled(problem, (4, 1))
-    found = census(program)
-    assert len(found.bytes_of("all-reduce")) + len(found.bytes_of("reduce-scatter")) == layers - 1, found
-    assert found.kinds() <= {"all-reduce", "reduce-scatter", "all-gather"}, found
-    sizes = [batch * (image // 2 ** (i + 1)) ** 2 * channels * 4 for i in range(layers)]
-    assert_costs_at_most(program, 2 * all_reduce_cost(sizes[1], 4) + all_reduce_cost(sizes[3], 4))
+def assert_channels_split(program, layers):
+    """Every kernel is split by its output or its input channels."""
     for number in range(layers):
         spec = layout(program, f"state/params/Conv_{number}/kernel")
         assert spec in (((), (), (), ("x",)), ((), (), ("x",), ())), (number, spec)
+
+
+def activation_sizes(batch, image, channels, layers):
+    """Bytes of the result of each convolution with stride 2."""
+    return [batch * (image // 2 ** (i + 1)) ** 2 * channels * 4 for i in range(layers)]
+
+
+def test_case_15_wide_convolutions_are_split_by_output_and_input_channels_in_turn():
+    """All-reduces after layers 1 and 3 forward, and before layer 2 backward."""
+    problem = conv_net(8, 16, 256, 4)
+    program = compiled(problem, (4, 1), collectives=ALL_REDUCE)
+    found = census(program)
+    sizes = activation_sizes(8, 16, 256, 4)
+    assert found.bytes_of("all-reduce") == [sizes[3], sizes[1], sizes[1]], found
+    for number in range(4):
+        split_dim = 3 if number % 2 == 0 else 2
+        spec = layout(program, f"state/params/Conv_{number}/kernel")
+        assert spec == tuple(("x",) if dim == split_dim else () for dim in range(4)), (number, spec)
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, rtol_of_scale=1e-4)
+
+
+def test_case_15_with_all_collectives_costs_less():
+    """Three sums still; scattered over the channels between two layers that are both split by input channels."""
+    problem = conv_net(8, 16, 256, 4)
+    program = compiled(problem, (4, 1))
+    found = census(program)
+    sizes = activation_sizes(8, 16, 256, 4)
+    assert found.sums() == [sizes[3], sizes[2], sizes[1]], found
+    assert found.bytes_of("all-gather") == [sizes[2], sizes[1]], found
+    assert_costs_at_most(program, 2 * all_reduce_cost(sizes[1], 4) + all_reduce_cost(sizes[3], 4))
+    assert_channels_split(program, 4)
 
 
 def test_case_16_a_depthwise_convolution_keeps_its_channels_split():

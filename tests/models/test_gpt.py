@@ -1,0 +1,119 @@
+"""The transformer: parameters counted, causality, dropout, and scanned and recomputing variants against the plain one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.models import build
+from autopar.models.gpt import GPT, GPTConfig, stack_blocks
+from autopar.models.gpt import objective as gpt_objective
+
+TINY = {"layers": 1, "hidden": 16, "heads": 2, "seq": 8, "batch": 4}
+
+
+def parameter_count(name, **sizes):
+    params = jax.eval_shape(build(name, **sizes).create_state, jax.random.key(0)).params
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_scan"])
+@pytest.mark.parametrize(("hidden", "layers", "seq", "vocab"), [(16, 1, 4, 256), (32, 3, 16, 300), (128, 4, 64, 256)])
+def test_parameters_are_v_h_plus_s_h_plus_12_h_squared_plus_13_h_per_layer(name, hidden, layers, seq, vocab):
+    expected = (vocab + seq) * hidden + layers * (12 * hidden**2 + 13 * hidden) + 2 * hidden
+    assert parameter_count(name, hidden=hidden, layers=layers, seq=seq, vocab=vocab) == expected
+
+
+def test_at_the_size_of_gpt_2_small_there_are_as_many_parameters_as_published():
+    assert parameter_count("gpt_scan", hidden=768, layers=12, heads=12, seq=1024, vocab=50257) == 124_439_808
+
+
+def loss_and_gradients(jit, config, params, batch, key):
+    def loss_of(params):
+        return gpt_objective(config).loss(params, {}, batch, dropout_key=key)[0]
+
+    return jit(jax.value_and_grad(loss_of))(params)
+
+
+def assert_close_to_scale(actual, expected):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(float(jnp.abs(b).max()), 1e-3)),
+        actual,
+        expected,
+    )
+
+
+def test_variants_have_the_same_loss_and_gradients_as_the_plain_model_with_dropout(small, jit):
+    plain, params = small("gpt").model, small("gpt").first_state.params
+    layers, batch, key = plain.config.layers, next(plain.data(0)), jax.random.PRNGKey(7)
+    expected_loss, expected = loss_and_gradients(jit, plain.config, params, batch, key)
+    for variant in ({"remat": True}, {"scan_layers": True}, {"scan_layers": True, "remat": True}):
+        changed = stack_blocks if "scan_layers" in variant else lambda tree, layers: tree
+        config = dataclasses.replace(plain.config, **variant)
+        loss, gradients = loss_and_gradients(jit, config, changed(params, layers), batch, key)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+        assert_close_to_scale(gradients, changed(expected, layers))
+
+
+def test_a_token_changes_no_logit_before_its_place_and_some_from_there_on():
+    config = GPTConfig(**TINY)
+    model = GPT(config)
+    tokens = jnp.arange(4 * 8, dtype=jnp.int32).reshape(4, 8)
+    variables = jax.jit(model.init, static_argnums=2)(jax.random.key(0), tokens, None)
+    forward = jax.jit(model.apply, static_argnums=2)
+    before, after = forward(variables, tokens, None), forward(variables, tokens.at[:, 5].set(200), None)
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert (before[:, 5:] != after[:, 5:]).any(axis=(0, 2)).all()
+
+
+def test_logits_come_from_the_input_table():
+    config = GPTConfig(**TINY)
+    params = jax.eval_shape(build("gpt", **TINY).create_state, jax.random.key(0)).params
+    tables = [leaf.shape for leaf in jax.tree.leaves(params) if config.vocab in leaf.shape]
+    assert tables == [(config.vocab, config.hidden)]
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt_scan"])
+def test_dropout_is_a_function_of_key_and_step_and_is_off_in_evaluation(small, name):
+    one = small(name)
+    batch = next(one.model.data(0))
+
+    def varied():
+        yield from (one.state(), one.state())
+        yield one.state().replace(step=one.first_state.step + 1)
+        yield one.state().replace(dropout_key=one.first_state.dropout_key + 1)
+
+    same, again, next_step, other_key = (float(one.train_step(state, batch)[1]["loss"]) for state in varied())
+    assert same == again
+    assert len({same, next_step, other_key}) == 3
+    assert len({float(one.eval_step(state, batch)["loss"]) for state in varied()}) == 1
+
+
+def test_dropout_masks_differ_between_layers_and_places(small, jit):
+    """With zero weights in every layer, equal masks would show as equal gradients of the biases."""
+    one = small("gpt_scan")
+    params = one.state().params
+    params["blocks"] = jax.tree.map(jnp.zeros_like, params["blocks"])
+    batch = next(one.model.data(0))
+    _, gradients = loss_and_gradients(jit, one.model.config, params, batch, jax.random.PRNGKey(1))
+    attention, ffn = gradients["blocks"]["attention"]["out"]["bias"], gradients["blocks"]["ffn"]["down"]["bias"]
+    rows = np.concatenate([attention, ffn])
+    assert len(np.unique(rows.round(9), axis=0)) == 2 * one.model.config.layers
+
+
+def test_keys_may_be_typed_or_raw(jit):
+    create_state = jit(build("gpt", **TINY).create_state)
+    typed, raw = (create_state(key) for key in (jax.random.key(3), jax.random.PRNGKey(3)))
+    jax.tree.map(np.testing.assert_array_equal, typed, raw)
+
+
+def test_without_dropout_no_random_bits_are_drawn():
+    jaxprs = {}
+    for rate in (0.0, 0.1):
+        model = build("gpt", **TINY, dropout=rate)
+        state = jax.eval_shape(model.create_state, jax.random.key(0))
+        jaxprs[rate] = str(jax.make_jaxpr(model.train_step)(state, model.batch_shape()))
+    assert "random_bits" in jaxprs[0.1]
+    assert "random_bits" not in jaxprs[0.0]
