@@ -1,4 +1,4 @@
-"""The transformer: parameters counted, causality, dropout, and scanned and recomputing variants against the plain one."""
+"""The transformer: parameters counted, causality, dropout; scanned and recomputing variants equal the plain one."""
 
 import dataclasses
 
