@@ -6,7 +6,6 @@ status 2; Ctrl-C is exit status 130.
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -31,9 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("autopar: stopped by Ctrl-C\n")
         return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _warn(usual: Callable[..., Any]) -> Callable[..., None]:

@@ -50,9 +50,10 @@ def read(argv: list[str]) -> argparse.Namespace:
 
 def _unknown_text(word: str, options: argparse.Namespace, model: str | None) -> str:
     place = f"{options.command} {model}" if model else options.command
-    close = difflib.get_close_matches(word.split("=")[0].replace("_", "-"), options.flags, n=1)
+    names = [flag.removeprefix("--") for flag in options.flags]
+    close = difflib.get_close_matches(word.split("=")[0].lstrip("-").replace("_", "-"), names, n=1)
     if close:
-        return f"{place} has no argument {word!r}; did you mean {close[0]}?"
+        return f"{place} has no argument {word!r}; did you mean --{close[0]}?"
     if model is None and options.command in _WITH_MODEL:
         place += f", without MODEL right after {options.command},"
     return f"{place} has no argument {word!r}; it takes {', '.join(sorted(options.flags))}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -77,6 +78,8 @@ def _imported(target: str) -> Subject:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(f"cannot find {target!r}: {error}; give an importable module:function") from None
+    if not callable(function) or _required_parameters(function):
+        raise ArgumentError(f"{target!r} must be a function without required arguments; it is {function!r}")
     returned = function()
     if not isinstance(returned, tuple) or len(returned) != 3 or not callable(returned[0]):
         raise ArgumentError(
@@ -84,6 +87,15 @@ def _imported(target: str) -> Subject:
             "the shapes as trees of arrays or jax.ShapeDtypeStruct"
         )
     return Subject(*returned)
+
+
+def _required_parameters(function: Callable[..., Any]) -> list[str]:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # built into the interpreter: nothing is known
+        return []
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
 def device_count(devices: int | None, mesh: MeshShape | None) -> int:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 import jax
 from rich.console import Console
@@ -31,6 +31,9 @@ from autopar.errors import ArgumentError
 from autopar.explain import seconds_text, show, standard_output
 from autopar.models import BuiltModel
 from autopar.plan import Plan
+
+Log: TypeAlias = Callable[[int, float, float], None]
+"""Takes the number of a step, its loss and its seconds."""
 
 INTERRUPTED = 130
 LARGEST_DIFFERENCE = 1e-3
@@ -133,6 +136,11 @@ def demo(options: argparse.Namespace) -> int:
 
 def _train(options: argparse.Namespace, *, compare: bool) -> tuple[Record, float | None]:
     """(losses and times, largest difference from `jax.jit` if compared and not stopped)."""
+    with _log(options.log) as log:
+        return _logged(options, log, compare)
+
+
+def _logged(options: argparse.Namespace, log: Log | None, compare: bool) -> tuple[Record, float | None]:
     ask_for_virtual_devices(device_count(options.devices, options.mesh))
     run = Run(built_model(options.model, options.sizes), options.steps, options.seed, standard_output())
     batches = run.batches()
@@ -146,7 +154,7 @@ def _train(options: argparse.Namespace, *, compare: bool) -> tuple[Record, float
         step.compile(shapes.state, shapes.batch).as_text()
         state = step.init_state(run.built.create_state, jax.random.key(run.seed))
     first_state = jax.device_get(state) if compare else None
-    with run.stop.listening(), _log(options.log) as log:
+    with run.stop.listening():
         record = _steps(run, step, state, batches, title="autopar", predicted_s=plan.step_s, log=log)
         _summarise(run, plan, record)
         difference = _difference(run, record, first_state) if compare and not run.stop.made else None
@@ -161,7 +169,7 @@ def _steps(
     *,
     title: str,
     predicted_s: float | None = None,
-    log: Callable[..., None] | None = None,
+    log: Log | None = None,
 ) -> Record:
     """Run the steps until they are done or Ctrl-C was pressed."""
     record = Record()
@@ -226,7 +234,7 @@ def _difference(run: Run, record: Record, first_state: Any) -> float | None:
 
 
 @contextlib.contextmanager
-def _log(path: Path | None) -> Iterator[Callable[..., None] | None]:
+def _log(path: Path | None) -> Iterator[Log | None]:
     """A function that writes a line of CSV per step, or None without a path."""
     if path is None:
         yield None

@@ -80,7 +80,7 @@ class _AxisUse:
             yield from self._with_split_batch()
         elif self._split(self._optimizer) and not self._split(self._parameters):
             share = self._share(self._split(self._optimizer), self._optimizer, "optimizer leaves")
-            yield f"{share} are split over {{axis}}, {{ways}}; the batch, by example, and parameters are not"
+            yield f"{share} are split over {{axis}}, {{ways}}; parameters are not"
         yield from self._tensor_parallel()
         yield from self._by_other_dimension()
         if not self._appears:
