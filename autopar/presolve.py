@@ -122,6 +122,11 @@ class _Reducer:
         self.near[v].pop(u, None)
 
     def _separate(self, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """(a, b) with matrix = a[p] + b[q], or None; a single row or column is its own b or a, infinite or not."""
+        if matrix.shape[0] == 1:
+            return np.zeros(1), matrix[0]
+        if matrix.shape[1] == 1:
+            return matrix[:, 0], np.zeros(1)
         if not np.isfinite(matrix).all():
             return None
         rows, columns = matrix[:, 0], matrix[0] - matrix[0, 0]
@@ -164,9 +169,11 @@ class _Reducer:
         """Remove dominated choices of a node; return the nodes whose surroundings changed."""
         cost = self.cost[v]
         if len(cost) == 1:
-            before = set(self.near[v])
+            neighbours = sorted(self.near[v])
             self._keep_choices(v, np.array([True]))
-            return (before | {v}) if before else set()
+            for w in neighbours:
+                self._drop_infinite(w)
+            return {v, *neighbours} if neighbours else set()
         excess = cost[:, None] - cost[None, :]
         for matrix in self.near[v].values():
             excess = excess + _least_difference(matrix)
