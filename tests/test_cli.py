@@ -311,6 +311,21 @@ def test_ctrl_c_lets_the_running_step_finish_and_ends_with_a_summary():
     assert re.search(r"stopped by Ctrl-C after \d+ of 1000000 steps: first loss \S+, last loss", output)
 
 
+def test_ctrl_c_during_the_comparison_leaves_it_out_with_status_130(monkeypatch, capsys):
+    steps = training._steps
+
+    def stopped_in_jit(run, *arguments, title, **more):
+        run.stop.made = title == "jax.jit"
+        return steps(run, *arguments, title=title, **more)
+
+    monkeypatch.setattr(training, "_steps", stopped_in_jit)
+    assert run("train", "mlp", *SMALL, "--devices", "2", "--steps", "3", "--compare-jit") == 130
+    printed = capsys.readouterr().out
+    assert "first loss" in printed
+    assert "comparison stopped by Ctrl-C after 1 of 3 steps" in printed
+    assert "largest difference" not in printed
+
+
 def test_ctrl_c_outside_of_a_run_ends_with_a_line_and_status_130(monkeypatch, capsys):
     def interrupted(path):
         raise KeyboardInterrupt

@@ -14,6 +14,7 @@ from rich.console import Console
 from autopar.explain import bytes_text, explain, findings, seconds_text, show
 from autopar.explain.paths import layout_text, path_patterns, source_text
 from autopar.explain.strategies import traffic
+from autopar.explain.units import percent_text
 from autopar.plan import Candidate, CollectivePlan, LiveTensor, Plan, Spec, ValuePlan
 
 MESH = {"x": 2, "y": 4}
@@ -283,6 +284,22 @@ def test_show_prints_to_the_console_it_is_given(capsys):
     assert capsys.readouterr().out == ""
     show(plan_of(BATCH))
     assert "Batch and outputs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [
+        (1, 8, "12%"),
+        (0, 8, "0%"),
+        (8, 8, "100%"),
+        (999, 1000, ">99%"),
+        (1, 1000, "<1%"),
+        (1001, 1000, ">100%"),
+        (0, 0, "0%"),
+    ],
+)
+def test_a_share_is_only_called_none_or_all_if_it_is(part, whole, text):
+    assert percent_text(part, whole) == text
 
 
 # --- strategies -------------------------------------------------------------------------------------------------------

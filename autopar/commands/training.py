@@ -62,6 +62,15 @@ class Record:
         return statistics.median(self.seconds[1:] or self.seconds)
 
 
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of a run; `difference` is the largest of its losses from those of `jax.jit`, if they were compared."""
+
+    record: Record
+    difference: float | None
+    stopped: bool
+
+
 class StopRequest:
     """Whether Ctrl-C was pressed since `listening` began; a second time it interrupts as usual."""
 
@@ -114,19 +123,18 @@ class Run:
 
 def train(options: argparse.Namespace) -> int:
     """Train; 0, or 130 after Ctrl-C."""
-    record, _ = _train(options, compare=options.compare_jit)
-    return INTERRUPTED if len(record.losses) < options.steps else 0
+    return INTERRUPTED if _train(options, compare=options.compare_jit).stopped else 0
 
 
 def demo(options: argparse.Namespace) -> int:
     """Train with and without autopar; 1 if the loss does not fall or the two runs disagree."""
     jax.config.update("jax_platforms", "cpu")
-    record, difference = _train(options, compare=True)
-    if difference is None:
+    outcome = _train(options, compare=True)
+    if outcome.stopped or outcome.difference is None:
         return INTERRUPTED
-    problems = []
-    if not record.losses[-1] < record.losses[0]:
-        problems.append(f"the loss did not fall: {record.losses[0]:.4f} to {record.losses[-1]:.4f}")
+    problems, losses, difference = [], outcome.record.losses, outcome.difference
+    if not losses[-1] < losses[0]:
+        problems.append(f"the loss did not fall: {losses[0]:.4f} to {losses[-1]:.4f}")
     if not difference <= LARGEST_DIFFERENCE:
         problems.append(f"the losses differ by {difference:.1e}, more than {LARGEST_DIFFERENCE:.0e}")
     for problem in problems:
@@ -134,13 +142,12 @@ def demo(options: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
-def _train(options: argparse.Namespace, *, compare: bool) -> tuple[Record, float | None]:
-    """(losses and times, largest difference from `jax.jit` if compared and not stopped)."""
+def _train(options: argparse.Namespace, *, compare: bool) -> Outcome:
     with _log(options.log) as log:
         return _logged(options, log, compare)
 
 
-def _logged(options: argparse.Namespace, log: Log | None, compare: bool) -> tuple[Record, float | None]:
+def _logged(options: argparse.Namespace, log: Log | None, compare: bool) -> Outcome:
     ask_for_virtual_devices(device_count(options.devices, options.mesh))
     run = Run(built_model(options.model, options.sizes), options.steps, options.seed, standard_output())
     batches = run.batches()
@@ -158,7 +165,7 @@ def _logged(options: argparse.Namespace, log: Log | None, compare: bool) -> tupl
         record = _steps(run, step, state, batches, title="autopar", predicted_s=plan.step_s, log=log)
         _summarise(run, plan, record)
         difference = _difference(run, record, first_state) if compare and not run.stop.made else None
-    return record, difference
+    return Outcome(record, difference, stopped=run.stop.made)
 
 
 def _steps(

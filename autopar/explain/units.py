@@ -37,5 +37,9 @@ def _three_digits(number: float) -> str:
 
 
 def percent_text(part: float, whole: float) -> str:
-    """`part` as a share of `whole`: 12%."""
-    return f"{part / whole:.0%}" if whole else "0%"
+    """`part` as a share of `whole`: 12%; 0% and 100% only if that is exact."""
+    if not whole or part in (0, whole):
+        return "100%" if whole and part else "0%"
+    text = f"{part / whole:.0%}"
+    exact = {"0%": "<1%", "100%": ">99%" if part < whole else ">100%"}
+    return exact.get(text, text)
