@@ -27,12 +27,15 @@ Edges = Mapping[tuple[int, int], np.ndarray]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bounded:
-    """Lower bound and best value, the best choice per node, and by how much each choice of a node raises the bound."""
+    """Lower bound and best value, the best choice per node, by how much each choice of a node raises the bound,
+    and the shifted costs and edges: an equivalent problem."""
 
     lower: float
     upper: float
     choice: Mapping[int, int]
     rise: Mapping[int, np.ndarray]
+    costs: Mapping[int, np.ndarray]
+    edges: Edges
 
     def below(self, value: float) -> dict[int, np.ndarray]:
         """Choices that may be part of a solution of at most `value`."""
@@ -85,7 +88,7 @@ class _Ascent:
                 break
         best = improved(best, self.original, self.original_edges)
         upper = self.value(best)
-        return Bounded(min(self._lower(), upper), upper, best, self._rises())
+        return Bounded(min(self._lower(), upper), upper, best, self._rises(), self.cost, self.matrix)
 
     def value(self, choice: Mapping[int, int]) -> float:
         """The objective of a choice, in the original costs."""

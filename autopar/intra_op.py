@@ -4,9 +4,11 @@ In: a `StrategyGraph`, and the live sets of memory with their limit. Out: a `Cho
 and a proven lower bound. In order, each step exact:
 
     1. reductions (presolve.py) shrink the problem;
-    2. dual ascent (bounds.py) gives a bound; choices within a hair of it are reduced again and what is left goes to the
-       integer program (ilp.py). Where the relaxation has no gap, as for most training steps, that meets the bound;
-    3. otherwise the choices that the bound and the best solution leave open go to the integer program.
+    2. what is small goes to the integer program (ilp.py);
+    3. for the rest, dual ascent (bounds.py) gives a bound. The choices within a hair of it, reduced again, give a solution;
+       its value rules out choices, and the search goes on with what is left, in the shifted costs.
+
+Where the linear relaxation has no gap, as for most training steps, step 3 meets the bound at once.
 
 If the result breaks the memory limit the same is done with prices on memory (a Lagrangian): with lambda_t >= 0 per live set t,
 
@@ -25,15 +27,23 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar import ilp
-from autopar.bounds import bound_problem
+from autopar.bounds import Bounded, bound_problem
 from autopar.presolve import Reduced, reduce_problem
 
 Costs = Sequence[np.ndarray]
 Edges = Mapping[tuple[int, int], np.ndarray]
 
-SWEEPS = 400
-GAP = 1e-6
-NODE_LIMIT = 2000
+SWEEPS = 96
+"""Forward and backward sweeps of dual ascent per stage."""
+STAGES = 4
+"""How often the bound may shrink the problem before the best choice is returned with the bound reached."""
+SLACKS = (1e-6, 1e-4)
+"""Choices this near to the bound (relative) are searched for a good solution."""
+GAP = 1e-5
+"""Relative difference to the bound that counts as none."""
+GOOD_ENOUGH = 2e-3
+"""A large problem is not pursued further once its solution is this near to the bound; the plan reports the bound."""
+NODE_LIMIT = 500
 DIRECT_PAIRS = 30_000
 """Problems with at most this many pairs of choices over all edges go to the integer program as they are."""
 
@@ -82,61 +92,70 @@ def value_of(costs: Costs, edges: Edges, choice: Sequence[int]) -> float:
 
 def _solve(costs: Costs, edges: Edges) -> Choice:
     """Without memory."""
-    reduced = reduce_problem(costs, edges)
-    if not reduced.nodes:
-        return _finished(costs, edges, reduced.extend({}), -np.inf, exact=True)
-    bounded = bound_problem(reduced.costs, reduced.edges, sweeps=SWEEPS, gap=GAP)
-    best, upper, lower = dict(bounded.choice), bounded.upper, bounded.lower
-    for slack in (1e-7, 1e-5):
-        if upper - lower <= GAP * abs(upper):
-            break
-        trial = _restricted(reduced.costs, reduced.edges, bounded.near_optimal(slack), node_limit=50)
-        if trial is not None and trial[1] < upper:
-            best, upper = dict(trial[0]), trial[1]
-    if upper - lower > GAP * abs(upper):
-        final = _restricted(reduced.costs, reduced.edges, bounded.below(upper), node_limit=NODE_LIMIT)
-        if final is not None:
-            best, upper = (dict(final[0]), final[1]) if final[1] < upper else (best, upper)
-            lower = max(lower, min(final[2], upper))
-    chosen = {v: int(reduced.open_choices[v][p]) for v, p in best.items()}
-    return _finished(costs, edges, reduced.extend(chosen), lower, exact=False, offset=upper)
-
-
-def _finished(
-    costs: Costs, edges: Edges, numbers: Sequence[int], lower: float, *, exact: bool, offset: float = 0.0
-) -> Choice:
-    """The whole choice; reductions keep the objective, so a bound on what was left is a bound on the whole."""
+    found = _search(dict(enumerate(costs)), edges, stage=0)
+    numbers = [found.choice[v] for v in range(len(costs))]
     seconds = value_of(costs, edges, numbers)
-    return Choice(tuple(numbers), seconds, seconds if exact else min(seconds, lower + (seconds - offset)))
+    return Choice(tuple(numbers), seconds, seconds - found.gap)
 
 
-def _restricted(
-    costs: Mapping[int, np.ndarray],
-    edges: Edges,
-    alive: Mapping[int, np.ndarray],
-    *,
-    node_limit: int,
-) -> tuple[dict[int, int], float, float] | None:
-    """(choice, value, bound) over the choices that are alive only: reductions, then the integer program."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Found:
+    """A choice, and by how much at most it exceeds the optimum: the same whatever constant the objective lacks."""
+
+    choice: Mapping[int, int]
+    gap: float
+
+
+def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int) -> _Found:
+    """Reduce; solve what is left if it is small; else bound it, drop what the bound rules out, and search again."""
     order = sorted(costs)
     number = {v: i for i, v in enumerate(order)}
-    left = {v: np.flatnonzero(alive[v]) for v in order}
-    sub_costs = [costs[v][left[v]] for v in order]
-    sub_edges = {(number[u], number[v]): m[np.ix_(left[u], left[v])] for (u, v), m in edges.items()}
-    reduced = reduce_problem(sub_costs, sub_edges)
-    chosen: dict[int, int] = {}
-    gap_left = 0.0
-    if reduced.nodes:
-        if _pairs(reduced) > 20 * DIRECT_PAIRS:
-            return None
-        solution = ilp.solve(reduced.costs, reduced.edges, (), node_limit=node_limit, gap=GAP / 10)
-        if solution.choice is None:
-            return None
-        chosen = {v: int(reduced.open_choices[v][p]) for v, p in solution.choice.items()}
-        gap_left = max(0.0, _value(reduced.costs, reduced.edges, solution.choice) - solution.lower)
-    numbers = reduced.extend(chosen)
-    value = value_of(sub_costs, sub_edges, numbers)
-    return {v: int(left[v][numbers[number[v]]]) for v in order}, value, value - gap_left
+    reduced = reduce_problem([costs[v] for v in order], {(number[u], number[v]): m for (u, v), m in edges.items()})
+
+    def extended(found: _Found) -> _Found:
+        chosen = {v: int(reduced.open_choices[v][p]) for v, p in found.choice.items()}
+        return _Found(dict(zip(order, reduced.extend(chosen), strict=True)), found.gap)
+
+    if not reduced.nodes:
+        return extended(_Found({}, 0.0))
+    if _pairs(reduced) <= DIRECT_PAIRS:
+        direct = _integer_program(reduced, gap=GAP / 100 if stage == 0 else 10 * GAP)
+        if direct is not None:
+            return extended(direct)
+    bounded = bound_problem(reduced.costs, reduced.edges, sweeps=SWEEPS, gap=GAP)
+    best, upper = bounded.choice, bounded.upper
+    for slack in SLACKS:
+        if upper - bounded.lower > GAP * abs(upper):
+            trial = _within(bounded, bounded.near_optimal(slack), stage=stage, last=True)
+            value = _value(reduced.costs, reduced.edges, trial.choice)
+            if value < upper:
+                best, upper = trial.choice, value
+    gap = upper - bounded.lower
+    if gap > GOOD_ENOUGH * abs(upper) and stage < STAGES:
+        rest = _within(bounded, bounded.below(upper), stage=stage + 1, last=False)
+        value = _value(reduced.costs, reduced.edges, rest.choice)
+        lower = max(bounded.lower, min(upper, value - rest.gap))
+        if value < upper:
+            best, upper = rest.choice, value
+        gap = upper - lower
+    return extended(_Found(best, max(gap, 0.0)))
+
+
+def _within(bounded: Bounded, alive: Mapping[int, np.ndarray], *, stage: int, last: bool) -> _Found:
+    """Search among the choices that are alive, in the shifted costs."""
+    left = {v: np.flatnonzero(keep) for v, keep in alive.items()}
+    costs = {v: cost[left[v]] for v, cost in bounded.costs.items()}
+    edges = {(u, v): m[np.ix_(left[u], left[v])] for (u, v), m in bounded.edges.items()}
+    found = _search(costs, edges, stage=STAGES if last else stage)
+    return _Found({v: int(left[v][p]) for v, p in found.choice.items()}, found.gap)
+
+
+def _integer_program(reduced: Reduced, *, gap: float) -> _Found | None:
+    solution = ilp.solve(reduced.costs, reduced.edges, (), node_limit=NODE_LIMIT, gap=gap)
+    if solution.choice is None:
+        return None
+    value = _value(reduced.costs, reduced.edges, solution.choice)
+    return _Found(solution.choice, max(0.0, value - solution.lower))
 
 
 def _pairs(reduced: Reduced) -> int:
@@ -144,7 +163,7 @@ def _pairs(reduced: Reduced) -> int:
 
 
 def _value(costs: Mapping[int, np.ndarray], edges: Edges, choice: Mapping[int, int]) -> float:
-    total = sum(float(costs[v][choice[v]]) for v in costs)
+    total = sum((float(costs[v][choice[v]]) for v in costs), 0.0)
     return total + sum(float(m[choice[u], choice[v]]) for (u, v), m in edges.items())
 
 
@@ -177,8 +196,10 @@ def _direct(
     if solution.choice is None:
         return None
     chosen = {v: int(reduced.open_choices[v][p]) for v, p in solution.choice.items()}
-    value = _value(reduced.costs, reduced.edges, solution.choice)
-    return _finished(costs, edges, reduced.extend(chosen), min(solution.lower, value), exact=False, offset=value)
+    gap = max(0.0, _value(reduced.costs, reduced.edges, solution.choice) - solution.lower)
+    numbers = reduced.extend(chosen)
+    seconds = value_of(costs, edges, numbers)
+    return Choice(tuple(numbers), seconds, seconds - gap)
 
 
 def _live_sets(reduced: Reduced, rows: Sequence[MemoryRow], limit: float) -> list[ilp.LiveSet]:

@@ -17,7 +17,7 @@ NOISE, BAR = 1e-6, 2e-5
 def compiled_example(name):
     """The jitted step of a zoo entry with its state and batch."""
     step, state, batch = ZOO[name]()
-    return jax.jit(step), state, batch
+    return jax.jit(step, compiler_options={"xla_backend_optimization_level": 0}), state, batch
 
 
 def equation_count(jaxpr):
