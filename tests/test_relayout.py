@@ -1,0 +1,198 @@
+"""Moves between layouts: each path brings every device what the target layout says, at the price that is the least.
+
+`global_value` reads a value back from what the devices hold; a value that is partial over an axis is the sum (or the
+maximum, ...) of what they hold along it. So a path is right if it leaves the global value as it was.
+"""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from autopar.compat import make_mesh
+from autopar.cost_model.hardware import PRESETS, Cluster
+from autopar.graph import PlannerOptions, network_of
+from autopar.mesh import Layout, LogicalMesh
+from autopar.relayout import KINDS, LayoutSpace, all_layouts, permutation
+from autopar.spmd import perform
+
+COMBINE = {"sum": np.sum, "max": np.max, "min": np.min}
+
+
+def space_of(shape, mesh_shape, monoids=("sum",), cluster=PRESETS["cpu"], kinds=KINDS):
+    mesh = LogicalMesh.of(mesh_shape)
+    network = network_of(cluster, mesh, PlannerOptions(kinds=frozenset(kinds)))
+    return LayoutSpace(shape, 4, network, monoids)
+
+
+def held_by_devices(value, layout, mesh):
+    """What each device holds, mesh dimensions first: its tile of the value, and of a partial value terms that differ."""
+    holds = np.empty((*mesh.shape, *layout.local_shape(value.shape, mesh)), value.dtype)
+    for position in np.ndindex(*mesh.shape):
+        tile = value
+        for dim, axes in enumerate(layout.dims):
+            index, ways = 0, mesh.ways(axes)
+            for axis in axes:
+                index = index * mesh.shape[axis] + position[axis]
+            tile = np.split(tile, ways, axis=dim)[index]
+        for axis, monoid in layout.partial:
+            tile = term(tile, monoid, position[axis], mesh.shape[axis])
+        holds[position] = tile
+    return holds
+
+
+def term(tile, monoid, number, count):
+    """One of `count` terms that combine to `tile`: whole numbers, so that sums are exact."""
+    if monoid == "sum":
+        return tile - sum(range(1, count)) if number == 0 else np.full_like(tile, number)
+    away = {"max": -1, "min": 1}[monoid] * ((np.arange(tile.size).reshape(tile.shape) + number) % count)
+    return tile + away
+
+
+def assert_holds(holds, value, layout, mesh):
+    """The devices hold `value` in this layout: replicas equal, tiles in place, terms combining to it."""
+    combined = holds
+    for axis, monoid in layout.partial:
+        combined = np.broadcast_to(COMBINE[monoid](combined, axis=axis, keepdims=True), combined.shape)
+    np.testing.assert_array_equal(combined, held_by_devices(value, Layout(layout.dims), mesh))
+
+
+@functools.cache
+def device_mesh(mesh_shape):
+    mesh = LogicalMesh.of(mesh_shape)
+    return make_mesh(np.array(jax.devices()[: mesh.size]).reshape(mesh.shape), mesh.axis_names)
+
+
+def moved_together(space, pairs, value):
+    """What the devices hold after each (source, target) path; one program for all pairs, to compile once."""
+    mesh = space.network.mesh
+    def run(*shards):
+        results = []
+        for (source, target), shard in zip(pairs, shards, strict=True):
+            array = shard.reshape(shard.shape[len(mesh.shape) :])
+            for move in space.path(source, target):
+                array = perform(move, array, mesh)
+            results.append(array.reshape((1,) * len(mesh.shape) + array.shape))
+        return results
+
+    spec = PartitionSpec(*mesh.axis_names)
+    mapped = jax.shard_map(run, mesh=device_mesh(mesh.shape), in_specs=spec, out_specs=spec, check_vma=False)
+    held = [jnp.asarray(held_by_devices(value, source, mesh)) for source, _ in pairs]
+    return [np.asarray(x) for x in jax.jit(mapped)(*held)]
+
+
+def pairs_of(space, sample=None):
+    pairs = list(itertools.permutations(space.layouts, 2))
+    if sample is None or len(pairs) <= sample:
+        return pairs
+    chosen = np.random.default_rng(0).choice(len(pairs), size=sample, replace=False)
+    return [pairs[i] for i in sorted(chosen)]
+
+
+CASES = [
+    ((4,), (8, 12), ("sum",), None),
+    ((2, 2), (8, 4), ("sum",), None),
+    ((2, 2), (8,), ("max", "sum"), None),
+    ((4,), (4, 8), ("max", "min"), None),
+    ((2, 2, 2), (8, 16), ("sum",), 250),
+    ((2, 4), (8, 16), ("min", "sum"), 150),
+    ((3,), (6, 9), ("sum",), None),
+    ((2, 3), (6, 12, 6), ("sum",), 100),
+]
+
+
+@pytest.mark.parametrize(("mesh_shape", "shape", "monoids", "sample"), CASES)
+def test_every_path_keeps_the_value(mesh_shape, shape, monoids, sample):
+    space = space_of(shape, mesh_shape, monoids)
+    value = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    pairs = pairs_of(space, sample)
+    for start in range(0, len(pairs), 100):
+        chunk = pairs[start : start + 100]
+        for (_, target), holds in zip(chunk, moved_together(space, chunk, value), strict=True):
+            assert_holds(holds, value, target, space.network.mesh)
+
+
+@pytest.mark.parametrize("kinds", [KINDS, ("all-reduce", "all-gather"), ("all-reduce", "all-gather", "all-to-all")])
+@pytest.mark.parametrize(("mesh_shape", "shape", "monoids", "sample"), CASES)
+def test_seconds_are_the_sum_of_the_moves_and_a_path_leads_from_source_to_target(mesh_shape, shape, monoids, sample, kinds):
+    space = space_of(shape, mesh_shape, monoids, kinds=kinds)
+    for source, target in pairs_of(space, sample):
+        path = space.path(source, target)
+        assert [path[0].source, path[-1].target] == [source, target]
+        assert all(a.target == b.source for a, b in itertools.pairwise(path))
+        assert {move.kind for move in path} <= {*kinds, "slice", "mask"}
+        total = sum(space.network.seconds(move, shape, 4) for move in path)
+        assert space.seconds[space.index[source], space.index[target]] == pytest.approx(total, rel=1e-12)
+
+
+@pytest.mark.parametrize("cluster", [PRESETS["cpu"], PRESETS["dgx-a100"], Cluster.uniform((2.0,) * 3, (1.0, 0.1, 3.0))])
+@pytest.mark.parametrize(("mesh_shape", "shape", "monoids", "sample"), CASES)
+def test_seconds_obey_the_triangle_inequality(mesh_shape, shape, monoids, sample, cluster):
+    seconds = space_of(shape, mesh_shape, monoids, cluster).seconds
+    assert np.isfinite(seconds).all()
+    assert (np.diag(seconds) == 0).all()
+    assert (seconds[~np.eye(len(seconds), dtype=bool)] > 0).all()
+    for middle in range(len(seconds)):
+        assert (seconds <= (seconds[:, middle, None] + seconds[None, middle, :]) * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize(("mesh_shape", "shape"), [((4,), (8, 8)), ((2, 2), (8, 8)), ((2, 2, 2), (8, 8, 8)), ((2, 3), (6, 6))])
+def test_a_permutation_sends_once_and_receives_once_on_every_device_and_moves_the_right_tiles(mesh_shape, shape):
+    mesh = LogicalMesh.of(mesh_shape)
+    layouts = [la for la in all_layouts(shape, mesh, ()) if la.sharded_axes]
+    value = np.arange(math.prod(shape)).reshape(shape)
+    for source, target in itertools.product(layouts, repeat=2):
+        if source.local_shape(shape, mesh) != target.local_shape(shape, mesh):
+            continue
+        pairs = permutation(source, target, mesh)
+        senders, receivers = zip(*pairs, strict=True)
+        assert sorted(senders) == sorted(receivers) == list(range(mesh.size))
+        held = held_by_devices(value, source, mesh).reshape(mesh.size, *source.local_shape(shape, mesh))
+        wanted = held_by_devices(value, target, mesh).reshape(held.shape)
+        for sender, receiver in pairs:
+            np.testing.assert_array_equal(held[sender], wanted[receiver])
+
+
+def test_every_layout_is_there_once_and_fits():
+    mesh = LogicalMesh.of((2, 4))
+    layouts = all_layouts((4, 8), mesh, ("sum",))
+    assert layouts[0] == Layout.replicated(2)
+    assert len(set(layouts)) == len(layouts)
+    per_axis = [("-", 0, 1, "sum")] * 2
+    expected = set()
+    for x, y in itertools.product(*per_axis):
+        partial = tuple((axis, "sum") for axis, job in enumerate((x, y)) if job == "sum")
+        for order in ((0, 1), (1, 0)):
+            dims = tuple(tuple(axis for axis in order if (x, y)[axis] == dim) for dim in range(2))
+            if Layout(dims, partial).fits((4, 8), mesh):
+                expected.add(Layout(dims, partial))
+    assert set(layouts) == expected
+
+
+def test_an_axis_of_one_device_is_in_no_layout():
+    layouts = all_layouts((4, 4), LogicalMesh.of((1, 2)), ("sum",))
+    assert {axis for la in layouts for axis in (*la.sharded_axes, *la.partial_axes)} == {1}
+
+
+def test_two_tilings_that_differ_by_the_order_of_axes_are_one_permute_apart():
+    space = space_of((8, 8), (2, 2), cluster=Cluster.uniform((1.0, 1.0), (1.0, 1.0)))
+    path = space.path(Layout(((0,), (1,))), Layout(((1,), (0,))))
+    assert [move.kind for move in path] == ["collective-permute"]
+
+
+def test_a_partial_sum_reaches_a_split_by_one_reduce_scatter_and_the_whole_by_one_all_reduce():
+    space = space_of((8, 8), (4,), cluster=Cluster.uniform((1.0,), (1.0,)))
+    partial = Layout(((), ()), ((0, "sum"),))
+    assert [m.kind for m in space.path(partial, Layout(((0,), ())))] == ["reduce-scatter"]
+    assert [m.kind for m in space.path(partial, Layout(((), ())))] == ["all-reduce"]
+
+
+def test_two_partial_axes_are_reduced_by_one_collective_where_the_cluster_prices_them_jointly():
+    space = space_of((8, 8), (2, 2), cluster=PRESETS["dgx-a100"])
+    (move,) = space.path(Layout(((), ()), ((0, "sum"), (1, "sum"))), Layout(((), ())))
+    assert (move.kind, move.axes) == ("all-reduce", (0, 1))
