@@ -94,6 +94,10 @@ class ParallelStep:
             raise PlanError(f"{self._signature.name} has not been planned yet; call it, or .plan(...)")
         return self._last.plan
 
+    def jax_devices(self) -> list[jax.Device]:
+        """The devices that the step runs on, or may be given some of."""
+        return self._settings.jax_devices()
+
     def _plan(self, bound: BoundArguments) -> _Planned:
         key = _key(bound)
         if key not in self._planned:
@@ -122,17 +126,19 @@ class ParallelStep:
 class _Settings:
     """The arguments of `parallelize`, checked."""
 
-    devices: Sequence[jax.Device] | int | None
-    mesh_shape: MeshShape
+    devices: tuple[jax.Device, ...] | int | None
+    mesh: Literal["auto"] | LogicalMesh
     memory_limit_bytes: int | None
     constraints: Constraints
-    cluster: Literal["auto"] | str | Cluster
+    cluster: Literal["auto"] | Cluster
     options: PlannerOptions
     plan: Plan | None
     follow: ParallelStep | None
 
     def jax_devices(self) -> list[jax.Device]:
         """The devices to run on."""
+        if self.devices is None and self.follow is not None:
+            return self.follow.jax_devices()
         if isinstance(self.devices, int):
             return jax.devices()[: self.devices]
         return list(self.devices) if self.devices is not None else jax.devices()
@@ -149,10 +155,9 @@ class _Settings:
         if self.follow is not None:
             plan = self.follow.last_plan()
             return (LogicalMesh(plan.mesh_shape, plan.axis_names),)
-        if self.mesh_shape != "auto":
-            mesh = LogicalMesh.of(self.mesh_shape)  # type: ignore[arg-type]
-            self._check_size(mesh)
-            return (mesh,)
+        if isinstance(self.mesh, LogicalMesh):
+            self._check_size(self.mesh)
+            return (self.mesh,)
         return logical_meshes(self._count())
 
     def _count(self) -> int:
@@ -168,8 +173,6 @@ class _Settings:
     def _cluster(self) -> Cluster:
         if isinstance(self.cluster, Cluster):
             return self.cluster
-        if self.cluster != "auto":
-            return preset(self.cluster)
         if isinstance(self.devices, int):
             return preset("cpu")
         device = self.jax_devices()[0]
@@ -186,7 +189,8 @@ class _Settings:
 def _key(bound: BoundArguments) -> Any:
     leaves, tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
     shapes = tuple(
-        (np.shape(x), str(x.dtype), bool(getattr(x, "weak_type", False))) if hasattr(x, "dtype") else type(x) for x in leaves
+        (np.shape(x), str(x.dtype), bool(getattr(x, "weak_type", False))) if hasattr(x, "dtype") else type(x)
+        for x in leaves
     )
     return tree, shapes, bound.static
 
@@ -219,28 +223,72 @@ def parallelize(
 
     Raises ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, from the first call or `.plan`.
     """
-    kinds = frozenset(KINDS if collectives is None else collectives)
-    if not kinds <= set(KINDS):
-        raise ArgumentError(f"collectives={sorted(kinds - set(KINDS))}: no such kind; there are {', '.join(KINDS)}")
-    if devices is not None and (devices < 1 if isinstance(devices, int) else not list(devices)):
-        raise ArgumentError(f"devices={devices!r}: at least one device is needed")
+    if memory_limit_bytes is not None and memory_limit_bytes <= 0:
+        raise ArgumentError(
+            f"memory_limit_bytes={memory_limit_bytes}: a positive number of bytes per device is expected"
+        )
     settings = _Settings(
-        devices,
-        mesh_shape,
+        _checked_devices(devices),
+        mesh_shape if mesh_shape == "auto" else LogicalMesh.of(mesh_shape),  # type: ignore[arg-type]
         memory_limit_bytes,
         as_constraints(constraints),
-        cluster,
-        PlannerOptions(allow_redundant_compute, kinds),
+        _checked_cluster(cluster),
+        PlannerOptions(allow_redundant_compute, _checked_kinds(collectives)),
         plan,
         follow,
     )
+    numbers = {
+        "batch_argnums": _numbers("batch_argnums", batch_argnums),
+        "static_argnums": _numbers("static_argnums", static_argnums),
+        "donate_argnums": "auto" if donate_argnums == "auto" else _numbers("donate_argnums", donate_argnums),
+    }
 
     def decorate(step: Callable[..., Any]) -> ParallelStep:
-        donate: Any = donate_argnums if donate_argnums == "auto" else _tuple(donate_argnums)  # type: ignore[arg-type]
-        return ParallelStep(CallSignature(step, _tuple(batch_argnums), _tuple(static_argnums), donate), settings)
+        if not callable(step):
+            raise ArgumentError(f"parallelize takes a function, not a {type(step).__name__} ({step!r})")
+        return ParallelStep(CallSignature(step, **numbers), settings)  # type: ignore[arg-type]
 
     return decorate if fun is None else decorate(fun)
 
 
-def _tuple(numbers: int | Sequence[int]) -> tuple[int, ...]:
-    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+def _checked_devices(devices: Any) -> tuple[jax.Device, ...] | int | None:
+    if devices is None:
+        return None
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        if devices < 1:
+            raise ArgumentError(f"devices={devices}: at least one device is needed")
+        return devices
+    listed = tuple(devices) if isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str) else ()
+    if not listed and isinstance(devices, list | tuple):
+        raise ArgumentError(f"devices={devices!r}: at least one device is needed")
+    if not listed or not all(isinstance(device, jax.Device) for device in listed):
+        raise ArgumentError(
+            f"devices={devices!r}: a list of JAX devices such as jax.devices(), or their number, is expected"
+        )
+    return listed
+
+
+def _checked_cluster(cluster: Any) -> Literal["auto"] | Cluster:
+    if cluster == "auto" or isinstance(cluster, Cluster):
+        return cluster  # type: ignore[no-any-return]
+    if not isinstance(cluster, str):
+        raise ArgumentError(f"cluster={cluster!r}: 'auto', the name of a preset or a Cluster is expected")
+    try:
+        return preset(cluster)
+    except ValueError as error:
+        raise ArgumentError(f"cluster={cluster!r}: {error}") from None
+
+
+def _checked_kinds(collectives: Sequence[str] | None) -> frozenset[str]:
+    given = KINDS if collectives is None else (collectives,) if isinstance(collectives, str) else collectives
+    unknown = sorted(set(given) - set(KINDS))
+    if unknown:
+        raise ArgumentError(f"collectives={unknown}: no such kind; there are {', '.join(KINDS)}")
+    return frozenset(given)
+
+
+def _numbers(what: str, given: Any) -> tuple[int, ...]:
+    numbers = (given,) if isinstance(given, int | str) else tuple(given)
+    if not all(isinstance(number, int) for number in numbers):
+        raise ArgumentError(f"{what}={given!r}: a number, or a list of numbers, of positional arguments is expected")
+    return numbers

@@ -48,7 +48,12 @@ class Bounded:
 
 
 def bound_problem(
-    costs: Mapping[int, np.ndarray], edges: Edges, *, sweeps: int, gap: float = 1e-9, start: Mapping[int, int] | None = None
+    costs: Mapping[int, np.ndarray],
+    edges: Edges,
+    *,
+    sweeps: int,
+    gap: float = 1e-9,
+    start: Mapping[int, int] | None = None,
 ) -> Bounded:
     """Run up to `sweeps` forward-backward sweeps, fewer if bound and best value meet within `gap` (relative)."""
     return _Ascent(costs, edges).run(sweeps, gap, start)

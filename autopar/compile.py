@@ -19,8 +19,7 @@ from autopar.compat import make_mesh
 from autopar.errors import ArgumentError
 from autopar.mesh import LogicalMesh
 from autopar.plan import Plan
-from autopar.spmd import Assignment
-from autopar.testing import partition_spec, sharded
+from autopar.spmd import Assignment, partition_spec, sharded
 from autopar.trace import CallSignature, TracedStep, bind_arguments
 
 
@@ -28,8 +27,8 @@ def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.shardin
     """JAX devices arranged as a logical mesh; ArgumentError if there are too few."""
     if mesh.size > len(devices):
         raise ArgumentError(
-            f"mesh {mesh.shape} needs {mesh.size} devices, there are {len(devices)}: {', '.join(map(str, devices[:4]))}"
-            f"{', ...' if len(devices) > 4 else ''}. Use a smaller mesh_shape; or, to try a plan on a CPU, start Python with "
+            f"mesh {mesh.shape} needs {mesh.size} devices, there are {len(devices)} ({', '.join(map(str, devices[:4]))}"
+            f"{', ...' if len(devices) > 4 else ''}). Use a smaller mesh_shape; or, to try a plan on a CPU, start Python with "
             f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}."
         )
     return make_mesh(np.array(devices[: mesh.size]).reshape(mesh.shape), mesh.axis_names)
@@ -54,7 +53,9 @@ class CompiledStep:
         self.out_shardings = [NamedSharding(self.mesh, spec) for spec in out_specs]
         self._constants = tuple(
             jax.device_put(value, sharding)
-            for value, sharding in zip(traced.constants, self.in_shardings[len(traced.inputs) - len(traced.constants) :], strict=True)
+            for value, sharding in zip(
+                traced.constants, self.in_shardings[len(traced.inputs) - len(traced.constants) :], strict=True
+            )
         )
         donated = tuple(i for i, leaf in enumerate(traced.inputs) if leaf.donated)
         self._run = jax.jit(
@@ -69,15 +70,18 @@ class CompiledStep:
         bound = bind_arguments(self.signature, args, kwargs)
         leaves, tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
         if tree != self.traced.in_tree:
-            raise ArgumentError(f"compiled for arguments of structure {self.traced.in_tree}, called with {tree}")
+            raise ArgumentError(
+                f"{self.signature.name} was compiled for arguments of structure {self.traced.in_tree}, called with {tree}"
+            )
         expected = self.traced.inputs[: len(leaves)]
+        given = [jax.typeof(x) for x in leaves]
         wrong = [
-            f"{leaf.path} is {np.shape(x)}, compiled for {leaf.shape}"
-            for leaf, x in zip(expected, leaves, strict=True)
-            if np.shape(x) != leaf.shape
+            f"{leaf.path} is {x.dtype}{list(x.shape)}, compiled for {leaf.dtype}{list(leaf.shape)}"
+            for leaf, x in zip(expected, given, strict=True)
+            if (x.shape, x.dtype) != (leaf.shape, leaf.dtype)
         ]
         if wrong:
-            raise ArgumentError(f"{'; '.join(wrong)}. Compile again for these shapes, or call the step itself, which does.")
+            raise ArgumentError(f"{'; '.join(wrong)}. Compile again for these arguments, or call the step, which does.")
         return self.run(leaves)
 
     def run(self, leaves: Sequence[Any]) -> Any:

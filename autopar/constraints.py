@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.errors import ConstraintError
 from autopar.mesh import Layout, LogicalMesh
-from autopar.options import Constraints, LeafLayout, Replicated, Rule, Split, SplitBatch
+from autopar.options import Constraints, LeafLayout, Replicated, Rule, Split
 from autopar.relayout import all_layouts
 
 
@@ -107,7 +107,9 @@ def _axis(name: str, leaf: Leaf, mesh: LogicalMesh) -> int:
 
 def _from_spec(spec: PartitionSpec, leaf: Leaf, mesh: LogicalMesh) -> Layout:
     if len(spec) > len(leaf.shape):
-        raise ConstraintError(f"{spec} has {len(spec)} entries, {leaf.path} has {len(leaf.shape)} dimensions {leaf.shape}")
+        raise ConstraintError(
+            f"{spec} has {len(spec)} entries, {leaf.path} has {len(leaf.shape)} dimensions {leaf.shape}"
+        )
     dims: list[tuple[int, ...]] = []
     for entry in (*spec, *(None,) * (len(leaf.shape) - len(spec))):
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

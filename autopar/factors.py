@@ -127,7 +127,9 @@ def parse(text: str, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Se
     for clause in clauses:
         key, _, value = clause.partition(":")
         if key.strip() not in (*MONOIDS, "whole", "seed", "linear", "any"):
-            raise RuleError(f"rule '{text}': no clause {key.strip()!r}; there are {', '.join(MONOIDS)}, whole, seed, linear, any")
+            raise RuleError(
+                f"rule '{text}': no clause {key.strip()!r}; there are {', '.join(MONOIDS)}, whole, seed, linear, any"
+            )
         fields[key.strip()] = value.strip()
     sizes = _solve_sizes(text, (*inputs, *outputs), (*in_shapes, *out_shapes))
     reduced = {factor: monoid for monoid in MONOIDS for factor in fields.get(monoid, "").split()}
@@ -154,7 +156,9 @@ def _solve_sizes(text: str, operands: Sequence[Operand], shapes: Sequence[Sequen
     pairs = []
     for number, (operand, shape) in enumerate(zip(operands, shapes, strict=True)):
         if len(operand) != len(shape):
-            raise RuleError(f"rule '{text}': operand {number} has {len(operand)} dimensions, its shape is {tuple(shape)}")
+            raise RuleError(
+                f"rule '{text}': operand {number} has {len(operand)} dimensions, its shape is {tuple(shape)}"
+            )
         pairs += list(zip(operand, shape, strict=True))
     sizes: dict[str, int] = {}
     for _ in range(len(pairs) + 1):

@@ -187,9 +187,7 @@ def _usage(costs: Costs, rows: Sequence[MemoryRow]) -> dict[int, np.ndarray]:
     return usage
 
 
-def _direct(
-    costs: Costs, edges: Edges, reduced: Reduced, rows: Sequence[MemoryRow], limit: float
-) -> Choice | None:
+def _direct(costs: Costs, edges: Edges, reduced: Reduced, rows: Sequence[MemoryRow], limit: float) -> Choice | None:
     solution = ilp.solve(
         reduced.costs, reduced.edges, _live_sets(reduced, rows, limit), node_limit=10 * NODE_LIMIT, gap=GAP / 10
     )

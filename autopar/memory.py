@@ -57,7 +57,9 @@ class MemoryModel:
         self.graph = graph
         self._bytes: dict[tuple[int, int, bool], np.ndarray] = {}
         persistent = [n for n in self._inputs(input_names)]
-        aliased = {graph.program.outvars[i] for i in aliased_outputs if not isinstance(graph.program.outvars[i], Literal)}
+        aliased = {
+            graph.program.outvars[i] for i in aliased_outputs if not isinstance(graph.program.outvars[i], Literal)
+        }
         sets = self._live_sets(graph.program, aliased)
         self.live_sets = [(*persistent, *buffers) for buffers in _maximal(sets)] or [tuple(persistent)]
 
@@ -69,7 +71,9 @@ class MemoryModel:
             shape, itemsize = buffer.aval.shape, itemsize_of(buffer.aval)
             layouts = [s.outputs[buffer.output] for s in strategies]
             layouts = [la.prepend() for la in layouts] if buffer.stacked else layouts
-            self._bytes[key] = np.array([la.local_bytes(shape, itemsize, self.graph.mesh) for la in layouts], dtype=float)
+            self._bytes[key] = np.array(
+                [la.local_bytes(shape, itemsize, self.graph.mesh) for la in layouts], dtype=float
+            )
         return self._bytes[key]
 
     def rows(self) -> list[MemoryRow]:
@@ -134,7 +138,9 @@ class MemoryModel:
         for buffer in buffers:
             for at in range(buffer.first, min(buffer.last, end - 1) + 1):
                 sets[at].append(buffer)
-        return [[*outer, *inner] for eqn, outer in zip(program.equations, sets, strict=True) for inner in self._inner(eqn)]
+        return [
+            [*outer, *inner] for eqn, outer in zip(program.equations, sets, strict=True) for inner in self._inner(eqn)
+        ]
 
     def _inner(self, eqn: Equation) -> list[list[Buffer]]:
         if not eqn.regions:
@@ -185,5 +191,3 @@ def _maximal(sets: Sequence[Sequence[Buffer]]) -> list[list[Buffer]]:
         kept.append(list(buffers))
         members.append(keys)
     return kept
-
-

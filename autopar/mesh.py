@@ -36,7 +36,9 @@ class LogicalMesh:
             raise ArgumentError(f"mesh_shape={shape!r}: a mesh has 1 to {len(AXIS_NAMES)} axes, this has {len(sizes)}")
         for size in sizes:
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ArgumentError(f"mesh_shape={shape!r}: every axis needs a positive whole size, {size!r} is not one")
+                raise ArgumentError(
+                    f"mesh_shape={shape!r}: every axis needs a positive whole size, {size!r} is not one"
+                )
         return cls(sizes, names)
 
     @property

@@ -51,7 +51,9 @@ def pointwise_groups(eqn: JaxprEqn, *groups: Sequence[int], any_monoid: bool = F
     inputs: list[Operand] = []
     for var in eqn.invars:
         shape = shape_of(var)
-        inputs.append(tuple(dim if n == factors.sizes[dim[0]] else () for n, dim in zip(shape, out[len(out) - len(shape) :])))
+        inputs.append(
+            tuple(dim if n == factors.sizes[dim[0]] else () for n, dim in zip(shape, out[len(out) - len(shape) :]))
+        )
     outputs = [tuple(out)] * len(eqn.outvars)
     return make_rule(inputs, outputs, factors.sizes, linear=_groups(eqn, *groups), any_monoid=any_monoid)
 
@@ -134,7 +136,7 @@ def reduction(eqn: JaxprEqn, monoid: str | None, *, linear: bool = False) -> Fac
         [tuple(operand)] * len(eqn.invars),
         [out] * len(eqn.outvars),
         factors.sizes,
-        reduced={f: monoid for f in gone} if monoid else {},
+        reduced=dict.fromkeys(gone, monoid) if monoid else {},
         whole=() if monoid else gone,
         linear=_groups(eqn, (0,)) if linear else (),
     )
@@ -286,7 +288,9 @@ def rev(eqn: JaxprEqn) -> FactorRule:
 
 def slice_(eqn: JaxprEqn) -> FactorRule:
     """a b -> a c | whole: the dimensions that are not taken from end to end."""
-    return kept_dimensions(eqn, [i == o for i, o in zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)])
+    return kept_dimensions(
+        eqn, [i == o for i, o in zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)]
+    )
 
 
 def pad(eqn: JaxprEqn) -> FactorRule:
@@ -329,6 +333,30 @@ def concatenate(eqn: JaxprEqn) -> FactorRule:
         inputs.append(tuple((own,) if d == along else dim for d, dim in enumerate(shared)))
     linear = _groups(eqn, tuple(range(len(inputs))))
     return make_rule(inputs, [tuple(shared)], factors.sizes, whole=whole, linear=linear, any_monoid=True)
+
+
+def stack(eqn: JaxprEqn) -> FactorRule:
+    """a b, a b -> a n b | whole: n | linear: 0 1 | any."""
+    factors = Factors()
+    shared = factors.operand(shape_of(eqn.invars[0]))
+    along = eqn.params["axis"] % (len(shared) + 1)
+    count = factors.new(len(eqn.invars))
+    out = [*shared[:along], (count,), *shared[along:]]
+    linear = _groups(eqn, tuple(range(len(eqn.invars))))
+    inputs = [tuple(shared)] * len(eqn.invars)
+    return make_rule(inputs, [tuple(out)], factors.sizes, whole=[count], linear=linear, any_monoid=True)
+
+
+def unstack(eqn: JaxprEqn) -> FactorRule:
+    """a n b -> a b, a b | whole: n | linear: 0 | any."""
+    factors = Factors()
+    operand = factors.operand(shape_of(eqn.invars[0]))
+    along = eqn.params["axis"] % len(operand)
+    out = tuple(dim for d, dim in enumerate(operand) if d != along)
+    whole = operand[along]
+    outputs = [out] * len(eqn.outvars)
+    linear = _groups(eqn, (0,))
+    return make_rule([tuple(operand)], outputs, factors.sizes, whole=whole, linear=linear, any_monoid=True)
 
 
 def split(eqn: JaxprEqn) -> FactorRule:

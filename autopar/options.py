@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
+from autopar.errors import ConstraintError
+
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
@@ -86,6 +88,15 @@ def zero3(
     return Constraints((*zero2(axis, optimizer=optimizer).rules, Rule(params, Split(axes), role="state")))
 
 
+def _rule(glob: str, layout: LeafLayout) -> Rule:
+    if not isinstance(layout, LeafLayout):
+        raise ConstraintError(
+            f"the constraint on {glob!r} is {layout!r}, a {type(layout).__name__}; a layout is a PartitionSpec such as "
+            "P('x', None), autopar.Replicated() or autopar.Split()"
+        )
+    return Rule(glob, layout)
+
+
 def as_constraints(given: ConstraintsLike) -> Constraints:
     """All accepted forms as one `Constraints`."""
     if given is None:
@@ -93,5 +104,10 @@ def as_constraints(given: ConstraintsLike) -> Constraints:
     if isinstance(given, Constraints):
         return given
     if isinstance(given, Mapping):
-        return Constraints(tuple(Rule(glob, layout) for glob, layout in given.items()))
+        return Constraints(tuple(_rule(glob, layout) for glob, layout in given.items()))
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ConstraintError(
+            f"constraints={given!r} is a {type(given).__name__}; a mapping from leaf paths to layouts, a preset such as "
+            "autopar.data_parallel(), or a list of these is expected"
+        )
     return Constraints(tuple(rule for part in given for rule in as_constraints(part).rules))

@@ -43,7 +43,7 @@ class PlanRequest:
 def logical_meshes(devices: int) -> tuple[LogicalMesh, ...]:
     """Every arrangement of the devices in one or two axes, the one-dimensional first."""
     shapes = [(devices,)]
-    shapes += [(n, devices // n) for n in range(2, devices) if devices % n == 0 and 1 < devices // n]
+    shapes += [(n, devices // n) for n in range(2, devices) if devices % n == 0 and devices // n > 1]
     return tuple(LogicalMesh.of(shape) for shape in shapes)
 
 
@@ -88,7 +88,11 @@ class _Infeasible:
 
 
 def graph_for(
-    traced: TracedStep, mesh: LogicalMesh, request: PlanRequest, inputs: Sequence[Any], outputs: Sequence[Any] | None = None
+    traced: TracedStep,
+    mesh: LogicalMesh,
+    request: PlanRequest,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any] | None = None,
 ) -> StrategyGraph:
     """The strategy graph of a step whose inputs may have the given layouts; outputs follow the state."""
     following = list(traced.state_of_output) if outputs is None else list(outputs)
@@ -132,9 +136,7 @@ def _describe(
 ) -> Plan:
     mesh = graph.mesh
     collectives, comm_s = _collectives(graph, assignment)
-    compute_s = float(
-        sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True))
-    )
+    compute_s = float(sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True)))
     peak, tensors = memory.peak(choice.numbers)
     slack = choice.seconds - choice.lower_bound_s
     return Plan(

@@ -104,7 +104,9 @@ def program_of(closed: Any) -> tuple[Program, tuple[Any, ...]]:
     builder.constants.extend(zip(constvars, constants, strict=True))
     outs = builder.inline(jaxpr, constvars, fresh)
     held = [v for v, _ in builder.constants]
-    program = _with_fan_outs(_without_dead_code(Program((*fresh, *held), tuple(builder.equations), tuple(outs))), nested=False)
+    program = _with_fan_outs(
+        _without_dead_code(Program((*fresh, *held), tuple(builder.equations), tuple(outs))), nested=False
+    )
     return program, tuple(value for _, value in builder.constants)
 
 

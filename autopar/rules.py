@@ -103,15 +103,19 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("sort", PrimitiveRule(operators.sort)),
     **_names("split", PrimitiveRule(operators.split)),
     **_names("squeeze", _free(operators.squeeze)),
+    **_names("stack", PrimitiveRule(operators.stack)),
     **_names("top_k", PrimitiveRule(operators.top_k)),
     **_names("transpose", PrimitiveRule(operators.transpose)),
+    **_names("unstack", PrimitiveRule(operators.unstack)),
 }
 RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(_TABLE)
 _USER_RULES: dict[str, PrimitiveRule] = {}
 _FALLBACK = PrimitiveRule(operators.everything_whole)
 
 
-def register_rule(primitive: str, notation: str | Rule, *, local: local.Local = local.unchanged, heavy: bool = False) -> None:
+def register_rule(
+    primitive: str, notation: str | Rule, *, local: local.Local = local.unchanged, heavy: bool = False
+) -> None:
     """Teach autopar a primitive of your own.
 
     `notation` is a rule as `autopar.factors` reads it, e.g. `"b s c, c e -> b s e | sum: c"`, or a function from the

@@ -9,7 +9,7 @@ What can go wrong: anything that still speaks of global shapes; the random-strat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,6 +88,23 @@ def local_function(assignment: Assignment) -> Any:
     return run
 
 
+def sharded(assignment: Assignment, device_mesh: jax.sharding.Mesh) -> Callable[..., list[jax.Array]]:
+    """The assignment's local function under shard_map: global arrays in, global arrays out."""
+    return jax.shard_map(
+        local_function(assignment),
+        mesh=device_mesh,
+        in_specs=tuple(partition_spec(layout, assignment.mesh) for layout in assignment.inputs),
+        out_specs=[partition_spec(layout, assignment.mesh) for layout in assignment.outputs],
+        check_vma=False,
+    )
+
+
+def partition_spec(layout: Layout, mesh: LogicalMesh) -> jax.sharding.PartitionSpec:
+    """A layout without partial axes as JAX's PartitionSpec."""
+    assert not layout.partial
+    return jax.sharding.PartitionSpec(*(mesh.names(axes) or None for axes in layout.dims))
+
+
 @dataclasses.dataclass(frozen=True)
 class Placed:
     """A local array and the layout it is the shard of."""
@@ -164,9 +181,7 @@ class _Lowering:
         consts = [scope.get(v, h) for v, h in zip(eqn.invars, heads[: loop.consts], strict=False)]
         carried = heads[loop.consts : first_stack]
         start = [scope.get(v, h) for v, h in zip(eqn.invars[loop.consts :], carried, strict=False)]
-        stacks = [
-            scope.get(v, h.prepend()) for v, h in zip(eqn.invars[first_stack:], heads[first_stack:], strict=True)
-        ]
+        stacks = [scope.get(v, h.prepend()) for v, h in zip(eqn.invars[first_stack:], heads[first_stack:], strict=True)]
         stack_layouts: list[Layout] = []
 
         def body(carry: Any, slices: Any) -> Any:

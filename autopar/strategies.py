@@ -87,9 +87,12 @@ def _strategy(
         if not _blocks(operand, mesh, sizes, factor_axes):
             return None
     inputs = tuple(
-        Layout(_dims(operand, factor_axes), _partial(rule, jobs, operand, number)) for number, operand in enumerate(rule.inputs)
+        Layout(_dims(operand, factor_axes), _partial(rule, jobs, operand, number))
+        for number, operand in enumerate(rule.inputs)
     )
-    outputs = tuple(Layout(_dims(operand, factor_axes), _partial(rule, jobs, operand, None)) for operand in rule.outputs)
+    outputs = tuple(
+        Layout(_dims(operand, factor_axes), _partial(rule, jobs, operand, None)) for operand in rule.outputs
+    )
     ways = math.prod(mesh.ways(axes) for axes in factor_axes.values())
     return ShardingStrategy(tuple(sorted(factor_axes.items())), inputs, outputs, ways)
 

@@ -19,7 +19,7 @@ from autopar.errors import ArgumentError
 from autopar.graph import PlannerOptions, build_graph
 from autopar.mesh import LogicalMesh
 from autopar.program import program_of
-from autopar.spmd import Assignment, assign, local_function
+from autopar.spmd import Assignment, assign, sharded
 
 
 def random_assignment(
@@ -56,20 +56,3 @@ def run_with_random_strategies(
     devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.shape)
     run = jax.jit(sharded(assignment, make_mesh(devices, mesh.axis_names)))
     return jax.tree.unflatten(tree, run(*jax.tree.leaves(args), *constants))
-
-
-def sharded(assignment: Assignment, device_mesh: jax.sharding.Mesh) -> Callable[..., list[jax.Array]]:
-    """The assignment's local function under shard_map: global arrays in, global arrays out."""
-    return jax.shard_map(
-        local_function(assignment),
-        mesh=device_mesh,
-        in_specs=tuple(partition_spec(layout, assignment.mesh) for layout in assignment.inputs),
-        out_specs=[partition_spec(layout, assignment.mesh) for layout in assignment.outputs],
-        check_vma=False,
-    )
-
-
-def partition_spec(layout: Any, mesh: LogicalMesh) -> jax.sharding.PartitionSpec:
-    """A layout without partial axes as JAX's PartitionSpec."""
-    assert not layout.partial
-    return jax.sharding.PartitionSpec(*(mesh.names(axes) or None for axes in layout.dims))

@@ -86,14 +86,49 @@ class BoundArguments:
 def bind_arguments(signature: CallSignature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:
     """Sort a call's arguments; keywords that name positional parameters take their positions."""
     args, kwargs, names = _positions(signature.fun, tuple(args), dict(kwargs))
-    for what, numbers in (("batch_argnums", signature.batch_argnums), ("static_argnums", signature.static_argnums)):
-        for number in numbers:
-            if number >= len(args) and not (what == "batch_argnums" and number == 1):
-                raise ArgumentError(f"{what}={numbers}: {signature.name} was called with {len(args)} positional arguments")
-    static = tuple((i, args[i]) for i in signature.static_argnums)
+    _refuse_bad_numbers(signature, max(len(args), len(names)))
+    all_names = (*names, *(f"arg{i}" for i in range(len(names), len(args))))
+    static = tuple((i, args[i]) for i in signature.static_argnums if i < len(args))
+    _refuse_unhashable(signature, static, all_names)
     numbers = tuple(i for i in range(len(args)) if i not in signature.static_argnums)
-    names = tuple(names[i] if i < len(names) else f"arg{i}" for i in numbers)
-    return BoundArguments(static, tuple(args[i] for i in numbers), kwargs, numbers, names)
+    return BoundArguments(
+        static, tuple(args[i] for i in numbers), kwargs, numbers, tuple(all_names[i] for i in numbers)
+    )
+
+
+def _refuse_bad_numbers(signature: CallSignature, count: int) -> None:
+    """Every argument number must be one of the step's; batch_argnums=(1,) is the default and holds where there is one."""
+    donate = () if signature.donate_argnums == "auto" else signature.donate_argnums
+    given = {
+        "batch_argnums": signature.batch_argnums,
+        "static_argnums": signature.static_argnums,
+        "donate_argnums": donate,
+    }
+    wrong = [
+        f"{what}={numbers}"
+        for what, numbers in given.items()
+        if any(i < 0 or i >= count for i in numbers) and (what, numbers) != ("batch_argnums", (1,))
+    ]
+    if wrong:
+        raise ArgumentError(
+            f"{', '.join(wrong)}: {signature.name} has {count} positional arguments, numbered from 0"
+            + (f" to {count - 1}" if count else "")
+        )
+
+
+def _refuse_unhashable(signature: CallSignature, static: Sequence[tuple[int, Any]], names: Sequence[str]) -> None:
+    wrong = []
+    for number, value in static:
+        try:
+            hash(value)
+        except TypeError:
+            wrong.append(f"argument {number} ({names[number]!r}) is a {type(value).__name__}")
+    if wrong:
+        raise ArgumentError(
+            f"static_argnums={signature.static_argnums}: {'; '.join(wrong)}, which cannot be hashed. A static value is part of "
+            f"what {signature.name} is compiled for, so it must be hashable: pass a tuple instead of a list, and leave arrays "
+            "out of static_argnums."
+        )
 
 
 def _positions(
@@ -126,7 +161,8 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
     donated = _donated_arguments(signature, bound, state, out_shape)
     inputs = _input_leaves(signature, bound, paths, program, state, donated)
     consts = tuple(
-        Leaf(f"constant/{i}", "const", tuple(v.aval.shape), v.aval.dtype) for i, v in enumerate(program.invars[len(leaves) :])
+        Leaf(f"constant/{i}", "const", tuple(v.aval.shape), v.aval.dtype)
+        for i, v in enumerate(program.invars[len(leaves) :])
     )
     state_of_output = _outputs_of_state(bound, state, out_leaves)
     out_paths = [_join("output", path) for path, _ in jax.tree_util.tree_flatten_with_path(out_shape)[0]]
@@ -214,24 +250,37 @@ def _donated_arguments(
     if wanted == "auto":
         return frozenset(place for place in state if place not in batch)
     for place, number in enumerate(bound.numbers):
-        if number in wanted and place not in state:
+        if number in wanted and place not in state and jax.tree.leaves(bound.dynamic[place]):
             raise ArgumentError(
                 f"{signature.name} donates argument {number} ({bound.names[place]!r}) but does not return it: no output has "
-                f"its structure, shapes and types. {_nearest(bound.dynamic[place], out_shape)} Return the new "
-                f"{bound.names[place]}, or leave it out of donate_argnums."
+                f"its structure, shapes and types. {_nearest(bound.names[place], bound.dynamic[place], out_shape)}Return the "
+                f"new {bound.names[place]}, or leave it out of donate_argnums."
             )
     return frozenset(place for place, number in enumerate(bound.numbers) if number in wanted)
 
 
-def _nearest(value: Any, out_shape: Any) -> str:
-    """What keeps the nearest part of the result from being the argument."""
-    for part in _parts(out_shape):
-        if jax.tree.structure(part) == jax.tree.structure(value):
-            pairs = zip(jax.tree_util.tree_flatten_with_path(value)[0], _shapes(value), _shapes(part), strict=True)
-            for (path, _), before, after in pairs:
-                if before != after:
-                    return f"The nearest differs at {_join('', path).strip('/')!r}: {before} goes in, {after} comes out."
-    return ""
+def _nearest(name: str, value: Any, out_shape: Any) -> str:
+    """What keeps the part of the result that shares most leaves with the argument from being it; "" if none shares any."""
+    before = _leaf_types(name, value)
+    candidates = [after for part in _parts(out_shape) if (after := _leaf_types(name, part)).keys() & before.keys()]
+    if not candidates:
+        return ""
+    after = max(
+        candidates, key=lambda leaves: len(leaves.items() & before.items()) - len(leaves.keys() ^ before.keys())
+    )
+    changes = [
+        f"{path} goes in as {before.get(path, 'nothing')} and comes out as {after.get(path, 'nothing')}"
+        for path in [*before, *(path for path in after if path not in before)]
+        if before.get(path) != after.get(path)
+    ]
+    listed = "; ".join(changes[:3]) + ("; ..." if len(changes) > 3 else "")
+    return f"The nearest output differs: {listed or 'its containers are of other types'}. "
+
+
+def _leaf_types(name: str, tree: Any) -> dict[str, str]:
+    """Type of each leaf, as JAX writes it, by path."""
+    paths = [_join(name, path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return {path: f"{dtype}{list(shape)}" for path, (shape, dtype) in zip(paths, _shapes(tree), strict=True)}
 
 
 def require_state(traced: TracedStep, name: str) -> None:
@@ -262,7 +311,9 @@ def _input_leaves(
     )
 
 
-def _outputs_of_state(bound: BoundArguments, state: Mapping[int, Any], out_leaves: Sequence[Any]) -> tuple[int | None, ...]:
+def _outputs_of_state(
+    bound: BoundArguments, state: Mapping[int, Any], out_leaves: Sequence[Any]
+) -> tuple[int | None, ...]:
     """For each output leaf the number of the input leaf whose place it takes."""
     starts, total = [], 0
     for value in bound.dynamic:

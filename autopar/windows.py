@@ -21,7 +21,11 @@ from autopar.operators import Factors, kept_dimensions, shape_of
 def conv_general_dilated(eqn: JaxprEqn) -> FactorRule:
     """n (g c) h w, (g o) c i j -> n (g o) y x | sum: c | whole: h w i j y x | linear: 0; 1."""
     params = eqn.params
-    numbers, groups, batch_groups = params["dimension_numbers"], params["feature_group_count"], params["batch_group_count"]
+    numbers, groups, batch_groups = (
+        params["dimension_numbers"],
+        params["feature_group_count"],
+        params["batch_group_count"],
+    )
     left_shape, right_shape, out_shape = (shape_of(v) for v in (*eqn.invars, *eqn.outvars))
     factors, whole, reduced = Factors(), [], {}
     group, batch_group = factors.new(groups), factors.new(batch_groups)
