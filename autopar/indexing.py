@@ -9,6 +9,7 @@ mode, which speaks of global positions; it is settled before positions become lo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -210,16 +211,22 @@ def scatter_local(call: LocalCall) -> Sequence[jax.Array]:
     fills = call.params["mode"] == GatherScatterMode.FILL_OR_DROP
     kept = [d for d in range(len(dims)) if d not in (*numbers.inserted_window_dims, *_operand_batch(numbers))]
     windows = dict(zip(kept, (updates.shape[p] for p in numbers.update_window_dims), strict=True))
+    single = math.prod(indices.shape[:-1]) == 1
     columns = []
+    held: jax.Array | bool = True
     for k, d in enumerate(numbers.scatter_dims_to_operand_dims):
         size = call.eqn.invars[0].aval.shape[d]
         position, _ = _clamped(indices[..., k], size - windows.get(d, 1) + 1, fills)
         if call.is_sharded(dims[d]):
             local = position - call.offset(dims[d])
             inside = (local >= 0) & (local < call.local_size(dims[d]))
-            position = jnp.where(inside, local, call.local_size(dims[d]))
+            position = jnp.where(inside, local, 0 if single else call.local_size(dims[d]))
+            held = held & inside
         columns.append(position)
-    return call.bind(operand, jnp.stack(columns, axis=-1), updates, mode=GatherScatterMode.FILL_OR_DROP)
+    (result,) = call.bind(operand, jnp.stack(columns, axis=-1), updates, mode=GatherScatterMode.FILL_OR_DROP)
+    # XLA turns a scatter of one update into slices. Up to JAX 0.10 it merges them with a slice of the operand and forgets
+    # that a position outside is clamped, so here the position stays inside and the result is chosen instead.
+    return (jnp.where(jnp.reshape(held, ()), result, operand) if single else result,)
 
 
 def _operand_batch(numbers: object) -> tuple[int, ...]:
