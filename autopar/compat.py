@@ -7,18 +7,56 @@ version is dropped, its half goes. Source of each difference: measured on 0.10.2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
 
-Jaxpr = jex_core.Jaxpr
-ClosedJaxpr = jex_core.ClosedJaxpr
-JaxprEqn = jex_core.JaxprEqn
-Literal = jex_core.Literal
-Var = jex_core.Var
+if TYPE_CHECKING:
+
+    class Var:
+        """JAX's variable; its `aval` is an array's shape and type here, which JAX's own annotation leaves open."""
+
+        aval: Any
+
+        def __init__(self, aval: Any) -> None:
+            """A fresh variable."""
+
+    class Literal:
+        """JAX's literal."""
+
+        aval: Any
+        val: Any
+
+    class JaxprEqn(Protocol):
+        """What autopar reads of a JaxprEqn; `program.Equation` has it too."""
+
+        @property
+        def primitive(self) -> Any:
+            """The operation."""
+
+        @property
+        def params(self) -> dict[str, Any]:
+            """Its parameters."""
+
+        @property
+        def invars(self) -> Sequence[Any]:
+            """Its operands."""
+
+        @property
+        def outvars(self) -> Sequence[Any]:
+            """Its results."""
+
+        @property
+        def source_info(self) -> Any:
+            """Where it comes from."""
+
+else:
+    JaxprEqn = jex_core.JaxprEqn
+    Literal = jex_core.Literal
+    Var = jex_core.Var
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
@@ -68,4 +106,4 @@ def make_mesh(devices: Any, axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
 
 def threefry_is_partitionable() -> bool:
     """Whether random bits of a slice can be computed from the slice's positions alone."""
-    return bool(jax.config.jax_threefry_partitionable)  # type: ignore[attr-defined]
+    return bool(getattr(jax.config, "jax_threefry_partitionable", True))

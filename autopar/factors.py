@@ -103,7 +103,7 @@ def make_rule(
         for dim in operand:
             order.update(dict.fromkeys(f for f in dim if sizes[f] != 1))
     names = {old: _letter(i) for i, old in enumerate(order)}
-    present = [old for old in order]
+    present = list(order)
     return FactorRule(
         tuple(_rename(operand, names) for operand in inputs),
         tuple(_rename(operand, names) for operand in outputs),

@@ -178,7 +178,7 @@ class _Builder:
             self.monoids[var] = frozenset()
             sources.append(Source(self._add_input(layouts, f"input {number}", number), 0))
         outputs = self._region(program, sources, 1.0)
-        final = []
+        final: list[Source | None] = []
         for number, (atom, source, wanted) in enumerate(zip(program.outvars, outputs, output_layouts, strict=True)):
             if source is None:
                 final.append(None)
@@ -205,7 +205,8 @@ class _Builder:
         )
 
     def _require(self, aval: Any, source: Source, var: Var, wanted: Source | None) -> int:
-        assert wanted is not None and tuple(var.aval.shape) == tuple(aval.shape)
+        assert wanted is not None
+        assert tuple(var.aval.shape) == tuple(aval.shape)
         self._use(source, wanted.node, 0, aval, 1.0)
         return wanted.node
 

@@ -100,9 +100,9 @@ def gather_local(call: LocalCall) -> Sequence[jax.Array]:
         return call.bind(operand, indices, slice_sizes=sizes)
     fills = call.params["mode"] == GatherScatterMode.FILL_OR_DROP
     columns = [indices[..., k] for k in range(indices.shape[-1])]
-    held: jax.Array | bool = True
-    outside: jax.Array | bool = False
-    first: jax.Array | bool = True
+    held: jax.Array = jnp.asarray(True)
+    outside: jax.Array = jnp.asarray(False)
+    first: jax.Array = jnp.asarray(True)
     for k, d in sharded:
         position, size = _clamped(columns[k], call.eqn.invars[0].aval.shape[d], fills)
         local = position - call.offset(dims[d])
@@ -128,7 +128,7 @@ def _fill_value(call: LocalCall, dtype: jnp.dtype) -> jax.Array:
     if fill is None:
         if jnp.issubdtype(dtype, jnp.inexact):
             fill = jnp.nan
-        elif dtype == bool:
+        elif jnp.issubdtype(dtype, jnp.bool_):
             fill = True
         else:
             info = jnp.iinfo(dtype)

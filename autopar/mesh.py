@@ -35,7 +35,7 @@ class LogicalMesh:
         if not sizes or len(sizes) > len(AXIS_NAMES):
             raise ArgumentError(f"mesh_shape={shape!r}: a mesh has 1 to {len(AXIS_NAMES)} axes, this has {len(sizes)}")
         for size in sizes:
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            if type(size) is not int or size < 1:
                 raise ArgumentError(
                     f"mesh_shape={shape!r}: every axis needs a positive whole size, {size!r} is not one"
                 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,9 +35,9 @@ class Factors:
         return [(self.new(size),) for size in shape]
 
 
-def shape_of(var: object) -> tuple[int, ...]:
+def shape_of(var: Any) -> tuple[int, ...]:
     """Shape of an equation's operand."""
-    return tuple(var.aval.shape)  # type: ignore[attr-defined]
+    return tuple(var.aval.shape)
 
 
 def _groups(eqn: JaxprEqn, *groups: Sequence[int]) -> list[tuple[int, ...]]:
@@ -52,7 +53,10 @@ def pointwise_groups(eqn: JaxprEqn, *groups: Sequence[int], any_monoid: bool = F
     for var in eqn.invars:
         shape = shape_of(var)
         inputs.append(
-            tuple(dim if n == factors.sizes[dim[0]] else () for n, dim in zip(shape, out[len(out) - len(shape) :]))
+            tuple(
+                dim if n == factors.sizes[dim[0]] else ()
+                for n, dim in zip(shape, out[len(out) - len(shape) :], strict=True)
+            )
         )
     outputs = [tuple(out)] * len(eqn.outvars)
     return make_rule(inputs, outputs, factors.sizes, linear=_groups(eqn, *groups), any_monoid=any_monoid)

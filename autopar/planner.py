@@ -42,7 +42,7 @@ class PlanRequest:
 
 def logical_meshes(devices: int) -> tuple[LogicalMesh, ...]:
     """Every arrangement of the devices in one or two axes, the one-dimensional first."""
-    shapes = [(devices,)]
+    shapes: list[tuple[int, ...]] = [(devices,)]
     shapes += [(n, devices // n) for n in range(2, devices) if devices % n == 0 and devices // n > 1]
     return tuple(LogicalMesh.of(shape) for shape in shapes)
 

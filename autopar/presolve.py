@@ -197,9 +197,11 @@ def _least_difference(matrix: np.ndarray) -> np.ndarray:
     """D[p', p] = min_q matrix[p', q] - matrix[p, q], where both infinite count as equal."""
     with np.errstate(invalid="ignore"):
         difference = matrix[:, None, :] - matrix[None, :, :]
-    return np.nan_to_num(difference, nan=0.0, posinf=np.inf, neginf=-np.inf).min(axis=2)
+    least: np.ndarray = np.nan_to_num(difference, nan=0.0, posinf=np.inf, neginf=-np.inf).min(axis=2)
+    return least
 
 
 def min_plus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """The (min, +) product: out[i, k] = min_j left[i, j] + right[j, k]."""
-    return (left[:, :, None] + right[None, :, :]).min(axis=1)
+    least: np.ndarray = (left[:, :, None] + right[None, :, :]).min(axis=1)
+    return least

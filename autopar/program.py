@@ -138,10 +138,8 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             operands = [read(v) for v in eqn.invars]
-            if eqn.primitive.name in CALLS:
-                results = self._call(eqn, operands)
-            else:
-                results = self._operation(eqn, operands)
+            inlined = eqn.primitive.name in CALLS
+            results = self._call(eqn, operands) if inlined else self._operation(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 

@@ -173,5 +173,5 @@ def flops_of(eqn: JaxprEqn, rule: FactorRule) -> float:
     if rule.whole:  # windows: every output meets one kernel position per kernel element of its feature
         out, kernel = operators.shape_of(eqn.outvars[0]), operators.shape_of(eqn.invars[1])
         features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * math.prod(out) * math.prod(kernel) / features / eqn.params["batch_group_count"]
+        return float(2 * math.prod(out) * math.prod(kernel) / features / eqn.params["batch_group_count"])
     return 2.0 * math.prod(size for _, size in rule.sizes)

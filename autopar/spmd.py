@@ -9,7 +9,7 @@ What can go wrong: anything that still speaks of global shapes; the random-strat
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -88,7 +88,7 @@ def local_function(assignment: Assignment) -> Any:
     return run
 
 
-def sharded(assignment: Assignment, device_mesh: jax.sharding.Mesh) -> Callable[..., list[jax.Array]]:
+def sharded(assignment: Assignment, device_mesh: jax.sharding.Mesh) -> Any:
     """The assignment's local function under shard_map: global arrays in, global arrays out."""
     return jax.shard_map(
         local_function(assignment),
@@ -165,8 +165,8 @@ class _Lowering:
     def _operation(self, eqn: Equation, scope: _Scope) -> list[Placed]:
         strategy, rule = self.assignment.strategies[eqn], self.assignment.rules[eqn]
         operands = tuple(scope.get(v, layout) for v, layout in zip(eqn.invars, strategy.inputs, strict=True))
-        call = LocalCall(eqn, operands, rule, dict(strategy.factor_axes), self.mesh)  # type: ignore[arg-type]
-        results = entry_for(eqn).local(call)  # type: ignore[arg-type]
+        call = LocalCall(eqn, operands, rule, dict(strategy.factor_axes), self.mesh)
+        results = entry_for(eqn).local(call)
         return [Placed(array, layout) for array, layout in zip(results, strategy.outputs, strict=True)]
 
     def _head(self, region: Program, place: int) -> Layout:
@@ -340,7 +340,7 @@ class _Census:
         return [*carried, *(layout.prepend() for layout in outs[loop.carries :])]
 
 
-def perform(move: Move, array: jax.Array, mesh: LogicalMesh) -> jax.Array:
+def perform(move: Move, array: Any, mesh: LogicalMesh) -> Any:
     """One move on this device's shard."""
     names = mesh.names(move.axes)
     match move.kind:
@@ -362,12 +362,12 @@ def perform(move: Move, array: jax.Array, mesh: LogicalMesh) -> jax.Array:
     return jnp.where(jax.lax.axis_index(names[0]) == 0, array, neutral)
 
 
-def _all_reduce(array: jax.Array, names: tuple[str, ...], monoid: str) -> jax.Array:
+def _all_reduce(array: Any, names: tuple[str, ...], monoid: str) -> Any:
     if monoid == "sum":
         return jax.lax.psum(array, names)
     if monoid in ("or", "and"):
-        combine = jax.lax.pmax if monoid == "or" else jax.lax.pmin
-        return combine(array.astype(jnp.uint8), names).astype(jnp.bool_)
+        kind = "max" if monoid == "or" else "min"
+        return _all_reduce(array.astype(jnp.uint8), names, kind).astype(jnp.bool_)
     return jax.lax.pmax(array, names) if monoid == "max" else jax.lax.pmin(array, names)
 
 
