@@ -174,9 +174,10 @@ class _Reducer:
             for w in neighbours:
                 self._drop_infinite(w)
             return {v, *neighbours} if neighbours else set()
-        excess = cost[:, None] - cost[None, :]
+        excess = cost[:, None] - cost[None, :]  # where one edge forbids p and another p', neither beats the other
         for matrix in self.near[v].values():
-            excess = excess + _least_difference(matrix)
+            with np.errstate(invalid="ignore"):
+                excess = np.nan_to_num(excess + _least_difference(matrix), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
         beaten = excess >= -self.tolerance
         if v in self.keep and self.usage is not None:
             used = self.usage[v][self.choices[v]]
