@@ -98,6 +98,10 @@ class ParallelStep:
         """The devices that the step runs on, or may be given some of."""
         return self._settings.jax_devices()
 
+    def cluster(self) -> Cluster:
+        """What the planner assumes of the machine."""
+        return self._settings.chosen_cluster()
+
     def _plan(self, bound: BoundArguments) -> _Planned:
         key = _key(bound)
         if key not in self._planned:
@@ -145,7 +149,7 @@ class _Settings:
 
     def request(self) -> PlanRequest:
         """What the planner is asked; touches devices only to count them and to learn their kind."""
-        cluster = self._cluster()
+        cluster = self.chosen_cluster()
         limit = self.memory_limit_bytes
         if limit is None and np.isfinite(cluster.device.memory_bytes):
             limit = int(cluster.device.memory_bytes)
@@ -170,9 +174,12 @@ class _Settings:
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size} to try it on virtual CPU devices"
             )
 
-    def _cluster(self) -> Cluster:
+    def chosen_cluster(self) -> Cluster:
+        """What the machine can do, looked up by its devices' kind if the user did not say."""
         if isinstance(self.cluster, Cluster):
             return self.cluster
+        if self.follow is not None:
+            return self.follow.cluster()
         if isinstance(self.devices, int):
             return preset("cpu")
         device = self.jax_devices()[0]
@@ -229,7 +236,7 @@ def parallelize(
         )
     settings = _Settings(
         _checked_devices(devices),
-        mesh_shape if mesh_shape == "auto" else LogicalMesh.of(mesh_shape),  # type: ignore[arg-type]
+        mesh_shape if mesh_shape == "auto" else LogicalMesh.of(mesh_shape),
         memory_limit_bytes,
         as_constraints(constraints),
         _checked_cluster(cluster),
@@ -237,16 +244,13 @@ def parallelize(
         plan,
         follow,
     )
-    numbers = {
-        "batch_argnums": _numbers("batch_argnums", batch_argnums),
-        "static_argnums": _numbers("static_argnums", static_argnums),
-        "donate_argnums": "auto" if donate_argnums == "auto" else _numbers("donate_argnums", donate_argnums),
-    }
+    batch, static = _numbers("batch_argnums", batch_argnums), _numbers("static_argnums", static_argnums)
+    donate = _numbers("donate_argnums", donate_argnums) if donate_argnums != "auto" else donate_argnums
 
     def decorate(step: Callable[..., Any]) -> ParallelStep:
         if not callable(step):
             raise ArgumentError(f"parallelize takes a function, not a {type(step).__name__} ({step!r})")
-        return ParallelStep(CallSignature(step, **numbers), settings)  # type: ignore[arg-type]
+        return ParallelStep(CallSignature(step, batch, static, donate), settings)
 
     return decorate if fun is None else decorate(fun)
 

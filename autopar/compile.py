@@ -86,14 +86,24 @@ class CompiledStep:
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
-        placed = [self._placed(x, s) for x, s in zip(leaves, self.in_shardings, strict=False)]
+        placed = [
+            self._placed(x, sharding, leaf.donated)
+            for x, sharding, leaf in zip(leaves, self.in_shardings, self.traced.inputs, strict=False)
+        ]
         return jax.tree_util.tree_unflatten(self.traced.out_tree, self.executable(*placed, *self._constants))
 
     @staticmethod
-    def _placed(value: Any, sharding: NamedSharding) -> Any:
-        """The array where the step wants it; it is already there for state that the step returned."""
-        if getattr(value, "sharding", None) == sharding:
+    def _placed(value: Any, sharding: NamedSharding, donated: bool) -> Any:
+        """The array where the step wants it; it is already there for state that the step returned.
+
+        A donated array that comes from elsewhere stays the caller's: replicating it would share its buffer, and the
+        donation would take that, so it is copied first. (`device_put(may_alias=False)` shares it all the same, 0.10-0.12.)
+        """
+        given = getattr(value, "sharding", None)
+        if isinstance(given, NamedSharding) and given.is_equivalent_to(sharding, value.ndim):
             return value
+        if donated and sharding.is_fully_replicated and given is not None:
+            value = value.copy()
         return jax.device_put(value, sharding)
 
     @functools.cached_property

@@ -105,7 +105,7 @@ def as_constraints(given: ConstraintsLike) -> Constraints:
         return given
     if isinstance(given, Mapping):
         return Constraints(tuple(_rule(glob, layout) for glob, layout in given.items()))
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    if isinstance(given, str) or not isinstance(given, Sequence):  # type: ignore[redundant-expr]
         raise ConstraintError(
             f"constraints={given!r} is a {type(given).__name__}; a mapping from leaf paths to layouts, a preset such as "
             "autopar.data_parallel(), or a list of these is expected"

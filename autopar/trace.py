@@ -155,7 +155,7 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
         *_abstract(bound.dynamic), **_abstract(dict(bound.kwargs))
     )
     program, constants = program_of(closed)
-    warn_of_missing_rules([eqn for eqn in program.walk() if eqn.loop is None])  # type: ignore[misc]
+    warn_of_missing_rules([eqn for eqn in program.walk() if eqn.loop is None])
     out_leaves, out_tree = jax.tree_util.tree_flatten(out_shape)
     state = _returned_arguments(bound, out_shape)
     donated = _donated_arguments(signature, bound, state, out_shape)
@@ -218,7 +218,13 @@ def _refuse_non_arrays(signature: CallSignature, paths: Sequence[str], leaves: S
 
 
 def _shapes(tree: Any) -> list[tuple[tuple[int, ...], str]]:
-    return [(tuple(np.shape(x)), str(getattr(x, "dtype", np.asarray(x).dtype))) for x in jax.tree.leaves(tree)]
+    return [(tuple(np.shape(x)), str(_dtype(x))) for x in jax.tree.leaves(tree)]
+
+
+def _dtype(leaf: Any) -> Any:
+    """The type that a leaf has in a traced program, where there are no 64-bit types unless they are enabled."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def _parts(out_shape: Any) -> list[Any]:
@@ -230,11 +236,12 @@ def _returned_arguments(bound: BoundArguments, out_shape: Any) -> dict[int, Any]
     """Arguments (by place among the dynamic ones) that the step returns, with the part of the result that they match."""
     taken: set[int] = set()
     found: dict[int, Any] = {}
+    structure: Callable[[Any], Any] = jax.tree.structure
     for place, value in enumerate(bound.dynamic):
         if not jax.tree.leaves(value):
             continue
         for part in _parts(out_shape):
-            same = jax.tree.structure(part) == jax.tree.structure(value) and _shapes(part) == _shapes(value)
+            same = structure(part) == structure(value) and _shapes(part) == _shapes(value)
             if same and id(part) not in taken and not (len(_shapes(value)) == 1 and _shapes(value)[0][0] == ()):
                 found[place] = part
                 taken.add(id(part))

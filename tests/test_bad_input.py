@@ -1,0 +1,441 @@
+"""Bad input gets a message in the user's own names: the fact with its numbers, the reason, the ways out. Tested by words.
+
+Also the edges that must simply work: empty trees, no arguments, dimensions of size 0, scalars, None leaves.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import ArgumentError, AutoparWarning, ConstraintError, OutOfMemoryError, PlanError, UnsupportedProgramError
+
+PARAMS = "state/params"
+
+
+def make_state(width=16):
+    draw = np.random.default_rng(0)
+    up, down = draw.normal(size=(8, width)), draw.normal(size=(width, 8))
+    return {
+        "params": {"up": jnp.asarray(up, jnp.float32), "down": jnp.asarray(down, jnp.float32)},
+        "count": jnp.int32(0),
+    }
+
+
+def make_batch(examples=16):
+    draw = np.random.default_rng(1)
+    return {name: jnp.asarray(draw.normal(size=(examples, 8)), jnp.float32) for name in ("x", "y")}
+
+
+def train_step(state, batch):
+    def loss_of(params):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradients)
+    return {"params": params, "count": state["count"] + 1}, loss
+
+
+def planned(state=None, batch=None, **options):
+    """A plan of the train step on 8 devices in one row; what the tests below expect to fail."""
+    options = {"mesh_shape": (8,), "devices": 8} | options
+    return autopar.parallelize(train_step, **options).plan(state or make_state(), batch or make_batch())
+
+
+def refused(error, call, *words):
+    """The message of `call`'s error, which contains all words."""
+    with pytest.raises(error) as caught:
+        call()
+    message = str(caught.value)
+    missing = [word for word in words if word not in message]
+    assert not missing, f"{missing} not in: {message}"
+    return message
+
+
+# --- batch and constraints --------------------------------------------------------------------------------------------
+
+
+def test_data_parallelism_over_a_batch_that_does_not_divide_names_every_such_leaf_and_both_numbers():
+    refused(
+        ConstraintError,
+        lambda: planned(batch=make_batch(12), constraints=autopar.data_parallel(), mesh_shape=(2, 4)),
+        "mesh axes x, y splits the batch 8 ways, but batch/x has 12 examples (shape (12, 8)), which 8 does not divide",
+        "batch/y has 12 examples",
+        "Use a batch that is a multiple of 8",
+    )
+
+
+def test_a_batch_that_no_mesh_axis_divides_is_a_warning_and_the_result_is_right():
+    state, batch = make_state(), make_batch(15)
+    step = autopar.parallelize(train_step)
+    with pytest.warns(AutoparWarning) as caught:
+        _, loss = step(state, batch)
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == 2
+    assert "batch/x has 15 examples (shape (15, 8)), which no mesh axis of size 2, 4, 8 divides" in messages[0]
+    assert "Pad or drop examples" in messages[1]
+    np.testing.assert_allclose(loss, jax.jit(train_step)(make_state(), batch)[1], rtol=1e-5)
+
+
+def test_a_constraint_on_no_leaf_lists_the_nearest_leaves():
+    refused(
+        ConstraintError,
+        lambda: planned(constraints={f"{PARAMS}/up/kernel": P("x")}),
+        "constraint 'state/params/up/kernel' matches no leaf",
+        "there are: state/count, state/params/down, state/params/up, batch/x, batch/y",
+    )
+
+
+def test_a_constraint_on_no_leaf_lists_only_leaves_with_its_last_word_if_there_are_some():
+    message = refused(ConstraintError, lambda: planned(constraints={"params/up": P("x")}), "there are: state/params/up")
+    assert "down" not in message
+
+
+def test_zero_stages_say_that_nothing_matches_the_optimizer_state():
+    refused(ConstraintError, lambda: planned(constraints=autopar.zero2()), "'*opt_state*' matches no state leaf")
+
+
+def test_a_constraint_with_a_mesh_axis_that_there_is_not_lists_those_there_are():
+    refused(
+        ConstraintError,
+        lambda: planned(constraints={f"{PARAMS}/up": P("model")}),
+        "state/params/up names mesh axis 'model'; the mesh has x",
+        "mesh_shape={'data': 2, 'model': 4}",
+    )
+
+
+def test_a_spec_with_more_entries_than_dimensions_is_refused_with_both_numbers():
+    refused(
+        ConstraintError,
+        lambda: planned(constraints={f"{PARAMS}/up": P("x", None, None)}),
+        "has 3 entries, state/params/up has 2 dimensions (8, 16)",
+    )
+
+
+def test_a_spec_that_does_not_divide_its_dimension_is_refused_with_both_numbers():
+    refused(
+        ConstraintError,
+        lambda: planned(make_state(12), constraints={f"{PARAMS}/up": P(None, "x")}),
+        "splits dimension 1 of state/params/up 8 ways, but its size 12 is not a multiple of 8",
+    )
+
+
+def test_a_spec_that_uses_an_axis_twice_is_refused():
+    refused(ConstraintError, lambda: planned(constraints={f"{PARAMS}/up": P("x", "x")}), "uses a mesh axis twice")
+
+
+def test_all_constraints_that_fail_are_reported_at_once():
+    wrong = {f"{PARAMS}/up": P("model"), f"{PARAMS}/down": P(None, None, "x"), "state/bias": P()}
+    refused(
+        ConstraintError, lambda: planned(constraints=wrong), "'model'", "has 3 entries", "'state/bias' matches no leaf"
+    )
+
+
+def test_a_constraint_that_is_no_layout_says_what_a_layout_is():
+    refused(
+        ConstraintError, lambda: planned(constraints={f"{PARAMS}/up": "x"}), "'x', a str", "PartitionSpec", "Split()"
+    )
+
+
+def test_constraints_that_are_no_mapping_say_what_is_expected():
+    refused(ConstraintError, lambda: planned(constraints="data_parallel"), "is a str", "autopar.data_parallel()")
+
+
+# --- the machine ------------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_larger_than_the_devices_gives_both_numbers_and_a_way_to_try_it():
+    step = autopar.parallelize(train_step, mesh_shape=(4, 4))
+    refused(
+        ArgumentError,
+        lambda: step(make_state(), make_batch()),
+        "mesh (4, 4) needs 16 devices, there are 8 (",
+        "XLA_FLAGS=--xla_force_host_platform_device_count=16",
+    )
+
+
+def test_a_mesh_larger_than_a_given_number_of_devices_is_refused_when_planning():
+    refused(ArgumentError, lambda: planned(mesh_shape=(4, 4)), "mesh_shape=(4, 4) needs 16 devices, there are 8")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"devices": 0}, "devices=0: at least one device is needed"),
+        ({"devices": []}, "devices=[]: at least one device is needed"),
+        ({"devices": 2.5}, "devices=2.5: a list of JAX devices such as jax.devices(), or their number, is expected"),
+        ({"devices": "cpu"}, "devices='cpu': a list of JAX devices"),
+        ({"devices": ["cpu:0"]}, "devices=['cpu:0']: a list of JAX devices"),
+        ({"mesh_shape": (0, 8)}, "every axis needs a positive whole size, 0 is not one"),
+        ({"mesh_shape": "best"}, "mesh_shape='best': every axis needs a positive whole size"),
+        ({"mesh_shape": ()}, "a mesh has 1 to 6 axes, this has 0"),
+        ({"cluster": "dgx-z9"}, "no cluster preset 'dgx-z9'; there are: cpu"),
+        ({"cluster": 8}, "cluster=8: 'auto', the name of a preset or a Cluster is expected"),
+        ({"collectives": ["all-reduce", "broadcast"]}, "collectives=['broadcast']: no such kind; there are all-reduce"),
+        ({"memory_limit_bytes": 0}, "memory_limit_bytes=0: a positive number of bytes"),
+        ({"donate_argnums": "all"}, "donate_argnums='all': a number, or a list of numbers"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_where_it_is_given(options, words):
+    refused(ArgumentError, lambda: autopar.parallelize(train_step, **options), words)
+
+
+def test_what_is_not_a_function_is_refused():
+    refused(ArgumentError, lambda: autopar.parallelize(3), "parallelize takes a function, not a int (3)")
+
+
+def test_a_memory_limit_that_nothing_fits_names_the_largest_tensors_and_the_ways_out():
+    message = refused(
+        OutOfMemoryError,
+        lambda: planned(make_state(1024), memory_limit_bytes=10_000),
+        "no plan fits 0.01 MiB per device on 8 devices: on mesh (8,)",
+        "float32[8, 1024]",
+        "Ways out: more devices; a smaller batch; recompute activations",
+        "memory_limit_bytes",
+    )
+    assert "Constraints are in force" not in message
+
+
+def test_a_memory_limit_that_fails_under_constraints_says_that_they_are_in_force():
+    refused(
+        OutOfMemoryError,
+        lambda: planned(make_state(1024), memory_limit_bytes=40_000, constraints=autopar.data_parallel()),
+        "Constraints are in force",
+        "state/params/",
+    )
+
+
+# --- the step ---------------------------------------------------------------------------------------------------------
+
+
+def loss_only(state, batch):
+    return jnp.sum(batch["x"] @ state["params"]["up"])
+
+
+def test_donating_what_the_step_does_not_return_is_refused_by_the_arguments_name():
+    step = autopar.parallelize(loss_only, donate_argnums=0)
+    message = refused(
+        ArgumentError,
+        lambda: step(make_state(), make_batch()),
+        "loss_only donates argument 0 ('state') but does not return it",
+        "Return the new state, or leave it out of donate_argnums.",
+    )
+    assert "nearest" not in message
+
+
+def test_the_nearest_output_is_named_when_a_leaf_changes_type():
+    def changes_type(state, batch):
+        new, loss = train_step(state, batch)
+        return new | {"count": new["count"].astype(jnp.float32)}, loss
+
+    refused(
+        ArgumentError,
+        lambda: autopar.parallelize(changes_type, donate_argnums=(0,))(make_state(), make_batch()),
+        "The nearest output differs: state/count goes in as int32[] and comes out as float32[].",
+    )
+
+
+def test_the_nearest_output_is_named_when_a_leaf_is_lost():
+    def loses_count(state, batch):
+        new, loss = train_step(state, batch)
+        return {"params": new["params"]}, loss
+
+    refused(
+        ArgumentError,
+        lambda: autopar.parallelize(loses_count, donate_argnums=(0,))(make_state(), make_batch()),
+        "The nearest output differs: state/count goes in as int32[] and comes out as nothing.",
+    )
+
+
+def test_init_state_needs_a_plan():
+    step = autopar.parallelize(train_step)
+    refused(ArgumentError, lambda: step.init_state(make_state), "call train_step.plan(state, batch) first")
+
+
+def test_init_state_needs_a_step_that_returns_its_state():
+    step = autopar.parallelize(loss_only, mesh_shape=(8,))
+    step.plan(make_state(), make_batch())
+    refused(
+        ArgumentError,
+        lambda: step.init_state(make_state),
+        "loss_only does not return its state",
+        "A train step returns the new state, e.g. `return state, loss`.",
+    )
+
+
+def test_init_state_refuses_a_state_of_other_sizes():
+    step = autopar.parallelize(train_step, mesh_shape=(8,))
+    step.plan(make_state(), make_batch())
+    refused(ArgumentError, lambda: step.init_state(lambda: make_state(32)), "with the same sizes as were planned")
+
+
+def test_a_primitive_without_a_rule_is_one_warning_with_its_name_and_line_and_the_result_is_right():
+    def step(state, batch):
+        gram = batch["x"].T @ batch["x"] + 10 * jnp.eye(8)
+        lower = jax.lax.linalg.cholesky(gram)
+        return state, lower + jax.lax.linalg.cholesky(2 * gram)
+
+    with pytest.warns(AutoparWarning) as caught:
+        _, actual = autopar.parallelize(step)(make_state(), make_batch())
+    assert len(caught) == 1
+    message = str(caught[0].message)
+    assert "no factor rule for cholesky at " in message
+    assert "test_bad_input.py:" in message
+    assert "autopar.register_rule" in message
+    np.testing.assert_allclose(actual, jax.jit(step)(make_state(), make_batch())[1], rtol=1e-5, atol=1e-5)
+
+
+def printing(state, batch):
+    jax.debug.print("loss {}", batch["x"][0, 0])
+    return train_step(state, batch)
+
+
+def calling_back(state, batch):
+    io_callback(lambda x: None, None, batch["x"][0, 0])
+    return train_step(state, batch)
+
+
+@pytest.mark.parametrize(("step", "name"), [(printing, "printing"), (calling_back, "io_callback")])
+def test_a_side_effect_is_refused_with_the_users_line(step, name):
+    message = refused(
+        UnsupportedProgramError,
+        lambda: autopar.parallelize(step).plan(make_state(), make_batch()),
+        "the step has a Python side effect",
+        name,
+        "test_bad_input.py:",
+        "Return the value as an output and print it outside the step.",
+    )
+    assert str(step.__code__.co_firstlineno + 1) in message
+
+
+def test_every_leaf_that_is_not_an_array_is_listed_by_its_path():
+    state = make_state() | {"name": "adam", "schedule": object(), "nothing": None}
+    message = refused(
+        ArgumentError,
+        lambda: planned(state),
+        "train_step takes arrays, but state/name is a str ('adam'); state/schedule is a object",
+        "static_argnums",
+    )
+    assert "nothing" not in message
+
+
+def test_none_in_the_state_is_fine():
+    def step(state, batch):
+        return {"scale": state["scale"] + 1, "nothing": state["nothing"]}, batch.sum()
+
+    state, total = autopar.parallelize(step)({"scale": jnp.zeros(8), "nothing": None}, jnp.ones((8, 2)))
+    assert state["nothing"] is None
+    assert total == 16
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_of_another_program_is_refused_by_its_fingerprint():
+    plan = planned()
+    step = autopar.parallelize(train_step, plan=plan)
+    refused(
+        PlanError, lambda: step(make_state(32), make_batch()), "made for another step", plan.fingerprint, "plan again"
+    )
+
+
+def test_a_step_to_follow_must_have_been_planned():
+    evaluate = autopar.parallelize(loss_only, follow=autopar.parallelize(train_step))
+    refused(PlanError, lambda: evaluate(make_state(), make_batch()), "train_step has not been planned yet")
+
+
+def test_a_compiled_step_names_the_leaves_whose_shape_or_type_is_another():
+    compiled = autopar.parallelize(train_step, mesh_shape=(8,)).compile(make_state(), make_batch())
+    batch = {"x": make_batch(24)["x"], "y": make_batch()["y"].astype(jnp.bfloat16)}
+    refused(
+        ArgumentError,
+        lambda: compiled(make_state(), batch),
+        "batch/x is float32[24, 8], compiled for float32[16, 8]",
+        "batch/y is bfloat16[16, 8], compiled for float32[16, 8]",
+        "or call the step",
+    )
+
+
+def test_a_compiled_step_refuses_arguments_of_another_structure():
+    compiled = autopar.parallelize(train_step, mesh_shape=(8,)).compile(make_state(), make_batch())
+    refused(
+        ArgumentError, lambda: compiled(make_state()["params"], make_batch()), "train_step was compiled for arguments"
+    )
+
+
+@pytest.mark.parametrize("what", ["batch_argnums", "static_argnums", "donate_argnums"])
+@pytest.mark.parametrize("number", [-1, 2, 7])
+def test_an_argument_number_that_there_is_not_is_refused_with_those_there_are(what, number):
+    step = autopar.parallelize(train_step, **{what: number})
+    words = f"{what}=({number},): train_step has 2 positional arguments, numbered from 0 to 1"
+    refused(ArgumentError, lambda: step(make_state(), make_batch()), words)
+
+
+@pytest.mark.parametrize("value", [[1, 2], {"a": 1}, jnp.ones(2)], ids=["list", "dict", "array"])
+def test_a_static_value_that_cannot_be_hashed_is_named(value):
+    @autopar.parallelize(static_argnums=2)
+    def step(state, batch, sizes):
+        return train_step(state, batch)
+
+    refused(
+        ArgumentError,
+        lambda: step(make_state(), make_batch(), value),
+        "static_argnums=(2,): argument 2 ('sizes') is a",
+        "which cannot be hashed",
+        "a tuple instead of a list",
+    )
+
+
+def test_mistakes_in_the_call_are_pythons_own_errors():
+    step = autopar.parallelize(train_step)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'batch'"):
+        step(make_state())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'rate'"):
+        step(make_state(), make_batch(), rate=0.1)
+
+
+# --- edges that work --------------------------------------------------------------------------------------------------
+
+
+def test_empty_trees_go_through():
+    assert autopar.parallelize(lambda state, batch: (state, batch))({}, {}) == ({}, {})
+
+
+def test_a_step_without_arguments_runs():
+    assert autopar.parallelize(lambda: jnp.arange(8.0).sum())() == 28
+
+
+def test_a_step_without_results_runs():
+    assert autopar.parallelize(lambda state, batch: None)(make_state(), make_batch()) is None
+
+
+def test_a_step_that_returns_a_python_number_runs():
+    assert autopar.parallelize(lambda state, batch: (state, 3.0))(make_state(), make_batch())[1] == 3
+
+
+@pytest.mark.parametrize(("weight", "examples"), [((8, 0), 16), ((8, 4), 0), ((0, 4), 16)], ids=str)
+def test_dimensions_of_size_zero_work(weight, examples):
+    def step(state, batch):
+        return {"w": 2 * state["w"], "count": state["count"] + 1}, (batch @ state["w"]).sum(axis=0)
+
+    def arguments():
+        return {"w": jnp.ones(weight), "count": jnp.int32(0)}, jnp.ones((examples, weight[0]))
+
+    state, total = autopar.parallelize(step)(*arguments())
+    expected, expected_total = jax.jit(step)(*arguments())
+    np.testing.assert_array_equal(state["w"], expected["w"])
+    np.testing.assert_array_equal(total, expected_total)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [(jnp.float32(3), jnp.float32(2)), (3, 2.0), (np.float32(3), np.float64(2))],
+    ids=["jax", "python", "numpy"],
+)
+def test_scalars_alone_work(arguments):
+    total, product = autopar.parallelize(lambda state, batch: (state + batch, state * batch))(*arguments)
+    assert (total, product) == (5, 6)
+    assert total.dtype == jnp.float32
