@@ -156,7 +156,7 @@ def improved(choice: Mapping[int, int], costs: Mapping[int, np.ndarray], edges: 
         for v in pending:
             total = costs[v] + sum(m[:, best[w]] for w, m in near[v])
             p = int(np.argmin(total))
-            if total[p] < total[best[v]] - 1e-12 * abs(total[best[v]]):
+            if np.isfinite(total[p]) and total[best[v]] - total[p] > 1e-12 * abs(total[p]):
                 best[v] = p
                 touched.update(w for w, _ in near[v])
         pending = sorted(touched)

@@ -95,7 +95,7 @@ def _solve(costs: Costs, edges: Edges) -> Choice:
     found = _search(dict(enumerate(costs)), edges, stage=0)
     numbers = [found.choice[v] for v in range(len(costs))]
     seconds = value_of(costs, edges, numbers)
-    return Choice(tuple(numbers), seconds, seconds - found.gap)
+    return Choice(tuple(numbers), seconds, seconds - found.gap if np.isfinite(seconds) else np.inf)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,7 +134,7 @@ def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int) -> _Fo
     if gap > GOOD_ENOUGH * abs(upper) and stage < STAGES:
         rest = _within(bounded, bounded.below(upper), stage=stage + 1, last=False)
         value = _value(reduced.costs, reduced.edges, rest.choice)
-        lower = max(bounded.lower, min(upper, value - rest.gap))
+        lower = max(bounded.lower, min(upper, value - rest.gap)) if np.isfinite(value) else bounded.lower
         if value < upper:
             best, upper = rest.choice, value
         gap = upper - lower

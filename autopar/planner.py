@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.constraints import allowed_layouts
 from autopar.cost_model.hardware import Cluster
-from autopar.errors import AutoparWarning, OutOfMemoryError, PlanError
+from autopar.errors import AutoparWarning, ConstraintError, OutOfMemoryError, PlanError
 from autopar.graph import PlannerOptions, StrategyGraph, build_graph, itemsize_of
 from autopar.intra_op import Choice, choose
 from autopar.memory import MemoryModel, Resident
@@ -108,6 +108,12 @@ def _plan_on(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> tup
     choice = _choose_within(graph, memory, request.memory_limit_bytes)
     if choice is None:
         return _Infeasible(mesh, *memory.least())
+    if not np.isfinite(choice.seconds):
+        raise ConstraintError(
+            f"no plan on mesh {mesh.shape}: the kinds of collectives allowed ({', '.join(sorted(request.options.kinds))}) "
+            "cannot bring every value to the layouts that the constraints and the operations ask for; allow all-gather and "
+            "all-reduce, which always can"
+        )
     assignment = assign(graph, choice.numbers)
     return _describe(traced, request, graph, memory, assignment, choice), assignment
 
