@@ -170,8 +170,9 @@ def flops_of(eqn: JaxprEqn, rule: FactorRule) -> float:
     if not entry_for(eqn).heavy:
         sizes = [math.prod(operators.shape_of(v)) for v in (*eqn.invars, *eqn.outvars)]
         return float(max(sizes, default=0))
-    if rule.whole:  # windows: every output meets one kernel position per kernel element of its feature
+    numbers = eqn.params.get("dimension_numbers")
+    if rule.whole and hasattr(numbers, "rhs_spec"):  # windows: every output meets one kernel position per kernel element
         out, kernel = operators.shape_of(eqn.outvars[0]), operators.shape_of(eqn.invars[1])
-        features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+        features = kernel[numbers.rhs_spec[0]]
         return float(2 * math.prod(out) * math.prod(kernel) / features / eqn.params["batch_group_count"])
     return 2.0 * math.prod(size for _, size in rule.sizes)
