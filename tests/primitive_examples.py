@@ -1,0 +1,207 @@
+"""Small instances of the primitives in the rule table: what the golden file prints and what the rules are tested on.
+
+`EXAMPLES` maps a primitive to functions with their arguments; the traced function holds exactly one equation of that
+primitive. Sizes are multiples of 4, so that meshes of four devices split everything that may be split.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.lax import GatherScatterMode
+
+from autopar.program import program_of
+
+
+class Example(NamedTuple):
+    """A function whose program holds one equation of the primitive, and arguments."""
+
+    fun: object
+    args: tuple
+
+    def equation(self, primitive):
+        """The equation; the program's inputs are its operands, in order."""
+        program, constants = program_of(jax.make_jaxpr(self.fun)(*self.args))
+        assert not constants, primitive
+        (eqn,) = (eqn for eqn in program.equations if eqn.primitive.name == primitive)
+        return eqn
+
+
+def floats(*shape):
+    return jnp.asarray(np.random.default_rng(sum(shape)).uniform(0.1, 0.9, size=shape), jnp.float32)
+
+
+def integers(*shape, below=8):
+    return jnp.asarray(np.random.default_rng(sum(shape)).integers(below, size=shape), jnp.int32)
+
+
+def truths(*shape):
+    return floats(*shape) > 0.5
+
+
+def _unary(names, *args):
+    return {name: [Example(getattr(lax, name.rstrip("_")), args)] for name in names.split()}
+
+
+_IMAGE, _TOKENS = (4, 8, 8, 8), floats(8, 4, 12)
+_TABLE = floats(16, 12)
+
+
+def _convolution(images, kernel, **params):
+    params = {"window_strides": (1, 1), "padding": "SAME"} | params
+
+    def run(x, k):
+        return lax.conv_general_dilated(x, k, dimension_numbers=("NHWC", "HWIO", "NHWC"), **params)
+
+    return Example(run, (floats(*images), floats(*kernel)))
+
+
+def _gather(mode):
+    numbers = lax.GatherDimensionNumbers(offset_dims=(2,), collapsed_slice_dims=(0,), start_index_map=(0,))
+    return Example(
+        lambda table, i: lax.gather(table, i, numbers, slice_sizes=(1, 12), mode=mode),
+        (_TABLE, integers(8, 4, 1, below=16)),
+    )
+
+
+def _batched_gather():
+    numbers = lax.GatherDimensionNumbers((), (1,), (1,), operand_batching_dims=(0,), start_indices_batching_dims=(0,))
+    return Example(
+        lambda x, i: lax.gather(x, i, numbers, slice_sizes=(1, 1), mode=GatherScatterMode.CLIP),
+        (floats(8, 16), integers(8, 4, 1, below=16)),
+    )
+
+
+def _scatter(operation, *, unique=False):
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
+    )
+    places = jnp.asarray(
+        [[3], [0], [9], [15], [4], [20], [2], [7]] if unique else [[3], [0], [3], [15], [4], [20], [0], [7]]
+    )
+    return Example(
+        lambda table, i, rows: operation(table, i, rows, numbers, mode=GatherScatterMode.FILL_OR_DROP),
+        (_TABLE, places, floats(8, 12)),
+    )
+
+
+def _window(fun):
+    return [Example(fun, (floats(*_IMAGE),))]
+
+
+def _reduce_window(init, monoid):
+    return _window(lambda x: lax.reduce_window(x, init, monoid, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"))
+
+
+def _max_pool_gradient():
+    def pool(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+    return [Example(lambda x, g: jax.vjp(pool, x)[1](g)[0], (floats(*_IMAGE), floats(4, 4, 4, 8)))]
+
+
+X, ROW, CUBE = floats(8, 12), floats(12), floats(4, 8, 12)
+
+_FLOATS = """
+    abs acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor
+    is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh
+"""
+_PAIRS = "add atan2 div eq ge gt igamma igammac le lt max min mul ne nextafter pow rem sub"
+
+EXAMPLES = {
+    **_unary(_FLOATS, X),
+    **_unary(_PAIRS, X, X),
+    **_unary("clz population_count", integers(8, 12)),
+    **{name: [Example(getattr(lax, f"bitwise_{name}"), (truths(8, 12),) * 2)] for name in ("and", "or", "xor")},
+    **_unary("shift_left shift_right_arithmetic shift_right_logical", integers(8, 12), integers(8, 12)),
+    **_unary("cummax cummin cumprod cumsum cumlogsumexp", CUBE),
+    **_unary("complex", X, X),
+    **_unary("conj real imag", lax.complex(X, X)),
+    "acosh": [Example(lax.acosh, (X + 1,))],
+    "add_any": [Example(jax.grad(lambda x: lax.mul(x, x).sum()), (jnp.float32(2),))],
+    "argmax": [Example(lambda x: lax.argmax(x, 1, jnp.int32), (CUBE,))],
+    "argmin": [Example(lambda x: lax.argmin(x, 0, jnp.int32), (CUBE,))],
+    "bitcast_convert_type": [
+        Example(lambda x: lax.bitcast_convert_type(x, jnp.int32), (X,)),
+        Example(lambda x: lax.bitcast_convert_type(x, jnp.uint8), (X,)),
+    ],
+    "broadcast_in_dim": [
+        Example(lambda x: lax.broadcast_in_dim(x, (4, 8, 12), (1,)), (floats(8),)),
+        Example(lambda x: lax.broadcast_in_dim(x, (4, 8, 12), (0, 2)), (floats(1, 12),)),
+    ],
+    "clamp": [Example(lambda x: lax.clamp(jnp.float32(0.2), x, jnp.float32(0.7)), (X,))],
+    "concatenate": [Example(lambda x, y: lax.concatenate([x, y], 1), (X, floats(8, 4)))],
+    "conv_general_dilated": [
+        _convolution(_IMAGE, (3, 3, 8, 16)),
+        _convolution(_IMAGE, (1, 1, 8, 16), padding="VALID"),
+        _convolution(_IMAGE, (8, 8, 8, 4), padding="VALID"),
+        _convolution(_IMAGE, (3, 3, 2, 16), feature_group_count=4),
+        _convolution(_IMAGE, (3, 3, 1, 8), feature_group_count=8, window_strides=(2, 2)),
+        _convolution((16, 8, 8, 8), (3, 3, 8, 16), batch_group_count=4),
+    ],
+    "convert_element_type": [
+        Example(lambda x: lax.convert_element_type(x, jnp.bfloat16), (X,)),
+        Example(lambda x: lax.convert_element_type(x, jnp.float32), (integers(8, 12).astype(jnp.int8),)),
+    ],
+    "copy": [Example(jnp.copy, (X,))],
+    "dot_general": [
+        Example(lambda x, w: lax.dot_general(x, w, (((2,), (0,)), ((), ()))), (_TOKENS, floats(12, 16))),
+        Example(lambda q, k: lax.dot_general(q, k, (((2,), (2,)), ((0,), (0,)))), (_TOKENS, floats(8, 16, 12))),
+    ],
+    "dynamic_slice": [Example(lambda x, i: lax.dynamic_slice(x, (i, i), (4, 12)), (X, jnp.int32(3)))],
+    "dynamic_update_slice": [
+        Example(lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i)), (X, floats(4, 12), jnp.int32(3)))
+    ],
+    "gather": [_gather(GatherScatterMode.FILL_OR_DROP), _gather(GatherScatterMode.CLIP), _batched_gather()],
+    "integer_pow": [Example(lambda x: lax.integer_pow(x, 3), (X,))],
+    "iota": [Example(lambda: lax.broadcasted_iota(jnp.int32, (8, 12), 1), ())],
+    "not": [Example(lax.bitwise_not, (truths(8, 12),))],
+    "optimization_barrier": [Example(lax.optimization_barrier, (X,))],
+    "pad": [Example(lambda x: lax.pad(x, jnp.float32(0), ((0, 0, 0), (1, 3, 0))), (X,))],
+    "random_bits": [
+        Example(lambda key: jax.random.bits(key, (8, 12), jnp.uint32), (jax.random.key(3),)),
+        Example(lambda key: jax.random.bits(key, (4, 8, 4), jnp.uint8), (jax.random.key(3),)),
+    ],
+    "random_fold_in": [Example(lambda key: jax.random.fold_in(key, 3), (jax.random.key(3),))],
+    "random_seed": [Example(jax.random.key, (jnp.int32(3),))],
+    "random_split": [Example(lambda key: jax.random.split(key, 4), (jax.random.key(3),))],
+    "random_unwrap": [Example(jax.random.key_data, (jax.random.key(3),))],
+    "random_wrap": [Example(jax.random.wrap_key_data, (jnp.zeros(2, jnp.uint32),))],
+    "reduce_and": [Example(lambda x: lax.reduce_and(x, (0,)), (truths(8, 12),))],
+    "reduce_max": [Example(lambda x: lax.reduce_max(x, (2,)), (CUBE,))],
+    "reduce_min": [Example(lambda x: lax.reduce_min(x, (0,)), (CUBE,))],
+    "reduce_or": [Example(lambda x: lax.reduce_or(x, (1,)), (truths(8, 12),))],
+    "reduce_precision": [Example(lambda x: lax.reduce_precision(x, 5, 2), (X,))],
+    "reduce_prod": [Example(lambda x: lax.reduce_prod(x, (1,)), (X,))],
+    "reduce_sum": [Example(lambda x: lax.reduce_sum(x, (0, 1)), (CUBE,))],
+    "reduce_window_max": _reduce_window(-np.inf, lax.max),
+    "reduce_window_min": _reduce_window(np.inf, lax.min),
+    "reduce_window_sum": _reduce_window(0.0, lax.add),
+    "reduce_xor": [Example(lambda x: lax.reduce_xor(x, (1,)), (integers(8, 12),))],
+    "reshape": [
+        Example(lambda x: lax.reshape(x, (32, 12)), (CUBE,)),
+        Example(lambda x: lax.reshape(x, (8, 4, 8)), (floats(8, 32),)),
+        Example(lambda x: lax.reshape(x, (4, 8, 16)), (floats(8, 4, 16),)),
+        Example(lambda x: lax.reshape(x, (8, 6)), (floats(12, 4),)),
+    ],
+    "rev": [Example(lambda x: lax.rev(x, (1,)), (X,))],
+    "scatter": [_scatter(lax.scatter, unique=True)],
+    "scatter-add": [_scatter(lax.scatter_add)],
+    "scatter-max": [_scatter(lax.scatter_max)],
+    "scatter-min": [_scatter(lax.scatter_min)],
+    "scatter-mul": [_scatter(lax.scatter_mul)],
+    "select_and_scatter_add": _max_pool_gradient(),
+    "select_n": [Example(lax.select_n, (truths(8, 12), X, X * 2))],
+    "slice": [Example(lambda x: lax.slice(x, (0, 2), (8, 10)), (X,))],
+    "sort": [Example(lambda x, y: lax.sort((x, y), dimension=1, num_keys=1), (X, integers(8, 12)))],
+    "split": [Example(lambda x: lax.split(x, (4, 8), axis=1), (X,))],
+    "squeeze": [Example(lambda x: lax.squeeze(x, (1,)), (floats(8, 1, 12),))],
+    "stack": [Example(lambda x, y: jnp.stack([x, y], axis=1), (X, X))],
+    "stop_gradient": [Example(lax.stop_gradient, (X,))],
+    "top_k": [Example(lambda x: lax.top_k(x, 4), (X,))],
+    "transpose": [Example(lambda x: lax.transpose(x, (2, 0, 1)), (CUBE,))],
+    "unstack": [Example(lambda x: jnp.unstack(x, axis=1)[:3], (floats(8, 4, 12),))],
+    "zeta": [Example(lax.zeta, (X + 1, X))],
+}

@@ -1,0 +1,282 @@
+"""The rule table: what every rule says, that no model falls back, and how a user adds one.
+
+`golden/rules.txt` holds one line per example of `primitive_examples.py`: shapes and the printed rule. After a change that
+is meant, write it anew with `AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/test_rules.py -k golden` and read the difference.
+"""
+
+import functools
+import inspect
+import os
+import random
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+import autopar
+from autopar import local, rules
+from autopar.errors import AutoparWarning, RuleError
+from autopar.models import registry
+from autopar.program import program_of
+from autopar.rules import RULES, entry_for, register_rule, rule_for
+from autopar.testing import run_with_random_strategies
+from tests.primitive_examples import EXAMPLES
+from tests.zoo import ZOO
+
+GOLDEN = Path(__file__).parent / "golden" / "rules.txt"
+
+WITHOUT_EXAMPLE = {
+    "copy_p": "another name of copy",
+    "eq_to": "total order, inside sort only",
+    "fan_out": "autopar's own: a copy",
+    "igamma_grad_a": "inside derivatives of igamma only",
+    "le_to": "total order, inside sort only",
+    "lt_to": "total order, inside sort only",
+    "one_minus_square": "inside derivatives of tanh only, on newer JAX",
+    "polygamma": "inside derivatives of digamma only",
+    "random_clone": "checks the reuse of keys only",
+    "random_gamma_grad": "inside derivatives of gamma samples only",
+    "regularized_incomplete_beta": "three operands alike",
+    "scatter_mul": "another name of scatter-mul",
+    "select_and_gather_add": "inside derivatives of derivatives of pooling only",
+    "sharding_constraint": "names a mesh of the user",
+    "threefry2x32": "under random_bits, whole",
+}
+CONTROL_FLOW = {"scan", "while", "cond"}
+
+
+# --- what the rules say -----------------------------------------------------------------------------------------------
+
+
+def shown(avals):
+    return ", ".join(f"{aval.dtype}[{','.join(map(str, aval.shape))}]" for aval in avals) or "."
+
+
+def golden_lines():
+    for name in sorted(EXAMPLES):
+        for example in EXAMPLES[name]:
+            eqn = example.equation(name)
+            shapes = " -> ".join(shown([v.aval for v in side]) for side in (eqn.invars, eqn.outvars))
+            yield f"{name}: {shapes}\n    {rule_for(eqn)}"
+
+
+def test_every_rule_is_as_in_the_golden_file():
+    text = "\n".join(golden_lines()) + "\n"
+    if os.environ.get("AUTOPAR_WRITE_GOLDEN"):
+        GOLDEN.write_text(text)
+    assert text.splitlines() == GOLDEN.read_text().splitlines()
+
+
+def test_every_primitive_of_the_table_has_an_example_or_a_reason():
+    assert sorted({*EXAMPLES, *WITHOUT_EXAMPLE}) == sorted(RULES)
+    assert not {*EXAMPLES} & {*WITHOUT_EXAMPLE}
+
+
+def test_the_table_is_sorted():
+    source = inspect.getsource(rules)
+    first = [line.split('"')[1].split()[0] for line in source.splitlines() if line.startswith('    **_names("')]
+    assert first == sorted(first, key=lambda name: name.replace("-", "_"))
+
+
+# --- no model falls back ----------------------------------------------------------------------------------------------
+
+
+def primitives_of(fun, *args):
+    program, _ = program_of(jax.make_jaxpr(fun)(*args))
+    return {eqn.primitive.name for eqn in program.walk()} - {"fan_out"}
+
+
+@pytest.mark.parametrize("name", registry.MODELS)
+def test_every_primitive_of_a_model_has_a_rule(name):
+    model = registry.build(name)
+    state = jax.eval_shape(model.create_state, jax.random.key(0))
+    assert primitives_of(model.train_step, state, model.batch_shape()) <= {*EXAMPLES, *CONTROL_FLOW}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_primitive_of_a_step_of_the_zoo_has_a_rule(name):
+    step, state, batch = ZOO[name]()
+    assert primitives_of(step, state, batch) <= {*EXAMPLES, *CONTROL_FLOW}
+
+
+OPTIMIZERS = """
+    adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw novograd
+    optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd sm3 yogi
+""".split()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_primitive_of_an_optimizer_has_a_rule(name):
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), getattr(optax, name)(1e-3))
+    params = {"kernel": jnp.ones((256, 128)), "bias": jnp.ones(8), "filters": jnp.ones((3, 3, 4, 8))}
+
+    def step(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    assert primitives_of(step, params, optimizer.init(params), params) <= {*EXAMPLES, *CONTROL_FLOW}
+
+
+# --- a primitive without a rule, and how to add one -------------------------------------------------------------------
+
+
+def new_primitive(name):
+    """`name`: (b s c), (c e) -> tanh(x @ w), compiled like any other."""
+    primitive = Primitive(name)
+
+    def compute(x, w):
+        return jnp.tanh(x @ w)
+
+    primitive.def_impl(compute)
+    primitive.def_abstract_eval(lambda x, w: jax.core.ShapedArray((*x.shape[:-1], w.shape[1]), x.dtype))
+    mlir.register_lowering(primitive, mlir.lower_fun(compute, multiple_results=False))
+    return primitive
+
+
+@functools.cache
+def fused_dense():
+    return new_primitive("fused_dense")
+
+
+@pytest.fixture
+def user_rules():
+    """Rules registered in a test go with it."""
+    before = dict(rules._USER_RULES)
+    yield
+    rules._USER_RULES.clear()
+    rules._USER_RULES.update(before)
+
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, 12)), jnp.float32)
+W = jnp.asarray(np.random.default_rng(1).normal(size=(12, 16)), jnp.float32)
+
+
+def two_layers(x, w):
+    y = fused_dense().bind(x * 2, w)
+    return fused_dense().bind(y, w.T).sum(axis=0)
+
+
+def test_a_primitive_without_a_rule_gives_one_warning_with_its_name_and_line_and_the_right_result():
+    step = autopar.parallelize(lambda state, x: (state, two_layers(x, state)), devices=4, mesh_shape=(4,))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        step.plan(W, X)
+    (warning,) = (w for w in caught if issubclass(w.category, AutoparWarning))
+    text = str(warning.message)
+    assert "no factor rule for fused_dense at " in text
+    assert f"{Path(__file__).name}:{inspect.getsourcelines(two_layers)[1] + 1}" in text
+    assert text.count("fused_dense at") == 1
+    assert "run whole on every device" in text
+    assert "autopar.register_rule" in text
+    for seed in range(3):
+        actual = run_with_random_strategies(two_layers, X, W, mesh_shape=(2, 2), seed=seed)
+        np.testing.assert_allclose(actual, jax.jit(two_layers)(X, W), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("user_rules")
+def test_a_registered_rule_splits_the_primitive_without_a_warning():
+    register_rule("fused_dense", "b s c, c e -> b s e | whole: c", heavy=True)
+    step = autopar.parallelize(lambda state, x: (state, two_layers(x, state)), devices=4, mesh_shape=(4,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = step.plan(W, X)
+    assert plan.input("x").spec[0] == ("x",) or any(axes for axes in plan.input("x").spec)
+    for seed in range(4):
+        actual = run_with_random_strategies(two_layers, X, W, mesh_shape=(2, 2), seed=seed)
+        np.testing.assert_allclose(actual, jax.jit(two_layers)(X, W), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("user_rules")
+def test_a_registered_rule_may_run_the_shard_its_own_way():
+    seen = []
+
+    def run(call):
+        seen.append(call.operands[0].shape)
+        return local.unchanged(call)
+
+    register_rule("fused_dense", "b s c, c e -> b s e | whole: c", local=run)
+    for seed in range(4):
+        run_with_random_strategies(two_layers, X, W, mesh_shape=(4,), seed=seed)
+    assert any(shape[0] == 2 or shape[1] == 1 for shape in seen), seen
+
+
+def test_a_primitive_of_the_table_cannot_be_registered_again():
+    with pytest.raises(RuleError, match="'dot_general' has a rule in autopar; only new primitives can be registered"):
+        register_rule("dot_general", "a b, b c -> a c | sum: b")
+
+
+@pytest.mark.usefixtures("user_rules")
+def test_a_registered_rule_that_does_not_describe_the_shapes_is_refused_with_both_shapes():
+    register_rule("fused_dense", "b s c, s e -> b s e")
+    with pytest.raises(RuleError, match=r"says input 1 has shape \(4, 16\), the operation has \(12, 16\)"):
+        run_with_random_strategies(two_layers, X, W, mesh_shape=(2,), seed=0)
+
+
+def test_every_primitive_that_nobody_knows_is_whole():
+    program, _ = program_of(jax.make_jaxpr(two_layers)(X, W))
+    eqn = next(eqn for eqn in program.equations if eqn.primitive.name == "fused_dense")
+    assert entry_for(eqn) is rules._FALLBACK
+    assert rule_for(eqn).shardable() == ()
+
+
+# --- random bits ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 2**40))
+def test_a_wide_product_is_the_product_in_two_words(index, stride):
+    high, low = local._wide_product(jnp.asarray([index], jnp.uint32), stride)
+    assert (int(high[0]) << 32) + int(low[0]) == (index * stride) % 2**64
+
+
+def test_a_wide_product_is_right_at_the_edges():
+    edges = [0, 1, 0xFFFF, 0x10000, 0x10001, 2**31, 2**32 - 1]
+    for stride in (*edges[1:], 2**32, 2**32 + 1, 2**33 + 12345, random.Random(0).getrandbits(45)):
+        high, low = local._wide_product(jnp.asarray(edges, jnp.uint32), stride)
+        whole = [(int(h) << 32) + int(lo) for h, lo in zip(high, low, strict=True)]
+        assert whole == [(i * stride) % 2**64 for i in edges]
+
+
+class BigCall:
+    """Just what `_counters` asks of a call: a shard of one element per dimension of a huge array."""
+
+    def __init__(self, position):
+        self.position = position
+        self.rule = type("Rule", (), {"outputs": (tuple((f"d{i}",) for i in range(len(position))),)})
+
+    def out_shape(self):
+        return (1,) * len(self.position)
+
+    def offset(self, dim):
+        return self.position[int(dim[0][1:])]
+
+
+@given(st.data())
+def test_positions_in_arrays_of_more_than_two_to_the_32_elements_are_right(data):
+    shape = data.draw(
+        st.sampled_from([(2**20, 2**15, 3), (5, 2**31, 7), (70_000, 70_000), (2**33, 3), (3, 2**16, 2**16)])
+    )
+    position = tuple(data.draw(st.integers(0, min(n, 2**32) - 1)) for n in shape)
+    high, low = local._counters(BigCall(position), shape)
+    expected = 0
+    for p, n in zip(position, shape, strict=True):
+        expected = expected * n + p
+    assert (int(high.ravel()[0]) << 32) + int(low.ravel()[0]) == expected
+
+
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.uint32])
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (3,)])
+def test_random_bits_of_every_split_are_those_of_the_whole(dtype, mesh_shape):
+    draw = lambda key: jax.random.bits(key, (12, 3, 24), dtype)  # noqa: E731
+    key = jax.random.key(11)
+    expected = np.asarray(jax.jit(draw)(key))
+    for seed in range(4):
+        actual = run_with_random_strategies(draw, key, mesh_shape=mesh_shape, seed=seed)
+        np.testing.assert_array_equal(np.asarray(actual), expected)
