@@ -50,7 +50,9 @@ def rules(draw):
     names = "abcdef"[: draw(st.integers(1, 6))]
     sizes = {name: draw(st.integers(2, 5)) for name in names}
     alone = tuple((name,) for name in names)
-    dims = st.lists(st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True).map(tuple), max_size=3, unique=True)
+    dims = st.lists(
+        st.lists(st.sampled_from(names), min_size=1, max_size=2, unique=True).map(tuple), max_size=3, unique=True
+    )
     inputs = [alone, *draw(st.lists(dims.map(tuple), max_size=2))]
     outputs = draw(st.lists(dims.map(tuple), min_size=1, max_size=2))
     reduced = draw(st.dictionaries(st.sampled_from(names), st.sampled_from(MONOIDS), max_size=2))
@@ -58,8 +60,12 @@ def rules(draw):
     numbers = st.integers(0, len(inputs) - 1)
     linear = draw(st.lists(st.lists(numbers, min_size=1, max_size=2, unique=True), max_size=2))
     seeds = draw(st.lists(numbers, max_size=1))
-    rule = make_rule(inputs, outputs, sizes, reduced=reduced, whole=whole, seeds=seeds, linear=linear, any_monoid=draw(st.booleans()))
-    shapes = [[tuple(math.prod(sizes[f] for f in dim) for dim in operand) for operand in side] for side in (inputs, outputs)]
+    rule = make_rule(
+        inputs, outputs, sizes, reduced=reduced, whole=whole, seeds=seeds, linear=linear, any_monoid=draw(st.booleans())
+    )
+    shapes = [
+        [tuple(math.prod(sizes[f] for f in dim) for dim in operand) for operand in side] for side in (inputs, outputs)
+    ]
     return rule, shapes
 
 
@@ -68,7 +74,12 @@ def test_every_rule_survives_printing_and_reading(case):
     rule, shapes = case
     again = parse(str(rule), *shapes)
     assert str(again) == str(rule)
-    assert (again.inputs, again.outputs, again.whole, again.seeds) == (rule.inputs, rule.outputs, rule.whole, rule.seeds)
+    assert (again.inputs, again.outputs, again.whole, again.seeds) == (
+        rule.inputs,
+        rule.outputs,
+        rule.whole,
+        rule.seeds,
+    )
     assert dict(again.sizes) == dict(rule.sizes)
     assert dict(again.reduced) == dict(rule.reduced)
     assert (again.linear, again.any_monoid) == (rule.linear, rule.any_monoid if rule.linear else again.any_monoid)
@@ -84,7 +95,9 @@ def test_shardable_factors_are_not_whole_and_are_in_every_output_or_reduced(case
 
 
 def test_make_rule_drops_factors_of_size_one_and_renames_in_order():
-    rule = make_rule([(("n7",), ("n3",), ("n9",))], [(("n9",), ("n7",))], {"n7": 4, "n3": 1, "n9": 2}, whole=["n3", "n9"])
+    rule = make_rule(
+        [(("n7",), ("n3",), ("n9",))], [(("n9",), ("n7",))], {"n7": 4, "n3": 1, "n9": 2}, whole=["n3", "n9"]
+    )
     assert str(rule) == "a 1 b -> b a | whole: b"
     assert rule.size_of("b") == 2
 

@@ -71,6 +71,7 @@ def device_mesh(mesh_shape):
 def moved_together(space, pairs, value):
     """What the devices hold after each (source, target) path; one program for all pairs, to compile once."""
     mesh = space.network.mesh
+
     def run(*shards):
         results = []
         for (source, target), shard in zip(pairs, shards, strict=True):
@@ -119,7 +120,9 @@ def test_every_path_keeps_the_value(mesh_shape, shape, monoids, sample):
 
 @pytest.mark.parametrize("kinds", [KINDS, ("all-reduce", "all-gather"), ("all-reduce", "all-gather", "all-to-all")])
 @pytest.mark.parametrize(("mesh_shape", "shape", "monoids", "sample"), CASES)
-def test_seconds_are_the_sum_of_the_moves_and_a_path_leads_from_source_to_target(mesh_shape, shape, monoids, sample, kinds):
+def test_seconds_are_the_sum_of_the_moves_and_a_path_leads_from_source_to_target(
+    mesh_shape, shape, monoids, sample, kinds
+):
     space = space_of(shape, mesh_shape, monoids, kinds=kinds)
     for source, target in pairs_of(space, sample):
         path = space.path(source, target)
@@ -141,7 +144,9 @@ def test_seconds_obey_the_triangle_inequality(mesh_shape, shape, monoids, sample
         assert (seconds <= (seconds[:, middle, None] + seconds[None, middle, :]) * (1 + 1e-12)).all()
 
 
-@pytest.mark.parametrize(("mesh_shape", "shape"), [((4,), (8, 8)), ((2, 2), (8, 8)), ((2, 2, 2), (8, 8, 8)), ((2, 3), (6, 6))])
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape"), [((4,), (8, 8)), ((2, 2), (8, 8)), ((2, 2, 2), (8, 8, 8)), ((2, 3), (6, 6))]
+)
 def test_a_permutation_sends_once_and_receives_once_on_every_device_and_moves_the_right_tiles(mesh_shape, shape):
     mesh = LogicalMesh.of(mesh_shape)
     layouts = [la for la in all_layouts(shape, mesh, ()) if la.sharded_axes]
