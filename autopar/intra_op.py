@@ -130,6 +130,10 @@ def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int) -> _Fo
             value = _value(reduced.costs, reduced.edges, trial.choice)
             if value < upper:
                 best, upper = trial.choice, value
+    if not np.isfinite(upper) and _pairs(reduced) <= 20 * DIRECT_PAIRS:
+        direct = _integer_program(reduced, gap=10 * GAP)
+        if direct is not None:
+            return extended(direct)
     gap = upper - bounded.lower
     if gap > GOOD_ENOUGH * abs(upper) and stage < STAGES:
         rest = _within(bounded, bounded.below(upper), stage=stage + 1, last=False)
