@@ -335,7 +335,7 @@ def test_bfloat16_parameters():
 
 def test_integer_metrics_are_exact():
     def step(state, batch):
-        new, loss = train_step(state, batch)
+        new, _ = train_step(state, batch)
         rounded = jnp.round(100 * batch["x"]).astype(jnp.int32)
         metrics = {"sum": rounded.sum(), "largest": rounded.max(axis=0), "order": jnp.argsort(rounded[:, 0])}
         return new, metrics | {"positive": (rounded > 0).sum(axis=1), "any": (rounded > 200).any()}
