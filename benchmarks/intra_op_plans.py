@@ -244,7 +244,9 @@ def measure(variants: Sequence[Variant], rounds: int, expected_loss: float) -> N
     for variant in variants:
         variant.first_loss = one_step(variant)
         if abs(variant.first_loss - expected_loss) > LOSS_TOLERANCE:
-            raise SystemExit(f"{variant.name}: first loss {variant.first_loss}, plain jit on one device {expected_loss}")
+            raise SystemExit(
+                f"{variant.name}: first loss {variant.first_loss}, plain jit on one device {expected_loss}"
+            )
         one_step(variant)
         variant.times_s.clear()
     for turn in range(rounds):
@@ -253,7 +255,9 @@ def measure(variants: Sequence[Variant], rounds: int, expected_loss: float) -> N
             one_step(variant)
 
 
-def result_of(name: str, sizes: Mapping[str, int | float], variants: Sequence[Variant], expected_loss: float) -> dict[str, Any]:
+def result_of(
+    name: str, sizes: Mapping[str, int | float], variants: Sequence[Variant], expected_loss: float
+) -> dict[str, Any]:
     """Figures of one model, ready for JSON."""
     hands = [v for v in variants if v.kind == "hand"]
     best = min(hands, key=lambda v: statistics.median(v.times_s))
@@ -301,7 +305,16 @@ def table_of(result: Mapping[str, Any], rounds: int) -> Table:
         f"{result['paired_ratio']:.3f} paired by round; target {TARGET_RATIO} {verdict}",
     )
     table.add_column("plan")
-    for heading in ("step, ms", "quartiles, ms", "min, ms", "vs best hand", "predicted, ms", "comm, ms", "compile, s", "plan, s"):
+    for heading in (
+        "step, ms",
+        "quartiles, ms",
+        "min, ms",
+        "vs best hand",
+        "predicted, ms",
+        "comm, ms",
+        "compile, s",
+        "plan, s",
+    ):
         table.add_column(heading, justify="right")
     best = min(v["median_s"] for v in result["variants"] if v["kind"] == "hand")
     for row in sorted(result["variants"], key=lambda v: v["median_s"]):

@@ -16,26 +16,27 @@ if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import argparse  # noqa: E402
-import contextlib  # noqa: E402
-import cProfile  # noqa: E402
-import dataclasses  # noqa: E402
-import functools  # noqa: E402
-import json  # noqa: E402
-import math  # noqa: E402
-import pstats  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable, Iterator, Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+import argparse
+import contextlib
+import cProfile
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import pstats
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
-import jax  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+import jax
+from rich.console import Console
+from rich.table import Table
 
-import autopar  # noqa: E402
-from autopar import api, planner  # noqa: E402
-from autopar.models import registry  # noqa: E402
+import autopar
+from autopar import api, planner
+from autopar.models import registry
 
 DEPTHS = (2, 4, 8, 16, 24, 48)
 PHASES = ("trace", "graph", "memory", "solve", "assign", "describe")
@@ -87,7 +88,14 @@ def watched() -> Iterator[Stopwatch]:
 
 def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
     """Plan one depth; seconds by phase, and the plan's figures."""
-    sizes = {"hidden": given.hidden, "heads": 16, "seq": 1024, "vocab": 51200, "batch": given.batch, "remat": given.remat}
+    sizes = {
+        "hidden": given.hidden,
+        "heads": 16,
+        "seq": 1024,
+        "vocab": 51200,
+        "batch": given.batch,
+        "remat": given.remat,
+    }
     model = registry.build("gpt", layers=layers, **sizes)
     state = jax.eval_shape(model.create_state, jax.eval_shape(lambda: jax.random.key(0)))
     step = autopar.parallelize(model.train_step, devices=8, mesh_shape=(2, 4), cluster="dgx-a100")
@@ -108,7 +116,7 @@ def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
 
 def exponents(rows: Sequence[dict[str, Any]]) -> list[float | None]:
     """p of total ~ layers^p from the row before; None for the first."""
-    pairs = zip(rows, rows[1:], strict=False)
+    pairs = itertools.pairwise(rows)
     grown = [math.log(b["total_s"] / a["total_s"]) / math.log(b["layers"] / a["layers"]) for a, b in pairs]
     return [None, *grown]
 
@@ -139,11 +147,15 @@ def main() -> None:
     """Plan each depth, print the table, profile the last depth if asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--layers", type=int, nargs="+", default=DEPTHS)
-    parser.add_argument("--max-layers", type=int, default=max(DEPTHS), help="leave out deeper ones (default %(default)s)")
+    parser.add_argument(
+        "--max-layers", type=int, default=max(DEPTHS), help="leave out deeper ones (default %(default)s)"
+    )
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--remat", action="store_true", help="recompute each block in the backward pass")
-    parser.add_argument("--profile", type=int, metavar="N", help="plan the deepest again under cProfile; print N functions")
+    parser.add_argument(
+        "--profile", type=int, metavar="N", help="plan the deepest again under cProfile; print N functions"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     given = parser.parse_args()
     console = Console(width=None if Console().is_terminal else 150)
