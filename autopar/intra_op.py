@@ -74,11 +74,18 @@ class Choice:
     lower_bound_s: float
 
 
-def choose(costs: Costs, edges: Edges, *, rows: Sequence[MemoryRow] = (), limit_bytes: float = np.inf) -> Choice | None:
-    """The best choice within the limit; None if there is none."""
+def choose(
+    costs: Costs,
+    edges: Edges,
+    *,
+    rows: Sequence[MemoryRow] = (),
+    limit_bytes: float = np.inf,
+    free: Choice | None = None,
+) -> Choice | None:
+    """The best choice within the limit; None if there is none. `free` is the best choice without a limit, if it is known."""
     if any(row.least() > limit_bytes for row in rows):
         return None
-    free = _solve(costs, edges)
+    free = free if free is not None else _solve(costs, edges)
     if all(row.used(free.numbers) <= limit_bytes for row in rows):
         return free
     return _solve_within(costs, edges, rows, limit_bytes, free)

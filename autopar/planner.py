@@ -29,6 +29,10 @@ from autopar.spmd import Assignment, assign, planned_moves
 from autopar.trace import Leaf, TracedStep, where
 
 
+MEMORY_ROUNDS = 4
+"""How often the memory limit is tightened before a step counts as too large."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
     """What to plan for: candidate meshes, the machine, the limit, and what the user fixed."""
@@ -127,9 +131,25 @@ def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:
 
 
 def _choose_within(graph: StrategyGraph, memory: MemoryModel, limit: int | None) -> Choice | None:
-    if limit is None:
-        return choose(graph.costs, graph.edges)
-    return choose(graph.costs, graph.edges, rows=memory.rows(), limit_bytes=float(limit))
+    """The best choice whose peak is within the limit.
+
+    The rows of the planner's model leave out what depends on pairs of choices, such as a gathered operand. Where the peak of
+    a choice says that this mattered, the rows' limit is lowered by the excess and the search repeated.
+    """
+    free = choose(graph.costs, graph.edges)
+    assert free is not None
+    if limit is None or memory.peak(free.numbers)[0] <= limit:
+        return free
+    rows, row_limit = memory.rows(), float(limit)
+    for _ in range(MEMORY_ROUNDS):
+        choice = choose(graph.costs, graph.edges, rows=rows, limit_bytes=row_limit, free=free)
+        if choice is None:
+            return None
+        excess = memory.peak(choice.numbers)[0] - limit
+        if excess <= 0:
+            return choice
+        row_limit -= excess
+    return None
 
 
 def _describe(
