@@ -2,8 +2,9 @@
 
 In: depths. For each, the train step is traced from shapes alone and planned for 8 GPUs of a DGX A100. Out: seconds to trace,
 to build the strategy graph, to solve, and the rest (placing the moves, predicting memory, describing the plan), seconds per
-layer, and the exponent p of time ~ layers^p between neighbouring depths: 1 is linear. What can go wrong: the process is held
-to one core by `sched_setaffinity`, which only Linux has; elsewhere the figures are for all cores.
+layer, and the exponent p of time ~ layers^p between neighbouring depths: 1 is linear. Seconds are processor seconds of this
+process, which a busy machine hardly changes; wall time is beside them. What can go wrong: the process is held to one core
+by `sched_setaffinity`, which only Linux has; elsewhere the figures are for all cores.
 
     python benchmarks/planner_time.py [--max-layers 48] [--layers 2 4] [--profile 30] [--json FILE]
 """
@@ -56,7 +57,7 @@ class Stopwatch:
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             result = function(*args, **kwargs)
-            self.seconds[phase] += time.perf_counter() - started
+            self.seconds[phase] += time.process_time() - started
             if phase == "graph":
                 self.sizes = {"nodes": len(result.nodes), "edges": len(result.edges)}
             return result
@@ -100,12 +101,13 @@ def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
     state = jax.eval_shape(model.create_state, jax.eval_shape(lambda: jax.random.key(0)))
     step = autopar.parallelize(model.train_step, devices=8, mesh_shape=(2, 4), cluster="dgx-a100")
     with watched() as watch:
-        started = time.perf_counter()
+        started, started_cpu = time.perf_counter(), time.process_time()
         plan = step.plan(state, model.batch_shape())
-        total_s = time.perf_counter() - started
+        total_s, wall_s = time.process_time() - started_cpu, time.perf_counter() - started
     return {
         "layers": layers,
         "total_s": total_s,
+        "wall_s": wall_s,
         **{f"{phase}_s": watch.seconds[phase] for phase in PHASES},
         **watch.sizes,
         "step_s": plan.step_s,
@@ -124,12 +126,25 @@ def exponents(rows: Sequence[dict[str, Any]]) -> list[float | None]:
 def table_of(rows: Sequence[dict[str, Any]], given: argparse.Namespace) -> Table:
     """One row per depth."""
     table = Table(title=f"Planning GPT, hidden {given.hidden}, batch {given.batch}, on (2,4), one core; seconds")
-    headings = ("layers", "total", "per layer", "exponent", *PHASES, "nodes", "edges", "gap, %", "peak, GB", "step, s")
+    headings = (
+        "layers",
+        "wall",
+        "total",
+        "per layer",
+        "exponent",
+        *PHASES,
+        "nodes",
+        "edges",
+        "gap, %",
+        "peak, GB",
+        "step, s",
+    )
     for heading in headings:
         table.add_column(heading, justify="right")
     for row, exponent in zip(rows, exponents(rows), strict=True):
         table.add_row(
             str(row["layers"]),
+            f"{row['wall_s']:.1f}",
             f"{row['total_s']:.1f}",
             f"{row['total_s'] / row['layers']:.2f}",
             "" if exponent is None else f"{exponent:.2f}",
@@ -162,7 +177,9 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for layers in (n for n in given.layers if n <= given.max_layers):
         rows.append(plan_once(layers, given))
-        console.print(f"{layers} layers: {rows[-1]['total_s']:.1f} s", style="dim")
+        console.print(
+            f"{layers} layers: {rows[-1]['total_s']:.1f} s of processor, {rows[-1]['wall_s']:.1f} s", style="dim"
+        )
         if given.json is not None:
             given.json.write_text(json.dumps(rows, indent=1) + "\n")
     console.print(table_of(rows, given))
