@@ -54,5 +54,7 @@ def run_with_random_strategies(
     if mesh.size > len(jax.devices()):
         raise ArgumentError(f"mesh {mesh.shape} needs {math.prod(mesh.shape)} devices, there are {len(jax.devices())}")
     devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.shape)
-    run = jax.jit(sharded(assignment, make_mesh(devices, mesh.axis_names)))
+    device_mesh = make_mesh(devices, mesh.axis_names)
+    # Such a program runs once and has many more operations than `fun`: compile it fast rather than well.
+    run = jax.jit(sharded(assignment, device_mesh), compiler_options={"xla_backend_optimization_level": 0})
     return jax.tree.unflatten(tree, run(*jax.tree.leaves(args), *constants))
