@@ -51,6 +51,7 @@ WITHOUT_EXAMPLE = {
     "threefry2x32": "under random_bits, whole",
 }
 CONTROL_FLOW = {"scan", "while", "cond"}
+KNOWN = {*EXAMPLES, *CONTROL_FLOW, "one_minus_square"}
 
 
 # --- what the rules say -----------------------------------------------------------------------------------------------
@@ -98,19 +99,42 @@ def primitives_of(fun, *args):
 def test_every_primitive_of_a_model_has_a_rule(name):
     model = registry.build(name)
     state = jax.eval_shape(model.create_state, jax.random.key(0))
-    assert primitives_of(model.train_step, state, model.batch_shape()) <= {*EXAMPLES, *CONTROL_FLOW}
+    assert primitives_of(model.train_step, state, model.batch_shape()) <= KNOWN
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_primitive_of_a_step_of_the_zoo_has_a_rule(name):
     step, state, batch = ZOO[name]()
-    assert primitives_of(step, state, batch) <= {*EXAMPLES, *CONTROL_FLOW}
+    assert primitives_of(step, state, batch) <= KNOWN
 
 
-OPTIMIZERS = """
-    adabelief adadelta adafactor adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw novograd
-    optimistic_gradient_descent radam rmsprop rprop sgd sign_sgd sm3 yogi
-""".split()
+OPTIMIZERS = [
+    "adabelief",
+    "adadelta",
+    "adafactor",
+    "adagrad",
+    "adam",
+    "adamax",
+    "adamaxw",
+    "adamw",
+    "adan",
+    "amsgrad",
+    "fromage",
+    "lamb",
+    "lars",
+    "lion",
+    "nadam",
+    "nadamw",
+    "novograd",
+    "optimistic_gradient_descent",
+    "radam",
+    "rmsprop",
+    "rprop",
+    "sgd",
+    "sign_sgd",
+    "sm3",
+    "yogi",
+]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -122,7 +146,7 @@ def test_every_primitive_of_an_optimizer_has_a_rule(name):
         updates, state = optimizer.update(gradients, state, params)
         return optax.apply_updates(params, updates), state
 
-    assert primitives_of(step, params, optimizer.init(params), params) <= {*EXAMPLES, *CONTROL_FLOW}
+    assert primitives_of(step, params, optimizer.init(params), params) <= KNOWN
 
 
 # --- a primitive without a rule, and how to add one -------------------------------------------------------------------
@@ -188,7 +212,7 @@ def test_a_registered_rule_splits_the_primitive_without_a_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plan = step.plan(W, X)
-    assert plan.input("x").spec[0] == ("x",) or any(axes for axes in plan.input("x").spec)
+    assert any(plan.input("x").spec)
     for seed in range(4):
         actual = run_with_random_strategies(two_layers, X, W, mesh_shape=(2, 2), seed=seed)
         np.testing.assert_allclose(actual, jax.jit(two_layers)(X, W), rtol=1e-5, atol=1e-5)
