@@ -11,12 +11,16 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
+
+if TYPE_CHECKING:
+    from autopar.export import ShardedJit
 
 VERSION = 1
 Spec = tuple[tuple[str, ...], ...]
@@ -115,6 +119,23 @@ class Plan:
         """PartitionSpec of every input leaf, by path."""
         return {value.path: value.partition_spec for value in self.inputs}
 
+    def jit(
+        self,
+        fun: Callable[..., Any],
+        *,
+        devices: Sequence[jax.Device] | None = None,
+        donate_argnums: tuple[int, ...] = (),
+        static_argnums: tuple[int, ...] = (),
+    ) -> ShardedJit:
+        """`jax.jit(fun)` with this plan's layouts of arguments and results; XLA chooses what lies between.
+
+        `fun` is the function that was planned. Raises ArgumentError if there are too few devices, PlanError when it is
+        called with leaves that the plan does not have.
+        """
+        from autopar.export import jit_by_plan  # a plan is data: only this method needs what compiles
+
+        return jit_by_plan(self, fun, devices=devices, donate_argnums=donate_argnums, static_argnums=static_argnums)
+
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it back to an equal plan."""
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -130,15 +151,23 @@ class Plan:
             raise PlanError("not a plan: a JSON object with a 'version' is expected")
         if fields["version"] != VERSION:
             raise PlanError(f"plan of version {fields['version']}, this autopar reads version {VERSION}: plan again")
-        missing = sorted({f.name for f in dataclasses.fields(cls)} - set(fields))
-        unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(cls)})
-        if missing or unknown:
-            raise PlanError(f"not a plan of version {VERSION}: missing fields {missing}, unknown fields {unknown}")
+        _check_fields(cls, fields, "")
         nested = {"inputs": ValuePlan, "outputs": ValuePlan, "collectives": CollectivePlan}
         nested |= {"peak_tensors": LiveTensor, "candidates": Candidate}
         for name, kind in nested.items():
+            if not isinstance(fields[name], list) or not all(isinstance(item, dict) for item in fields[name]):
+                raise PlanError(f"not a plan of version {VERSION}: {name}: a list of objects is expected")
+            for item in fields[name]:
+                _check_fields(kind, item, f"{name}: ")
             fields[name] = [kind(**{key: _tuples(value) for key, value in item.items()}) for item in fields[name]]
         return cls(**{key: _tuples(value) for key, value in fields.items()})
+
+
+def _check_fields(kind: type[Any], fields: Mapping[str, Any], where: str) -> None:
+    known = {f.name for f in dataclasses.fields(kind)}
+    missing, unknown = sorted(known - set(fields)), sorted(set(fields) - known)
+    if missing or unknown:
+        raise PlanError(f"not a plan of version {VERSION}: {where}missing fields {missing}, unknown fields {unknown}")
 
 
 def _tuples(value: Any) -> Any:

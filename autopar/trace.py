@@ -149,9 +149,9 @@ def _positions(
 def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
     """Trace the step; see the module's text. Raises ArgumentError, UnsupportedProgramError."""
     leaves, in_tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
-    paths = _paths(bound)
+    paths = leaf_paths(bound)
     _refuse_non_arrays(signature, paths, leaves)
-    closed, out_shape = jax.make_jaxpr(_without_static(signature.fun, bound), return_shape=True)(
+    closed, out_shape = jax.make_jaxpr(without_static(signature.fun, bound), return_shape=True)(
         *_abstract(bound.dynamic), **_abstract(dict(bound.kwargs))
     )
     program, constants = program_of(closed)
@@ -165,14 +165,17 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
         for i, v in enumerate(program.invars[len(leaves) :])
     )
     state_of_output = _outputs_of_state(bound, state, out_leaves)
-    out_paths = [_join("output", path) for path, _ in jax.tree_util.tree_flatten_with_path(out_shape)[0]]
-    outputs = tuple(Leaf(p, "output", tuple(x.shape), x.dtype) for p, x in zip(out_paths, out_leaves, strict=True))
+    outputs = tuple(
+        Leaf(p, "output", tuple(x.shape), x.dtype) for p, x in zip(output_paths(out_shape), out_leaves, strict=True)
+    )
     return TracedStep(
         program, constants, in_tree, out_tree, (*inputs, *consts), outputs, state_of_output, _fingerprint(program)
     )
 
 
-def _without_static(fun: Callable[..., Any], bound: BoundArguments) -> Callable[..., Any]:
+def without_static(fun: Callable[..., Any], bound: BoundArguments) -> Callable[..., Any]:
+    """The function of the arguments that are not static."""
+
     def call(*dynamic: Any, **kwargs: Any) -> Any:
         args: dict[int, Any] = dict(bound.static) | dict(zip(bound.numbers, dynamic, strict=True))
         return fun(*(args[i] for i in sorted(args)), **kwargs)
@@ -197,11 +200,17 @@ def _join(head: str, path: Sequence[Any]) -> str:
     return f"{head}/{tail}" if tail else head
 
 
-def _paths(bound: BoundArguments) -> list[str]:
+def leaf_paths(bound: BoundArguments) -> list[str]:
+    """`argument/key/key` of every leaf of the arguments, in order."""
     paths = []
     for name, value in (*zip(bound.names, bound.dynamic, strict=True), *sorted(bound.kwargs.items())):
         paths += [_join(name, path) for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
     return paths
+
+
+def output_paths(results: Any) -> list[str]:
+    """`output/key/key` of every leaf of the results, in order."""
+    return [_join("output", path) for path, _ in jax.tree_util.tree_flatten_with_path(results)[0]]
 
 
 def _refuse_non_arrays(signature: CallSignature, paths: Sequence[str], leaves: Sequence[Any]) -> None:

@@ -1,0 +1,109 @@
+"""The second back end: a plan's PartitionSpecs for a plain `jax.jit`, for users who want only the shardings.
+
+In: a plan, the function it was made for, arguments. Out: `jax.jit` of the function with the plan's layouts as in_shardings and
+out_shardings, found by leaf path. XLA's partitioner chooses what lies between; only the boundary is the plan's. What can go
+wrong: leaves that the plan does not have, or has with another shape; refused by their paths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from autopar.compile import device_mesh
+from autopar.errors import PlanError
+from autopar.mesh import LogicalMesh
+from autopar.plan import Plan, ValuePlan
+from autopar.trace import BoundArguments, CallSignature, bind_arguments, leaf_paths, output_paths, without_static
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Jitted:
+    run: Any
+    in_shardings: tuple[NamedSharding, ...]
+
+
+class ShardedJit:
+    """`jax.jit` of a function with a plan's shardings; called like the function. Made by `Plan.jit`."""
+
+    def __init__(self, plan: Plan, signature: CallSignature, devices: Sequence[jax.Device] | None) -> None:
+        self.plan, self._signature = plan, signature
+        mesh = LogicalMesh(plan.mesh_shape, plan.axis_names)
+        self._mesh = device_mesh(mesh, jax.devices() if devices is None else list(devices))
+        self._jitted: dict[Any, _Jitted] = {}
+        functools.update_wrapper(self, signature.fun, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's results, laid out as the plan says; arguments are moved to their places first."""
+        jitted, leaves = self._prepared(args, kwargs)
+        return jitted.run(*jax.device_put(leaves, list(jitted.in_shardings)))
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """The lowered program for arrays or `jax.ShapeDtypeStruct`s, as `jax.jit(fun).lower` gives it."""
+        jitted, leaves = self._prepared(args, kwargs)
+        return jitted.run.lower(*leaves)
+
+    def _prepared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[_Jitted, list[Any]]:
+        bound = bind_arguments(self._signature, args, kwargs)
+        leaves, tree = jax.tree.flatten((bound.dynamic, dict(bound.kwargs)))
+        types = tuple(jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves)
+        key = (tree, tuple((x.shape, x.dtype) for x in types), bound.static)
+        if key not in self._jitted:
+            self._jitted[key] = self._jit(bound, tree, types)
+        return self._jitted[key], leaves
+
+    def _jit(self, bound: BoundArguments, tree: Any, types: Sequence[Any]) -> _Jitted:
+        call = without_static(self._signature.fun, bound)
+
+        def flat(*leaves: Any) -> Any:
+            dynamic, kwargs = jax.tree.unflatten(tree, leaves)
+            return call(*dynamic, **kwargs)
+
+        results = jax.eval_shape(flat, *types)
+        given = [value for value in self.plan.inputs if value.role != "const"]
+        in_shardings = self._shardings("argument", given, leaf_paths(bound), types)
+        out = self._shardings("result", self.plan.outputs, output_paths(results), jax.tree.leaves(results))
+        out_shardings = jax.tree.unflatten(jax.tree.structure(results), out)
+        donated = self._donated_leaves(bound)
+        run = jax.jit(flat, in_shardings=in_shardings, out_shardings=out_shardings, donate_argnums=donated)
+        return _Jitted(run, in_shardings)
+
+    def _shardings(
+        self, what: str, planned: Sequence[ValuePlan], paths: Sequence[str], types: Sequence[Any]
+    ) -> tuple[NamedSharding, ...]:
+        """The planned sharding of every leaf, in order; PlanError lists the leaves that the plan has not, or has otherwise."""
+        by_path = {value.path: value for value in planned}
+        wrong = [
+            f"{what} {path} is {leaf.dtype}{list(leaf.shape)}, planned {_type_of(by_path.get(path))}"
+            for path, leaf in zip(paths, types, strict=True)
+            if path not in by_path or by_path[path].shape != tuple(leaf.shape)
+        ]
+        if wrong:
+            raise PlanError(f"the plan was made for another step: {'; '.join(wrong[:6])}. Plan again.")
+        return tuple(NamedSharding(self._mesh, by_path[path].partition_spec) for path in paths)
+
+    def _donated_leaves(self, bound: BoundArguments) -> tuple[int, ...]:
+        wanted = self._signature.donate_argnums
+        numbers = [n for n, value in zip(bound.numbers, bound.dynamic, strict=True) for _ in jax.tree.leaves(value)]
+        return tuple(place for place, number in enumerate(numbers) if number in wanted)
+
+
+def _type_of(value: ValuePlan | None) -> str:
+    return "nothing of this path" if value is None else f"{value.dtype}{list(value.shape)}"
+
+
+def jit_by_plan(
+    plan: Plan,
+    fun: Callable[..., Any],
+    *,
+    devices: Sequence[jax.Device] | None,
+    donate_argnums: tuple[int, ...],
+    static_argnums: tuple[int, ...],
+) -> ShardedJit:
+    """See `Plan.jit`."""
+    return ShardedJit(plan, CallSignature(fun, (), static_argnums, donate_argnums), devices)
