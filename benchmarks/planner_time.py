@@ -55,7 +55,7 @@ class Stopwatch:
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
+            started = time.process_time()
             result = function(*args, **kwargs)
             self.seconds[phase] += time.process_time() - started
             if phase == "graph":
