@@ -23,11 +23,16 @@ class Leaf(Protocol):
     """What a constraint needs to know of a leaf."""
 
     @property
-    def path(self) -> str: ...
+    def path(self) -> str:
+        """`argument/key/key`."""
+
     @property
-    def role(self) -> str: ...
+    def role(self) -> str:
+        """state, batch, other or const."""
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
 
 
 def allowed_layouts(

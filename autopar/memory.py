@@ -7,6 +7,7 @@ for the planner; and the peak of one finished choice, with the tensors behind it
     - an operation that XLA folds into its users has no buffer, unless some user cannot take it in, such as a contraction, a
       loop or the end of the step; what it reads stays alive until it is used;
     - a `fan_out` is its operand in another layout: the operand's buffer goes when the fan_out's is there;
+    - a value that an equation needs in another layout is a copy, alive from the first to the last equation that needs it so;
     - inside a loop the body's live set comes on top of what is alive around the loop.
 
 What can go wrong: XLA's own order and fusion differ; tests compare with `compiled.memory_analysis()`.
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from autopar.compat import Literal, Var
-from autopar.graph import StrategyGraph, itemsize_of
+from autopar.graph import StrategyGraph, is_opaque, itemsize_of
 from autopar.intra_op import MemoryRow
 from autopar.program import Equation, Program, fan_out_p
 from autopar.rules import entry_for
@@ -50,18 +51,29 @@ class Resident:
     bytes: int
 
 
+@dataclasses.dataclass(frozen=True)
+class LiveSet:
+    """What is in memory together, and the nodes whose equations run then."""
+
+    buffers: tuple[Buffer, ...]
+    nodes: tuple[int, ...]
+
+
 class MemoryModel:
     """Live sets of one graph; made once, asked for rows and for the peak of choices."""
 
     def __init__(self, graph: StrategyGraph, *, input_names: Sequence[str], aliased_outputs: frozenset[int]) -> None:
         self.graph = graph
         self._bytes: dict[tuple[int, int, bool], np.ndarray] = {}
-        persistent = [n for n in self._inputs(input_names)]
+        self._is_constant: dict[tuple[int, int, bool], bool] = {}
+        persistent = list(self._inputs(input_names))
         aliased = {
             graph.program.outvars[i] for i in aliased_outputs if not isinstance(graph.program.outvars[i], Literal)
         }
-        sets = self._live_sets(graph.program, aliased)
-        self.live_sets = [(*persistent, *buffers) for buffers in _maximal(sets)] or [tuple(persistent)]
+        self._numbers = {node.equation: number for number, node in enumerate(graph.nodes) if node.equation is not None}
+        sets = _maximal(self._live_sets(graph.program, aliased)) or [LiveSet((), ())]
+        self.live_sets = [LiveSet((*persistent, *live.buffers), live.nodes) for live in sets]
+        self._set_of = {node: number for number, live in enumerate(self.live_sets) for node in live.nodes}
 
     def bytes_of(self, buffer: Buffer) -> np.ndarray:
         """Bytes per device for every choice of the buffer's node."""
@@ -74,39 +86,72 @@ class MemoryModel:
             self._bytes[key] = np.array(
                 [la.local_bytes(shape, itemsize, self.graph.mesh) for la in layouts], dtype=float
             )
+            self._is_constant[key] = bool(np.ptp(self._bytes[key]) == 0)
         return self._bytes[key]
 
     def rows(self) -> list[MemoryRow]:
-        """The live sets as rows of the planner's model."""
+        """The live sets as rows of the planner's model, without moved copies: these depend on pairs of choices."""
         rows = []
-        for number, buffers in enumerate(self.live_sets):
+        for number, live in enumerate(self.live_sets):
+            fixed = 0.0
             by_node: dict[int, np.ndarray] = {}
-            for buffer in buffers:
-                by_node[buffer.node] = by_node.get(buffer.node, 0.0) + self.bytes_of(buffer)
-            fixed = sum(float(b[0]) for b in by_node.values() if np.ptp(b) == 0)
-            rows.append(MemoryRow(f"point{number}", {v: b for v, b in by_node.items() if np.ptp(b) > 0}, fixed))
+            for buffer in live.buffers:
+                size = self.bytes_of(buffer)
+                if self._is_constant[buffer.node, buffer.output, buffer.stacked]:
+                    fixed += float(size[0])
+                else:
+                    by_node[buffer.node] = by_node[buffer.node] + size if buffer.node in by_node else size
+            rows.append(MemoryRow(f"point{number}", by_node, fixed))
         return rows
 
     def peak(self, choice: Sequence[int]) -> tuple[int, tuple[Resident, ...]]:
         """(bytes per device, the tensors alive then, largest first) of a finished choice."""
-        best, tensors = -1.0, ()
-        for buffers in self.live_sets:
-            sizes = [float(self.bytes_of(b)[choice[b.node]]) for b in buffers]
-            if sum(sizes) > best:
-                best = sum(sizes)
-                tensors = tuple(
-                    Resident(b.name, tuple(b.aval.shape), str(b.aval.dtype), int(size))
-                    for b, size in zip(buffers, sizes, strict=True)
-                )
-        return int(best), tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
+        return self._peak(choice, self._moved(choice))
+
+    def _peak(
+        self, choice: Sequence[int], moved: Sequence[tuple[int, int, Resident]]
+    ) -> tuple[int, tuple[Resident, ...]]:
+        totals = np.array(
+            [sum(self.bytes_of(b)[choice[b.node]] for b in live.buffers) for live in self.live_sets], float
+        )
+        for first, last, copy in moved:
+            totals[first : last + 1] += copy.bytes
+        worst = int(np.argmax(totals))
+        tensors = [
+            Resident(b.name, tuple(b.aval.shape), str(b.aval.dtype), int(self.bytes_of(b)[choice[b.node]]))
+            for b in self.live_sets[worst].buffers
+        ]
+        tensors += [copy for first, last, copy in moved if first <= worst <= last]
+        return int(totals[worst]), tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
+
+    def _moved(self, choice: Sequence[int]) -> list[tuple[int, int, Resident]]:
+        """Copies in another layout: (first live set, last live set, what). Users of one layout share a copy, as when lowered."""
+        nodes = self.graph.nodes
+        spans: dict[Any, tuple[int, int]] = {}
+        copies: dict[Any, Resident] = {}
+        for use in self.graph.uses:
+            if use.target not in self._set_of or is_opaque(use.aval):
+                continue
+            given = nodes[use.source.node].choices.strategies[choice[use.source.node]].outputs[use.source.output]
+            wanted = nodes[use.target].choices.strategies[choice[use.target]].inputs[use.operand]
+            if (given, use.source.stacked) == (wanted, use.stacked):
+                continue
+            key, at = (use.source, use.stacked, wanted), self._set_of[use.target]
+            first, last = spans.get(key, (at, at))
+            spans[key] = (min(first, at), max(last, at))
+            layout = wanted.prepend() if use.stacked else wanted
+            size = layout.local_bytes(use.aval.shape, itemsize_of(use.aval), self.graph.mesh)
+            name = f"moved {nodes[use.source.node].label} {tuple(use.aval.shape)}"
+            copies[key] = Resident(name, tuple(use.aval.shape), str(use.aval.dtype), size)
+        return [(*spans[key], copy) for key, copy in copies.items()]
 
     def least(self) -> tuple[int, tuple[Resident, ...]]:
         """The peak if every value could take its smallest layout, and the largest tensors even so."""
         smallest: dict[int, int] = {}
-        for buffers in self.live_sets:
-            for b in buffers:
+        for live in self.live_sets:
+            for b in live.buffers:
                 smallest[b.node] = int(np.argmin(self.bytes_of(b)))
-        return self.peak([smallest.get(v, 0) for v in range(len(self.graph.nodes))])
+        return self._peak([smallest.get(v, 0) for v in range(len(self.graph.nodes))], ())
 
     def _inputs(self, names: Sequence[str]) -> Iterator[Buffer]:
         for number, node in enumerate(self.graph.nodes):
@@ -114,7 +159,7 @@ class MemoryModel:
                 var = self.graph.program.invars[node.input_number]
                 yield Buffer(number, 0, False, var.aval, 0, 0, names[node.input_number])
 
-    def _live_sets(self, program: Program, aliased: frozenset[Var] | set[Var]) -> list[list[Buffer]]:
+    def _live_sets(self, program: Program, aliased: frozenset[Var] | set[Var]) -> list[LiveSet]:
         """The buffers alive at each equation of a program, nested ones on top."""
         position = {eqn: i for i, eqn in enumerate(program.equations)}
         users: dict[Var, list[Equation | None]] = {}
@@ -139,13 +184,16 @@ class MemoryModel:
             for at in range(buffer.first, min(buffer.last, end - 1) + 1):
                 sets[at].append(buffer)
         return [
-            [*outer, *inner] for eqn, outer in zip(program.equations, sets, strict=True) for inner in self._inner(eqn)
+            LiveSet((*outer, *inner.buffers), inner.nodes)
+            for eqn, outer in zip(program.equations, sets, strict=True)
+            for inner in self._inner(eqn)
         ]
 
-    def _inner(self, eqn: Equation) -> list[list[Buffer]]:
+    def _inner(self, eqn: Equation) -> list[LiveSet]:
         if not eqn.regions:
-            return [[]]
-        return _maximal([s for region in eqn.regions for s in self._live_sets(region, set())]) or [[]]
+            moves = eqn in self._numbers and eqn.primitive is not fan_out_p
+            return [LiveSet((), (self._numbers[eqn],) if moves else ())]
+        return _maximal([s for region in eqn.regions for s in self._live_sets(region, set())]) or [LiveSet((), ())]
 
     def _until(self, user: Equation | None, position: Mapping[Equation, int], last: Mapping[Var, int], end: int) -> int:
         """Until when a user needs its operand: a folded one passes the need on to its own users."""
@@ -161,12 +209,16 @@ class MemoryModel:
         source = self.graph.sources.get(var)
         if source is None:
             return None
-        if eqn.loop is None and entry_for(eqn).fused and not entry_for(eqn).free:  # type: ignore[arg-type]
-            if all(u is not None and u.loop is None and entry_for(u).fused for u in users):  # type: ignore[arg-type]
+        if eqn.loop is None and entry_for(eqn).fused and not entry_for(eqn).free:
+            if all(u is not None and u.loop is None and entry_for(u).fused for u in users):
                 return None
-        elif eqn.loop is None and entry_for(eqn).free and eqn.primitive is not fan_out_p:  # type: ignore[arg-type]
-            if all(u is not None and u.loop is None for u in users):
-                return None
+        elif (
+            eqn.loop is None
+            and entry_for(eqn).free
+            and eqn.primitive is not fan_out_p
+            and all(u is not None and u.loop is None for u in users)
+        ):
+            return None
         if len(users) == 1 and users[0] is not None and users[0].primitive is fan_out_p:
             last = first
         name = f"{eqn.primitive.name} {tuple(var.aval.shape)}"
@@ -174,20 +226,22 @@ class MemoryModel:
 
 
 def _is_folded(eqn: Equation) -> bool:
-    return entry_for(eqn).fused and eqn.primitive is not fan_out_p  # type: ignore[arg-type]
+    return entry_for(eqn).fused and eqn.primitive is not fan_out_p
 
 
-def _maximal(sets: Sequence[Sequence[Buffer]]) -> list[list[Buffer]]:
-    """The sets that no neighbour contains: the ones just before something goes."""
-    kept: list[list[Buffer]] = []
+def _maximal(sets: Sequence[LiveSet]) -> list[LiveSet]:
+    """The sets that no neighbour contains, the ones just before something goes; they run what the others ran."""
+    kept: list[LiveSet] = []
     members: list[frozenset[tuple[int, int, bool]]] = []
-    for buffers in sets:
-        keys = frozenset((b.node, b.output, b.stacked) for b in buffers)
+    for live in sets:
+        keys = frozenset((b.node, b.output, b.stacked) for b in live.buffers)
         if members and keys <= members[-1]:
+            kept[-1] = LiveSet(kept[-1].buffers, (*kept[-1].nodes, *live.nodes))
             continue
-        if members and members[-1] <= keys:
-            kept.pop()
+        nodes = live.nodes
+        while members and members[-1] <= keys:
+            nodes = (*kept.pop().nodes, *nodes)
             members.pop()
-        kept.append(list(buffers))
+        kept.append(LiveSet(live.buffers, nodes))
         members.append(keys)
     return kept
