@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
+from autopar.compat import Literal
 from autopar.program import program_of
 
 
@@ -22,11 +23,19 @@ class Example(NamedTuple):
     args: tuple
 
     def equation(self, primitive):
-        """The equation; the program's inputs are its operands, in order."""
+        """The equation of the primitive."""
+        return self.instance(primitive)[0]
+
+    def instance(self, primitive):
+        """(equation, per operand the number of the argument that it is, or None for a literal)."""
         program, constants = program_of(jax.make_jaxpr(self.fun)(*self.args))
         assert not constants, primitive
+        number = {var: i for i, var in enumerate(program.invars)}
+        for eqn in program.equations:
+            if eqn.primitive.name == "fan_out" and eqn.invars[0] in number:
+                number[eqn.outvars[0]] = number[eqn.invars[0]]
         (eqn,) = (eqn for eqn in program.equations if eqn.primitive.name == primitive)
-        return eqn
+        return eqn, [None if isinstance(v, Literal) else number.get(v) for v in eqn.invars]
 
 
 def floats(*shape):
@@ -150,9 +159,9 @@ EXAMPLES = {
         Example(lambda x, w: lax.dot_general(x, w, (((2,), (0,)), ((), ()))), (_TOKENS, floats(12, 16))),
         Example(lambda q, k: lax.dot_general(q, k, (((2,), (2,)), ((0,), (0,)))), (_TOKENS, floats(8, 16, 12))),
     ],
-    "dynamic_slice": [Example(lambda x, i: lax.dynamic_slice(x, (i, i), (4, 12)), (X, jnp.int32(3)))],
+    "dynamic_slice": [Example(lambda x, i: lax.dynamic_slice(x, (i, i), (4, 12)), (X, jnp.uint32(3)))],
     "dynamic_update_slice": [
-        Example(lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i)), (X, floats(4, 12), jnp.int32(3)))
+        Example(lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i)), (X, floats(4, 12), jnp.uint32(3)))
     ],
     "gather": [_gather(GatherScatterMode.FILL_OR_DROP), _gather(GatherScatterMode.CLIP), _batched_gather()],
     "integer_pow": [Example(lambda x: lax.integer_pow(x, 3), (X,))],
@@ -202,6 +211,6 @@ EXAMPLES = {
     "stop_gradient": [Example(lax.stop_gradient, (X,))],
     "top_k": [Example(lambda x: lax.top_k(x, 4), (X,))],
     "transpose": [Example(lambda x: lax.transpose(x, (2, 0, 1)), (CUBE,))],
-    "unstack": [Example(lambda x: jnp.unstack(x, axis=1)[:3], (floats(8, 4, 12),))],
+    "unstack": [Example(lambda x: jnp.unstack(x, axis=1), (floats(8, 4, 12),))],
     "zeta": [Example(lax.zeta, (X + 1, X))],
 }

@@ -4,7 +4,6 @@
 maximum, ...) of what they hold along it. So a path is right if it leaves the global value as it was.
 """
 
-import functools
 import itertools
 import math
 
@@ -14,58 +13,18 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from autopar.compat import make_mesh
 from autopar.cost_model.hardware import PRESETS, Cluster
 from autopar.graph import PlannerOptions, network_of
 from autopar.mesh import Layout, LogicalMesh
 from autopar.relayout import KINDS, LayoutSpace, all_layouts, permutation
 from autopar.spmd import perform
-
-COMBINE = {"sum": np.sum, "max": np.max, "min": np.min}
+from tests.layouts import assert_holds, device_mesh, held_by_devices
 
 
 def space_of(shape, mesh_shape, monoids=("sum",), cluster=PRESETS["cpu"], kinds=KINDS):
     mesh = LogicalMesh.of(mesh_shape)
     network = network_of(cluster, mesh, PlannerOptions(kinds=frozenset(kinds)))
     return LayoutSpace(shape, 4, network, monoids)
-
-
-def held_by_devices(value, layout, mesh):
-    """What each device holds, mesh dimensions first: its tile of the value, and of a partial value terms that differ."""
-    holds = np.empty((*mesh.shape, *layout.local_shape(value.shape, mesh)), value.dtype)
-    for position in np.ndindex(*mesh.shape):
-        tile = value
-        for dim, axes in enumerate(layout.dims):
-            index, ways = 0, mesh.ways(axes)
-            for axis in axes:
-                index = index * mesh.shape[axis] + position[axis]
-            tile = np.split(tile, ways, axis=dim)[index]
-        for axis, monoid in layout.partial:
-            tile = term(tile, monoid, position[axis], mesh.shape[axis])
-        holds[position] = tile
-    return holds
-
-
-def term(tile, monoid, number, count):
-    """One of `count` terms that combine to `tile`: whole numbers, so that sums are exact."""
-    if monoid == "sum":
-        return tile - sum(range(1, count)) if number == 0 else np.full_like(tile, number)
-    away = {"max": -1, "min": 1}[monoid] * ((np.arange(tile.size).reshape(tile.shape) + number) % count)
-    return tile + away
-
-
-def assert_holds(holds, value, layout, mesh):
-    """The devices hold `value` in this layout: replicas equal, tiles in place, terms combining to it."""
-    combined = holds
-    for axis, monoid in layout.partial:
-        combined = np.broadcast_to(COMBINE[monoid](combined, axis=axis, keepdims=True), combined.shape)
-    np.testing.assert_array_equal(combined, held_by_devices(value, Layout(layout.dims), mesh))
-
-
-@functools.cache
-def device_mesh(mesh_shape):
-    mesh = LogicalMesh.of(mesh_shape)
-    return make_mesh(np.array(jax.devices()[: mesh.size]).reshape(mesh.shape), mesh.axis_names)
 
 
 def moved_together(space, pairs, value):
