@@ -146,6 +146,10 @@ def both_coordinates(x, i):
     return x.at[i[:, 0] % 8, i[:, 1]].add(1.5), x[i[:, 0] % 8, i[:, 1]], x.at[2, 5].set(9.0)
 
 
+def one_row_in_a_branch(x, i):
+    return lax.switch(i[0] % 3, [lambda a: a, lambda a: a * 2, lambda a: a.at[0].set(3.0)], x), x.at[2, 5].set(9.0)
+
+
 def table_gradient(table, i):
     return jax.grad(lambda t: (t[i] ** 3).sum())(table)
 
@@ -166,7 +170,12 @@ def orders(x):
 
 
 def running(x):
-    return jnp.cumsum(x, axis=1), jnp.cumsum(x, axis=0, dtype=jnp.float32), lax.cummax(x, axis=1), jnp.cumprod(x, axis=0)
+    return (
+        jnp.cumsum(x, axis=1),
+        jnp.cumsum(x, axis=0, dtype=jnp.float32),
+        lax.cummax(x, axis=1),
+        jnp.cumprod(x, axis=0),
+    )
 
 
 def one_hot_dispatch(x, i):
@@ -187,6 +196,7 @@ INDEXING = {
     "gather_gradient": (table_gradient, WEIGHTS, ROWS),
     "take_along_axis": (take_along, X, ROWS),
     "points": (both_coordinates, X, ROWS),
+    "one_row_in_a_branch": (one_row_in_a_branch, X, jnp.full(8, 5, jnp.int32)),
     "scatter_set": (set_once, X, floats(8, 24, seed=4)),
     **{
         f"scatter_{method}_{mode}": (scatters(method, mode), X, SPOTS, floats(8, 24, seed=4))
@@ -266,7 +276,13 @@ def pads_and_joins(x):
 def reshapes(cube):
     flat = cube.reshape(32, 24)
     heads = flat.reshape(32, 4, 6).transpose(1, 0, 2)
-    return flat.reshape(8, 96), heads.reshape(-1), cube.reshape(4, 2, 4, 12, 2), flat.T.reshape(6, 128), cube[:, :1].squeeze(1)
+    return (
+        flat.reshape(8, 96),
+        heads.reshape(-1),
+        cube.reshape(4, 2, 4, 12, 2),
+        flat.T.reshape(6, 128),
+        cube[:, :1].squeeze(1),
+    )
 
 
 def partial_sums_flow(x, w):
@@ -321,7 +337,11 @@ SHAPES = {
     "vmapped_lookup": (vmapped_lookup, X, ROWS),
     "transposed_product": (lambda a, b: a.T @ b.T, floats(24, 8), floats(12, 24)),
     "batched_products": (lambda a: jnp.einsum("bij,bkj->bik", a, a), CUBE),
-    "half_precision": (lambda x, w: (x.astype(jnp.bfloat16) > 0.5, (x.astype(jnp.bfloat16) * 2).astype(jnp.float32)), X, X),
+    "half_precision": (
+        lambda x, w: (x.astype(jnp.bfloat16) > 0.5, (x.astype(jnp.bfloat16) * 2).astype(jnp.float32)),
+        X,
+        X,
+    ),
     "constant_output": (lambda x: (jnp.arange(24.0), jnp.float32(3), x, x), X),
     "scalars": (lambda a, b: (a * b, jnp.sin(a)), jnp.float32(2), jnp.float32(3)),
 }
@@ -366,10 +386,13 @@ def test_random_strategies_change_no_result_on_any_mesh(name, mesh_shape):
         assert_strategies_change_nothing(fun, args, mesh_shape, seed)
 
 
-@pytest.mark.parametrize("name", ZOO)
-def test_random_strategies_change_no_train_step(name):
+FAST_MESH = {"moe": (2, 2), "resnet_block": (4,), "bert": (3,)}
+"""The other steps run in the slow part only: XLA takes a minute to compile one."""
+
+
+@pytest.mark.parametrize(("name", "mesh_shape"), FAST_MESH.items())
+def test_random_strategies_change_no_train_step(name, mesh_shape):
     step, state, batch = ZOO[name]()
-    (mesh_shape,) = fast_meshes(name, 1)
     assert_strategies_change_nothing(step, (state, batch), mesh_shape, seed=5)
 
 
@@ -378,5 +401,5 @@ def test_random_strategies_change_no_train_step(name):
 @pytest.mark.parametrize("name", ZOO)
 def test_random_strategies_change_no_train_step_on_any_mesh(name, mesh_shape):
     step, state, batch = ZOO[name]()
-    for seed in range(20, 23):
+    for seed in range(20, 22):
         assert_strategies_change_nothing(step, (state, batch), mesh_shape, seed)
