@@ -1,0 +1,211 @@
+"""Constraints as allowed layouts of each leaf, exhaustively on small leaves, and as plans that obey them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import ConstraintError, Replicated, Split, data_parallel, zero2, zero3
+from autopar.constraints import allowed_layouts, layouts_for
+from autopar.mesh import LogicalMesh
+from autopar.options import as_constraints
+from tests.oracles import assert_same_as_jit
+
+MESH_SHAPE = {"data": 2, "model": 4}
+MESH = LogicalMesh.of(MESH_SHAPE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    path: str
+    role: str
+    shape: tuple[int, ...]
+
+
+KERNEL = Leaf("state/params/kernel", "state", (8, 12))
+BIAS = Leaf("state/params/bias", "state", (12,))
+MOMENT = Leaf("state/opt_state/mu/kernel", "state", (8, 12))
+COUNT = Leaf("state/count", "state", ())
+TOKENS = Leaf("batch/tokens", "batch", (16, 10))
+RATE = Leaf("rate", "other", ())
+LEAVES = (KERNEL, BIAS, MOMENT, COUNT, TOKENS, RATE)
+
+
+def specs(layouts, mesh=MESH):
+    """Layouts as text such as `data,model|-`, to compare as sets."""
+    if layouts is None:
+        return None
+    return {"|".join(",".join(axes) or "-" for axes in layout.spec(mesh)) for layout in layouts}
+
+
+def allowed(constraints, leaves=LEAVES, mesh=MESH):
+    found = allowed_layouts(leaves, mesh, as_constraints(constraints))
+    return {leaf.path: specs(layouts, mesh) for leaf, layouts in zip(leaves, found, strict=True)}
+
+
+# --- one layout -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (P(), "-|-"),
+        (P("data"), "data|-"),
+        (P(None, "model"), "-|model"),
+        (P("model", "data"), "model|data"),
+        (P(("data", "model")), "data,model|-"),
+        (P(("model", "data"), None), "model,data|-"),
+    ],
+    ids=str,
+)
+def test_a_partition_spec_allows_that_layout_alone(spec, expected):
+    assert specs(layouts_for(spec, KERNEL, MESH)) == {expected}
+
+
+def test_replicated_allows_no_axis_and_replicated_over_an_axis_all_layouts_without_it():
+    assert specs(layouts_for(Replicated(), KERNEL, MESH)) == {"-|-"}
+    assert specs(layouts_for(Replicated(("data",)), KERNEL, MESH)) == {"-|-", "model|-", "-|model"}
+    assert specs(layouts_for(Replicated(("model",)), KERNEL, MESH)) == {"-|-", "data|-", "-|data"}
+
+
+def test_split_takes_every_way_that_cuts_the_leaf_into_the_most_parts():
+    assert specs(layouts_for(Split(), KERNEL, MESH)) == {"data,model|-", "data|model", "model|data"}
+    assert specs(layouts_for(Split(("data",)), KERNEL, MESH)) == {"data|-", "-|data"}
+
+
+def test_split_of_a_leaf_that_all_axes_do_not_divide_takes_the_most_parts_there_are():
+    assert specs(layouts_for(Split(), BIAS, MESH)) == {"model"}
+    assert specs(layouts_for(Split(), Leaf("w", "state", (6,)), MESH)) == {"data"}
+    assert specs(layouts_for(Split(), Leaf("w", "state", (5, 7)), MESH)) == {"-|-"}
+    assert specs(layouts_for(Split(), COUNT, MESH)) == {""}
+
+
+def test_axes_of_size_one_split_nothing():
+    mesh = LogicalMesh.of({"data": 8, "model": 1})
+    assert specs(layouts_for(P("data", "model"), KERNEL, mesh), mesh) == {"data|-"}
+    assert specs(layouts_for(Replicated(("data",)), KERNEL, mesh), mesh) == {"-|-"}
+
+
+# --- presets and their order ------------------------------------------------------------------------------------------
+
+
+def test_data_parallel_over_all_axes_fixes_state_and_batch_and_nothing_else():
+    assert allowed(data_parallel()) == {
+        KERNEL.path: {"-|-"},
+        BIAS.path: {"-"},
+        MOMENT.path: {"-|-"},
+        COUNT.path: {""},
+        TOKENS.path: {"data,model|-"},
+        RATE.path: None,
+    }
+
+
+def test_data_parallel_over_one_axis_leaves_the_other_to_the_search():
+    found = allowed(data_parallel("data"))
+    assert found[KERNEL.path] == {"-|-", "model|-", "-|model"}
+    assert found[TOKENS.path] == {"data|-"}
+
+
+def test_zero2_splits_the_optimizer_state_and_zero3_the_parameters_too():
+    two, three = allowed(zero2()), allowed(zero3())
+    split = {"data,model|-", "data|model", "model|data"}
+    assert (two[MOMENT.path], two[KERNEL.path], two[BIAS.path]) == (split, {"-|-"}, {"-"})
+    assert (three[MOMENT.path], three[KERNEL.path], three[BIAS.path]) == (split, split, {"model"})
+    assert two[TOKENS.path] == three[TOKENS.path] == {"data,model|-"}
+
+
+def test_zero_stages_find_the_optimizer_state_by_a_glob_of_the_users():
+    assert allowed(zero2(optimizer="*/mu/*"))[MOMENT.path] == {"data,model|-", "data|model", "model|data"}
+
+
+def test_the_last_rule_that_matches_holds_and_globs_cross_slashes():
+    found = allowed([data_parallel("data"), {"*kernel": P(None, "model")}, {"state/opt*": P("model")}])
+    assert found[KERNEL.path] == {"-|model"}
+    assert found[MOMENT.path] == {"model|-"}
+    assert found[BIAS.path] == {"-", "model"}
+
+
+def test_lists_nest_and_none_is_no_constraint():
+    nested = allowed([[data_parallel("data")], [{"rate": P()}, None]])
+    assert nested[TOKENS.path] == {"data|-"}
+    assert allowed(None) == dict.fromkeys(leaf.path for leaf in LEAVES)
+
+
+def test_a_batch_leaf_without_dimensions_is_replicated_by_data_parallel():
+    leaf = Leaf("batch/temperature", "batch", ())
+    assert allowed(data_parallel(), leaves=(leaf,)) == {leaf.path: {""}}
+
+
+def test_data_parallelism_needs_a_batch():
+    with pytest.raises(ConstraintError, match="matches no batch leaf of the step's arguments; there are: none"):
+        allowed(data_parallel(), leaves=(KERNEL,))
+
+
+# --- plans obey -------------------------------------------------------------------------------------------------------
+
+
+def make_state():
+    kernels = jax.random.normal(jax.random.key(0), (2, 16, 16)) / 4
+    params = {"up": kernels[0], "down": kernels[1]}
+    return {"params": params, "opt_state": jax.tree.map(jnp.zeros_like, params), "count": jnp.int32(0)}
+
+
+def make_batch():
+    x, y = jax.random.normal(jax.random.key(1), (2, 16, 16))
+    return {"x": x, "y": y}
+
+
+def train_step(state, batch):
+    def loss_of(params):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["opt_state"], gradients)
+    params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], momentum)
+    return {"params": params, "opt_state": momentum, "count": state["count"] + 1}, loss
+
+
+CASES = {
+    "data_parallel": data_parallel(),
+    "data_parallel over one axis": data_parallel("data"),
+    "zero2": zero2(),
+    "zero3": zero3(),
+    "zero3 over one axis": zero3("model"),
+    "specs": {"state/params/up": P("model", "data"), "batch/x": P(None, "data")},
+    "a preset and a spec": [data_parallel("data"), {"*/up": P(None, "model"), "*/down": P("model")}],
+    "replicated": {"*": Replicated()},
+}
+
+
+@pytest.mark.parametrize("constraints", CASES.values(), ids=CASES.keys())
+def test_plans_obey_their_constraints_and_compute_the_same(constraints):
+    step = autopar.parallelize(train_step, mesh_shape=MESH_SHAPE, constraints=constraints)
+    assert_same_as_jit(train_step, step, make_state(), make_batch(), steps=2)
+    plan = step.last_plan()
+    legal = allowed_layouts(plan.inputs, MESH, as_constraints(constraints))
+    for value, layouts in zip(plan.inputs, legal, strict=True):
+        assert layouts is None or value.spec in {layout.spec(MESH) for layout in layouts}, value
+
+
+def test_state_leaves_that_return_keep_the_layout_they_came_in():
+    plan = autopar.parallelize(train_step, devices=8, mesh_shape=MESH_SHAPE, constraints=zero3()).plan(
+        make_state(), make_batch()
+    )
+    for value in plan.inputs:
+        if value.role == "state":
+            assert plan.output(value.path.replace("state", "output/0", 1)).spec == value.spec
+
+
+def test_zero3_holds_an_eighth_of_the_state_and_zero2_an_eighth_of_the_optimizers():
+    def bytes_of(constraints, part):
+        plan = autopar.parallelize(train_step, devices=8, mesh_shape=(8,), constraints=constraints).plan(
+            make_state(), make_batch()
+        )
+        return sum(value.bytes_per_device for value in plan.inputs if f"/{part}/" in value.path)
+
+    whole = 2 * 16 * 16 * 4
+    assert (bytes_of(zero2(), "params"), bytes_of(zero2(), "opt_state")) == (whole, whole // 8)
+    assert (bytes_of(zero3(), "params"), bytes_of(zero3(), "opt_state")) == (whole // 8, whole // 8)
