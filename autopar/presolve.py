@@ -174,7 +174,13 @@ class _Reducer:
             for w in neighbours:
                 self._drop_infinite(w)
             return {v, *neighbours} if neighbours else set()
-        excess = cost[:, None] - cost[None, :]  # where one edge forbids p and another p', neither beats the other
+        possible = np.isfinite(cost)
+        if possible.any() and not possible.all():
+            before = {v, *self.near[v]}
+            self._keep_choices(v, possible)
+            return before
+        with np.errstate(invalid="ignore"):
+            excess = cost[:, None] - cost[None, :]  # where one edge forbids p and another p', neither beats the other
         for matrix in self.near[v].values():
             with np.errstate(invalid="ignore"):
                 excess = np.nan_to_num(excess + _least_difference(matrix), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
