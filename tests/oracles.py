@@ -91,9 +91,9 @@ def _random_moves_of_adam(leaves, lr):
     largest = max((float(value.max(initial=0.0)) for value in moments.values()), default=0.0)
     moves = {}
     for name in named:
-        suffix = next((s for s in moments if name.endswith(s) and ".nu[" not in name and ".mu[" not in name), None)
-        if suffix is not None:
-            ratio = np.sqrt(largest / np.maximum(moments[suffix], 1e-30))
+        suffixes = [suffix for suffix in moments if name.endswith(suffix) and ".nu[" not in name and ".mu[" not in name]
+        if suffixes:
+            ratio = np.sqrt(largest / np.maximum(moments[max(suffixes, key=len)], 1e-30))
             moves[name] = lr * np.minimum(2.5, 1e-5 * ratio)
     return moves
 

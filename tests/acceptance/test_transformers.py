@@ -130,6 +130,7 @@ def test_case_12_with_all_collectives_costs_less():
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 
+@pytest.mark.slow
 def test_case_13_a_tied_embedding_is_split_by_vocabulary():
     """13 reductions: 4 L activations, the embedding's result and the head's gradient, two numbers per token for the
     softmax, and the gradients (one operand per leaf). The transform before the head is repeated on both devices of y.
