@@ -171,7 +171,9 @@ def flops_of(eqn: JaxprEqn, rule: FactorRule) -> float:
         sizes = [math.prod(operators.shape_of(v)) for v in (*eqn.invars, *eqn.outvars)]
         return float(max(sizes, default=0))
     numbers = eqn.params.get("dimension_numbers")
-    if rule.whole and hasattr(numbers, "rhs_spec"):  # windows: every output meets one kernel position per kernel element
+    if rule.whole and hasattr(
+        numbers, "rhs_spec"
+    ):  # windows: every output meets one kernel position per kernel element
         out, kernel = operators.shape_of(eqn.outvars[0]), operators.shape_of(eqn.invars[1])
         features = kernel[numbers.rhs_spec[0]]
         return float(2 * math.prod(out) * math.prod(kernel) / features / eqn.params["batch_group_count"])
