@@ -171,9 +171,8 @@ def flops_of(eqn: JaxprEqn, rule: FactorRule) -> float:
         sizes = [math.prod(operators.shape_of(v)) for v in (*eqn.invars, *eqn.outvars)]
         return float(max(sizes, default=0))
     numbers = eqn.params.get("dimension_numbers")
-    if rule.whole and hasattr(
-        numbers, "rhs_spec"
-    ):  # windows: every output meets one kernel position per kernel element
+    # With windows every output meets one kernel position per kernel element of its feature.
+    if rule.whole and numbers is not None and hasattr(numbers, "rhs_spec"):
         out, kernel = operators.shape_of(eqn.outvars[0]), operators.shape_of(eqn.invars[1])
         features = kernel[numbers.rhs_spec[0]]
         return float(2 * math.prod(out) * math.prod(kernel) / features / eqn.params["batch_group_count"])
