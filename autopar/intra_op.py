@@ -39,7 +39,7 @@ STAGES = 4
 """How often the bound may shrink the problem before the best choice is returned with the bound reached."""
 SLACKS = (1e-6, 1e-4)
 """Choices this near to the bound (relative) are searched for a good solution."""
-GAP = 1e-5
+GAP = 1e-6
 """Relative difference to the bound that counts as none."""
 GOOD_ENOUGH = 2e-3
 """A large problem is not pursued further once its solution is this near to the bound; the plan reports the bound."""
@@ -126,7 +126,7 @@ def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int) -> _Fo
     if not reduced.nodes:
         return extended(_Found({}, 0.0))
     if _pairs(reduced) <= DIRECT_PAIRS:
-        direct = _integer_program(reduced, gap=GAP / 100 if stage == 0 else 10 * GAP)
+        direct = _integer_program(reduced, gap=GAP / 10 if stage == 0 else 100 * GAP)
         if direct is not None:
             return extended(direct)
     bounded = bound_problem(reduced.costs, reduced.edges, sweeps=SWEEPS, gap=GAP)
@@ -138,7 +138,7 @@ def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int) -> _Fo
             if value < upper:
                 best, upper = trial.choice, value
     if not np.isfinite(upper) and _pairs(reduced) <= 20 * DIRECT_PAIRS:
-        direct = _integer_program(reduced, gap=10 * GAP)
+        direct = _integer_program(reduced, gap=100 * GAP)
         if direct is not None:
             return extended(direct)
     gap = upper - bounded.lower

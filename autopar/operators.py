@@ -192,15 +192,14 @@ def dot_general(eqn: JaxprEqn) -> FactorRule:
 
 
 def reshape(eqn: JaxprEqn) -> FactorRule:
-    """(a b) -> a b and back: the common refinement of both shapes, major to minor.
+    """(a b) -> a b and back: the common refinement of both shapes, major to minor; `dimensions` reorders the operand first.
 
     Walk both shapes from the major side. The greatest common divisor of what is left of the two dimensions is a factor
     of both; where it is 1 the rest of the group up to the next common boundary stays whole.
     """
-    if eqn.params.get("dimensions") is not None:
-        return everything_whole(eqn)
     factors, whole = Factors(), []
-    sides = (shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))
+    order = eqn.params.get("dimensions") or tuple(range(len(shape_of(eqn.invars[0]))))
+    sides = (tuple(shape_of(eqn.invars[0])[d] for d in order), shape_of(eqn.outvars[0]))
     if math.prod(sides[0]) == 0:
         return everything_whole(eqn)
     words: tuple[list[list[str]], list[list[str]]] = ([[] for _ in sides[0]], [[] for _ in sides[1]])
@@ -231,7 +230,8 @@ def reshape(eqn: JaxprEqn) -> FactorRule:
             absorb(side, rest[side])
             products[side] *= rest[side]
             rest[side] = 1
-    inputs, outputs = (tuple(tuple(dim) for dim in side) for side in words)
+    read, outputs = (tuple(tuple(dim) for dim in side) for side in words)
+    inputs = tuple(read[order.index(d)] for d in range(len(order)))
     return make_rule([inputs], [outputs], factors.sizes, whole=whole, linear=_groups(eqn, (0,)), any_monoid=True)
 
 

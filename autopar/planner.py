@@ -28,7 +28,6 @@ from autopar.relayout import LOCAL_KINDS
 from autopar.spmd import Assignment, assign, planned_moves
 from autopar.trace import Leaf, TracedStep, where
 
-
 MEMORY_ROUNDS = 4
 """How often the memory limit is tightened before a step counts as too large."""
 
@@ -222,26 +221,37 @@ def _collectives(graph: StrategyGraph, assignment: Assignment) -> tuple[tuple[Co
 
 
 def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None:
+    """One warning for all batch leaves that no mesh axis divides; constraints on the batch speak for themselves."""
     sizes = sorted({size for mesh in request.meshes for size in mesh.shape if size > 1})
-    for leaf in traced.inputs:
-        if leaf.role == "batch" and leaf.shape and sizes and all(leaf.shape[0] % size for size in sizes):
-            warnings.warn(
-                f"the batch of {leaf.path} has {leaf.shape[0]} examples (shape {leaf.shape}), which no mesh axis of size "
-                f"{', '.join(map(str, sizes))} divides: it cannot be split, so the plan has no data parallelism over it. "
-                f"Pad or drop examples to a multiple of {sizes[0]}.",
-                AutoparWarning,
-                stacklevel=4,
-            )
+    if not sizes or any(rule.role == "batch" for rule in request.constraints.rules):
+        return
+    leaves = [leaf for leaf in traced.inputs if leaf.role == "batch" and leaf.shape]
+    uneven = [leaf for leaf in leaves if all(leaf.shape[0] % size for size in sizes)]
+    if uneven:
+        listed = ", ".join(f"{leaf.path} has {leaf.shape[0]} examples (shape {leaf.shape})" for leaf in uneven[:4])
+        warnings.warn(
+            f"the batch of {listed}{', ...' if len(uneven) > 4 else ''}, which no mesh axis of size "
+            f"{', '.join(map(str, sizes))} divides: it cannot be split, so the plan has no data parallelism over it. "
+            f"Pad or drop examples to a multiple of {sizes[0]}.",
+            AutoparWarning,
+            stacklevel=4,
+        )
 
 
 def _out_of_memory(traced: TracedStep, request: PlanRequest, failures: Sequence[_Infeasible]) -> OutOfMemoryError:
     best = min(failures, key=lambda f: f.least_bytes)
     limit = request.memory_limit_bytes or 0
     total = sum(t.bytes for t in best.tensors)
+    together = (
+        f"the tensors that are alive together take at least {_size(total)} per device"
+        if total > limit
+        else f"each layout that the tensors alive together could take ({_size(total)} per device at the least) needs others "
+        "that exceed the limit, so the search found none"
+    )
     lines = [
-        f"no plan fits {_mib(limit)} per device on {best.mesh.size} devices: on mesh {best.mesh.shape} the tensors that are "
-        f"alive together take at least {_mib(total)} per device. The largest:",
-        *(f"  {_mib(t.bytes):>12}  {t.name}  {t.dtype}{list(t.shape)}" for t in best.tensors[:6]),
+        f"no plan fits {_size(limit)} per device on {best.mesh.size} devices: on mesh {best.mesh.shape} {together}. "
+        "The largest:",
+        *(f"  {_size(t.bytes):>12}  {t.name}  {t.dtype}{list(t.shape)}" for t in best.tensors[:6]),
         "Ways out: more devices; a smaller batch; recompute activations in the backward pass (jax.checkpoint on the layers); "
         "a smaller type for state or activations; or a higher memory_limit_bytes.",
     ]
@@ -250,8 +260,12 @@ def _out_of_memory(traced: TracedStep, request: PlanRequest, failures: Sequence[
     return OutOfMemoryError("\n".join(lines))
 
 
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.2f} MiB"
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.2f} GiB"
 
 
 def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> Assignment:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend import core as jex_core
 from jax.extend.core import Primitive
 
 from autopar import compat
@@ -116,6 +117,8 @@ def refuse_side_effects(jaxpr: Any) -> None:
         return
     for eqn in jaxpr.eqns:
         if eqn.effects:
+            for inner in jex_core.jaxprs_in_params(eqn.params):
+                refuse_side_effects(compat.open_jaxpr(inner))
             raise UnsupportedProgramError(
                 f"the step has a Python side effect: {eqn.primitive.name} at {compat.source_line(eqn)}. A parallel step runs "
                 "on many devices and may run operations twice or not at all, so prints, callbacks and writes to references "
