@@ -26,6 +26,7 @@ from autopar.graph import StrategyGraph, is_opaque, itemsize_of
 from autopar.intra_op import MemoryRow
 from autopar.program import Equation, Program, fan_out_p
 from autopar.rules import entry_for
+from autopar.spmd import is_gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +71,7 @@ class MemoryModel:
         aliased = {
             graph.program.outvars[i] for i in aliased_outputs if not isinstance(graph.program.outvars[i], Literal)
         }
+        self._position: dict[int, int] = {}
         self._numbers = {node.equation: number for number, node in enumerate(graph.nodes) if node.equation is not None}
         sets = _maximal(self._live_sets(graph.program, aliased)) or [LiveSet((), ())]
         self.live_sets = [LiveSet((*persistent, *live.buffers), live.nodes) for live in sets]
@@ -104,9 +106,9 @@ class MemoryModel:
             rows.append(MemoryRow(f"point{number}", by_node, fixed))
         return rows
 
-    def peak(self, choice: Sequence[int]) -> tuple[int, tuple[Resident, ...]]:
-        """(bytes per device, the tensors alive then, largest first) of a finished choice."""
-        return self._peak(choice, self._moved(choice))
+    def peak(self, choice: Sequence[int], *, copy_span: int | None = None) -> tuple[int, tuple[Resident, ...]]:
+        """(bytes per device, the tensors alive then, largest first) of a finished choice; `copy_span` as in `spmd.assign`."""
+        return self._peak(choice, self._moved(choice, copy_span))
 
     def _peak(
         self, choice: Sequence[int], moved: Sequence[tuple[int, int, Resident]]
@@ -124,11 +126,12 @@ class MemoryModel:
         tensors += [copy for first, last, copy in moved if first <= worst <= last]
         return int(totals[worst]), tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
 
-    def _moved(self, choice: Sequence[int]) -> list[tuple[int, int, Resident]]:
+    def _moved(self, choice: Sequence[int], copy_span: int | None) -> list[tuple[int, int, Resident]]:
         """Copies in another layout: (first live set, last live set, what). Users of one layout share a copy, as when lowered."""
         nodes = self.graph.nodes
-        spans: dict[Any, tuple[int, int]] = {}
+        users: dict[Any, list[tuple[int, int]]] = {}
         copies: dict[Any, Resident] = {}
+        gathered: dict[Any, bool] = {}
         for use in self.graph.uses:
             if use.target not in self._set_of or is_opaque(use.aval):
                 continue
@@ -137,13 +140,19 @@ class MemoryModel:
             if (given, use.source.stacked) == (wanted, use.stacked):
                 continue
             key, at = (use.source, use.stacked, wanted), self._set_of[use.target]
-            first, last = spans.get(key, (at, at))
-            spans[key] = (min(first, at), max(last, at))
+            users.setdefault(key, []).append((self._position[use.target], at))
             layout = wanted.prepend() if use.stacked else wanted
             size = layout.local_bytes(use.aval.shape, itemsize_of(use.aval), self.graph.mesh)
             name = f"moved {nodes[use.source.node].label} {tuple(use.aval.shape)}"
             copies[key] = Resident(name, tuple(use.aval.shape), str(use.aval.dtype), size)
-        return [(*spans[key], copy) for key, copy in copies.items()]
+            if copy_span is not None and key not in gathered:
+                given = given.prepend() if use.source.stacked else given
+                gathered[key] = is_gathered(self.graph.spaces.between(use.aval, given, layout).path(given, layout))
+        return [
+            (first, last, copies[key])
+            for key, places in users.items()
+            for first, last in _stays(sorted(places), copy_span if gathered.get(key) else None)
+        ]
 
     def least(self) -> tuple[int, tuple[Resident, ...]]:
         """The peak if every value could take its smallest layout, and the largest tensors even so."""
@@ -171,6 +180,7 @@ class MemoryModel:
             if not isinstance(v, Literal):
                 users.setdefault(v, []).append(None)
         end = len(program.equations)
+        self._position.update((self._numbers[eqn], i) for eqn, i in position.items() if eqn in self._numbers)
         last: dict[Var, int] = {}
         buffers: list[Buffer] = []
         for eqn in reversed(program.equations):
@@ -223,6 +233,19 @@ class MemoryModel:
             last = first
         name = f"{eqn.primitive.name} {tuple(var.aval.shape)}"
         return Buffer(source.node, source.output, source.stacked, var.aval, first, last, name)
+
+
+def _stays(places: Sequence[tuple[int, int]], copy_span: int | None) -> list[tuple[int, int]]:
+    """(first, last) live set of each stay of a copy whose users are at (position, live set), in order."""
+    stays: list[tuple[int, int]] = []
+    before: int | None = None
+    for position, at in places:
+        if before is None or (copy_span is not None and position - before > copy_span):
+            stays.append((at, at))
+        else:
+            stays[-1] = (min(stays[-1][0], at), max(stays[-1][1], at))
+        before = position
+    return stays
 
 
 def _is_folded(eqn: Equation) -> bool:

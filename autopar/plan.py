@@ -95,6 +95,7 @@ class Plan:
     lower_bound_s: float
     allow_redundant_compute: bool
     candidates: tuple[Candidate, ...] = ()
+    copy_span: int | None = None
     version: int = VERSION
 
     @property

@@ -25,7 +25,7 @@ from autopar.mesh import Layout, LogicalMesh
 from autopar.options import Constraints
 from autopar.plan import Candidate, CollectivePlan, LiveTensor, Plan, ValuePlan
 from autopar.relayout import LOCAL_KINDS
-from autopar.spmd import Assignment, assign, planned_moves
+from autopar.spmd import Assignment, assign, copy_span_of, planned_moves
 from autopar.trace import Leaf, TracedStep, where
 
 MEMORY_ROUNDS = 4
@@ -108,16 +108,17 @@ def _plan_on(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> tup
     allowed = allowed_layouts(traced.inputs, mesh, request.constraints)
     graph = graph_for(traced, mesh, request, allowed)
     memory = _memory_model(traced, graph)
-    choice = _choose_within(graph, memory, request.memory_limit_bytes)
-    if choice is None:
+    found = _choose_within(graph, memory, request.memory_limit_bytes)
+    if found is None:
         return _Infeasible(mesh, *memory.least())
+    choice, copy_span = found
     if not np.isfinite(choice.seconds):
         raise ConstraintError(
             f"no plan on mesh {mesh.shape}: the kinds of collectives allowed ({', '.join(sorted(request.options.kinds))}) "
             "cannot bring every value to the layouts that the constraints and the operations ask for; allow all-gather and "
             "all-reduce, which always can"
         )
-    assignment = assign(graph, choice.numbers)
+    assignment = assign(graph, choice.numbers, copy_span=copy_span)
     return _describe(traced, request, graph, memory, assignment, choice), assignment
 
 
@@ -129,8 +130,10 @@ def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:
     return MemoryModel(graph, input_names=names, aliased_outputs=aliased)
 
 
-def _choose_within(graph: StrategyGraph, memory: MemoryModel, limit: int | None) -> Choice | None:
-    """The best choice whose peak is within the limit.
+def _choose_within(graph: StrategyGraph, memory: MemoryModel, limit: int | None) -> tuple[Choice, int | None] | None:
+    """(the best choice whose peak is within the limit, its `copy_span`).
+
+    Without pressure gathered copies stay until their last use. Where memory is short they are dropped and gathered again.
 
     The rows of the planner's model leave out what depends on pairs of choices, such as a gathered operand. Where the peak of
     a choice says that this mattered, the rows' limit is lowered by the excess and the search repeated.
@@ -138,15 +141,16 @@ def _choose_within(graph: StrategyGraph, memory: MemoryModel, limit: int | None)
     free = choose(graph.costs, graph.edges)
     assert free is not None
     if limit is None or memory.peak(free.numbers)[0] <= limit:
-        return free
+        return free, None
+    span = copy_span_of(graph.program)
     rows, row_limit = memory.rows(), float(limit)
     for _ in range(MEMORY_ROUNDS):
         choice = choose(graph.costs, graph.edges, rows=rows, limit_bytes=row_limit, free=free)
         if choice is None:
             return None
-        excess = memory.peak(choice.numbers)[0] - limit
+        excess = memory.peak(choice.numbers, copy_span=span)[0] - limit
         if excess <= 0:
-            return choice
+            return choice, span
         row_limit -= excess
     return None
 
@@ -162,7 +166,7 @@ def _describe(
     mesh = graph.mesh
     collectives, comm_s = _collectives(graph, assignment)
     compute_s = float(sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True)))
-    peak, tensors = memory.peak(choice.numbers)
+    peak, tensors = memory.peak(choice.numbers, copy_span=assignment.copy_span)
     slack = choice.seconds - choice.lower_bound_s
     return Plan(
         fingerprint=traced.fingerprint,
@@ -181,6 +185,7 @@ def _describe(
         planning_s=0.0,
         lower_bound_s=compute_s + comm_s - max(slack, 0.0),
         allow_redundant_compute=request.options.allow_redundant_compute,
+        copy_span=assignment.copy_span,
     )
 
 
@@ -288,7 +293,7 @@ def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> Assignment:
         raise PlanError("the plan has another number of decisions than this program; plan again with this version")
     choice = np.minimum(plan.choices, [len(n.choices.strategies) - 1 for n in graph.nodes])
     fixed = [0 if len(n.choices.strategies) == 1 else int(p) for n, p in zip(graph.nodes, choice, strict=True)]
-    return assign(graph, fixed)
+    return assign(graph, fixed, copy_span=plan.copy_span)
 
 
 def _layout(value: ValuePlan, mesh: LogicalMesh) -> Layout:

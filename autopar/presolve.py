@@ -23,7 +23,8 @@ scale keeps the earlier choice, so the optimum is reached up to that.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import heapq
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -68,6 +69,28 @@ def reduce_problem(
     return _Reducer(costs, edges, keep, usage).run()
 
 
+class _Worklist:
+    """A set of nodes that gives the smallest first."""
+
+    def __init__(self, nodes: Iterable[int]) -> None:
+        self.heap = sorted(nodes)
+        self.members = set(self.heap)
+
+    def __bool__(self) -> bool:
+        return bool(self.heap)
+
+    def add(self, nodes: Iterable[int]) -> None:
+        for node in sorted(nodes):
+            if node not in self.members:
+                self.members.add(node)
+                heapq.heappush(self.heap, node)
+
+    def pop(self) -> int:
+        node = heapq.heappop(self.heap)
+        self.members.discard(node)
+        return node
+
+
 class _Reducer:
     def __init__(
         self,
@@ -89,21 +112,18 @@ class _Reducer:
     def run(self) -> Reduced:
         for v in sorted(self.cost):
             self._drop_infinite(v)
-        light, unexamined = set(self.cost), set(self.cost)
+        light, unexamined = _Worklist(self.cost), _Worklist(self.cost)
         while light or unexamined:
             if light:
-                v = min(light)
-                light.discard(v)
-                if v in self.cost and len(self.near[v]) <= 2 and v not in self.keep:
-                    changed = self._eliminate(v)
-                else:
+                v = light.pop()
+                if v not in self.cost or len(self.near[v]) > 2 or v in self.keep:
                     continue
+                changed = self._eliminate(v)
             else:
-                v = min(unexamined)
-                unexamined.discard(v)
+                v = unexamined.pop()
                 changed = self._dominate(v) if v in self.cost else set()
-            light |= changed
-            unexamined |= changed
+            light.add(changed)
+            unexamined.add(changed)
         nodes = tuple(sorted(self.cost))
         edges = {(u, v): m for u in nodes for v, m in self.near[u].items() if u < v}
         return Reduced(nodes, dict(self.choices), dict(self.cost), edges, tuple(self.steps))

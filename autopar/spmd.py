@@ -39,10 +39,25 @@ class Assignment:
     joins: Mapping[Equation, tuple[Layout, ...]]
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
+    copy_span: int | None = None
 
 
-def assign(graph: StrategyGraph, choice: Sequence[int]) -> Assignment:
-    """The strategies that `choice`, one number per node, picks from a graph."""
+def copy_span_of(program: Program) -> int:
+    """After how many equations without a use a gathered copy is dropped, when memory is short: an eighth of the step."""
+    return max(8, len(program.equations) // 8)
+
+
+def is_gathered(path: Sequence[Move]) -> bool:
+    """Whether a copy is made by gathering alone, so that it can be dropped and made again."""
+    return bool(path) and all(move.kind == "all-gather" for move in path)
+
+
+def assign(graph: StrategyGraph, choice: Sequence[int], *, copy_span: int | None = None) -> Assignment:
+    """The strategies that `choice`, one number per node, picks from a graph.
+
+    `copy_span`: a gathered copy that no equation has used for so many equations is gathered again; None keeps copies until
+    their last use.
+    """
 
     def picked(number: int) -> ShardingStrategy:
         return graph.nodes[number].choices.strategies[choice[number]]
@@ -70,6 +85,7 @@ def assign(graph: StrategyGraph, choice: Sequence[int]) -> Assignment:
         joins,
         tuple(inputs[i] for i in range(len(graph.program.invars))),
         tuple(output(a, s) for a, s in zip(graph.program.outvars, graph.outputs, strict=True)),
+        copy_span,
     )
 
 
@@ -120,14 +136,21 @@ class _Scope:
         self.lowering = lowering
         self.values: dict[Var, Placed] = {}
         self.moved: dict[tuple[Var, Layout], Any] = {}
+        self.used: dict[tuple[Var, Layout], int] = {}
+        self.position = 0
 
     def get(self, atom: Atom, layout: Layout) -> Any:
+        """The value in a layout, moved there once; a gathered copy long unused is gathered again (`copy_span`)."""
         if isinstance(atom, Literal):
             whole = Placed(_literal(atom), Layout.replicated(len(atom.aval.shape)))
             return self.lowering.moved(whole, layout, atom.aval)
-        if (atom, layout) not in self.moved:
-            self.moved[atom, layout] = self.lowering.moved(self.values[atom], layout, atom.aval)
-        return self.moved[atom, layout]
+        key = (atom, layout)
+        if key not in self.moved:
+            self.moved[key] = self.lowering.moved(self.values[atom], layout, atom.aval)
+        elif self.lowering.is_stale(self.values[atom], layout, atom.aval, self.position - self.used[key]):
+            self.moved[key] = self.lowering.moved(self.values[atom], layout, atom.aval, again=True)
+        self.used[key] = self.position
+        return self.moved[key]
 
     def placed(self, atom: Atom) -> Placed:
         if isinstance(atom, Literal):
@@ -147,19 +170,26 @@ class _Lowering:
     def region(self, program: Program, inputs: Sequence[Placed]) -> list[Placed]:
         scope = _Scope(self)
         scope.values.update(zip(program.invars, inputs, strict=True))
-        for eqn in program.equations:
+        for scope.position, eqn in enumerate(program.equations):
             outs = self._operation(eqn, scope) if eqn.loop is None else _LOOPS[eqn.loop.kind](self, eqn, scope)
             scope.values.update(zip(eqn.outvars, outs, strict=True))
         return [scope.placed(atom) for atom in program.outvars]
 
-    def moved(self, value: Placed, target: Layout, aval: Any) -> Any:
+    def is_stale(self, value: Placed, target: Layout, aval: Any, unused_for: int) -> bool:
+        """Whether a copy is dropped after so many equations without a use."""
+        span = self.assignment.copy_span
+        if span is None or unused_for <= span or value.layout == target or is_opaque(aval):
+            return False
+        return is_gathered(self.assignment.spaces.between(aval, value.layout, target).path(value.layout, target))
+
+    def moved(self, value: Placed, target: Layout, aval: Any, *, again: bool = False) -> Any:
         """The local array after the cheapest moves from the value's layout to `target`."""
         if value.layout == target or is_opaque(aval):
             return value.array
         space = self.assignment.spaces.between(aval, value.layout, target)
         array = value.array
         for move in space.path(value.layout, target):
-            array = perform(move, array, self.mesh)
+            array = gather_again(move, array, self.mesh) if again else perform(move, array, self.mesh)
         return array
 
     def _operation(self, eqn: Equation, scope: _Scope) -> list[Placed]:
@@ -276,7 +306,8 @@ class _Census:
 
     def region(self, program: Program, inputs: Sequence[Layout], trips: float) -> list[Layout]:
         layouts = dict(zip(program.invars, inputs, strict=True))
-        have: set[tuple[Var, Layout]] = set()
+        used: dict[tuple[Var, Layout], int] = {}
+        position = 0
 
         def layout_of(atom: Atom) -> Layout:
             return Layout.replicated(len(atom.aval.shape)) if isinstance(atom, Literal) else layouts[atom]
@@ -284,11 +315,13 @@ class _Census:
         def need(atom: Atom, target: Layout, eqn: Equation) -> None:
             if isinstance(atom, Literal):
                 self.move(layout_of(atom), target, atom.aval, trips, eqn)
-            elif (atom, target) not in have:
+                return
+            key = (atom, target)
+            if key not in used or self._is_stale(layouts[atom], target, atom.aval, position - used[key]):
                 self.move(layouts[atom], target, atom.aval, trips, eqn)
-                have.add((atom, target))
+            used[key] = position
 
-        for eqn in program.equations:
+        for position, eqn in enumerate(program.equations):  # noqa: B007 - `need` reads it
             if eqn.loop is None:
                 strategy = self.assignment.strategies[eqn]
                 for atom, target in zip(eqn.invars, strategy.inputs, strict=True):
@@ -298,6 +331,12 @@ class _Census:
                 outs = self._loop(eqn, need, trips)
             layouts.update(zip(eqn.outvars, outs, strict=True))
         return [layout_of(atom) for atom in program.outvars]
+
+    def _is_stale(self, source: Layout, target: Layout, aval: Any, unused_for: int) -> bool:
+        span = self.assignment.copy_span
+        if span is None or unused_for <= span or source == target or is_opaque(aval):
+            return False
+        return is_gathered(self.assignment.spaces.between(aval, source, target).path(source, target))
 
     def _heads(self, region: Program) -> list[Layout]:
         return [self.assignment.strategies[region.equations[i]].inputs[0] for i in range(len(region.invars))]
@@ -360,6 +399,21 @@ def perform(move: Move, array: Any, mesh: LogicalMesh) -> Any:
             return jax.lax.dynamic_slice_in_dim(array, start, size, axis=move.to_dim)
     neutral = _neutral(move.monoid, array.dtype)
     return jnp.where(jax.lax.axis_index(names[0]) == 0, array, neutral)
+
+
+def gather_again(move: Move, array: Any, mesh: LogicalMesh) -> Any:
+    """An all-gather that XLA does not merge with an earlier one of the same value.
+
+    A barrier does it from JAX 0.12 on; XLA's CPU compiler of 0.10 removes barriers before it merges, so dimensions are also
+    exchanged around the gather.
+    """
+    array = jax.lax.optimization_barrier(array)
+    if array.ndim < 2:
+        return perform(move, array, mesh)
+    other = (move.from_dim + 1) % array.ndim
+    exchanged = jnp.swapaxes(array, move.from_dim, other)
+    whole = perform(dataclasses.replace(move, from_dim=other), exchanged, mesh)
+    return jnp.swapaxes(whole, move.from_dim, other)
 
 
 def _all_reduce(array: Any, names: tuple[str, ...], monoid: str) -> Any:

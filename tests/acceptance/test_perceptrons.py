@@ -136,17 +136,24 @@ def test_case_7_zero_3_gathers_parameters_and_scatters_gradients():
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 
-@pytest.mark.xfail(reason="the lowering keeps what it gathered forward, and the memory model does not count it")
 def test_case_7_short_of_memory_zero_3_gathers_kernels_forward_and_backward():
-    """Keeping five gathered kernels takes 20 KB that are not there; the first has no backward use, for data has none."""
+    """Kernels far from their backward use are dropped and gathered again; the last layers' copies are used soon enough.
+
+    XLA's own account of so small a program exceeds the prediction by up to the memory model's margin (test_memory.py).
+    """
     problem = mlp(256, 32)
     kept = compiled(problem, (4, 1), constraints=autopar.zero3())
     kernel_bytes = 32 * 32 * 4
-    limit = xla_bytes(kept) - 3 * kernel_bytes
+    limit = kept.plan.peak_bytes - 2 * kernel_bytes
     program = compiled(problem, (4, 1), constraints=autopar.zero3(), memory_limit_bytes=limit)
-    assert xla_bytes(program) <= limit
-    gathers = census(program).bytes_of("all-gather")
-    assert len([size for size in gathers if size == kernel_bytes]) > LAYERS
+    assert program.plan.peak_bytes <= limit
+    assert xla_bytes(program) <= limit / 0.8
+    found = census(program)
+    assert found.kinds() == {"reduce-scatter", "all-gather"}, found
+    gathers = found.bytes_of("all-gather")
+    assert len([size for size in gathers if size == kernel_bytes]) >= LAYERS + 2, found
+    assert_split(program, "state/params", 4)
+    assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 
 def test_case_7_a_memory_limit_alone_leads_to_zero_3():
