@@ -15,6 +15,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICE_COUNT}"
 
+import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 settings.register_profile(
@@ -26,3 +27,9 @@ settings.load_profile("autopar")
 def pytest_report_header() -> str:
     """The end of the supported JAX range that this run is about."""
     return f"JAX {version('jax')}, {DEVICE_COUNT} virtual CPU devices"
+
+
+@pytest.fixture(autouse=True)
+def no_terminal_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports are as wide as without a terminal: pytest-xdist hands its own width to its workers."""
+    monkeypatch.delenv("COLUMNS", raising=False)
