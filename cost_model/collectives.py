@@ -31,15 +31,20 @@ class AxisLink:
 
 @dataclasses.dataclass(frozen=True)
 class MeshCosts:
-    """Collective times on a logical mesh of `sizes`, one link per axis."""
+    """Collective times on a logical mesh of `sizes`, one link per axis.
+
+    `all_reduce_latency`: the part of its latency that an all-reduce still pays where the compiler merges all-reduces.
+    """
 
     sizes: tuple[int, ...]
     links: tuple[AxisLink, ...]
     joint_reductions: bool = True
+    all_reduce_latency: float = 1.0
 
     def all_reduce_s(self, operand_bytes: float, axes: Sequence[int]) -> float:
         """Seconds to all-reduce `operand_bytes` per device over the ranks of `axes`."""
-        return self._reduction_s(operand_bytes, axes, passes=2.0)
+        merged_s = (1.0 - self.all_reduce_latency) * max(self.links[axis].alpha_s for axis in axes)
+        return self._reduction_s(operand_bytes, axes, passes=2.0) - merged_s
 
     def reduce_scatter_s(self, operand_bytes: float, axes: Sequence[int]) -> float:
         """Seconds to reduce-scatter `operand_bytes` per device over the ranks of `axes`."""
