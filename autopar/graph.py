@@ -135,9 +135,7 @@ class Spaces:
 
 def network_of(cluster: Cluster, mesh: LogicalMesh, options: PlannerOptions) -> Network:
     """Collective costs of a cluster on a logical mesh."""
-    costs = MeshCosts(
-        mesh.shape, cluster.links_of(mesh.shape), cluster.joint_reductions, cluster.all_reduce_latency
-    )
+    costs = MeshCosts(mesh.shape, cluster.links_of(mesh.shape), cluster.joint_reductions, cluster.all_reduce_latency)
     return Network(mesh, costs, 1.0 / cluster.device.memory_bytes_per_s, options.kinds)
 
 
