@@ -19,7 +19,7 @@ from autopar.constraints import allowed_layouts
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparWarning, ConstraintError, OutOfMemoryError, PlanError
 from autopar.graph import PlannerOptions, StrategyGraph, build_graph, itemsize_of
-from autopar.intra_op import Choice, choose
+from autopar.intra_op import Choice, MemoryRow, choose
 from autopar.memory import MemoryModel, Resident
 from autopar.mesh import Layout, LogicalMesh
 from autopar.options import Constraints
@@ -133,24 +133,41 @@ def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:
 def _choose_within(graph: StrategyGraph, memory: MemoryModel, limit: int | None) -> tuple[Choice, int | None] | None:
     """(the best choice whose peak is within the limit, its `copy_span`).
 
-    Without pressure gathered copies stay until their last use. Where memory is short they are dropped and gathered again.
-
-    The rows of the planner's model leave out what depends on pairs of choices, such as a gathered operand. Where the peak of
-    a choice says that this mattered, the rows' limit is lowered by the excess and the search repeated.
+    Gathered copies stay until their last use; only where nothing fits so are they dropped and gathered again.
     """
     free = choose(graph.costs, graph.edges)
     assert free is not None
     if limit is None or memory.peak(free.numbers)[0] <= limit:
         return free, None
-    span = copy_span_of(graph.program)
-    rows, row_limit = memory.rows(), float(limit)
+    rows = memory.rows()
+    for span in (None, copy_span_of(graph.program)):
+        choice = _choose_with_copies(graph, memory, rows, limit, free, span)
+        if choice is not None:
+            return choice, span
+    return None
+
+
+def _choose_with_copies(
+    graph: StrategyGraph,
+    memory: MemoryModel,
+    rows: Sequence[MemoryRow],
+    limit: int,
+    free: Choice,
+    span: int | None,
+) -> Choice | None:
+    """The best choice within the limit if copies stay as `span` says.
+
+    The rows of the planner's model leave out what depends on pairs of choices, such as a gathered operand. Where the peak of
+    a choice says that this mattered, the rows' limit is lowered by the excess and the search repeated.
+    """
+    row_limit = float(limit)
     for _ in range(MEMORY_ROUNDS):
         choice = choose(graph.costs, graph.edges, rows=rows, limit_bytes=row_limit, free=free)
         if choice is None:
             return None
         excess = memory.peak(choice.numbers, copy_span=span)[0] - limit
         if excess <= 0:
-            return choice, span
+            return choice
         row_limit -= excess
     return None
 
