@@ -55,7 +55,9 @@ def test_a_memory_limit_gives_a_plan_that_really_needs_less():
     model = MODELS["wide_mlp"]()
     four = {"devices": jax.devices()[:4], "mesh_shape": (4,)}
     free = autopar.parallelize(model.train_step, **four).compile(*shapes_of(model))
-    limit = int(0.9 * free.plan.peak_bytes)  # at 0.8 what XLA saves is less than the model's margin: nothing can be asserted
+    limit = int(
+        0.9 * free.plan.peak_bytes
+    )  # at 0.8 what XLA saves is less than the model's margin: nothing can be asserted
     tight = autopar.parallelize(model.train_step, memory_limit_bytes=limit, **four).compile(*shapes_of(model))
     assert tight.plan.peak_bytes <= limit
     assert tight.plan.memory_limit_bytes == limit
