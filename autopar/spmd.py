@@ -381,6 +381,8 @@ class _Census:
 
 def perform(move: Move, array: Any, mesh: LogicalMesh) -> Any:
     """One move on this device's shard."""
+    if array.dtype == jnp.bool_ and move.monoid == "sum":  # one term at most is true, and XLA adds numbers only
+        return perform(move, array.astype(jnp.uint8), mesh).astype(jnp.bool_)
     names = mesh.names(move.axes)
     match move.kind:
         case "all-reduce":
