@@ -34,5 +34,13 @@ class PlanError(AutoparError, ValueError):
     """A plan does not belong to the program or the devices it is used with."""
 
 
+class ScheduleError(AutoparError, ValueError):
+    """A pipeline schedule, or a list of instructions made from one, cannot be executed as it is."""
+
+
+class PipelineError(AutoparError, RuntimeError):
+    """A mesh failed while a step ran. All meshes were stopped; the original exception is the `__cause__`."""
+
+
 class AutoparWarning(UserWarning):
     """Something works, though not as well as it could; the message says how to improve it."""
