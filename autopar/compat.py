@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+from jax._src import source_info_util as private_source_info
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
@@ -85,6 +86,12 @@ def is_drop(var: Any) -> bool:
 def source_line(eqn: Any) -> str:
     """`file:line (function)` of the user's line that an equation comes from."""
     return str(source_info_util.summarize(eqn.source_info))
+
+
+def attributed_to(eqn: Any) -> Any:
+    """A context in which traced operations carry an equation's source line and scopes."""
+    info = eqn.source_info
+    return private_source_info.user_context(info.traceback, name_stack=info.name_stack)
 
 
 def name_stack(eqn: Any) -> str:

@@ -51,7 +51,7 @@ class StrategySet:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
-    """One equation, or one input of the program (`equation` is None)."""
+    """One equation, or one input of the program (`equation` is None); `loop`: the outermost loop that it is inside."""
 
     choices: StrategySet
     trips: float
@@ -59,6 +59,7 @@ class Node:
     equation: Equation | None = None
     rule: FactorRule | None = None
     input_number: int | None = None
+    loop: Equation | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +171,7 @@ class _Builder:
         self._sets: dict[Any, StrategySet] = {}
         self._matrices: dict[Any, np.ndarray] = {}
         self._pair_edges: dict[tuple[int, int], list[tuple[float, np.ndarray]]] = {}
+        self._loop: Equation | None = None
 
     def build(self, program: Program, input_layouts: Sequence[Any], output_layouts: Sequence[Any]) -> StrategyGraph:
         sources: list[Source | None] = []
@@ -216,7 +218,7 @@ class _Builder:
         return tuple(la for la in self.spaces.of(aval, ()).layouts if _ascending(la))
 
     def _add(self, node: Node) -> int:
-        self.nodes.append(node)
+        self.nodes.append(dataclasses.replace(node, loop=self._loop))
         self.costs.append(node.choices.seconds * node.trips)
         return len(self.nodes) - 1
 
@@ -239,7 +241,10 @@ class _Builder:
                         self._use(source, number, place, var.aval, trips)
                 env.update((v, Source(number, i)) for i, v in enumerate(eqn.outvars))
             else:
+                outermost = self._loop is None
+                self._loop = eqn if outermost else self._loop
                 env.update(zip(eqn.outvars, _LOOPS[eqn.loop.kind](self, eqn, operands, trips), strict=True))
+                self._loop = None if outermost else self._loop
         self.sources.update((v, source) for v, source in env.items() if source is not None)
         return [None if isinstance(v, Literal) else env[v] for v in program.outvars]
 

@@ -52,7 +52,7 @@ class LocalCall:
         """Which shard of `factor` this device holds."""
         index: jax.Array | int = 0
         for axis in self.factor_axes.get(factor, ()):
-            index = index * self.mesh.shape[axis] + jax.lax.axis_index(self.mesh.axis_names[axis])
+            index = index * self.mesh.shape[axis] + self.mesh.index(axis)
         return index
 
     def offset(self, dim: Sequence[str]) -> jax.Array | int:

@@ -12,6 +12,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
 
 from autopar.errors import ArgumentError
 
@@ -49,6 +52,10 @@ class LogicalMesh:
     def ways(self, axes: Sequence[int]) -> int:
         """Into how many parts `axes` together split."""
         return math.prod(self.shape[axis] for axis in axes)
+
+    def index(self, axis: int) -> Any:
+        """This device's place along an axis; only inside a per-device program."""
+        return jax.lax.axis_index(self.axis_names[axis])
 
     def names(self, axes: Sequence[int]) -> tuple[str, ...]:
         """The names of `axes`."""

@@ -78,7 +78,7 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("pad", PrimitiveRule(operators.pad)),
     **_names("random_bits", PrimitiveRule(operators.random_bits, local.random_bits)),
     **_names(
-        "random_clone random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32",
+        "random_clone random_fold_in random_seed random_split random_unwrap random_wrap",
         PrimitiveRule(operators.everything_whole),
     ),
     **_names("reduce_and", PrimitiveRule(operators.reduce_and)),
@@ -104,6 +104,7 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("split", PrimitiveRule(operators.split)),
     **_names("squeeze", _free(operators.squeeze)),
     **_names("stack", PrimitiveRule(operators.stack)),
+    **_names("threefry2x32", PrimitiveRule(operators.pointwise)),
     **_names("top_k", PrimitiveRule(operators.top_k)),
     **_names("transpose", PrimitiveRule(operators.transpose)),
     **_names("unstack", PrimitiveRule(operators.unstack)),

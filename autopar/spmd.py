@@ -93,7 +93,7 @@ def local_function(assignment: Assignment) -> Any:
     """The per-device function: local shards of the inputs to local shards of the outputs."""
 
     def run(*shards: jax.Array) -> list[jax.Array]:
-        lowering = _Lowering(assignment)
+        lowering = Lowering(assignment)
         inputs = [Placed(x, layout) for x, layout in zip(shards, assignment.inputs, strict=True)]
         outs = lowering.region(assignment.program, inputs)
         return [
@@ -129,10 +129,10 @@ class Placed:
     layout: Layout
 
 
-class _Scope:
+class Scope:
     """Values of one program while it runs, each in every layout it has been moved to."""
 
-    def __init__(self, lowering: _Lowering) -> None:
+    def __init__(self, lowering: Lowering) -> None:
         self.lowering = lowering
         self.values: dict[Var, Placed] = {}
         self.moved: dict[tuple[Var, Layout], Any] = {}
@@ -153,6 +153,7 @@ class _Scope:
         return self.moved[key]
 
     def placed(self, atom: Atom) -> Placed:
+        """The value in the layout in which it was made."""
         if isinstance(atom, Literal):
             return Placed(_literal(atom), Layout.replicated(len(atom.aval.shape)))
         return self.values[atom]
@@ -162,18 +163,25 @@ def _literal(atom: Any) -> jax.Array:
     return jnp.asarray(atom.val, dtype=atom.aval.dtype)
 
 
-class _Lowering:
+class Lowering:
+    """Runs a program's equations on local shards, moving values as the assignment says."""
+
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
         self.mesh = assignment.mesh
 
     def region(self, program: Program, inputs: Sequence[Placed]) -> list[Placed]:
-        scope = _Scope(self)
+        """A whole program."""
+        scope = Scope(self)
         scope.values.update(zip(program.invars, inputs, strict=True))
-        for scope.position, eqn in enumerate(program.equations):
-            outs = self._operation(eqn, scope) if eqn.loop is None else _LOOPS[eqn.loop.kind](self, eqn, scope)
-            scope.values.update(zip(eqn.outvars, outs, strict=True))
+        self.run(program.equations, scope)
         return [scope.placed(atom) for atom in program.outvars]
+
+    def run(self, equations: Sequence[Equation], scope: Scope) -> None:
+        """Run equations in order; their operands are in the scope, and so are their results afterwards."""
+        for scope.position, eqn in enumerate(equations):
+            outs = self.operation(eqn, scope) if eqn.loop is None else _LOOPS[eqn.loop.kind](self, eqn, scope)
+            scope.values.update(zip(eqn.outvars, outs, strict=True))
 
     def is_stale(self, value: Placed, target: Layout, aval: Any, unused_for: int) -> bool:
         """Whether a copy is dropped after so many equations without a use."""
@@ -192,18 +200,51 @@ class _Lowering:
             array = gather_again(move, array, self.mesh) if again else perform(move, array, self.mesh)
         return array
 
-    def _operation(self, eqn: Equation, scope: _Scope) -> list[Placed]:
+    def operation(self, eqn: Equation, scope: Scope) -> list[Placed]:
+        """One equation that is not a loop."""
         strategy, rule = self.assignment.strategies[eqn], self.assignment.rules[eqn]
         operands = tuple(scope.get(v, layout) for v, layout in zip(eqn.invars, strategy.inputs, strict=True))
         call = LocalCall(eqn, operands, rule, dict(strategy.factor_axes), self.mesh)
         results = entry_for(eqn).local(call)
         return [Placed(array, layout) for array, layout in zip(results, strategy.outputs, strict=True)]
 
+    def needs(self, eqn: Equation) -> tuple[Layout, ...]:
+        """The layouts in which an equation takes its operands."""
+        loop = eqn.loop
+        if loop is None:
+            return self.assignment.strategies[eqn].inputs
+        heads = [[self._head(region, place) for place in range(len(region.invars))] for region in eqn.regions]
+        if loop.kind == "cond":
+            return (Layout.replicated(0), *heads[0])
+        if loop.kind == "while":
+            return (*heads[0][: loop.condition_consts], *heads[1])
+        first_stack = loop.consts + loop.carries
+        return (*heads[0][:first_stack], *(head.prepend() for head in heads[0][first_stack:]))
+
+    def gives(self, eqn: Equation) -> tuple[Layout, ...]:
+        """The layouts of an equation's results."""
+        loop = eqn.loop
+        if loop is None:
+            return self.assignment.strategies[eqn].outputs
+        if loop.kind == "cond":
+            return self.assignment.joins[eqn]
+        body = eqn.regions[-1]
+        carried = [self._head(body, place) for place in range(loop.consts, loop.consts + loop.carries)]
+        stacked = [self._made(body, atom).prepend() for atom in body.outvars[loop.carries :]]
+        return (*carried, *stacked)
+
+    def _made(self, program: Program, atom: Atom) -> Layout:
+        """The layout of a value that a nested program returns: its last equation for it is a fan_out."""
+        if isinstance(atom, Literal):
+            return Layout.replicated(len(atom.aval.shape))
+        (eqn,) = (e for e in program.equations if atom in e.outvars)
+        return self.gives(eqn)[eqn.outvars.index(atom)]
+
     def _head(self, region: Program, place: int) -> Layout:
         """The layout in which a nested program takes its input: that of the fan_out which is its only user."""
         return self.assignment.strategies[region.equations[place]].inputs[0]
 
-    def _scan(self, eqn: Equation, scope: _Scope) -> list[Placed]:
+    def _scan(self, eqn: Equation, scope: Scope) -> list[Placed]:
         loop, (region,) = eqn.loop, eqn.regions
         assert loop is not None
         heads = [self._head(region, place) for place in range(len(region.invars))]
@@ -226,7 +267,7 @@ class _Lowering:
         results = [Placed(x, h) for x, h in zip(carry, carried, strict=True)]
         return results + [Placed(y, layout.prepend()) for y, layout in zip(ys, stack_layouts, strict=True)]
 
-    def _while(self, eqn: Equation, scope: _Scope) -> list[Placed]:
+    def _while(self, eqn: Equation, scope: Scope) -> list[Placed]:
         loop, (condition, body) = eqn.loop, eqn.regions
         assert loop is not None
         check_heads = [self._head(condition, place) for place in range(len(condition.invars))]
@@ -252,7 +293,7 @@ class _Lowering:
         results = jax.lax.while_loop(check, step, tuple(start))
         return [Placed(x, h) for x, h in zip(results, carried, strict=True)]
 
-    def _cond(self, eqn: Equation, scope: _Scope) -> list[Placed]:
+    def _cond(self, eqn: Equation, scope: Scope) -> list[Placed]:
         joins = self.assignment.joins[eqn]
         number = scope.get(eqn.invars[0], Layout.replicated(0))
         branches = []
@@ -270,7 +311,7 @@ class _Lowering:
         return [Placed(x, layout) for x, layout in zip(results, joins, strict=True)]
 
 
-_LOOPS = {"scan": _Lowering._scan, "while": _Lowering._while, "cond": _Lowering._cond}
+_LOOPS = {"scan": Lowering._scan, "while": Lowering._while, "cond": Lowering._cond}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,7 +334,7 @@ def planned_moves(assignment: Assignment) -> list[PlannedMove]:
 
 
 class _Census:
-    """Walks a program as `_Lowering` does, with layouts in place of arrays."""
+    """Walks a program as `Lowering` does, with layouts in place of arrays."""
 
     def __init__(self, assignment: Assignment) -> None:
         self.assignment = assignment
@@ -397,10 +438,10 @@ def perform(move: Move, array: Any, mesh: LogicalMesh) -> Any:
             return jax.lax.ppermute(array, mesh.axis_names, permutation(move.source, move.target, mesh))
         case "slice":
             size = array.shape[move.to_dim] // mesh.shape[move.axes[0]]
-            start = jax.lax.axis_index(names[0]) * size
+            start = mesh.index(move.axes[0]) * size
             return jax.lax.dynamic_slice_in_dim(array, start, size, axis=move.to_dim)
-    neutral = _neutral(move.monoid, array.dtype)
-    return jnp.where(jax.lax.axis_index(names[0]) == 0, array, neutral)
+    neutral = neutral_element(move.monoid, array.dtype)
+    return jnp.where(mesh.index(move.axes[0]) == 0, array, neutral)
 
 
 def gather_again(move: Move, array: Any, mesh: LogicalMesh) -> Any:
@@ -427,7 +468,7 @@ def _all_reduce(array: Any, names: tuple[str, ...], monoid: str) -> Any:
     return jax.lax.pmax(array, names) if monoid == "max" else jax.lax.pmin(array, names)
 
 
-def _neutral(monoid: str, dtype: Any) -> jax.Array:
+def neutral_element(monoid: str, dtype: Any) -> jax.Array:
     """The value that changes nothing when combined."""
     if monoid in ("or", "and"):
         return jnp.asarray(monoid == "and", dtype)

@@ -29,13 +29,17 @@ Role = Literal["state", "batch", "other", "const", "output"]
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One input or output array: its path, role, shape and type."""
+    """One input or output array: its path, role, shape and type.
+
+    A leaf that enters as `microbatches` slices has a leading dimension of that size, which the caller's array lacks.
+    """
 
     path: str
     role: Role
     shape: tuple[int, ...]
     dtype: Any
     donated: bool = False
+    microbatches: int = 1
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -169,7 +173,7 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
         Leaf(p, "output", tuple(x.shape), x.dtype) for p, x in zip(output_paths(out_shape), out_leaves, strict=True)
     )
     return TracedStep(
-        program, constants, in_tree, out_tree, (*inputs, *consts), outputs, state_of_output, _fingerprint(program)
+        program, constants, in_tree, out_tree, (*inputs, *consts), outputs, state_of_output, fingerprint_of(program)
     )
 
 
@@ -343,7 +347,7 @@ def _outputs_of_state(
     return tuple(places)
 
 
-def _fingerprint(program: Program) -> str:
+def fingerprint_of(program: Program) -> str:
     """A digest of the program's operations, shapes and structure; equal programs have equal digests."""
     numbers: dict[Any, int] = {}
     digest = hashlib.sha256()

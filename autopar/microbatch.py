@@ -1,0 +1,246 @@
+"""A step as a loop over microbatches: the same results, the activations of one microbatch at a time.
+
+In: a traced step and its `TimePlan`. Out: a `TracedStep` of the same arguments and results whose program is
+
+    prologue;  for t in 0..m-1: accumulators += body(t);  epilogue
+
+The body is the user's own equations, localised by their factor rules to microbatch t exactly as they are to a device's shard;
+constants such as 1/N keep the value of the full batch, so sums, means and weighted losses are exact, and random bits are those
+of the undecorated step. Batch leaves enter as (m, examples / m, ...). `TimeLoop` gives the three parts one by one, for pipeline
+stages. What can go wrong: a step that mixes examples; `time_axis.MixedExamples` says where.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.compat import Literal, Var, attributed_to
+from autopar.mesh import Layout, LogicalMesh
+from autopar.program import Equation, program_of
+from autopar.spmd import Lowering, Placed, Scope, neutral_element
+from autopar.time_axis import TimePlan
+from autopar.trace import Leaf, TracedStep, fingerprint_of
+
+_COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "or": jnp.logical_or, "and": jnp.logical_and}
+
+
+@dataclasses.dataclass(frozen=True)
+class TimeMesh(LogicalMesh):
+    """The mesh of microbatches as one of them sees it: its place is a traced number."""
+
+    position: Any = dataclasses.field(default=None, compare=False)
+
+    def index(self, axis: int) -> Any:
+        """The number of the microbatch."""
+        return self.position
+
+
+class _TimeLowering(Lowering):
+    """Lowers to one microbatch, and keeps the user's source lines."""
+
+    def __init__(self, plan: TimePlan, microbatch: Any) -> None:
+        super().__init__(plan.assignment)
+        self.mesh = TimeMesh((plan.microbatches,), ("time",), microbatch)
+
+    def operation(self, eqn: Equation, scope: Scope) -> list[Placed]:
+        with attributed_to(eqn):
+            return super().operation(eqn, scope)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A value that leaves the body: terms combined by `monoid`, or, without one, slices of dimension `dim`."""
+
+    var: Var
+    monoid: str = ""
+    dim: int = 0
+
+    @property
+    def dtype(self) -> Any:
+        """The type in which it is collected; terms of less than 32 bits are summed in float32."""
+        dtype = self.var.aval.dtype
+        narrow = self.monoid == "sum" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+        return jnp.dtype(jnp.float32) if narrow else dtype
+
+    def initial(self) -> jax.Array:
+        """The accumulator before the first microbatch."""
+        return jnp.full(self.var.aval.shape, neutral_element(self._monoid, self.dtype))
+
+    def add(self, accumulator: jax.Array, term: jax.Array) -> jax.Array:
+        """The accumulator after one more microbatch."""
+        return _COMBINE[self._monoid](accumulator, term.astype(self.dtype))
+
+    def finish(self, collected: jax.Array) -> jax.Array:
+        """The value of the full batch, from the accumulator or from the stack (m, ...) of slices."""
+        if self.monoid:
+            return collected.astype(self.var.aval.dtype)
+        return jnp.reshape(jnp.moveaxis(collected, 0, self.dim), self.var.aval.shape)
+
+    @property
+    def _monoid(self) -> str:
+        truth = self.var.aval.dtype == jnp.bool_ and self.monoid == "sum"
+        return "or" if truth else self.monoid
+
+
+class TimeLoop:
+    """The prologue, the body and the epilogue of a step, as functions of arrays by variable."""
+
+    def __init__(self, traced: TracedStep, plan: TimePlan) -> None:
+        self.traced, self.plan = traced, plan
+        self.program = traced.program
+        self._equations = {phase: plan.of_phase(phase) for phase in ("prologue", "body", "epilogue")}
+        self._made_in_body = {v for eqn in self._equations["body"] for v in eqn.outvars}
+        self.sliced = self._sliced_inputs()
+        self.body_operands = self._operands_of("body")
+        self.results = self._results()
+
+    def inputs(self) -> tuple[Leaf, ...]:
+        """The step's leaves; those that enter in slices have a leading dimension of microbatches."""
+        m = self.plan.microbatches
+        return tuple(
+            dataclasses.replace(leaf, shape=(m, leaf.shape[0] // m, *leaf.shape[1:]), microbatches=m)
+            if var in self.sliced
+            else leaf
+            for var, leaf in zip(self.program.invars, self.traced.inputs, strict=True)
+        )
+
+    def prologue(self, inputs: Sequence[Any]) -> dict[Var, Any]:
+        """Inputs, as `inputs()` describes them, to every whole value that is known before the loop."""
+        values = {
+            var: jnp.reshape(x, var.aval.shape) if var in self.sliced else x
+            for var, x in zip(self.program.invars, inputs, strict=True)
+        }
+        return self._whole("prologue", values)
+
+    def body(self, microbatch: Any, values: Mapping[Var, Any], slices: Mapping[Var, Any]) -> list[Any]:
+        """One microbatch: what each of `results` gets from it. `slices` are this microbatch's rows of sliced inputs."""
+        lowering = _TimeLowering(self.plan, microbatch)
+        scope = Scope(lowering)
+        scope.values.update((var, _whole(x)) for var, x in values.items())
+        scope.values.update((var, Placed(rows, _rows(var))) for var, rows in slices.items())
+        lowering.run(self._equations["body"], scope)
+        return [lowering.moved(scope.values[r.var], self._collected(r), r.var.aval) for r in self.results]
+
+    def epilogue(self, values: Mapping[Var, Any], finished: Sequence[Any]) -> list[Any]:
+        """The step's flat outputs."""
+        known = {**values, **{r.var: x for r, x in zip(self.results, finished, strict=True)}}
+        after = self._whole("epilogue", known)
+        return [
+            jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else after[atom]
+            for atom in self.program.outvars
+        ]
+
+    def run(self, *inputs: Any) -> list[Any]:
+        """The whole step, with the loop as one `lax.scan`."""
+        values = self.prologue(inputs)
+        needed = {var: values[var] for var in self.body_operands if var not in self.sliced}
+        stacks = {var: x for var, x in zip(self.program.invars, inputs, strict=True) if var in self.sliced}
+        terms = [r for r in self.results if r.monoid]
+
+        def one(accumulators: list[Any], step: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+            microbatch, rows = step
+            found = self.body(microbatch, needed, dict(zip(stacks, rows, strict=True)))
+            by_var = {r.var: x for r, x in zip(self.results, found, strict=True)}
+            summed = [r.add(a, by_var[r.var]) for r, a in zip(terms, accumulators, strict=True)]
+            return summed, [by_var[r.var] for r in self.results if not r.monoid]
+
+        numbers = jnp.arange(self.plan.microbatches, dtype=jnp.int32)
+        start = [r.initial() for r in terms]
+        accumulators, slices = jax.lax.scan(one, start, (numbers, list(stacks.values())))
+        summed, joined = iter(accumulators), iter(slices)
+        finished = [r.finish(next(summed if r.monoid else joined)) for r in self.results]
+        return self.epilogue(values, finished)
+
+    def _whole(self, phase: str, values: Mapping[Var, Any]) -> dict[Var, Any]:
+        lowering = _TimeLowering(self.plan, 0)
+        scope = Scope(lowering)
+        scope.values.update((var, _whole(x)) for var, x in values.items())
+        lowering.run(self._equations[phase], scope)
+        return {var: placed.array for var, placed in scope.values.items()}
+
+    def _operands_of(self, phase: str) -> tuple[Var, ...]:
+        """Values that a phase takes from earlier ones, in order of first use."""
+        made = {v for eqn in self._equations[phase] for v in eqn.outvars}
+        used = (v for eqn in self._equations[phase] for v in eqn.invars if not isinstance(v, Literal))
+        return tuple(dict.fromkeys(v for v in used if v not in made))
+
+    def _sliced_inputs(self) -> frozenset[Var]:
+        """Batch leaves of which the body takes rows."""
+        batch = {
+            var
+            for var, leaf in zip(self.program.invars, self.traced.inputs, strict=True)
+            if leaf.role == "batch" and leaf.shape and leaf.shape[0] % self.plan.microbatches == 0
+        }
+        lowering = Lowering(self.plan.assignment)
+        taken: dict[Var, set[Layout]] = {}
+        for eqn in self._equations["body"]:
+            for atom, layout in zip(eqn.invars, lowering.needs(eqn), strict=True):
+                if not isinstance(atom, Literal) and atom in batch:
+                    taken.setdefault(atom, set()).add(layout)
+        return frozenset(var for var, layouts in taken.items() if layouts == {_rows(var)})
+
+    def _results(self) -> tuple[Result, ...]:
+        used = {v for eqn in self._equations["epilogue"] for v in eqn.invars if not isinstance(v, Literal)}
+        used |= {v for v in self.program.outvars if not isinstance(v, Literal)}
+        layouts = self._layouts()
+        return tuple(
+            _result(v, layouts[v]) for eqn in self._equations["body"] for v in eqn.outvars if v in used
+        )
+
+    def _layouts(self) -> dict[Var, Layout]:
+        lowering = Lowering(self.plan.assignment)
+        return {
+            var: layout
+            for eqn in self._equations["body"]
+            for var, layout in zip(eqn.outvars, lowering.gives(eqn), strict=True)
+        }
+
+    def _collected(self, result: Result) -> Layout:
+        rank = len(result.var.aval.shape)
+        if result.monoid:
+            return Layout(((),) * rank, ((0, result.monoid),))
+        return Layout(tuple((0,) if d == result.dim else () for d in range(rank)))
+
+
+def _whole(array: Any) -> Placed:
+    return Placed(array, Layout.replicated(len(np.shape(array))))
+
+
+def _rows(var: Var) -> Layout:
+    return Layout(((0,), *((),) * (len(var.aval.shape) - 1)))
+
+
+def _result(var: Var, layout: Layout) -> Result:
+    """A value repeated in every microbatch is the sum of what the first has and zeros."""
+    if layout.sharded_axes:
+        return Result(var, dim=next(d for d, axes in enumerate(layout.dims) if axes))
+    return Result(var, monoid=layout.partial[0][1] if layout.partial else "sum")
+
+
+def microbatched(traced: TracedStep, plan: TimePlan) -> TracedStep:
+    """The step as one program with the loop inside; see the module's text."""
+    loop = TimeLoop(traced, plan)
+    leaves = loop.inputs()
+    avals = [
+        jax.ShapeDtypeStruct(leaf.shape, var.aval.dtype, weak_type=bool(getattr(var.aval, "weak_type", False)))
+        for leaf, var in zip(leaves, traced.program.invars, strict=True)
+    ]
+    program, constants = program_of(jax.make_jaxpr(loop.run)(*avals))
+    added = tuple(
+        Leaf(f"constant/{len(traced.constants) + i}", "const", tuple(v.aval.shape), v.aval.dtype)
+        for i, v in enumerate(program.invars[len(leaves) :])
+    )
+    return dataclasses.replace(
+        traced,
+        program=program,
+        constants=(*traced.constants, *constants),
+        inputs=(*leaves, *added),
+        fingerprint=fingerprint_of(program),
+    )
+

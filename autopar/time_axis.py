@@ -1,0 +1,349 @@
+"""Which part of a step runs once per microbatch: the batch as a mesh axis laid out in time.
+
+In: a traced step and a number of microbatches m. Out: a `TimePlan`: for every equation its phase, and its strategy on a mesh of
+one axis of size m, whose devices are the microbatches one after the other. The phases:
+
+    prologue   before the loop, whole: what needs no finished result, such as casts of parameters or the count of a mask
+    body       once per microbatch: on a slice of the batch, or on terms that are summed over the microbatches (partial)
+    epilogue   after the loop, whole: what needs a finished sum or all slices, such as the update
+
+It is one problem of the intra-operator kind: each equation chooses a phase and, in the body, a strategy, under
+
+    prologue -> body       a slice, or the value in the first microbatch and a neutral element in the others
+    body -> epilogue       finish: combine the terms, or join the slices
+    body -> body           only what needs no communication: no microbatch sees another
+    body -> prologue, epilogue -> body, epilogue -> prologue      impossible
+
+and it minimises the bytes and operations executed plus `RESIDENT` times the bytes that stay. All nodes of a loop of the user's
+share a phase. What can go wrong: a step that mixes examples, such as batch normalisation; then its heavy operations do not fit
+into the body, and `MixedExamples` names the operation that mixes and the user's line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from autopar.compat import Literal as JaxLiteral
+from autopar.compat import Var, source_line
+from autopar.cost_model.hardware import Cluster
+from autopar.graph import Node, PlannerOptions, StrategyGraph, Use, build_graph, is_opaque, itemsize_of
+from autopar.intra_op import choose
+from autopar.mesh import Layout, LogicalMesh
+from autopar.program import Equation, Program
+from autopar.rules import entry_for
+from autopar.spmd import Assignment, assign
+from autopar.strategies import ShardingStrategy
+from autopar.trace import TracedStep
+
+Phase = Literal["prologue", "body", "epilogue"]
+
+RESIDENT = 8.0
+"""What a byte that stays costs, in bytes moved: enough that slices of the batch are worth the loop."""
+PROLOGUE_BYTES = 1.0
+"""What an equation costs more in the prologue, so that what only the update needs is done there."""
+_FLOPS_PER_BYTE = 100.0
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedExamples:
+    """Why a step cannot be cut into microbatches: the operation that mixes examples, and its line."""
+
+    operation: str
+    source: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.operation} at {self.source} {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TimePlan:
+    """See the module's text. `phases` holds the equations of the outermost level; strategies are those of `assignment`."""
+
+    microbatches: int
+    phases: Mapping[Equation, Phase]
+    assignment: Assignment
+
+    def of_phase(self, phase: Phase) -> tuple[Equation, ...]:
+        """The outermost equations of one phase, in order."""
+        return tuple(eqn for eqn in self.assignment.program.equations if self.phases[eqn] == phase)
+
+
+def plan_time(traced: TracedStep, microbatches: int) -> TimePlan | MixedExamples:
+    """The phases of a step, or why it has none."""
+    mesh = LogicalMesh((microbatches,), ("time",))
+    program = traced.program
+    graph = build_graph(
+        program,
+        mesh,
+        Cluster.uniform((0.0,), (0.0,), flops_per_s=_FLOPS_PER_BYTE, memory_bytes_per_s=1.0),
+        PlannerOptions(allow_redundant_compute=True, kinds=frozenset()),
+        input_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.invars],
+        output_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.outvars],
+    )
+    problem = _Problem(graph, microbatches)
+    found = choose(problem.costs(), problem.edges())
+    assert found is not None
+    if not np.isfinite(found.seconds):
+        raise AssertionError("a step can always run whole, before the loop")
+    phases = {n.equation: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.equation}
+    phases |= {n.loop: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.loop}
+    plan = TimePlan(
+        microbatches,
+        {eqn: phases.get(eqn, "epilogue") for eqn in program.equations},
+        assign(graph, [problem.strategy(v, p) for v, p in enumerate(found.numbers)]),
+    )
+    return _mixing(traced, plan) or plan
+
+
+class _Problem:
+    """The strategy graph of the time mesh with two more choices per node: whole in the prologue, whole in the epilogue."""
+
+    def __init__(self, graph: StrategyGraph, microbatches: int) -> None:
+        self.graph, self.microbatches = graph, microbatches
+        self._finish: dict[int, np.ndarray] = {}
+        self._extended: dict[tuple[int, ...], np.ndarray] = {}
+        self._last_uses = _uses_between(graph)
+
+    def _count(self, node: int) -> int:
+        return len(self.graph.nodes[node].choices.strategies)
+
+    def _only(self, node: Node) -> Phase | None:
+        """The one phase of a node that stands for an input or an output of the step."""
+        if node.equation is not None or node.loop is not None:
+            return None
+        return "prologue" if node.input_number is not None else "epilogue"
+
+    def phase(self, node: int, choice: int) -> Phase:
+        """The phase of a choice."""
+        only = self._only(self.graph.nodes[node])
+        if only is not None:
+            return only
+        extra = choice - self._count(node)
+        return "body" if extra < 0 else "prologue" if extra == 0 else "epilogue"
+
+    def strategy(self, node: int, choice: int) -> int:
+        """The strategy of a choice: outside the body the replicated one, which comes first."""
+        return choice if choice < self._count(node) else 0
+
+    def costs(self) -> list[np.ndarray]:
+        """Bytes per choice: moved, and staying."""
+        costs = []
+        for node, base in zip(self.graph.nodes, self.graph.costs, strict=True):
+            if self._only(node) is not None:
+                costs.append(np.zeros(1))
+                continue
+            inside = self.microbatches * base + RESIDENT * node.choices.out_bytes
+            whole = base[0] + RESIDENT * node.choices.out_bytes[0]
+            costs.append(np.array([*inside, whole + PROLOGUE_BYTES, whole]))
+        return costs
+
+    def edges(self) -> dict[tuple[int, int], np.ndarray]:
+        """Bytes per pair of choices; infinite where the first cannot feed the second."""
+        edges = {pair: self._between(pair, base) for pair, base in self.graph.edges.items()}
+        for pair in _unconnected(self.graph):
+            u, v = pair
+            edges[pair] = self._inside_a_loop(np.zeros((self._count(u), self._count(v))))
+        return edges
+
+    def _between(self, pair: tuple[int, int], base: np.ndarray) -> np.ndarray:
+        u, v = (self.graph.nodes[i] for i in pair)
+        key = (id(base), id(u.choices), id(v.choices), *(self._kind(n) for n in (u, v)), int(self._same_loop(u, v)))
+        use = self._last_uses[pair]
+        key = (*key, use.source.output, int(use.source.stacked), int(is_opaque(use.aval)))
+        if key not in self._extended:
+            self._extended[key] = self._inside_a_loop(base) if self._same_loop(u, v) else self._across(pair, base, use)
+        return self._extended[key]
+
+    def _kind(self, node: Node) -> int:
+        only = self._only(node)
+        return 0 if only is None else 1 if only == "prologue" else 2
+
+    def _same_loop(self, u: Node, v: Node) -> bool:
+        return u.loop is not None and u.loop is v.loop
+
+    def _inside_a_loop(self, base: np.ndarray) -> np.ndarray:
+        """Both ends in one phase; outside the body both are whole, and nothing moves."""
+        rows, columns = base.shape
+        full = np.full((rows + 2, columns + 2), np.inf)
+        full[:rows, :columns] = base
+        full[rows, columns] = full[rows + 1, columns + 1] = 0.0
+        return full
+
+    def _across(self, pair: tuple[int, int], base: np.ndarray, use: Use) -> np.ndarray:
+        u, v = (self.graph.nodes[i] for i in pair)
+        rows, columns = base.shape
+        full = np.full((rows + 2, columns + 2), np.inf)
+        full[:rows, :columns] = base
+        full[:rows, columns + 1] = self._finishing(u.choices.strategies, use)
+        full[rows, :columns] = base[0]
+        full[rows, columns] = full[rows, columns + 1] = full[rows + 1, columns + 1] = 0.0
+        only_u, only_v = self._only(u), self._only(v)
+        kept_rows = [rows] if only_u == "prologue" else range(rows + 2)
+        kept_columns = [columns + 1] if only_v == "epilogue" else range(columns + 2)
+        return full[np.ix_(list(kept_rows), list(kept_columns))]
+
+    def _finishing(self, strategies: Sequence[ShardingStrategy], use: Use) -> np.ndarray:
+        """Bytes to combine terms in every microbatch, or to join slices once; and the whole result stays."""
+        if is_opaque(use.aval):
+            return np.full(len(strategies), np.inf)
+        size = float(np.prod(use.aval.shape, dtype=np.int64)) * itemsize_of(use.aval)
+        joined = (2.0 + RESIDENT) * size
+        combined = (3.0 * self.microbatches + RESIDENT) * size
+        return np.array([joined if s.outputs[use.source.output].sharded_axes else combined for s in strategies])
+
+
+def _uses_between(graph: StrategyGraph) -> dict[tuple[int, int], Use]:
+    """For each pair of connected nodes the largest value that passes."""
+    found: dict[tuple[int, int], Use] = {}
+    for use in graph.uses:
+        u, v = use.source.node, use.target
+        pair = (u, v) if u < v else (v, u)
+        held = found.get(pair)
+        if held is None or np.prod(use.aval.shape) > np.prod(held.aval.shape):
+            found[pair] = use
+    return found
+
+
+def _unconnected(graph: StrategyGraph) -> list[tuple[int, int]]:
+    """Pairs of nodes that link the parts of each loop that no value links, so that they share a phase."""
+    parent = list(range(len(graph.nodes)))
+
+    def root(v: int) -> int:
+        while parent[v] != v:
+            parent[v] = parent[parent[v]]
+            v = parent[v]
+        return v
+
+    for u, v in graph.edges:
+        if graph.nodes[u].loop is not None and graph.nodes[u].loop is graph.nodes[v].loop:
+            parent[root(u)] = root(v)
+    pairs, first = [], dict[Equation, int]()
+    for number, node in enumerate(graph.nodes):
+        if node.loop is not None:
+            anchor = first.setdefault(node.loop, number)
+            if root(anchor) != root(number):
+                pairs.append((anchor, number))
+                parent[root(number)] = root(anchor)
+    return pairs
+
+
+# Which operations index examples, and which of them mix examples.
+
+
+def _mixing(traced: TracedStep, plan: TimePlan) -> MixedExamples | None:
+    """Why heavy work on examples stayed outside the body, None if it did not."""
+    examples = example_factors(traced)
+    rules = plan.assignment.rules
+    outside = [
+        inner
+        for eqn in plan.assignment.program.equations
+        if plan.phases[eqn] != "body"
+        for inner in (eqn, *(e for region in eqn.regions for e in region.walk()))
+        if inner in rules and entry_for(inner).heavy and examples.get(inner)
+    ]
+    if not outside:
+        return None
+    sizes = {rules[eqn].size_of(f) for eqn in outside for f in examples[eqn] if f in dict(rules[eqn].sizes)}
+    return _first_mixing(traced, plan, examples) or _undivided(traced, plan, outside[0], sizes)
+
+
+def _undivided(traced: TracedStep, plan: TimePlan, eqn: Equation, sizes: set[int]) -> MixedExamples:
+    uneven = [leaf for leaf in traced.inputs if leaf.role == "batch" and leaf.shape and leaf.shape[0] % plan.microbatches]
+    if uneven:
+        listed = ", ".join(f"{leaf.path} has {leaf.shape[0]}" for leaf in uneven[:3])
+        reason = f"works on a batch that {plan.microbatches} microbatches do not divide: {listed} examples"
+    else:
+        reason = f"works on all examples at once (sizes {sorted(sizes)})"
+    return MixedExamples(eqn.primitive.name, source_line(eqn), reason)
+
+
+def example_factors(traced: TracedStep) -> dict[Equation, frozenset[str]]:
+    """For each equation the factors that count examples: those of the batch's leading dimension, followed through the rules."""
+    from autopar.rules import rule_for
+
+    found: dict[Equation, frozenset[str]] = {}
+    dims: dict[Var, frozenset[int]] = {}
+
+    def follow(program: Program) -> None:
+        for eqn in program.equations:
+            if eqn.loop is not None:
+                _follow_loop(eqn, dims, follow)
+                continue
+            rule = rule_for(eqn)
+            marked = set()
+            for atom, operand in zip(eqn.invars, rule.inputs, strict=True):
+                if not isinstance(atom, JaxLiteral):
+                    marked |= {f for d in dims.get(atom, ()) for f in operand[d][:1]}
+            found[eqn] = frozenset(marked)
+            for var, operand in zip(eqn.outvars, rule.outputs, strict=True):
+                dims[var] = frozenset(d for d, factors in enumerate(operand) if set(factors[:1]) & marked)
+
+    for leaf, var in zip(traced.inputs, traced.program.invars, strict=True):
+        if leaf.role == "batch" and leaf.shape:
+            dims[var] = frozenset({0})
+    follow(traced.program)
+    return found
+
+
+def _follow_loop(eqn: Equation, dims: dict[Var, frozenset[int]], follow: object) -> None:
+    """Marks through a nested program; carries are followed until they change no more."""
+    loop = eqn.loop
+    assert loop is not None and callable(follow)
+    region = eqn.regions[-1]
+    given = eqn.invars[1:] if loop.kind == "cond" else eqn.invars[loop.condition_consts :]
+    regions = eqn.regions if loop.kind == "cond" else (region,)
+    stack_start = loop.consts + loop.carries
+
+    def marks(atom: object) -> frozenset[int]:
+        return dims.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
+
+    for body in regions:
+        for place, (atom, var) in enumerate(zip(given, body.invars, strict=True)):
+            stacked = loop.kind == "scan" and place >= stack_start
+            dims[var] = frozenset(d - 1 for d in marks(atom) if d > 0) if stacked else marks(atom)
+        for _ in range(len(body.invars) + 1 if loop.carries else 1):
+            follow(body)
+            carried = body.invars[loop.consts : stack_start] if loop.kind != "cond" else ()
+            before = [marks(var) for var in carried]
+            for var, atom in zip(carried, body.outvars, strict=False):
+                dims[var] = marks(var) | marks(atom)
+            if before == [marks(var) for var in carried]:
+                break
+    for place, var in enumerate(eqn.outvars):
+        inside = [marks(body.outvars[place]) for body in regions]
+        merged = frozenset().union(*inside)
+        stacked = loop.kind == "scan" and place >= loop.carries
+        dims[var] = frozenset(d + 1 for d in merged) if stacked else merged
+
+
+def _first_mixing(
+    traced: TracedStep, plan: TimePlan, examples: Mapping[Equation, frozenset[str]]
+) -> MixedExamples | None:
+    """The first operation, going forward from the batch, that no strategy lets work on one microbatch alone."""
+    rules, pending = plan.assignment.rules, set[Var]()
+    only_batch = {v for v, leaf in zip(traced.program.invars, traced.inputs, strict=True) if leaf.role == "batch"}
+    for eqn in plan.assignment.program.equations:
+        operands = [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
+        if operands and all(v in only_batch for v in operands):
+            only_batch.update(eqn.outvars)
+        if eqn.loop is not None:
+            continue
+        rule = rules[eqn]
+        marked = examples.get(eqn, frozenset())
+        waits = [place for place, v in enumerate(eqn.invars) if not isinstance(v, JaxLiteral) and v in pending]
+        if marked & rule.whole or len(marked) > 1:
+            return MixedExamples(eqn.primitive.name, source_line(eqn), "relates examples of the batch to each other")
+        held = any(set(factors[:1]) & marked for operand in rule.outputs for factors in operand)
+        if waits and marked and held:
+            return MixedExamples(
+                eqn.primitive.name, source_line(eqn), "needs a value that is reduced over all examples, on every example"
+            )
+        reduces = bool(marked) and not held
+        if (reduces or waits) and not all(v in only_batch for v in eqn.outvars):
+            pending.update(eqn.outvars)
+    return None
