@@ -246,9 +246,13 @@ def _check_arguments(name: str, *, num_meshes: int, num_microbatches: int, virtu
     if name not in _ROWS:
         wrong.append(f"schedule {name!r} is unknown; there are {', '.join(map(repr, sorted(_ROWS)))}")
     if name in ("1f1b", "zb-h1") and virtual_stages > 1:
-        wrong.append(f"schedule {name!r} runs one chunk per mesh, not virtual_stages={virtual_stages}; use 'interleaved'")
+        wrong.append(
+            f"schedule {name!r} runs one chunk per mesh, not virtual_stages={virtual_stages}; use 'interleaved'"
+        )
     if name == "interleaved" and virtual_stages == 1:
-        wrong.append("schedule 'interleaved' with virtual_stages=1 has nothing to interleave; use '1f1b', or two or more")
+        wrong.append(
+            "schedule 'interleaved' with virtual_stages=1 has nothing to interleave; use '1f1b', or two or more"
+        )
     if name == "interleaved" and num_meshes > 0 and num_microbatches % num_meshes:
         below = num_microbatches // num_meshes * num_meshes
         either = f"{below} or {below + num_meshes}" if below else f"{num_meshes}"

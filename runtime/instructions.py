@@ -1,0 +1,159 @@
+"""What a step executes: runs, sends, receives and frees, in one global order for the whole cluster.
+
+In: a compiler describes each executable once as a `TaskSpec`, which reads and writes named slots. Out (made by
+`autopar.runtime.emit`): an `InstructionList`, whose instructions speak of `Value`s, that is, of a slot at one microbatch.
+Each instruction belongs to one mesh. A mesh executes its own instructions in order (`InstructionList.of`); sends do not
+wait for their receiver. The global order is one valid order for a single worker, and the one in which several processes
+must issue their transfers: `Send.number` and `Receive.number` count along it.
+
+What can go wrong: a name has one meaning at a time. An accumulator is read and written under the same name, so an
+instruction's value is the latest version in the global order. `autopar.runtime.check` verifies a list before it runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from autopar.runtime.schedules import Kind
+
+SpecKind = Kind | Literal["prologue", "epilogue"]
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One array by name; `microbatch` is None for what exists once per step, such as a parameter or an accumulator."""
+
+    name: str
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        """The name, with the microbatch after an @."""
+        return self.name if self.microbatch is None else f"{self.name}@{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What a task reads or writes. In a task that runs once, a slot per microbatch stands for all of them in order."""
+
+    name: str
+    per_microbatch: bool
+
+
+@dataclass(frozen=True)
+class TaskSpec:
+    """One executable of a mesh: run for every microbatch of its stage, or once before or after the schedule.
+
+    `donated` lists positions of `inputs` whose arrays the executable consumes. A slot that is not per microbatch and is
+    both read and written is an accumulator. `name` is unique among all specs. `stage` is ignored by the compiler of
+    instructions for "prologue" and "epilogue"; it only names the stage in messages.
+    """
+
+    name: str
+    mesh: int
+    kind: SpecKind
+    stage: int
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    donated: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Call the executable `task`; `donated` are positions of `reads` that do not exist afterwards."""
+
+    mesh: int
+    task: str
+    kind: SpecKind
+    stage: int
+    microbatch: int | None
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    donated: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """The task with what it reads and writes; donated values carry an exclamation mark."""
+        reads = " ".join(f"{value}!" if n in self.donated else f"{value}" for n, value in enumerate(self.reads))
+        at = "" if self.microbatch is None else f"@{self.microbatch}"
+        return f"run {self.task}{at}: {reads or '-'} -> {' '.join(map(str, self.writes)) or '-'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start copying a value to another mesh, without waiting."""
+
+    value: Value
+    source_mesh: int
+    target_mesh: int
+    number: int
+
+    @property
+    def mesh(self) -> int:
+        """Where the instruction is executed."""
+        return self.source_mesh
+
+    def __str__(self) -> str:
+        """The value and where it goes."""
+        return f"send {self.value} to mesh {self.target_mesh} (transfer {self.number})"
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Wait for the send with the same number; the value exists on this mesh afterwards."""
+
+    value: Value
+    source_mesh: int
+    target_mesh: int
+    number: int
+
+    @property
+    def mesh(self) -> int:
+        """Where the instruction is executed."""
+        return self.target_mesh
+
+    def __str__(self) -> str:
+        """The value and where it comes from."""
+        return f"receive {self.value} from mesh {self.source_mesh} (transfer {self.number})"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Forget a value: nothing reads it on this mesh any more."""
+
+    value: Value
+    mesh: int
+
+    def __str__(self) -> str:
+        """The value."""
+        return f"free {self.value}"
+
+
+Instruction = Run | Send | Receive | Free
+
+
+@dataclass(frozen=True)
+class InstructionList:
+    """One step. `inputs` and `outputs` are (mesh, value); of the inputs only `consumable` ones may be freed or donated."""
+
+    num_meshes: int
+    instructions: tuple[Instruction, ...]
+    inputs: tuple[tuple[int, Value], ...]
+    outputs: tuple[tuple[int, Value], ...]
+    consumable: frozenset[tuple[int, Value]]
+
+    def of(self, mesh: int) -> tuple[Instruction, ...]:
+        """What one mesh executes, in order."""
+        return self._projections[mesh]
+
+    @cached_property
+    def _projections(self) -> tuple[tuple[Instruction, ...], ...]:
+        rows: list[list[Instruction]] = [[] for _ in range(self.num_meshes)]
+        for instruction in self.instructions:
+            rows[instruction.mesh].append(instruction)
+        return tuple(map(tuple, rows))
+
+    def __str__(self) -> str:
+        """One instruction per line, in the global order."""
+        digits = len(str(max(0, len(self.instructions) - 1)))
+        return "\n".join(f"{n:>{digits}} mesh {i.mesh}: {i}" for n, i in enumerate(self.instructions)) + "\n"
