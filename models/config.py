@@ -11,7 +11,11 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What every train step needs: examples per batch and AdamW with clipping of the global norm.
+    """What every train step needs: examples per batch, the optimiser with clipping of the global norm, its reports.
+
+    Attributes:
+        sgd: plain stochastic gradient descent in place of AdamW, with the same decay of weights.
+        aux_metrics: training reports, as evaluation does, how good the outputs are, and both the loss of each example.
 
     Raises:
         ValueError: naming all fields whose values cannot work.
@@ -21,6 +25,8 @@ class ModelConfig:
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
     clip_norm: float = 1.0
+    sgd: bool = False
+    aux_metrics: bool = False
 
     def __post_init__(self) -> None:
         problems = list(self._wrong_types()) or list(self._problems())

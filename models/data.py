@@ -19,6 +19,9 @@ NumpyBatch: TypeAlias = dict[str, NDArray[np.int32] | NDArray[np.float32]]
 
 CORPUS_BYTES = 4 * 2**20
 BYTE_VALUES = 256
+PAD, MASK, START = 256, 257, 258  # marks, which no byte is
+MARKED_VALUES = 259
+MASKED_SHARE = 0.15
 DIGITS_SIZE = 8
 DIGITS_CLASSES = 10
 _LEFT_OUT_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
@@ -58,14 +61,68 @@ def text_batches(seed: int, *, batch: int, seq: int) -> Iterator[NumpyBatch]:
     Raises:
         ValueError: a window is longer than the corpus.
     """
-    text = corpus()
-    if seq + 1 > text.size:
-        raise ValueError(f"seq is {seq}, but the text has only {text.size} bytes: use a shorter sequence")
+    text = _text_longer_than(seq, "seq")
     generator = np.random.default_rng(seed)
     while True:
         starts = generator.integers(0, text.size - seq, size=(batch, 1))
         windows = text[starts + np.arange(seq + 1)].astype(np.int32)
         yield {"tokens": windows[:, :-1].copy(), "targets": windows[:, 1:].copy()}
+
+
+def _text_longer_than(length: int, size_name: str) -> NDArray[np.uint8]:
+    """The corpus, if it has more than `length` bytes."""
+    text = corpus()
+    if length >= text.size:
+        raise ValueError(f"{size_name} is {length}, but the text has only {text.size} bytes: use a shorter sequence")
+    return text
+
+
+def masked_batches(seed: int, *, batch: int, seq: int) -> Iterator[NumpyBatch]:
+    """Yield {"tokens", "segments", "targets", "weights"}, (batch, seq) each, to fill in masked bytes.
+
+    An example is two pieces of text, segments 0 and 1, together at least half of `seq` long, then PAD. Of its bytes
+    15 %, and at least one, have weight 1: for 8 in 10 of them "tokens" has MASK, for 1 a random byte, for 1 the byte.
+    """
+    text, places = _text_longer_than(seq, "seq"), np.arange(seq)
+    generator = np.random.default_rng(seed)
+    while True:
+        total = generator.integers(max(2, seq // 2), seq + 1, size=(batch, 1))
+        first = generator.integers(1, total)
+        starts = generator.integers(0, text.size - seq, size=(2, batch, 1))
+        second_piece, real = places >= first, places < total
+        bytes_read = text[np.where(second_piece, starts[1] - first, starts[0]) + places]
+        masked = real & (generator.random((batch, seq)) < MASKED_SHARE)
+        masked |= places == generator.integers(0, total)
+        kind, noise = generator.random((batch, seq)), generator.integers(0, BYTE_VALUES, (batch, seq))
+        shown = np.select([masked & (kind < 0.8), masked & (kind < 0.9)], [MASK, noise], bytes_read)
+        yield {
+            "tokens": np.where(real, shown, PAD).astype(np.int32),
+            "segments": (second_piece & real).astype(np.int32),
+            "targets": np.where(real, bytes_read, PAD).astype(np.int32),
+            "weights": masked.astype(np.float32),
+        }
+
+
+def continued_batches(seed: int, *, batch: int, seq: int, target_seq: int) -> Iterator[NumpyBatch]:
+    """Yield {"sources" (batch, seq), "tokens", "targets", "weights" (batch, target_seq)}, to continue a text.
+
+    Sources are pieces of text, at least half of `seq` long, then PAD; targets are what follows, at least half of
+    `target_seq` long, then PAD, of weight 0. Tokens are START and then the targets, one place later.
+    """
+    text = _text_longer_than(seq + target_seq, "seq + target_seq")
+    read, written = np.arange(seq), np.arange(target_seq)
+    generator = np.random.default_rng(seed)
+    while True:
+        starts = generator.integers(0, text.size - seq - target_seq, size=(batch, 1))
+        lengths = generator.integers(max(1, seq // 2), seq + 1, size=(batch, 1))
+        real = written < generator.integers(max(1, target_seq // 2), target_seq + 1, size=(batch, 1))
+        targets = np.where(real, text[starts + lengths + written], PAD).astype(np.int32)
+        yield {
+            "sources": np.where(read < lengths, text[starts + read], PAD).astype(np.int32),
+            "tokens": np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=START),
+            "targets": targets,
+            "weights": real.astype(np.float32),
+        }
 
 
 @functools.cache
@@ -105,6 +162,14 @@ def image_batches(seed: int, *, batch: int, image_size: int, channels: int) -> I
         chosen = generator.integers(0, len(images), size=batch)
         pixels = images[chosen].repeat(repeats, axis=1).repeat(repeats, axis=2)
         yield {"images": pixels[..., None].repeat(channels, axis=-1), "labels": labels[chosen]}
+
+
+def noisy_image_batches(seed: int, *, batch: int, image_size: int, channels: int, noise: float) -> Iterator[NumpyBatch]:
+    """Yield {"noisy", "images"}, float32 (batch, image_size, image_size, channels): images with Gaussian noise added."""
+    generator = np.random.default_rng((seed, 1))
+    for chosen in image_batches(seed, batch=batch, image_size=image_size, channels=channels):
+        images = chosen["images"].astype(np.float32)
+        yield {"noisy": (images + noise * generator.normal(size=images.shape)).astype(np.float32), "images": images}
 
 
 def teacher_batches(seed: int, *, batch: int, inputs: int, outputs: int, regression: bool) -> Iterator[NumpyBatch]:

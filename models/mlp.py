@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from autopar.models.config import ModelConfig
-from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, accuracy, cross_entropy
+from autopar.models.dropout import dropout, subkey
+from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, cross_entropy, squared_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,7 @@ class MLP(nn.Module):
         """Map (batch, inputs) to (batch, outputs)."""
         for layer in range(self.config.layers):
             x = nn.relu(nn.Dense(self.config.hidden)(x))
-            layer_key = None if key is None else jax.random.fold_in(key, layer)
-            x = nn.Dropout(self.config.dropout)(x, deterministic=key is None, rng=layer_key)
+            x = dropout(x, self.config.dropout, subkey(key, layer))
         return nn.Dense(self.config.outputs)(x)
 
 
@@ -63,10 +63,9 @@ def objective(config: MLPConfig) -> Objective:
     ) -> tuple[jax.Array, Outcome]:
         key = dropout_key if config.dropout else None
         outputs: Any = model.apply({"params": params}, batch["inputs"], key)
-        if config.regression:
-            return jnp.mean((outputs - batch["targets"]) ** 2), Outcome({}, batch_stats)
-        metrics = {"accuracy": accuracy(outputs, batch["targets"])} if dropout_key is None else {}
-        return cross_entropy(outputs, batch["targets"]), Outcome(metrics, batch_stats)
+        measure = squared_error if config.regression else cross_entropy
+        mean_loss, metrics = measure(config, outputs, batch["targets"], evaluating=dropout_key is None)
+        return mean_loss, Outcome(metrics, batch_stats)
 
     return Objective(
         init=lambda key: model.init(key, jnp.zeros((config.batch, config.inputs), jnp.float32), None),

@@ -24,8 +24,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from autopar.models.gpt import INIT, Attention, Block, GPTConfig, TiedEmbedding, dropout, subkey
-from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, accuracy, cross_entropy
+from autopar.models.dropout import dropout, subkey
+from autopar.models.gpt import Attention, Block, Embedding, GPTConfig
+from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, cross_entropy
+from autopar.models.transformer import INIT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,7 @@ class MoEGPT(nn.Module):
     def __call__(self, tokens: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Map tokens (B, S) to logits (B, S, V), and return the mean balancing loss."""
         block, moe_block = (nn.remat(Block), nn.remat(MoEBlock)) if self.config.remat else (Block, MoEBlock)
-        embedding = TiedEmbedding(self.config, name="embedding")
+        embedding = Embedding(self.config, name="embedding")
         x = dropout(embedding(tokens), self.config.dropout, subkey(key, self.config.layers))
         balance_losses = []
         for layer in range(self.config.layers):
@@ -163,11 +165,9 @@ def objective(config: MoEConfig) -> Objective:
         key = dropout_key if config.dropout else None
         result: Any = model.apply({"params": params}, batch["tokens"], key)
         logits, balance_loss = result
-        metrics = {"balance_loss": balance_loss}
-        if dropout_key is None:
-            metrics["accuracy"] = accuracy(logits, batch["targets"])
-        total = cross_entropy(logits, batch["targets"]) + config.balance_weight * balance_loss
-        return total, Outcome(metrics, batch_stats)
+        text_loss, metrics = cross_entropy(config, logits, batch["targets"], evaluating=dropout_key is None)
+        total = text_loss + config.balance_weight * balance_loss
+        return total, Outcome({"balance_loss": balance_loss, **metrics}, batch_stats)
 
     return Objective(
         init=lambda key: model.init(key, jnp.zeros((config.batch, config.seq), jnp.int32), None),

@@ -12,13 +12,26 @@ from typing import Any, TypeAlias
 
 import jax
 
-from autopar.models import gpt, mlp, moe, wide_resnet
+from autopar.models import bert, gpt, llama, mlp, moe, t5, unet, wide_resnet
+from autopar.models.bert import BertConfig
 from autopar.models.config import ModelConfig
-from autopar.models.data import NumpyBatch, image_batches, teacher_batches, text_batches
+from autopar.models.data import (
+    NumpyBatch,
+    continued_batches,
+    image_batches,
+    masked_batches,
+    noisy_image_batches,
+    teacher_batches,
+    text_batches,
+)
 from autopar.models.gpt import GPTConfig, GPTScanConfig
+from autopar.models.llama import LlamaConfig
 from autopar.models.mlp import MLPConfig
 from autopar.models.moe import MoEConfig
+from autopar.models.t5 import T5Config
 from autopar.models.train_steps import Batch, Metrics, Objective, TrainState, make_steps
+from autopar.models.transformer import TransformerConfig
+from autopar.models.unet import UNetConfig
 from autopar.models.wide_resnet import WideResNetConfig
 
 BatchShape: TypeAlias = dict[str, jax.ShapeDtypeStruct]
@@ -100,12 +113,26 @@ def _closest(word: str, known: Mapping[str, object]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _text(config: GPTConfig, seed: int) -> Iterator[NumpyBatch]:
+def _text(config: TransformerConfig, seed: int) -> Iterator[NumpyBatch]:
     return text_batches(seed, batch=config.batch, seq=config.seq)
 
 
 def _images(config: WideResNetConfig, seed: int) -> Iterator[NumpyBatch]:
     return image_batches(seed, batch=config.batch, image_size=config.image_size, channels=config.channels)
+
+
+def _masked(config: BertConfig, seed: int) -> Iterator[NumpyBatch]:
+    return masked_batches(seed, batch=config.batch, seq=config.seq)
+
+
+def _continued(config: T5Config, seed: int) -> Iterator[NumpyBatch]:
+    return continued_batches(seed, batch=config.batch, seq=config.seq, target_seq=config.target_seq)
+
+
+def _noisy(config: UNetConfig, seed: int) -> Iterator[NumpyBatch]:
+    return noisy_image_batches(
+        seed, batch=config.batch, image_size=config.image_size, channels=config.channels, noise=config.noise
+    )
 
 
 def _taught(config: MLPConfig, seed: int) -> Iterator[NumpyBatch]:
@@ -114,8 +141,12 @@ def _taught(config: MLPConfig, seed: int) -> Iterator[NumpyBatch]:
     )
 
 
-def _tokens(config: GPTConfig) -> int:
+def _tokens(config: TransformerConfig) -> int:
     return config.batch * config.seq
+
+
+def _tokens_read_and_written(config: T5Config) -> int:
+    return config.batch * (config.seq + config.target_seq)
 
 
 def _examples(config: ModelConfig) -> int:
@@ -143,6 +174,22 @@ MODELS: Mapping[str, ModelEntry] = MappingProxyType(
         "wide_resnet": ModelEntry(
             "wide residual network on handwritten digits",
             WideResNetConfig, wide_resnet.objective, wide_resnet.batch_shape, _examples, _images,
+        ),
+        "bert": ModelEntry(
+            "encoder that fills in masked bytes of the standard library's sources",
+            BertConfig, bert.objective, bert.batch_shape, _tokens, _masked,
+        ),
+        "t5": ModelEntry(
+            "encoder and decoder that continue a piece of the standard library's sources",
+            T5Config, t5.objective, t5.batch_shape, _tokens_read_and_written, _continued,
+        ),
+        "llama": ModelEntry(
+            "byte-level LLaMA on the standard library's sources",
+            LlamaConfig, llama.objective, gpt.batch_shape, _tokens, _text,
+        ),
+        "unet": ModelEntry(
+            "convolutional U-Net that removes noise from handwritten digits",
+            UNetConfig, unet.objective, unet.batch_shape, _examples, _noisy,
         ),
     }
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A model's loss -> pure train and evaluation steps over one frozen state (AdamW, clipping, dropout, BatchNorm).
+"""A model's loss -> pure train and evaluation steps over one frozen state (AdamW or SGD, clipping, dropout, BatchNorm).
 
 `train_step(state, batch)` returns a state of the same structure, shapes and dtypes as the one it was given, so the
 state may be donated. The step is a pure function: the dropout key of a step is `fold_in(state.dropout_key,
@@ -79,11 +79,11 @@ class Steps(NamedTuple):
 
 
 def optimizer(config: ModelConfig) -> optax.GradientTransformation:
-    """AdamW after clipping by the global norm of all gradients."""
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(config.learning_rate, weight_decay=config.weight_decay),
-    )
+    """AdamW, or SGD with decay of weights, after clipping by the global norm of all gradients."""
+    clip = optax.clip_by_global_norm(config.clip_norm)
+    if config.sgd:
+        return optax.chain(clip, optax.add_decayed_weights(config.weight_decay), optax.sgd(config.learning_rate))
+    return optax.chain(clip, optax.adamw(config.learning_rate, weight_decay=config.weight_decay))
 
 
 def make_steps(config: ModelConfig, objective: Objective) -> Steps:
@@ -124,11 +124,41 @@ def make_steps(config: ModelConfig, objective: Objective) -> Steps:
     return Steps(train_step, eval_step, create_state)
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """Mean over all labels (...) of -log softmax(logits (..., classes)) at the label."""
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+def cross_entropy(
+    config: ModelConfig, logits: jax.Array, labels: jax.Array, *, evaluating: bool, weights: jax.Array | None = None
+) -> tuple[jax.Array, Metrics]:
+    """The mean of -log softmax(logits (B, ..., classes)) at the labels (B, ...), and metrics.
+
+    With weights (B, ...) all means are weighted ones: what has weight 0 counts neither above nor below the line.
+    Metrics are "accuracy", the share of labels that have the largest logit, and "example_loss" (B,), as `config` and
+    `evaluating` ask for them.
+    """
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    metrics = _example_losses(config, losses, weights)
+    if evaluating or config.aux_metrics:
+        metrics["accuracy"] = _mean((jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32), weights)
+    return _mean(losses, weights), metrics
 
 
-def accuracy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """The fraction of labels (...) that are the largest of logits (..., classes)."""
-    return jnp.mean(jnp.argmax(logits, axis=-1) == labels, dtype=jnp.float32)
+def squared_error(
+    config: ModelConfig, outputs: jax.Array, targets: jax.Array, *, evaluating: bool
+) -> tuple[jax.Array, Metrics]:
+    """The mean of (outputs - targets)^2, both (B, ...), and metrics: "absolute_error", its mean, "example_loss" (B,)."""
+    errors = outputs - targets
+    losses = errors**2
+    metrics = _example_losses(config, losses, None)
+    if evaluating or config.aux_metrics:
+        metrics["absolute_error"] = jnp.mean(jnp.abs(errors))
+    return jnp.mean(losses), metrics
+
+
+def _example_losses(config: ModelConfig, losses: jax.Array, weights: jax.Array | None) -> Metrics:
+    inner = tuple(range(1, losses.ndim))
+    return {"example_loss": _mean(losses, weights, axes=inner)} if config.aux_metrics else {}
+
+
+def _mean(values: jax.Array, weights: jax.Array | None, *, axes: tuple[int, ...] | None = None) -> jax.Array:
+    """The mean over `axes`, over all without them; where all weights are 0 it is 0."""
+    if weights is None:
+        return jnp.mean(values, axis=axes)
+    return jnp.sum(values * weights, axis=axes) / jnp.maximum(jnp.sum(weights, axis=axes), 1.0)

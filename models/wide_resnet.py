@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from autopar.models.config import ModelConfig
 from autopar.models.data import DIGITS_CLASSES, DIGITS_SIZE
-from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, accuracy, cross_entropy
+from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, cross_entropy
 
 EXPANSION = 4
 BLOCKS_PER_STAGE: Mapping[int, tuple[int, ...]] = {
@@ -117,13 +117,14 @@ def objective(config: WideResNetConfig) -> Objective:
         params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, Outcome]:
         variables = {"params": params, "batch_stats": batch_stats}
-        if dropout_key is None:
+        evaluating = dropout_key is None
+        if evaluating:
             logits: Any = model.apply(variables, batch["images"], False)
-            outcome = Outcome({"accuracy": accuracy(logits, batch["labels"])}, batch_stats)
         else:
             logits, changed = model.apply(variables, batch["images"], True, mutable=["batch_stats"])
-            outcome = Outcome({}, changed["batch_stats"])
-        return cross_entropy(logits, batch["labels"]), outcome
+            batch_stats = changed["batch_stats"]
+        mean_loss, metrics = cross_entropy(config, logits, batch["labels"], evaluating=evaluating)
+        return mean_loss, Outcome(metrics, batch_stats)
 
     shape = batch_shape(config)["images"]
     return Objective(init=lambda key: model.init(key, jnp.zeros(shape.shape, shape.dtype), False), loss=loss)

@@ -147,7 +147,10 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
         ("", "the following arguments are required: COMMAND (see autopar --help)"),
         ("plam gpt", "invalid choice: 'plam'"),
         ("plan", "the following arguments are required: MODEL"),
-        ("plan gtp", "no model 'gtp': the models are mlp, gpt, gpt_scan, moe, wide_resnet; for a step of your own"),
+        (
+            "plan gtp",
+            "no model 'gtp': the models are mlp, gpt, gpt_scan, moe, wide_resnet, bert, t5, llama, unet; for a step",
+        ),
         ("plan gpt --layer 2", "plan gpt has no argument '--layer'; did you mean --layers?"),
         ("plan gpt --ffn_factor 2", "plan gpt has no argument '--ffn_factor'; did you mean --ffn-factor?"),
         ("plan gpt --zzz", "plan gpt has no argument '--zzz'; it takes --allow-redundant-compute, --batch,"),
@@ -285,13 +288,15 @@ def test_the_same_seed_trains_the_same_way_and_another_one_does_not(tmp_path):
 
 def test_text_is_counted_in_tokens_and_other_data_in_examples():
     rates = {
-        name: training.Run(build(name), 1, 0, Console()).rate(0.5) for name in ("gpt", "moe", "mlp", "wide_resnet")
+        name: training.Run(build(name), 1, 0, Console()).rate(0.5)
+        for name in ("gpt", "moe", "mlp", "wide_resnet", "t5")
     }
     assert rates == {
         "gpt": "2,048 tokens/s",
         "moe": "2,048 tokens/s",
         "mlp": "64 examples/s",
         "wide_resnet": "64 examples/s",
+        "t5": "3,072 tokens/s",
     }
 
 

@@ -1,0 +1,144 @@
+"""A decoder-only transformer in the manner of LLaMA: RMSNorm, rotary positions, grouped queries, SwiGLU, no biases.
+
+Rotary positions turn each pair (x_i, x_{i + D/2}) of a query or key at position t by the angle t * theta^(-2i/D), so
+that scores depend on the distance of two positions alone. Each of the `kv_heads` keys and values serves N / kv_heads
+neighbouring query heads. Letters in shapes are those of `transformer`, G = kv_heads, and F = ffn.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from autopar.models.dropout import dropout, subkey
+from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, cross_entropy
+from autopar.models.transformer import (
+    INIT,
+    TokenEmbedding,
+    TransformerConfig,
+    apply_blocks,
+    causal_mask,
+    mix,
+    scores,
+)
+
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(TransformerConfig):
+    """Sizes of the transformer; `theta` is the base of the rotary angles."""
+
+    kv_heads: int = 2
+    ffn: int = 384
+    theta: float = 10_000.0
+    dropout: float = 0.0
+    tied_embeddings: bool = False
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from self._not_positive("kv_heads", "ffn", "theta")
+        if self.kv_heads > 0 and self.heads % self.kv_heads:
+            yield f"heads is {self.heads} and kv_heads is {self.kv_heads}, but kv_heads must divide heads"
+        if self.heads > 0 and self.head_depth % 2:
+            yield f"hidden / heads is {self.head_depth}, but rotary positions turn pairs: it must be even"
+
+
+def rotary_angles(length: int, depth: int, theta: float) -> jax.Array:
+    """The angle of each position and pair: float32 (S, D/2)."""
+    frequencies = theta ** (-jnp.arange(0, depth, 2, dtype=jnp.float32) / depth)
+    return jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies
+
+
+def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
+    """Turn the pairs of x (B, S, heads, D) by angles (S, D/2)."""
+    cosine, sine = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with N query heads and G heads of keys and values."""
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, key: jax.Array | None, angles: jax.Array) -> jax.Array:
+        """Map (B, S, H) to (B, S, H)."""
+        config = self.config
+        query = rotate(self._heads(x, "query", config.heads), angles)
+        keys = rotate(self._heads(x, "key", config.kv_heads), angles)
+        values = self._heads(x, "value", config.kv_heads)
+        keys, values = (jnp.repeat(given, config.heads // config.kv_heads, axis=2) for given in (keys, values))
+        scaled = scores(query, keys) / config.head_depth**0.5
+        mixed = mix(scaled, values, allowed=causal_mask(x.shape[1]), rate=config.dropout, key=key)
+        return nn.DenseGeneral(config.hidden, axis=(-2, -1), use_bias=False, kernel_init=INIT, name="out")(mixed)
+
+    def _heads(self, x: jax.Array, name: str, heads: int) -> jax.Array:
+        return nn.DenseGeneral((heads, self.config.head_depth), use_bias=False, kernel_init=INIT, name=name)(x)
+
+
+class SwiGLU(nn.Module):
+    """silu(x W_gate) * (x W_up), then W_down."""
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map (B, S, H) to (B, S, H)."""
+        gate, up = (
+            nn.Dense(self.config.ffn, use_bias=False, kernel_init=INIT, name=name)(x) for name in ("gate", "up")
+        )
+        return nn.Dense(self.config.hidden, use_bias=False, kernel_init=INIT, name="down")(nn.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, key: jax.Array | None, angles: jax.Array) -> jax.Array:
+        """Map (B, S, H) to (B, S, H)."""
+        rate = self.config.dropout
+        normed = nn.RMSNorm(epsilon=EPSILON, name="attention_norm")(x)
+        attended = Attention(self.config, name="attention")(normed, subkey(key, 0), angles)
+        x = x + dropout(attended, rate, subkey(key, 1))
+        fed = SwiGLU(self.config, name="ffn")(nn.RMSNorm(epsilon=EPSILON, name="ffn_norm")(x))
+        return x + dropout(fed, rate, subkey(key, 2))
+
+
+class Llama(nn.Module):
+    """Embedding, blocks, final norm, logits."""
+
+    config: LlamaConfig
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, key: jax.Array | None) -> jax.Array:
+        """Map tokens (B, S) to logits (B, S, V)."""
+        config = self.config
+        embedding = TokenEmbedding(config, name="embedding")
+        x = dropout(embedding(tokens), config.dropout, subkey(key, config.layers))
+        x = apply_blocks(Block, config, x, key, rotary_angles(tokens.shape[1], config.head_depth, config.theta))
+        return embedding.logits(nn.RMSNorm(epsilon=EPSILON, name="final_norm")(x))
+
+
+def objective(config: LlamaConfig) -> Objective:
+    """Mean cross-entropy of the next byte."""
+    model = Llama(config)
+
+    def loss(
+        params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, Outcome]:
+        key = dropout_key if config.dropout else None
+        logits: Any = model.apply({"params": params}, batch["tokens"], key)
+        mean_loss, metrics = cross_entropy(config, logits, batch["targets"], evaluating=dropout_key is None)
+        return mean_loss, Outcome(metrics, batch_stats)
+
+    return Objective(
+        init=lambda key: model.init(key, jnp.zeros((config.batch, config.seq), jnp.int32), None),
+        loss=loss,
+    )

@@ -1,0 +1,136 @@
+"""What the transformers share: sizes, the token table, attention, blocks one after another.
+
+The blocks are written out one by one, or, with `scan_layers`, one block is scanned over parameters stacked along a
+first axis of length `layers`; both compute the same function, dropout included, because a block's dropout key depends
+only on the step's key and the layer's number. `remat` recomputes each block in the backward pass instead of keeping
+its values. Letters in shapes: B batch, S sequence, H hidden, N heads, D = H/N, V vocabulary; Q and K are the lengths
+of the sequence that attends and of the one attended to.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from autopar.models.config import ModelConfig
+from autopar.models.data import BYTE_VALUES
+from autopar.models.dropout import dropout, subkey
+from autopar.models.train_steps import PyTree
+
+INIT = nn.initializers.normal(stddev=0.02)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(ModelConfig):
+    """Sizes of a transformer; `vocab` has room for every byte, and may be larger."""
+
+    batch: int = 16
+    layers: int = 4
+    hidden: int = 128
+    heads: int = 4
+    seq: int = 64
+    vocab: int = 256
+    dropout: float = 0.1
+    tied_embeddings: bool = True
+    scan_layers: bool = False
+    remat: bool = False
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from self._not_positive("layers", "hidden", "heads", "seq")
+        yield from self._not_a_rate("dropout")
+        if self.heads > 0 and self.hidden % self.heads:
+            yield f"hidden is {self.hidden} and heads is {self.heads}, but heads must divide hidden"
+        yield from self._vocab_too_small()
+
+    def _vocab_too_small(self) -> Iterator[str]:
+        if self.vocab < BYTE_VALUES:
+            yield f"vocab is {self.vocab}, but the text is bytes and needs at least {BYTE_VALUES}"
+
+    @property
+    def head_depth(self) -> int:
+        """D, the length of one head's vectors."""
+        return self.hidden // self.heads
+
+
+def scores(query: jax.Array, keys: jax.Array) -> jax.Array:
+    """Products of query (B, Q, N, D) and keys (B, K, N, D): (B, N, Q, K)."""
+    return jnp.einsum("bqnd,bknd->bnqk", query, keys)
+
+
+def mix(scores: jax.Array, values: jax.Array, *, allowed: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Means of values (B, K, N, D) by the softmax of scores (B, N, Q, K), with dropout on it: (B, Q, N, D).
+
+    `allowed` is bool and broadcasts against the scores: only where it is true is a value looked at.
+    """
+    weights = dropout(nn.softmax(jnp.where(allowed, scores, -1e9)), rate, key)
+    return jnp.einsum("bnqk,bknd->bqnd", weights, values)
+
+
+def causal_mask(length: int) -> jax.Array:
+    """True on and below the diagonal: (length, length)."""
+    return jnp.tril(jnp.ones((length, length), bool))
+
+
+class TokenEmbedding(nn.Module):
+    """The token table (V, H) for the inputs, and the logits: from the same table, or from a head of their own."""
+
+    config: TransformerConfig
+    table_init: Callable[..., jax.Array] = INIT
+
+    def setup(self) -> None:
+        """Make the table, and the head unless it is tied."""
+        self.tokens = nn.Embed(self.config.vocab, self.config.hidden, embedding_init=self.table_init)
+        if not self.config.tied_embeddings:
+            self.head = nn.Dense(self.config.vocab, use_bias=False, kernel_init=INIT)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Map tokens (B, S) to (B, S, H)."""
+        return self.tokens(tokens)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Map (B, S, H) to (B, S, V)."""
+        return self.tokens.attend(x) if self.config.tied_embeddings else self.head(x)
+
+
+def apply_blocks(
+    block: type[nn.Module], config: TransformerConfig, x: jax.Array, key: jax.Array | None, *shared: jax.Array
+) -> jax.Array:
+    """Apply `config.layers` blocks to x (B, S, H), each as block(x, key of the layer, *shared); call it in a module.
+
+    Their parameters are "block_0", "block_1", ... or, scanned, "blocks".
+    """
+    if config.scan_layers:
+        return _scanned(block, config, x, key, *shared)
+    block = nn.remat(block) if config.remat else block
+    for layer in range(config.layers):
+        x = block(config, name=f"block_{layer}")(x, subkey(key, layer), *shared)
+    return x
+
+
+def _scanned(
+    block: type[nn.Module], config: TransformerConfig, x: jax.Array, key: jax.Array | None, *shared: jax.Array
+) -> jax.Array:
+    # Inside a scan the loop itself keeps the recomputation apart, so remat needs no barrier against CSE.
+    block = nn.remat(block, prevent_cse=False) if config.remat else block
+    keys = None if key is None else jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(config.layers))
+    over_layers: Any = nn.scan(
+        lambda module, carried, layer_key, *shared: (module(carried, layer_key, *shared), None),
+        variable_axes={"params": 0},
+        split_rngs={"params": True},
+        in_axes=(0, *(nn.broadcast for _ in shared)),
+        length=config.layers,
+    )
+    x, _ = over_layers(block(config, name="blocks"), x, keys, *shared)
+    return x
+
+
+def stack_blocks(params: PyTree, layers: int) -> PyTree:
+    """Parameters of the unrolled model -> those of the scanned one: block_0, block_1, ... stacked as "blocks"."""
+    names = [f"block_{layer}" for layer in range(layers)]
+    rest = {name: value for name, value in params.items() if name not in names}
+    return rest | {"blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params[name] for name in names))}
