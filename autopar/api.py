@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from autopar.compile import CompiledStep
-from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
-from autopar.errors import ArgumentError, PlanError
+from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster, preset, preset_for_device_kind
+from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
 from autopar.graph import PlannerOptions
 from autopar.mesh import LogicalMesh
+from autopar.microbatch import in_microbatches, microbatch_counts
 from autopar.options import Constraints, ConstraintsLike, Rule, as_constraints
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
@@ -105,13 +108,7 @@ class ParallelStep:
     def _plan(self, bound: BoundArguments) -> _Planned:
         key = _key(bound)
         if key not in self._planned:
-            traced = trace(self._signature, bound)
-            if self._settings.plan is not None:
-                assignment = restore(traced, self._settings.plan, self._settings.request())
-                self._planned[key] = _Planned(traced, self._settings.plan, assignment)
-            else:
-                plan, assignment = plan_step(traced, self._settings.request())
-                self._planned[key] = _Planned(traced, plan, assignment)
+            self._planned[key] = self._settings.planned(trace(self._signature, bound))
         self._last = self._planned[key]
         return self._last
 
@@ -138,6 +135,28 @@ class _Settings:
     options: PlannerOptions
     plan: Plan | None
     follow: ParallelStep | None
+    num_microbatches: Literal["auto"] | int
+
+    def planned(self, traced: TracedStep) -> _Planned:
+        """The plan for a step, in as many microbatches as were asked for, or, by default, as the memory needs."""
+        request = self.request()
+        if self.plan is not None:
+            cut = in_microbatches(traced, self.plan.num_microbatches)
+            return _Planned(cut, self.plan, restore(cut, self.plan, request))
+        if self.num_microbatches != "auto":
+            cut = in_microbatches(traced, self.num_microbatches)
+            return _Planned(cut, *plan_step(cut, request))
+        too_large: OutOfMemoryError | None = None
+        for count in microbatch_counts(traced):
+            cut = in_microbatches(traced, count)
+            if cut.microbatches != count:
+                break
+            try:
+                return _Planned(cut, *plan_step(cut, request))
+            except OutOfMemoryError as error:
+                too_large = too_large or error
+        assert too_large is not None
+        raise too_large
 
     def jax_devices(self) -> list[jax.Device]:
         """The devices to run on."""
@@ -151,8 +170,8 @@ class _Settings:
         """What the planner is asked; touches devices only to count them and to learn their kind."""
         cluster = self.chosen_cluster()
         limit = self.memory_limit_bytes
-        if limit is None and np.isfinite(cluster.device.memory_bytes):
-            limit = int(cluster.device.memory_bytes)
+        if limit is None and np.isfinite(cluster.usable_memory_bytes):
+            limit = int(cluster.usable_memory_bytes)
         return PlanRequest(self._meshes(), cluster, limit, self._constraints(), self.options)
 
     def _meshes(self) -> tuple[LogicalMesh, ...]:
@@ -212,11 +231,12 @@ def parallelize(
     static_argnums: int | Sequence[int] = (),
     memory_limit_bytes: int | None = None,
     constraints: ConstraintsLike = None,
-    cluster: Literal["auto"] | str | Cluster = "auto",
+    cluster: Literal["auto"] | str | os.PathLike[str] | Cluster = "auto",
     allow_redundant_compute: bool = False,
     collectives: Sequence[str] | None = None,
     plan: Plan | None = None,
     follow: ParallelStep | None = None,
+    num_microbatches: Literal["auto"] | int = "auto",
 ) -> Any:
     """Run a step on all devices under a plan that autopar finds; usable as a decorator with and without arguments.
 
@@ -224,9 +244,12 @@ def parallelize(
     (axes x, y, z) or a mapping of names to sizes; "auto" compares all one- and two-dimensional shapes. batch_argnums: arguments
     whose leading dimension is the batch. donate_argnums: "auto" donates what the step returns in the same structure.
     memory_limit_bytes: per device; the cluster's memory if None. constraints: leaf-path globs to PartitionSpec, `Replicated`,
-    `Split`, and presets such as `data_parallel()`. cluster: what the machine can do. allow_redundant_compute: let devices
+    `Split`, and presets such as `data_parallel()`. cluster: what the machine can do: a preset's name, a
+    `Cluster`, or a cluster file such as `python -m autopar calibrate` writes. allow_redundant_compute: let devices
     repeat contractions. collectives: the kinds the plan may use (all if None). plan: use this plan instead of searching.
     follow: reuse the mesh and the layouts that another step's last plan gave to leaves of the same path.
+    num_microbatches: into how many parts the batch is cut, one after the other, with the same results; "auto" takes the
+    least number that fits the memory.
 
     Raises ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, from the first call or `.plan`.
     """
@@ -243,6 +266,7 @@ def parallelize(
         PlannerOptions(allow_redundant_compute, _checked_kinds(collectives)),
         plan,
         follow,
+        _checked_microbatches(num_microbatches),
     )
     batch, static = _numbers("batch_argnums", batch_argnums), _numbers("static_argnums", static_argnums)
     donate = _numbers("donate_argnums", donate_argnums) if donate_argnums != "auto" else donate_argnums
@@ -275,12 +299,18 @@ def _checked_devices(devices: Any) -> tuple[jax.Device, ...] | int | None:
 def _checked_cluster(cluster: Any) -> Literal["auto"] | Cluster:
     if cluster == "auto" or isinstance(cluster, Cluster):
         return cluster  # type: ignore[no-any-return]
-    if not isinstance(cluster, str):
-        raise ArgumentError(f"cluster={cluster!r}: 'auto', the name of a preset or a Cluster is expected")
+    if not isinstance(cluster, str | os.PathLike):
+        raise ArgumentError(f"cluster={cluster!r}: 'auto', the name of a preset or a Cluster is expected, or the path of a file")
     try:
-        return preset(cluster)
+        return find_cluster(cluster) if isinstance(cluster, str) else load_cluster(Path(cluster))
     except ValueError as error:
         raise ArgumentError(f"cluster={cluster!r}: {error}") from None
+
+
+def _checked_microbatches(count: Any) -> Literal["auto"] | int:
+    if count != "auto" and (type(count) is not int or count < 1):
+        raise ArgumentError(f"num_microbatches={count!r}: 'auto' or a positive whole number is expected")
+    return count  # type: ignore[no-any-return]
 
 
 def _checked_kinds(collectives: Sequence[str] | None) -> frozenset[str]:

@@ -34,6 +34,11 @@ def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.shardin
     return make_mesh(np.array(devices[: mesh.size]).reshape(mesh.shape), mesh.axis_names)
 
 
+def _in_slices(value: Any, shape: tuple[int, ...]) -> Any:
+    """A batch leaf as microbatches; on the host this copies nothing."""
+    return value.reshape(shape) if hasattr(value, "reshape") else np.reshape(value, shape)
+
+
 class CompiledStep:
     """A step compiled for its plan. Calling it runs one step; it accepts arguments of the traced shapes only."""
 
@@ -76,9 +81,9 @@ class CompiledStep:
         expected = self.traced.inputs[: len(leaves)]
         given = [jax.typeof(x) for x in leaves]
         wrong = [
-            f"{leaf.path} is {x.dtype}{list(x.shape)}, compiled for {leaf.dtype}{list(leaf.shape)}"
+            f"{leaf.path} is {x.dtype}{list(x.shape)}, compiled for {leaf.dtype}{list(leaf.given_shape)}"
             for leaf, x in zip(expected, given, strict=True)
-            if (x.shape, x.dtype) != (leaf.shape, leaf.dtype)
+            if (x.shape, x.dtype) != (leaf.given_shape, leaf.dtype)
         ]
         if wrong:
             raise ArgumentError(f"{'; '.join(wrong)}. Compile again for these arguments, or call the step, which does.")
@@ -87,7 +92,7 @@ class CompiledStep:
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
         placed = [
-            self._placed(x, sharding, leaf.donated)
+            self._placed(x if leaf.microbatches == 1 else _in_slices(x, leaf.shape), sharding, leaf.donated)
             for x, sharding, leaf in zip(leaves, self.in_shardings, self.traced.inputs, strict=False)
         ]
         return jax.tree_util.tree_unflatten(self.traced.out_tree, self.executable(*placed, *self._constants))

@@ -13,6 +13,8 @@ stages. What can go wrong: a step that mixes examples; `time_axis.MixedExamples`
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,10 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compat import Literal, Var, attributed_to
+from autopar.errors import ArgumentError, AutoparWarning
 from autopar.mesh import Layout, LogicalMesh
 from autopar.program import Equation, program_of
 from autopar.spmd import Lowering, Placed, Scope, neutral_element
-from autopar.time_axis import TimePlan
+from autopar.time_axis import MixedExamples, TimePlan, plan_time
 from autopar.trace import Leaf, TracedStep, fingerprint_of
 
 _COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "or": jnp.logical_or, "and": jnp.logical_and}
@@ -189,9 +192,7 @@ class TimeLoop:
         used = {v for eqn in self._equations["epilogue"] for v in eqn.invars if not isinstance(v, Literal)}
         used |= {v for v in self.program.outvars if not isinstance(v, Literal)}
         layouts = self._layouts()
-        return tuple(
-            _result(v, layouts[v]) for eqn in self._equations["body"] for v in eqn.outvars if v in used
-        )
+        return tuple(_result(v, layouts[v]) for eqn in self._equations["body"] for v in eqn.outvars if v in used)
 
     def _layouts(self) -> dict[Var, Layout]:
         lowering = Lowering(self.plan.assignment)
@@ -223,6 +224,36 @@ def _result(var: Var, layout: Layout) -> Result:
     return Result(var, monoid=layout.partial[0][1] if layout.partial else "sum")
 
 
+def in_microbatches(traced: TracedStep, count: int) -> TracedStep:
+    """The step in `count` microbatches; a step that mixes examples stays whole, with a warning that names the operation."""
+    if count == 1:
+        return traced
+    uneven = [leaf for leaf in traced.inputs if leaf.role == "batch" and leaf.shape and leaf.shape[0] % count]
+    if uneven:
+        listed = ", ".join(f"{leaf.path} has {leaf.shape[0]} (shape {leaf.shape})" for leaf in uneven[:4])
+        raise ArgumentError(
+            f"num_microbatches={count} does not divide the examples of the batch: {listed}. Numbers that do: "
+            f"{', '.join(map(str, microbatch_counts(traced)))}."
+        )
+    plan = plan_time(traced, count)
+    if isinstance(plan, MixedExamples):
+        warnings.warn(
+            f"the step runs with one microbatch instead of {count}: {plan}. What one microbatch computes would not be what the "
+            "full batch does. Normalise, count or compare within an example or a fixed group of examples to use microbatches.",
+            AutoparWarning,
+            stacklevel=5,
+        )
+        return traced
+    return microbatched(traced, plan)
+
+
+def microbatch_counts(traced: TracedStep) -> tuple[int, ...]:
+    """The numbers of microbatches that divide every leaf of the batch, ascending; (1,) without a batch."""
+    sizes = {leaf.shape[0] for leaf in traced.inputs if leaf.role == "batch" and leaf.shape}
+    common = math.gcd(*sizes)
+    return tuple(m for m in range(1, common + 1) if common % m == 0) or (1,)
+
+
 def microbatched(traced: TracedStep, plan: TimePlan) -> TracedStep:
     """The step as one program with the loop inside; see the module's text."""
     loop = TimeLoop(traced, plan)
@@ -242,5 +273,5 @@ def microbatched(traced: TracedStep, plan: TimePlan) -> TracedStep:
         constants=(*traced.constants, *constants),
         inputs=(*leaves, *added),
         fingerprint=fingerprint_of(program),
+        microbatches=plan.microbatches,
     )
-

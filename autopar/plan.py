@@ -96,6 +96,7 @@ class Plan:
     allow_redundant_compute: bool
     candidates: tuple[Candidate, ...] = ()
     copy_span: int | None = None
+    num_microbatches: int = 1
     version: int = VERSION
 
     @property

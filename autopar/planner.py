@@ -105,7 +105,7 @@ def graph_for(
 
 
 def _plan_on(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> tuple[Plan, Assignment] | _Infeasible:
-    allowed = allowed_layouts(traced.inputs, mesh, request.constraints)
+    allowed = _allowed_inputs(traced, mesh, request)
     graph = graph_for(traced, mesh, request, allowed)
     memory = _memory_model(traced, graph)
     found = _choose_within(graph, memory, request.memory_limit_bytes)
@@ -120,6 +120,17 @@ def _plan_on(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> tup
         )
     assignment = assign(graph, choice.numbers, copy_span=copy_span)
     return _describe(traced, request, graph, memory, assignment, choice), assignment
+
+
+def _allowed_inputs(
+    traced: TracedStep, mesh: LogicalMesh, request: PlanRequest
+) -> list[tuple[Layout, ...] | None]:
+    """Layouts allowed for each input; the constraints speak of one microbatch, and slices in time are whole over devices."""
+    allowed = allowed_layouts([leaf.one for leaf in traced.inputs], mesh, request.constraints)
+    return [
+        la if la is None or leaf.microbatches == 1 else tuple(layout.prepend() for layout in la)
+        for leaf, la in zip(traced.inputs, allowed, strict=True)
+    ]
 
 
 def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:
@@ -203,6 +214,7 @@ def _describe(
         lower_bound_s=compute_s + comm_s - max(slack, 0.0),
         allow_redundant_compute=request.options.allow_redundant_compute,
         copy_span=assignment.copy_span,
+        num_microbatches=traced.microbatches,
     )
 
 
@@ -211,9 +223,9 @@ def _values(leaves: Sequence[Leaf], layouts: Sequence[Layout], mesh: LogicalMesh
         ValuePlan(
             leaf.path,
             leaf.role,
-            leaf.shape,
+            leaf.given_shape,
             str(leaf.dtype),
-            layout.spec(mesh),
+            layout.spec(mesh) if leaf.microbatches == 1 else layout.spec(mesh)[1:],
             layout.local_bytes(leaf.shape, itemsize_of(leaf), mesh),
         )
         for leaf, layout in zip(leaves, layouts, strict=True)
@@ -247,7 +259,7 @@ def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None
     sizes = sorted({size for mesh in request.meshes for size in mesh.shape if size > 1})
     if not sizes or any(rule.role == "batch" for rule in request.constraints.rules):
         return
-    leaves = [leaf for leaf in traced.inputs if leaf.role == "batch" and leaf.shape]
+    leaves = [leaf.one for leaf in traced.inputs if leaf.role == "batch" and leaf.shape]
     uneven = [leaf for leaf in leaves if all(leaf.shape[0] % size for size in sizes)]
     if uneven:
         listed = ", ".join(f"{leaf.path} has {leaf.shape[0]} examples (shape {leaf.shape})" for leaf in uneven[:4])
@@ -300,7 +312,10 @@ def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> Assignment:
     mesh = LogicalMesh(plan.mesh_shape, plan.axis_names)
     options = dataclasses.replace(request.options, allow_redundant_compute=plan.allow_redundant_compute)
     request = dataclasses.replace(request, options=options)
-    inputs = [(_layout(v, mesh),) for v in plan.inputs]
+    inputs = [
+        (_layout(v, mesh) if leaf.microbatches == 1 else _layout(v, mesh).prepend(),)
+        for v, leaf in zip(plan.inputs, traced.inputs, strict=True)
+    ]
     outputs: list[Any] = [
         number if number is not None else (_layout(v, mesh),)
         for number, v in zip(traced.state_of_output, plan.outputs, strict=True)

@@ -14,8 +14,8 @@ It is one problem of the intra-operator kind: each equation chooses a phase and,
     body -> body           only what needs no communication: no microbatch sees another
     body -> prologue, epilogue -> body, epilogue -> prologue      impossible
 
-and it minimises the bytes and operations executed plus `RESIDENT` times the bytes that stay. All nodes of a loop of the user's
-share a phase. What can go wrong: a step that mixes examples, such as batch normalisation; then its heavy operations do not fit
+and it minimises the bytes and operations executed plus `RESIDENT` times the bytes that stay; heavy work on examples belongs
+into the body whatever it costs. All nodes of a loop of the user's share a phase. What can go wrong: a step that mixes examples, such as batch normalisation; then its heavy operations do not fit
 into the body, and `MixedExamples` names the operation that mixes and the user's line.
 """
 
@@ -34,7 +34,7 @@ from autopar.graph import Node, PlannerOptions, StrategyGraph, Use, build_graph,
 from autopar.intra_op import choose
 from autopar.mesh import Layout, LogicalMesh
 from autopar.program import Equation, Program
-from autopar.rules import entry_for
+from autopar.rules import entry_for, rule_for
 from autopar.spmd import Assignment, assign
 from autopar.strategies import ShardingStrategy
 from autopar.trace import TracedStep
@@ -43,6 +43,8 @@ Phase = Literal["prologue", "body", "epilogue"]
 
 RESIDENT = 8.0
 """What a byte that stays costs, in bytes moved: enough that slices of the batch are worth the loop."""
+ON_EXAMPLES = 2.0
+"""How much more work on examples costs outside the body, so that a leaf of the batch is read in slices if it can be."""
 PROLOGUE_BYTES = 1.0
 """What an equation costs more in the prologue, so that what only the update needs is done there."""
 _FLOPS_PER_BYTE = 100.0
@@ -85,7 +87,8 @@ def plan_time(traced: TracedStep, microbatches: int) -> TimePlan | MixedExamples
         input_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.invars],
         output_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.outvars],
     )
-    problem = _Problem(graph, microbatches)
+    examples = example_factors(traced)
+    problem = _Problem(graph, microbatches, examples)
     found = choose(problem.costs(), problem.edges())
     assert found is not None
     if not np.isfinite(found.seconds):
@@ -97,14 +100,15 @@ def plan_time(traced: TracedStep, microbatches: int) -> TimePlan | MixedExamples
         {eqn: phases.get(eqn, "epilogue") for eqn in program.equations},
         assign(graph, [problem.strategy(v, p) for v, p in enumerate(found.numbers)]),
     )
-    return _mixing(traced, plan) or plan
+    return _mixing(traced, plan, examples) or plan
 
 
 class _Problem:
     """The strategy graph of the time mesh with two more choices per node: whole in the prologue, whole in the epilogue."""
 
-    def __init__(self, graph: StrategyGraph, microbatches: int) -> None:
+    def __init__(self, graph: StrategyGraph, microbatches: int, examples: Mapping[Equation, frozenset[str]]) -> None:
         self.graph, self.microbatches = graph, microbatches
+        self._on_examples = {eqn for eqn, factors in examples.items() if factors}
         self._finish: dict[int, np.ndarray] = {}
         self._extended: dict[tuple[int, ...], np.ndarray] = {}
         self._last_uses = _uses_between(graph)
@@ -131,14 +135,20 @@ class _Problem:
         return choice if choice < self._count(node) else 0
 
     def costs(self) -> list[np.ndarray]:
-        """Bytes per choice: moved, and staying."""
+        """Bytes per choice: moved, and staying. Work on examples outside the body costs more; heavy work, more than all else."""
         costs = []
+        forbidding = 4 * self.microbatches * RESIDENT * sum(float(c.max()) for c in self.graph.costs)
         for node, base in zip(self.graph.nodes, self.graph.costs, strict=True):
             if self._only(node) is not None:
                 costs.append(np.zeros(1))
                 continue
             inside = self.microbatches * base + RESIDENT * node.choices.out_bytes
             whole = base[0] + RESIDENT * node.choices.out_bytes[0]
+            if node.equation in self._on_examples:
+                whole *= ON_EXAMPLES
+                if entry_for(node.equation).heavy:
+                    undivided = [s.ways < self.microbatches for s in node.choices.strategies]
+                    inside, whole = inside + forbidding * np.array(undivided), whole + forbidding
             costs.append(np.array([*inside, whole + PROLOGUE_BYTES, whole]))
         return costs
 
@@ -235,16 +245,15 @@ def _unconnected(graph: StrategyGraph) -> list[tuple[int, int]]:
 # Which operations index examples, and which of them mix examples.
 
 
-def _mixing(traced: TracedStep, plan: TimePlan) -> MixedExamples | None:
+def _mixing(traced: TracedStep, plan: TimePlan, examples: Mapping[Equation, frozenset[str]]) -> MixedExamples | None:
     """Why heavy work on examples stayed outside the body, None if it did not."""
-    examples = example_factors(traced)
     rules = plan.assignment.rules
     outside = [
         inner
         for eqn in plan.assignment.program.equations
-        if plan.phases[eqn] != "body"
         for inner in (eqn, *(e for region in eqn.regions for e in region.walk()))
         if inner in rules and entry_for(inner).heavy and examples.get(inner)
+        if plan.phases[eqn] != "body" or plan.assignment.strategies[inner].ways < plan.microbatches
     ]
     if not outside:
         return None
@@ -253,19 +262,26 @@ def _mixing(traced: TracedStep, plan: TimePlan) -> MixedExamples | None:
 
 
 def _undivided(traced: TracedStep, plan: TimePlan, eqn: Equation, sizes: set[int]) -> MixedExamples:
-    uneven = [leaf for leaf in traced.inputs if leaf.role == "batch" and leaf.shape and leaf.shape[0] % plan.microbatches]
+    uneven = [
+        leaf for leaf in traced.inputs if leaf.role == "batch" and leaf.shape and leaf.shape[0] % plan.microbatches
+    ]
     if uneven:
         listed = ", ".join(f"{leaf.path} has {leaf.shape[0]}" for leaf in uneven[:3])
         reason = f"works on a batch that {plan.microbatches} microbatches do not divide: {listed} examples"
     else:
         reason = f"works on all examples at once (sizes {sorted(sizes)})"
-    return MixedExamples(eqn.primitive.name, source_line(eqn), reason)
+    return MixedExamples(eqn.primitive.name, _line(plan, eqn), reason)
+
+
+def _line(plan: TimePlan, eqn: Equation) -> str:
+    """The user's line of an equation; of the next one that has any, where JAX keeps none for the inside of a function of its own."""
+    program = list(plan.assignment.program.walk())
+    lines = (source_line(e) for e in program[program.index(eqn) :])
+    return next((line for line in lines if line), "an unknown line")
 
 
 def example_factors(traced: TracedStep) -> dict[Equation, frozenset[str]]:
     """For each equation the factors that count examples: those of the batch's leading dimension, followed through the rules."""
-    from autopar.rules import rule_for
-
     found: dict[Equation, frozenset[str]] = {}
     dims: dict[Var, frozenset[int]] = {}
 
@@ -337,11 +353,13 @@ def _first_mixing(
         marked = examples.get(eqn, frozenset())
         waits = [place for place, v in enumerate(eqn.invars) if not isinstance(v, JaxLiteral) and v in pending]
         if marked & rule.whole or len(marked) > 1:
-            return MixedExamples(eqn.primitive.name, source_line(eqn), "relates examples of the batch to each other")
+            return MixedExamples(eqn.primitive.name, _line(plan, eqn), "relates examples of the batch to each other")
         held = any(set(factors[:1]) & marked for operand in rule.outputs for factors in operand)
         if waits and marked and held:
             return MixedExamples(
-                eqn.primitive.name, source_line(eqn), "needs a value that is reduced over all examples, on every example"
+                eqn.primitive.name,
+                _line(plan, eqn),
+                "needs a value that is reduced over all examples, on every example",
             )
         reduces = bool(marked) and not held
         if (reduces or waits) and not all(v in only_batch for v in eqn.outvars):

@@ -42,6 +42,16 @@ class Leaf:
     microbatches: int = 1
 
     @property
+    def given_shape(self) -> tuple[int, ...]:
+        """The shape of the caller's array."""
+        return self.shape if self.microbatches == 1 else (self.microbatches * self.shape[1], *self.shape[2:])
+
+    @property
+    def one(self) -> Leaf:
+        """The leaf as one microbatch sees it."""
+        return self if self.microbatches == 1 else dataclasses.replace(self, shape=self.shape[1:], microbatches=1)
+
+    @property
     def aval(self) -> jax.ShapeDtypeStruct:
         """Shape and type as JAX writes them."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
@@ -59,6 +69,7 @@ class TracedStep:
     outputs: tuple[Leaf, ...]
     state_of_output: tuple[int | None, ...]
     fingerprint: str
+    microbatches: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,200 @@
+"""A step in microbatches computes what the step computes, and says so when it cannot."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.errors import ArgumentError, AutoparWarning
+from autopar.microbatch import TimeLoop, in_microbatches
+from autopar.models.registry import build
+from autopar.time_axis import MixedExamples, plan_time
+from autopar.trace import CallSignature, bind_arguments, trace
+from tests import zoo
+from tests.oracles import assert_same_as_jit, assert_trees_close
+
+ZOO = {"bert": zoo.build_bert, "gpt": zoo.build_gpt, "moe": zoo.build_moe, "t5": zoo.build_t5, "unet": zoo.build_unet}
+
+
+def traced_of(step, *args):
+    signature = CallSignature(step, (1,), (), "auto")
+    return trace(signature, bind_arguments(signature, args, {}))
+
+
+def run_in_microbatches(step, count, *args):
+    """The step's results through the loop on one device, without planning it for a mesh."""
+    traced = traced_of(step, *args)
+    plan = plan_time(traced, count)
+    assert not isinstance(plan, MixedExamples), str(plan)
+    loop = TimeLoop(traced, plan)
+    flat = [jnp.asarray(x) for x in jax.tree.leaves(args)]
+    sliced = [x.reshape(leaf.shape) for x, leaf in zip(flat, loop.inputs(), strict=False)]
+    return jax.tree.unflatten(traced.out_tree, jax.jit(loop.run)(*sliced, *traced.constants))
+
+
+def mixing(step, count, *args):
+    """What is said of a step that mixes examples."""
+    plan = plan_time(traced_of(step, *args), count)
+    assert isinstance(plan, MixedExamples), "this step was cut into microbatches"
+    return plan
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_of_the_zoo_computes_the_same_in_microbatches(name, count):
+    step, state, batch = ZOO[name]()
+    assert_trees_close(run_in_microbatches(step, count, state, batch), jax.jit(step)(state, batch))
+
+
+def linear(rows=8, width=6):
+    generator = np.random.default_rng(0)
+    weights = jnp.asarray(generator.normal(size=(width, width)), jnp.float32)
+    batch = {
+        "x": jnp.asarray(generator.normal(size=(rows, width)), jnp.float32),
+        "y": jnp.asarray(generator.normal(size=(rows, width)), jnp.float32),
+        "mask": jnp.asarray(generator.integers(2, size=(rows,)), jnp.float32).at[0].set(1),
+    }
+    return weights, batch
+
+
+def losses(weights, batch):
+    return jnp.sum((jnp.tanh(batch["x"] @ weights) - batch["y"]) ** 2, axis=-1)
+
+
+LOSSES = {
+    "mean": lambda w, b: losses(w, b).mean(),
+    "sum": lambda w, b: losses(w, b).sum(),
+    "masked": lambda w, b: (losses(w, b) * b["mask"]).sum() / b["mask"].sum(),
+    "weighted": lambda w, b: jnp.average(losses(w, b), weights=jnp.arange(1.0, 9.0)),
+    "regularised": lambda w, b: losses(w, b).mean() + 0.1 * jnp.sum(w**2),
+    "largest": lambda w, b: losses(w, b).max(),
+    "logarithm": lambda w, b: jnp.log(losses(w, b).mean()),
+    "dropout": lambda w, b: jnp.mean(losses(w, b)[:, None] * jax.random.bernoulli(jax.random.key(3), 0.5, (8, 5))),
+    "positions": lambda w, b: jnp.sum(losses(w, b) * jnp.sin(jnp.arange(8.0))),
+}
+
+
+@pytest.mark.parametrize("name", ["mean", "sum", "masked", "weighted", "regularised", "dropout", "positions"])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_losses_and_gradients_are_those_of_the_full_batch(name, count):
+    def step(weights, batch):
+        loss, gradient = jax.value_and_grad(LOSSES[name])(weights, batch)
+        return weights - 0.1 * gradient, loss, gradient
+
+    args = linear()
+    assert_trees_close(run_in_microbatches(step, count, *args), jax.jit(step)(*args))
+
+
+def test_outputs_per_example_are_joined_and_outputs_per_batch_are_reduced():
+    def step(weights, batch):
+        each = losses(weights, batch)
+        gradient = jax.grad(LOSSES["mean"])(weights, batch)
+        metrics = {
+            "each": each,
+            "order": jnp.argsort(each),
+            "largest": each.max(),
+            "any": jnp.any(each > 5.0),
+            "all": jnp.all(each > 0.0),
+            "count": jnp.sum(batch["mask"] > 0),
+            "perplexity": jnp.exp(each.mean() / 10),
+            "transposed": jnp.tanh(batch["x"] @ weights).T,
+        }
+        return weights - 0.1 * gradient, metrics
+
+    args = linear()
+    assert_trees_close(run_in_microbatches(step, 4, *args), jax.jit(step)(*args))
+
+
+def test_gradients_in_bfloat16_are_summed_in_float32():
+    weights, batch = linear()
+    batch = {"x": batch["x"].astype(jnp.bfloat16), "y": batch["y"].astype(jnp.bfloat16)}
+
+    def step(weights, batch):
+        return weights, jax.grad(lambda w: losses(w, batch).astype(jnp.float32).sum())(weights.astype(jnp.bfloat16))
+
+    loop = jax.make_jaxpr(lambda *args: run_in_microbatches(step, 4, weights, batch))()
+    assert "f32[6,6]" in str(loop)
+
+
+def test_a_loss_that_is_not_a_sum_over_examples_is_not_cut_where_its_gradient_needs_the_full_batch():
+    """d log(mean)/d loss needs the mean of all examples before any gradient can be computed."""
+
+    def step(weights, batch):
+        loss, gradient = jax.value_and_grad(LOSSES["logarithm"])(weights, batch)
+        return weights - 0.1 * gradient, loss
+
+    plan = plan_time(traced_of(step, *linear()), 4)
+    if not isinstance(plan, MixedExamples):
+        assert_trees_close(run_in_microbatches(step, 4, *linear()), jax.jit(step)(*linear()))
+
+
+def test_a_contrastive_loss_is_refused_at_the_product_that_mixes_examples():
+    def step(weights, batch):
+        def loss(weights):
+            a, b = batch["x"] @ weights, batch["y"] @ weights
+            return -jnp.mean(jax.nn.log_softmax(a @ b.T)[jnp.arange(8), jnp.arange(8)])
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    found = mixing(step, 4, *linear())
+    assert found.operation == "dot_general"
+    assert "test_microbatch.py" in found.source
+    assert "relates examples of the batch to each other" in found.reason
+
+
+def test_batch_normalisation_is_refused_at_the_operation_that_needs_the_mean():
+    step, state, batch = zoo.build_resnet_block()
+    found = mixing(step, 2, state, batch)
+    assert "needs a value that is reduced over all examples" in found.reason
+    assert "zoo.py" in found.source
+
+
+def test_a_step_that_mixes_examples_runs_whole_with_a_warning_that_names_the_line():
+    step, state, batch = zoo.build_resnet_block()
+    with pytest.warns(AutoparWarning, match=r"one microbatch instead of 2: \w+ at .*zoo\.py"):
+        whole = in_microbatches(traced_of(step, state, batch), 2)
+    assert whole.microbatches == 1
+
+
+def test_a_number_of_microbatches_that_does_not_divide_the_batch_is_an_error_with_the_numbers_that_do():
+    weights, batch = linear()
+    step = autopar.parallelize(lambda w, b: (w, losses(w, b).mean()), num_microbatches=3)
+    with pytest.raises(ArgumentError, match=r"num_microbatches=3 .* has 8 .*Numbers that do: 1, 2, 4, 8"):
+        step(weights, batch)
+
+
+@pytest.mark.parametrize("count", [0, -2, 1.5, "many", True])
+def test_a_number_of_microbatches_that_is_none_is_an_error(count):
+    with pytest.raises(ArgumentError, match="num_microbatches="):
+        autopar.parallelize(lambda w, b: w, num_microbatches=count)
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+def test_a_parallel_step_in_microbatches_equals_jit(mesh_shape):
+    step, state, batch = zoo.build_gpt()
+    parallel = autopar.parallelize(step, devices=4, mesh_shape=mesh_shape, num_microbatches=2)
+    assert_same_as_jit(step, parallel, state, batch)
+    assert parallel.last_plan().num_microbatches == 2
+
+
+def test_a_user_scan_over_layers_runs_in_microbatches():
+    example = build("gpt_scan", layers=2, hidden=16, heads=2, vocab=64, seq=8, batch=8, dropout=0.1, sgd=True)
+    state, batch = example.create_state(jax.random.key(0)), next(example.data(0))
+    actual = run_in_microbatches(example.train_step, 4, state, batch)
+    assert_trees_close(actual, jax.jit(example.train_step)(state, batch))
+
+
+def test_clipping_and_adam_update_once_after_the_loop():
+    weights, batch = linear()
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
+    state = (weights, optimizer.init(weights))
+
+    def step(state, batch):
+        weights, moments = state
+        loss, gradient = jax.value_and_grad(LOSSES["masked"])(weights, batch)
+        updates, moments = optimizer.update(gradient, moments, weights)
+        return (optax.apply_updates(weights, updates), moments), loss
+
+    assert_trees_close(run_in_microbatches(step, 4, state, batch), jax.jit(step)(state, batch))
