@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from autopar.compat import Literal, Var
-from autopar.cost_model.collectives import MeshCosts
 from autopar.cost_model.compute import roofline_s
 from autopar.cost_model.hardware import Cluster
+from autopar.errors import ArgumentError
 from autopar.factors import FactorRule
 from autopar.mesh import Layout, LogicalMesh
 from autopar.operators import everything_whole
@@ -136,8 +136,11 @@ class Spaces:
 
 def network_of(cluster: Cluster, mesh: LogicalMesh, options: PlannerOptions) -> Network:
     """Collective costs of a cluster on a logical mesh."""
-    costs = MeshCosts(mesh.shape, cluster.links_of(mesh.shape), cluster.joint_reductions, cluster.all_reduce_latency)
-    return Network(mesh, costs, 1.0 / cluster.device.memory_bytes_per_s, options.kinds)
+    try:
+        costs = cluster.mesh_costs(mesh.shape)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
+    return Network(mesh, costs, 1.0 / cluster.device.sustained_bytes_per_s, options.kinds)
 
 
 def build_graph(

@@ -1,8 +1,8 @@
-"""Seconds of a collective: latency plus bytes over bandwidth, along one or several mesh axes.
+"""Seconds of a collective over axes of a logical mesh, by the cheapest algorithm for its size.
 
-In: bytes held by one device, the sizes of the mesh axes taken part in, and the link of each. Out: seconds. With n ranks,
-S bytes per rank, latency a per collective and b seconds per byte (ring or halving-doubling bandwidth terms, yardstick
-README):
+In: a kind of collective, bytes per rank, the mesh axes taken part in. Out: seconds, and on request the algorithm's name. With the
+tiers of a machine every algorithm of `algorithms` is priced on the levels that these axes cross together, and the cheapest taken.
+Without tiers (`Cluster.uniform`), the links are all there is, each a latency a per collective and b seconds per byte:
 
     all-reduce       a + 2 b S (n-1)/n          S: operand
     reduce-scatter   a +   b S (n-1)/n          S: operand (the larger side)
@@ -10,15 +10,18 @@ README):
     all-to-all       a +   b S (n-1)/n          S: operand
     permute          a +   b S                  S: operand
 
-Over several axes a reduction is hierarchical (reduce-scatter inside, all-reduce of the rest across, all-gather inside),
-in the cheapest order of axes; where the cluster does not reduce jointly, each axis is paid in full.
+What can go wrong: axes that cannot reduce jointly (`joint_reductions`); each axis is then paid in full.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
+
+from autopar.cost_model.algorithms import FOR_COMPARISON, Affine, Kind, algorithms_for
+from autopar.cost_model.topology import Dimension, Tier, levels_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,8 +33,16 @@ class AxisLink:
 
 
 @dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The cheapest algorithm of a collective for one size, and its seconds."""
+
+    algorithm: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class MeshCosts:
-    """Collective times on a logical mesh of `sizes`, one link per axis.
+    """Collective times on a logical mesh of `sizes`, on the tiers of a machine or, without any, one link per axis.
 
     `all_reduce_latency`: the part of its latency that an all-reduce still pays where the compiler merges all-reduces.
     """
@@ -40,49 +51,81 @@ class MeshCosts:
     links: tuple[AxisLink, ...]
     joint_reductions: bool = True
     all_reduce_latency: float = 1.0
+    tiers: tuple[Tier, ...] = ()
+
+    def levels(self, axes: Sequence[int]) -> tuple[Dimension, ...]:
+        """The levels of the machine that groups along `axes` cross, from the inside out; none without tiers."""
+        return levels_of(self.tiers, self.sizes, axes) if self.tiers else ()
+
+    def algorithms(self, kind: Kind, axes: Sequence[int]) -> dict[str, Affine]:
+        """Every algorithm for `kind` over `axes`, as seconds of bytes; the links' formula as "links" without tiers."""
+        key = (kind, tuple(sorted(axes)))
+        if key not in self._known:
+            found = algorithms_for(kind, self.levels(axes)) if self.tiers else {"links": self._of_links(kind, axes)}
+            self._known[key] = {name: self._merged(kind, cost) for name, cost in found.items()}
+        return self._known[key]
+
+    def best(self, kind: Kind, size_bytes: float, axes: Sequence[int]) -> Chosen:
+        """The cheapest algorithm for so many bytes; S of each kind as in `algorithms`."""
+        found = {name: cost(size_bytes) for name, cost in self._offered(kind, axes).items()}
+        name = min(found, key=lambda name: found[name])
+        return Chosen(name, found[name])
+
+    def seconds(self, kind: Kind, size_bytes: float, axes: Sequence[int]) -> float:
+        """Seconds of a collective by its cheapest algorithm, over all of `axes` at once."""
+        return min(cost(size_bytes) for cost in self._offered(kind, axes).values())
 
     def all_reduce_s(self, operand_bytes: float, axes: Sequence[int]) -> float:
         """Seconds to all-reduce `operand_bytes` per device over the ranks of `axes`."""
-        merged_s = (1.0 - self.all_reduce_latency) * max(self.links[axis].alpha_s for axis in axes)
-        return self._reduction_s(operand_bytes, axes, passes=2.0) - merged_s
+        return self._jointly_s("all-reduce", operand_bytes, axes)
 
     def reduce_scatter_s(self, operand_bytes: float, axes: Sequence[int]) -> float:
         """Seconds to reduce-scatter `operand_bytes` per device over the ranks of `axes`."""
-        return self._reduction_s(operand_bytes, axes, passes=1.0)
+        return self._jointly_s("reduce-scatter", operand_bytes, axes)
 
     def all_gather_s(self, result_bytes: float, axes: Sequence[int]) -> float:
         """Seconds to all-gather to `result_bytes` per device over the ranks of `axes`."""
-        return self._reduction_s(result_bytes, axes, passes=1.0)
+        return self._jointly_s("all-gather", result_bytes, axes)
 
     def all_to_all_s(self, operand_bytes: float, axes: Sequence[int]) -> float:
-        """Seconds for every rank of `axes` to exchange `operand_bytes` per device with the others."""
-        total = 0.0
-        for axis in axes:
-            n, link = self.sizes[axis], self.links[axis]
-            total += link.alpha_s + link.beta_s_per_byte * operand_bytes * (n - 1) / n
-        return total
+        """Seconds for every rank of `axes` to exchange `operand_bytes` per device with the others, axis by axis."""
+        return sum(self.seconds("all-to-all", operand_bytes, (axis,)) for axis in axes)
 
     def permute_s(self, operand_bytes: float, axes: Sequence[int]) -> float:
         """Seconds to send `operand_bytes` from each device to one other, somewhere along `axes`."""
-        alpha = max(self.links[axis].alpha_s for axis in axes)
-        beta = max(self.links[axis].beta_s_per_byte for axis in axes)
-        return alpha + beta * operand_bytes
+        return self.seconds("collective-permute", operand_bytes, axes)
 
-    def _reduction_s(self, full_bytes: float, axes: Sequence[int], *, passes: float) -> float:
-        if not self.joint_reductions:
-            return sum(self._one_axis_s(full_bytes, axis, passes) for axis in axes)
+    def _offered(self, kind: Kind, axes: Sequence[int]) -> dict[str, Affine]:
+        found = self.algorithms(kind, axes)
+        return {name: cost for name, cost in found.items() if name not in FOR_COMPARISON} or found
+
+    def _jointly_s(self, kind: Kind, size_bytes: float, axes: Sequence[int]) -> float:
+        if self.joint_reductions:
+            return self.seconds(kind, size_bytes, axes)
+        return sum(self.seconds(kind, size_bytes, (axis,)) for axis in axes)
+
+    def _merged(self, kind: Kind, cost: Affine) -> Affine:
+        part = self.all_reduce_latency if kind == "all-reduce" else 1.0
+        return Affine(part * cost.latency_s, cost.s_per_byte)
+
+    def _of_links(self, kind: Kind, axes: Sequence[int]) -> Affine:
+        """The formulas of the module's text; over several axes hierarchical, in the cheapest order of the axes."""
+        latency_s = max(self.links[axis].alpha_s for axis in axes)
+        if kind in ("collective-permute", "send", "broadcast", "reduce"):
+            return Affine(latency_s, max(self.links[axis].beta_s_per_byte for axis in axes))
+        passes = 2.0 if kind == "all-reduce" else 1.0
         orders = itertools.permutations(axes) if len(axes) <= 3 else [tuple(axes)]
-        return min(self._hierarchical_s(full_bytes, order, passes) for order in orders)
+        return Affine(latency_s, passes * min(self._hierarchical(order) for order in orders))
 
-    def _hierarchical_s(self, full_bytes: float, order: Sequence[int], passes: float) -> float:
-        alpha = max(self.links[axis].alpha_s for axis in order)
-        seconds = alpha
+    def _hierarchical(self, order: Sequence[int]) -> float:
+        s_per_byte, part = 0.0, 1.0
         for axis in order:
             n = self.sizes[axis]
-            seconds += passes * self.links[axis].beta_s_per_byte * full_bytes * (n - 1) / n
-            full_bytes /= n
-        return seconds
+            s_per_byte += self.links[axis].beta_s_per_byte * part * (n - 1) / n
+            part /= n
+        return s_per_byte
 
-    def _one_axis_s(self, full_bytes: float, axis: int, passes: float) -> float:
-        n, link = self.sizes[axis], self.links[axis]
-        return link.alpha_s + passes * link.beta_s_per_byte * full_bytes * (n - 1) / n
+    @functools.cached_property
+    def _known(self) -> dict[tuple[Kind, tuple[int, ...]], dict[str, Affine]]:
+        """Algorithms already priced, by kind and axes."""
+        return {}

@@ -1,16 +1,64 @@
-"""Seconds of one operation on one device: the roofline.
+"""Seconds of one operation on one device: the roofline, with the efficiency that a matrix product of that shape reaches.
 
-In: floating-point operations, bytes read and written, the number format. Out: seconds, the larger of arithmetic and
-memory traffic plus the launch of the operation.
+In: floating-point operations, bytes read and written, the number format, and for products their shape. Out: seconds, the larger
+of arithmetic and memory traffic plus the launch of the operation. What can go wrong: an operation with several launches
+priced as one.
 """
 
 from __future__ import annotations
 
-from autopar.cost_model.hardware import Cluster
+import math
+
+from autopar.cost_model.machine import Cluster, Device
 
 
-def roofline_s(cluster: Cluster, *, flops: float, moved_bytes: float, dtype: str, launched: bool) -> float:
-    """max(flops / peak, bytes / bandwidth), plus the launch time of an operation that is not fused into another."""
-    arithmetic_s = flops / cluster.device.flops_per_s_of(dtype)
-    memory_s = moved_bytes / cluster.device.memory_bytes_per_s
-    return max(arithmetic_s, memory_s) + (cluster.operation_s if launched else 0.0)
+def roofline_s(
+    cluster: Cluster,
+    *,
+    flops: float,
+    moved_bytes: float,
+    dtype: str,
+    launched: bool,
+    sizes: tuple[float, float, float] | None = None,
+) -> float:
+    """max(flops / reached, bytes / bandwidth), plus the launch time of an operation that is not fused into another.
+
+    `sizes`: elements of the left operand, the right operand and the result, of an operation that multiplies matrices or
+    convolves; its efficiency then depends on its shape.
+    """
+    device = cluster.device
+    arithmetic_s = flops / device.flops_per_s_of(dtype)
+    if sizes is not None and flops > 0 and min(sizes) > 0:
+        _, m, n, k = product_shape(flops, *sizes)
+        arithmetic_s = flops / (device.peak_of(dtype) * device.efficiency_of(dtype).of(m, n, k))
+    memory_s = moved_bytes / device.sustained_bytes_per_s
+    return max(arithmetic_s, memory_s) + (device.launch_s if launched else 0.0)
+
+
+def product_shape(flops: float, left: float, right: float, result: float) -> tuple[float, float, float, float]:
+    """(batch, m, n, k) of a batched matrix product from its flops and the elements of its operands and result.
+
+    flops = 2 B m n k, left = B m k, right = B k n, result = B m n, hence B = left right result / (flops/2)^2,
+    m = (flops/2) / right, n = (flops/2) / left, k = (flops/2) / result. A convolution has the shape of the product that it is
+    lowered to, with its window in k.
+    """
+    products = flops / 2
+    return left * right * result / products**2, products / right, products / left, products / result
+
+
+def matrix_product_s(
+    device: Device, m: float, n: float, k: float, *, dtype: str, itemsize: int, batch: float = 1.0
+) -> float:
+    """Seconds of `batch` products (m, k) x (k, n): the larger of arithmetic at this shape's efficiency and memory traffic."""
+    arithmetic_s = 2 * batch * m * n * k / (device.peak_of(dtype) * device.efficiency_of(dtype).of(m, n, k))
+    memory_s = batch * itemsize * (m * k + k * n + m * n) / device.sustained_bytes_per_s
+    return max(arithmetic_s, memory_s) + device.launch_s
+
+
+def memory_bound_s(device: Device, moved_bytes: float, *, launches: int = 1) -> float:
+    """Seconds of fused pointwise work that reads and writes so many bytes in so many kernels."""
+    return (
+        moved_bytes / device.sustained_bytes_per_s + launches * device.launch_s
+        if math.isfinite(moved_bytes)
+        else math.inf
+    )

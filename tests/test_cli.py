@@ -169,7 +169,7 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
             "plan gpt --mesh 2,4 --devices 4",
             "--mesh has 8 devices and --devices is 4: make them agree, or give only one",
         ),
-        ("plan gpt --cluster dgx", "argument --cluster: invalid choice: 'dgx' (choose from"),
+        ("plan gpt --cluster dgx", "argument --cluster: no cluster preset 'dgx'; there are: cpu, "),
         ("plan gpt --zero 1", "argument --zero: invalid choice: 1"),
         ("plan gpt --constraint state/w", "'state/w' is not GLOB=SPEC; SPEC is, for each dimension, an axis"),
         ("plan mlp --constraint nosuch/*=x", "constraint 'nosuch/*' matches no leaf of the step's arguments"),

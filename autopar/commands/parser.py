@@ -111,8 +111,6 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_planning(parser: argparse.ArgumentParser) -> None:
-    from autopar.cost_model.hardware import PRESETS
-
     group = parser.add_argument_group("planning")
     group.add_argument("--devices", type=values.positive, metavar="N", help="how many; default 8")
     group.add_argument(
@@ -121,7 +119,13 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--memory-limit", type=values.byte_count, metavar="SIZE", help="per device, such as 16GB or 16GiB"
     )
-    group.add_argument("--cluster", choices=("auto", *PRESETS), default="auto", help="what the machine can do")
+    group.add_argument(
+        "--cluster",
+        type=values.cluster,
+        default="auto",
+        metavar="NAME|FILE",
+        help="what the machine can do: a preset, or a file as `calibrate` writes it; an unknown name lists the presets",
+    )
     group.add_argument(
         "--constraint",
         type=values.constraint,

@@ -53,6 +53,18 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def cluster(text: str) -> str:
+    """A cluster preset's name or a cluster file's path, which can be read; or auto."""
+    from autopar.cost_model.hardware import find_cluster
+
+    try:
+        if text != "auto":
+            find_cluster(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def constraint(text: str) -> tuple[str, str]:
     """GLOB=SPEC as (glob, spec); `layout` reads the spec."""
     glob, equals, spec = text.rpartition("=")
