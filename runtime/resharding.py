@@ -1,0 +1,438 @@
+"""Move arrays from one mesh to another, whatever the two meshes and layouts are.
+
+In: arrays and the sharding that each is to have. Out: arrays with those shardings. `tiles.plan_reshard` says what crosses
+which link; this module performs it, for many arrays at once in few calls: one executable relayouts on the source mesh, one
+per sender cuts tiles, a single `jax.device_put` copies everything, one executable per receiver joins boxes and one on the
+target mesh gathers shares. Every call is asynchronous: none waits for the program that computes its operands.
+
+`send` holds the source side's calls and the copy, `receive` those of the target side, so that the thread that drives a mesh
+can make all calls that run on it: two threads launching programs of several devices on the same mesh may deadlock.
+What can go wrong: memory shared between source and result. A result never shares memory with its source, even on the same
+device, so either may be deleted or donated. (`device_put(donate=True)` between meshes crashes in JAX 0.10 and 0.12.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from autopar.compat import make_mesh
+from autopar.errors import ArgumentError
+from autopar.runtime.tiles import Box, Links, ReshardPlan, Send, Tiling, extent, intersect, plan_reshard, relative_to
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """One array's shape and type, the sharding it has and the sharding it is to have."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    source: Sharding
+    target: NamedSharding
+
+    @classmethod
+    def of(cls, array: Array, target: NamedSharding) -> Move:
+        """The move of an existing array."""
+        return cls(array.shape, array.dtype, array.sharding, target)
+
+    @property
+    def is_key(self) -> bool:
+        """Whether the array holds PRNG keys; these travel as their words."""
+        return bool(jnp.issubdtype(self.dtype, jax.dtypes.prng_key))
+
+    def words(self) -> Move:
+        """The move of the numbers that the array is made of: itself unless it holds PRNG keys."""
+        if not self.is_key:
+            return self
+        data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(self.shape, self.dtype))
+        return dataclasses.replace(self, shape=data.shape, dtype=data.dtype)
+
+    def plan(self, links: Links | None) -> ReshardPlan:
+        """What crosses which link."""
+        source, target = (Tiling.of_sharding(sharding, self.shape) for sharding in (self.source, self.target))
+        return plan_reshard(self.shape, np.dtype(self.dtype).itemsize, source, target, links=links)
+
+
+def reshard(array: Array, target: NamedSharding) -> Array:
+    """The array under another sharding, on any devices; what is prepared for it is kept for the next such array."""
+    return _prepared(Move.of(array, target))([array])[0]
+
+
+# Keeps compiled programs and no results, as `jax.jit` does.
+@functools.lru_cache(maxsize=1024)
+def _prepared(move: Move) -> BatchResharder:
+    return BatchResharder([move])
+
+
+class Resharder:
+    """Moves arrays of one shape, type and sharding; prepared once, called often, from any thread."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: Any,
+        source_sharding: Sharding,
+        target_sharding: NamedSharding,
+        *,
+        links: Links | None = None,
+    ) -> None:
+        """Plan the move and prepare its programs; they are compiled at the first call."""
+        self._batch = BatchResharder([Move(tuple(shape), dtype, source_sharding, target_sharding)], links=links)
+
+    @property
+    def plan(self) -> ReshardPlan:
+        """What crosses which link."""
+        return self._batch.plans[0]
+
+    def __call__(self, array: Array) -> Array:
+        """The array under the target sharding; does not wait for it to be computed."""
+        return self._batch([array])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """One box of one of the arrays, from a device to another."""
+
+    move: int
+    send: Send
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """What one device holds of one of the arrays, before the copy or after it."""
+
+    side: Literal["source", "target"]
+    move: int
+    device: int
+
+
+# A value on its way: an array by its number, a box, a tile.
+Key = int | Parcel | _Tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """What `BatchResharder.send` hands to `receive`."""
+
+    values: Mapping[Key, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """One executable: the values that it takes and those that it gives."""
+
+    inputs: tuple[Key, ...]
+    outputs: tuple[Key, ...]
+    run: Callable[..., Sequence[Array]]
+
+    def apply(self, values: dict[Key, Array]) -> None:
+        """Add the outputs, in place of older values of the same keys."""
+        values.update(zip(self.outputs, self.run(*[values[key] for key in self.inputs]), strict=True))
+
+
+class BatchResharder:
+    """Moves several arrays together: all copies are one call of `jax.device_put`."""
+
+    def __init__(self, moves: Sequence[Move], *, links: Links | None = None) -> None:
+        """Plan every move and prepare the programs; they are compiled at the first call."""
+        self._routes = tuple(_Route(number, move, links) for number, move in enumerate(moves))
+        self._tiled = tuple(route for route in self._routes if route.kind == "tiles")
+        self._before = _relayouts([route for route in self._routes if route.relayout_before], before=True)
+        self._cuts = _cutters(self._tiled)
+        self._joins = _joiners(self._tiled)
+        self._after = _relayouts([route for route in self._routes if route.relayout_after], before=False)
+        copied = {route.number: route.between for route in self._routes if route.kind == "copy"}
+        parcels = {parcel: route.on_device(parcel.send.receiver) for route in self._tiled for parcel in route.parcels}
+        self._outgoing: dict[Key, Sharding] = {**copied, **parcels}
+
+    @property
+    def plans(self) -> tuple[ReshardPlan, ...]:
+        """What crosses which link, array by array."""
+        return tuple(route.plan for route in self._routes)
+
+    def __call__(self, arrays: Sequence[Array]) -> list[Array]:
+        """The arrays under their target shardings, in order; does not wait for them to be computed."""
+        return self.receive(self.send(arrays))
+
+    def send(self, arrays: Sequence[Array]) -> Sent:
+        """Make the calls that run on the source meshes, and start the copies."""
+        values: dict[Key, Array] = {
+            route.number: route.opened(array) for route, array in zip(self._routes, arrays, strict=True)
+        }
+        for step in self._before:
+            step.apply(values)
+        for route in self._tiled:
+            values.update(route.tiles(values[route.number]))
+        for step in self._cuts:
+            step.apply(values)
+        copies = jax.device_put([values[key] for key in self._outgoing], [*self._outgoing.values()], may_alias=False)
+        in_place = {route.number: values[route.number] for route in self._routes if route.kind == "in place"}
+        return Sent({**in_place, **dict(zip(self._outgoing, copies, strict=True))})
+
+    def receive(self, sent: Sent) -> list[Array]:
+        """Make the calls that run on the target meshes."""
+        values = dict(sent.values)
+        for step in self._joins:
+            step.apply(values)
+        for route in self._tiled:
+            values[route.number] = route.assembled(values)
+        for step in self._after:
+            step.apply(values)
+        return [route.closed(values.get(route.number)) for route in self._routes]
+
+
+class _Route:
+    """How one array of a batch moves."""
+
+    def __init__(self, number: int, move: Move, links: Links | None) -> None:
+        self.number = number
+        self.move = move
+        self.words = move.words()
+        self.target = self.words.target
+        self.plan = self.words.plan(links)
+        self.kind = "empty" if 0 in self.words.shape else self.plan.kind
+        self.between = _between_sharding(self.words, self.plan)
+        self.parcels = tuple(Parcel(number, send) for send in self.plan.sends) if self.kind == "tiles" else ()
+        self.tile_of = dict(zip(self.plan.source.devices, self.plan.source.boxes, strict=True))
+        pairs = zip(self.plan.between.devices, self.plan.between.boxes, strict=True)
+        self.frames = {device: self._frame(box) for device, box in pairs}
+        self.arrivals = {device: self._arrival(device) for device in self.frames}
+
+    @property
+    def relayout_before(self) -> bool:
+        """Whether an executable runs on the source mesh."""
+        return self.kind == "copy" and self.plan.relayout_before
+
+    @property
+    def relayout_after(self) -> bool:
+        """Whether an executable runs on the target mesh."""
+        return self.kind == "in place" or (self.kind != "empty" and self.plan.relayout_after)
+
+    def opened(self, array: Array) -> Array:
+        """The numbers of an array of this move."""
+        wanted = self.move.source
+        if array.shape != self.move.shape or array.dtype != self.move.dtype:
+            raise ArgumentError(
+                f"array {self.number} to move is {array.dtype}{array.shape}; this transfer was prepared for "
+                f"{self.move.dtype}{self.move.shape}; prepare another Resharder for it"
+            )
+        if array.sharding != wanted and not array.sharding.is_equivalent_to(wanted, array.ndim):
+            raise ArgumentError(
+                f"array {self.number} to move has the sharding {array.sharding}; this transfer was prepared for {wanted}; "
+                "prepare another Resharder for it, or call reshard"
+            )
+        return jax.random.key_data(array) if self.move.is_key else array
+
+    def closed(self, words: Array | None) -> Array:
+        """The array of this move that is made of these numbers; an array of size zero is made of none."""
+        if words is None:
+            words = jax.device_put(np.zeros(self.words.shape, self.words.dtype), self.target)
+        return jax.random.wrap_key_data(words, impl=_key_impl(self.move.dtype)) if self.move.is_key else words
+
+    def tiles(self, array: Array) -> dict[Key, Array]:
+        """What each sender holds, and the boxes among it that are whole tiles."""
+        held = {shard.device.id: shard.data for shard in array.addressable_shards}
+        values: dict[Key, Array] = {_Tile("source", self.number, device): tile for device, tile in held.items()}
+        values.update({parcel: held[parcel.send.sender] for parcel in self.parcels if not self.is_cut(parcel)})
+        return values
+
+    def is_cut(self, parcel: Parcel) -> bool:
+        """Whether a box is less than its sender holds."""
+        return parcel.send.box != self.tile_of[parcel.send.sender]
+
+    def on_device(self, device: int) -> SingleDeviceSharding:
+        """One device of the target mesh, in the target's kind of memory."""
+        (found,) = (one for one in self.target.mesh.devices.flat if one.id == device)
+        return SingleDeviceSharding(found, memory_kind=self.target.memory_kind)
+
+    def _frame(self, box: Box) -> Box:
+        """A target device's tile of `between`, as long as the longest: the last shares may be shorter."""
+        shares = self.plan.shares
+        if shares is None:
+            return box
+        start, _ = box[shares.dim]
+        return (*box[: shares.dim], (start, start + shares.chunk), *box[shares.dim + 1 :])
+
+    def _arrival(self, device: int) -> Key:
+        """What becomes a device's tile: the one box that it receives, or boxes joined."""
+        arriving = [parcel for parcel in self.parcels if parcel.send.receiver == device]
+        if len(arriving) == 1 and arriving[0].send.box == self.frames[device]:
+            return arriving[0]
+        return _Tile("target", self.number, device)
+
+    def assembled(self, values: Mapping[Key, Array]) -> Array:
+        """The array that the received tiles make on the target mesh, before any relayout."""
+        tiles = [values[key] for key in self.arrivals.values()]
+        shape = self.words.shape
+        if self.plan.shares is not None:
+            dim, tile = self.plan.shares.dim, extent(self.plan.target.boxes[0])
+            parts = math.prod(self.plan.target.mesh_shape[axis] for axis in self.plan.shares.axes)
+            padded = shape[dim] // tile[dim] * parts * self.plan.shares.chunk
+            shape = (*shape[:dim], padded, *shape[dim + 1 :])
+        return jax.make_array_from_single_device_arrays(shape, self.between, tiles)
+
+    def relayout(self, array: Array) -> Array:
+        """Traced: from `between` to the target, or from the source to `between`; the executable's shardings do it."""
+        shares = self.plan.shares
+        if shares is None:
+            return array
+        names = tuple(self.target.mesh.axis_names[axis] for axis in shares.axes)
+        size = extent(self.plan.target.boxes[0])[shares.dim]
+
+        def gather(share: Array) -> Array:
+            whole = jax.lax.all_gather(share, names, axis=shares.dim, tiled=True)
+            return jax.lax.slice_in_dim(whole, 0, size, axis=shares.dim)
+
+        specs = {"in_specs": self.between.spec, "out_specs": self.target.spec}
+        return jax.shard_map(gather, mesh=self.target.mesh, check_vma=False, **specs)(array)
+
+
+def _key_impl(dtype: Any) -> Any:
+    """The generator of a key type."""
+    return jax.random.key_impl(jax.eval_shape(lambda: jnp.zeros((), dtype)))
+
+
+def _between_sharding(move: Move, plan: ReshardPlan) -> NamedSharding:
+    """The sharding on the target mesh right after the copy."""
+    target = move.target
+    if plan.shares is not None:
+        spec: list[Any] = [*target.spec, *[None] * (len(move.shape) - len(target.spec))]
+        names = spec[plan.shares.dim] or ()
+        names = (names,) if isinstance(names, str) else tuple(names)
+        spec[plan.shares.dim] = (*names, *(target.mesh.axis_names[axis] for axis in plan.shares.axes))
+        return NamedSharding(target.mesh, PartitionSpec(*spec), memory_kind=target.memory_kind)
+    if plan.between.boxes == plan.target.boxes:
+        return target
+    return _on_devices(_named(move.source), target)
+
+
+def _named(sharding: Sharding) -> NamedSharding:
+    """The sharding with a mesh and a spec."""
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    devices = list(sharding.device_set)
+    if len(devices) != 1:
+        raise ArgumentError(
+            f"an array with the sharding {sharding} cannot be moved: on several devices only a NamedSharding says in "
+            "which order they hold its tiles; put the array under a NamedSharding first"
+        )
+    return NamedSharding(make_mesh(np.array(devices), ("x",)), PartitionSpec(), memory_kind=sharding.memory_kind)
+
+
+def _on_devices(layout: NamedSharding, place: NamedSharding) -> NamedSharding:
+    """The tiles of one sharding on the devices of another, in the same order."""
+    devices = place.mesh.devices.reshape(layout.mesh.devices.shape)
+    mesh = make_mesh(devices, layout.mesh.axis_names)
+    return NamedSharding(mesh, layout.spec, memory_kind=place.memory_kind)
+
+
+def _relayouts(routes: Sequence[_Route], *, before: bool) -> list[_Step]:
+    """One executable per mesh that changes the layout of all arrays there."""
+    by_mesh: dict[tuple[int, ...], list[_Route]] = defaultdict(list)
+    for route in routes:
+        by_mesh[route.plan.source.devices if before else route.plan.target.devices].append(route)
+    steps = []
+    for group in by_mesh.values():
+        numbers = tuple(route.number for route in group)
+        if before:
+            shardings = tuple(_on_devices(route.between, _named(route.words.source)) for route in group)
+            run = jax.jit(lambda *arrays: arrays, out_shardings=shardings)
+        else:
+            run = jax.jit(functools.partial(_relayout_all, group), out_shardings=tuple(route.target for route in group))
+        steps.append(_Step(numbers, numbers, run))
+    return steps
+
+
+def _relayout_all(routes: Sequence[_Route], *arrays: Array) -> tuple[Array, ...]:
+    return tuple(route.relayout(array) for route, array in zip(routes, arrays, strict=True))
+
+
+def _cutters(routes: Sequence[_Route]) -> list[_Step]:
+    """One executable per sender that cuts all boxes out of its tiles."""
+    by_sender: dict[int, dict[Parcel, Box]] = defaultdict(dict)
+    for route in routes:
+        for parcel in filter(route.is_cut, route.parcels):
+            by_sender[parcel.send.sender][parcel] = relative_to(parcel.send.box, route.tile_of[parcel.send.sender])
+    steps = []
+    for sender, boxes in by_sender.items():
+        tiles: tuple[Key, ...] = tuple(dict.fromkeys(_Tile("source", parcel.move, sender) for parcel in boxes))
+        places = [(tiles.index(_Tile("source", parcel.move, sender)), box) for parcel, box in boxes.items()]
+        steps.append(_Step(tiles, tuple(boxes), jax.jit(functools.partial(_cut, places))))
+    return steps
+
+
+def _cut(places: Sequence[tuple[int, Box]], *tiles: Array) -> list[Array]:
+    """Boxes of tiles, each given by its tile's number and its place there."""
+    return [
+        jax.lax.slice(tiles[number], [start for start, _ in box], [stop for _, stop in box]) for number, box in places
+    ]
+
+
+def _joiners(routes: Sequence[_Route]) -> list[_Step]:
+    """One executable per receiver that joins boxes to tiles."""
+    by_receiver: dict[int, list[tuple[_Route, Box]]] = defaultdict(list)
+    for route in routes:
+        for device, frame in route.frames.items():
+            if isinstance(route.arrivals[device], _Tile):
+                by_receiver[device].append((route, frame))
+    steps = []
+    for receiver, tiles in by_receiver.items():
+        parcels: list[Key] = []
+        joins = []
+        for route, frame in tiles:
+            arriving = [parcel for parcel in route.parcels if parcel.send.receiver == receiver]
+            parcels += arriving
+            joins.append(_Join(frame, tuple(parcel.send.box for parcel in arriving), route.words.dtype))
+        outputs = tuple(route.arrivals[receiver] for route, _ in tiles)
+        run = jax.jit(functools.partial(_join_all, joins), out_shardings=tiles[0][0].on_device(receiver))
+        steps.append(_Step(tuple(parcels), outputs, run))
+    return steps
+
+
+@dataclasses.dataclass(frozen=True)
+class _Join:
+    """The boxes that make a tile; what they leave open at its end is filled with zeros."""
+
+    frame: Box
+    boxes: tuple[Box, ...]
+    dtype: Any
+
+
+def _join_all(joins: Sequence[_Join], *arrays: Array) -> list[Array]:
+    remaining = iter(arrays)
+    return [_join(join.frame, [(box, next(remaining)) for box in join.boxes], join.dtype) for join in joins]
+
+
+def _join(frame: Box, parts: Sequence[tuple[Box, Array]], dtype: Any) -> Array:
+    """The array of a frame from boxes in it: cut the frame where no box is cut, join both sides, concatenate."""
+    if not parts:
+        return jnp.zeros(extent(frame), dtype)
+    if len(parts) == 1 and parts[0][0] == frame:
+        return parts[0][1]
+    dim, place = _free_cut(frame, [box for box, _ in parts])
+    start, stop = frame[dim]
+    sides = []
+    for interval in ((start, place), (place, stop)):
+        side = (*frame[:dim], interval, *frame[dim + 1 :])
+        sides.append(_join(side, [part for part in parts if intersect(part[0], side) is not None], dtype))
+    return jnp.concatenate(sides, axis=dim)
+
+
+def _free_cut(frame: Box, boxes: Sequence[Box]) -> tuple[int, int]:
+    """A dimension and a place inside the frame at which no box is cut."""
+    for dim, (start, stop) in enumerate(frame):
+        for place in sorted({edge for box in boxes for edge in box[dim]}):
+            if start < place < stop and not any(box[dim][0] < place < box[dim][1] for box in boxes):
+                return dim, place
+    raise AssertionError(f"the boxes {boxes} in {frame} cannot be separated")

@@ -1,0 +1,465 @@
+"""What crosses which link when an array moves from one mesh to another: pure data, no device is touched.
+
+In: a `Tiling` for each side (which box of the array each device holds) and the `Links`. Out: a `ReshardPlan`: the boxes that
+the target devices hold right after the copy (`between`), who sends which box to whom, and the bytes this costs. The idea:
+a tile that several devices of one node need crosses the slow link once, cut into shares, one per device, and is gathered
+over the fast links behind it; what a sender holds too much of is cut off before. With R(n) the elements that the devices
+of node n need and H(n) those that they hold, no plan can move fewer than
+
+    lower bound = itemsize * sum over nodes n of |R(n) - H(n)|
+
+bytes over the slow link. Four kinds of plan compete (see `plan_reshard`); the one that moves fewest bytes over the slow link
+wins, and among those within `Links.slack_bytes` of it the one with least work beside the copy. What can go wrong: tiles of
+one side that overlap without being equal; no sharding produces them and `Tiling` refuses them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+
+Interval = tuple[int, int]
+Box = tuple[Interval, ...]
+
+
+def volume(box: Box) -> int:
+    """The number of elements in a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def extent(box: Box) -> tuple[int, ...]:
+    """The shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The elements in both boxes; None if there are none."""
+    box = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
+    return box if all(start < stop for start, stop in box) else None
+
+
+def relative_to(box: Box, frame: Box) -> Box:
+    """The same elements counted from the corner of `frame`."""
+    return tuple((start - corner, stop - corner) for (start, stop), (corner, _) in zip(box, frame, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The box that each device holds, devices in row-major order of their mesh. Equal boxes are replicas."""
+
+    mesh_shape: tuple[int, ...]
+    devices: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse tiles that overlap partly."""
+        for a, b in itertools.combinations(sorted(set(self.boxes)), 2):
+            if intersect(a, b) is not None:
+                raise ValueError(f"tiles {a} and {b} overlap without being equal; a tile is held whole or not at all")
+
+    @classmethod
+    def of_sharding(cls, sharding: jax.sharding.Sharding, shape: Sequence[int]) -> Tiling:
+        """The tiles of an array of this shape under a JAX sharding."""
+        held = {
+            device.id: tuple(index.indices(size)[:2] for index, size in zip(indices or (), shape, strict=True))
+            for device, indices in sharding.devices_indices_map(tuple(shape)).items()
+        }
+        named = isinstance(sharding, jax.sharding.NamedSharding)
+        mesh_shape = sharding.mesh.devices.shape if named else (len(held),)
+        return cls(mesh_shape, tuple(held), tuple(held.values()))
+
+    @classmethod
+    def of_spec(
+        cls, shape: Sequence[int], spec: Sequence[Sequence[int]], *, mesh_shape: Sequence[int], first_device: int = 0
+    ) -> Tiling:
+        """The tiles under a partition spec: per dimension the numbers of the mesh axes that split it, major to minor.
+
+        A dimension that its axes do not divide is cut into parts of ceil(size / parts), the last ones smaller.
+        """
+        boxes = []
+        for place in np.ndindex(*mesh_shape):
+            box = []
+            for size, axes in zip(shape, spec, strict=True):
+                index = 0
+                for axis in axes:
+                    index = index * mesh_shape[axis] + place[axis]
+                box.append(_part((0, size), index, math.prod(mesh_shape[axis] for axis in axes)))
+            boxes.append(tuple(box))
+        return cls(tuple(mesh_shape), tuple(range(first_device, first_device + len(boxes))), tuple(boxes))
+
+    @property
+    def holders(self) -> dict[Box, tuple[int, ...]]:
+        """The devices that hold each distinct tile with anything in it."""
+        held: dict[Box, tuple[int, ...]] = {}
+        for device, box in zip(self.devices, self.boxes, strict=True):
+            if volume(box):
+                held[box] = (*held.get(box, ()), device)
+        return held
+
+    def replica_axes(self, links: Links) -> tuple[int, ...]:
+        """The mesh axes along which neither the tile nor the node changes."""
+        kinds = {kind: number for number, kind in enumerate(dict.fromkeys(self._tile_and_node(links)))}
+        grid = np.array([kinds[kind] for kind in self._tile_and_node(links)]).reshape(self.mesh_shape)
+        return tuple(
+            axis
+            for axis, size in enumerate(self.mesh_shape)
+            if size > 1 and bool((grid == np.take(grid, [0], axis=axis)).all())
+        )
+
+    def _tile_and_node(self, links: Links) -> list[tuple[Box, int]]:
+        return [(box, links.node(device)) for device, box in zip(self.devices, self.boxes, strict=True)]
+
+
+def _part(interval: Interval, index: int, parts: int) -> Interval:
+    """Part number `index` of an interval cut into `parts` of equal size, rounded up."""
+    start, stop = interval
+    chunk = -(-(stop - start) // parts)
+    return min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """Which devices share a fast link, and what work beside the copy is worth in bytes over the slow one.
+
+    Two devices of one node have a fast link between them, two of different nodes a slow one. `slack_bytes` is how many
+    bytes more than necessary may cross where that saves calls: an executable costs about 0.1 ms of host time.
+    `fast_ratio` is the cost of a byte over the fast link, `call_bytes` of a call into the runtime and `message_bytes` of a
+    box, all in bytes over the slow link.
+    """
+
+    node_of: Mapping[int, int]
+    slack_bytes: int = 1 << 16
+    fast_ratio: float = 0.1
+    call_bytes: int = 1 << 18
+    message_bytes: int = 1 << 13
+
+    @classmethod
+    def between(cls, source: Tiling, target: Tiling) -> Links:
+        """The target mesh is one node, all devices outside it another."""
+        return cls(dict.fromkeys(source.devices, 0) | dict.fromkeys(target.devices, 1))
+
+    def node(self, device: int) -> int:
+        """The node of a device."""
+        return self.node_of[device]
+
+    def slow(self, a: int, b: int) -> bool:
+        """Whether the link between two devices is a slow one."""
+        return self.node(a) != self.node(b)
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """One box from one device to another; from a device to itself it is a copy that crosses no link."""
+
+    sender: int
+    receiver: int
+    box: Box
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Each target tile is cut along `dim` into one share of `chunk` per device along the mesh axes `axes`."""
+
+    axes: tuple[int, ...]
+    dim: int
+    chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshardPlan:
+    """How one array moves, and the bytes that this costs.
+
+    `kind`: "in place" is one executable on a mesh that both sides share. "copy" sends every device's whole tile to the
+    device of the same number, after an executable on the source mesh (`relayout_before`) has given it `between`'s tiles.
+    "tiles" sends the boxes in `sends`, cut from the source's tiles and put together by the receivers. Where `between` is
+    not the target's tiling, an executable on the target mesh makes it so (`relayout_after`); with `shares` it is an
+    all-gather.
+    """
+
+    kind: Literal["in place", "copy", "tiles"]
+    shape: tuple[int, ...]
+    itemsize: int
+    source: Tiling
+    target: Tiling
+    between: Tiling
+    shares: Shares | None
+    sends: tuple[Send, ...]
+    slow_bytes: int
+    fast_bytes: int
+    lower_bound_bytes: int
+
+    @property
+    def relayout_before(self) -> bool:
+        """Whether an executable runs on the source mesh first."""
+        return self.kind == "copy" and self.between.boxes != self.source.boxes
+
+    @property
+    def relayout_after(self) -> bool:
+        """Whether an executable runs on the target mesh afterwards."""
+        return self.kind != "in place" and self.between.boxes != self.target.boxes
+
+    @property
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes that each device sends over any link, not counting relayouts."""
+        return self._bytes_by("sender")
+
+    @property
+    def received_bytes(self) -> dict[int, int]:
+        """Bytes that each device receives over any link, not counting relayouts."""
+        return self._bytes_by("receiver")
+
+    @property
+    def sender_imbalance(self) -> float:
+        """Bytes of the busiest sender over the least that any assignment needs to reach.
+
+        That is the larger of a fair share for every source device and what the busiest receiver takes in: spreading
+        the senders' work more finely than that does not end the transfer earlier.
+        """
+        sent, received = self.sent_bytes, self.received_bytes
+        if not sent:
+            return 1.0
+        return max(sent.values()) / max(sum(sent.values()) / len(self.source.devices), max(received.values()))
+
+    @property
+    def calls(self) -> int:
+        """Calls into the runtime that one transfer makes, about."""
+        if self.kind == "in place":
+            return 1
+        return 1 + self.relayout_before + self.relayout_after + (self._cutters + self._joiners) * (self.kind == "tiles")
+
+    @property
+    def _cutters(self) -> int:
+        tile = dict(zip(self.source.devices, self.source.boxes, strict=True))
+        return len({send.sender for send in self.sends if send.box != tile[send.sender]})
+
+    @property
+    def _joiners(self) -> int:
+        tile = dict(zip(self.between.devices, self.between.boxes, strict=True))
+        return len({send.receiver for send in self.sends if send.box != tile[send.receiver]})
+
+    def _bytes_by(self, end: Literal["sender", "receiver"]) -> dict[int, int]:
+        total: dict[int, int] = defaultdict(int)
+        for send in self.sends:
+            if send.sender != send.receiver:
+                total[getattr(send, end)] += volume(send.box) * self.itemsize
+        return dict(total)
+
+
+def plan_reshard(
+    shape: Sequence[int], itemsize: int, source: Tiling, target: Tiling, *, links: Links | None = None
+) -> ReshardPlan:
+    """The plan with fewest bytes over the slow link, and among nearly equal ones with least work beside the copy.
+
+    The candidates: relayout in place where both sides are the same devices; where their numbers are equal, a copy of whole
+    tiles with `between` = the source's tiles (relayout after), the target's (before) or shares of the target's (both);
+    tiles cut and joined, with `between` = the target's tiles or shares of them.
+    """
+    planner = _Planner(tuple(shape), itemsize, source, target, links or Links.between(source, target))
+    candidates = list(planner.candidates())
+    least = min(plan.slow_bytes for plan in candidates)
+    return min(
+        (plan for plan in candidates if plan.slow_bytes <= least + planner.links.slack_bytes), key=planner.work_bytes
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Planner:
+    """One call of `plan_reshard`."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    source: Tiling
+    target: Tiling
+    links: Links
+
+    def work_bytes(self, plan: ReshardPlan) -> float:
+        """What a plan costs beside its bytes over the slow link, in such bytes."""
+        links = self.links
+        return (
+            plan.fast_bytes * links.fast_ratio
+            + plan.calls * links.call_bytes
+            + (len(plan.sends) if plan.kind == "tiles" else 1) * links.message_bytes
+        )
+
+    def candidates(self) -> Iterator[ReshardPlan]:
+        """All plans worth comparing."""
+        if self.source.devices == self.target.devices and self.source.boxes != self.target.boxes:
+            yield self._plan("in place", self.target, None, _direct_sends(self.source, self.target, self.links))
+        shared = list(_shared(self.target, self.links))
+        if len(self.source.devices) == len(self.target.devices):
+            even = [(tiling, shares) for tiling, shares in shared if self._is_even(tiling)]
+            ends = dict.fromkeys((self.source.boxes, self.target.boxes))
+            for tiling, shares in [(dataclasses.replace(self.target, boxes=boxes), None) for boxes in ends] + even:
+                yield self._plan("copy", tiling, shares, _straight_sends(self.source, tiling))
+        for tiling, shares in [(self.target, None), *shared]:
+            yield self._plan("tiles", tiling, shares, self._balanced_sends(tiling))
+
+    def _is_even(self, tiling: Tiling) -> bool:
+        """Whether all tiles have one shape, as a JAX sharding needs."""
+        return len({extent(box) for box in tiling.boxes}) == 1
+
+    def _balanced_sends(self, between: Tiling) -> list[Send]:
+        return _balanced(_direct_sends(self.source, between, self.links), self.source.holders, self.links)
+
+    def _plan(
+        self, kind: Literal["in place", "copy", "tiles"], between: Tiling, shares: Shares | None, sends: list[Send]
+    ) -> ReshardPlan:
+        slow = sum(volume(send.box) for send in sends if self.links.slow(send.sender, send.receiver))
+        fast = sum(volume(send.box) for send in sends if send.sender != send.receiver) - slow
+        if kind == "copy":
+            fast += _missing(self.source.boxes, between.boxes)
+        fast += _missing(between.boxes, self.target.boxes)
+        bound = lower_bound(self.source, self.target, self.links)
+        return ReshardPlan(
+            kind=kind,
+            shape=self.shape,
+            itemsize=self.itemsize,
+            source=self.source,
+            target=self.target,
+            between=between,
+            shares=shares,
+            sends=tuple(sends) if kind != "in place" else (),
+            slow_bytes=slow * self.itemsize,
+            fast_bytes=fast * self.itemsize,
+            lower_bound_bytes=bound * self.itemsize,
+        )
+
+
+def _missing(held: Sequence[Box], wanted: Sequence[Box]) -> int:
+    """Elements that devices want and do not hold, device by device."""
+    total = 0
+    for have, want in zip(held, wanted, strict=True):
+        common = intersect(have, want)
+        total += volume(want) - (volume(common) if common is not None else 0)
+    return total
+
+
+def _shared(target: Tiling, links: Links) -> Iterator[tuple[Tiling, Shares]]:
+    """The target's tiles cut into one share per replica of a node, along each dimension; a scalar cannot be cut."""
+    axes = target.replica_axes(links)
+    parts = math.prod(target.mesh_shape[axis] for axis in axes)
+    if parts == 1:
+        return
+    for dim in range(len(target.boxes[0])):
+        boxes = []
+        for place, box in zip(np.ndindex(*target.mesh_shape), target.boxes, strict=True):
+            index = 0
+            for axis in axes:
+                index = index * target.mesh_shape[axis] + place[axis]
+            boxes.append((*box[:dim], _part(box[dim], index, parts), *box[dim + 1 :]))
+        chunk = -(-max(stop - start for start, stop in (box[dim] for box in target.boxes)) // parts)
+        yield dataclasses.replace(target, boxes=tuple(boxes)), Shares(axes, dim, chunk)
+
+
+def _straight_sends(source: Tiling, between: Tiling) -> list[Send]:
+    """Every device's whole tile to the device of the same number."""
+    pairs = zip(source.devices, between.devices, between.boxes, strict=True)
+    return [Send(sender, receiver, box) for sender, receiver, box in pairs if volume(box)]
+
+
+def _direct_sends(source: Tiling, between: Tiling, links: Links) -> list[Send]:
+    """For every receiver the boxes it needs, each from the nearest holder: itself, its node, the first."""
+    sends = []
+    for receiver, wanted in zip(between.devices, between.boxes, strict=True):
+        for held, holders in source.holders.items():
+            box = intersect(held, wanted)
+            if box is not None:
+                sends.append(Send(_near(receiver, holders, links)[0], receiver, box))
+    return sends
+
+
+def _near(receiver: int, holders: Sequence[int], links: Links) -> Sequence[int]:
+    """The holders nearest to a receiver."""
+    if receiver in holders:
+        return (receiver,)
+    return [holder for holder in holders if not links.slow(holder, receiver)] or holders
+
+
+def _balanced(sends: Sequence[Send], holders: Mapping[Box, Sequence[int]], links: Links) -> list[Send]:
+    """The same boxes from senders chosen so that the busiest has little to send.
+
+    The largest box first, each to the holder with least to do; then boxes of the busiest are cut and their ends handed
+    to a holder with less, until no sender is busier than the busiest receiver or nothing can be cut.
+    """
+    holders_of = {device: group for group in holders.values() for device in group}
+    load: dict[int, int] = dict.fromkeys(holders_of, 0)
+    takes: dict[int, int] = defaultdict(int)
+    chosen: list[Send] = []
+    for send in sorted(sends, key=lambda send: -volume(send.box)):
+        sender = min(_near(send.receiver, holders_of[send.sender], links), key=lambda holder: load[holder])
+        chosen.append(dataclasses.replace(send, sender=sender))
+        if sender != send.receiver:
+            load[sender] += volume(send.box)
+            takes[send.receiver] += volume(send.box)
+    for _ in range(2 * len(load)):
+        busiest = max(load, key=lambda device: load[device])
+        if load[busiest] <= max(takes.values(), default=0):
+            break
+        handed = _hand_over(chosen, busiest, load, holders_of=holders_of, links=links)
+        if handed is None:
+            break
+        position, kept, given = handed
+        chosen[position : position + 1] = [kept, given]
+        load[busiest] -= volume(given.box)
+        load[given.sender] += volume(given.box)
+    return sorted(chosen, key=lambda send: (send.receiver, send.box))
+
+
+def _hand_over(
+    chosen: Sequence[Send],
+    busiest: int,
+    load: Mapping[int, int],
+    *,
+    holders_of: Mapping[int, Sequence[int]],
+    links: Links,
+) -> tuple[int, Send, Send] | None:
+    """Which of the busiest sender's boxes to cut, and its two ends: kept, and given to another holder."""
+    best: tuple[int, Send, Send] | None = None
+    for position, send in enumerate(chosen):
+        if send.sender != busiest or send.receiver == busiest:
+            continue
+        other = min(_near(send.receiver, holders_of[busiest], links), key=lambda holder: load[holder])
+        dim = max(range(len(send.box)), key=lambda dim: send.box[dim][1] - send.box[dim][0], default=None)
+        if dim is None or other == busiest:
+            continue
+        start, stop = send.box[dim]
+        row = volume(send.box) // (stop - start)
+        rows = min((load[busiest] - load[other]) // (2 * row), stop - start - 1)
+        if rows > 0 and (best is None or rows * row > volume(best[2].box)):
+            kept, given = ((start, stop - rows), (stop - rows, stop))
+            first, second = ((*send.box[:dim], part, *send.box[dim + 1 :]) for part in (kept, given))
+            best = position, Send(busiest, send.receiver, first), Send(other, send.receiver, second)
+    return best
+
+
+def lower_bound(source: Tiling, target: Tiling, links: Links) -> int:
+    """Elements that must cross the slow link: for each node those that its devices need and none of them holds."""
+    edges = [
+        sorted({edge for box in (*source.boxes, *target.boxes) for edge in box[dim]})
+        for dim in range(len(target.boxes[0]))
+    ]
+    sizes = np.ones((1,) * len(edges), dtype=np.int64)
+    for dim, places in enumerate(edges):
+        sizes = sizes * np.diff(places).reshape([-1 if axis == dim else 1 for axis in range(len(edges))])
+    total = 0
+    for node in {links.node(device) for device in target.devices}:
+        needed = _covered(target, links, node, edges=edges) & ~_covered(source, links, node, edges=edges)
+        total += int(sizes[needed].sum())
+    return total
+
+
+def _covered(tiling: Tiling, links: Links, node: int, *, edges: Sequence[Sequence[int]]) -> np.ndarray:
+    """Which cells of the grid of all tile edges the devices of one node hold."""
+    covered = np.zeros([len(places) - 1 for places in edges], dtype=bool)
+    for device, box in zip(tiling.devices, tiling.boxes, strict=True):
+        if links.node(device) == node:
+            cells = tuple(slice(places.index(a), places.index(b)) for places, (a, b) in zip(edges, box, strict=True))
+            covered[cells] = True
+    return covered
