@@ -90,7 +90,7 @@ def masked_batches(seed: int, *, batch: int, seq: int) -> Iterator[NumpyBatch]:
         first = generator.integers(1, total)
         starts = generator.integers(0, text.size - seq, size=(2, batch, 1))
         second_piece, real = places >= first, places < total
-        bytes_read = text[np.where(second_piece, starts[1] - first, starts[0]) + places]
+        bytes_read = text[np.where(second_piece, starts[1] - first, starts[0]) + places].astype(np.int32)
         masked = real & (generator.random((batch, seq)) < MASKED_SHARE)
         masked |= places == generator.integers(0, total)
         kind, noise = generator.random((batch, seq)), generator.integers(0, BYTE_VALUES, (batch, seq))
@@ -98,7 +98,7 @@ def masked_batches(seed: int, *, batch: int, seq: int) -> Iterator[NumpyBatch]:
         yield {
             "tokens": np.where(real, shown, PAD).astype(np.int32),
             "segments": (second_piece & real).astype(np.int32),
-            "targets": np.where(real, bytes_read, PAD).astype(np.int32),
+            "targets": np.where(real, bytes_read, PAD),
             "weights": masked.astype(np.float32),
         }
 
@@ -116,9 +116,9 @@ def continued_batches(seed: int, *, batch: int, seq: int, target_seq: int) -> It
         starts = generator.integers(0, text.size - seq - target_seq, size=(batch, 1))
         lengths = generator.integers(max(1, seq // 2), seq + 1, size=(batch, 1))
         real = written < generator.integers(max(1, target_seq // 2), target_seq + 1, size=(batch, 1))
-        targets = np.where(real, text[starts + lengths + written], PAD).astype(np.int32)
+        targets = np.where(real, text[starts + lengths + written].astype(np.int32), PAD)
         yield {
-            "sources": np.where(read < lengths, text[starts + read], PAD).astype(np.int32),
+            "sources": np.where(read < lengths, text[starts + read].astype(np.int32), PAD),
             "tokens": np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=START),
             "targets": targets,
             "weights": real.astype(np.float32),

@@ -42,6 +42,7 @@ WITHOUT_EXAMPLE = {
     "lt_to": "total order, inside sort only",
     "one_minus_square": "inside derivatives of tanh only, on newer JAX",
     "polygamma": "inside derivatives of digamma only",
+    "polynomial": "inside derivatives of erf and erfc only, on newer JAX",
     "random_clone": "checks the reuse of keys only",
     "random_gamma_grad": "inside derivatives of gamma samples only",
     "regularized_incomplete_beta": "three operands alike",
@@ -51,7 +52,7 @@ WITHOUT_EXAMPLE = {
     "threefry2x32": "under random_bits, whole",
 }
 CONTROL_FLOW = {"scan", "while", "cond"}
-KNOWN = {*EXAMPLES, *CONTROL_FLOW, "one_minus_square"}
+KNOWN = {*EXAMPLES, *CONTROL_FLOW, "one_minus_square", "polynomial"}
 
 
 # --- what the rules say -----------------------------------------------------------------------------------------------
