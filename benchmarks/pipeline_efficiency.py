@@ -1,0 +1,270 @@
+"""Measured over ideal makespan of every pipeline schedule, through the real driver.
+
+In: stages, microbatches, milliseconds. Each stage has one device, whose compute is emulated by a callback that sleeps: two
+cores cannot compute four stages at once, and can sleep for as many as you like. The callback sleeps for what is left of the
+task's time since its launch, or since the end of the task before it. A forward of a mesh takes `--task-ms`, an input gradient
+and a weight gradient the same each, so a whole backward takes twice as long; with v chunks per mesh a task takes the v-th
+part. Out: the makespan of the simulator (transfers and dispatch take no time there), the median and least measured one, and
+the ratio of median to ideal; then the peak of live bytes on the first device, whose residuals are the only large arrays: in
+the proportion of the microbatches in flight, m for GPipe and p for 1F1B. What can go wrong: other work on the machine delays
+threads; the least of the rounds tells what the driver costs, the median what the machine allows.
+
+    python benchmarks/pipeline_efficiency.py [--stages 4] [--microbatches 8] [--task-ms 10] [--rounds 7] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import argparse
+import collections
+import dataclasses
+import json
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from autopar.runtime.chain import chain
+from autopar.runtime.check import microbatches_in_flight
+from autopar.runtime.driver import Driver
+from autopar.runtime.instructions import InstructionList, TaskSpec, Value
+from autopar.runtime.schedules import Schedule, make_schedule
+from autopar.runtime.simulate import simulate
+from autopar.runtime.timeline import Timeline
+
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("inference", 1))
+UNITS = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}
+SMALL = (8,)
+
+
+Call = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+
+
+class DeviceClock:
+    """An emulated device: a task starts when it is launched or when the one before has ended, whichever is later."""
+
+    def __init__(self) -> None:
+        """A device that has nothing to do."""
+        self._launched_s: collections.deque[float] = collections.deque()
+        self._ended_s = 0.0
+
+    def launch(self) -> None:
+        """A task is queued now."""
+        self._launched_s.append(time.perf_counter())
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until the oldest queued task has had its time."""
+        end_s = max(self._launched_s.popleft(), self._ended_s) + seconds
+        time.sleep(max(0.0, end_s - time.perf_counter()))
+        self._ended_s = time.perf_counter()
+
+
+@dataclasses.dataclass(frozen=True)
+class Emulation:
+    """One schedule on emulated devices, ready to run."""
+
+    program: InstructionList
+    callables: Mapping[str, Call]
+    transfer: Callable[[jax.Array, Value, int, int], jax.Array]
+    inputs: Callable[[], dict[tuple[int, Value], jax.Array]]
+    ideal_s: float
+
+    def driver(self) -> Driver:
+        """The driver that a real step would have."""
+        return Driver(self.program, self.callables, self.transfer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One line of the table; `peak_bytes` is what the first device held at most, beyond its inputs."""
+
+    schedule: str
+    ideal_ms: float
+    median_ms: float
+    least_ms: float
+    ratio: float
+    in_flight: int
+    peak_bytes: int
+
+
+def emulate(schedule: Schedule, *, task_s: float, residual_bytes: int) -> Emulation:
+    """Compile one sleeping program per task and device."""
+    work = chain(schedule)
+    program = work.emit()
+    devices = jax.devices()
+
+    def seconds(kind: str) -> float:
+        return UNITS[kind] * task_s / schedule.virtual_stages
+
+    def inputs() -> dict[tuple[int, Value], jax.Array]:
+        pairs = [(mesh, value) for mesh, values in work.inputs.items() for value in values]
+        return {(mesh, value): jax.device_put(jnp.ones(SMALL), devices[mesh]) for mesh, value in pairs}
+
+    def transfer(array: jax.Array, value: Value, source_mesh: int, target_mesh: int) -> jax.Array:
+        return jax.device_put(array, devices[target_mesh])
+
+    clocks = [DeviceClock() for _ in range(schedule.num_meshes)]
+    callables = {
+        spec.name: _compile(
+            spec,
+            clocks[spec.mesh],
+            device=devices[spec.mesh],
+            seconds=seconds(spec.kind),
+            residual_bytes=residual_bytes,
+        )
+        for spec in work.specs
+    }
+    ideal_s = simulate(program, run_s=lambda run: seconds(run.kind)).makespan_s
+    return Emulation(program, callables, transfer, inputs, ideal_s)
+
+
+def _compile(spec: TaskSpec, clock: DeviceClock, *, device: jax.Device, seconds: float, residual_bytes: int) -> Call:
+    """A program that sleeps until its time since the launch is over, then returns arrays of the task's output sizes."""
+
+    def shape(name: str) -> tuple[int, ...]:
+        return (residual_bytes // 4,) if re.fullmatch(r"r\d+", name) else SMALL
+
+    def sleep(_: Any) -> np.ndarray[Any, Any]:
+        clock.wait(seconds)
+        return np.zeros((), np.float32)
+
+    def program(*arrays: jax.Array) -> list[jax.Array]:
+        zero = jax.pure_callback(sleep, jax.ShapeDtypeStruct((), np.float32), arrays[-1][0])
+        return [jnp.broadcast_to(zero, shape(slot.name)) for slot in spec.outputs] or [zero]
+
+    def launch(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        clock.launch()
+        return compiled(*arrays)[: len(spec.outputs)]
+
+    place = jax.sharding.SingleDeviceSharding(device)
+    shapes = [jax.ShapeDtypeStruct(shape(slot.name), np.float32, sharding=place) for slot in spec.inputs]
+    compiled = jax.jit(program, out_shardings=place).lower(*shapes).compile()
+    return launch
+
+
+def device_bytes(device: jax.Device) -> int:
+    """Bytes of all live arrays on a device; arrays that share a buffer count once."""
+    buffers = {}
+    for array in jax.live_arrays():
+        if not array.is_deleted():
+            for shard in array.addressable_shards:
+                if shard.device == device:
+                    buffers[shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return sum(buffers.values())
+
+
+def measure(schedule: Schedule, *, task_s: float, rounds: int, residual_bytes: int) -> tuple[Row, Timeline]:
+    """Time `rounds` steps after a warm-up, then watch the first device's memory in one more."""
+    emulation = emulate(schedule, task_s=task_s, residual_bytes=residual_bytes)
+    driver = emulation.driver()
+    driver.run(emulation.inputs())
+    seconds = []
+    for _ in range(rounds):
+        inputs = emulation.inputs()
+        jax.block_until_ready(list(inputs.values()))
+        started = time.perf_counter()
+        jax.block_until_ready(list(driver.run(inputs).values()))
+        seconds.append(time.perf_counter() - started)
+    driver.run(emulation.inputs(), record=True)
+    median_s = statistics.median(seconds)
+    row = Row(
+        schedule=schedule.name,
+        ideal_ms=emulation.ideal_s * 1e3,
+        median_ms=median_s * 1e3,
+        least_ms=min(seconds) * 1e3,
+        ratio=median_s / emulation.ideal_s,
+        in_flight=microbatches_in_flight(schedule)[0],
+        peak_bytes=_peak_bytes(schedule, residual_bytes=residual_bytes),
+    )
+    return row, driver.timeline()
+
+
+def _peak_bytes(schedule: Schedule, *, residual_bytes: int) -> int:
+    """Most bytes on the first device after any of its tasks, beyond what was there before the step."""
+    emulation = emulate(schedule, task_s=0.0, residual_bytes=residual_bytes)
+    first = jax.devices()[0]
+    seen = []
+
+    def watched(call: Call) -> Call:
+        def run(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            results = call(arrays)
+            seen.append(device_bytes(first))
+            return results
+
+        return run
+
+    callables = {name: watched(call) for name, call in emulation.callables.items() if name.endswith("0")}
+    driver = Driver(emulation.program, {**emulation.callables, **callables}, emulation.transfer)
+    inputs = emulation.inputs()
+    before = device_bytes(first)
+    driver.run(inputs)
+    return max(seen) - before
+
+
+def print_table(rows: Sequence[Row], *, stages: int, microbatches: int, task_ms: float) -> None:
+    """The rows, for people."""
+    table = Table(title=f"{stages} stages x {microbatches} microbatches of {task_ms:g} ms, JAX {jax.__version__}")
+    for column in (
+        "schedule",
+        "ideal ms",
+        "median ms",
+        "least ms",
+        "median / ideal",
+        "in flight, stage 0",
+        "peak MB, device 0",
+    ):
+        table.add_column(column, justify="left" if column == "schedule" else "right")
+    for row in rows:
+        figures = (f"{row.ideal_ms:.0f}", f"{row.median_ms:.1f}", f"{row.least_ms:.1f}", f"{row.ratio:.3f}")
+        table.add_row(row.schedule, *figures, str(row.in_flight), f"{row.peak_bytes / 1e6:.2f}")
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    """Run all schedules and print one table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", type=int, default=4, help="number of meshes, one device each; at most 8")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--task-ms", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--residual-kb", type=int, default=1024, help="what a forward keeps for its backward")
+    parser.add_argument("--traces", type=Path, help="a folder for one Chrome trace per schedule, measured")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for name, virtual_stages in SCHEDULES:
+        schedule = make_schedule(
+            name,
+            num_meshes=arguments.stages,
+            num_microbatches=arguments.microbatches,
+            virtual_stages=virtual_stages,
+        )
+        row, timeline = measure(
+            schedule,
+            task_s=arguments.task_ms / 1e3,
+            rounds=arguments.rounds,
+            residual_bytes=arguments.residual_kb * 1024,
+        )
+        rows.append(row)
+        if arguments.traces:
+            arguments.traces.mkdir(parents=True, exist_ok=True)
+            timeline.save(arguments.traces / f"{name}.json", name)
+    print_table(rows, stages=arguments.stages, microbatches=arguments.microbatches, task_ms=arguments.task_ms)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
