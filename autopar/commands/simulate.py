@@ -1,0 +1,252 @@
+"""`simulate`: what published or planned runs should cost on a cluster that one need not own.
+
+In: a table of runs (`--table`), or a saved plan and a cluster (`--plan`, `--cluster`). Out: predicted against measured for
+each row and a summary of the errors, or the plan's compute, communication and memory on that cluster. A row that cannot be
+priced is an error on standard error, the other rows still run, and the exit status says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autopar.commands.error_summary import GIGA, ErrorSummary, PricedRow, summarise
+from autopar.commands.planning import read_plan
+from autopar.commands.rows import Row, RowError, read_table
+from autopar.cost_model.hardware import Cluster, find_cluster
+from autopar.cost_model.overlap import Kind, overlap_ratio
+from autopar.cost_model.training_job import predict
+from autopar.errors import ArgumentError
+from autopar.explain import standard_output
+from autopar.explain.units import bytes_text, percent_text, seconds_text
+from autopar.reprice import RepricedPlan, reprice
+
+SOME_ROWS_FAILED = 1
+SHOWN_KINDS: tuple[Kind, ...] = ("tensor", "pipeline", "data_parallel", "zero3")
+JSON_KEYS = (
+    "id", "source", "cluster", "step_s", "predicted_step_s", "model_tflops_per_device",
+    "predicted_model_tflops_per_device", "peak_mem_GB", "predicted_peak_mem_GB", "fits",
+)  # fmt: skip
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Run `simulate`; 0 if everything asked for could be priced."""
+    if (options.table is None) == (options.plan is None):
+        raise ArgumentError(
+            "simulate takes a table of runs (--table rows.csv) or a saved plan (--plan plan.json --cluster NAME)"
+        )
+    if options.table is not None:
+        return _simulate_table(options)
+    return _simulate_plan(options)
+
+
+def _simulate_table(options: argparse.Namespace) -> int:
+    if options.cluster is not None:
+        raise ArgumentError("--cluster goes with --plan; the rows of a table name their clusters")
+    output: Path | None = options.csv
+    if output is not None and not output.parent.is_dir():
+        raise ArgumentError(f"cannot write {output}: there is no folder {output.parent}")
+    found = [_priced(row) if isinstance(row, Row) else row for row in read_table(options.table)]
+    priced = [row for row in found if isinstance(row, PricedRow)]
+    failed = [row for row in found if isinstance(row, RowError)]
+    summary = summarise(priced)
+    if output is not None:
+        _write_csv(output, priced)
+    if options.json:
+        print_json(
+            {"rows": [json_row(row) for row in priced], "errors": [str(e) for e in failed], "summary": _plain(summary)}
+        )
+    elif priced:
+        console = standard_output()
+        console.print(_rows_table(priced))
+        console.print(_parts_table(priced))
+        _print_summary(console, summary)
+    for error in failed:
+        sys.stderr.write(f"autopar: {options.table}: {error}\n")
+    return SOME_ROWS_FAILED if failed else 0
+
+
+def _priced(row: Row) -> PricedRow | RowError:
+    try:
+        return PricedRow(row, predict(row.cluster, row.job))
+    except ValueError as error:
+        return RowError(f"row {row.id}: column 'cluster': {error}")
+
+
+def json_row(row: PricedRow) -> dict[str, object]:
+    """A row as `--json` and `--csv` write it: what is asked for, then the parts of the prediction."""
+    step, job = row.predicted.step, row.predicted.job
+    required = (
+        row.row.id, row.row.source, row.row.cluster_name, row.row.step_s, step.step_s, row.row.model_tflops_per_device,
+        row.predicted.tflops_per_device, row.row.peak_mem_GB, step.memory.peak_bytes / GIGA, step.fits,
+    )  # fmt: skip
+    ratios = {f"{kind}_overlap_ratio": overlap_ratio(step.communication[kind]) for kind in SHOWN_KINDS}
+    return {
+        **dict(zip(JSON_KEYS, required, strict=True)),
+        "error": row.error,
+        "compute_s": step.compute_s,
+        "exposed_comm_s": step.exposed_comm_s,
+        "bubble_s": step.bubble_s,
+        "optimizer_s": step.optimizer_s,
+        "states_GB": step.memory.states_bytes / GIGA,
+        "activations_GB": step.memory.activation_bytes / GIGA,
+        "microbatch": job.microbatch,
+        "virtual_stages": job.virtual_stages,
+        **ratios,
+    }
+
+
+def print_json(value: object) -> None:
+    """One JSON document on standard output."""
+    sys.stdout.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def _plain(summary: ErrorSummary) -> dict[str, object]:
+    return dataclasses.asdict(summary)
+
+
+def _write_csv(path: Path, rows: Sequence[PricedRow]) -> None:
+    records = [json_row(row) for row in rows]
+    try:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(records[0]) if records else list(JSON_KEYS))
+            writer.writeheader()
+            writer.writerows(records)
+    except OSError as error:
+        raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _table(title: str, *columns: str, words: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
+    return table
+
+
+def _rows_table(rows: Sequence[PricedRow]) -> Table:
+    table = _table(
+        "Predicted against measured",
+        "row", "cluster", "step", "predicted", "TFLOP/s", "predicted", "error", "memory", "predicted", "fits",
+        words=("row", "cluster", "fits"),
+    )  # fmt: skip
+    for priced in rows:
+        row, step = priced.row, priced.predicted.step
+        measured_bytes = None if row.peak_mem_GB is None else row.peak_mem_GB * GIGA
+        cells = (
+            row.id,
+            row.cluster_name,
+            "out of memory" if row.out_of_memory else _or_dash(row.step_s, seconds_text),
+            seconds_text(step.step_s),
+            _or_dash(row.model_tflops_per_device, "{:.1f}".format),
+            f"{priced.predicted.tflops_per_device:.1f}",
+            _or_dash(priced.error, "{:+.1%}".format),
+            _or_dash(measured_bytes, bytes_text),
+            bytes_text(step.memory.peak_bytes),
+            "yes" if step.fits else "no",
+        )
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
+    return "-" if value is None else text(value)
+
+
+def _parts_table(rows: Sequence[PricedRow]) -> Table:
+    table = _table(
+        "Where the step goes; overlap is hidden over all communication of a kind",
+        "row", "compute", "bubble", "optimizer", "tensor", "overlap", "pipeline", "overlap", "data", "overlap", "zero3",
+        "overlap", "experts",
+        words=("row",),
+    )  # fmt: skip
+    for priced in rows:
+        step = priced.predicted.step
+        kinds = []
+        for kind in SHOWN_KINDS:
+            part = step.communication[kind]
+            ratio = overlap_ratio(part)
+            kinds += [seconds_text(part.exposed_s), _or_dash(ratio, "{:.0%}".format)]
+        cells = (
+            priced.row.id,
+            *(seconds_text(seconds) for seconds in (step.compute_s, step.bubble_s, step.optimizer_s)),
+            *kinds,
+            seconds_text(step.communication["expert"].exposed_s),
+        )
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _print_summary(console: Console, summary: ErrorSummary) -> None:
+    console.print()
+    lines = [f"{summary.rows} rows priced, {summary.compared} of them with a measurement to compare"]
+    if summary.mean_absolute_error is not None and summary.max_absolute_error is not None:
+        lines.append(
+            f"error of the step time: mean absolute {summary.mean_absolute_error:.1%}, max {summary.max_absolute_error:.1%}, "
+            f"mean signed {summary.mean_error:+.1%}"
+        )
+    if summary.rank_correlation is not None:
+        lines.append(f"rank correlation {summary.rank_correlation:.3f}")
+    if summary.memory_mean_absolute_error is not None:
+        lines.append(f"error of the peak memory: mean absolute {summary.memory_mean_absolute_error:.1%}")
+    if summary.out_of_memory_recall is not None:
+        lines.append(f"out of memory: {summary.out_of_memory_recall:.0%} of the runs that ran out are flagged")
+    lines.append(f"{summary.false_alarms} runs that were measured are predicted not to fit")
+    for line in lines:
+        console.print(line, markup=False, highlight=False)
+
+
+def _simulate_plan(options: argparse.Namespace) -> int:
+    if options.cluster is None:
+        raise ArgumentError("--plan needs --cluster: the name of a preset, or the path of a cluster file")
+    if options.csv is not None:
+        raise ArgumentError("--csv goes with --table; for a plan use --json")
+    try:
+        cluster = find_cluster(options.cluster)
+        found = reprice(read_plan(options.plan), cluster)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
+    if options.json:
+        print_json(dataclasses.asdict(found))
+    else:
+        _print_plan(standard_output(), found, cluster)
+    return 0
+
+
+def _print_plan(console: Console, found: RepricedPlan, cluster: Cluster) -> None:
+    table = _table(
+        f"The plan on {found.cluster}, planned for {found.planned_for}",
+        "",
+        "planned",
+        "here",
+        "bytes",
+        "times",
+        words=("",),
+    )
+    table.add_row("compute", seconds_text(found.planned_compute_s), seconds_text(found.compute_s), "", "")
+    for kind in found.communication:
+        cells = (
+            kind.kind,
+            seconds_text(kind.planned_s),
+            seconds_text(kind.seconds),
+            bytes_text(kind.bytes),
+            f"{kind.count:,.0f}",
+        )
+        table.add_row(*cells)
+    table.add_section()
+    table.add_row("step", seconds_text(found.planned_step_s), seconds_text(found.step_s), "", "")
+    console.print(table)
+    memory = (
+        f"memory: {bytes_text(found.peak_bytes)} of {bytes_text(cluster.usable_memory_bytes)} usable on each device"
+    )
+    share = percent_text(found.peak_bytes, cluster.usable_memory_bytes)
+    console.print(f"\n{memory} ({share}): {'fits' if found.fits else 'does not fit'}", markup=False, highlight=False)
+    console.print(found.basis, markup=False, highlight=False)

@@ -1,0 +1,105 @@
+"""A saved plan on another cluster: the same layouts and collectives, other devices and links.
+
+In: a `Plan`, a cluster. Out: a `RepricedPlan`. Each collective is priced again from its kind, bytes and axes on the new
+cluster's links; memory does not change. A plan keeps no operations, only their total seconds, so compute is scaled by the
+ratio of the two devices' rates, taken as the slower of arithmetic and memory bandwidth: exact where the plan is bound by one
+of them on both, an upper bound of the new time otherwise. What can go wrong: a plan made for a cluster that has no preset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.cost_model.collectives import MeshCosts
+from autopar.cost_model.hardware import Cluster, find_cluster
+from autopar.plan import CollectivePlan, Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class RepricedKind:
+    """All collectives of one kind: seconds as planned and here, bytes and number per step."""
+
+    kind: str
+    planned_s: float
+    seconds: float
+    bytes: float
+    count: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RepricedPlan:
+    """See the module. Seconds per step, bytes per device."""
+
+    cluster: str
+    planned_for: str
+    planned_step_s: float
+    step_s: float
+    planned_compute_s: float
+    compute_s: float
+    communication: tuple[RepricedKind, ...]
+    peak_bytes: int
+    usable_memory_bytes: float
+    fits: bool
+    basis: str
+
+
+def reprice(plan: Plan, cluster: Cluster) -> RepricedPlan:
+    """Price `plan` on `cluster`. Raises ValueError if its mesh is larger than the cluster, or its own cluster is unknown."""
+    before = find_cluster(plan.cluster)
+    costs = cluster.mesh_costs(plan.mesh_shape)
+    dtype = _main_dtype(plan)
+    scale, bound = _compute_scale(before, cluster, dtype)
+    kinds = tuple(_of_kind(kind, plan, costs) for kind in dict.fromkeys(item.kind for item in plan.collectives))
+    compute_s = plan.compute_s * scale
+    return RepricedPlan(
+        cluster=cluster.name,
+        planned_for=before.name,
+        planned_step_s=plan.step_s,
+        step_s=compute_s + sum(kind.seconds for kind in kinds),
+        planned_compute_s=plan.compute_s,
+        compute_s=compute_s,
+        communication=kinds,
+        peak_bytes=plan.peak_bytes,
+        usable_memory_bytes=cluster.usable_memory_bytes,
+        fits=plan.peak_bytes <= cluster.usable_memory_bytes,
+        basis=f"compute is scaled by {scale:.3g}: {bound} in {dtype} of {before.device.name} over that of "
+        f"{cluster.device.name}; launches are not counted",
+    )
+
+
+def _main_dtype(plan: Plan) -> str:
+    """The number format of most bytes among the floating-point inputs."""
+    sizes: dict[str, int] = {"float32": 0}
+    for value in plan.inputs:
+        if "float" in value.dtype:
+            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.bytes_per_device
+    return max(sizes, key=sizes.__getitem__)
+
+
+def _compute_scale(before: Cluster, after: Cluster, dtype: str) -> tuple[float, str]:
+    arithmetic = before.device.flops_per_s_of(dtype) / after.device.flops_per_s_of(dtype)
+    memory = before.device.sustained_bytes_per_s / after.device.sustained_bytes_per_s
+    return (arithmetic, "FLOP/s") if arithmetic >= memory else (memory, "memory bandwidth")
+
+
+def _of_kind(kind: str, plan: Plan, costs: MeshCosts) -> RepricedKind:
+    items = [item for item in plan.collectives if item.kind == kind]
+    return RepricedKind(
+        kind=kind,
+        planned_s=sum(item.count * item.predicted_s for item in items),
+        seconds=sum(item.count * _seconds(item, plan.axis_names, costs) for item in items),
+        bytes=sum(item.count * item.bytes for item in items),
+        count=sum(item.count for item in items),
+    )
+
+
+def _seconds(item: CollectivePlan, axis_names: Sequence[str], costs: MeshCosts) -> float:
+    axes = [axis_names.index(name) for name in item.axes]
+    price = {
+        "all-reduce": costs.all_reduce_s,
+        "reduce-scatter": costs.reduce_scatter_s,
+        "all-gather": costs.all_gather_s,
+        "all-to-all": costs.all_to_all_s,
+    }.get(item.kind, costs.permute_s)
+    return price(item.bytes, axes)

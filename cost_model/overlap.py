@@ -1,0 +1,66 @@
+"""How much communication hides behind compute, and the four overlap ratios of a step.
+
+In: seconds of communication by kind, each with the compute that runs beside it, and the cluster's `Overlap`. Out: the
+seconds that remain visible, and for each kind hidden seconds over all its seconds:
+
+    data parallel   gradient reductions beside the backward pass of the last microbatch (its layers but the first are done
+                    while later gradients are still to come), gathers of parameters beside the next forward pass
+    zero3           gathers of a layer's parameters beside the layer before it
+    tensor          a collective of the backward pass beside the weight gradient of the same product, which does not need it
+    pipeline        a stage's send beside its next microbatch
+
+What part can hide is a property of the cluster's file, since it depends on links, copy engines and the software of its
+time. What can go wrong: both sides compete for memory bandwidth and cores; `interference` prices that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+from autopar.cost_model.machine import Overlap
+
+Kind = Literal["data_parallel", "zero3", "tensor", "pipeline", "expert"]
+KINDS: tuple[Kind, ...] = ("data_parallel", "zero3", "tensor", "pipeline", "expert")
+
+
+@dataclasses.dataclass(frozen=True)
+class Communication:
+    """Seconds of one kind of communication per step: in all, and what the step waits for."""
+
+    kind: Kind
+    total_s: float = 0.0
+    exposed_s: float = 0.0
+
+    def times(self, count: float) -> Communication:
+        """The same, `count` times."""
+        return Communication(self.kind, self.total_s * count, self.exposed_s * count)
+
+
+def beside(overlap: Overlap, kind: Kind, *, comm_s: float, compute_s: float) -> Communication:
+    """`comm_s` run beside `compute_s` of independent work."""
+    if kind == "expert":
+        return alone(kind, comm_s)
+    return Communication(kind, comm_s, overlap.exposed_s(kind, comm_s=comm_s, compute_s=compute_s))
+
+
+def alone(kind: Kind, comm_s: float) -> Communication:
+    """Communication that the next operation needs: all of it is waited for."""
+    return Communication(kind, comm_s, comm_s)
+
+
+def joined(parts: Iterable[Communication]) -> dict[Kind, Communication]:
+    """The sum of each kind, none left out."""
+    sums = {kind: Communication(kind) for kind in KINDS}
+    for part in parts:
+        known = sums[part.kind]
+        sums[part.kind] = Communication(part.kind, known.total_s + part.total_s, known.exposed_s + part.exposed_s)
+    return sums
+
+
+def overlap_ratio(communication: Communication) -> float | None:
+    """Hidden seconds over all seconds of a kind; None where there is no such communication."""
+    if not communication.total_s:
+        return None
+    return max(0.0, 1.0 - communication.exposed_s / communication.total_s)
