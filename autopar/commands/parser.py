@@ -67,6 +67,7 @@ def _parser(model: str | None) -> argparse.ArgumentParser:
         ("plan", "find a plan for a step, without any device, and print it", _add_plan),
         ("show", "print a plan that `plan -o` wrote", _add_show),
         ("train", "train a model on real data under a plan", _add_train),
+        ("simulate", "predict published runs, or a saved plan on another cluster, and compare", _add_simulate),
         ("demo", "train a small GPT on 8 virtual CPU devices and compare with jax.jit on one", _add_demo),
     ):
         command = commands.add_parser(name, help=help_text, description=f"{help_text}.", allow_abbrev=False)
@@ -102,6 +103,15 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compare-jit", action="store_true", help="run the same steps with jax.jit on one device")
     parser.add_argument("--full", action="store_true", help="give each leaf and collective of the plan a row")
     parser.set_defaults(run=_run_train)
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--table", type=Path, metavar="FILE", help="runs as CSV, with the columns of published steps")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write each row's prediction as CSV")
+    parser.add_argument("--plan", type=Path, metavar="FILE", help="a plan that `plan -o` wrote, to price on --cluster")
+    parser.add_argument("--cluster", metavar="NAME|FILE", help="a preset or a cluster file, for --plan")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=_run_simulate)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -171,6 +181,12 @@ def _run_train(options: argparse.Namespace) -> int:
     from autopar.commands.training import train
 
     return train(options)
+
+
+def _run_simulate(options: argparse.Namespace) -> int:
+    from autopar.commands.simulate import simulate
+
+    return simulate(options)
 
 
 def _run_demo(options: argparse.Namespace) -> int:
