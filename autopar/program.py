@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend.core import Primitive
@@ -51,7 +52,10 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
-    """One operation; quacks like a JaxprEqn. `loop` describes how the operands of nested programs are grouped."""
+    """One operation; quacks like a JaxprEqn. `loop` describes how the operands of nested programs are grouped.
+
+    `task` names the piece of a pipeline stage that the operation belongs to: see `task_scope`.
+    """
 
     primitive: Primitive
     invars: tuple[Atom, ...]
@@ -60,6 +64,7 @@ class Equation:
     source_info: Any
     regions: tuple[Program, ...] = ()
     loop: Loop | None = None
+    task: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +97,19 @@ CALLS = {
 }
 WHILE_TRIPS = 8
 """What planning assumes of a loop whose length is not known before it runs."""
+
+
+TASK_PREFIX = "autopar task "
+
+
+def task_scope(task: str, fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` such that `program_of` marks everything that is traced in it with `task`."""
+
+    def call(*args: Any) -> Any:
+        return fun(*args)
+
+    call.__name__ = call.__qualname__ = TASK_PREFIX + task
+    return jax.jit(call)
 
 
 def program_of(closed: Any) -> tuple[Program, tuple[Any, ...]]:
@@ -132,6 +150,7 @@ class _Builder:
     def __init__(self) -> None:
         self.equations: list[Equation] = []
         self.constants: list[tuple[Var, Any]] = []
+        self.task = ""
 
     def inline(self, jaxpr: Any, consts: Sequence[Atom], args: Sequence[Atom]) -> list[Atom]:
         env: dict[Any, Atom] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -150,7 +169,11 @@ class _Builder:
         closed = eqn.params[CALLS[eqn.primitive.name]]
         if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
             operands = [self._barrier(eqn, v) for v in operands]
-        return self.inline(compat.open_jaxpr(closed), self._constants(closed), operands)
+        outer, name = self.task, eqn.params.get("name", "")
+        self.task = name.removeprefix(TASK_PREFIX) if name.startswith(TASK_PREFIX) else outer
+        results = self.inline(compat.open_jaxpr(closed), self._constants(closed), operands)
+        self.task = outer
+        return results
 
     def _constants(self, closed: Any) -> list[Atom]:
         """Fresh inputs for the constants of an inlined jaxpr."""
@@ -165,7 +188,9 @@ class _Builder:
         from jax.lax import optimization_barrier_p
 
         out = Var(operand.aval)
-        self.equations.append(Equation(optimization_barrier_p, (operand,), (out,), {}, eqn.source_info))
+        self.equations.append(
+            Equation(optimization_barrier_p, (operand,), (out,), {}, eqn.source_info, task=self.task)
+        )
         return out
 
     def _operation(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
@@ -178,7 +203,9 @@ class _Builder:
         if opened:
             loop, operands, regions = opened(self, eqn, operands)
         self.equations.append(
-            Equation(eqn.primitive, tuple(operands), tuple(outs), dict(eqn.params), eqn.source_info, regions, loop)
+            Equation(
+                eqn.primitive, tuple(operands), tuple(outs), dict(eqn.params), eqn.source_info, regions, loop, self.task
+            )
         )
         return list(outs)
 
@@ -245,9 +272,9 @@ def _with_fan_outs(program: Program, *, nested: bool) -> Program:
     renamed: dict[Var, Var] = {}
     equations: list[Equation] = []
 
-    def spread(var: Var, source_info: Any) -> None:
+    def spread(var: Var, source_info: Any, task: str = "") -> None:
         renamed[var] = Var(var.aval)
-        equations.append(Equation(fan_out_p, (var,), (renamed[var],), {}, source_info))
+        equations.append(Equation(fan_out_p, (var,), (renamed[var],), {}, source_info, task=task))
 
     def now(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
@@ -261,7 +288,7 @@ def _with_fan_outs(program: Program, *, nested: bool) -> Program:
         equations.append(dataclasses.replace(eqn, invars=tuple(now(v) for v in eqn.invars), regions=regions))
         for var in eqn.outvars:
             if uses[var] > 1:
-                spread(var, eqn.source_info)
+                spread(var, eqn.source_info, eqn.task)
     outvars: list[Atom] = []
     for atom in program.outvars:
         atom = now(atom)
