@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from autopar.models import BuiltModel, build
@@ -17,6 +18,10 @@ SIZES: Mapping[str, dict[str, Any]] = {
     "gpt_scan": {"layers": 2, "hidden": 32, "heads": 2, "seq": 16, "batch": 8},
     "moe": {"layers": 2, "hidden": 32, "heads": 2, "seq": 16, "batch": 8, "experts": 4, "group": 16},
     "wide_resnet": {"image_size": 8, "base_channels": 4, "width_factor": 2, "batch": 16},
+    "bert": {"layers": 2, "hidden": 32, "heads": 2, "seq": 16, "batch": 8},
+    "t5": {"layers": 2, "hidden": 32, "heads": 2, "seq": 16, "target_seq": 12, "batch": 8},
+    "llama": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 16, "batch": 8},
+    "unet": {"image_size": 8, "base_channels": 4, "groups": 2, "batch": 8},
 }
 # Small programs spend their time in the compiler, not in the code it makes.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
@@ -51,6 +56,48 @@ def small_model(name: str) -> SmallModel:
         eval_step=quick_jit(model.eval_step),
         first_state=quick_jit(model.create_state)(jax.random.key(0)),
     )
+
+
+def parameter_count_of(name: str, **sizes: Any) -> int:
+    """Count the parameters of a model without making them."""
+    params = jax.eval_shape(build(name, **sizes).create_state, jax.random.key(0)).params
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def loss_and_gradients_of(objective: Any, params: Any, batch: Any, key: Any) -> Any:
+    """The loss of an objective in training and its gradients."""
+
+    def loss_of(params: Any) -> Any:
+        return objective.loss(params, {}, batch, dropout_key=key)[0]
+
+    return quick_jit(jax.value_and_grad(loss_of))(params)
+
+
+def check_close_to_scale(actual: Any, expected: Any) -> None:
+    """Assert that leaves differ by less than 1e-5 of the largest entry of each."""
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(float(jnp.abs(b).max()), 1e-3)),
+        actual,
+        expected,
+    )
+
+
+@pytest.fixture(scope="session")
+def parameter_count() -> Callable[..., int]:
+    """Give the number of parameters of a model at a size."""
+    return parameter_count_of
+
+
+@pytest.fixture(scope="session")
+def loss_and_gradients() -> Callable[..., Any]:
+    """Give loss and gradients of an objective."""
+    return loss_and_gradients_of
+
+
+@pytest.fixture(scope="session")
+def assert_close_to_scale() -> Callable[..., None]:
+    """Give the comparison of two trees."""
+    return check_close_to_scale
 
 
 @pytest.fixture(scope="session")

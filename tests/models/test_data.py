@@ -42,6 +42,69 @@ def test_windows_are_pieces_of_the_corpus_and_targets_are_one_byte_ahead():
             assert window in text
 
 
+def is_piece(numbers):
+    return numbers.astype(np.uint8).tobytes() in data.corpus().tobytes()
+
+
+def test_masked_examples_are_two_pieces_of_text_and_padding():
+    batch = next(data.masked_batches(0, batch=16, seq=24))
+    for tokens, segments, targets in zip(batch["tokens"], batch["segments"], batch["targets"], strict=True):
+        real = targets != data.PAD
+        total, first = real.sum(), 24 - (segments[real] == 1).sum() - (~real).sum()
+        assert 12 <= total <= 24
+        assert 1 <= first < total
+        np.testing.assert_array_equal(real, np.arange(24) < total)
+        np.testing.assert_array_equal(segments, (np.arange(24) >= first) & real)
+        np.testing.assert_array_equal(tokens == data.PAD, ~real)
+        assert is_piece(targets[:first])
+        assert is_piece(targets[first:total])
+    assert len(np.unique((batch["targets"] == data.PAD).sum(axis=1))) > 4
+
+
+def test_about_15_percent_are_masked_of_which_8_in_10_are_hidden_and_1_in_10_is_another_byte():
+    batches = list(itertools.islice(data.masked_batches(1, batch=64, seq=64), 20))
+    tokens, targets, weights = (np.stack([batch[key] for batch in batches]) for key in ("tokens", "targets", "weights"))
+    assert set(np.unique(weights)) == {0, 1}
+    assert (weights.sum(axis=-1) >= 1).all()
+    assert (weights[targets == data.PAD] == 0).all()
+    np.testing.assert_array_equal(tokens[weights == 0], targets[weights == 0])
+    assert weights.sum() / (targets != data.PAD).sum() == pytest.approx(0.15 + 0.85 / 48, abs=0.01)
+    shown = tokens[weights == 1]
+    assert np.mean(shown == data.MASK) == pytest.approx(0.8, abs=0.02)
+    assert np.mean(shown == targets[weights == 1]) == pytest.approx(0.1, abs=0.02)
+    assert shown.max() == data.MASK
+
+
+def test_targets_continue_their_sources_and_tokens_are_the_targets_one_place_later():
+    batch = next(data.continued_batches(0, batch=16, seq=20, target_seq=10))
+    for sources, tokens, targets, weights in zip(*batch.values(), strict=True):
+        read, written = sources[sources != data.PAD], targets[targets != data.PAD]
+        assert 10 <= len(read) <= 20
+        assert 5 <= len(written) <= 10
+        assert is_piece(np.concatenate([read, written]))
+        assert tokens[0] == data.START
+        np.testing.assert_array_equal(tokens[1:], targets[:-1])
+        np.testing.assert_array_equal(weights, np.arange(10) < len(written))
+        np.testing.assert_array_equal(sources != data.PAD, np.arange(20) < len(read))
+
+
+def test_a_text_to_read_and_write_that_is_too_long_is_refused_with_both_numbers():
+    with pytest.raises(ValueError, match=rf"seq \+ target_seq is {data.CORPUS_BYTES}, but the text has only"):
+        next(data.continued_batches(0, batch=1, seq=data.CORPUS_BYTES - 9, target_seq=9))
+
+
+def test_noise_has_mean_0_and_the_deviation_asked_for_and_differs_between_pixels_and_channels():
+    batch = next(data.noisy_image_batches(0, batch=64, image_size=16, channels=2, noise=0.7))
+    np.testing.assert_array_equal(
+        batch["images"], next(data.image_batches(0, batch=64, image_size=16, channels=2))["images"]
+    )
+    noise = batch["noisy"] - batch["images"]
+    assert abs(noise.mean()) < 0.02
+    assert noise.std() == pytest.approx(0.7, abs=0.02)
+    assert abs(np.corrcoef(noise[..., 0].ravel(), noise[..., 1].ravel())[0, 1]) < 0.03
+    assert abs(np.corrcoef(noise[:, ::2].ravel(), noise[:, 1::2].ravel())[0, 1]) < 0.03
+
+
 def test_a_sequence_longer_than_the_text_is_refused_with_both_numbers():
     with pytest.raises(
         ValueError, match=rf"seq is {data.CORPUS_BYTES}, but the text has only {data.CORPUS_BYTES} bytes"
