@@ -152,9 +152,11 @@ class BatchResharder:
         self._cuts = _cutters(self._tiled)
         self._joins = _joiners(self._tiled)
         self._after = _relayouts([route for route in self._routes if route.relayout_after], before=False)
-        copied = {route.number: route.between for route in self._routes if route.kind == "copy"}
-        parcels = {parcel: route.on_device(parcel.send.receiver) for route in self._tiled for parcel in route.parcels}
-        self._outgoing: dict[Key, Sharding] = {**copied, **parcels}
+        self._outgoing: dict[Key, Sharding] = {
+            route.number: route.between for route in self._routes if route.kind == "copy"
+        }
+        for route in self._tiled:
+            self._outgoing.update({parcel: route.on_device(parcel.send.receiver) for parcel in route.parcels})
 
     @property
     def plans(self) -> tuple[ReshardPlan, ...]:
@@ -177,8 +179,9 @@ class BatchResharder:
         for step in self._cuts:
             step.apply(values)
         copies = jax.device_put([values[key] for key in self._outgoing], [*self._outgoing.values()], may_alias=False)
-        in_place = {route.number: values[route.number] for route in self._routes if route.kind == "in place"}
-        return Sent({**in_place, **dict(zip(self._outgoing, copies, strict=True))})
+        arriving: dict[Key, Array] = dict(zip(self._outgoing, copies, strict=True))
+        arriving.update({route.number: values[route.number] for route in self._routes if route.kind == "in place"})
+        return Sent(arriving)
 
     def receive(self, sent: Sent) -> list[Array]:
         """Make the calls that run on the target meshes."""
@@ -199,6 +202,7 @@ class _Route:
         self.number = number
         self.move = move
         self.words = move.words()
+        self.key_impl = _key_impl(move.dtype) if move.is_key else None
         self.target = self.words.target
         self.plan = self.words.plan(links)
         self.kind = "empty" if 0 in self.words.shape else self.plan.kind
@@ -232,13 +236,13 @@ class _Route:
                 f"array {self.number} to move has the sharding {array.sharding}; this transfer was prepared for {wanted}; "
                 "prepare another Resharder for it, or call reshard"
             )
-        return jax.random.key_data(array) if self.move.is_key else array
+        return array if self.key_impl is None else jax.random.key_data(array)
 
     def closed(self, words: Array | None) -> Array:
         """The array of this move that is made of these numbers; an array of size zero is made of none."""
         if words is None:
             words = jax.device_put(np.zeros(self.words.shape, self.words.dtype), self.target)
-        return jax.random.wrap_key_data(words, impl=_key_impl(self.move.dtype)) if self.move.is_key else words
+        return words if self.key_impl is None else jax.random.wrap_key_data(words, impl=self.key_impl)
 
     def tiles(self, array: Array) -> dict[Key, Array]:
         """What each sender holds, and the boxes among it that are whole tiles."""
@@ -294,13 +298,21 @@ class _Route:
             whole = jax.lax.all_gather(share, names, axis=shares.dim, tiled=True)
             return jax.lax.slice_in_dim(whole, 0, size, axis=shares.dim)
 
-        specs = {"in_specs": self.between.spec, "out_specs": self.target.spec}
-        return jax.shard_map(gather, mesh=self.target.mesh, check_vma=False, **specs)(array)
+        specs = self.between.spec, self.target.spec
+        return _per_device(gather, self.target.mesh, specs=specs)(array)
+
+
+def _per_device(
+    body: Callable[[Array], Array], mesh: Any, *, specs: tuple[PartitionSpec, PartitionSpec]
+) -> Callable[[Array], Array]:
+    return jax.shard_map(body, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
 
 def _key_impl(dtype: Any) -> Any:
-    """The generator of a key type."""
-    return jax.random.key_impl(jax.eval_shape(lambda: jnp.zeros((), dtype)))
+    """The generator of a key type, which JAX tells of an array or a traced one."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
+    return found[0]
 
 
 def _between_sharding(move: Move, plan: ReshardPlan) -> NamedSharding:

@@ -20,7 +20,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -67,13 +67,13 @@ class Tiling:
     @classmethod
     def of_sharding(cls, sharding: jax.sharding.Sharding, shape: Sequence[int]) -> Tiling:
         """The tiles of an array of this shape under a JAX sharding."""
-        held = {
-            device.id: tuple(index.indices(size)[:2] for index, size in zip(indices or (), shape, strict=True))
-            for device, indices in sharding.devices_indices_map(tuple(shape)).items()
-        }
-        named = isinstance(sharding, jax.sharding.NamedSharding)
-        mesh_shape = sharding.mesh.devices.shape if named else (len(held),)
-        return cls(mesh_shape, tuple(held), tuple(held.values()))
+        held: dict[Any, Any] = dict(sharding.devices_indices_map(tuple(shape)))
+        boxes = tuple(
+            tuple(index.indices(size)[:2] for index, size in zip(indices, shape, strict=True))
+            for indices in held.values()
+        )
+        mesh_shape = sharding.mesh.devices.shape if isinstance(sharding, jax.sharding.NamedSharding) else (len(held),)
+        return cls(mesh_shape, tuple(device.id for device in held), boxes)
 
     @classmethod
     def of_spec(
@@ -217,15 +217,16 @@ class ReshardPlan:
 
     @property
     def sender_imbalance(self) -> float:
-        """Bytes of the busiest sender over the least that any assignment needs to reach.
+        """Bytes of the busiest sender over what it could be spared; 1 is as good as any assignment.
 
-        That is the larger of a fair share for every source device and what the busiest receiver takes in: spreading
-        the senders' work more finely than that does not end the transfer earlier.
+        No sender need do less than a fair share among all source devices, nor less than the busiest receiver takes in:
+        the transfer does not end before that one is done.
         """
         sent, received = self.sent_bytes, self.received_bytes
         if not sent:
             return 1.0
-        return max(sent.values()) / max(sum(sent.values()) / len(self.source.devices), max(received.values()))
+        spared = max(sum(sent.values()) / len(self.source.devices), max(received.values()))
+        return max(1.0, max(sent.values()) / spared)
 
     @property
     def calls(self) -> int:

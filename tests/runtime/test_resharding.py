@@ -1,6 +1,7 @@
 """Arrays moved between meshes of the eight virtual devices equal their source and have the target's sharding."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -93,3 +94,164 @@ def test_a_moved_array_equals_its_source_and_has_the_target_sharding(move, exact
     array = moved_from(source, value)
     links = links_without_slack(Move.of(array, target)) if exact else None
     check(Resharder(shape, np.float32, source, target, links=links)(array), value, target)
+
+
+def test_the_examples_use_every_kind_of_plan():
+    """A guard on the property test above: the kinds that it is meant to reach exist on these meshes."""
+    shape = (1024, 512)
+    four, other, pair = (sharding_on((n,), first, P("x")) for n, first in [(4, 0), (4, 4), (2, 4)])
+    whole, square = sharding_on((4,), 4, P()), sharding_on((2, 2), 0, P("x"))
+    cases = [
+        (four, other, "copy", False, False),
+        (four, whole, "copy", False, True),
+        (square, sharding_on((2, 2), 4, P("x", "y")), "copy", True, False),
+        (sharding_on((4,), 0, P()), whole, "copy", True, True),
+        (four, pair, "tiles", False, False),
+        (four, sharding_on((2,), 4, P()), "tiles", False, True),
+        (four, sharding_on((4,), 0, P(None, "x")), "in place", False, False),
+    ]
+    for source, target, kind, before, after in cases:
+        prepared = Resharder(shape, np.float32, source, target)
+        found = prepared.plan
+        assert (found.kind, found.relayout_before, found.relayout_after) == (kind, before, after), (source, target)
+        value = numbers(shape)
+        check(prepared(moved_from(source, value)), value, target)
+
+
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_keys_scalars_and_arrays_of_size_zero_move(place):
+    source_mesh, source_first, target_mesh, target_first = place
+    source, target = sharding_on(source_mesh, source_first, P()), sharding_on(target_mesh, target_first, P())
+    check(reshard(moved_from(source, np.float32(3.5)), target), np.array(3.5, np.float32), target)
+    check(reshard(moved_from(source, np.zeros((0, 4), np.int8)), target), np.zeros((0, 4), np.int8), target)
+    keys = moved_from(source, jax.random.split(jax.random.key(7, impl="rbg"), 12))
+    split = sharding_on(target_mesh, target_first, P("x"))
+    for wanted in (target, split) if 12 % target_mesh[0] == 0 else (target,):
+        moved = reshard(keys, wanted)
+        assert moved.dtype == keys.dtype
+        assert moved.sharding.is_equivalent_to(wanted, 1)
+        np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
+
+
+@pytest.mark.parametrize(
+    "dtype", [np.bool_, np.int8, np.uint32, np.complex64, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4]
+)
+def test_every_number_format_moves(dtype):
+    value = (np.arange(64).reshape(8, 8) % 7).astype(dtype)
+    source, target = sharding_on((4,), 0, P("x")), sharding_on((2,), 4, P(None, "x"))
+    moved = reshard(moved_from(source, value), target)
+    assert moved.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(moved), value)
+
+
+def test_an_array_of_one_device_moves_to_a_mesh():
+    target = sharding_on((2, 2), 4, P("x", "y"))
+    array = jax.device_put(numbers((4, 4)), SingleDeviceSharding(jax.devices()[1]))
+    check(reshard(array, target), numbers((4, 4)), target)
+
+
+def test_an_array_moves_to_another_kind_of_memory():
+    source = sharding_on((4,), 0, P("x"))
+    target = sharding_on((2,), 4, P(None, "x")).with_memory_kind("unpinned_host")
+    array = reshard(moved_from(source, numbers((4, 4))), target)
+    check(array, numbers((4, 4)), target)
+    assert array.sharding.memory_kind == "unpinned_host"
+
+
+BATCH = [
+    ((4,), 0, P("x"), (2,), 4, P()),
+    ((2, 2), 0, P("x", "y"), (2, 2), 4, P("x", "y")),
+    ((2, 2), 0, P("x", "y"), (2, 2), 4, P("y", "x")),
+    ((4,), 0, P("x"), (4,), 4, P()),
+    ((4,), 0, P("x"), (3,), 5, P(None, "x")),
+    ((4,), 0, P("x"), (4,), 0, P(None, "x")),
+    ((4,), 0, P("x"), (4,), 0, P("x")),
+]
+
+
+def batch_of(count):
+    """Arrays of different sizes with all the routes of BATCH."""
+    moves, values = [], []
+    for number in range(count):
+        source_mesh, source_first, source_spec, target_mesh, target_first, target_spec = BATCH[number % len(BATCH)]
+        shape = (12 * (1 + 30 * number), 24)
+        source = sharding_on(source_mesh, source_first, source_spec)
+        target = sharding_on(target_mesh, target_first, target_spec)
+        values.append(moved_from(source, numbers(shape)))
+        moves.append(Move.of(values[-1], target))
+    return moves, values
+
+
+def test_a_batch_of_arrays_moves_in_one_call_of_device_put(monkeypatch):
+    moves, values = batch_of(10)
+    prepared = BatchResharder(moves)
+    assert {plan.kind for plan in prepared.plans} == {"in place", "copy", "tiles"}
+    puts, put = [], jax.device_put
+    monkeypatch.setattr(
+        jax, "device_put", lambda arrays, *args, **options: puts.append(1) or put(arrays, *args, **options)
+    )
+    moved = prepared(values)
+    assert puts == [1]
+    for move, value, array in zip(moves, values, moved, strict=True):
+        check(array, np.asarray(value), move.target)
+
+
+def test_source_and_result_share_no_memory():
+    moves, values = batch_of(len(BATCH))
+    expected = [np.array(value) for value in values]
+    prepared = BatchResharder(moves)
+    for value, array in zip(expected, prepared(values), strict=True):
+        array.delete()
+        assert value.size
+    moved = prepared(values)
+    for value in values:
+        value.delete()
+    for move, value, array in zip(moves, expected, moved, strict=True):
+        check(array, value, move.target)
+
+
+def test_moving_the_same_array_twice_gives_two_arrays():
+    target = sharding_on((4,), 0, P("x"))
+    array = moved_from(target, numbers((8,)))
+    first, second = reshard(array, target), reshard(array, target)
+    first.delete()
+    check(second, numbers((8,)), target)
+    check(array, numbers((8,)), target)
+
+
+@pytest.mark.parametrize("case", BATCH, ids=str)
+def test_a_transfer_returns_before_its_operand_is_computed(case):
+    source_mesh, source_first, source_spec, target_mesh, target_first, target_spec = case
+    source = sharding_on(source_mesh, source_first, source_spec)
+    target = sharding_on(target_mesh, target_first, target_spec)
+    prepared = Resharder((480, 480), np.float32, source, target)
+
+    def grind(array, rounds):
+        return jax.lax.fori_loop(0, rounds, lambda _, x: jnp.tanh(x @ x), array)
+
+    compute = jax.jit(grind, out_shardings=source)
+    start = moved_from(source, np.full((480, 480), 0.01, np.float32))
+    prepared(compute(start, 1)).block_until_ready()
+    pending = compute(start, 400)
+    moved = prepared(pending)
+    assert not pending.is_ready()
+    np.testing.assert_array_equal(np.asarray(moved), np.asarray(pending))
+
+
+def test_one_resharder_serves_many_threads():
+    source, target = sharding_on((4,), 0, P("x")), sharding_on((2,), 4, P(None, "x"))
+    prepared = Resharder((64, 64), np.float32, source, target)
+    arrays = [moved_from(source, numbers((64, 64)) + number) for number in range(40)]
+    with ThreadPoolExecutor(4) as threads:
+        moved = list(threads.map(prepared, arrays))
+    for number, array in enumerate(moved):
+        check(array, numbers((64, 64)) + number, target)
+
+
+def test_an_array_that_a_transfer_was_not_prepared_for_is_refused():
+    source, target = sharding_on((4,), 0, P("x")), sharding_on((2,), 4, P())
+    prepared = Resharder((8, 8), np.float32, source, target)
+    with pytest.raises(ArgumentError, match=r"array 0 to move is int32\(8, 8\).*prepared for.*float32.*\(8, 8\)"):
+        prepared(moved_from(source, numbers((8, 8), np.int32)))
+    with pytest.raises(ArgumentError, match=r"has the sharding .*P\(None, 'x'\).*prepared for .*prepare another"):
+        prepared(moved_from(sharding_on((4,), 0, P(None, "x")), numbers((8, 8))))
