@@ -263,7 +263,7 @@ def _ring_exchange(level: Dimension) -> Affine:
     """All-to-all on one level of f ranks, blocks of S/f passed from neighbour to neighbour the shorter way.
 
     Ring: floor(f/2) a + b S floor(f^2/4) / (2 f), b of one link one way: step k carries the blocks that still have k links to
-    go, those to the opposite rank half in each direction. Line: (f-1) a + b S floor(f^2/4) / f, the load of its middle link.
+    go, those to the opposite rank half in each direction. Line: (f-1)(a + b S/2), in step k the blocks from k links back.
     A hybrid cube mesh exchanges over its rings as a ring does, at half of the ring bandwidth in each direction.
     """
     f = level.size
@@ -271,7 +271,7 @@ def _ring_exchange(level: Dimension) -> Affine:
     if level.topology == "switch":
         return Affine((f - 1) * level.latency_s, (f - 1) / f / level.rank_bytes_per_s)
     if level.topology == "torus" and not level.wraps:
-        return Affine((f - 1) * level.latency_s, blocks / f / level.link_bytes_per_s)
+        return Affine((f - 1) * level.latency_s, (f - 1) / 2 / level.link_bytes_per_s)
     return Affine(f // 2 * level.latency_s, blocks / f / level.ring_bytes_per_s)
 
 

@@ -1,0 +1,188 @@
+"""Cluster files: every preset is whole, sourced and sane; a bad file says where it is wrong."""
+
+import copy
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from autopar.cost_model.cluster_files import ClusterFileError, cluster_from, load_cluster, save_cluster
+from autopar.cost_model.hardware import PRESETS, find_cluster, preset, preset_for_device_kind
+
+FOLDER = Path(__file__).resolve().parents[2] / "cost_model" / "clusters"
+FILES = sorted(FOLDER.glob("*.json"))
+GB = 1e9
+
+
+def fields_of(name):
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def figures_in(value, place=""):
+    """Paths of all numbers in a file."""
+    if isinstance(value, dict):
+        return [p for key, item in value.items() for p in figures_in(item, f"{place}.{key}" if place else key)]
+    if isinstance(value, list):
+        return [p for i, item in enumerate(value) for p in figures_in(item, f"{place}.{i}")]
+    return [place] if isinstance(value, int | float) and not isinstance(value, bool) else []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_figure_of_a_preset_has_a_source(path):
+    fields = json.loads(path.read_text())
+    sources = fields.pop("sources")
+    without = [p for p in figures_in(fields) if not any(f"{p}.".startswith(f"{source}.") for source in sources)]
+    assert without == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_preset_is_found_by_the_name_of_its_file_and_prices_thousands_of_devices(path):
+    cluster = preset(path.stem)
+    assert cluster.name == path.stem
+    most = cluster.tiers[-1].devices
+    mesh = (16, 24, 8) if most is None or most >= 3072 else (2, 4)
+    costs = cluster.mesh_costs(mesh)
+    for axis in range(len(mesh)):
+        small, large = costs.seconds("all-reduce", 1e3, (axis,)), costs.seconds("all-reduce", 1e9, (axis,))
+        assert 0 < small < large < 60
+
+
+def test_the_presets_that_are_asked_for_exist_under_their_usual_names():
+    for name in ["cpu", "p3.16xlarge", "p3dn.24xlarge", "p4d", "p4d.24xlarge", "dgx2", "dgx2-v100-32gb", "dgx-a100", "dgx-a100-40", "dgx-a100-40gb", "dgx-a100-80", "dgx-a100-80gb", "selene", "dgx-h100", "dgx-h200", "h200", "b200", "a100-omnipath", "tpu-v4", "tpu-v5e", "tpu-v5p", "tpu-v6e"]:
+        assert name in PRESETS
+    assert preset("selene") == preset("dgx-a100") == preset("dgx-a100-80gb")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops", "gib", "memory_gb_per_s", "between_gb_per_s_a_node"),
+    [
+        ("p3.16xlarge", "float16", 125, 16, 900, 3.1),
+        ("p3dn.24xlarge", "float16", 125, 32, 900, 12.5),
+        ("p4d", "float16", 312, 40, 1555, 50),
+        ("dgx-a100-80gb", "bfloat16", 312, 80, 2039, 200),
+        ("dgx-h100", "bfloat16", 989, 80, 3350, 400),
+        ("dgx-h200", "bfloat16", 989, 141, 4800, 400),
+        ("b200", "bfloat16", 2250, 180, 8000, 400),
+        ("a100-omnipath", "bfloat16", 312, 80, 2039, 50),
+        ("tpu-v4", "bfloat16", 275, 32, 1200, None),
+        ("tpu-v5e", "bfloat16", 197, 16, 810, None),
+        ("tpu-v5p", "bfloat16", 459, 95, 2800, None),
+        ("tpu-v6e", "bfloat16", 918, 32, 1600, None),
+    ],
+)
+def test_presets_hold_the_yardstick_s_figures(name, dtype, tflops, gib, memory_gb_per_s, between_gb_per_s_a_node):
+    cluster = preset(name)
+    assert cluster.device.peak_of(dtype) == tflops * 1e12
+    assert cluster.device.memory_bytes == gib * 2**30
+    assert cluster.device.memory_bytes_per_s == memory_gb_per_s * GB
+    if between_gb_per_s_a_node is not None:
+        assert cluster.tiers[1].bytes_per_s * cluster.tiers[1].ports == between_gb_per_s_a_node * GB
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("dgx-a100", "float16", 271),
+        ("dgx-h100", "bfloat16", 794),
+        ("h200", "bfloat16", 788),
+        ("b200", "bfloat16", 1745),
+    ],
+)
+def test_a_product_of_8192_reaches_the_ceiling_that_was_measured(name, dtype, tflops):
+    device = preset(name).device
+    reached = device.peak_of(dtype) * device.efficiency_of(dtype).of(8192, 8192, 8192)
+    assert reached == pytest.approx(tflops * 1e12, rel=2e-3)
+
+
+def test_every_cluster_that_the_published_steps_name_is_a_preset():
+    table = Path(__file__).resolve().parents[3] / "shared" / "yardstick" / "published_steps.csv"
+    if not table.exists():
+        pytest.skip("the yardstick's tables are not here")
+    with table.open(newline="") as file:
+        assert {row["cluster"] for row in csv.DictReader(file)} <= set(PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "name"),
+    [
+        ("cpu", "cpu", "cpu"),
+        ("gpu", "NVIDIA H200", "dgx-h200"),
+        ("gpu", "NVIDIA A100-SXM4-80GB", "dgx-a100-80gb"),
+        ("gpu", "Tesla V100-SXM2-16GB", "p3.16xlarge"),
+        ("tpu", "TPU v5 lite", "tpu-v5e"),
+        ("tpu", "TPU v5p", "tpu-v5p"),
+    ],
+)
+def test_a_device_kind_leads_to_its_preset(platform, kind, name):
+    assert preset_for_device_kind(platform, kind).name == name
+
+
+def test_an_unknown_preset_is_answered_with_the_nearest_names():
+    with pytest.raises(ValueError, match="no cluster preset 'dgxa100'; there are: cpu, .*; nearest: dgx-a100, "):
+        preset("dgxa100")
+
+
+def test_a_preset_survives_being_written_and_read(tmp_path):
+    for name in ("p3.16xlarge", "tpu-v4", "cpu", "mixed-a100-v100"):
+        save_cluster(tmp_path / "c.json", preset(name), about="a copy", sources={"device": "a preset"})
+        again = find_cluster(str(tmp_path / "c.json"))
+        assert again == preset(name)
+        assert again.fingerprint() == preset(name).fingerprint()
+
+
+def changed(change, name="dgx-a100-80gb"):
+    fields = copy.deepcopy(fields_of(name))
+    change(fields)
+    return fields
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda f: f["device"].update(memory_bytes="80 GB"), 'device.memory_bytes is "80 GB"; number is expected'),
+        (lambda f: f["device"].update(memory_bytes=0), "device.memory_bytes is 0; more than 0 is expected"),
+        (lambda f: f["device"].pop("memory_bytes_per_s"), "device lacks 'memory_bytes_per_s'"),
+        (lambda f: f["device"]["peak_flops_per_s"].pop("float32"), "device.peak_flops_per_s lacks 'float32'"),
+        (lambda f: f["tiers"][1].update(topology="mesh"), "tiers.1.topology is \"mesh\"; one of 'switch', 'ring', "),
+        (lambda f: f["tiers"][1].update(latancy_s=1), "tiers.1 has unknown 'latancy_s'; did you mean latency_s?"),
+        (lambda f: f["tiers"][0].update(efficiency=1.5), "tiers.0.efficiency is 1.5; at most 1 is expected"),
+        (lambda f: f["tiers"][0].update(devices=None), "tiers.0.devices is null; only the outermost tier may join any"),
+        (
+            lambda f: f["tiers"][1].update(devices=12),
+            "tiers.1.devices is 12; a multiple of the 8 devices of the tier below",
+        ),
+        (lambda f: f.pop("device"), "the file needs either 'device' or, for a mixed cluster, 'node_kinds'"),
+        (lambda f: f.update(format="v0"), "format is \"v0\"; 'autopar-cluster-1' is expected"),
+        (lambda f: f.update(tiers=[]), "tiers is []: "),
+        (lambda f: f["tiers"][0].update(topology="hybrid-cube-mesh"), "tiers.0.link_counts: 8 rows of 8 numbers"),
+    ],
+)
+def test_a_bad_file_says_where_what_and_what_is_expected(change, words):
+    with pytest.raises(ClusterFileError) as raised:
+        cluster_from(changed(change), origin="mine.json")
+    assert str(raised.value).startswith("mine.json: ")
+    assert words in str(raised.value)
+
+
+def test_files_that_are_missing_or_no_json_say_so(tmp_path):
+    (tmp_path / "bad.json").write_text('{"format":\n oops}')
+    with pytest.raises(ClusterFileError, match="line 2 is not JSON"):
+        load_cluster(tmp_path / "bad.json")
+    with pytest.raises(
+        ClusterFileError, match=r"No such file or directory; `python -m autopar calibrate -o FILE` writes one"
+    ):
+        load_cluster(tmp_path / "none.json")
+
+
+def test_a_mixed_cluster_runs_in_lockstep_with_its_slowest_and_gives_each_kind_apart():
+    mixed, a100, v100 = preset("mixed-a100-v100"), preset("p4d"), preset("p3dn")
+    assert mixed.device.peak_of("float16") == v100.device.peak_of("float16")
+    assert mixed.device.memory_bytes == v100.device.memory_bytes
+    assert [kind.count for kind in mixed.node_kinds] == [2, 4]
+    assert mixed.of_kind("a100").device == a100.device
+    assert mixed.of_kind("v100").tiers[0] == v100.tiers[0]
+    inside = mixed.of_kind("a100").mesh_costs((8,)).seconds("all-reduce", 1e9, (0,))
+    assert inside == a100.mesh_costs((8,)).seconds("all-reduce", 1e9, (0,))
+    with pytest.raises(ValueError, match="has no kind of node 'h100'; it has: a100, v100"):
+        mixed.of_kind("h100")
