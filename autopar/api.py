@@ -300,7 +300,9 @@ def _checked_cluster(cluster: Any) -> Literal["auto"] | Cluster:
     if cluster == "auto" or isinstance(cluster, Cluster):
         return cluster  # type: ignore[no-any-return]
     if not isinstance(cluster, str | os.PathLike):
-        raise ArgumentError(f"cluster={cluster!r}: 'auto', the name of a preset or a Cluster is expected, or the path of a file")
+        raise ArgumentError(
+            f"cluster={cluster!r}: 'auto', the name of a preset or a Cluster is expected, or the path of a file"
+        )
     try:
         return find_cluster(cluster) if isinstance(cluster, str) else load_cluster(Path(cluster))
     except ValueError as error:

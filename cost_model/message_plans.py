@@ -33,7 +33,7 @@ def reduce_scatter(
     turn: int = 1,
     channel: Hashable = None,
 ) -> list[Message]:
-    """Level by level in `order`; on each every rank keeps the blocks with its own coordinate there. `turn`: direction of rings."""
+    """Level by level in `order`; on each every rank keeps the blocks of its own coordinate. `turn`: direction of rings."""
     messages: list[Message] = []
     through: list[int] = []
     step = 0
