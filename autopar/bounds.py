@@ -54,9 +54,11 @@ def bound_problem(
     sweeps: int,
     gap: float = 1e-9,
     start: Mapping[int, int] | None = None,
+    cutoff: float = np.inf,
 ) -> Bounded:
-    """Run up to `sweeps` forward-backward sweeps, fewer if bound and best value meet within `gap` (relative)."""
-    return _Ascent(costs, edges).run(sweeps, gap, start)
+    """Run up to `sweeps` forward-backward sweeps, fewer if bound and best value meet within `gap` (relative) or the bound
+    reaches `cutoff`."""
+    return _Ascent(costs, edges).run(sweeps, gap, start, cutoff)
 
 
 class _Ascent:
@@ -76,7 +78,7 @@ class _Ascent:
             self.ahead[u].append((v, m))
             self.behind[v].append((u, m.T))
 
-    def run(self, sweeps: int, gap: float, start: Mapping[int, int] | None) -> Bounded:
+    def run(self, sweeps: int, gap: float, start: Mapping[int, int] | None, cutoff: float) -> Bounded:
         best = dict(start) if start is not None else self._decoded(forward=True)
         upper, lower = self.value(best), -np.inf
         for number in range(sweeps):
@@ -89,7 +91,7 @@ class _Ascent:
             if value < upper:
                 upper, best = value, trial
             before, lower = lower, self._lower()
-            if upper - lower <= gap * abs(upper) or lower - before <= 1e-7 * abs(upper):
+            if lower >= cutoff or upper - lower <= gap * abs(upper) or lower - before <= 1e-7 * abs(upper):
                 break
         best = improved(best, self.original, self.original_edges)
         upper = self.value(best)

@@ -28,6 +28,7 @@ import numpy as np
 
 from autopar import ilp
 from autopar.bounds import Bounded, bound_problem
+from autopar.interchange import Classes, least_of_classes, merged_edges
 from autopar.presolve import Reduced, reduce_problem
 
 Costs = Sequence[np.ndarray]
@@ -42,8 +43,11 @@ SLACKS = (1e-6, 1e-4)
 GAP = 1e-6
 """Relative difference to the bound that counts as none."""
 GOOD_ENOUGH = 2e-3
-"""A large problem is not pursued further once its solution is this near to the bound; the plan reports the bound."""
+"""A large problem is not pursued further once the best solution known, of this problem or of another mesh, is this near to the
+bound; the plan reports the bound."""
 NODE_LIMIT = 500
+SEARCHED_PAIRS = 4_000_000
+"""With a better choice to beat, a problem with more pairs of choices than this left open by its bound is not searched."""
 DIRECT_PAIRS = 30_000
 """Problems with at most this many pairs of choices over all edges go to the integer program as they are."""
 
@@ -67,7 +71,7 @@ class MemoryRow:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A choice per node, its objective, and the proven lower bound."""
+    """A choice per node, its objective, and the proven lower bound; no numbers where the search was cut off."""
 
     numbers: tuple[int, ...]
     seconds: float
@@ -81,14 +85,25 @@ def choose(
     rows: Sequence[MemoryRow] = (),
     limit_bytes: float = np.inf,
     free: Choice | None = None,
+    classes: Classes | None = None,
+    cutoff_s: float = np.inf,
 ) -> Choice | None:
-    """The best choice within the limit; None if there is none. `free` is the best choice without a limit, if it is known."""
+    """The best choice within the limit; None if there is none. `free` is the best choice without a limit, if it is known.
+
+    `classes`: choices of a mesh with equal axes, of which the merged problem (interchange.py) rules out most. `cutoff_s`: only
+    choices below it matter. Where there are none the search ends early, and where there is little to gain (`GOOD_ENOUGH`) or
+    too much to search (`SEARCHED_PAIRS`) it does not begin: the result then has no numbers, and the bound says which it was.
+    """
     if any(row.least() > limit_bytes for row in rows):
         return None
-    free = free if free is not None else _solve(costs, edges)
+    if classes is not None:
+        return _choose_by_classes(_Problem(costs, edges, rows, limit_bytes, cutoff_s), classes, free)
+    free = free if free is not None else _solve(costs, edges, cutoff_s)
+    if np.isfinite(cutoff_s) and free.lower_bound_s >= cutoff_s:
+        return Choice((), np.inf, free.lower_bound_s)
     if all(row.used(free.numbers) <= limit_bytes for row in rows):
         return free
-    return _solve_within(costs, edges, rows, limit_bytes, free)
+    return _solve_within(_Problem(costs, edges, rows, limit_bytes, cutoff_s), free)
 
 
 def value_of(costs: Costs, edges: Edges, choice: Sequence[int]) -> float:
@@ -97,9 +112,96 @@ def value_of(costs: Costs, edges: Edges, choice: Sequence[int]) -> float:
     return total + sum(float(m[choice[u], choice[v]]) for (u, v), m in edges.items())
 
 
-def _solve(costs: Costs, edges: Edges) -> Choice:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Problem:
+    """What `choose` is asked."""
+
+    costs: Costs
+    edges: Edges
+    rows: Sequence[MemoryRow]
+    limit_bytes: float
+    cutoff_s: float
+
+    def restricted(self, left: Sequence[np.ndarray]) -> _Problem:
+        """The same with only the choices `left` of each node."""
+        edges = {(u, v): m[np.ix_(left[u], left[v])] for (u, v), m in self.edges.items()}
+        rows = [dataclasses.replace(r, bytes_of={v: b[left[v]] for v, b in r.bytes_of.items()}) for r in self.rows]
+        costs = [cost[numbers] for cost, numbers in zip(self.costs, left, strict=True)]
+        return dataclasses.replace(self, costs=costs, edges=edges, rows=rows)
+
+    def merged(self, classes: Classes) -> _Problem:
+        """The problem between classes: a relaxation."""
+        rows = [
+            dataclasses.replace(r, bytes_of={v: least_of_classes(b, classes[v]) for v, b in r.bytes_of.items()})
+            for r in self.rows
+        ]
+        costs = [least_of_classes(cost, number) for cost, number in zip(self.costs, classes, strict=True)]
+        return dataclasses.replace(self, costs=costs, edges=merged_edges(self.edges, classes), rows=rows)
+
+    def choose(self, free: Choice | None = None) -> Choice | None:
+        """`choose` of this problem."""
+        return choose(
+            self.costs, self.edges, rows=self.rows, limit_bytes=self.limit_bytes, free=free, cutoff_s=self.cutoff_s
+        )
+
+
+def _choose_by_classes(problem: _Problem, classes: Classes, free: Choice | None) -> Choice | None:
+    """Bound the merged problem; search the choices that it leaves open."""
+    merged = problem.merged(classes)
+    bound = merged.choose()
+    if bound is None:
+        return None
+    if (
+        bound.lower_bound_s >= problem.cutoff_s * (1 - GOOD_ENOUGH)
+        or not bound.numbers
+        or not np.isfinite(bound.seconds)
+    ):
+        return Choice((), np.inf, bound.lower_bound_s)
+    upper = problem.cutoff_s
+    if not problem.rows:
+        members = [np.flatnonzero(number == p) for number, p in zip(classes, bound.numbers, strict=True)]
+        lifted = problem.restricted(members).choose()
+        upper = min(upper, lifted.seconds) if lifted is not None else upper
+    left = _left_open(merged, classes, upper * (1 + GAP))
+    if left is None:
+        return Choice((), np.inf, upper)
+    rest = problem.restricted(left)
+    if np.isfinite(problem.cutoff_s) and sum(m.size for m in rest.edges.values()) > SEARCHED_PAIRS:
+        return Choice((), np.inf, bound.lower_bound_s)
+    known = _renumbered(free, left)
+    found = rest.choose(known)
+    if found is None or not found.numbers:
+        return found
+    numbers = tuple(int(open_[p]) for open_, p in zip(left, found.numbers, strict=True))
+    return Choice(numbers, found.seconds, found.lower_bound_s)
+
+
+def _left_open(merged: _Problem, classes: Classes, upper: float) -> list[np.ndarray] | None:
+    """The choices of each node whose class may be part of a solution of at most `upper`; None if there is no such solution.
+
+    Dominance is left out: what is dominated in the relaxation may be needed in the problem.
+    """
+    left = [np.arange(len(number)) for number in classes]
+    if not np.isfinite(upper):
+        return left
+    reduced = reduce_problem(merged.costs, merged.edges, dominance=False)
+    alive = bound_problem(reduced.costs, reduced.edges, sweeps=SWEEPS).below(upper - reduced.constant)
+    for v, keep in alive.items():
+        left[v] = np.flatnonzero(np.isin(classes[v], reduced.open_choices[v][keep]))
+    return left if all(len(open_) for open_ in left) else None
+
+
+def _renumbered(choice: Choice | None, left: Sequence[np.ndarray]) -> Choice | None:
+    """A choice in the numbers of what is left; None if some of it is gone."""
+    if choice is None or any(p not in open_ for p, open_ in zip(choice.numbers, left, strict=True)):
+        return None
+    numbers = tuple(int(np.searchsorted(open_, p)) for open_, p in zip(left, choice.numbers, strict=True))
+    return dataclasses.replace(choice, numbers=numbers)
+
+
+def _solve(costs: Costs, edges: Edges, cutoff: float = np.inf) -> Choice:
     """Without memory."""
-    found = _search(dict(enumerate(costs)), edges, stage=0)
+    found = _search(dict(enumerate(costs)), edges, stage=0, cutoff=cutoff)
     numbers = [found.choice[v] for v in range(len(costs))]
     seconds = value_of(costs, edges, numbers)
     return Choice(tuple(numbers), seconds, seconds - found.gap if np.isfinite(seconds) else np.inf)
@@ -113,8 +215,11 @@ class _Found:
     gap: float
 
 
-def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int) -> _Found:
-    """Reduce; solve what is left if it is small; else bound it, drop what the bound rules out, and search again."""
+def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int, cutoff: float = np.inf) -> _Found:
+    """Reduce; solve what is left if it is small; else bound it, drop what the bound rules out, and search again.
+
+    A bound of `cutoff` or more ends the search.
+    """
     order = sorted(costs)
     number = {v: i for i, v in enumerate(order)}
     reduced = reduce_problem([costs[v] for v in order], {(number[u], number[v]): m for (u, v), m in edges.items()})
@@ -129,8 +234,11 @@ def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int) -> _Fo
         direct = _integer_program(reduced, gap=GAP / 10 if stage == 0 else 100 * GAP)
         if direct is not None:
             return extended(direct)
-    bounded = bound_problem(reduced.costs, reduced.edges, sweeps=SWEEPS, gap=GAP)
+    cutoff -= reduced.constant
+    bounded = bound_problem(reduced.costs, reduced.edges, sweeps=SWEEPS, gap=GAP, cutoff=cutoff)
     best, upper = bounded.choice, bounded.upper
+    if bounded.lower >= cutoff and np.isfinite(upper):
+        return extended(_Found(best, upper - bounded.lower))
     for slack in SLACKS:
         if upper - bounded.lower > GAP * abs(upper):
             trial = _within(bounded, bounded.near_optimal(slack), stage=stage, last=True)
@@ -143,7 +251,7 @@ def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int) -> _Fo
             return extended(direct)
     gap = upper - bounded.lower
     if gap > GOOD_ENOUGH * abs(upper) and stage < STAGES:
-        rest = _within(bounded, bounded.below(upper), stage=stage + 1, last=False)
+        rest = _within(bounded, bounded.below(upper), stage=stage + 1, last=False, cutoff=cutoff)
         value = _value(reduced.costs, reduced.edges, rest.choice)
         lower = max(bounded.lower, min(upper, value - rest.gap)) if np.isfinite(value) else bounded.lower
         if value < upper:
@@ -152,12 +260,14 @@ def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int) -> _Fo
     return extended(_Found(best, max(gap, 0.0)))
 
 
-def _within(bounded: Bounded, alive: Mapping[int, np.ndarray], *, stage: int, last: bool) -> _Found:
+def _within(
+    bounded: Bounded, alive: Mapping[int, np.ndarray], *, stage: int, last: bool, cutoff: float = np.inf
+) -> _Found:
     """Search among the choices that are alive, in the shifted costs."""
     left = {v: np.flatnonzero(keep) for v, keep in alive.items()}
     costs = {v: cost[left[v]] for v, cost in bounded.costs.items()}
     edges = {(u, v): m[np.ix_(left[u], left[v])] for (u, v), m in bounded.edges.items()}
-    found = _search(costs, edges, stage=STAGES if last else stage)
+    found = _search(costs, edges, stage=STAGES if last else stage, cutoff=cutoff)
     return _Found({v: int(left[v][p]) for v, p in found.choice.items()}, found.gap)
 
 
@@ -181,14 +291,15 @@ def _value(costs: Mapping[int, np.ndarray], edges: Edges, choice: Mapping[int, i
 # Within memory.
 
 
-def _solve_within(costs: Costs, edges: Edges, rows: Sequence[MemoryRow], limit: float, free: Choice) -> Choice | None:
+def _solve_within(problem: _Problem, free: Choice) -> Choice | None:
+    costs, edges, rows, limit = problem.costs, problem.edges, problem.rows, problem.limit_bytes
     usage = _usage(costs, rows)
     varying = frozenset(v for v, b in usage.items() if np.ptp(b) > 0)
     whole = [usage.get(v, np.zeros(len(c))) for v, c in enumerate(costs)]
     reduced = reduce_problem(costs, edges, keep=varying, usage=whole)
     if _pairs(reduced) <= DIRECT_PAIRS:
         return _direct(costs, edges, reduced, rows, limit)
-    return _priced(costs, edges, reduced, rows, limit, free)
+    return _priced(problem, reduced, free)
 
 
 def _usage(costs: Costs, rows: Sequence[MemoryRow]) -> dict[int, np.ndarray]:
@@ -222,10 +333,9 @@ def _live_sets(reduced: Reduced, rows: Sequence[MemoryRow], limit: float) -> lis
     return live
 
 
-def _priced(
-    costs: Costs, edges: Edges, reduced: Reduced, rows: Sequence[MemoryRow], limit: float, free: Choice
-) -> Choice | None:
+def _priced(problem: _Problem, reduced: Reduced, free: Choice) -> Choice | None:
     """Prices on memory; see the module's text."""
+    costs, edges, rows, limit = problem.costs, problem.edges, problem.rows, problem.limit_bytes
     prices = np.zeros(len(rows))
     best: Choice | None = None
     lower = free.lower_bound_s
@@ -240,6 +350,8 @@ def _priced(
         over = np.array([row.used(trial.numbers) - limit for row in rows])
         room = np.array([limit - row.fixed_bytes for row in rows])
         lower = max(lower, trial.lower_bound_s - float(prices @ room))
+        if lower >= problem.cutoff_s:
+            return Choice((), np.inf, lower)
         seconds = value_of(costs, edges, trial.numbers)
         if (over <= 0).all() and (best is None or seconds < best.seconds):
             best = Choice(trial.numbers, seconds, lower)

@@ -68,10 +68,14 @@ class LiveTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A logical mesh that was compared, with its predicted step time; None where no plan fits the memory."""
+    """A logical mesh that was compared, with the predicted step time of its best plan.
+
+    Where the search ended without one: `at_least_s`, below which no plan on this mesh is, or None if none fits the memory.
+    """
 
     mesh_shape: tuple[int, ...]
     step_s: float | None
+    at_least_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

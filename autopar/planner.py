@@ -8,9 +8,10 @@ can go wrong: nothing fits the memory; the error names the largest tensors and t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from autopar.constraints import allowed_layouts
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparWarning, ConstraintError, OutOfMemoryError, PlanError
 from autopar.graph import PlannerOptions, StrategyGraph, build_graph, itemsize_of
-from autopar.intra_op import Choice, MemoryRow, choose
+from autopar.interchange import class_numbers, equal_axes
+from autopar.intra_op import Choice, choose
 from autopar.memory import MemoryModel, Resident
 from autopar.mesh import Layout, LogicalMesh
 from autopar.options import Constraints
@@ -30,6 +32,10 @@ from autopar.trace import Leaf, TracedStep, where
 
 MEMORY_ROUNDS = 4
 """How often the memory limit is tightened before a step counts as too large."""
+MOST_AXES = 3
+"""Logical meshes of more axes are planned only when asked for by shape."""
+MERGED_AXES = 3
+"""From so many axes on, choices that exchanging equal axes makes alike are first bounded together."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,24 +50,38 @@ class PlanRequest:
 
 
 def logical_meshes(devices: int) -> tuple[LogicalMesh, ...]:
-    """Every arrangement of the devices in one or two axes, the one-dimensional first."""
-    shapes: list[tuple[int, ...]] = [(devices,)]
-    shapes += [(n, devices // n) for n in range(2, devices) if devices % n == 0 and devices // n > 1]
-    return tuple(LogicalMesh.of(shape) for shape in shapes)
+    """Every arrangement of the devices in up to `MOST_AXES` axes, fewest axes first."""
+    return tuple(LogicalMesh.of(shape) for axes in range(1, MOST_AXES + 1) for shape in _factorizations(devices, axes))
+
+
+def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write a number as a product of `count` factors above 1, in order; 1 itself is one factor."""
+    if count == 1:
+        yield (number,)
+        return
+    for first in range(2, number // 2 + 1):
+        if number % first == 0:
+            yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))
 
 
 def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignment]:
-    """The best plan over the request's meshes. Raises ConstraintError, OutOfMemoryError."""
+    """The best plan over the request's meshes. Raises ConstraintError, OutOfMemoryError.
+
+    A mesh is left as soon as its bound says that it has nothing better than the best plan so far.
+    """
     started = time.perf_counter()
     _warn_of_undividable_batch(traced, request)
     best: tuple[Plan, Assignment] | None = None
     failures: list[_Infeasible] = []
     candidates: list[Candidate] = []
     for mesh in _distinct(request):
-        outcome = _plan_on(traced, mesh, request)
+        outcome = _plan_on(traced, mesh, request, best[0].step_s if best is not None else np.inf)
         if isinstance(outcome, _Infeasible):
             failures.append(outcome)
             candidates.append(Candidate(mesh.shape, None))
+            continue
+        if isinstance(outcome, _LeftOff):
+            candidates.append(Candidate(mesh.shape, None, outcome.lower_bound_s))
             continue
         candidates.append(Candidate(mesh.shape, outcome[0].step_s))
         if best is None or outcome[0].step_s < best[0].step_s * (1 - 1e-9):
@@ -73,9 +93,12 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignmen
 
 
 def _distinct(request: PlanRequest) -> list[LogicalMesh]:
-    """Meshes that differ by more than the order of axes with equal links."""
+    """Meshes that differ by more than the order of axes with equal links, for whose axes the cluster has links."""
     seen: dict[Any, LogicalMesh] = {}
+    known = request.cluster.axis_links
     for mesh in request.meshes:
+        if known is not None and len(mesh.shape) > len(known) and len(request.meshes) > 1:
+            continue
         links = request.cluster.links_of(mesh.shape)
         free = not request.constraints.rules and len(set(links)) == 1
         key = (tuple(sorted(mesh.shape)), links[0]) if free else (mesh.shape, links, mesh.axis_names)
@@ -88,6 +111,13 @@ class _Infeasible:
     mesh: LogicalMesh
     least_bytes: int
     tensors: tuple[Resident, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _LeftOff:
+    """A mesh that was not searched to the end: no plan on it takes less than the bound."""
+
+    lower_bound_s: float
 
 
 def graph_for(
@@ -104,27 +134,31 @@ def graph_for(
     )
 
 
-def _plan_on(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> tuple[Plan, Assignment] | _Infeasible:
+def _plan_on(
+    traced: TracedStep, mesh: LogicalMesh, request: PlanRequest, cutoff_s: float
+) -> tuple[Plan, Assignment] | _Infeasible | _LeftOff:
+    """The best plan on one mesh; only plans that take less than `cutoff_s` matter."""
     allowed = _allowed_inputs(traced, mesh, request)
     graph = graph_for(traced, mesh, request, allowed)
     memory = _memory_model(traced, graph)
-    found = _choose_within(graph, memory, request.memory_limit_bytes)
+    search = functools.partial(choose, graph.costs, graph.edges, classes=_classes(graph, request), cutoff_s=cutoff_s)
+    found = _choose_within(graph, memory, request.memory_limit_bytes, search)
     if found is None:
         return _Infeasible(mesh, *memory.least())
     choice, copy_span = found
-    if not np.isfinite(choice.seconds):
+    if not np.isfinite(choice.lower_bound_s):
         raise ConstraintError(
             f"no plan on mesh {mesh.shape}: the kinds of collectives allowed ({', '.join(sorted(request.options.kinds))}) "
             "cannot bring every value to the layouts that the constraints and the operations ask for; allow all-gather and "
             "all-reduce, which always can"
         )
+    if not choice.numbers:
+        return _LeftOff(choice.lower_bound_s)
     assignment = assign(graph, choice.numbers, copy_span=copy_span)
     return _describe(traced, request, graph, memory, assignment, choice), assignment
 
 
-def _allowed_inputs(
-    traced: TracedStep, mesh: LogicalMesh, request: PlanRequest
-) -> list[tuple[Layout, ...] | None]:
+def _allowed_inputs(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> list[tuple[Layout, ...] | None]:
     """Layouts allowed for each input; the constraints speak of one microbatch, and slices in time are whole over devices."""
     allowed = allowed_layouts([leaf.one for leaf in traced.inputs], mesh, request.constraints)
     return [
@@ -141,30 +175,45 @@ def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:
     return MemoryModel(graph, input_names=names, aliased_outputs=aliased)
 
 
-def _choose_within(graph: StrategyGraph, memory: MemoryModel, limit: int | None) -> tuple[Choice, int | None] | None:
-    """(the best choice whose peak is within the limit, its `copy_span`).
+def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | None:
+    """Classes of each node's choices that exchanging equal axes makes alike; only three or more axes are worth it.
+
+    Where no two axes have the same size, all that have the same link count as equal: a looser bound, and still one.
+    """
+    mesh = graph.mesh
+    if sum(size > 1 for size in mesh.shape) < MERGED_AXES:
+        return None
+    links = request.cluster.links_of(mesh.shape)
+    groups = equal_axes(mesh.shape, links) or equal_axes([min(size, 2) for size in mesh.shape], links)
+    known: dict[int, np.ndarray] = {}
+    for node in graph.nodes:
+        if id(node.choices) not in known:
+            operands = [(*s.inputs, *s.outputs) for s in node.choices.strategies]
+            known[id(node.choices)] = class_numbers(operands, groups)
+    return [known[id(node.choices)] for node in graph.nodes]
+
+
+def _choose_within(
+    graph: StrategyGraph, memory: MemoryModel, limit: int | None, search: Callable[..., Choice | None]
+) -> tuple[Choice, int | None] | None:
+    """(the best choice whose peak is within the limit, its `copy_span`); a choice without numbers where the search ended.
 
     Gathered copies stay until their last use; only where nothing fits so are they dropped and gathered again.
     """
-    free = choose(graph.costs, graph.edges)
+    free = search()
     assert free is not None
-    if limit is None or memory.peak(free.numbers)[0] <= limit:
+    if limit is None or not free.numbers or memory.peak(free.numbers)[0] <= limit:
         return free, None
     rows = memory.rows()
     for span in (None, copy_span_of(graph.program)):
-        choice = _choose_with_copies(graph, memory, rows, limit, free, span)
+        choice = _choose_with_copies(functools.partial(search, rows=rows, free=free), memory, limit, span)
         if choice is not None:
             return choice, span
     return None
 
 
 def _choose_with_copies(
-    graph: StrategyGraph,
-    memory: MemoryModel,
-    rows: Sequence[MemoryRow],
-    limit: int,
-    free: Choice,
-    span: int | None,
+    search: Callable[..., Choice | None], memory: MemoryModel, limit: int, span: int | None
 ) -> Choice | None:
     """The best choice within the limit if copies stay as `span` says.
 
@@ -173,9 +222,9 @@ def _choose_with_copies(
     """
     row_limit = float(limit)
     for _ in range(MEMORY_ROUNDS):
-        choice = choose(graph.costs, graph.edges, rows=rows, limit_bytes=row_limit, free=free)
-        if choice is None:
-            return None
+        choice = search(limit_bytes=row_limit)
+        if choice is None or not choice.numbers:
+            return choice
         excess = memory.peak(choice.numbers, copy_span=span)[0] - limit
         if excess <= 0:
             return choice

@@ -31,12 +31,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reduced:
-    """What is left: nodes (numbers of the original), the choices still open to each, costs and edges."""
+    """What is left: nodes (numbers of the original), the choices still open to each, costs and edges.
+
+    Any solution of what is left costs `constant` less than the original solution that it extends to.
+    """
 
     nodes: tuple[int, ...]
     open_choices: Mapping[int, np.ndarray]
     costs: Mapping[int, np.ndarray]
     edges: Mapping[tuple[int, int], np.ndarray]
+    constant: float
     _steps: tuple[_Step, ...]
 
     def extend(self, chosen: Mapping[int, int]) -> list[int]:
@@ -64,9 +68,10 @@ def reduce_problem(
     *,
     keep: frozenset[int] = frozenset(),
     usage: Sequence[np.ndarray] | None = None,
+    dominance: bool = True,
 ) -> Reduced:
-    """Apply every reduction until none applies; deterministic."""
-    return _Reducer(costs, edges, keep, usage).run()
+    """Apply every reduction until none applies, or all but dominance; deterministic."""
+    return _Reducer(costs, edges, keep, usage, dominance).run()
 
 
 class _Worklist:
@@ -98,8 +103,10 @@ class _Reducer:
         edges: Mapping[tuple[int, int], np.ndarray],
         keep: frozenset[int],
         usage: Sequence[np.ndarray] | None,
+        dominance: bool,
     ) -> None:
-        self.keep, self.usage = keep, usage
+        self.keep, self.usage, self.dominance = keep, usage, dominance
+        self.constant = 0.0
         self.cost = {v: np.asarray(c, dtype=float) for v, c in enumerate(costs)}
         self.choices = {v: np.arange(len(c)) for v, c in enumerate(costs)}
         self.near: dict[int, dict[int, np.ndarray]] = {v: {} for v in self.cost}
@@ -126,7 +133,7 @@ class _Reducer:
             unexamined.add(changed)
         nodes = tuple(sorted(self.cost))
         edges = {(u, v): m for u in nodes for v, m in self.near[u].items() if u < v}
-        return Reduced(nodes, dict(self.choices), dict(self.cost), edges, tuple(self.steps))
+        return Reduced(nodes, dict(self.choices), dict(self.cost), edges, self.constant, tuple(self.steps))
 
     def _add_edge(self, u: int, v: int, matrix: np.ndarray) -> None:
         """Add a matrix to the edge, fold it into the node costs if it has become separable."""
@@ -162,7 +169,9 @@ class _Reducer:
         cost = self.cost.pop(u)
         for v in neighbours:
             del self.near[v][u]
-        if len(neighbours) == 1:
+        if not neighbours:
+            self.constant += float(cost.min())
+        elif len(neighbours) == 1:
             (v,) = neighbours
             self.cost[v] = self.cost[v] + (cost[:, None] + self.near[u][v]).min(axis=0)
             self._drop_infinite(v)
@@ -199,6 +208,8 @@ class _Reducer:
             before = {v, *self.near[v]}
             self._keep_choices(v, possible)
             return before
+        if not self.dominance:
+            return set()
         with np.errstate(invalid="ignore"):
             excess = cost[:, None] - cost[None, :]  # where one edge forbids p and another p', neither beats the other
         for matrix in self.near[v].values():

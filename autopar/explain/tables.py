@@ -15,7 +15,7 @@ from rich.text import Text
 
 from autopar.explain.paths import axes_text, layout_text, path_patterns, shape_text, source_text
 from autopar.explain.units import bytes_text, seconds_text
-from autopar.plan import CollectivePlan, Plan, ValuePlan
+from autopar.plan import Candidate, CollectivePlan, Plan, ValuePlan
 
 
 def tables(plan: Plan, *, full: bool) -> tuple[Table, ...]:
@@ -144,10 +144,18 @@ def _peak_table(plan: Plan) -> Table:
     return table
 
 
+def _candidate_text(candidate: Candidate) -> str:
+    if candidate.step_s is not None:
+        return seconds_text(candidate.step_s)
+    return (
+        "does not fit the memory" if candidate.at_least_s is None else f"at least {seconds_text(candidate.at_least_s)}"
+    )
+
+
 def _candidates_table(plan: Plan) -> Table:
     table = _table("Meshes compared", "mesh", "predicted step", "", numbers=("predicted step",))
     for candidate in plan.candidates:
-        step = "does not fit the memory" if candidate.step_s is None else seconds_text(candidate.step_s)
+        step = _candidate_text(candidate)
         chosen = "chosen" if candidate.mesh_shape == plan.mesh_shape else ""
         table.add_row(*map(Text, (shape_text(candidate.mesh_shape), step, chosen)))
     return table
