@@ -45,17 +45,23 @@ def dynamic_update_slice(eqn: JaxprEqn) -> FactorRule:
     return make_rule(inputs, [tuple(operand)], factors.sizes, whole=whole, linear=linear, any_monoid=True)
 
 
+def _looked_up(
+    eqn: JaxprEqn, operand_batch: Sequence[int], index_batch: Sequence[int]
+) -> tuple[Factors, list[Dim], list[Dim]]:
+    """(factors, dimensions of the operand, of the indices); the batch dimensions that both have share their factors."""
+    factors = Factors()
+    operand, indices = factors.operand(shape_of(eqn.invars[0])), factors.operand(shape_of(eqn.invars[1]))
+    for on_operand, on_indices in zip(operand_batch, index_batch, strict=True):
+        indices[on_indices] = operand[on_operand]
+    return factors, operand, indices
+
+
 def gather(eqn: JaxprEqn) -> FactorRule:
     """v d, b s 1 -> b s d | sum: v | linear: 0: looked-up positions v, index batches b s, slices d."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    operand_batch = tuple(getattr(numbers, "operand_batching_dims", ()))
-    index_batch = tuple(getattr(numbers, "start_indices_batching_dims", ()))
-    factors, whole, reduced = Factors(), [], {}
-    operand = factors.operand(shape_of(eqn.invars[0]))
-    indices = factors.operand(shape_of(eqn.invars[1]))
-    whole.append(indices[-1][0])
-    for on_operand, on_indices in zip(operand_batch, index_batch, strict=True):
-        indices[on_indices] = operand[on_operand]
+    operand_batch, index_batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
+    factors, operand, indices = _looked_up(eqn, operand_batch, index_batch)
+    whole, reduced = [indices[-1][0]], {}
     slices: list[Dim] = []
     for d, (dim, size) in enumerate(zip(operand, sizes, strict=True)):
         taken_whole = size == factors.sizes[dim[0]] and d not in numbers.start_index_map
@@ -142,14 +148,9 @@ def _spread(value: jax.Array, like: jax.Array, dims: Sequence[int]) -> jax.Array
 
 def _scatter(eqn: JaxprEqn, monoid: str | None, *, linear: Sequence[tuple[int, ...]]) -> FactorRule:
     numbers = eqn.params["dimension_numbers"]
-    operand_batch = tuple(getattr(numbers, "operand_batching_dims", ()))
-    index_batch = tuple(getattr(numbers, "scatter_indices_batching_dims", ()))
-    factors, whole, reduced = Factors(), [], {}
-    operand = factors.operand(shape_of(eqn.invars[0]))
-    indices = factors.operand(shape_of(eqn.invars[1]))
-    whole.append(indices[-1][0])
-    for on_operand, on_indices in zip(operand_batch, index_batch, strict=True):
-        indices[on_indices] = operand[on_operand]
+    operand_batch, index_batch = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
+    factors, operand, indices = _looked_up(eqn, operand_batch, index_batch)
+    whole, reduced = [indices[-1][0]], {}
     for d, dim in enumerate(indices[:-1]):
         if d not in index_batch:
             if monoid is None:
@@ -209,7 +210,7 @@ def scatter_local(call: LocalCall) -> Sequence[jax.Array]:
     if not sharded:
         return call.bind(operand, indices, updates)
     fills = call.params["mode"] == GatherScatterMode.FILL_OR_DROP
-    kept = [d for d in range(len(dims)) if d not in (*numbers.inserted_window_dims, *_operand_batch(numbers))]
+    kept = [d for d in range(len(dims)) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
     windows = dict(zip(kept, (updates.shape[p] for p in numbers.update_window_dims), strict=True))
     single = math.prod(indices.shape[:-1]) == 1
     columns = []
@@ -227,7 +228,3 @@ def scatter_local(call: LocalCall) -> Sequence[jax.Array]:
     # XLA turns a scatter of one update into slices. Up to JAX 0.10 it merges them with a slice of the operand and forgets
     # that a position outside is clamped, so here the position stays inside and the result is chosen instead.
     return (jnp.where(jnp.reshape(held, ()), result, operand) if single else result,)
-
-
-def _operand_batch(numbers: object) -> tuple[int, ...]:
-    return tuple(getattr(numbers, "operand_batching_dims", ()))
