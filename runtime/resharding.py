@@ -1,9 +1,10 @@
 """Move arrays from one mesh to another, whatever the two meshes and layouts are.
 
 In: arrays and the sharding that each is to have. Out: arrays with those shardings. `tiles.plan_reshard` says what crosses
-which link; this module performs it, for many arrays at once in few calls: one executable relayouts on the source mesh, one
-per sender cuts tiles, a single `jax.device_put` copies everything, one executable per receiver joins boxes and one on the
-target mesh gathers shares. Every call is asynchronous: none waits for the program that computes its operands.
+which link; this module performs it, for many arrays at once in few calls: one executable per sender cuts boxes out of tiles, a
+single `jax.device_put` copies everything, one executable per receiver joins boxes and one on the target mesh gathers shares.
+Every call is asynchronous: none waits for the program that computes its operands. Layouts are never changed by an identity
+under `jax.jit` with other shardings: in 0.12 XLA's partitioner aborts the process for some pairs of mesh shapes.
 
 `send` holds the source side's calls and the copy, `receive` those of the target side, so that the thread that drives a mesh
 can make all calls that run on it: two threads launching programs of several devices on the same mesh may deadlock.
@@ -25,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from autopar.compat import make_mesh
 from autopar.errors import ArgumentError
 from autopar.runtime.tiles import Box, Links, ReshardPlan, Send, Tiling, extent, intersect, plan_reshard, relative_to
 
@@ -148,10 +148,9 @@ class BatchResharder:
         """Plan every move and prepare the programs; they are compiled at the first call."""
         self._routes = tuple(_Route(number, move, links) for number, move in enumerate(moves))
         self._tiled = tuple(route for route in self._routes if route.kind == "tiles")
-        self._before = _relayouts([route for route in self._routes if route.relayout_before], before=True)
         self._cuts = _cutters(self._tiled)
         self._joins = _joiners(self._tiled)
-        self._after = _relayouts([route for route in self._routes if route.relayout_after], before=False)
+        self._gathers = _gatherers([route for route in self._routes if route.kind != "empty" and route.plan.shares])
         self._outgoing: dict[Key, Sharding] = {
             route.number: route.between for route in self._routes if route.kind == "copy"
         }
@@ -172,16 +171,12 @@ class BatchResharder:
         values: dict[Key, Array] = {
             route.number: route.opened(array) for route, array in zip(self._routes, arrays, strict=True)
         }
-        for step in self._before:
-            step.apply(values)
         for route in self._tiled:
             values.update(route.tiles(values[route.number]))
         for step in self._cuts:
             step.apply(values)
         copies = jax.device_put([values[key] for key in self._outgoing], [*self._outgoing.values()], may_alias=False)
-        arriving: dict[Key, Array] = dict(zip(self._outgoing, copies, strict=True))
-        arriving.update({route.number: values[route.number] for route in self._routes if route.kind == "in place"})
-        return Sent(arriving)
+        return Sent(dict(zip(self._outgoing, copies, strict=True)))
 
     def receive(self, sent: Sent) -> list[Array]:
         """Make the calls that run on the target meshes."""
@@ -190,7 +185,7 @@ class BatchResharder:
             step.apply(values)
         for route in self._tiled:
             values[route.number] = route.assembled(values)
-        for step in self._after:
+        for step in self._gathers:
             step.apply(values)
         return [route.closed(values.get(route.number)) for route in self._routes]
 
@@ -212,16 +207,6 @@ class _Route:
         pairs = zip(self.plan.between.devices, self.plan.between.boxes, strict=True)
         self.frames = {device: self._frame(box) for device, box in pairs}
         self.arrivals = {device: self._arrival(device) for device in self.frames}
-
-    @property
-    def relayout_before(self) -> bool:
-        """Whether an executable runs on the source mesh."""
-        return self.kind == "copy" and self.plan.relayout_before
-
-    @property
-    def relayout_after(self) -> bool:
-        """Whether an executable runs on the target mesh."""
-        return self.kind == "in place" or (self.kind != "empty" and self.plan.relayout_after)
 
     def opened(self, array: Array) -> Array:
         """The numbers of an array of this move."""
@@ -276,7 +261,7 @@ class _Route:
         return _Tile("target", self.number, device)
 
     def assembled(self, values: Mapping[Key, Array]) -> Array:
-        """The array that the received tiles make on the target mesh, before any relayout."""
+        """The array under `between` that the received tiles make."""
         tiles = [values[key] for key in self.arrivals.values()]
         shape = self.words.shape
         if self.plan.shares is not None:
@@ -286,20 +271,17 @@ class _Route:
             shape = (*shape[:dim], padded, *shape[dim + 1 :])
         return jax.make_array_from_single_device_arrays(shape, self.between, tiles)
 
-    def relayout(self, array: Array) -> Array:
-        """Traced: from `between` to the target, or from the source to `between`; the executable's shardings do it."""
-        shares = self.plan.shares
-        if shares is None:
-            return array
-        names = tuple(self.target.mesh.axis_names[axis] for axis in shares.axes)
-        size = extent(self.plan.target.boxes[0])[shares.dim]
+    def gathered(self, shares: Array) -> Array:
+        """Traced: the target's tiles from their shares."""
+        assert self.plan.shares is not None
+        dim = self.plan.shares.dim
+        names = tuple(self.target.mesh.axis_names[axis] for axis in self.plan.shares.axes)
+        size = extent(self.plan.target.boxes[0])[dim]
 
         def gather(share: Array) -> Array:
-            whole = jax.lax.all_gather(share, names, axis=shares.dim, tiled=True)
-            return jax.lax.slice_in_dim(whole, 0, size, axis=shares.dim)
+            return jax.lax.slice_in_dim(jax.lax.all_gather(share, names, axis=dim, tiled=True), 0, size, axis=dim)
 
-        specs = self.between.spec, self.target.spec
-        return _per_device(gather, self.target.mesh, specs=specs)(array)
+        return _per_device(gather, self.target.mesh, specs=(self.between.spec, self.target.spec))(shares)
 
 
 def _per_device(
@@ -317,57 +299,31 @@ def _key_impl(dtype: Any) -> Any:
 
 def _between_sharding(move: Move, plan: ReshardPlan) -> NamedSharding:
     """The sharding on the target mesh right after the copy."""
-    target = move.target
-    if plan.shares is not None:
-        spec: list[Any] = [*target.spec, *[None] * (len(move.shape) - len(target.spec))]
-        names = spec[plan.shares.dim] or ()
-        names = (names,) if isinstance(names, str) else tuple(names)
-        spec[plan.shares.dim] = (*names, *(target.mesh.axis_names[axis] for axis in plan.shares.axes))
-        return NamedSharding(target.mesh, PartitionSpec(*spec), memory_kind=target.memory_kind)
-    if plan.between.boxes == plan.target.boxes:
+    target, shares = move.target, plan.shares
+    if shares is None:
         return target
-    return _on_devices(_named(move.source), target)
+    spec: list[Any] = [*target.spec, *[None] * (len(move.shape) - len(target.spec))]
+    names = spec[shares.dim] or ()
+    names = (names,) if isinstance(names, str) else tuple(names)
+    spec[shares.dim] = (*names, *(target.mesh.axis_names[axis] for axis in shares.axes))
+    return NamedSharding(target.mesh, PartitionSpec(*spec), memory_kind=target.memory_kind)
 
 
-def _named(sharding: Sharding) -> NamedSharding:
-    """The sharding with a mesh and a spec."""
-    if isinstance(sharding, NamedSharding):
-        return sharding
-    devices = list(sharding.device_set)
-    if len(devices) != 1:
-        raise ArgumentError(
-            f"an array with the sharding {sharding} cannot be moved: on several devices only a NamedSharding says in "
-            "which order they hold its tiles; put the array under a NamedSharding first"
-        )
-    return NamedSharding(make_mesh(np.array(devices), ("x",)), PartitionSpec(), memory_kind=sharding.memory_kind)
-
-
-def _on_devices(layout: NamedSharding, place: NamedSharding) -> NamedSharding:
-    """The tiles of one sharding on the devices of another, in the same order."""
-    devices = place.mesh.devices.reshape(layout.mesh.devices.shape)
-    mesh = make_mesh(devices, layout.mesh.axis_names)
-    return NamedSharding(mesh, layout.spec, memory_kind=place.memory_kind)
-
-
-def _relayouts(routes: Sequence[_Route], *, before: bool) -> list[_Step]:
-    """One executable per mesh that changes the layout of all arrays there."""
+def _gatherers(routes: Sequence[_Route]) -> list[_Step]:
+    """One executable per target mesh that completes the tiles of all arrays there."""
     by_mesh: dict[tuple[int, ...], list[_Route]] = defaultdict(list)
     for route in routes:
-        by_mesh[route.plan.source.devices if before else route.plan.target.devices].append(route)
+        by_mesh[route.plan.target.devices].append(route)
     steps = []
     for group in by_mesh.values():
         numbers = tuple(route.number for route in group)
-        if before:
-            shardings = tuple(_on_devices(route.between, _named(route.words.source)) for route in group)
-            run = jax.jit(lambda *arrays: arrays, out_shardings=shardings)
-        else:
-            run = jax.jit(functools.partial(_relayout_all, group), out_shardings=tuple(route.target for route in group))
+        run = jax.jit(functools.partial(_gather_all, group), out_shardings=tuple(route.target for route in group))
         steps.append(_Step(numbers, numbers, run))
     return steps
 
 
-def _relayout_all(routes: Sequence[_Route], *arrays: Array) -> tuple[Array, ...]:
-    return tuple(route.relayout(array) for route, array in zip(routes, arrays, strict=True))
+def _gather_all(routes: Sequence[_Route], *arrays: Array) -> tuple[Array, ...]:
+    return tuple(route.gathered(array) for route, array in zip(routes, arrays, strict=True))
 
 
 def _cutters(routes: Sequence[_Route]) -> list[_Step]:

@@ -8,9 +8,9 @@ of node n need and H(n) those that they hold, no plan can move fewer than
 
     lower bound = itemsize * sum over nodes n of |R(n) - H(n)|
 
-bytes over the slow link. Four kinds of plan compete (see `plan_reshard`); the one that moves fewest bytes over the slow link
-wins, and among those within `Links.slack_bytes` of it the one with least work beside the copy. What can go wrong: tiles of
-one side that overlap without being equal; no sharding produces them and `Tiling` refuses them.
+bytes over the slow link. Several plans compete (see `plan_reshard`): the one that moves fewest bytes over the slow link wins,
+and among those within `Links.slack_bytes` of it the one with least work beside the copy. What can go wrong: tiles of one side
+that overlap without being equal; no sharding produces them and `Tiling` refuses them.
 """
 
 from __future__ import annotations
@@ -176,14 +176,12 @@ class Shares:
 class ReshardPlan:
     """How one array moves, and the bytes that this costs.
 
-    `kind`: "in place" is one executable on a mesh that both sides share. "copy" sends every device's whole tile to the
-    device of the same number, after an executable on the source mesh (`relayout_before`) has given it `between`'s tiles.
-    "tiles" sends the boxes in `sends`, cut from the source's tiles and put together by the receivers. Where `between` is
-    not the target's tiling, an executable on the target mesh makes it so (`relayout_after`); with `shares` it is an
-    all-gather.
+    `kind`: "copy" sends every device's whole tile to the device of the same number. "tiles" sends the boxes in `sends`, cut
+    from the source's tiles and joined by the receivers. Either leaves `between` on the target mesh: the target's tiles, or
+    with `shares` parts of them that an all-gather on the target mesh completes.
     """
 
-    kind: Literal["in place", "copy", "tiles"]
+    kind: Literal["copy", "tiles"]
     shape: tuple[int, ...]
     itemsize: int
     source: Tiling
@@ -194,16 +192,6 @@ class ReshardPlan:
     slow_bytes: int
     fast_bytes: int
     lower_bound_bytes: int
-
-    @property
-    def relayout_before(self) -> bool:
-        """Whether an executable runs on the source mesh first."""
-        return self.kind == "copy" and self.between.boxes != self.source.boxes
-
-    @property
-    def relayout_after(self) -> bool:
-        """Whether an executable runs on the target mesh afterwards."""
-        return self.kind != "in place" and self.between.boxes != self.target.boxes
 
     @property
     def sent_bytes(self) -> dict[int, int]:
@@ -230,10 +218,8 @@ class ReshardPlan:
 
     @property
     def calls(self) -> int:
-        """Calls into the runtime that one transfer makes, about."""
-        if self.kind == "in place":
-            return 1
-        return 1 + self.relayout_before + self.relayout_after + (self._cutters + self._joiners) * (self.kind == "tiles")
+        """Calls into the runtime that one transfer makes."""
+        return 1 + (self.shares is not None) + (self._cutters + self._joiners) * (self.kind == "tiles")
 
     @property
     def _cutters(self) -> int:
@@ -258,9 +244,8 @@ def plan_reshard(
 ) -> ReshardPlan:
     """The plan with fewest bytes over the slow link, and among nearly equal ones with least work beside the copy.
 
-    The candidates: relayout in place where both sides are the same devices; where their numbers are equal, a copy of whole
-    tiles with `between` = the source's tiles (relayout after), the target's (before) or shares of the target's (both);
-    tiles cut and joined, with `between` = the target's tiles or shares of them.
+    The candidates: `between` is the target's tiling, or shares of its tiles along one of the dimensions; each by a copy of
+    whole tiles where the source already holds these in this order, and by boxes cut and joined.
     """
     planner = _Planner(tuple(shape), itemsize, source, target, links or Links.between(source, target))
     candidates = list(planner.candidates())
@@ -291,31 +276,19 @@ class _Planner:
 
     def candidates(self) -> Iterator[ReshardPlan]:
         """All plans worth comparing."""
-        if self.source.devices == self.target.devices and self.source.boxes != self.target.boxes:
-            yield self._plan("in place", self.target, None, _direct_sends(self.source, self.target, self.links))
-        shared = list(_shared(self.target, self.links))
-        if len(self.source.devices) == len(self.target.devices):
-            even = [(tiling, shares) for tiling, shares in shared if self._is_even(tiling)]
-            ends = dict.fromkeys((self.source.boxes, self.target.boxes))
-            for tiling, shares in [(dataclasses.replace(self.target, boxes=boxes), None) for boxes in ends] + even:
-                yield self._plan("copy", tiling, shares, _straight_sends(self.source, tiling))
-        for tiling, shares in [(self.target, None), *shared]:
-            yield self._plan("tiles", tiling, shares, self._balanced_sends(tiling))
-
-    def _is_even(self, tiling: Tiling) -> bool:
-        """Whether all tiles have one shape, as a JAX sharding needs."""
-        return len({extent(box) for box in tiling.boxes}) == 1
+        for between, shares in [(self.target, None), *_shared(self.target, self.links)]:
+            if between.boxes == self.source.boxes:
+                yield self._plan("copy", between, shares, _straight_sends(self.source, between))
+            yield self._plan("tiles", between, shares, self._balanced_sends(between))
 
     def _balanced_sends(self, between: Tiling) -> list[Send]:
         return _balanced(_direct_sends(self.source, between, self.links), self.source.holders, self.links)
 
     def _plan(
-        self, kind: Literal["in place", "copy", "tiles"], between: Tiling, shares: Shares | None, sends: list[Send]
+        self, kind: Literal["copy", "tiles"], between: Tiling, shares: Shares | None, sends: list[Send]
     ) -> ReshardPlan:
         slow = sum(volume(send.box) for send in sends if self.links.slow(send.sender, send.receiver))
         fast = sum(volume(send.box) for send in sends if send.sender != send.receiver) - slow
-        if kind == "copy":
-            fast += _missing(self.source.boxes, between.boxes)
         fast += _missing(between.boxes, self.target.boxes)
         bound = lower_bound(self.source, self.target, self.links)
         return ReshardPlan(
@@ -326,7 +299,7 @@ class _Planner:
             target=self.target,
             between=between,
             shares=shares,
-            sends=tuple(sends) if kind != "in place" else (),
+            sends=tuple(sends),
             slow_bytes=slow * self.itemsize,
             fast_bytes=fast * self.itemsize,
             lower_bound_bytes=bound * self.itemsize,
