@@ -5,9 +5,9 @@ cores cannot compute four stages at once, and can sleep for as many as you like.
 task's time since its launch, or since the end of the task before it. A forward of a mesh takes `--task-ms`, an input gradient
 and a weight gradient the same each, so a whole backward takes twice as long; with v chunks per mesh a task takes the v-th
 part. Out: the makespan of the simulator (transfers and dispatch take no time there), the median and least measured one, and
-the ratio of median to ideal; then the peak of live bytes on the first device in a step without sleep, whose residuals are the
-only large arrays: in the proportion of the microbatches in flight, m for GPipe and p for 1F1B. What can go wrong: other work on the machine delays
-threads; the least of the rounds tells what the driver costs, the median what the machine allows.
+the ratio of median to ideal; then the peak of live bytes on the first device in a step without sleep, whose residuals are
+the only large arrays: in the proportion of the microbatches in flight, m for GPipe and p for 1F1B. What can go wrong: other
+work on the machine delays threads; the least of the rounds tells what the driver costs, the median what the machine allows.
 
     python benchmarks/pipeline_efficiency.py [--stages 4] [--microbatches 8] [--task-ms 10] [--rounds 7] [--json FILE]
 """
