@@ -1,0 +1,122 @@
+"""Schedules as data: who runs what when, and what the bubble is.
+
+`golden/schedules.txt` shows the grids. After a change that is meant, write it anew with
+`AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/runtime/test_schedules.py -k golden` and read the difference.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import ScheduleError
+from autopar.runtime.check import check_schedule, microbatches_in_flight
+from autopar.runtime.schedules import Task, dependencies, grid, make_schedule, task_times
+from tests.runtime.chains import small_schedules
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "schedules.txt"
+DURATIONS = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}
+SHOWN = (
+    ("gpipe", 4, 8, 1),
+    ("gpipe", 2, 3, 2),
+    ("1f1b", 4, 8, 1),
+    ("1f1b", 4, 2, 1),
+    ("interleaved", 4, 8, 2),
+    ("interleaved", 2, 4, 3),
+    ("zb-h1", 4, 8, 1),
+    ("zb-h1", 3, 2, 1),
+    ("inference", 4, 8, 1),
+    ("inference", 2, 5, 2),
+)
+
+
+def test_the_grids_are_those_of_the_golden_file():
+    blocks = []
+    for name, p, m, v in SHOWN:
+        schedule = make_schedule(name, num_meshes=p, num_microbatches=m, virtual_stages=v)
+        title = f"{name}, {p} meshes, {m} microbatches" + (f", {v} chunks per mesh" if v > 1 else "")
+        flights = ", ".join(map(str, microbatches_in_flight(schedule)))
+        blocks.append(f"{title}\n{grid(schedule, DURATIONS)}in flight per stage: {flights}\n")
+    text = "\n".join(blocks)
+    if os.environ.get("AUTOPAR_WRITE_GOLDEN"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
+
+
+def test_every_small_schedule_is_complete_ordered_and_free_of_deadlock():
+    for schedule in small_schedules(max_meshes=6, max_microbatches=12, max_virtual=3):
+        check_schedule(schedule)
+
+
+def test_every_stage_takes_the_backwards_in_the_order_of_microbatches():
+    for schedule in small_schedules():
+        for row in schedule.rows:
+            for kind in schedule.kinds:
+                for stage in range(schedule.num_stages):
+                    order = [task.microbatch for task in row if (task.kind, task.stage) == (kind, stage)]
+                    assert order == sorted(order), (schedule.name, kind, stage)
+
+
+def test_tasks_start_when_their_mesh_is_free_and_their_needs_are_met_and_not_later():
+    for schedule in small_schedules(max_meshes=3, max_microbatches=4):
+        times = task_times(schedule, lambda task: DURATIONS[task.kind])
+        split = "input_gradient" in schedule.kinds
+        for row in schedule.rows:
+            free_at = 0
+            for task in row:
+                needs = dependencies(task, num_stages=schedule.num_stages, split=split)
+                assert times[task][0] == max([free_at, *(times[need][1] for need in needs)])
+                free_at = times[task][1]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gpipe", lambda p, m, stage: m),
+        ("1f1b", lambda p, m, stage: min(m, p - stage)),
+        ("zb-h1", lambda p, m, stage: min(m, p)),
+        ("inference", lambda p, m, stage: 1),
+    ],
+)
+def test_microbatches_in_flight_are_those_of_the_papers(name, expected):
+    for p in range(1, 6):
+        for m in range(1, 11):
+            schedule = make_schedule(name, num_meshes=p, num_microbatches=m)
+            assert microbatches_in_flight(schedule) == tuple(expected(p, m, stage) for stage in range(p)), (p, m)
+
+
+def test_interleaving_keeps_as_many_chunk_activations_on_the_first_mesh_as_its_warm_up_says():
+    for p, v, rounds in ((2, 2, 3), (4, 2, 3), (4, 3, 2), (3, 4, 3)):
+        schedule = make_schedule("interleaved", num_meshes=p, num_microbatches=p * rounds, virtual_stages=v)
+        now = peak = 0
+        for task in schedule.rows[0]:
+            now += 1 if task.kind == "forward" else -1
+            peak = max(peak, now)
+        assert peak == 2 * (p - 1) + (v - 1) * p + 1
+
+
+def test_a_wrong_schedule_name_and_wrong_counts_are_reported_together():
+    with pytest.raises(ScheduleError) as error:
+        make_schedule("2f2b", num_meshes=0, num_microbatches=-3)
+    text = str(error.value)
+    assert "num_meshes=0: must be at least 1" in text
+    assert "num_microbatches=-3: must be at least 1" in text
+    assert "'2f2b' is unknown; there are '1f1b', 'gpipe', 'inference', 'interleaved', 'zb-h1'" in text
+
+
+def test_interleaving_tells_which_numbers_of_microbatches_would_do():
+    with pytest.raises(ScheduleError, match=r"num_microbatches=6 does not divide; use 4 or 8 microbatches, or '1f1b'"):
+        make_schedule("interleaved", num_meshes=4, num_microbatches=6, virtual_stages=2)
+    with pytest.raises(ScheduleError, match=r"num_microbatches=1 does not divide; use 4 microbatches, or '1f1b'"):
+        make_schedule("interleaved", num_meshes=4, num_microbatches=1, virtual_stages=2)
+
+
+def test_one_chunk_per_mesh_is_nothing_to_interleave_and_several_need_interleaving():
+    with pytest.raises(ScheduleError, match="virtual_stages=1 has nothing to interleave; use '1f1b'"):
+        make_schedule("interleaved", num_meshes=4, num_microbatches=8)
+    with pytest.raises(ScheduleError, match="'zb-h1' runs one chunk per mesh, not virtual_stages=2; use 'interleaved'"):
+        make_schedule("zb-h1", num_meshes=4, num_microbatches=8, virtual_stages=2)
+
+
+def test_a_task_reads_as_words():
+    assert str(Task("input_gradient", 2, 5)) == "input gradient of stage 2, microbatch 5"
