@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ class TimeMesh(LogicalMesh):
         return self.position
 
 
-class _TimeLowering(Lowering):
+class StepLowering(Lowering):
     """Lowers to one microbatch, and keeps the user's source lines."""
 
     def __init__(self, plan: TimePlan, microbatch: Any) -> None:
@@ -63,6 +63,14 @@ class Result:
     var: Var
     monoid: str = ""
     dim: int = 0
+
+    @property
+    def layout(self) -> Layout:
+        """The layout over time in which a microbatch hands it over."""
+        rank = len(self.var.aval.shape)
+        if self.monoid:
+            return Layout(((),) * rank, ((0, self.monoid),))
+        return Layout(tuple((0,) if d == self.dim else () for d in range(rank)))
 
     @property
     def dtype(self) -> Any:
@@ -96,6 +104,7 @@ class TimeLoop:
 
     def __init__(self, traced: TracedStep, plan: TimePlan) -> None:
         self.traced, self.plan = traced, plan
+        self.mesh = LogicalMesh((plan.microbatches,), ("time",))
         self.program = traced.program
         self._equations = {phase: plan.of_phase(phase) for phase in ("prologue", "body", "epilogue")}
         self._made_in_body = {v for eqn in self._equations["body"] for v in eqn.outvars}
@@ -123,12 +132,12 @@ class TimeLoop:
 
     def body(self, microbatch: Any, values: Mapping[Var, Any], slices: Mapping[Var, Any]) -> list[Any]:
         """One microbatch: what each of `results` gets from it. `slices` are this microbatch's rows of sliced inputs."""
-        lowering = _TimeLowering(self.plan, microbatch)
+        lowering = StepLowering(self.plan, microbatch)
         scope = Scope(lowering)
         scope.values.update((var, _whole(x)) for var, x in values.items())
         scope.values.update((var, Placed(rows, _rows(var))) for var, rows in slices.items())
         lowering.run(self._equations["body"], scope)
-        return [lowering.moved(scope.values[r.var], self._collected(r), r.var.aval) for r in self.results]
+        return [lowering.moved(scope.values[r.var], r.layout, r.var.aval) for r in self.results]
 
     def epilogue(self, values: Mapping[Var, Any], finished: Sequence[Any]) -> list[Any]:
         """The step's flat outputs."""
@@ -160,8 +169,39 @@ class TimeLoop:
         finished = [r.finish(next(summed if r.monoid else joined)) for r in self.results]
         return self.epilogue(values, finished)
 
+    def prologue_values(self) -> frozenset[Var]:
+        """Inputs, and what the prologue makes."""
+        return frozenset((*self.program.invars, *(v for eqn in self._equations["prologue"] for v in eqn.outvars)))
+
+    def prologue_order(self, wanted: Set[Var]) -> list[Var]:
+        """Those of the wanted values that the prologue makes, in order."""
+        return [v for eqn in self._equations["prologue"] for v in eqn.outvars if v in wanted]
+
+    def leaves_of(self, values: Iterable[Var]) -> frozenset[Var]:
+        """The inputs from which values known before the loop are made; other values are left out."""
+        needed = {v for v in values if v in self.prologue_values()}
+        for eqn in self._prologue_for(needed):
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+        return frozenset(v for v in self.program.invars if v in needed)
+
+    def prologue_of(self, wanted: Set[Var], leaves: Mapping[Var, Any]) -> dict[Var, Any]:
+        """Wanted values of the prologue, and nothing that they do not need, from whole leaves."""
+        lowering = StepLowering(self.plan, 0)
+        scope = Scope(lowering)
+        scope.values.update((var, _whole(x)) for var, x in leaves.items())
+        lowering.run(self._prologue_for(wanted), scope)
+        return {var: placed.array for var, placed in scope.values.items()}
+
+    def _prologue_for(self, wanted: Set[Var]) -> list[Equation]:
+        needed, chosen = set(wanted), []
+        for eqn in reversed(self._equations["prologue"]):
+            if any(v in needed for v in eqn.outvars):
+                chosen.append(eqn)
+                needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+        return chosen[::-1]
+
     def _whole(self, phase: str, values: Mapping[Var, Any]) -> dict[Var, Any]:
-        lowering = _TimeLowering(self.plan, 0)
+        lowering = StepLowering(self.plan, 0)
         scope = Scope(lowering)
         scope.values.update((var, _whole(x)) for var, x in values.items())
         lowering.run(self._equations[phase], scope)
@@ -191,22 +231,17 @@ class TimeLoop:
     def _results(self) -> tuple[Result, ...]:
         used = {v for eqn in self._equations["epilogue"] for v in eqn.invars if not isinstance(v, Literal)}
         used |= {v for v in self.program.outvars if not isinstance(v, Literal)}
-        layouts = self._layouts()
+        layouts = self.layouts()
         return tuple(_result(v, layouts[v]) for eqn in self._equations["body"] for v in eqn.outvars if v in used)
 
-    def _layouts(self) -> dict[Var, Layout]:
+    def layouts(self) -> dict[Var, Layout]:
+        """The layout over time of every value that the body makes."""
         lowering = Lowering(self.plan.assignment)
         return {
             var: layout
             for eqn in self._equations["body"]
             for var, layout in zip(eqn.outvars, lowering.gives(eqn), strict=True)
         }
-
-    def _collected(self, result: Result) -> Layout:
-        rank = len(result.var.aval.shape)
-        if result.monoid:
-            return Layout(((),) * rank, ((0, result.monoid),))
-        return Layout(tuple((0,) if d == result.dim else () for d in range(rank)))
 
 
 def _whole(array: Any) -> Placed:

@@ -16,17 +16,17 @@ from typing import Any
 
 import numpy as np
 
-from autopar.constraints import allowed_layouts
+from autopar.constraints import allowed_layouts, batch_axes
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparWarning, ConstraintError, OutOfMemoryError, PlanError
-from autopar.graph import PlannerOptions, StrategyGraph, build_graph, itemsize_of
+from autopar.graph import BatchSplit, PlannerOptions, StrategyGraph, build_graph, itemsize_of
 from autopar.interchange import class_numbers, equal_axes
 from autopar.intra_op import Choice, choose
 from autopar.memory import MemoryModel, Resident
 from autopar.mesh import Layout, LogicalMesh
 from autopar.options import Constraints
 from autopar.plan import Candidate, CollectivePlan, LiveTensor, Plan, ValuePlan
-from autopar.relayout import LOCAL_KINDS
+from autopar.relayout import LOCAL_KINDS, all_layouts
 from autopar.spmd import Assignment, assign, copy_span_of, planned_moves
 from autopar.trace import Leaf, TracedStep, where
 
@@ -126,11 +126,18 @@ def graph_for(
     request: PlanRequest,
     inputs: Sequence[Any],
     outputs: Sequence[Any] | None = None,
+    batch: BatchSplit | None = None,
 ) -> StrategyGraph:
     """The strategy graph of a step whose inputs may have the given layouts; outputs follow the state."""
-    following = list(traced.state_of_output) if outputs is None else list(outputs)
+    following = _following(traced, mesh) if outputs is None else list(outputs)
     return build_graph(
-        traced.program, mesh, request.cluster, request.options, input_layouts=inputs, output_layouts=following
+        traced.program,
+        mesh,
+        request.cluster,
+        request.options,
+        input_layouts=inputs,
+        output_layouts=following,
+        batch=batch,
     )
 
 
@@ -139,7 +146,7 @@ def _plan_on(
 ) -> tuple[Plan, Assignment] | _Infeasible | _LeftOff:
     """The best plan on one mesh; only plans that take less than `cutoff_s` matter."""
     allowed = _allowed_inputs(traced, mesh, request)
-    graph = graph_for(traced, mesh, request, allowed)
+    graph = graph_for(traced, mesh, request, allowed, batch=_batch_split(traced, mesh, request))
     memory = _memory_model(traced, graph)
     search = functools.partial(choose, graph.costs, graph.edges, classes=_classes(graph, request), cutoff_s=cutoff_s)
     found = _choose_within(graph, memory, request.memory_limit_bytes, search)
@@ -158,13 +165,37 @@ def _plan_on(
     return _describe(traced, request, graph, memory, assignment, choice), assignment
 
 
+def _following(traced: TracedStep, mesh: LogicalMesh) -> list[Any]:
+    """The layouts that outputs may have: state stays in its place, stacks over microbatches are whole along these."""
+    return [
+        _stacks(leaf, mesh) if leaf.microbatches > 1 else number
+        for leaf, number in zip(traced.outputs, traced.state_of_output, strict=True)
+    ]
+
+
+def _stacks(leaf: Leaf, mesh: LogicalMesh) -> tuple[Layout, ...]:
+    plain = (la for la in all_layouts(leaf.one.shape, mesh, ()) if all(list(a) == sorted(a) for a in la.dims))
+    return tuple(la.prepend() for la in plain)
+
+
 def _allowed_inputs(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> list[tuple[Layout, ...] | None]:
     """Layouts allowed for each input; the constraints speak of one microbatch, and slices in time are whole over devices."""
     allowed = allowed_layouts([leaf.one for leaf in traced.inputs], mesh, request.constraints)
     return [
-        la if la is None or leaf.microbatches == 1 else tuple(layout.prepend() for layout in la)
+        la
+        if leaf.microbatches == 1
+        else _stacks(leaf, mesh)
+        if la is None
+        else tuple(layout.prepend() for layout in la)
         for leaf, la in zip(traced.inputs, allowed, strict=True)
     ]
+
+
+def _batch_split(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> BatchSplit | None:
+    """What a data-parallel preset says of the examples; under microbatches they are the dimension after those."""
+    found = batch_axes([leaf.one for leaf in traced.inputs], mesh, request.constraints)
+    dims = {i: 1 if traced.inputs[i].microbatches > 1 else 0 for i in found}
+    return BatchSplit(dims, next(iter(found.values()))) if found else None
 
 
 def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:

@@ -75,8 +75,12 @@ class TimePlan:
         return tuple(eqn for eqn in self.assignment.program.equations if self.phases[eqn] == phase)
 
 
-def plan_time(traced: TracedStep, microbatches: int) -> TimePlan | MixedExamples:
-    """The phases of a step, or why it has none."""
+def plan_time(traced: TracedStep, microbatches: int, *, late_sums: bool = False) -> TimePlan | MixedExamples:
+    """The phases of a step, or why it has none.
+
+    `late_sums`: terms are added up after the loop only, each in an accumulator of its own, as pipeline stages need it that hold
+    the terms of one sum (the gradient of a tied weight).
+    """
     mesh = LogicalMesh((microbatches,), ("time",))
     program = traced.program
     graph = build_graph(
@@ -88,7 +92,7 @@ def plan_time(traced: TracedStep, microbatches: int) -> TimePlan | MixedExamples
         output_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.outvars],
     )
     examples = example_factors(traced)
-    problem = _Problem(graph, microbatches, examples)
+    problem = _Problem(graph, microbatches, examples, late_sums=late_sums)
     found = choose(problem.costs(), problem.edges())
     assert found is not None
     if not np.isfinite(found.seconds):
@@ -106,8 +110,15 @@ def plan_time(traced: TracedStep, microbatches: int) -> TimePlan | MixedExamples
 class _Problem:
     """The strategy graph of the time mesh with two more choices per node: whole in the prologue, whole in the epilogue."""
 
-    def __init__(self, graph: StrategyGraph, microbatches: int, examples: Mapping[Equation, frozenset[str]]) -> None:
-        self.graph, self.microbatches = graph, microbatches
+    def __init__(
+        self,
+        graph: StrategyGraph,
+        microbatches: int,
+        examples: Mapping[Equation, frozenset[str]],
+        *,
+        late_sums: bool,
+    ) -> None:
+        self.graph, self.microbatches, self.late_sums = graph, microbatches, late_sums
         self._on_examples = {eqn for eqn, factors in examples.items() if factors}
         self._finish: dict[int, np.ndarray] = {}
         self._extended: dict[tuple[int, ...], np.ndarray] = {}
@@ -149,6 +160,8 @@ class _Problem:
                 if entry_for(node.equation).heavy:
                     undivided = [s.ways < self.microbatches for s in node.choices.strategies]
                     inside, whole = inside + forbidding * np.array(undivided), whole + forbidding
+            if self.late_sums and node.equation is not None and node.loop is None:
+                inside = inside + forbidding * np.array([_adds_terms(node.equation, s) for s in node.choices.strategies])
             costs.append(np.array([*inside, whole + PROLOGUE_BYTES, whole]))
         return costs
 
@@ -205,6 +218,16 @@ class _Problem:
         joined = (2.0 + RESIDENT) * size
         combined = (3.0 * self.microbatches + RESIDENT) * size
         return np.array([joined if s.outputs[use.source.output].sharded_axes else combined for s in strategies])
+
+
+def _adds_terms(eqn: Equation, strategy: ShardingStrategy) -> bool:
+    """Whether an equation joins several values that are all partial over time."""
+    partial = [
+        bool(layout.partial)
+        for atom, layout in zip(eqn.invars, strategy.inputs, strict=True)
+        if not isinstance(atom, JaxLiteral)
+    ]
+    return len(partial) > 1 and all(partial)
 
 
 def _uses_between(graph: StrategyGraph) -> dict[tuple[int, int], Use]:

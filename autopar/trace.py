@@ -44,7 +44,9 @@ class Leaf:
     @property
     def given_shape(self) -> tuple[int, ...]:
         """The shape of the caller's array."""
-        return self.shape if self.microbatches == 1 else (self.microbatches * self.shape[1], *self.shape[2:])
+        if self.microbatches == 1 or len(self.shape) == 1:
+            return self.shape
+        return (self.microbatches * self.shape[1], *self.shape[2:])
 
     @property
     def one(self) -> Leaf:
