@@ -1,4 +1,4 @@
-"""The command line: `python -m autopar plan | show | train | demo`.
+"""The command line: `python -m autopar plan | show | train | simulate | demo`.
 
 Arguments in, one call of `autopar.commands` out. What cannot be used as given is one line on standard error and exit
 status 2; Ctrl-C is exit status 130.

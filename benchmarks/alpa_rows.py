@@ -2,9 +2,9 @@
 
 In: the yardstick's tables of configurations, found plans and results. Out: for each result a `PublishedRun`: the job that was
 run and what was measured. Alpa's plans give each stage a logical mesh of its own; microbatches of the runs with one kind of
-parallelism, which the tables leave out, are those of its published experiment scripts. Conventions of the source: FLOPs of a
-GPT as in the yardstick; of a mixture of experts those of 1,024 sequences, from its own latency and TFLOP/s; of a residual
-network those that XLA counts, about 2.87 forward passes (the stem has no gradient of its input) and one more if recomputed.
+parallelism, which the tables leave out, and the optimizers (Adam for GPT, Adafactor for experts, momentum for images) are
+those of its published scripts. What can go wrong: results in TFLOP/s count FLOPs in the source's way, see `measured_s`;
+a method whose plans are not known has no job.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from __future__ import annotations
 import csv
 import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
+from autopar.cost_model.hardware import Cluster
 from autopar.cost_model.residual_network import ResidualNetworkShape
-from autopar.cost_model.training_job import StageLayout, TrainingJob
-from autopar.cost_model.transformer import TransformerShape
+from autopar.cost_model.training_job import JobPrediction, StageLayout, TrainingJob, predict
+from autopar.cost_model.transformer import Recompute, TransformerShape
 
 _FOUND = {"gpt": "gpt", "moe": "moe", "wresnet": "wide_resnet"}
 _SIZES = {
@@ -24,6 +26,8 @@ _SIZES = {
     "moe": {1: "380M", 2: "690M", 4: "1.3B", 8: "2.4B", 16: "10B", 32: "27B", 64: "70B"},
     "wresnet": {1: "250M", 2: "500M", 4: "1B", 8: "2B", 16: "4B", 32: "6.8B", 64: "13B"},
 }
+_XLA_COUNTS = 0.957
+_ALIKE = 0.25
 # Runs with parallelism inside operators only: data ranks, tensor (or expert) ranks, microbatches of the full batch.
 _INTRA_ONLY = {
     "gpt": {
@@ -44,6 +48,14 @@ _INTRA_ONLY = {
         32: (32, 1, 32),
         64: (64, 1, 256),
     },
+}
+
+
+# The ablation of parallelism inside operators: hidden (or channels), experts; 8 layers, 8 sequences of 1,024, or 32 images.
+_ABLATION = {
+    "gpt": {1: (2048, 1), 2: (3072, 1), 4: (4096, 1), 8: (5760, 1)},
+    "moe": {1: (1024, 8), 2: (1280, 16), 4: (1536, 16), 8: (1536, 32)},
+    "wresnet": {1: (160, 1), 2: (224, 1), 4: (320, 1), 8: (448, 1)},
 }
 
 
@@ -84,6 +96,75 @@ def end_to_end(folder: Path) -> list[PublishedRun]:
             )
         )  # fmt: skip
     return runs
+
+
+def ablation(folder: Path) -> dict[tuple[str, int], dict[str, float | None]]:
+    """(model, devices) -> method -> measured seconds of its fastest mesh, None if it ran out of memory."""
+    found: dict[tuple[str, int], dict[str, float | None]] = {}
+    for row in _records(folder / "alpa_osdi22_intra_ablation.csv"):
+        methods = found.setdefault((row["model"], int(row["hosts"]) * int(row["gpus_per_host"])), {})
+        method, step = row["method"].split(".")[-1], float(row["mean_latency_s"])
+        best = methods.get(method)
+        methods[method] = min(step, best or step) if step > 0 else best
+    return found
+
+
+def ablation_jobs(model: str, devices: int, method: str) -> list[TrainingJob]:
+    """What a method may choose from; the fastest that fits is what it does.
+
+    Its ZeRO 2 scatters gradients after all of them are there, which keeps what ZeRO 1 keeps; the heuristic splits the largest
+    dimension of every parameter, which is tensor parallelism; automatic sharding may take any mesh, ZeRO and expert ranks.
+    """
+    base = _ablation_base(model, devices)
+    experts = base.shape.experts if isinstance(base.shape, TransformerShape) else 1
+    pairs = [(devices // tp, tp) for tp in range(1, devices + 1) if devices % tp == 0]
+    plain = dataclasses.replace(base, data_ranks=devices, microbatch=base.global_batch // devices)
+    tensor = dataclasses.replace(
+        base, tensor_ranks=devices, microbatch=base.global_batch, sequence_parallel=model == "wresnet" and devices > 1
+    )
+    match method:
+        case "data_parallel":
+            return [plain]
+        case "zero_2":
+            return [dataclasses.replace(plain, zero_stage=1)]
+        case "zero_3":
+            return [dataclasses.replace(plain, zero_stage=3)]
+        case "heuristic":
+            return [tensor]
+    return [
+        dataclasses.replace(
+            base, data_ranks=dp, tensor_ranks=tp, microbatch=base.global_batch // dp, zero_stage=zero, expert_ranks=ep
+        )
+        for dp, tp in pairs
+        for zero in (1, 3)
+        for ep in ({1, dp} if experts % dp == 0 and experts > 1 else {1})
+    ]
+
+
+def _ablation_base(model: str, devices: int) -> TrainingJob:
+    size, experts = _ABLATION[model][devices]
+    if model == "wresnet":
+        shape: TransformerShape | ResidualNetworkShape = ResidualNetworkShape(50, size, 2, 224, 1024)
+    else:
+        moe = model == "moe"
+        heads = {"gpt": size // 128 if size < 5760 else 40, "moe": {1024: 32, 1280: 40, 1536: 24}.get(size, 32)}[model]
+        vocab, wide = (51200, 8) if moe else (25600, 4)
+        group = 1024 if moe else 0
+        shape = TransformerShape(
+            "moe" if moe else "gpt",
+            8,
+            size,
+            heads,
+            heads,
+            wide * size,
+            vocab,
+            1024,
+            experts=experts,
+            expert_group=group,
+        )
+    job = _with_stages(shape, 32 if model == "wresnet" else 8, devices, 1, ())
+    recompute: Recompute = "none" if model == "wresnet" else "full"
+    return dataclasses.replace(job, devices=devices, stages=1, expert_ranks=1, zero_stage=0, recompute=recompute)
 
 
 def _records(path: Path) -> list[dict[str, str]]:
@@ -159,7 +240,7 @@ def _with_stages(
     layouts: tuple[StageLayout, ...],
 ) -> TrainingJob:
     images = isinstance(shape, ResidualNetworkShape)
-    moe = not images and shape.experts > 1
+    moe = isinstance(shape, TransformerShape) and shape.experts > 1
     return TrainingJob(
         shape=shape,
         devices=devices,
@@ -169,11 +250,63 @@ def _with_stages(
         tensor_ranks=1,
         stages=len(layouts),
         virtual_stages=1,
-        expert_ranks=max(layout.data_ranks for layout in layouts) if moe else 1,
+        expert_ranks=max((layout.data_ranks for layout in layouts), default=1) if moe else 1,
         zero_stage=1,
         recompute="full",
         precision="fp32" if images else "fp16",
         accumulate_fp32=False,
-        optimizer="momentum" if images else "adam",
+        optimizer="momentum" if images else "adafactor" if moe else "adam",
         stage_layouts=layouts,
     )
+
+
+def with_best_layouts(cluster: Cluster, job: TrainingJob) -> JobPrediction:
+    """A residual network's stages, each with the fastest split of its devices: what the search inside operators decides.
+
+    The published plans give the devices of a stage, not which dimensions they split. Stage after stage, the split that makes
+    the whole step fastest is taken, among those that fit; the first try keeps the memory of a device lowest.
+    """
+    found = [_improved(cluster, dataclasses.replace(job, zero_stage=zero)) for zero in (1, 3)]
+    return min(found, key=_order)
+
+
+def measured_s(run: PublishedRun, runs: Sequence[PublishedRun]) -> float | None:
+    """Seconds per step of a run, from its TFLOP/s if it gives no latency; None if it ran out of memory or has no job.
+
+    A GPT's FLOPs are the yardstick's formula. Those of experts, which count gating and dispatch, are the product of TFLOP/s and
+    latency of another run of the same model, where that is within a quarter of the formula (its largest model was run with
+    less than the full batch). XLA counts 0.957 of a residual network's four passes: its first layers have fewer gradients.
+    """
+    if run.ran_out or run.job is None:
+        return None
+    if run.step_s is not None or run.tflops_per_device is None:
+        return run.step_s
+    flops = run.job.model_flops / 1e12
+    if run.model == "wresnet":
+        flops *= _XLA_COUNTS
+    for other in runs:
+        if (
+            run.model == "moe" == other.model
+            and other.devices == run.devices
+            and other.step_s
+            and other.tflops_per_device
+        ):
+            implied = other.step_s * other.tflops_per_device * other.devices
+            flops = implied if abs(implied / flops - 1) < _ALIKE else flops
+    return flops / run.tflops_per_device / run.devices
+
+
+def _order(found: JobPrediction) -> tuple[bool, float]:
+    return (not found.step.fits, found.step.step_s if found.step.fits else found.step.memory.peak_bytes)
+
+
+def _improved(cluster: Cluster, job: TrainingJob) -> JobPrediction:
+    best = predict(cluster, job)
+    for number, layout in enumerate(job.stage_layouts):
+        devices = layout.data_ranks * layout.tensor_ranks
+        for tensor in (t for t in range(1, devices + 1) if devices % t == 0):
+            layouts = list(best.job.stage_layouts)
+            layouts[number] = StageLayout(layout.layers, devices // tensor, tensor)
+            tried = predict(cluster, dataclasses.replace(job, stage_layouts=tuple(layouts)))
+            best = min(best, tried, key=_order)
+    return best

@@ -83,9 +83,14 @@ class StateBytes:
         )
 
 
-def states_of(precision: str, *, optimizer: str = "adam", accumulate_fp32: bool = False) -> StateBytes:
-    """Formats of states for a precision of the products: "fp16" and "bf16" mixed with float32, or "fp32"."""
-    moments = 8.0 if optimizer == "adam" else 4.0
+def states_of(
+    precision: str, *, optimizer: Literal["adam", "momentum", "adafactor"] = "adam", accumulate_fp32: bool = False
+) -> StateBytes:
+    """Formats of states for a precision of the products: "fp16" and "bf16" mixed with float32, or "fp32".
+
+    Adafactor keeps sums of rows and columns in place of moments: next to nothing.
+    """
+    moments = {"adam": 8.0, "momentum": 4.0, "adafactor": 0.0}[optimizer]
     if precision == "fp32":
         return StateBytes(4.0, 4.0, moments)
     return StateBytes(2.0, 4.0 if accumulate_fp32 else 2.0, 4.0 + moments)

@@ -7,8 +7,9 @@ only the result of the 3x3 convolution is widened. A convolution k x k of ci to 
 matrix product (b p, k^2 ci) x (k^2 ci, co). Batch norms and activations are memory-bound: forward the statistics read once,
 then read and write; backward three reads and a write.
 
-Tensor parallelism: the first convolution whole, the second split by output channels, the third by input channels: one
-all-reduce of the block's result forward, one of its input's gradient backward. What can go wrong: convolutions of few
+Tensor parallelism: the first and third convolutions (and the projection) split by input channels, the second by output
+channels: forward an all-reduce of what the first and the third give, backward one of the second's input gradient and a
+gather of the block's. What can go wrong: convolutions of few
 channels run below the efficiency of an equal matrix product.
 """
 
@@ -114,59 +115,78 @@ class Block:
         return sum(conv.parameters + 2 * conv.co for conv in self.convolutions)
 
 
-def bottleneck_work(block: Block, *, samples: float, tensor_ranks: int, element_bytes: int, recompute: bool) -> Work:
+@dataclasses.dataclass(frozen=True)
+class BlockSplit:
+    """How a stage runs its blocks: b images per device, t ranks; `sequence_parallel`: what lies between is split as well."""
+
+    samples: float
+    tensor_ranks: int = 1
+    sequence_parallel: bool = False
+    element_bytes: int = 4
+    recompute: bool = False
+
+
+def bottleneck_work(block: Block, split: BlockSplit) -> Work:
     """One bottleneck for one microbatch on one device."""
-    b, t, e = samples, tensor_ranks, element_bytes
-    shares = (1.0, 1 / t, 1 / t, 1.0)  # parts of each convolution's work done here
+    t = split.tensor_ranks
+    outer = 1 / t if split.sequence_parallel else 1.0
+    unit = split.element_bytes * split.samples
     forward: list[Operation] = []
     backward: list[Operation] = []
-    kept, parameters = 0.0, 0.0
+    kept = 0.0
     for number, conv in enumerate(block.convolutions):
-        ci = conv.ci / t if number == 2 else conv.ci
-        co = conv.co / t if number == 1 else conv.co
-        rows, inner, result = b * conv.pixels, conv.k**2 * ci, e * b * conv.pixels * co
-        read = (
-            e * b * ci * (block.size**2 if number in (0, 3) else conv.pixels * (block.stride**2 if number == 1 else 1))
-        )
-        forward += [MatrixProduct(rows, co, inner), *(FusedGroup(result), FusedGroup(2 * result))]
-        backward += [
-            FusedGroup(2 * result),
-            FusedGroup(3 * result),
+        by_column = number == 1
+        ci, co = (conv.ci, conv.co / t) if by_column else (conv.ci / t, conv.co)
+        rows, inner = split.samples * conv.pixels, conv.k**2 * ci
+        # A norm works on the split result of the second convolution, and on whole ones, or a part of them, elsewhere.
+        normed = unit * conv.pixels * (co if by_column else conv.co * outer)
+        taken = unit * ci * (block.size**2 if number != 2 else conv.pixels)
+        whole = unit * conv.pixels * conv.co
+        forward += [MatrixProduct(rows, co, inner), *_summed(split, whole, here=not by_column)]
+        forward += [FusedGroup(normed), FusedGroup(2 * normed)]
+        backward = [
+            FusedGroup(2 * normed),
+            FusedGroup(3 * normed),
             MatrixProduct(rows, inner, co),
+            *_summed(split, unit * block.size**2 * conv.ci, here=by_column),
             MatrixProduct(inner, co, rows),
+            *backward,
         ]
-        kept += read + result  # the convolution's input and the norm's
-        parameters += conv.parameters * shares[number]
-    result = e * b * block.pixels * block.outgoing
-    joined: tuple[Operation, ...] = (Exchange("all-reduce", "tensor", result),) if t > 1 else ()
-    middle = e * b * block.size**2 * block.channels
-    returned: tuple[Operation, ...] = (Exchange("all-reduce", "tensor", middle),) if t > 1 else ()
-    forward += [*joined, FusedGroup(3 * result)]
-    backward = [FusedGroup(3 * result), *backward, *returned]
-    taken = e * b * block.size**2 * block.incoming
+        kept += taken + normed
+    result = unit * block.pixels * block.outgoing
+    gathered = unit * block.size**2 * block.incoming
+    if t > 1:
+        backward.append(Exchange("all-gather", "tensor", gathered))
+    forward.append(FusedGroup(3 * result * outer))
+    entered = gathered * outer
     return Work(
         forward=tuple(forward),
-        backward=tuple(backward),
-        recomputed=tuple(forward) if recompute else (),
-        parameters=parameters,
-        kept_bytes=taken if recompute else kept,
-        transient_bytes=kept if recompute else 0.0,
+        backward=(FusedGroup(3 * result * outer), *backward),
+        recomputed=tuple(forward) if split.recompute else (),
+        parameters=sum(conv.parameters for conv in block.convolutions) / t,
+        kept_bytes=entered if split.recompute else kept,
+        transient_bytes=kept if split.recompute else 0.0,
         boundary_bytes=result,
     )
 
 
-def stem_work(shape: ResidualNetworkShape, *, samples: float, element_bytes: int) -> Work:
+def _summed(split: BlockSplit, full_bytes: float, *, here: bool) -> tuple[Operation, ...]:
+    return (Exchange("all-reduce", "tensor", full_bytes),) if here and split.tensor_ranks > 1 else ()
+
+
+def stem_work(shape: ResidualNetworkShape, split: BlockSplit) -> Work:
     """7x7 with stride 2, norm, and a 3x3 maximum with stride 2."""
     conv = _Convolution(3, shape.channels, 7, (shape.image_size // 2) ** 2)
-    rows, result = samples * conv.pixels, element_bytes * samples * conv.pixels * shape.channels
+    rows = split.samples * conv.pixels
+    result = split.element_bytes * rows * shape.channels
     forward = (MatrixProduct(rows, conv.co, 147), FusedGroup(3 * result), FusedGroup(1.25 * result))
     backward = (FusedGroup(2.25 * result), FusedGroup(5 * result), MatrixProduct(147, conv.co, rows))
     return Work(forward, backward, parameters=conv.parameters, kept_bytes=2 * result)
 
 
-def linear_head_work(shape: ResidualNetworkShape, *, samples: float) -> Work:
+def linear_head_work(shape: ResidualNetworkShape, split: BlockSplit) -> Work:
     """Mean over the image and the classifier."""
-    wide = shape.blocks[-1].outgoing
+    wide, samples = shape.blocks[-1].outgoing, split.samples
     forward = (MatrixProduct(samples, shape.classes, wide),)
     backward = (MatrixProduct(samples, wide, shape.classes), MatrixProduct(wide, shape.classes, samples))
     return Work(forward, backward, parameters=wide * shape.classes)

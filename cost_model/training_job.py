@@ -14,19 +14,20 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 from autopar.cost_model.machine import Cluster
-from autopar.cost_model.memory import StateBytes, states_of
+from autopar.cost_model.memory import StateBytes, layers_in_flight, states_of
+from autopar.cost_model.prices import FITTED, InTraining
 from autopar.cost_model.residual_network import (
     BLOCKS_PER_STAGE,
     Block,
+    BlockSplit,
     ResidualNetworkShape,
     bottleneck_work,
     linear_head_work,
     stem_work,
 )
-from autopar.cost_model.training_step import Precision, StageWork, StepPlan, StepPrediction, predict_step
+from autopar.cost_model.training_step import Optimizer, Precision, StageWork, StepPlan, StepPrediction, predict_step
 from autopar.cost_model.transformer import (
     LayerSplit,
     Recompute,
@@ -70,7 +71,7 @@ class TrainingJob:
     precision: Precision = "bf16"
     fused_attention: bool = False
     accumulate_fp32: bool = True
-    optimizer: Literal["adam", "momentum"] = "adam"
+    optimizer: Optimizer = "adam"
     stage_layouts: tuple[StageLayout, ...] = ()
 
     @property
@@ -88,6 +89,12 @@ class TrainingJob:
     def block_count(self) -> int:
         """Layers that stages share: encoder and decoder of a T5, bottlenecks of a residual network."""
         return len(self.shape.blocks)
+
+    @property
+    def layers_in_flight(self) -> float:
+        """Layers' worth of activations that the first stage holds at its peak."""
+        p, v = self.stages, self.virtual_stages or 1
+        return layers_in_flight(self.block_count, stages=p, virtual_stages=v, microbatches=self.microbatches)
 
     @property
     def states(self) -> StateBytes:
@@ -142,11 +149,11 @@ def _transformer_problems(job: TrainingJob, shape: TransformerShape) -> Iterator
     for name, size in (("heads", shape.heads), ("ffn_hidden", shape.ffn_hidden)):
         if size % tp:
             yield "tp", f"is {tp}, which does not divide {name} = {size}: use one of {_divisors(size, tp)}"
-    if shape.kv_heads % tp and tp % shape.kv_heads:
-        yield "tp", f"is {tp}; it must divide kv_heads = {shape.kv_heads} or be its multiple"
+    if shape.kv_heads != shape.heads and shape.kv_heads % tp and tp % shape.kv_heads:
+        yield "tp", f"is {tp}; it must divide kv_heads = {shape.kv_heads} or be its multiple: use {shape.kv_heads}"
     if job.sequence_parallel and shape.seq_len % tp:
         yield "sequence_parallel", f"is 1, but tp = {tp} does not divide seq_len = {shape.seq_len}: change one of them"
-    with_ends = v == 1 and pp > 2 and (job.block_count + 2) % pp == 0
+    with_ends = _ends_count_as_layers(job, shape)
     if job.block_count % (pp * v) and not with_ends and not job.stage_layouts:
         yield (
             "layers",
@@ -162,6 +169,12 @@ def _transformer_problems(job: TrainingJob, shape: TransformerShape) -> Iterator
             "ep",
             f"is {ep}, which does not divide the {shape.experts} experts: use one of {_divisors(shape.experts, ep)}",
         )
+
+
+def _ends_count_as_layers(job: TrainingJob, shape: TransformerShape) -> bool:
+    """Whether stages are even with embedding and head as one layer each, which is done where they are no lighter than one."""
+    even = job.stages > 2 and (job.virtual_stages or 1) == 1 and (job.block_count + 2) % job.stages == 0
+    return even and shape.vocab * shape.hidden >= shape.block_parameters(shape.blocks[0])
 
 
 def _divisors(size: int, near: int) -> str:
@@ -182,9 +195,9 @@ class JobPrediction:
         return self.job.model_flops / self.step.step_s / self.job.devices / 1e12
 
 
-def predict(cluster: Cluster, job: TrainingJob) -> JobPrediction:
+def predict(cluster: Cluster, job: TrainingJob, *, reached: InTraining = FITTED) -> JobPrediction:
     """Price a job; what is not published is the fastest choice that fits, or the smallest if none does."""
-    found = [JobPrediction(choice, _priced(cluster, choice)) for choice in _choices(job)]
+    found = [JobPrediction(choice, _priced(cluster, choice, reached)) for choice in _choices(job)]
     fitting = [choice for choice in found if choice.step.fits]
     if fitting:
         return min(fitting, key=lambda choice: choice.step.step_s)
@@ -202,7 +215,7 @@ def _choices(job: TrainingJob) -> list[TrainingJob]:
     return [choice for choice in choices if not any(problems(choice))] or choices[:1]
 
 
-def _priced(cluster: Cluster, job: TrainingJob) -> StepPrediction:
+def _priced(cluster: Cluster, job: TrainingJob, reached: InTraining) -> StepPrediction:
     plan = StepPlan(
         microbatches=job.microbatches,
         precision=job.precision,
@@ -212,7 +225,7 @@ def _priced(cluster: Cluster, job: TrainingJob) -> StepPrediction:
         sequence_parallel=job.sequence_parallel,
         optimizer=job.optimizer,
     )
-    return predict_step(cluster, plan, stages_of(job))
+    return predict_step(cluster, plan, stages_of(job), reached=reached)
 
 
 def stages_of(job: TrainingJob) -> tuple[StageWork, ...]:
@@ -300,23 +313,20 @@ def _transformer_stage(
 def _residual_stage(
     job: TrainingJob, shape: ResidualNetworkShape, layout: StageLayout, *, blocks: Sequence[Block], ends: _Ends
 ) -> StageWork:
-    samples, e = _samples(job, layout), job.element_bytes
-    works = {
-        block: bottleneck_work(
-            block,
-            samples=samples,
-            tensor_ranks=layout.tensor_ranks,
-            element_bytes=e,
-            recompute=job.recompute == "full",
-        )
-        for block in dict.fromkeys(blocks)
-    }
+    split = BlockSplit(
+        samples=_samples(job, layout),
+        tensor_ranks=layout.tensor_ranks,
+        sequence_parallel=job.sequence_parallel,
+        element_bytes=job.element_bytes,
+        recompute=job.recompute == "full",
+    )
+    works = {block: bottleneck_work(block, split) for block in dict.fromkeys(blocks)}
     return StageWork(
         tuple((work, blocks.count(block)) for block, work in works.items()),
         layout.data_ranks,
         layout.tensor_ranks,
-        first=stem_work(shape, samples=samples, element_bytes=e) if ends.first else None,
-        last=linear_head_work(shape, samples=samples) if ends.last else None,
+        first=stem_work(shape, split) if ends.first else None,
+        last=linear_head_work(shape, split) if ends.last else None,
     )
 
 

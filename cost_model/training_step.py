@@ -23,15 +23,16 @@ from autopar.cost_model.machine import Cluster
 from autopar.cost_model.memory import StateBytes, layers_in_flight
 from autopar.cost_model.operations import Exchange, MatrixProduct, Operation, Work
 from autopar.cost_model.overlap import Communication, Kind
-from autopar.cost_model.prices import DTYPES, StagePrices
+from autopar.cost_model.prices import DTYPES, FITTED, InTraining, StagePrices
 from autopar.cost_model.schedule_time import pipeline_s
 
 Precision = Literal["fp16", "bf16", "fp32"]
+Optimizer = Literal["adam", "momentum", "adafactor"]
 
 # Bytes that an optimizer moves per parameter. Adam reads a gradient, a parameter and two moments and writes three of
 # them (28); mixed precision also looks for infinities while it unscales (8), takes the norm (4), clips (8) and writes
-# half-precision parameters (6). Momentum has one moment.
-_OPTIMIZER_BYTES = {("adam", True): 54.0, ("adam", False): 28.0, ("momentum", True): 46.0, ("momentum", False): 20.0}
+# half-precision parameters (6). Momentum has one moment; Adafactor none, but reads the gradient once more.
+_OPTIMIZER_BYTES = {"adam": (54.0, 28.0), "momentum": (46.0, 20.0), "adafactor": (42.0, 16.0)}  # mixed, float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ class StepPlan:
     virtual_stages: int = 1
     zero_stage: int = 0
     sequence_parallel: bool = False
-    optimizer: Literal["adam", "momentum"] = "adam"
+    optimizer: Optimizer = "adam"
 
     @property
     def element_bytes(self) -> int:
@@ -153,13 +154,16 @@ class _StageTime:
         return self.optimizer_s + sum(part.exposed_s for part in self.per_step)
 
 
-def predict_step(cluster: Cluster, plan: StepPlan, stages: Sequence[StageWork]) -> StepPrediction:
+def predict_step(
+    cluster: Cluster, plan: StepPlan, stages: Sequence[StageWork], *, reached: InTraining = FITTED
+) -> StepPrediction:
     """Predict one step. Raises ValueError if the stages need more devices than the cluster can join."""
     total = sum(stage.devices for stage in stages)
     starts = [sum(stage.devices for stage in stages[:i]) for i in range(len(stages) + 1)]
     crossings = [_crosses_node(cluster, start, total) for start in starts]
     times = [
-        _stage_time(cluster, plan, stage, total, (crossings[i], crossings[i + 1])) for i, stage in enumerate(stages)
+        _stage_time(_prices(cluster, plan, stage, total, reached), plan, stage, (crossings[i], crossings[i + 1]))
+        for i, stage in enumerate(stages)
     ]
     busy_s = [time.microbatch_s for time in times]
     slowest = max(range(len(stages)), key=busy_s.__getitem__)
@@ -179,6 +183,16 @@ def predict_step(cluster: Cluster, plan: StepPlan, stages: Sequence[StageWork]) 
     )
 
 
+def _prices(cluster: Cluster, plan: StepPlan, stage: StageWork, total: int, reached: InTraining) -> StagePrices:
+    mesh = (
+        max(1, total // stage.devices),
+        stage.data_ranks // stage.expert_ranks,
+        stage.expert_ranks,
+        stage.tensor_ranks,
+    )
+    return StagePrices(cluster, DTYPES[plan.precision], plan.element_bytes, mesh, reached)
+
+
 def _crosses_node(cluster: Cluster, start: int, total: int) -> bool | None:
     """Whether the boundary before device `start` lies between nodes; None at both ends, where there is no boundary."""
     if start in (0, total):
@@ -188,16 +202,9 @@ def _crosses_node(cluster: Cluster, start: int, total: int) -> bool | None:
 
 
 def _stage_time(
-    cluster: Cluster, plan: StepPlan, stage: StageWork, total: int, crossings: tuple[bool | None, bool | None]
+    prices: StagePrices, plan: StepPlan, stage: StageWork, crossings: tuple[bool | None, bool | None]
 ) -> _StageTime:
     """`crossings`: of the boundaries before and after this stage."""
-    mesh = (
-        max(1, total // stage.devices),
-        stage.data_ranks // stage.expert_ranks,
-        stage.expert_ranks,
-        stage.tensor_ranks,
-    )
-    prices = StagePrices(cluster, DTYPES[plan.precision], plan.element_bytes, mesh)
     forward_s = backward_s = 0.0
     comm: list[Communication] = []
     for work, count in stage.works:
@@ -207,7 +214,7 @@ def _stage_time(
         run_s, again = _run(prices, (*work.recomputed, *work.backward))
         backward_s += run_s * count
         comm += [part.times(count) for part in again]
-    if plan.virtual_stages > 1 and total > stage.devices:  # the last stage's chunks go back to the first
+    if plan.virtual_stages > 1 and prices.mesh[0] > 1:  # the last stage's chunks go back to the first
         crossings = (crossings[0] or False, crossings[1] or False) if any(crossings) else (False, False)
     comm += [
         _send(prices, plan, stage, crosses, forward_s + backward_s) for crosses in crossings if crosses is not None
@@ -297,7 +304,8 @@ def _partitioned(
 
 def _optimizer_s(prices: StagePrices, plan: StepPlan, stage: StageWork) -> float:
     owners = stage.data_ranks if plan.zero_stage >= 1 else 1
-    moved = _OPTIMIZER_BYTES[plan.optimizer, plan.precision != "fp32"] * stage.parameters / owners
+    mixed, single = _OPTIMIZER_BYTES[plan.optimizer]
+    moved = (single if plan.precision == "fp32" else mixed) * stage.parameters / owners
     return prices.fused_s(moved)
 
 
