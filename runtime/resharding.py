@@ -150,7 +150,7 @@ class BatchResharder:
         self._tiled = tuple(route for route in self._routes if route.kind == "tiles")
         self._cuts = _cutters(self._tiled)
         self._joins = _joiners(self._tiled)
-        self._gathers = _gatherers([route for route in self._routes if route.kind != "empty" and route.plan.shares])
+        self._gathers = _gatherers([route for route in self._routes if route.kind != "empty" and route.plan.cuts])
         self._outgoing: dict[Key, Sharding] = {
             route.number: route.between for route in self._routes if route.kind == "copy"
         }
@@ -247,11 +247,11 @@ class _Route:
 
     def _frame(self, box: Box) -> Box:
         """A target device's tile of `between`, as long as the longest: the last shares may be shorter."""
-        shares = self.plan.shares
-        if shares is None:
-            return box
-        start, _ = box[shares.dim]
-        return (*box[: shares.dim], (start, start + shares.chunk), *box[shares.dim + 1 :])
+        frame = list(box)
+        for cut in self.plan.cuts:
+            start, _ = box[cut.dim]
+            frame[cut.dim] = (start, start + cut.chunk)
+        return tuple(frame)
 
     def _arrival(self, device: int) -> Key:
         """What becomes a device's tile: the one box that it receives, or boxes joined."""
@@ -263,25 +263,26 @@ class _Route:
     def assembled(self, values: Mapping[Key, Array]) -> Array:
         """The array under `between` that the received tiles make."""
         tiles = [values[key] for key in self.arrivals.values()]
-        shape = self.words.shape
-        if self.plan.shares is not None:
-            dim, tile = self.plan.shares.dim, extent(self.plan.target.boxes[0])
-            parts = math.prod(self.plan.target.mesh_shape[axis] for axis in self.plan.shares.axes)
-            padded = shape[dim] // tile[dim] * parts * self.plan.shares.chunk
-            shape = (*shape[:dim], padded, *shape[dim + 1 :])
-        return jax.make_array_from_single_device_arrays(shape, self.between, tiles)
+        shape = list(self.words.shape)
+        for cut in self.plan.cuts:
+            parts = math.prod(self.plan.target.mesh_shape[axis] for axis in cut.axes)
+            shape[cut.dim] = shape[cut.dim] // self._tile_size(cut.dim) * parts * cut.chunk
+        return jax.make_array_from_single_device_arrays(tuple(shape), self.between, tiles)
 
     def gathered(self, shares: Array) -> Array:
         """Traced: the target's tiles from their shares."""
-        assert self.plan.shares is not None
-        dim = self.plan.shares.dim
-        names = tuple(self.target.mesh.axis_names[axis] for axis in self.plan.shares.axes)
-        size = extent(self.plan.target.boxes[0])[dim]
 
-        def gather(share: Array) -> Array:
-            return jax.lax.slice_in_dim(jax.lax.all_gather(share, names, axis=dim, tiled=True), 0, size, axis=dim)
+        def gather(array: Array) -> Array:
+            for cut in self.plan.cuts:
+                names = tuple(self.target.mesh.axis_names[axis] for axis in cut.axes)
+                whole = jax.lax.all_gather(array, names, axis=cut.dim, tiled=True)
+                array = jax.lax.slice_in_dim(whole, 0, self._tile_size(cut.dim), axis=cut.dim)
+            return array
 
         return _per_device(gather, self.target.mesh, specs=(self.between.spec, self.target.spec))(shares)
+
+    def _tile_size(self, dim: int) -> int:
+        return extent(self.plan.target.boxes[0])[dim]
 
 
 def _per_device(
@@ -299,13 +300,14 @@ def _key_impl(dtype: Any) -> Any:
 
 def _between_sharding(move: Move, plan: ReshardPlan) -> NamedSharding:
     """The sharding on the target mesh right after the copy."""
-    target, shares = move.target, plan.shares
-    if shares is None:
+    target = move.target
+    if not plan.cuts:
         return target
     spec: list[Any] = [*target.spec, *[None] * (len(move.shape) - len(target.spec))]
-    names = spec[shares.dim] or ()
-    names = (names,) if isinstance(names, str) else tuple(names)
-    spec[shares.dim] = (*names, *(target.mesh.axis_names[axis] for axis in shares.axes))
+    for cut in plan.cuts:
+        names = spec[cut.dim] or ()
+        names = (names,) if isinstance(names, str) else tuple(names)
+        spec[cut.dim] = (*names, *(target.mesh.axis_names[axis] for axis in cut.axes))
     return NamedSharding(target.mesh, PartitionSpec(*spec), memory_kind=target.memory_kind)
 
 

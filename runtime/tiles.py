@@ -59,10 +59,15 @@ class Tiling:
     boxes: tuple[Box, ...]
 
     def __post_init__(self) -> None:
-        """Refuse tiles that overlap partly."""
-        for a, b in itertools.combinations(sorted(set(self.boxes)), 2):
-            if intersect(a, b) is not None:
-                raise ValueError(f"tiles {a} and {b} overlap without being equal; a tile is held whole or not at all")
+        """Refuse tiles that are not those of a grid: along each dimension two are equal or apart."""
+        for dim in range(len(self.boxes[0])):
+            spans = sorted({box[dim] for box in self.boxes if volume(box)})
+            for a, b in itertools.pairwise(spans):
+                if b[0] < a[1]:
+                    raise ValueError(
+                        f"tiles {a[0]}:{a[1]} and {b[0]}:{b[1]} of dimension {dim} overlap without being equal; "
+                        "every sharding cuts a dimension into tiles that are equal or apart"
+                    )
 
     @classmethod
     def of_sharding(cls, sharding: jax.sharding.Sharding, shape: Sequence[int]) -> Tiling:
@@ -87,10 +92,8 @@ class Tiling:
         for place in np.ndindex(*mesh_shape):
             box = []
             for size, axes in zip(shape, spec, strict=True):
-                index = 0
-                for axis in axes:
-                    index = index * mesh_shape[axis] + place[axis]
-                box.append(_part((0, size), index, math.prod(mesh_shape[axis] for axis in axes)))
+                parts = math.prod(mesh_shape[axis] for axis in axes)
+                box.append(_part((0, size), _index(place, axes, mesh_shape), parts))
             boxes.append(tuple(box))
         return cls(tuple(mesh_shape), tuple(range(first_device, first_device + len(boxes))), tuple(boxes))
 
@@ -122,6 +125,14 @@ def _part(interval: Interval, index: int, parts: int) -> Interval:
     start, stop = interval
     chunk = -(-(stop - start) // parts)
     return min(start + index * chunk, stop), min(start + (index + 1) * chunk, stop)
+
+
+def _index(place: Sequence[int], axes: Sequence[int], mesh_shape: Sequence[int]) -> int:
+    """The number of a device among those along some mesh axes, the first axis major."""
+    index = 0
+    for axis in axes:
+        index = index * mesh_shape[axis] + place[axis]
+    return index
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,11 +175,11 @@ class Send:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shares:
-    """Each target tile is cut along `dim` into one share of `chunk` per device along the mesh axes `axes`."""
+class Cut:
+    """Each target tile is cut along `dim` into one part of `chunk` (the last ones may be shorter) per device along `axes`."""
 
-    axes: tuple[int, ...]
     dim: int
+    axes: tuple[int, ...]
     chunk: int
 
 
@@ -178,7 +189,7 @@ class ReshardPlan:
 
     `kind`: "copy" sends every device's whole tile to the device of the same number. "tiles" sends the boxes in `sends`, cut
     from the source's tiles and joined by the receivers. Either leaves `between` on the target mesh: the target's tiles, or
-    with `shares` parts of them that an all-gather on the target mesh completes.
+    with `cuts` shares of them that all-gathers on the target mesh complete.
     """
 
     kind: Literal["copy", "tiles"]
@@ -187,7 +198,7 @@ class ReshardPlan:
     source: Tiling
     target: Tiling
     between: Tiling
-    shares: Shares | None
+    cuts: tuple[Cut, ...]
     sends: tuple[Send, ...]
     slow_bytes: int
     fast_bytes: int
@@ -219,7 +230,7 @@ class ReshardPlan:
     @property
     def calls(self) -> int:
         """Calls into the runtime that one transfer makes."""
-        return 1 + (self.shares is not None) + (self._cutters + self._joiners) * (self.kind == "tiles")
+        return 1 + bool(self.cuts) + (self._cutters + self._joiners) * (self.kind == "tiles")
 
     @property
     def _cutters(self) -> int:
@@ -244,8 +255,8 @@ def plan_reshard(
 ) -> ReshardPlan:
     """The plan with fewest bytes over the slow link, and among nearly equal ones with least work beside the copy.
 
-    The candidates: `between` is the target's tiling, or shares of its tiles along one of the dimensions; each by a copy of
-    whole tiles where the source already holds these in this order, and by boxes cut and joined.
+    The candidates: `between` is the target's tiling, or shares of its tiles along one of the dimensions; each by boxes cut
+    and joined, and by a copy of whole tiles where the source holds these already, in the same order.
     """
     planner = _Planner(tuple(shape), itemsize, source, target, links or Links.between(source, target))
     candidates = list(planner.candidates())
@@ -276,16 +287,40 @@ class _Planner:
 
     def candidates(self) -> Iterator[ReshardPlan]:
         """All plans worth comparing."""
-        for between, shares in [(self.target, None), *_shared(self.target, self.links)]:
+        for between, cuts in self._betweens():
             if between.boxes == self.source.boxes:
-                yield self._plan("copy", between, shares, _straight_sends(self.source, between))
-            yield self._plan("tiles", between, shares, self._balanced_sends(between))
+                yield self._plan("copy", between, cuts, _straight_sends(self.source, between))
+            yield self._plan("tiles", between, cuts, self._balanced_sends(between))
+
+    def _betweens(self) -> Iterator[tuple[Tiling, tuple[Cut, ...]]]:
+        """The target's tiles, and the shares of them along one dimension or that the source holds in this order."""
+        yield self.target, ()
+        axes, rank = self.target.replica_axes(self.links), len(self.shape)
+        for dims in itertools.product(range(rank), repeat=len(axes)) if axes else ():
+            by_dim = {
+                dim: tuple(axis for axis, at in zip(axes, dims, strict=True) if at == dim) for dim in sorted(set(dims))
+            }
+            boxes, cuts = self.target.boxes, []
+            for dim, together in by_dim.items():
+                boxes, chunk = self._cut(boxes, dim, together)
+                cuts.append(Cut(dim, together, chunk))
+            if len(cuts) == 1 or boxes == self.source.boxes:
+                yield dataclasses.replace(self.target, boxes=boxes), tuple(cuts)
+
+    def _cut(self, boxes: tuple[Box, ...], dim: int, axes: tuple[int, ...]) -> tuple[tuple[Box, ...], int]:
+        """Boxes cut along a dimension into one part per device along mesh axes, and the longest part."""
+        mesh_shape = self.target.mesh_shape
+        parts = math.prod(mesh_shape[axis] for axis in axes)
+        cut = []
+        for place, box in zip(np.ndindex(*mesh_shape), boxes, strict=True):
+            cut.append((*box[:dim], _part(box[dim], _index(place, axes, mesh_shape), parts), *box[dim + 1 :]))
+        return tuple(cut), -(-max(stop - start for start, stop in (box[dim] for box in boxes)) // parts)
 
     def _balanced_sends(self, between: Tiling) -> list[Send]:
         return _balanced(_direct_sends(self.source, between, self.links), self.source.holders, self.links)
 
     def _plan(
-        self, kind: Literal["copy", "tiles"], between: Tiling, shares: Shares | None, sends: list[Send]
+        self, kind: Literal["copy", "tiles"], between: Tiling, cuts: tuple[Cut, ...], sends: list[Send]
     ) -> ReshardPlan:
         slow = sum(volume(send.box) for send in sends if self.links.slow(send.sender, send.receiver))
         fast = sum(volume(send.box) for send in sends if send.sender != send.receiver) - slow
@@ -298,7 +333,7 @@ class _Planner:
             source=self.source,
             target=self.target,
             between=between,
-            shares=shares,
+            cuts=cuts,
             sends=tuple(sends),
             slow_bytes=slow * self.itemsize,
             fast_bytes=fast * self.itemsize,
@@ -313,23 +348,6 @@ def _missing(held: Sequence[Box], wanted: Sequence[Box]) -> int:
         common = intersect(have, want)
         total += volume(want) - (volume(common) if common is not None else 0)
     return total
-
-
-def _shared(target: Tiling, links: Links) -> Iterator[tuple[Tiling, Shares]]:
-    """The target's tiles cut into one share per replica of a node, along each dimension; a scalar cannot be cut."""
-    axes = target.replica_axes(links)
-    parts = math.prod(target.mesh_shape[axis] for axis in axes)
-    if parts == 1:
-        return
-    for dim in range(len(target.boxes[0])):
-        boxes = []
-        for place, box in zip(np.ndindex(*target.mesh_shape), target.boxes, strict=True):
-            index = 0
-            for axis in axes:
-                index = index * target.mesh_shape[axis] + place[axis]
-            boxes.append((*box[:dim], _part(box[dim], index, parts), *box[dim + 1 :]))
-        chunk = -(-max(stop - start for start, stop in (box[dim] for box in target.boxes)) // parts)
-        yield dataclasses.replace(target, boxes=tuple(boxes)), Shares(axes, dim, chunk)
 
 
 def _straight_sends(source: Tiling, between: Tiling) -> list[Send]:
