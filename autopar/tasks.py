@@ -20,15 +20,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
-from autopar.graph import is_opaque
 from autopar.mesh import Layout
 from autopar.program import Atom, Equation, Program
 from autopar.spmd import Assignment, Lowering, Placed, Scope
 from autopar.stage_program import PROLOGUE, StageProgram
 
 RefKind = Literal["input", "row", "value", "accumulator", "slice", "send", "output", "number"]
-PER_MICROBATCH = ("row", "slice", "send", "number")
-
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
@@ -349,7 +346,6 @@ class _Splitter:
             by_ref.setdefault(slot.ref, slot)
         reads = tuple(by_ref)
         stacked = [ref for ref in reads if ref.per_microbatch and not inside]
-        targets = {v: self.home[v].layout if inside else None for v in operands}
 
         def local(*arrays: Any) -> tuple[Any, ...]:
             given = dict(zip(reads, arrays, strict=True))
@@ -374,14 +370,13 @@ class _Splitter:
                 found.append(_expand(placed))
             return tuple(found)
 
-        del targets
         in_specs = [self._spec(by_ref[ref].layout) for ref in reads]
         m = self.stage.cut.loop.plan.microbatches
         specs = tuple([spec] * m if ref in stacked else spec for ref, spec in zip(reads, in_specs, strict=True))
         out_specs = tuple(self._spec(path[-1]) for _, _, path in writes)
         sharded = jax.shard_map(local, mesh=self.device_mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
         shardings = {ref: NamedSharding(self.device_mesh, spec) for ref, spec in zip(reads, in_specs, strict=True)}
-        donated = self._donated(reads, [ref for ref, _, _ in writes], inside=inside)
+        donated = self._donated(name, reads, [ref for ref, _, _ in writes], inside=inside)
         jitted = jax.jit(
             _named(name, sharded),
             in_shardings=tuple(
@@ -409,11 +404,28 @@ class _Splitter:
         dims = [mesh.names(axes) or None for axes in layout.dims]
         return PartitionSpec(*(mesh.axis_names[axis] for axis in layout.partial_axes), *dims)
 
-    def _donated(self, reads: Sequence[Ref], writes: Sequence[Ref], *, inside: bool) -> tuple[int, ...]:
-        """Accumulators that are written again; leaves whose place an output of this task takes, if no later one reads them."""
+    def _donated(self, name: str, reads: Sequence[Ref], writes: Sequence[Ref], *, inside: bool) -> tuple[int, ...]:
+        """Accumulators that are written again; leaves whose place an output of this task takes, if no other update reads them."""
         if inside:
             return tuple(i for i, ref in enumerate(reads) if ref.kind == "accumulator" and ref in writes)
-        return ()
+        step = self.stage.step
+        replaced = {step.state_of_output[ref.key] for ref in writes if ref.kind == "output"} - {None}
+        return tuple(
+            i
+            for i, ref in enumerate(reads)
+            if ref.kind == "input" and ref.key in replaced and step.inputs[ref.key].donated
+            and not self._read_by_other_updates(ref, name)
+        )
+
+    def _read_by_other_updates(self, ref: Ref, name: str) -> bool:
+        """Whether an update other than this one reads an input, or returns it unchanged."""
+        for eqn in self.program.equations:
+            if self.task_of.get(eqn, PROLOGUE) not in (name, PROLOGUE):
+                operands = [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
+                if any(self._resolved(v).ref == ref for v in operands):
+                    return True
+        returned = [v for v in self.program.outvars if not isinstance(v, JaxLiteral)]
+        return any(self._resolved(v).ref == ref for v in returned)
 
 
 def _named(name: str, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -444,6 +456,3 @@ def _contract(array: Any, layout: Layout) -> Any:
     for _ in layout.partial:
         array = array[0]
     return array
-
-
-__all__ = ["PER_MICROBATCH", "Ref", "StageTask", "is_opaque", "stage_tasks"]

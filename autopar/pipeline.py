@@ -1,0 +1,409 @@
+"""A planned pipeline as something that runs: one driver thread per mesh, state that stays on its stage.
+
+In: the stages' programs, assignments and devices, a schedule. Out: a `CompiledPipeline`, called with the step's flat leaves.
+Tasks exchange groups of arrays: what one task makes for another is one `Value`, so that a transfer is one call and an
+instruction costs little. What can go wrong: an executable fails on one mesh; the runtime stops all and names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.compat import Var
+from autopar.runtime.driver import Driver
+from autopar.runtime.emit import emit
+from autopar.runtime.instructions import Slot, TaskSpec, Value
+from autopar.runtime.resharding import BatchResharder, Move
+from autopar.runtime.schedules import Schedule
+from autopar.spmd import Assignment, partition_spec
+from autopar.stage_program import PROLOGUE, StageProgram
+from autopar.tasks import Ref, StageTask, stage_tasks
+
+MADE_ONCE = (PROLOGUE, "update")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedStage:
+    """A stage with its layouts and the mesh of devices that it runs on, `mesh` its number."""
+
+    program: StageProgram
+    assignment: Assignment
+    device_mesh: jax.sharding.Mesh
+    mesh: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Node:
+    """A task of some stage, by its unique name."""
+
+    stage: int
+    task: StageTask
+
+    @property
+    def kind(self) -> str:
+        return self.task.name.split()[0]
+
+    @property
+    def in_loop(self) -> bool:
+        return self.kind not in MADE_ONCE
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Arrays that travel together: a slot of the runtime, and the refs in it in order."""
+
+    slot: Slot
+    refs: tuple[tuple[int, Ref], ...]
+
+
+class CompiledPipeline:
+    """A step compiled into pipeline stages."""
+
+    def __init__(self, stages: Sequence[PlannedStage], schedule: Schedule) -> None:
+        self.stages, self.schedule = tuple(stages), schedule
+        self.traced = stages[0].program.cut.loop.traced
+        split = "weight_gradient" in schedule.kinds
+        self.nodes = {
+            task.name: _Node(s, task)
+            for s, stage in enumerate(stages)
+            for task in stage_tasks(stage.program, stage.assignment, stage.device_mesh, split_backward=split)
+        }
+        self._makers = {
+            (node.stage, ref): name
+            for name, node in self.nodes.items()
+            for ref in node.task.writes
+            if not (ref.kind == "accumulator" and node.kind == PROLOGUE)
+        }
+        self._makers |= {
+            (node.stage, ref): name
+            for name, node in self.nodes.items()
+            for ref in node.task.writes
+            if (node.stage, ref) not in self._makers
+        }
+        self._linked = _Linker(self).link()
+        self._resharders: dict[str, BatchResharder] = {}
+        specs = self._linked.specs
+        self.instructions = emit(
+            schedule,
+            specs,
+            inputs=self._linked.inputs,
+            outputs=tuple(self._linked.outputs),
+            consumable=[(mesh, value) for mesh, values in self._linked.inputs.items() for value in values],
+        )
+        self._driver = Driver(self.instructions, self._linked.callables, self._transfer)
+
+    @functools.cached_property
+    def in_shardings(self) -> dict[int, NamedSharding]:
+        """Where each leaf of the step lives between steps, by number; leaves of the batch have no such place."""
+        places: dict[int, NamedSharding] = {}
+        numbers = {v: i for i, v in enumerate(self.traced.program.invars)}
+        for stage in self.stages:
+            for i, port in enumerate(stage.program.inputs):
+                if port.source == "leaf":
+                    spec = partition_spec(stage.assignment.inputs[i], stage.assignment.mesh)
+                    places.setdefault(numbers[port.var], NamedSharding(stage.device_mesh, spec))
+        return places
+
+    def run(self, leaves: Sequence[Any], *, record: bool = False) -> list[Any]:
+        """One step on the flat leaves of its arguments; flat results, each on the stage that made it."""
+        found = self._driver.run(self._supplied([*leaves, *self.traced.constants]), record=record)
+        flat: list[Any] = [None] * len(self.traced.outputs)
+        for (mesh, value), refs in self._linked.outputs.items():
+            for (stage, ref), array in zip(refs, found[mesh, value], strict=True):
+                number = self.stages[stage].program.outputs[ref.key].output
+                if number is not None:
+                    flat[number] = array
+        return flat
+
+    def timeline(self) -> Any:
+        """The timeline of the last run with `record=True`."""
+        return self._driver.timeline()
+
+    def _supplied(self, leaves: Sequence[Any]) -> dict[tuple[int, Value], Any]:
+        """The driver's inputs: every leaf where it is read, the batch in slices; all copies are one call."""
+        by_var = dict(zip(self.traced.program.invars, leaves, strict=True))
+        arrays: list[Any] = []
+        shardings: list[Any] = []
+        shape: list[tuple[tuple[int, Value], int]] = []
+        for (mesh, value), refs in self._linked.given.items():
+            for stage, ref in refs:
+                arrays.append(self._given(stage, ref, value.microbatch, by_var))
+                shardings.append(self._sharding_given(stage, ref, mesh))
+            shape.append(((mesh, value), len(refs)))
+        placed = iter(_placed(arrays, shardings))
+        return {key: [next(placed) for _ in range(count)] for key, count in shape}
+
+    def _given(self, stage: int, ref: Ref, microbatch: int | None, by_var: Mapping[Var, Any]) -> Any:
+        program = self.stages[stage].program
+        if ref.kind == "number":
+            return np.int32(microbatch or 0)
+        if ref.key >= len(program.inputs):
+            return program.step.constants[ref.key - len(program.inputs)]
+        leaf = by_var[program.inputs[ref.key].var]
+        if ref.kind == "row":
+            count = self.schedule.num_microbatches
+            rows = leaf.shape[0] // count
+            return leaf[(microbatch or 0) * rows : ((microbatch or 0) + 1) * rows]
+        return leaf
+
+    def _sharding_given(self, stage: int, ref: Ref, mesh: int) -> NamedSharding:
+        """Where the runtime is handed an array: where its reader wants it, or, if that is another mesh, where it lives."""
+        planned = self.stages[stage]
+        if planned.mesh == mesh:
+            for name, node in self.nodes.items():
+                if node.stage == stage and ref in node.task.in_shardings:
+                    return self.nodes[name].task.in_shardings[ref]
+        var = planned.program.inputs[ref.key].var
+        numbers = {v: i for i, v in enumerate(self.traced.program.invars)}
+        return self.in_shardings[numbers[var]]
+
+    def _transfer(self, arrays: Any, value: Value, source_mesh: int, target_mesh: int) -> Any:
+        name = value.name
+        if name not in self._resharders:
+            targets = self._linked.targets[name]
+            arrays = arrays.arrays() if isinstance(arrays, _Parcel) else arrays
+            moves = [Move.of(x, target) for x, target in zip(arrays, targets, strict=True)]
+            self._resharders[name] = BatchResharder(moves)
+        resharder = self._resharders[name]
+        return _Parcel(resharder, resharder.send(arrays))
+
+
+class _Parcel:
+    """Arrays under way; the receiving mesh's thread finishes the transfer, once."""
+
+    def __init__(self, resharder: BatchResharder, sent: Any) -> None:
+        self._resharder, self._sent = resharder, sent
+        self._arrays: list[Any] | None = None
+
+    def arrays(self) -> list[Any]:
+        """The arrays on the receiving mesh."""
+        if self._arrays is None:
+            self._arrays = self._resharder.receive(self._sent)
+            self._sent = None
+        return self._arrays
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Links:
+    specs: list[TaskSpec]
+    callables: dict[str, Callable[[Sequence[Any]], Sequence[Any]]]
+    inputs: dict[int, tuple[Value, ...]]
+    given: dict[tuple[int, Value], tuple[tuple[int, Ref], ...]]
+    outputs: dict[tuple[int, Value], tuple[tuple[int, Ref], ...]]
+    targets: dict[str, list[NamedSharding]]
+
+
+class _Linker:
+    """Gives every task its slots: one per task that it reads from, and one for each that reads from it."""
+
+    def __init__(self, pipeline: CompiledPipeline) -> None:
+        self.pipeline = pipeline
+        self.nodes = pipeline.nodes
+        self.meshes = [stage.mesh for stage in pipeline.stages]
+        self.reads: dict[str, list[_Group]] = {name: [] for name in self.nodes}
+        self.writes: dict[str, list[_Group]] = {name: [] for name in self.nodes}
+        self.given: dict[tuple[int, Value], tuple[tuple[int, Ref], ...]] = {}
+        self.outputs: dict[tuple[int, Value], tuple[tuple[int, Ref], ...]] = {}
+        self.targets: dict[str, list[NamedSharding]] = {}
+
+    def link(self) -> _Links:
+        for name in self.nodes:
+            self._accumulators(name)
+        for name in self.nodes:
+            self._operands(name)
+            self._results(name)
+        specs, callables = [], {}
+        for name, node in self._ordered():
+            specs.append(self._spec(name, node))
+            callables[name] = self._callable(name, node)
+        for spec in self._missing(specs):
+            specs.append(spec)
+            callables[spec.name] = lambda arrays: ()
+        inputs: dict[int, list[Value]] = {}
+        for mesh, value in self.given:
+            inputs.setdefault(mesh, []).append(value)
+        return _Links(
+            specs,
+            callables,
+            {mesh: tuple(values) for mesh, values in inputs.items()},
+            self.given,
+            self.outputs,
+            self.targets,
+        )
+
+    def _ordered(self) -> list[tuple[str, _Node]]:
+        """Updates last, by level; for the others the order does not matter."""
+
+        def key(item: tuple[str, _Node]) -> tuple[int, int]:
+            name, node = item
+            level = int(name.rpartition(".")[2]) if node.kind == "update" else 0
+            return (node.kind == "update", level)
+
+        return sorted(self.nodes.items(), key=key)
+
+    def _spec(self, name: str, node: _Node) -> TaskSpec:
+        kind: Any = {PROLOGUE: "prologue", "update": "epilogue"}.get(node.kind, node.kind)
+        inputs = tuple(group.slot for group in self.reads[name])
+        outputs = tuple(group.slot for group in self.writes[name])
+        donated = tuple(i for i, slot in enumerate(inputs) if slot in outputs)
+        return TaskSpec(name, self.meshes[node.stage], kind, node.stage, inputs, outputs, donated)
+
+    def _missing(self, specs: Sequence[TaskSpec]) -> list[TaskSpec]:
+        """Tasks of the schedule for which a stage has nothing to do."""
+        have = {(spec.kind, spec.stage) for spec in specs}
+        return [
+            TaskSpec(f"{kind} {stage}", self.meshes[stage], kind, stage, (), ())
+            for kind in self.pipeline.schedule.kinds
+            for stage in range(len(self.meshes))
+            if (kind, stage) not in have
+        ]
+
+    def _accumulators(self, name: str) -> None:
+        """A task of the loop keeps its accumulators in one slot, which the prologue fills and updates read."""
+        node = self.nodes[name]
+        own = [ref for ref in node.task.writes if ref.kind == "accumulator"] if node.in_loop else []
+        if not own:
+            return
+        group = _Group(Slot(f"sums of {name}", per_microbatch=False), tuple((node.stage, ref) for ref in own))
+        self.reads[name].append(group)
+        self.writes[name].append(group)
+        start = f"{PROLOGUE} {node.stage}"
+        self.writes[start].append(group)
+        for other, reader in self.nodes.items():
+            if reader.stage == node.stage and other != name and any(ref in reader.task.reads for ref in own):
+                self.reads[other].append(group)
+
+    def _operands(self, name: str) -> None:
+        node = self.nodes[name]
+        covered = {item for group in self.reads[name] for item in group.refs}
+        sources: dict[tuple[str, bool], list[tuple[tuple[int, Ref], Ref]]] = {}
+        for ref in node.task.reads:
+            if (node.stage, ref) not in covered:
+                source, item = self._source(node, ref)
+                sources.setdefault((source, self._is_repeated(source, item[1])), []).append((item, ref))
+        for (source, repeated), pairs in sources.items():
+            group = _Group(Slot(f"{source} > {name}", per_microbatch=repeated), tuple(item for item, _ in pairs))
+            self.reads[name].append(group)
+            self.targets[group.slot.name] = [node.task.in_shardings[ref] for _, ref in pairs]
+            if source in self.nodes:
+                self.writes[source].append(group)
+            else:
+                self._supply(group, source, node, [ref for _, ref in pairs])
+
+    def _is_repeated(self, source: str, ref: Ref) -> bool:
+        return self.nodes[source].in_loop if source in self.nodes else ref.per_microbatch
+
+    def _source(self, node: _Node, ref: Ref) -> tuple[str, tuple[int, Ref]]:
+        """Who makes what a task reads: (a task's name, or where the caller's arrays are handed in; the ref there)."""
+        program = self.pipeline.stages[node.stage].program
+        here = (node.stage, ref)
+        if here in self.pipeline._makers:
+            return self.pipeline._makers[here], here
+        if ref.kind not in ("input", "row") or ref.key >= len(program.inputs):
+            return ("rows" if ref.per_microbatch else "given"), here
+        port = program.inputs[ref.key]
+        if port.source in ("received", "exchanged"):
+            assert port.piece is not None
+            there = (port.piece.stage, self._output_of(port.piece.stage, port.var, port.source))
+            return self.pipeline._makers[there], there
+        if port.source == "lent":
+            return f"lent by {program.cut.homes[port.var]}", here
+        return ("rows" if ref.per_microbatch else "given"), here
+
+    def _output_of(self, stage: int, var: Var, source: str) -> Ref:
+        """The ref under which a stage returns a value that another one reads."""
+        ports = self.pipeline.stages[stage].program.outputs
+        number = next(i for i, port in enumerate(ports) if port.var is var and port.source == source)
+        return Ref("send", number, True) if source == "received" else Ref("output", number)
+
+    def _supply(self, group: _Group, source: str, node: _Node, refs: Sequence[Ref]) -> None:
+        home = int(source.removeprefix("lent by ")) if source.startswith("lent") else node.stage
+        microbatches = range(self.pipeline.schedule.num_microbatches) if group.slot.per_microbatch else [None]
+        for microbatch in microbatches:
+            key = (self.meshes[home], Value(group.slot.name, microbatch))
+            self.given[key] = tuple((node.stage, ref) for ref in refs)
+
+    def _results(self, name: str) -> None:
+        """What a task returns to the caller."""
+        node = self.nodes[name]
+        ports = self.pipeline.stages[node.stage].program.outputs
+        refs = [ref for ref in node.task.writes if ref.kind == "output" and ports[ref.key].output is not None]
+        if refs:
+            group = _Group(Slot(f"results of {name}", per_microbatch=False), tuple((node.stage, ref) for ref in refs))
+            self.writes[name].append(group)
+            self.outputs[self.meshes[node.stage], Value(group.slot.name)] = group.refs
+
+    def _callable(self, name: str, node: _Node) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """The executable between groups: flatten what is read, split what is written."""
+        places: list[Any] = []
+        count = self.pipeline.schedule.num_microbatches
+        starts, position = [], 0
+        for group in self.reads[name]:
+            starts.append(position)
+            position += count if group.slot.per_microbatch and not node.in_loop else 1
+        for ref in node.task.reads:
+            g, i = self._place(name, node, ref)
+            group = self.reads[name][g]
+            if group.slot.per_microbatch and not node.in_loop:
+                places.append([(starts[g] + k, i) for k in range(count)])
+            else:
+                places.append((starts[g], i))
+        numbers = {(node.stage, ref): i for i, ref in enumerate(node.task.writes)}
+        splits = [[numbers[item] for item in group.refs] for group in self.writes[name]]
+        shardings = [node.task.in_shardings[ref] for ref in node.task.reads]
+        run = node.task.run
+
+        def call(groups: Sequence[Any]) -> Sequence[Any]:
+            arrays = [g.arrays() if isinstance(g, _Parcel) else g for g in groups]
+            operands = [
+                _there(arrays[place[0]][place[1]], sharding)
+                if isinstance(place, tuple)
+                else [_there(arrays[g][i], sharding) for g, i in place]
+                for place, sharding in zip(places, shardings, strict=True)
+            ]
+            results = run(*operands)
+            return [[results[i] for i in split] for split in splits]
+
+        return call
+
+    def _place(self, name: str, node: _Node, ref: Ref) -> tuple[int, int]:
+        wanted = {(node.stage, ref)}
+        source, item = self._source(node, ref)
+        wanted.add(item)
+        for g, group in enumerate(self.reads[name]):
+            if group.slot.name.startswith("sums of") or group.slot.name.startswith(f"{source} >"):
+                for i, found in enumerate(group.refs):
+                    if found in wanted:
+                        return g, i
+        raise AssertionError(f"{name} reads {ref}, which no slot holds")
+
+
+def _there(array: Any, sharding: NamedSharding) -> Any:
+    """The array in the sharding that an executable wants; between stages on one mesh they may differ."""
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    return jax.device_put(array, sharding)
+
+
+def _placed(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    """Arrays where they are wanted, in one call for all that are not there yet."""
+    result: list[Any] = list(arrays)
+    moving = []
+    for i, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
+        given = getattr(array, "sharding", None)
+        if not (isinstance(given, NamedSharding) and given.is_equivalent_to(sharding, array.ndim)):
+            moving.append(i)
+    moved = jax.device_put([arrays[i] for i in moving], [shardings[i] for i in moving])
+    for i, array in zip(moving, moved, strict=True):
+        result[i] = array
+    return result
+
+
+__all__ = ["CompiledPipeline", "PartitionSpec", "PlannedStage"]
