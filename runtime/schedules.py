@@ -196,6 +196,7 @@ def _zb_h1(shape: _Shape, mesh: int) -> Iterator[Task]:
 
     So cotangents reach the first meshes earlier, and the held-back work fills the time at the end in which 1F1B waits.
     No mesh keeps more than p microbatches, which is what the first mesh of 1F1B keeps.
+    With m >= p the bubble is (p - 1)(tF + tB - min(tF, tB, tW)); the paper gives it for the usual case, tW the shortest.
     """
     warm_up = min(shape.p - 1 - mesh, shape.m)
     yield from (Task("forward", mesh, k) for k in range(warm_up))

@@ -31,7 +31,11 @@ def callables_of(specs):
         "input_gradient": lambda r, g, w: (g * w,),
         "weight_gradient": lambda dw, r, g: (dw + g * r,),
     }
-    return {spec.name: (lambda a, f=functions[spec.kind], n=len(spec.outputs): list(f(*a)[:n])) for spec in specs}
+
+    def call(spec):
+        return lambda arrays: list(functions[spec.kind](*arrays)[: len(spec.outputs)])
+
+    return {spec.name: call(spec) for spec in specs}
 
 
 def number(value):
