@@ -109,8 +109,3 @@ def layers_in_flight(
         return per_stage * min(microbatches, stages - stage)
     chunks = min(stages * virtual_stages + stages - 1 - 2 * stage, microbatches * virtual_stages)
     return per_stage / virtual_stages * max(chunks, 1)
-
-
-def gpipe_in_flight(layers: float, *, stages: int, microbatches: int) -> float:
-    """GPipe holds every microbatch of a stage's layers."""
-    return layers / stages * microbatches
