@@ -51,13 +51,15 @@ def reprice(plan: Plan, cluster: Cluster) -> RepricedPlan:
     dtype = _main_dtype(plan)
     scale, bound = _compute_scale(before, cluster, dtype)
     kinds = tuple(_of_kind(kind, plan, costs) for kind in dict.fromkeys(item.kind for item in plan.collectives))
-    compute_s = plan.compute_s * scale
+    # What is local in a change of layout, a slice or a mask, counts as compute.
+    planned_compute_s = plan.step_s - sum(kind.planned_s for kind in kinds)
+    compute_s = planned_compute_s * scale
     return RepricedPlan(
         cluster=cluster.name,
         planned_for=before.name,
         planned_step_s=plan.step_s,
         step_s=compute_s + sum(kind.seconds for kind in kinds),
-        planned_compute_s=plan.compute_s,
+        planned_compute_s=planned_compute_s,
         compute_s=compute_s,
         communication=kinds,
         peak_bytes=plan.peak_bytes,
