@@ -54,7 +54,7 @@ def test_interleaving_divides_the_bubble_by_the_chunks_of_a_mesh(v, times):
 @pytest.mark.parametrize("times", TIMES)
 def test_zb_h1_waits_only_for_what_weight_gradients_do_not_fill(times):
     """(p-1)(tF + tB - tW) of the paper, where tW is the shortest; otherwise the shortest takes its place."""
-    forward, input_gradient, weight_gradient = times
+    forward, input_gradient, _ = times
     for p, m in SIZES:
         if m >= p:
             simulation = simulated("zb-h1", p, m, times)
