@@ -274,6 +274,7 @@ def _describe(
     mesh = graph.mesh
     collectives, comm_s = _collectives(graph, assignment)
     compute_s = float(sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True)))
+    compute_s += request.cluster.dispatch_s(len(traced.inputs))
     peak, tensors = memory.peak(choice.numbers, copy_span=assignment.copy_span)
     slack = choice.seconds - choice.lower_bound_s
     return Plan(

@@ -71,7 +71,7 @@ def algorithms_for(kind: Kind, levels: Levels) -> dict[str, Affine]:
     measured = levels[0].measured.get(kind)
     if measured is not None and all(level.tier == levels[0].tier for level in levels):
         n = ranks(levels)
-        per_byte = (measured.s_per_byte + measured.s_per_byte_per_rank * n) * _bytes_sent(kind, n)
+        per_byte = (measured.s_per_byte + measured.s_per_byte_per_rank * n) * bytes_sent(kind, n)
         return {"measured": Affine(measured.latency_s + measured.latency_s_per_rank * n, per_byte)}
     return {name: cost for name, cost in _TABLE[kind](levels).items() if cost is not None}
 
@@ -81,7 +81,7 @@ def ranks(levels: Levels) -> int:
     return math.prod(level.size for level in levels)
 
 
-def _bytes_sent(kind: Kind, n: int) -> float:
+def bytes_sent(kind: Kind, n: int) -> float:
     """Bytes that each rank sends in the ring algorithm, per byte of S: the bus factor of nccl-tests."""
     return {
         "all-reduce": 2.0 * (n - 1) / n,

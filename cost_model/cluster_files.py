@@ -61,6 +61,8 @@ def cluster_from(fields: Any, *, origin: str) -> Cluster:
         kinds,
         joint_reductions=compiler.get("joint_reductions", True),
         all_reduce_latency=compiler.get("all_reduce_latency", 1.0),
+        call_s=compiler.get("call_s", 0.0),
+        call_s_per_array=compiler.get("call_s_per_array", 0.0),
     )
 
 
@@ -78,6 +80,8 @@ def cluster_to_json(cluster: Cluster, *, about: str, sources: Mapping[str, str])
     fields["compiler"] = {
         "joint_reductions": cluster.joint_reductions,
         "all_reduce_latency": cluster.all_reduce_latency,
+        "call_s": cluster.call_s,
+        "call_s_per_array": cluster.call_s_per_array,
     }
     return {**fields, "sources": dict(sources)}
 
@@ -113,7 +117,7 @@ def _plain_content(content: Any) -> Any:
 
 def _device(fields: Mapping[str, Any]) -> Device:
     efficiency = {
-        dtype: MatrixEfficiency(curve["best"], tuple(curve.get("half", (0.0, 0.0, 0.0))))
+        dtype: MatrixEfficiency(curve.get("best", 1.0), tuple(curve.get("half", (0.0, 0.0, 0.0))))
         for dtype, curve in fields.get("matrix_efficiency", {}).items()
     }
     return Device(**{**fields, "matrix_efficiency": efficiency})

@@ -115,8 +115,9 @@ class Cluster:
 
     `axis_links`, when given, states the link of each logical mesh axis outright and the tiers are not consulted.
     `joint_reductions` says whether one collective may span several mesh axes at once; if not, each axis pays in full.
-    `all_reduce_latency` is the part of its latency that one of many all-reduces pays where the compiler merges them. A mixed
-    cluster lists its `node_kinds`; `device` is then the slowest in every figure, which is what a program in lockstep sees.
+    `all_reduce_latency` is the part of its latency that one of many all-reduces pays where the compiler merges them. `call_s` and
+    `call_s_per_array` are what a call of a compiled step costs on the host, and each array in and out of it. A mixed cluster
+    lists its `node_kinds`; `device` is then the slowest in every figure, which is what a program in lockstep sees.
     """
 
     name: str
@@ -127,6 +128,8 @@ class Cluster:
     axis_links: tuple[AxisLink, ...] | None = None
     joint_reductions: bool = True
     all_reduce_latency: float = 1.0
+    call_s: float = 0.0
+    call_s_per_array: float = 0.0
 
     @classmethod
     def uniform(
@@ -182,6 +185,10 @@ class Cluster:
         if self.axis_links is None:
             check_size(self.tiers, shape, self.name)
         return MeshCosts(shape, self.links_of(shape), self.joint_reductions, self.all_reduce_latency, self.tiers)
+
+    def dispatch_s(self, arrays: int) -> float:
+        """Seconds of calling a compiled step with so many arrays, each of which comes back."""
+        return self.call_s + self.call_s_per_array * arrays
 
     def of_kind(self, name: str) -> Cluster:
         """The nodes of one kind of a mixed cluster, as a cluster of their own. Raises ValueError for an unknown kind."""

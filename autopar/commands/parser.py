@@ -65,6 +65,7 @@ def _parser(model: str | None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, help_text, add in (
         ("plan", "find a plan for a step, without any device, and print it", _add_plan),
+        ("calibrate", "measure the devices at hand and write a cluster file for `--cluster`", _add_calibrate),
         ("show", "print a plan that `plan -o` wrote", _add_show),
         ("train", "train a model on real data under a plan", _add_train),
         ("simulate", "predict published runs, or a saved plan on another cluster, and compare", _add_simulate),
@@ -120,6 +121,17 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run_demo)
 
 
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("cluster.json"), metavar="FILE", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--seconds", type=values.positive, default=100, metavar="N", help="how long to take; default %(default)s"
+    )
+    parser.add_argument("--devices", type=values.positive, metavar="N", help="how many; default: all, of a CPU 8")
+    parser.set_defaults(run=_run_calibrate)
+
+
 def _add_planning(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("planning")
     group.add_argument("--devices", type=values.positive, metavar="N", help="how many; default 8")
@@ -169,6 +181,12 @@ def _run_plan(options: argparse.Namespace) -> int:
     from autopar.commands.planning import plan
 
     return plan(options)
+
+
+def _run_calibrate(options: argparse.Namespace) -> int:
+    from autopar.commands.calibrate import calibrate
+
+    return calibrate(options)
 
 
 def _run_show(options: argparse.Namespace) -> int:

@@ -1,0 +1,127 @@
+"""`calibrate`: measure the devices at hand and write a cluster file.
+
+In: where to write, how long to take. Out: a file that `parallelize(cluster=PATH)` and `plan --cluster PATH` accept, and a
+table of what was found and how well the figures explain the measurements. What can go wrong: a busy machine; the table's
+spread shows it, and a warning says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from autopar.commands.devices import ask_for_virtual_devices, devices_for
+from autopar.cost_model.calibrate import Calibrated, calibrated_cluster
+from autopar.cost_model.cluster_files import save_cluster
+from autopar.cost_model.hardware import preset_for_device_kind
+from autopar.cost_model.measurements import Case, Sample, cases_for, measure
+from autopar.errors import ArgumentError, AutoparWarning
+
+UNSTEADY = 1.5
+"""Where the median round takes this many times the least, the machine counts as busy."""
+
+
+def calibrate(options: argparse.Namespace) -> int:
+    """Run the command; returns its exit status."""
+    if options.devices is not None or jax.config.jax_platforms in (None, "", "cpu"):  # type: ignore[attr-defined]
+        ask_for_virtual_devices(options.devices or 8)
+    calibrate_to_file(options.output, seconds=options.seconds, count=options.devices, console=Console())
+    return 0
+
+
+def calibrate_to_file(path: Path, *, seconds: float, console: Console, count: int | None = None) -> Calibrated:
+    """Measure `count` devices (all that there are if None), write the cluster file, show what was found."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise ArgumentError(
+            f"--output {path}: the folder {path.absolute().parent} has to exist, and the file be a file"
+        )
+    devices = devices_for(count)
+    samples = _measured(devices, cases_for(devices[0].platform, len(devices)), seconds, console)
+    first = devices[0]
+    found = calibrated_cluster(
+        samples,
+        preset_for_device_kind(first.platform, first.device_kind),
+        name=path.stem,
+        device=first.device_kind,
+        memory_bytes=_memory_bytes(devices),
+        devices=len(devices),
+    )
+    about = f"{len(devices)} devices {first.device_kind!r} of {platform.machine()}, measured by `autopar calibrate`"
+    measured = f"measured by `autopar calibrate` with JAX {jax.__version__}"
+    sources = {
+        "device": f"{measured}, all devices busy at once; memory as the system tells",
+        "tiers": f"collectives {measured}; latency and bandwidth of other tiers from the preset of this device",
+        "overlap": "from the preset of this device",
+        "compiler": f"calls {measured}; the rest from the preset of this device",
+    }
+    save_cluster(path, found.cluster, about=about, sources=sources)
+    console.print(_table(found, samples))
+    console.print(f"wrote {path}")
+    _warn_if_busy(samples)
+    return found
+
+
+def _measured(devices: Sequence[jax.Device], cases: Sequence[Case], seconds: float, console: Console) -> list[Sample]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    samples = []
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=1.0)
+        for event in measure(devices, cases, seconds=seconds):
+            if isinstance(event, Sample):
+                samples.append(event)
+            else:
+                progress.update(task, description=event[0], completed=event[1])
+    return samples
+
+
+def _memory_bytes(devices: Sequence[jax.Device]) -> float:
+    """What the device's allocator may hand out; of a CPU, an equal part of the machine's memory."""
+    stats = devices[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return float(stats["bytes_limit"])
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / len(devices)
+
+
+def _table(found: Calibrated, samples: Sequence[Sample]) -> Table:
+    cluster, device = found.cluster, found.cluster.device
+    table = Table(title=f"cluster {cluster.name}: {device.name}")
+    for heading in ("what", "found", "mean error", "median round / least"):
+        table.add_column(heading)
+
+    def row(what: str, text: str, key: str) -> None:
+        kind = key.split(" ")[0]
+        spreads = sorted(sample.spread for sample in samples if sample.case.kind == kind)
+        table.add_row(what, text, f"{found.errors[key]:.0%}", f"{spreads[len(spreads) // 2]:.2f}")
+
+    for dtype, peak in device.peak_flops_per_s.items():
+        half = ", ".join(f"{length:.0f}" for length in device.efficiency_of(dtype).half)
+        row(f"products, {dtype}", f"{peak / 1e9:,.1f} GFLOP/s, half lengths {half}", f"product {dtype}")
+    pointwise = f"{device.launch_s * 1e6:.1f} us + bytes / {device.memory_bytes_per_s / 1e9:.2f} GB/s"
+    row("pointwise", pointwise, "pointwise")
+    row("calls", f"{cluster.call_s * 1e6:.0f} us + {cluster.call_s_per_array * 1e6:.1f} us an array", "dispatch")
+    for kind, figures in cluster.tiers[0].measured.items():
+        latency = f"{figures.latency_s * 1e6:.0f} + {figures.latency_s_per_rank * 1e6:.1f} n us"
+        per_byte = f"{figures.s_per_byte * 1e9:.3f} + {figures.s_per_byte_per_rank * 1e9:.4f} n ns a byte"
+        row(kind, f"{latency}, {per_byte}", kind)
+    return table
+
+
+def _warn_if_busy(samples: Sequence[Sample]) -> None:
+    spreads = sorted(sample.spread for sample in samples)
+    typical = spreads[len(spreads) // 2]
+    if typical > UNSTEADY:
+        warnings.warn(
+            f"the machine was busy while it was measured: a typical round took {typical:.1f} times the least one. Close other "
+            "programs and calibrate again, or give more time with --seconds",
+            AutoparWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,141 @@
+"""From measurements to a `Cluster`: the figures of the cost model that explain them best.
+
+In: the samples of `measurements`, and the preset that says what was not measured (tiers, overlap, what the compiler merges). Out:
+a `Cluster`, and how far each kind of sample lies from what the cluster says of it. Each fit minimises relative errors, since
+samples span four orders of magnitude, and no figure may be negative:
+
+    product      2 m n k / (peak (m/(m+hm)) (n/(n+hn)) (k/(k+hk))) + launch     peak, hm, hn, hk
+    pointwise    launch + bytes / bandwidth                                     launch, bandwidth
+    collective   a + a1 n + (b + b1 n) x bytes each rank sends                  a, a1, b, b1 for each kind
+    dispatch     c + c1 x arrays                                                c, c1
+
+What can go wrong: too few group sizes to tell a from a1; the one that explains more is then kept alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar.cost_model.algorithms import bytes_sent
+from autopar.cost_model.machine import Cluster, Device, MatrixEfficiency
+from autopar.cost_model.measurements import COLLECTIVES, Collective, Sample
+from autopar.cost_model.topology import MeasuredCollective
+
+HALF_LENGTHS = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibrated:
+    """The cluster, and for each kind of sample the mean absolute relative error of what it says of them."""
+
+    cluster: Cluster
+    errors: Mapping[str, float]
+
+
+def calibrated_cluster(
+    samples: Sequence[Sample], preset: Cluster, *, name: str, device: str, memory_bytes: float, devices: int
+) -> Calibrated:
+    """The cluster that the samples of `devices` devices speak of; what was not measured is the preset's."""
+    by_kind: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_kind.setdefault(sample.case.kind, []).append(sample)
+    errors: dict[str, float] = {}
+    launch_s, s_per_byte, errors["pointwise"] = _pointwise(by_kind["pointwise"])
+    curves: dict[str, tuple[float, MatrixEfficiency]] = {}
+    for dtype in dict.fromkeys(sample.case.dtype for sample in by_kind["product"]):
+        own = [sample for sample in by_kind["product"] if sample.case.dtype == dtype]
+        peak, half, errors[f"product {dtype}"] = _products(own, launch_s)
+        curves[dtype] = (peak, MatrixEfficiency(1.0, half))
+    call_s, call_s_per_array, errors["dispatch"] = _calls(by_kind["dispatch"])
+    measured: dict[str, MeasuredCollective] = {}
+    for kind in COLLECTIVES:
+        if kind in by_kind:
+            measured[kind], errors[kind] = _collective(kind, by_kind[kind])
+    fitted = Device(
+        device,
+        {dtype: peak for dtype, (peak, _) in curves.items()},
+        memory_bytes,
+        1 / s_per_byte,
+        {dtype: curve for dtype, (_, curve) in curves.items()},
+        launch_s=launch_s,
+    )
+    first = preset.tiers[0]
+    holds_all = first.devices is None or first.devices >= devices
+    tiers = (dataclasses.replace(first, measured=measured if holds_all else {}), *preset.tiers[1:])
+    cluster = dataclasses.replace(
+        preset, name=name, device=fitted, tiers=tiers, call_s=call_s, call_s_per_array=call_s_per_array
+    )
+    return Calibrated(cluster, errors)
+
+
+def _pointwise(samples: Sequence[Sample]) -> tuple[float, float, float]:
+    """(launch, seconds per byte, error): each element is read once and written once."""
+    moved = [2.0 * sample.case.sizes[0] for sample in samples]
+    (launch_s, s_per_byte), error = nonnegative_fit([(1.0, size) for size in moved], [s.seconds for s in samples])
+    return launch_s, max(s_per_byte, 1e-15), error
+
+
+def _calls(samples: Sequence[Sample]) -> tuple[float, float, float]:
+    rows = [(1.0, float(sample.case.sizes[0])) for sample in samples]
+    (call_s, per_array_s), error = nonnegative_fit(rows, [s.seconds for s in samples])
+    return call_s, per_array_s, error
+
+
+def _collective(kind: Collective, samples: Sequence[Sample]) -> tuple[MeasuredCollective, float]:
+    rows = []
+    for sample in samples:
+        n, size = sample.case.sizes
+        sent = bytes_sent(kind, n) * size
+        rows.append((1.0, float(n), sent, n * sent))
+    (a, a1, b, b1), error = nonnegative_fit(rows, [s.seconds for s in samples])
+    return MeasuredCollective(a, b, a1, b1), error
+
+
+def _products(samples: Sequence[Sample], launch_s: float) -> tuple[float, tuple[float, float, float], float]:
+    """(peak, half lengths, error). A sample is the pair (m, k) x (k, n) and (m, n) x (n, k).
+
+    For given half lengths the best peak is the median of what each sample asks for; the half lengths are tried one by one.
+    """
+    pairs = [sample.case.sizes for sample in samples]
+    seconds = np.array([max(sample.seconds - 2 * launch_s, 0.3 * sample.seconds) for sample in samples])
+
+    def error_of(half: tuple[float, float, float]) -> tuple[float, float]:
+        work = np.array([_work(m, n, k, half) + _work(m, k, n, half) for m, n, k in pairs])
+        peak = float(np.median(work / seconds))
+        return float(np.mean(np.abs(np.log(work / peak / seconds)))), peak
+
+    tried = list(itertools.product(HALF_LENGTHS, HALF_LENGTHS, HALF_LENGTHS))
+    best = min(tried, key=lambda half: (error_of(half)[0], half))
+    error, peak = error_of(best)
+    return peak, best, math.expm1(error)
+
+
+def _work(m: int, n: int, k: int, half: tuple[float, float, float]) -> float:
+    """FLOPs of a product, divided by the efficiency of its shape."""
+    return 2.0 * m * n * k / MatrixEfficiency(1.0, half).of(m, n, k)
+
+
+def nonnegative_fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> tuple[tuple[float, ...], float]:
+    """Coefficients >= 0 with the least squared relative error of rows @ coefficients, and the mean absolute one.
+
+    Columns are few, so every subset of them is tried and the best without a negative coefficient kept.
+    """
+    table, wanted = np.array(rows), np.array(values)
+    relative = table / wanted[:, None]
+    columns = table.shape[1]
+    best, best_error = np.zeros(columns), math.inf
+    for count in range(1, columns + 1):
+        for chosen in itertools.combinations(range(columns), count):
+            found, *_ = np.linalg.lstsq(relative[:, chosen], np.ones(len(wanted)), rcond=None)
+            coefficients = np.zeros(columns)
+            coefficients[list(chosen)] = found
+            error = float(np.sum((relative @ coefficients - 1) ** 2))
+            if found.min() >= 0 and error < best_error * (1 - 1e-9):
+                best, best_error = coefficients, error
+    return tuple(float(c) for c in best), float(np.mean(np.abs(relative @ best - 1)))

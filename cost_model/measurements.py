@@ -1,0 +1,219 @@
+"""What the devices at hand take for products, pointwise work, collectives and calls: compiled cases, timed in rounds.
+
+In: JAX devices and a time limit. Out: `Sample`s, the least seconds of each case over the rounds. All devices do the same at the
+same time, as in an SPMD step, so that devices which share cores or a link are seen sharing them. Each case is one program with a
+loop inside, whose count is an argument, so that calling it costs little beside what is measured. What can go wrong: a busy
+machine. Rounds go through all cases in turn and the least time of each counts; `spread` tells how unsteady they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
+Kind = Literal["product", "pointwise", "dispatch"] | Collective
+CASE_S = 0.02
+"""A case is repeated inside its program until a call takes about this long."""
+PRODUCTS_CPU = (
+    (32, 32, 32),
+    (128, 128, 128),
+    (512, 512, 512),
+    (64, 256, 1024),
+    (256, 64, 256),
+    (1024, 256, 32),
+    (16, 512, 512),
+)
+PRODUCTS = (
+    *((size,) * 3 for size in (512, 1024, 2048, 4096, 8192)),
+    (8192, 1024, 128),
+    (512, 4096, 4096),
+    (4096, 128, 4096),
+)
+COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One thing to measure. `sizes`: m, n, k of a product; bytes; ranks and bytes; arrays of a call."""
+
+    kind: Kind
+    sizes: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def label(self) -> str:
+        """The case in words."""
+        return f"{self.kind} {'x'.join(map(str, self.sizes))} {self.dtype}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A case, its least seconds for one repetition, and how far the median round was above it, as a ratio."""
+
+    case: Case
+    seconds: float
+    spread: float
+
+
+@dataclasses.dataclass
+class _Prepared:
+    case: Case
+    run: Callable[[int], None]
+    count: int
+    times_s: list[float] = dataclasses.field(default_factory=list)
+    empty_s: list[float] = dataclasses.field(default_factory=list)
+
+    def sample(self) -> Sample:
+        """The least seconds of one repetition: those of a call with repetitions less those of one without."""
+        least = min(self.times_s)
+        seconds = max(least - min(self.empty_s), 0.1 * least) / self.count
+        return Sample(self.case, seconds, float(np.median(self.times_s)) / least)
+
+
+def cases_for(platform: str, devices: int) -> tuple[Case, ...]:
+    """What is worth measuring on this many devices of a platform."""
+    on_cpu = platform == "cpu"
+    formats = ("float32",) if on_cpu else ("bfloat16", "float16", "float32")
+    shapes = PRODUCTS_CPU if on_cpu else PRODUCTS
+    cases = [Case("product", shape, dtype) for dtype in formats for shape in shapes]
+    lengths = (2**12, 2**16, 2**20, 2**23) if on_cpu else (2**16, 2**22, 2**26, 2**29)
+    cases += [Case("pointwise", (length,)) for length in lengths]
+    cases += [Case("dispatch", (arrays,)) for arrays in (1, 100)]
+    groups = [n for n in range(2, devices + 1) if devices % n == 0 and (n & (n - 1) == 0 or n == devices)]
+    payloads = (2**10, 2**16, 2**20) if on_cpu else (2**12, 2**20, 2**26)
+    cases += [Case(kind, (n, size)) for kind in COLLECTIVES for n in groups for size in payloads]
+    return tuple(cases)
+
+
+def measure(
+    devices: Sequence[jax.Device], cases: Sequence[Case], *, seconds: float
+) -> Iterator[tuple[str, float] | Sample]:
+    """Compile every case, then time all of them in rounds until the time is up; at least two rounds are made.
+
+    Yields (what is being done, part done) as it goes, then the samples.
+    """
+    started = time.perf_counter()
+    prepared = []
+    for number, case in enumerate(cases):
+        yield f"compiling {case.label}", 0.5 * number / len(cases)
+        prepared.append(_prepare(case, devices))
+    begun = time.perf_counter()
+    rounds = 0
+    while rounds < 2 or time.perf_counter() - started < seconds - (time.perf_counter() - begun) / rounds:
+        for one in prepared:
+            one.times_s.append(_timed(one.run, one.count))
+            one.empty_s.append(_timed(one.run, 0))
+        rounds += 1
+        yield f"round {rounds}", 0.5 + 0.5 * min(1.0, (time.perf_counter() - begun) / (seconds - (begun - started)))
+    for one in prepared:
+        yield one.sample()
+
+
+def _timed(run: Callable[[int], None], count: int) -> float:
+    started = time.perf_counter()
+    run(count)
+    return time.perf_counter() - started
+
+
+def _prepare(case: Case, devices: Sequence[jax.Device]) -> _Prepared:
+    """Compile a case and find how often to repeat it."""
+    run = _calls(case, devices) if case.kind == "dispatch" else _loop(case, devices)
+    run(1)
+    empty_s, count = _least(run, 0), 1
+    while (took := _least(run, count) - empty_s) < CASE_S / 4 and count < 1 << 16:
+        count *= 4
+    return _Prepared(case, run, max(1, round(count * CASE_S / took)) if 0 < took < CASE_S else count)
+
+
+def _least(run: Callable[[int], None], count: int) -> float:
+    return min(_timed(run, count) for _ in range(3))
+
+
+def _calls(case: Case, devices: Sequence[jax.Device]) -> Callable[[int], None]:
+    """Calls of a program that does nothing, with so many arrays in and out."""
+    mesh = Mesh(np.array(devices), ("device",))
+    sharding = NamedSharding(mesh, P("device"))
+    arrays = [jax.device_put(jnp.zeros((len(devices),)), sharding) for _ in range(case.sizes[0])]
+    step = jax.jit(lambda given: [x + 1 for x in given], donate_argnums=0, out_shardings=sharding)
+    held = [step(arrays)]
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            held[0] = jax.block_until_ready(step(held[0]))
+
+    return run
+
+
+def _loop(case: Case, devices: Sequence[jax.Device]) -> Callable[[int], None]:
+    """A program on all devices that repeats the case on each."""
+    ranks = case.sizes[0] if case.kind in COLLECTIVES else 1
+    mesh = Mesh(np.array(devices).reshape(-1, ranks), ("group", "rank"))
+    body, shapes = _body(case, ranks)
+    spec = P(("group", "rank"))
+    operands = [
+        jax.device_put(
+            np.full((len(devices) * shape[0], *shape[1:]), 1 / 64, jnp.dtype(case.dtype)), NamedSharding(mesh, spec)
+        )
+        for shape in shapes
+    ]
+
+    def repeated(count: jax.Array, *values: jax.Array) -> Any:
+        return lax.fori_loop(0, count, lambda _, held: body(*held), values)
+
+    specs = (spec,) * len(shapes)
+    program = jax.jit(jax.shard_map(repeated, mesh=mesh, in_specs=(P(), *specs), out_specs=specs, check_vma=False))
+    return lambda count: _wait(program(jnp.int32(count), *operands))
+
+
+def _wait(values: Any) -> None:
+    jax.block_until_ready(values)
+
+
+def _body(case: Case, ranks: int) -> tuple[Callable[..., tuple[Any, ...]], list[tuple[int, ...]]]:
+    """One repetition as a function of what it carries, and the shapes of that on one device."""
+    if case.kind == "product":
+        m, n, k = case.sizes
+        return _two_products, [(m, k), (k, n), (n, k)]
+    length = max(ranks * ranks, case.sizes[-1] // jnp.dtype(case.dtype).itemsize)
+    length = ranks * math.ceil(length / ranks)
+    match case.kind:
+        case "pointwise":
+            return lambda x: (x * 1.0001 + 1e-6,), [(length,)]
+        case "all-reduce":
+            return lambda x: (lax.pmax(x, "rank"),), [(length,)]
+        case "all-gather":
+            return functools.partial(_gathered, length // ranks), [(length // ranks,)]
+        case "reduce-scatter":
+            return functools.partial(_scattered, length // ranks), [(length,)]
+        case "all-to-all":
+            return lambda x: (lax.all_to_all(x, "rank", 0, 0, tiled=True),), [(length,)]
+        case _:
+            around = [(i, (i + 1) % ranks) for i in range(ranks)]
+            return lambda x: (lax.ppermute(x, "rank", around),), [(length,)]
+
+
+def _two_products(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[Any, ...]:
+    """(m, k) x (k, n), then (m, n) x (n, k): each feeds the next and nothing else is computed."""
+    return jnp.dot(jnp.dot(x, up), down), up, down
+
+
+def _gathered(part: int, x: jax.Array) -> tuple[Any, ...]:
+    return (lax.slice(lax.all_gather(x, "rank", tiled=True), (0,), (part,)),)
+
+
+def _scattered(part: int, x: jax.Array) -> tuple[Any, ...]:
+    """The rank's part of the sum is written into the operand, in place, so that the next repetition has to wait for it."""
+    own = lax.psum_scatter(x, "rank", tiled=True) * 0.5
+    return (lax.dynamic_update_slice(x, own, (0,)),)
