@@ -1,0 +1,355 @@
+"""The driver: right results, and what happens when a mesh fails or the user interrupts. Nothing hangs, nothing is left."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+
+import pytest
+
+from autopar.errors import ArgumentError, PipelineError
+from autopar.runtime.chain import chain
+from autopar.runtime.driver import Driver
+from autopar.runtime.instructions import Free, Receive, Run, Send, TaskSpec, Value
+from autopar.runtime.schedules import make_schedule
+from tests.runtime.chains import callables_of, driver_of, expected, inputs_of, small_schedules
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) == before
+
+
+def by_name(outputs):
+    return {str(value): array for (_, value), array in outputs.items()}
+
+
+class Number:
+    """A float that can be watched by weak references."""
+
+    def __init__(self, content):
+        self.content = content
+
+    def __add__(self, other):
+        return Number(self.content + other.content)
+
+    def __mul__(self, other):
+        return Number(self.content * other.content)
+
+
+class Watched:
+    """A chain on `Number`s; `before` is called in front of every task and transfer with the instruction."""
+
+    def __init__(self, schedule, before):
+        self.work = chain(schedule)
+        self.program = self.work.emit()
+        self.alive = weakref.WeakSet()
+        self.before = before
+        self.next_run = {}
+        self.sends = {(i.value, i.mesh, i.target_mesh): i for i in self.program.instructions if isinstance(i, Send)}
+        calls = {name: self._call(name, function) for name, function in callables_of(self.work.specs).items()}
+        self.driver = Driver(self.program, calls, self._transfer)
+
+    def inputs(self):
+        """What a new run needs; every task starts with its first microbatch."""
+        runs = [i for i in self.program.instructions if isinstance(i, Run)]
+        self.next_run = {run.task: iter([i for i in runs if i.task == run.task]) for run in runs}
+        numbers = {key: Number(content) for key, content in inputs_of(self.work).items()}
+        self.alive.update(numbers.values())
+        return numbers
+
+    def _call(self, name, function):
+        def run(arrays):
+            self.before(next(self.next_run[name]))
+            results = function(arrays)
+            self.alive.update(results)
+            return results
+
+        return run
+
+    def _transfer(self, array, value, source, target):
+        self.before(self.sends[value, source, target])
+        copy = Number(array.content)
+        self.alive.add(copy)
+        return copy
+
+
+def nothing(instruction):
+    pass
+
+
+def test_every_small_schedule_computes_what_a_plain_loop_computes():
+    for schedule in small_schedules(max_meshes=4, max_microbatches=8, max_virtual=2):
+        outputs = by_name(driver_of(schedule).run(inputs_of(chain(schedule))))
+        assert outputs == pytest.approx(expected(schedule)), schedule.name
+
+
+def test_all_schedules_add_gradients_in_the_same_order_to_the_last_bit():
+    results = []
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        schedule = make_schedule(name, num_meshes=4, num_microbatches=8)
+        inputs = inputs_of(
+            chain(schedule), lambda mesh, v: {"w": 1.1, "d": 0.0, "x": 0.1 * ((v.microbatch or 0) + 1)}[v.name[0]]
+        )
+        results.append(driver_of(schedule).run(inputs))
+    assert results[0] == results[1] == results[2]
+
+
+def test_a_driver_runs_again_and_again_and_keeps_no_array():
+    step = Watched(make_schedule("1f1b", num_meshes=3, num_microbatches=4), nothing)
+    first = {key: number.content for key, number in step.driver.run(step.inputs()).items()}
+    assert not step.alive
+    for _ in range(3):
+        outputs = step.driver.run(step.inputs())
+        assert {key: number.content for key, number in outputs.items()} == first
+        assert set(step.alive) == set(outputs.values())
+        del outputs
+    assert not step.alive
+
+
+def test_consumed_inputs_die_during_the_step_if_nobody_else_holds_them():
+    schedule = make_schedule("gpipe", num_meshes=1, num_microbatches=4)
+    batches = []
+
+    def before(instruction):
+        batches.append(sum(1 for number in step.alive if number in first_inputs))
+
+    step = Watched(schedule, before)
+    first_inputs = weakref.WeakSet()
+
+    def inputs():
+        numbers = step.inputs()
+        first_inputs.update(number for (_, value), number in numbers.items() if value.name == "x0")
+        return numbers
+
+    step.driver.run(inputs())
+    # The four batch values live on as residuals; each dies with its backward.
+    assert batches == [4, 4, 4, 4, 4, 3, 2, 1]
+
+
+def test_one_mesh_runs_in_the_calling_thread():
+    names = set()
+    schedule = make_schedule("gpipe", num_meshes=1, num_microbatches=2)
+    step = Watched(schedule, lambda instruction: names.add(threading.current_thread().name))
+    step.driver.run(step.inputs())
+    assert names == {threading.current_thread().name}
+
+
+def test_each_mesh_has_its_own_thread():
+    names = {}
+    schedule = make_schedule("1f1b", num_meshes=3, num_microbatches=3)
+    step = Watched(schedule, lambda i: names.setdefault(i.mesh, set()).add(threading.current_thread().name))
+    step.driver.run(step.inputs())
+    assert names == {mesh: {f"autopar mesh {mesh}"} for mesh in range(3)}
+
+
+def test_meshes_overlap():
+    """Four stages that sleep 20 ms for each of 8 microbatches take 11 sleeps and not 32."""
+    schedule = make_schedule("inference", num_meshes=4, num_microbatches=8)
+    step = Watched(schedule, lambda instruction: time.sleep(0.02) if isinstance(instruction, Run) else None)
+    started = time.perf_counter()
+    step.driver.run(step.inputs())
+    assert time.perf_counter() - started < 0.02 * 20
+
+
+# Failures
+
+
+SMALL = [("1f1b", 3, 3), ("zb-h1", 2, 2), ("gpipe", 1, 2), ("inference", 3, 2)]
+
+
+def performed(program):
+    """The instructions that call something of the user's: tasks and transfers."""
+    return [n for n, i in enumerate(program.instructions) if isinstance(i, Run | Send)]
+
+
+@pytest.mark.parametrize(("name", "p", "m"), SMALL)
+def test_a_failure_at_any_place_is_named_stops_all_and_leaves_nothing(name, p, m):
+    schedule = make_schedule(name, num_meshes=p, num_microbatches=m)
+    culprit = None
+
+    def before(instruction):
+        if instruction is culprit:
+            raise ValueError("the user's words\nand more of them")
+
+    step = Watched(schedule, before)
+    good = {key: number.content for key, number in step.driver.run(step.inputs()).items()}
+    for n in performed(step.program):
+        culprit = step.program.instructions[n]
+        with pytest.raises(PipelineError) as caught:
+            step.driver.run(step.inputs())
+        text = str(caught.value)
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert f"instruction {n} of {len(step.program.instructions)}, `{culprit}`" in text
+        assert f"on mesh {culprit.mesh}" in text
+        assert "ValueError: the user's words\nAll meshes were stopped" in text
+        if isinstance(culprit, Run):
+            kind = culprit.kind.replace("_", " ")
+            assert text.startswith(f"Stage {culprit.stage}, microbatch {culprit.microbatch}: the {kind} failed")
+        else:
+            assert text.startswith(f"Moving {culprit.value} from mesh {culprit.mesh} to {culprit.target_mesh} failed")
+        assert not step.alive, "arrays outlive the failure although the exception is still held"
+        culprit = None
+        again = step.driver.run(step.inputs())
+        assert {key: number.content for key, number in again.items()} == good
+        del again
+
+
+def test_the_first_in_the_global_order_is_reported_when_several_meshes_fail():
+    schedule = make_schedule("inference", num_meshes=3, num_microbatches=1)
+    barrier = threading.Barrier(2)
+
+    def fail(words):
+        def run(arrays):
+            barrier.wait(10)
+            raise ValueError(words)
+
+        return run
+
+    work = chain(schedule)
+    alone = tuple(TaskSpec(f"alone{mesh}", mesh, "prologue", mesh, (), ()) for mesh in (1, 2))
+    program = dataclasses.replace(work, specs=alone + work.specs).emit()
+    calls = {**callables_of(work.specs), "alone1": fail("one"), "alone2": fail("two")}
+    driver = Driver(program, calls, lambda a, v, s, t: a)
+    with pytest.raises(PipelineError, match=r"Stage 1: the prologue failed on mesh 1 .*ValueError: one"):
+        driver.run(inputs_of(work))
+
+
+def test_a_task_that_returns_too_few_arrays_is_named():
+    schedule = make_schedule("inference", num_meshes=2, num_microbatches=1)
+    work = chain(schedule)
+    calls = {**callables_of(work.specs), "forward1": lambda arrays: []}
+    driver = Driver(work.emit(), calls, lambda a, v, s, t: a)
+    with pytest.raises(PipelineError, match="task 'forward1' returned 0 arrays, it writes 1"):
+        driver.run(inputs_of(work))
+
+
+def test_a_task_that_exits_is_reported_like_any_failure():
+    schedule = make_schedule("inference", num_meshes=2, num_microbatches=1)
+    work = chain(schedule)
+    calls = {**callables_of(work.specs), "forward0": lambda arrays: sys.exit(3)}
+    driver = Driver(work.emit(), calls, lambda a, v, s, t: a)
+    with pytest.raises(PipelineError, match=r"Stage 0, microbatch 0: the forward failed on mesh 0 .*SystemExit: 3"):
+        driver.run(inputs_of(work))
+
+
+# Interrupts
+
+
+@pytest.mark.parametrize(("name", "p", "m"), SMALL)
+def test_ctrl_c_at_any_place_stops_all_and_leaves_nothing(name, p, m):
+    schedule = make_schedule(name, num_meshes=p, num_microbatches=m)
+    culprit = None
+
+    def before(instruction):
+        if instruction is culprit:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.02)
+
+    step = Watched(schedule, before)
+    good = {key: number.content for key, number in step.driver.run(step.inputs()).items()}
+    for n in performed(step.program):
+        culprit = step.program.instructions[n]
+        with pytest.raises(KeyboardInterrupt):
+            step.driver.run(step.inputs())
+        assert not step.alive
+        culprit = None
+        again = step.driver.run(step.inputs())
+        assert {key: number.content for key, number in again.items()} == good
+        del again
+
+
+def test_ctrl_c_while_all_meshes_but_one_wait_does_not_start_another_task():
+    schedule = make_schedule("1f1b", num_meshes=4, num_microbatches=4)
+    seen = []
+
+    def before(instruction):
+        seen.append(instruction)
+        if isinstance(instruction, Run) and (instruction.stage, instruction.microbatch) == (3, 0):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+
+    step = Watched(schedule, before)
+    with pytest.raises(KeyboardInterrupt):
+        step.driver.run(step.inputs())
+    assert not [i for i in seen if isinstance(i, Run) and i.kind == "backward"]
+
+
+def test_an_interpreter_whose_step_failed_ends():
+    """A script that lets the error through ends with it, and does not hang on a thread."""
+    script = """
+        from tests.runtime.chains import *
+        schedule = make_schedule("1f1b", num_meshes=3, num_microbatches=4)
+        work = chain(schedule)
+        def fail(arrays):
+            raise ValueError("boom")
+        driver = Driver(work.emit(), {**callables_of(work.specs), "backward1": fail}, lambda a, v, s, t: a)
+        driver.run(inputs_of(work))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1
+    assert "autopar.errors.PipelineError: Stage 1, microbatch 0: the backward failed on mesh 1" in done.stderr
+    assert "ValueError: boom" in done.stderr
+
+
+# Arguments and timelines
+
+
+def test_missing_and_unknown_inputs_are_reported_together():
+    schedule = make_schedule("inference", num_meshes=2, num_microbatches=1)
+    inputs = inputs_of(chain(schedule))
+    inputs[0, Value("typo")] = inputs.pop((0, Value("w0")))
+    with pytest.raises(ArgumentError) as error:
+        driver_of(schedule).run(inputs)
+    assert str(error.value) == (
+        "The inputs of this step are not the program's:\n  - w0 on mesh 0 is missing\n  - typo on mesh 0 is no input"
+    )
+
+
+def test_a_task_without_a_callable_is_reported():
+    work = chain(make_schedule("inference", num_meshes=2, num_microbatches=1))
+    with pytest.raises(ArgumentError, match="No callable is given for task 'forward0', 'forward1'"):
+        Driver(work.emit(), {}, lambda a, v, s, t: a)
+
+
+def test_a_timeline_has_a_span_for_every_instruction_in_the_order_of_its_mesh():
+    schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=3)
+    driver = driver_of(schedule)
+    with pytest.raises(ArgumentError, match=r"No timeline was recorded: call run\(..., record=True\) first"):
+        driver.timeline()
+    driver.run(inputs_of(chain(schedule)), record=True)
+    timeline = driver.timeline()
+    program = chain(schedule).emit()
+    for mesh in range(2):
+        spans = [span for span in timeline.spans if span.instruction.mesh == mesh]
+        assert tuple(span.instruction for span in spans) == program.of(mesh)
+        times = [time for span in spans for time in (span.start_s, span.end_s)]
+        assert times == sorted(times)
+    assert min(span.start_s for span in timeline.spans) == 0
+    kinds = {type(span.instruction) for span in timeline.spans}
+    assert kinds == {Run, Send, Receive, Free}
+
+
+def test_an_instruction_costs_less_than_50_microseconds_of_python():
+    """Processor time of all threads, so that other work on the machine does not count."""
+    schedule = make_schedule("1f1b", num_meshes=4, num_microbatches=32)
+    work = chain(schedule)
+    program = work.emit()
+    writes = {spec.name: [0.0] * len(spec.outputs) for spec in work.specs}
+    driver = Driver(program, {name: (lambda a, r=r: r) for name, r in writes.items()}, lambda a, v, s, t: a)
+    inputs = inputs_of(work)
+    seconds = []
+    for _ in range(5):
+        started = time.process_time()
+        driver.run(inputs)
+        seconds.append(time.process_time() - started)
+    assert min(seconds) / len(program.instructions) < 50e-6
