@@ -386,7 +386,25 @@ class _Builder:
             )
         dtype = str(eqn.outvars[0].aval.dtype)
         flops = flops / strategy.ways if entry.heavy else 0.0
-        return roofline_s(self.cluster, flops=flops, moved_bytes=moved, dtype=dtype, launched=not entry.fused)
+        return roofline_s(
+            self.cluster,
+            flops=flops,
+            moved_bytes=moved,
+            dtype=dtype,
+            launched=not entry.fused,
+            sizes=self._product_sizes(eqn, strategy) if entry.heavy else None,
+        )
+
+    def _product_sizes(self, eqn: Equation, strategy: ShardingStrategy) -> tuple[float, float, float] | None:
+        """Elements per device of the two operands and the result of a contraction; None if it is not one of two operands."""
+        if len(eqn.invars) != 2 or len(eqn.outvars) != 1:
+            return None
+        layouts = (*strategy.inputs, *strategy.outputs)
+        left, right, result = (
+            float(layout.local_bytes(v.aval.shape, 1, self.mesh))
+            for v, layout in zip((*eqn.invars, *eqn.outvars), layouts, strict=True)
+        )
+        return left, right, result
 
     def _out_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> int:
         return sum(
