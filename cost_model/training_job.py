@@ -216,7 +216,12 @@ def _choices(job: TrainingJob) -> list[TrainingJob]:
 
 
 def _priced(cluster: Cluster, job: TrainingJob, reached: InTraining) -> StepPrediction:
-    plan = StepPlan(
+    return predict_step(cluster, step_plan(job), stages_of(job), reached=reached)
+
+
+def step_plan(job: TrainingJob) -> StepPlan:
+    """What holds for all stages of a job whose microbatch is known."""
+    return StepPlan(
         microbatches=job.microbatches,
         precision=job.precision,
         states=job.states,
@@ -225,7 +230,6 @@ def _priced(cluster: Cluster, job: TrainingJob, reached: InTraining) -> StepPred
         sequence_parallel=job.sequence_parallel,
         optimizer=job.optimizer,
     )
-    return predict_step(cluster, plan, stages_of(job), reached=reached)
 
 
 def stages_of(job: TrainingJob) -> tuple[StageWork, ...]:
