@@ -14,8 +14,8 @@ from typing import Protocol
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ConstraintError
-from autopar.mesh import Layout, LogicalMesh
-from autopar.options import Constraints, LeafLayout, Replicated, Rule, Split
+from autopar.mesh import Axes, Layout, LogicalMesh
+from autopar.options import Constraints, LeafLayout, Replicated, Rule, Split, SplitBatch
 from autopar.relayout import all_layouts
 
 
@@ -53,6 +53,18 @@ def allowed_layouts(
     if problems:
         raise ConstraintError("\n".join(dict.fromkeys(problems)))
     return allowed
+
+
+def batch_axes(leaves: Sequence[Leaf], mesh: LogicalMesh, constraints: Constraints) -> dict[int, Axes]:
+    """The leaves whose examples a preset splits, by number, with the axes that split them and nothing else."""
+    found: dict[int, Axes] = {}
+    for rule in constraints.rules:
+        for i, leaf in enumerate(leaves):
+            if _matches(rule, leaf):
+                found.pop(i, None)
+                if isinstance(rule.layout, SplitBatch) and leaf.shape:
+                    found[i] = tuple(a for a in _numbers(rule.layout.axes, leaf, mesh) if mesh.shape[a] > 1)
+    return found
 
 
 def _matches(rule: Rule, leaf: Leaf) -> bool:

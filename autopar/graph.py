@@ -23,7 +23,7 @@ from autopar.cost_model.compute import roofline_s
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError
 from autopar.factors import FactorRule
-from autopar.mesh import Layout, LogicalMesh
+from autopar.mesh import Axes, Layout, LogicalMesh
 from autopar.operators import everything_whole
 from autopar.program import Equation, Program
 from autopar.relayout import KINDS, LayoutSpace, Network
@@ -38,6 +38,14 @@ class PlannerOptions:
     allow_redundant_compute: bool = False
     kinds: frozenset[str] = frozenset(KINDS)
     every_strategy: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSplit:
+    """Examples must be split over `axes` and no others wherever they are: `dims` says which dimension of which input has them."""
+
+    dims: Mapping[int, int]
+    axes: Axes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,18 +159,23 @@ def build_graph(
     *,
     input_layouts: Sequence[Sequence[Layout] | None],
     output_layouts: Sequence[Sequence[Layout] | int | None],
+    batch: BatchSplit | None = None,
 ) -> StrategyGraph:
     """The graph of a program.
 
     `input_layouts[i]`: the layouts input i may have, None for all. `output_layouts[i]`: those output i may have, None for
-    all that are not partial, or the number of the input whose layout it must share.
+    all that are not partial, or the number of the input whose layout it must share. `batch`: the choices that split examples
+    otherwise cost infinitely much; where an operation has no other, as a sort of the examples, all remain.
     """
-    return _Builder(mesh, cluster, options).build(program, input_layouts, output_layouts)
+    return _Builder(mesh, cluster, options, batch).build(program, input_layouts, output_layouts)
 
 
 class _Builder:
-    def __init__(self, mesh: LogicalMesh, cluster: Cluster, options: PlannerOptions) -> None:
-        self.mesh, self.cluster, self.options = mesh, cluster, options
+    def __init__(
+        self, mesh: LogicalMesh, cluster: Cluster, options: PlannerOptions, batch: BatchSplit | None = None
+    ) -> None:
+        self.mesh, self.cluster, self.options, self.batch = mesh, cluster, options, batch
+        self.examples: dict[Var, frozenset[int]] = {}
         self.spaces = Spaces(network_of(cluster, mesh, options))
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []
@@ -181,6 +194,8 @@ class _Builder:
         for number, (var, allowed) in enumerate(zip(program.invars, input_layouts, strict=True)):
             layouts = tuple(allowed) if allowed is not None else self._plain_layouts(var.aval)
             self.monoids[var] = frozenset()
+            if self.batch is not None and number in self.batch.dims:
+                self.examples[var] = frozenset({self.batch.dims[number]})
             sources.append(Source(self._add_input(layouts, f"input {number}", number), 0))
         outputs = self._region(program, sources, 1.0)
         final: list[Source | None] = []
@@ -275,14 +290,18 @@ class _Builder:
         loop, (region,) = eqn.loop, eqn.regions
         assert loop is not None
         inside = trips * max(loop.trips, 1)
-        heads = self._inputs_of(region, inside)
         first_stack = loop.consts + loop.carries
+        self._same_examples(eqn.invars[:first_stack], region.invars[:first_stack])
+        self._same_examples(eqn.invars[first_stack:], region.invars[first_stack:], moved=-1)
+        heads = self._inputs_of(region, inside)
         for place, (var, source, head) in enumerate(zip(eqn.invars, operands, heads, strict=True)):
             self._use(source, head, 0, var.aval, trips, stacked=place >= first_stack)
         outs = self._body(region, heads, inside)
         carried = heads[loop.consts : first_stack]
         for head, source, atom in zip(carried, outs, region.outvars, strict=False):
             self._use(source, head, 0, atom.aval, inside)
+        self._same_examples(region.outvars[: loop.carries], eqn.outvars[: loop.carries])
+        self._same_examples(region.outvars[loop.carries :], eqn.outvars[loop.carries :], moved=1)
         stacks = [None if s is None else Source(s.node, s.output, stacked=True) for s in outs[loop.carries :]]
         for var in eqn.outvars:
             self.monoids[var] = frozenset() if is_opaque(var.aval) or var.aval.dtype == bool else frozenset({"sum"})
@@ -292,13 +311,17 @@ class _Builder:
         loop, (condition, body) = eqn.loop, eqn.regions
         assert loop is not None
         inside = trips * loop.trips
-        heads = self._inputs_of(body, inside)
         start = loop.condition_consts
+        self._same_examples(eqn.invars[start:], body.invars)
+        heads = self._inputs_of(body, inside)
         for var, source, head in zip(eqn.invars[start:], operands[start:], heads, strict=True):
             self._use(source, head, 0, var.aval, trips)
         carried = heads[loop.consts :]
         for head, source, atom in zip(carried, self._body(body, heads, inside), body.outvars, strict=True):
             self._use(source, head, 0, atom.aval, inside)
+        self._same_examples(eqn.invars[:start], condition.invars[:start])
+        self._same_examples(body.outvars, condition.invars[start:])
+        self._same_examples(body.outvars, eqn.outvars)
         checks = self._inputs_of(condition, inside)
         for var, source, head in zip(eqn.invars[:start], operands[:start], checks, strict=False):
             self._use(source, head, 0, var.aval, trips)
@@ -314,10 +337,12 @@ class _Builder:
         self._must_be_whole(operands[0], eqn.invars[0], trips)
         results = []
         for region in eqn.regions:
+            self._same_examples(eqn.invars[1:], region.invars)
             heads = self._inputs_of(region, trips)
             for var, source, head in zip(eqn.invars[1:], operands[1:], heads, strict=True):
                 self._use(source, head, 0, var.aval, trips)
             results.append(self._body(region, heads, trips))
+        self._same_examples(eqn.regions[0].outvars, eqn.outvars)
         joins = []
         for place, var in enumerate(eqn.outvars):
             layouts = self._plain_layouts(var.aval)
@@ -342,7 +367,34 @@ class _Builder:
         carried = self._carried(eqn, rule)
         choices = self._choices(eqn, rule, carried)
         label = f"{eqn.primitive.name}"
-        return self._add(Node(choices, trips, label, equation=eqn, rule=rule))
+        number = self._add(Node(choices, trips, label, equation=eqn, rule=rule))
+        if self.batch is not None:
+            self._keep_batch(eqn, rule, number, self.batch.axes)
+        return number
+
+    def _keep_batch(self, eqn: Equation, rule: FactorRule, number: int, axes: Axes) -> None:
+        """Forbid choices that do not split exactly `axes` over the factor that is major where an operand has examples."""
+        batch = {
+            operand[d][0]
+            for var, operand in zip(eqn.invars, rule.inputs, strict=True)
+            if not isinstance(var, Literal)
+            for d in self.examples.get(var, ())
+            if operand[d]
+        }
+        for var, operand in zip(eqn.outvars, rule.outputs, strict=True):
+            self.examples[var] = frozenset(d for d, dim in enumerate(operand) if dim and dim[0] in batch)
+        on_batch = [
+            tuple(sorted(axis for factor, cut in strategy.factor_axes if factor in batch for axis in cut))
+            for strategy in self.nodes[number].choices.strategies
+        ]
+        if batch and axes in on_batch:
+            self.costs[number] = np.where([cut == axes for cut in on_batch], self.costs[number], np.inf)
+
+    def _same_examples(self, values: Sequence[Any], others: Sequence[Var], *, moved: int = 0) -> None:
+        """Note that the others have the examples of the values, their dimensions moved by so many places."""
+        for value, other in zip(values, others, strict=True):
+            known = frozenset() if isinstance(value, Literal) else self.examples.get(value, frozenset())
+            self.examples[other] = frozenset(d + moved for d in known if d + moved >= 0)
 
     def _carried(self, eqn: Equation, rule: FactorRule) -> frozenset[str]:
         """Monoids under which this equation's linear groups may be partial; also noted for its outputs."""

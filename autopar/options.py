@@ -31,7 +31,8 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class SplitBatch:
-    """The leading dimension is split over `axes` (all mesh axes if None) and nothing else is."""
+    """The leading dimension is split over `axes` (all mesh axes if None) and nothing else is; so are, in every operation, the
+    examples that it holds."""
 
     axes: tuple[str, ...] | None = None
 
@@ -64,7 +65,10 @@ def _axes(axis: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def data_parallel(axis: str | Sequence[str] | None = None) -> Constraints:
-    """Split the batch over `axis` (all mesh axes if None) and replicate the state along it."""
+    """Split the batch over `axis` (all mesh axes if None) and replicate the state along it.
+
+    In every operation that sees the examples, `axis` splits them, and no other axis does: those are left to the other dimensions.
+    """
     axes = _axes(axis)
     return Constraints(
         (

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -48,7 +49,7 @@ class Move:
     def payload(self, shape: tuple[int, ...], mesh: LogicalMesh) -> int:
         """Elements held per device on the larger side."""
         larger = self.target if self.kind == "all-gather" else self.source
-        return int(np.prod(larger.local_shape(shape, mesh), dtype=np.int64))
+        return math.prod(larger.local_shape(shape, mesh))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +150,10 @@ class LayoutSpace:
         np.fill_diagonal(self.seconds, 0.0)
         self._move: dict[tuple[int, int], Move] = {}
         self._via = np.full((count, count), -1, dtype=np.int64)
+        self._tiled: dict[tuple[int, ...], list[Layout]] = {}
+        for layout in self.layouts:
+            if not layout.partial:
+                self._tiled.setdefault(layout.local_shape(shape, network.mesh), []).append(layout)
         for layout in self.layouts:
             for move in (*moves_from(layout, shape, network.mesh, monoids), *self._permutations(layout)):
                 self._offer(move)
@@ -159,12 +164,10 @@ class LayoutSpace:
             self._via[better] = k
 
     def _permutations(self, layout: Layout) -> Iterator[Move]:
-        mesh = self.network.mesh
-        local = layout.local_shape(self.shape, mesh)
         if not layout.sharded_axes or layout.partial:
             return
-        for target in self.layouts:
-            if target != layout and not target.partial and target.local_shape(self.shape, mesh) == local:
+        for target in self._tiled[layout.local_shape(self.shape, self.network.mesh)]:
+            if target != layout:
                 axes = tuple(sorted({*layout.sharded_axes, *target.sharded_axes}))
                 yield Move("collective-permute", axes, layout, target)
 
