@@ -5,7 +5,8 @@ channels; a block is 1x1 to c, 3x3 to W c (the first one of a later stage with s
 normalisation, plus its input (projected 1x1 where the shape changes). This is the network of the published measurements:
 only the result of the 3x3 convolution is widened. A convolution k x k of ci to co channels at p output pixels is priced as the
 matrix product (b p, k^2 ci) x (k^2 ci, co). Batch norms and activations are memory-bound: forward the statistics read once,
-then read and write; backward three reads and a write.
+then read and write; backward three reads and a write. Norms are over the whole batch: both directions reduce two sums a channel
+over the data-parallel ranks.
 
 Tensor parallelism: the first and third convolutions (and the projection) split by input channels, the second by output
 channels: forward an all-reduce of what the first and the third give, backward one of the second's input gradient and a
@@ -143,9 +144,11 @@ def bottleneck_work(block: Block, split: BlockSplit) -> Work:
         taken = unit * ci * (block.size**2 if number != 2 else conv.pixels)
         whole = unit * conv.pixels * conv.co
         forward += [MatrixProduct(rows, co, inner), *_summed(split, whole, here=not by_column)]
-        forward += [FusedGroup(normed), FusedGroup(2 * normed)]
+        sums = Exchange("all-reduce", "data", 2 * split.element_bytes * co)
+        forward += [FusedGroup(normed), sums, FusedGroup(2 * normed)]
         backward = [
             FusedGroup(2 * normed),
+            sums,
             FusedGroup(3 * normed),
             MatrixProduct(rows, inner, co),
             *_summed(split, unit * block.size**2 * conv.ci, here=by_column),

@@ -239,8 +239,8 @@ def _run(prices: StagePrices, operations: Sequence[Operation]) -> tuple[float, l
         seconds = prices.seconds(operation)
         if not isinstance(operation, Exchange):
             compute_s += seconds
-        elif operation.group == "expert":
-            comm.append(overlap.alone("expert", seconds))
+        elif operation.group != "tensor":
+            comm.append(overlap.alone("expert" if operation.group == "expert" else "data_parallel", seconds))
         elif operation.behind == "nothing":
             comm.append(overlap.alone("tensor", seconds))
         else:

@@ -16,7 +16,8 @@ X_BYTES = 2 * 64
 
 def exchanges(operations: Iterable[Operation]) -> Counter[tuple[str, str, float]]:
     """How many collectives of each kind, bytes and what they run behind."""
-    return Counter((op.kind, op.behind, op.full_bytes) for op in operations if isinstance(op, Exchange))
+    found = (op for op in operations if isinstance(op, Exchange) and op.group != "data")
+    return Counter((op.kind, op.behind, op.full_bytes) for op in found)
 
 
 def flops(operations: Iterable[Operation]) -> float:
@@ -173,3 +174,11 @@ def test_a_recomputed_bottleneck_keeps_its_input():
     work = bottleneck_work(block, BlockSplit(samples=2, recompute=True))
     assert work.kept_bytes == 4 * 2 * 16 * 16 * 32
     assert work.recomputed == work.forward
+
+
+def test_norms_over_the_whole_batch_reduce_two_sums_a_channel_in_both_directions():
+    block = ResidualNetworkShape(50, 8, 2, 64, 10).blocks[1]
+    work = bottleneck_work(block, BlockSplit(samples=2))
+    for operations in (work.forward, work.backward):
+        sums = [op.full_bytes for op in operations if isinstance(op, Exchange) and op.group == "data"]
+        assert sorted(sums) == [2 * 4 * 8, 2 * 4 * 16, 2 * 4 * 32]
