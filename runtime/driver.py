@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import jax
@@ -31,7 +31,8 @@ Array = Any  # whatever the callables pass to each other: jax.Array, or a group 
 Executable = Callable[[Sequence[Array]], Sequence[Array]]
 Transfer = Callable[[Array, Value, int, int], Array]
 
-STOP = -1  # in place of a transfer's number: the step is over
+WAKE = -1  # in place of a transfer's number: look whether the step is over
+POLL_S = 0.5  # and a mesh that waits looks by itself, should a second Ctrl-C fall between the first and the waking
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,21 @@ class _Worker:
         self.arrivals.clear()
         while not self.inbox.empty():
             self.inbox.get()
+
+
+@dataclass
+class _Step:
+    """All meshes during one step. `over`: nothing more may start, because of a failure or an interrupt."""
+
+    workers: list[_Worker]
+    wait: bool
+    over: bool = False
+
+    def end(self) -> None:
+        """Let every mesh find out before its next instruction, and wake up those that wait."""
+        self.over = True
+        for worker in self.workers:
+            worker.inbox.put((WAKE, None))
 
 
 class Driver:
@@ -96,10 +112,11 @@ class Driver:
 
         Raises `PipelineError` if a mesh fails, with the original exception as its cause.
         """
-        workers = self._workers(inputs)
+        step = _Step(self._workers(inputs), wait=record or self._synchronous)
         del inputs
+        workers = step.workers
         try:
-            failures = self._work(workers, record=record)
+            failures = self._work(step)
             if failures:
                 raise self._error(failures)
             if record:
@@ -129,56 +146,53 @@ class Driver:
             workers[mesh].arrays[value] = array
         return workers
 
-    def _work(self, workers: Sequence[_Worker], *, record: bool) -> list[_Failure]:
+    def _work(self, step: _Step) -> list[_Failure]:
         """Run all meshes to their end. No thread is left when this returns or raises."""
-        wait = record or self._synchronous
-        if len(workers) == 1:
-            failure = self._drive(workers, 0, wait=wait)
+        if len(step.workers) == 1:
+            failure = self._drive(step, 0)
             return [] if failure is None else [failure]
         failures: SimpleQueue[_Failure | None] = SimpleQueue()
 
         def target(mesh: int) -> None:
-            failure = self._drive(workers, mesh, wait=wait)
+            failure = self._drive(step, mesh)
             if failure is not None:
-                _stop(workers)
+                step.end()
             failures.put(failure)
 
         threads = [
             threading.Thread(target=target, args=(worker.mesh,), name=f"autopar mesh {worker.mesh}", daemon=True)
-            for worker in workers
+            for worker in step.workers
         ]
+        found: list[_Failure | None] = []
         try:
             for thread in threads:
                 thread.start()
-            found = [failures.get() for _ in threads]
-        except BaseException:
-            _stop(workers)
-            raise
+            found += [failures.get() for _ in threads]
         finally:
+            step.over = True  # first and not by a call: a second Ctrl-C may come with any call
+            if not found:
+                step.end()
             for thread in threads:
                 if thread.is_alive():
                     thread.join()
         return [failure for failure in found if failure is not None]
 
-    def _drive(self, workers: Sequence[_Worker], mesh: int, *, wait: bool) -> _Failure | None:
+    def _drive(self, step: _Step, mesh: int) -> _Failure | None:
         """One mesh, from its first instruction to its last, or to the first failure anywhere."""
-        worker = workers[mesh]
+        worker = step.workers[mesh]
         machine = worker.machine
         try:
             while not machine.finished:
+                if step.over:
+                    machine.stop()
+                    break
                 position = machine.ready()
-                if position is None or not worker.inbox.empty():
-                    number, array = worker.inbox.get()
-                    if number == STOP:
-                        machine.stop()
-                        return None
-                    worker.arrivals[number] = array
-                    del array
-                    machine.arrived(number)
+                if position is None:
+                    _accept(worker)
                     continue
                 started = time.perf_counter()
                 machine.start()
-                self._perform(machine.instructions[position], workers, wait=wait)
+                self._perform(machine.instructions[position], step)
                 machine.finish()
                 worker.spans.append((position, started, time.perf_counter()))
         except BaseException as error:  # noqa: BLE001 - every failure of a mesh is raised by `run`
@@ -187,18 +201,18 @@ class Driver:
             return _Failure(mesh, machine.position, error)
         return None
 
-    def _perform(self, instruction: Instruction, workers: Sequence[_Worker], *, wait: bool) -> None:
-        worker = workers[instruction.mesh]
+    def _perform(self, instruction: Instruction, step: _Step) -> None:
+        worker = step.workers[instruction.mesh]
         arrays = worker.arrays
         if isinstance(instruction, Run):
-            self._call(instruction, arrays, wait=wait)
+            self._call(instruction, arrays, wait=step.wait)
         elif isinstance(instruction, Send):
             target = instruction.target_mesh
             array = self._transfer(arrays[instruction.value], instruction.value, instruction.source_mesh, target)
-            workers[target].inbox.put((instruction.number, array))
+            step.workers[target].inbox.put((instruction.number, array))
         elif isinstance(instruction, Receive):
             arrays[instruction.value] = worker.arrivals.pop(instruction.number)
-            if wait:
+            if step.wait:
                 jax.block_until_ready(arrays[instruction.value])
         else:
             assert isinstance(instruction, Free)
@@ -265,10 +279,15 @@ class Driver:
         )
 
 
-def _stop(workers: Sequence[_Worker]) -> None:
-    """Wake up every mesh that waits, and let the others find out before their next instruction."""
-    for worker in workers:
-        worker.inbox.put((STOP, None))
+def _accept(worker: _Worker) -> None:
+    """Wait for one transfer to this mesh, or for a reason to look up."""
+    try:
+        number, array = worker.inbox.get(timeout=POLL_S)
+    except Empty:
+        return
+    if number != WAKE:
+        worker.arrivals[number] = array
+        worker.machine.arrived(number)
 
 
 def _clear_frames(error: BaseException | None) -> None:
