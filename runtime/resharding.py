@@ -273,7 +273,8 @@ class _Route:
         """Traced: the target's tiles from their shares."""
 
         def gather(array: Array) -> Array:
-            for cut in self.plan.cuts:
+            # The leading dimension last: there the parts lie one behind the other and need no copy.
+            for cut in reversed(self.plan.cuts):
                 names = tuple(self.target.mesh.axis_names[axis] for axis in cut.axes)
                 whole = jax.lax.all_gather(array, names, axis=cut.dim, tiled=True)
                 array = jax.lax.slice_in_dim(whole, 0, self._tile_size(cut.dim), axis=cut.dim)

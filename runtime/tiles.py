@@ -141,13 +141,14 @@ class Links:
 
     Two devices of one node have a fast link between them, two of different nodes a slow one. `slack_bytes` is how many
     bytes more than necessary may cross where that saves calls: an executable costs about 0.1 ms of host time.
-    `fast_ratio` is the cost of a byte over the fast link, `call_bytes` of a call into the runtime and `message_bytes` of a
-    box, all in bytes over the slow link.
+    `fast_ratio` is the cost of a byte over the fast link, `local_ratio` of a byte copied within a device, `call_bytes` of a call
+    into the runtime and `message_bytes` of a box, all in bytes over the slow link.
     """
 
     node_of: Mapping[int, int]
     slack_bytes: int = 1 << 16
     fast_ratio: float = 0.1
+    local_ratio: float = 0.05
     call_bytes: int = 1 << 18
     message_bytes: int = 1 << 13
 
@@ -233,14 +234,32 @@ class ReshardPlan:
         return 1 + bool(self.cuts) + (self._cutters + self._joiners) * (self.kind == "tiles")
 
     @property
+    def local_bytes(self) -> int:
+        """Bytes that devices copy to cut, join and gather; a gather along the leading dimension needs no copy."""
+        inner = [cut for cut in self.cuts if math.prod(extent(self.target.boxes[0])[: cut.dim]) > 1]
+        elements = len(inner) * sum(volume(box) for box in self.target.boxes)
+        if self.kind == "tiles":
+            for ends in (self._cut_off, self._joined):
+                elements += sum(volume(send.box) for send in ends)
+        return elements * self.itemsize
+
+    @property
     def _cutters(self) -> int:
-        tile = dict(zip(self.source.devices, self.source.boxes, strict=True))
-        return len({send.sender for send in self.sends if send.box != tile[send.sender]})
+        return len({send.sender for send in self._cut_off})
 
     @property
     def _joiners(self) -> int:
+        return len({send.receiver for send in self._joined})
+
+    @property
+    def _cut_off(self) -> list[Send]:
+        tile = dict(zip(self.source.devices, self.source.boxes, strict=True))
+        return [send for send in self.sends if send.box != tile[send.sender]]
+
+    @property
+    def _joined(self) -> list[Send]:
         tile = dict(zip(self.between.devices, self.between.boxes, strict=True))
-        return len({send.receiver for send in self.sends if send.box != tile[send.receiver]})
+        return [send for send in self.sends if send.box != tile[send.receiver]]
 
     def _bytes_by(self, end: Literal["sender", "receiver"]) -> dict[int, int]:
         total: dict[int, int] = defaultdict(int)
@@ -281,6 +300,7 @@ class _Planner:
         links = self.links
         return (
             plan.fast_bytes * links.fast_ratio
+            + plan.local_bytes * links.local_ratio
             + plan.calls * links.call_bytes
             + (len(plan.sends) if plan.kind == "tiles" else 1) * links.message_bytes
         )
