@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.compat import make_mesh
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.mesh import LogicalMesh
 from autopar.plan import Plan
 from autopar.spmd import Assignment, partition_spec, sharded
@@ -113,12 +113,24 @@ class CompiledStep:
 
     @functools.cached_property
     def executable(self) -> Any:
-        """XLA's executable, compiled ahead of time from shapes."""
+        """XLA's executable, compiled ahead of time from shapes.
+
+        JAX 0.10 to 0.12 compile some sharded programs of which every argument is empty, and not others.
+        """
         shapes = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.traced.inputs, self.in_shardings, strict=True)
         ]
-        return self._run.lower(*shapes).compile()
+        try:
+            return self._run.lower(*shapes).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if any(0 not in leaf.shape for leaf in self.traced.inputs):
+                raise
+            listed = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in self.traced.inputs[:4])
+            raise UnsupportedProgramError(
+                f"every argument of {self.signature.name} is empty ({listed}), and XLA compiles no sharded program for this one: "
+                "there is nothing to split. Pass at least one argument with elements, or call it with jax.jit."
+            ) from error
 
     def as_text(self) -> str:
         """The optimised HLO."""
