@@ -401,6 +401,19 @@ def test_mistakes_in_the_call_are_pythons_own_errors():
 # --- edges that work --------------------------------------------------------------------------------------------------
 
 
+def test_a_step_that_xla_cannot_compile_because_every_argument_is_empty_says_so():
+    step = autopar.parallelize(lambda w, x: (w - x.T @ x @ w, (x @ w).sum()), batch_argnums=())
+    with pytest.raises(
+        UnsupportedProgramError, match=r"empty \(w \(0, 4\), x \(8, 0\)\).*Pass at least one argument with"
+    ):
+        step(jnp.zeros((0, 4)), jnp.zeros((8, 0)))
+
+
+def test_empty_arguments_beside_others_go_through():
+    step = autopar.parallelize(lambda w, x: (x @ w).sum(axis=0), batch_argnums=())
+    assert step(jnp.ones((8, 4)), jnp.zeros((0, 8))).tolist() == [0.0] * 4
+
+
 def test_empty_trees_go_through():
     assert autopar.parallelize(lambda state, batch: (state, batch))({}, {}) == ({}, {})
 

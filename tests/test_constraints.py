@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import ConstraintError, Replicated, Split, data_parallel, zero2, zero3
-from autopar.constraints import allowed_layouts, layouts_for
+from autopar.constraints import allowed_layouts, batch_axes, layouts_for
 from autopar.mesh import LogicalMesh
 from autopar.options import as_constraints
 from tests.oracles import assert_same_as_jit
@@ -137,6 +137,49 @@ def test_lists_nest_and_none_is_no_constraint():
 def test_a_batch_leaf_without_dimensions_is_replicated_by_data_parallel():
     leaf = Leaf("batch/temperature", "batch", ())
     assert allowed(data_parallel(), leaves=(leaf,)) == {leaf.path: {""}}
+
+
+def examples(constraints, leaves=LEAVES, mesh=MESH):
+    return {
+        leaves[i].path: mesh.names(axes) for i, axes in batch_axes(leaves, mesh, as_constraints(constraints)).items()
+    }
+
+
+def test_presets_say_which_axes_split_the_examples_and_later_rules_take_it_back():
+    assert examples(data_parallel("data")) == {TOKENS.path: ("data",)}
+    assert examples(zero3()) == {TOKENS.path: ("data", "model")}
+    assert examples([data_parallel(), data_parallel("model")]) == {TOKENS.path: ("model",)}
+    assert examples([data_parallel(), {"batch/*": P("data")}]) == {}
+    assert examples({"batch/*": P("data")}) == {}
+    assert examples(data_parallel("data"), mesh=LogicalMesh.of({"data": 1, "model": 8})) == {TOKENS.path: ()}
+
+
+def test_examples_are_found_through_reshapes_loops_and_branches():
+    """However cheap splitting the examples over both axes would be: every product has them."""
+
+    def fun(x, w):
+        def layer(carry, _):
+            return jnp.tanh(carry.reshape(64, 4, 16).reshape(-1, 16) @ w).reshape(64, 64), carry.sum()
+
+        y, _ = jax.lax.scan(layer, x, None, length=3)
+        y = jax.lax.cond(w.sum() > 0, lambda a: a * 2, lambda a: a, y)
+        return jax.lax.while_loop(lambda a: a[1] < 3, lambda a: (jnp.sin(a[0]), a[1] + 1), (y, 0))[0]
+
+    forced = autopar.parallelize(
+        fun, devices=8, mesh_shape=MESH_SHAPE, batch_argnums=(0,), constraints=data_parallel("data"), cluster="cpu"
+    )
+    x, w = jnp.ones((64, 64)), jnp.ones((16, 16))
+    step = forced.plan(x, w)
+    assert step.input("x").spec == (("data",), ())
+    assert "model" not in step.outputs[0].spec[0]
+
+
+def test_an_operation_that_needs_all_examples_still_runs_under_data_parallelism():
+    step = autopar.parallelize(
+        lambda x: jnp.sort(x, axis=0) * 2, mesh_shape=(8,), batch_argnums=(0,), constraints=data_parallel()
+    )
+    x = jax.random.normal(jax.random.key(0), (16, 4))
+    assert jnp.array_equal(step(x), jnp.sort(x, axis=0) * 2)
 
 
 def test_data_parallelism_needs_a_batch():

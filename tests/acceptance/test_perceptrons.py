@@ -79,6 +79,21 @@ def case_3_cost(batch, hidden):
     return LAYERS * gradients + (LAYERS - 1) * activation
 
 
+def test_case_3_with_all_collectives_sums_the_same_if_only_one_axis_may_split_the_batch():
+    """Some activations are scattered and gathered, so that biases of whole layers need not be."""
+    batch, hidden = 256, 32
+    problem = mlp(batch, hidden)
+    program = compiled(problem, (2, 2), beta=SLOW_THEN_FAST, constraints=autopar.data_parallel("x"))
+    found = census(program)
+    assert found.sums(axis=1) == [batch * hidden * 4 // 2] * (LAYERS - 1), found
+    assert found.bytes_of("all-reduce", axis=0)[-LAYERS:] == [hidden * hidden * 4 // 2] * LAYERS, found
+    assert not found.bytes_of("reduce-scatter", axis=0), found
+    for number in range(LAYERS):
+        assert layout(program, kernel(number)) == (((), ("y",)) if number % 2 == 0 else (("y",), ()))
+    assert_costs_at_most(program, case_3_cost(batch, hidden), beta=SLOW_THEN_FAST)
+    assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
+
+
 def test_case_3_with_all_collectives_costs_less():
     """Gradients scattered along the fast axis and reduced along the slow one beat data x tensor parallelism."""
     problem = mlp(256, 32)
@@ -102,6 +117,14 @@ def test_case_4_forced_data_parallelism_only_reduces_gradients(mesh_shape):
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 
+def test_case_4_with_all_collectives_is_the_same_on_one_axis():
+    problem = mlp(32, 256)
+    program = compiled(problem, (4, 1), constraints=autopar.data_parallel())
+    found = census(program)
+    assert found.kinds() == {"all-reduce"}, found
+    assert found.bytes_of("all-reduce") == sorted(problem.leaf_bytes()), found
+
+
 def test_case_5_a_batch_kept_on_an_axis_of_size_one_leaves_tensor_parallelism():
     batch, hidden = 32, 256
     problem = mlp(batch, hidden)
@@ -109,6 +132,14 @@ def test_case_5_a_batch_kept_on_an_axis_of_size_one_leaves_tensor_parallelism():
     found = census(program)
     assert found.kinds() == {"all-reduce"}, found
     assert found.bytes_of("all-reduce") == [batch * hidden * 4] * (LAYERS - 1), found
+
+
+def test_case_5_holds_where_splitting_the_batch_would_be_cheaper():
+    batch, hidden = 256, 32
+    problem = mlp(batch, hidden)
+    program = compiled(problem, (1, 4), constraints=autopar.data_parallel("x"))
+    found = census(program)
+    assert found.sums() == [batch * hidden * 4] * (LAYERS - 1), found
 
 
 def test_case_6_zero_2_scatters_gradients_and_gathers_parameters():
@@ -169,16 +200,20 @@ def test_case_7_a_memory_limit_alone_leads_to_zero_3():
 
 
 def test_case_8_two_axes_with_zero_2_split_the_optimizer_four_ways():
-    """At most the cost of scattering and gathering along the slow axis what case 3 reduces there."""
+    """At most the cost of case 3, and for each leaf a gather along the slow axis and, for biases, moving their quarters.
+
+    Of the five sums of activations along the fast axis some are scattered and gathered later, which is no dearer here.
+    """
     batch, hidden = 256, 32
     problem = mlp(batch, hidden)
     constraints = [autopar.data_parallel("x"), {"state/opt_state/*": autopar.Split()}]
     program = compiled(problem, (2, 2), beta=SLOW_THEN_FAST, constraints=constraints)
     found = census(program)
+    assert found.sums(axis=1) == [batch * hidden * 4 // 2] * (LAYERS - 1), found
     assert not found.bytes_of("all-reduce", axis=0), found
     assert found.bytes_of("reduce-scatter", axis=0)[-LAYERS:] == [hidden * hidden * 4 // 2] * LAYERS, found
     assert_split(program, "state/opt_state", 4)
-    assert_costs_at_most(program, case_3_cost(batch, hidden) + 2 * LAYERS, beta=SLOW_THEN_FAST)
+    assert_costs_at_most(program, case_3_cost(batch, hidden) + 4 * LAYERS, beta=SLOW_THEN_FAST)
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 

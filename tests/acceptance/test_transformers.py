@@ -94,6 +94,17 @@ def test_case_11_two_axes_combine_data_parallelism_and_megatron():
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 
+def test_case_11_with_all_collectives_sums_the_same_if_only_one_axis_may_split_the_batch():
+    """Some activations are scattered and gathered, which is no dearer."""
+    batch, seq, hidden = 8, 8, 128
+    alpha, beta = (2.0, 2.0), (1.0, 0.1)
+    program = compiled(bert(batch, seq, hidden), (2, 2), alpha=alpha, beta=beta, constraints=autopar.data_parallel("x"))
+    found = census(program)
+    activation = batch * seq * hidden * 4 // 2
+    assert [size for size in found.sums(axis=1) if size >= activation] == [activation] * (4 * LAYERS - 1), found
+    assert_megatron(program, "y")
+
+
 @pytest.mark.slow
 def test_case_11_with_all_collectives_costs_less():
     """Splitting every kernel over both axes needs no reduction of gradients at all."""
