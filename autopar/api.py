@@ -241,7 +241,7 @@ def parallelize(
     """Run a step on all devices under a plan that autopar finds; usable as a decorator with and without arguments.
 
     devices: JAX devices (all if None), or their number, to plan without any. mesh_shape: sizes of the logical mesh, as a tuple
-    (axes x, y, z) or a mapping of names to sizes; "auto" compares all one- and two-dimensional shapes. batch_argnums: arguments
+    (axes x, y, z) or a mapping of names to sizes; "auto" compares all shapes of up to three axes. batch_argnums: arguments
     whose leading dimension is the batch. donate_argnums: "auto" donates what the step returns in the same structure.
     memory_limit_bytes: per device; the cluster's memory if None. constraints: leaf-path globs to PartitionSpec, `Replicated`,
     `Split`, and presets such as `data_parallel()`. cluster: what the machine can do: a preset's name, a
