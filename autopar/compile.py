@@ -8,7 +8,7 @@ wrong: too few devices, arguments of another shape; both are refused with the nu
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,49 @@ def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.shardin
             f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}."
         )
     return make_mesh(np.array(devices[: mesh.size]).reshape(mesh.shape), mesh.axis_names)
+
+
+def checked_leaves(
+    signature: CallSignature, traced: TracedStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """The flat leaves of a call; ArgumentError if they are not of the traced structure, shapes and types."""
+    bound = bind_arguments(signature, args, kwargs)
+    leaves, tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
+    if tree != traced.in_tree:
+        raise ArgumentError(
+            f"{signature.name} was compiled for arguments of structure {traced.in_tree}, called with {tree}"
+        )
+    expected = traced.inputs[: len(leaves)]
+    given = [jax.typeof(x) for x in leaves]
+    wrong = [
+        f"{leaf.path} is {x.dtype}{list(x.shape)}, compiled for {leaf.dtype}{list(leaf.given_shape)}"
+        for leaf, x in zip(expected, given, strict=True)
+        if (x.shape, x.dtype) != (leaf.given_shape, leaf.dtype)
+    ]
+    if wrong:
+        raise ArgumentError(f"{'; '.join(wrong)}. Compile again for these arguments, or call the step, which does.")
+    return leaves
+
+
+def create_sharded(create_fn: Callable[..., Any], args: Sequence[Any], shardings: Sequence[NamedSharding]) -> Any:
+    """`create_fn(*args)` with its leaves in the given shardings; no device ever holds more than its part.
+
+    Leaves that live on different meshes are made by one program per mesh.
+    """
+    tree = jax.tree.structure(jax.eval_shape(create_fn, *args))
+    meshes = list(dict.fromkeys(sharding.mesh for sharding in shardings))
+    made: list[Any] = [None] * len(shardings)
+    for mesh in meshes:
+        here = [i for i, sharding in enumerate(shardings) if sharding.mesh == mesh]
+
+        def some(*given: Any, here: Sequence[int] = here) -> list[Any]:
+            leaves = jax.tree.leaves(create_fn(*given))
+            return [leaves[i] for i in here]
+
+        arrays = jax.jit(some, out_shardings=[shardings[i] for i in here])(*args)
+        for i, array in zip(here, arrays, strict=True):
+            made[i] = array
+    return jax.tree.unflatten(tree, made)
 
 
 def _in_slices(value: Any, shape: tuple[int, ...]) -> Any:
@@ -72,22 +115,7 @@ class CompiledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on arguments of the traced structure, shapes and types; ArgumentError names those that differ."""
-        bound = bind_arguments(self.signature, args, kwargs)
-        leaves, tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
-        if tree != self.traced.in_tree:
-            raise ArgumentError(
-                f"{self.signature.name} was compiled for arguments of structure {self.traced.in_tree}, called with {tree}"
-            )
-        expected = self.traced.inputs[: len(leaves)]
-        given = [jax.typeof(x) for x in leaves]
-        wrong = [
-            f"{leaf.path} is {x.dtype}{list(x.shape)}, compiled for {leaf.dtype}{list(leaf.given_shape)}"
-            for leaf, x in zip(expected, given, strict=True)
-            if (x.shape, x.dtype) != (leaf.given_shape, leaf.dtype)
-        ]
-        if wrong:
-            raise ArgumentError(f"{'; '.join(wrong)}. Compile again for these arguments, or call the step, which does.")
-        return self.run(leaves)
+        return self.run(checked_leaves(self.signature, self.traced, args, kwargs))
 
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""

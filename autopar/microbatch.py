@@ -263,13 +263,9 @@ def in_microbatches(traced: TracedStep, count: int) -> TracedStep:
     """The step in `count` microbatches; a step that mixes examples stays whole, with a warning that names the operation."""
     if count == 1:
         return traced
-    uneven = [leaf for leaf in traced.inputs if leaf.role == "batch" and leaf.shape and leaf.shape[0] % count]
+    uneven = uneven_leaves(traced, count)
     if uneven:
-        listed = ", ".join(f"{leaf.path} has {leaf.shape[0]} (shape {leaf.shape})" for leaf in uneven[:4])
-        raise ArgumentError(
-            f"num_microbatches={count} does not divide the examples of the batch: {listed}. Numbers that do: "
-            f"{', '.join(map(str, microbatch_counts(traced)))}."
-        )
+        raise ArgumentError(uneven)
     plan = plan_time(traced, count)
     if isinstance(plan, MixedExamples):
         warnings.warn(
@@ -280,6 +276,18 @@ def in_microbatches(traced: TracedStep, count: int) -> TracedStep:
         )
         return traced
     return microbatched(traced, plan)
+
+
+def uneven_leaves(traced: TracedStep, count: int) -> str:
+    """What is wrong with a number of microbatches that does not divide the batch, or nothing."""
+    uneven = [leaf for leaf in traced.inputs if leaf.role == "batch" and leaf.shape and leaf.shape[0] % count]
+    if not uneven:
+        return ""
+    listed = ", ".join(f"{leaf.path} has {leaf.shape[0]} (shape {leaf.shape})" for leaf in uneven[:4])
+    return (
+        f"num_microbatches={count} does not divide the examples of the batch: {listed}. Numbers that do: "
+        f"{', '.join(map(str, microbatch_counts(traced)))}."
+    )
 
 
 def microbatch_counts(traced: TracedStep) -> tuple[int, ...]:

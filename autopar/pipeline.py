@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from autopar.compat import Var
+from autopar.compile import checked_leaves, device_mesh
+from autopar.errors import ArgumentError
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipeline_planner import schedule_of
 from autopar.runtime.driver import Driver
 from autopar.runtime.emit import emit
 from autopar.runtime.instructions import Slot, TaskSpec, Value
@@ -24,7 +29,9 @@ from autopar.runtime.resharding import BatchResharder, Move
 from autopar.runtime.schedules import Schedule
 from autopar.spmd import Assignment, partition_spec
 from autopar.stage_program import PROLOGUE, StageProgram
+from autopar.staging import Staged
 from autopar.tasks import Ref, StageTask, stage_tasks
+from autopar.trace import CallSignature, TracedStep
 
 MADE_ONCE = (PROLOGUE, "update")
 
@@ -63,17 +70,49 @@ class _Group:
     refs: tuple[tuple[int, Ref], ...]
 
 
-class CompiledPipeline:
-    """A step compiled into pipeline stages."""
+def compile_pipeline(
+    signature: CallSignature,
+    traced: TracedStep,
+    staged: Staged,
+    plan: PipelinePlan,
+    devices: Sequence[jax.Device],
+) -> CompiledPipeline:
+    """A planned pipeline on devices; ArgumentError if there are too few."""
+    schedule = schedule_of(plan)
+    needed = max(s.first_device + math.prod(s.plan.mesh_shape) for s in plan.stages)
+    if needed > len(devices):
+        raise ArgumentError(
+            f"the {plan.num_stages} stages need {needed} devices, there are {len(devices)}. Use smaller meshes or fewer stages; or, "
+            f"to try a plan on a CPU, start Python with XLA_FLAGS=--xla_force_host_platform_device_count={needed}."
+        )
+    stages = [
+        PlannedStage(
+            stage.program,
+            stage.assignment,
+            device_mesh(stage.assignment.mesh, devices[where.first_device :]),
+            where.mesh,
+        )
+        for stage, where in zip(staged.stages, plan.stages, strict=True)
+    ]
+    return CompiledPipeline(signature, plan, stages, schedule)
 
-    def __init__(self, stages: Sequence[PlannedStage], schedule: Schedule) -> None:
+
+class CompiledPipeline:
+    """A step compiled into pipeline stages. Calling it runs one step; results stay on the stages that make them."""
+
+    def __init__(
+        self, signature: CallSignature, plan: PipelinePlan, stages: Sequence[PlannedStage], schedule: Schedule
+    ) -> None:
+        self.signature, self.plan = signature, plan
         self.stages, self.schedule = tuple(stages), schedule
         self.traced = stages[0].program.cut.loop.traced
         split = "weight_gradient" in schedule.kinds
         self.nodes = {
             task.name: _Node(s, task)
             for s, stage in enumerate(stages)
-            for task in stage_tasks(stage.program, stage.assignment, stage.device_mesh, split_backward=split)
+            for task in stage_tasks(
+                stage.program, stage.assignment, stage.device_mesh, split_backward=split, kept=self._lent_on(stage.mesh)
+            )
         }
         self._makers = {
             (node.stage, ref): name
@@ -99,6 +138,15 @@ class CompiledPipeline:
         )
         self._driver = Driver(self.instructions, self._linked.callables, self._transfer)
 
+    def _lent_on(self, mesh: int) -> frozenset[Var]:
+        """Leaves that stages on a mesh are lent, by stages on the same mesh or others."""
+        programs = [stage.program for stage in self.stages if stage.mesh == mesh]
+        return frozenset(port.var for program in programs for port in program.inputs if port.source == "lent")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step on arguments of the traced structure, shapes and types; ArgumentError names those that differ."""
+        return self.run(checked_leaves(self.signature, self.traced, args, kwargs))
+
     @functools.cached_property
     def in_shardings(self) -> dict[int, NamedSharding]:
         """Where each leaf of the step lives between steps, by number; leaves of the batch have no such place."""
@@ -111,8 +159,8 @@ class CompiledPipeline:
                     places.setdefault(numbers[port.var], NamedSharding(stage.device_mesh, spec))
         return places
 
-    def run(self, leaves: Sequence[Any], *, record: bool = False) -> list[Any]:
-        """One step on the flat leaves of its arguments; flat results, each on the stage that made it."""
+    def run(self, leaves: Sequence[Any], *, record: bool = False) -> Any:
+        """One step on the flat leaves of its arguments; results as a tree, each on the stage that made it."""
         found = self._driver.run(self._supplied([*leaves, *self.traced.constants]), record=record)
         flat: list[Any] = [None] * len(self.traced.outputs)
         for (mesh, value), refs in self._linked.outputs.items():
@@ -120,7 +168,7 @@ class CompiledPipeline:
                 number = self.stages[stage].program.outputs[ref.key].output
                 if number is not None:
                     flat[number] = array
-        return flat
+        return jax.tree.unflatten(self.traced.out_tree, flat)
 
     def timeline(self) -> Any:
         """The timeline of the last run with `record=True`."""
@@ -129,15 +177,19 @@ class CompiledPipeline:
     def _supplied(self, leaves: Sequence[Any]) -> dict[tuple[int, Value], Any]:
         """The driver's inputs: every leaf where it is read, the batch in slices; all copies are one call."""
         by_var = dict(zip(self.traced.program.invars, leaves, strict=True))
+        donated = {v for v, leaf in zip(self.traced.program.invars, self.traced.inputs, strict=True) if leaf.donated}
         arrays: list[Any] = []
         shardings: list[Any] = []
+        copied: list[bool] = []
         shape: list[tuple[tuple[int, Value], int]] = []
         for (mesh, value), refs in self._linked.given.items():
             for stage, ref in refs:
                 arrays.append(self._given(stage, ref, value.microbatch, by_var))
+                ports = self.stages[stage].program.inputs
+                copied.append(ref.kind == "input" and ref.key < len(ports) and ports[ref.key].var in donated)
                 shardings.append(self._sharding_given(stage, ref, mesh))
             shape.append(((mesh, value), len(refs)))
-        placed = iter(_placed(arrays, shardings))
+        placed = iter(_placed(arrays, shardings, copied))
         return {key: [next(placed) for _ in range(count)] for key, count in shape}
 
     def _given(self, stage: int, ref: Ref, microbatch: int | None, by_var: Mapping[Var, Any]) -> Any:
@@ -392,18 +444,19 @@ def _there(array: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(array, sharding)
 
 
-def _placed(arrays: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
-    """Arrays where they are wanted, in one call for all that are not there yet."""
+def _placed(arrays: Sequence[Any], shardings: Sequence[NamedSharding], copied: Sequence[bool]) -> list[Any]:
+    """Arrays where they are wanted, in one call for all that are not there yet.
+
+    Those that the step donates are `copied` first: `device_put` may share the caller's buffer, and donation would take that.
+    """
     result: list[Any] = list(arrays)
     moving = []
     for i, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
         given = getattr(array, "sharding", None)
         if not (isinstance(given, NamedSharding) and given.is_equivalent_to(sharding, array.ndim)):
             moving.append(i)
-    moved = jax.device_put([arrays[i] for i in moving], [shardings[i] for i in moving])
+    sources = [arrays[i].copy() if copied[i] and isinstance(arrays[i], jax.Array) else arrays[i] for i in moving]
+    moved = jax.device_put(sources, [shardings[i] for i in moving])
     for i, array in zip(moving, moved, strict=True):
         result[i] = array
     return result
-
-
-__all__ = ["CompiledPipeline", "PartitionSpec", "PlannedStage"]

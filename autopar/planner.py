@@ -22,7 +22,7 @@ from autopar.errors import AutoparWarning, ConstraintError, OutOfMemoryError, Pl
 from autopar.graph import BatchSplit, PlannerOptions, StrategyGraph, build_graph, itemsize_of
 from autopar.interchange import class_numbers, equal_axes
 from autopar.intra_op import Choice, choose
-from autopar.memory import MemoryModel, Resident
+from autopar.memory import TEMPORARIES_MARGIN, MemoryModel, Resident
 from autopar.mesh import Layout, LogicalMesh
 from autopar.options import Constraints
 from autopar.plan import Candidate, CollectivePlan, LiveTensor, Plan, ValuePlan
@@ -227,15 +227,15 @@ def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | N
 def _choose_within(
     graph: StrategyGraph, memory: MemoryModel, limit: int | None, search: Callable[..., Choice | None]
 ) -> tuple[Choice, int | None] | None:
-    """(the best choice whose peak is within the limit, its `copy_span`); a choice without numbers where the search ended.
+    """(the best choice that requires no more than the limit, its `copy_span`); a choice without numbers where the search ended.
 
     Gathered copies stay until their last use; only where nothing fits so are they dropped and gathered again.
     """
     free = search()
     assert free is not None
-    if limit is None or not free.numbers or memory.peak(free.numbers)[0] <= limit:
+    if limit is None or not free.numbers or memory.required(free.numbers) <= limit:
         return free, None
-    rows = memory.rows()
+    rows = memory.rows(free.numbers)
     for span in (None, copy_span_of(graph.program)):
         choice = _choose_with_copies(functools.partial(search, rows=rows, free=free), memory, limit, span)
         if choice is not None:
@@ -251,15 +251,18 @@ def _choose_with_copies(
     The rows of the planner's model leave out what depends on pairs of choices, such as a gathered operand. Where the peak of
     a choice says that this mattered, the rows' limit is lowered by the excess and the search repeated.
     """
-    row_limit = float(limit)
+    row_limit, too_low = float(limit), 0.0
     for _ in range(MEMORY_ROUNDS):
         choice = search(limit_bytes=row_limit)
-        if choice is None or not choice.numbers:
+        if choice is not None and not choice.numbers:
             return choice
-        excess = memory.peak(choice.numbers, copy_span=span)[0] - limit
+        if choice is None:
+            too_low, row_limit = row_limit, (row_limit + limit) / 2
+            continue
+        excess = memory.required(choice.numbers, copy_span=span) - limit
         if excess <= 0:
             return choice
-        row_limit -= excess
+        row_limit = max(row_limit - excess, (too_low + row_limit) / 2)
     return None
 
 
@@ -361,10 +364,11 @@ def _out_of_memory(traced: TracedStep, request: PlanRequest, failures: Sequence[
         f"the tensors that are alive together take at least {_size(total)} per device"
         if total > limit
         else f"each layout that the tensors alive together could take ({_size(total)} per device at the least) needs others "
-        "that exceed the limit, so the search found none"
+        "that exceed it, so the search found none"
     )
     lines = [
         f"no plan fits {_size(limit)} per device on {best.mesh.size} devices: on mesh {best.mesh.shape} {together}. "
+        f"A limit must leave room for {1 / TEMPORARIES_MARGIN - 1:.0%} more temporaries than predicted, which XLA may need. "
         "The largest:",
         *(f"  {_size(t.bytes):>12}  {t.name}  {t.dtype}{list(t.shape)}" for t in best.tensors[:6]),
         "Ways out: more devices; a smaller batch; recompute activations in the backward pass (jax.checkpoint on the layers); "
@@ -394,12 +398,11 @@ def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> Assignment:
     options = dataclasses.replace(request.options, allow_redundant_compute=plan.allow_redundant_compute)
     request = dataclasses.replace(request, options=options)
     inputs = [
-        (_layout(v, mesh) if leaf.microbatches == 1 else _layout(v, mesh).prepend(),)
-        for v, leaf in zip(plan.inputs, traced.inputs, strict=True)
+        (_leaf_layout(v, leaf, mesh),) for v, leaf in zip(plan.inputs, traced.inputs, strict=True)
     ]
     outputs: list[Any] = [
-        number if number is not None else (_layout(v, mesh),)
-        for number, v in zip(traced.state_of_output, plan.outputs, strict=True)
+        number if number is not None else (_leaf_layout(v, leaf, mesh),)
+        for number, v, leaf in zip(traced.state_of_output, plan.outputs, traced.outputs, strict=True)
     ]
     graph = graph_for(traced, mesh, request, inputs, outputs)
     if len(graph.nodes) != len(plan.choices):
@@ -407,6 +410,10 @@ def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> Assignment:
     choice = np.minimum(plan.choices, [len(n.choices.strategies) - 1 for n in graph.nodes])
     fixed = [0 if len(n.choices.strategies) == 1 else int(p) for n, p in zip(graph.nodes, choice, strict=True)]
     return assign(graph, fixed, copy_span=plan.copy_span)
+
+
+def _leaf_layout(value: ValuePlan, leaf: Leaf, mesh: LogicalMesh) -> Layout:
+    return _layout(value, mesh) if leaf.microbatches == 1 else _layout(value, mesh).prepend()
 
 
 def _layout(value: ValuePlan, mesh: LogicalMesh) -> Layout:

@@ -188,9 +188,7 @@ class _Builder:
         from jax.lax import optimization_barrier_p
 
         out = Var(operand.aval)
-        self.equations.append(
-            Equation(optimization_barrier_p, (operand,), (out,), {}, eqn.source_info, task=self.task)
-        )
+        self.equations.append(Equation(optimization_barrier_p, (operand,), (out,), {}, eqn.source_info, task=self.task))
         return out
 
     def _operation(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:

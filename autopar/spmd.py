@@ -29,7 +29,10 @@ from autopar.strategies import ShardingStrategy
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assignment:
-    """One choice for a whole program: a rule and a strategy per equation, and the layouts where control flow joins."""
+    """One choice for a whole program: a rule and a strategy per equation, and the layouts where control flow joins.
+
+    `seconds`: for each equation its predicted seconds and how often it runs, without moves.
+    """
 
     program: Program
     mesh: LogicalMesh
@@ -40,6 +43,7 @@ class Assignment:
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     copy_span: int | None = None
+    seconds: tuple[tuple[Equation, float, float], ...] = ()
 
 
 def copy_span_of(program: Program) -> int:
@@ -86,6 +90,11 @@ def assign(graph: StrategyGraph, choice: Sequence[int], *, copy_span: int | None
         tuple(inputs[i] for i in range(len(graph.program.invars))),
         tuple(output(a, s) for a, s in zip(graph.program.outvars, graph.outputs, strict=True)),
         copy_span,
+        tuple(
+            (node.equation, float(node.choices.seconds[choice[number]]), node.trips)
+            for number, node in enumerate(graph.nodes)
+            if node.equation is not None
+        ),
     )
 
 

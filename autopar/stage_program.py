@@ -116,7 +116,9 @@ class _Tracer:
                     ports.append(Port("received" if piece.name.kind != "update" else "exchanged", v, piece.name))
         for piece in self.body:
             for result in piece.results:
-                readers = [p for p in self.cut.pieces.values() if p.name.stage != self.stage and p.name.kind == "update"]
+                readers = [
+                    p for p in self.cut.pieces.values() if p.name.stage != self.stage and p.name.kind == "update"
+                ]
                 if any(result.var in p.reads for p in readers):
                     ports.append(Port("exchanged", result.var, self._finisher().name))
         for piece in self.updates:
@@ -298,7 +300,11 @@ class _Tracer:
             names = [*raw, *(v for eqn in piece.equations for v in eqn.outvars)]
 
             def compute(
-                finishing: Sequence[Any], arrays: Sequence[Any], piece: Piece = piece, raw: Any = raw, reads: Any = reads
+                finishing: Sequence[Any],
+                arrays: Sequence[Any],
+                piece: Piece = piece,
+                raw: Any = raw,
+                reads: Any = reads,
             ) -> Any:
                 lowering = StepLowering(self.loop.plan, 0)
                 scope = Scope(lowering)
@@ -335,4 +341,3 @@ def _whole(var: Var) -> Layout:
 
 def _rows_of(var: Var) -> Layout:
     return Layout(((0,), *((),) * (len(var.aval.shape) - 1)))
-

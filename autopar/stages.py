@@ -258,7 +258,9 @@ class _Cutter:
             equations, reads = full[name]
             own = [v for eqn in members[name] for v in eqn.outvars]
             collected = tuple(results[v] for v in own if v in results) if name.kind != "update" else ()
-            writes = tuple(v for v in own if v in read and not (name.kind != "update" and self._only_updates(v, wanted)))
+            writes = tuple(
+                v for v in own if v in read and not (name.kind != "update" and self._only_updates(v, wanted))
+            )
             pieces[name] = Piece(name, tuple(equations), tuple(reads), writes, collected, updates.outputs_of(name))
         return pieces, made_by
 
@@ -409,6 +411,7 @@ class _Updates:
 
 def check(cut: StageCut) -> None:
     """Raise PlanError for a value that would flow against the order of the pieces."""
+
     def order(name: PieceName) -> tuple[int, int]:
         ranks = {"forward": (0, name.stage), "backward": (1, -name.stage), "update": (2, name.level)}
         return ranks[name.kind]

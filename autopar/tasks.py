@@ -11,7 +11,7 @@ program needed); it runs where its result is first read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import jax
@@ -26,6 +26,7 @@ from autopar.spmd import Assignment, Lowering, Placed, Scope
 from autopar.stage_program import PROLOGUE, StageProgram
 
 RefKind = Literal["input", "row", "value", "accumulator", "slice", "send", "output", "number"]
+
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
@@ -67,16 +68,32 @@ class _Slot:
 
 
 def stage_tasks(
-    stage: StageProgram, assignment: Assignment, device_mesh: jax.sharding.Mesh, *, split_backward: bool = False
+    stage: StageProgram,
+    assignment: Assignment,
+    device_mesh: jax.sharding.Mesh,
+    *,
+    split_backward: bool = False,
+    kept: Set[Var] = frozenset(),
 ) -> tuple[StageTask, ...]:
-    """The executables of one stage in the order in which they first run."""
-    return _Splitter(stage, assignment, device_mesh, split_backward=split_backward).split()
+    """The executables of one stage in the order in which they first run.
+
+    `split_backward`: input gradients and weight gradients are two tasks. `kept`: leaves that another stage on the same devices
+    reads, so that they are not donated.
+    """
+    return _Splitter(stage, assignment, device_mesh, split_backward=split_backward, kept=kept).split()
 
 
 class _Splitter:
     def __init__(
-        self, stage: StageProgram, assignment: Assignment, device_mesh: jax.sharding.Mesh, *, split_backward: bool
+        self,
+        stage: StageProgram,
+        assignment: Assignment,
+        device_mesh: jax.sharding.Mesh,
+        *,
+        split_backward: bool,
+        kept: Set[Var],
     ) -> None:
+        self.kept = kept
         self.stage, self.assignment, self.device_mesh = stage, assignment, device_mesh
         self.program = assignment.program
         self.lowering = Lowering(assignment)
@@ -140,7 +157,9 @@ class _Splitter:
     def _sent_atoms(self) -> list[Atom]:
         """What the region returns for other stages."""
         assert self.loop is not None and self.loop.loop is not None and self.region is not None
-        return [self.region.outvars[self.loop.outvars.index(self._before_fan_out(atom))] for atom in self._sends().values()]
+        return [
+            self.region.outvars[self.loop.outvars.index(self._before_fan_out(atom))] for atom in self._sends().values()
+        ]
 
     def _sends(self) -> dict[int, Var]:
         return {
@@ -379,9 +398,7 @@ class _Splitter:
         donated = self._donated(name, reads, [ref for ref, _, _ in writes], inside=inside)
         jitted = jax.jit(
             _named(name, sharded),
-            in_shardings=tuple(
-                [shardings[ref]] * m if ref in stacked else shardings[ref] for ref in reads
-            ),
+            in_shardings=tuple([shardings[ref]] * m if ref in stacked else shardings[ref] for ref in reads),
             out_shardings=tuple(NamedSharding(self.device_mesh, spec) for spec in out_specs),
             donate_argnums=donated,
         )
@@ -413,7 +430,10 @@ class _Splitter:
         return tuple(
             i
             for i, ref in enumerate(reads)
-            if ref.kind == "input" and ref.key in replaced and step.inputs[ref.key].donated
+            if ref.kind == "input"
+            and ref.key in replaced
+            and step.inputs[ref.key].donated
+            and self.stage.inputs[ref.key].var not in self.kept
             and not self._read_by_other_updates(ref, name)
         )
 

@@ -161,7 +161,9 @@ class _Problem:
                     undivided = [s.ways < self.microbatches for s in node.choices.strategies]
                     inside, whole = inside + forbidding * np.array(undivided), whole + forbidding
             if self.late_sums and node.equation is not None and node.loop is None:
-                inside = inside + forbidding * np.array([_adds_terms(node.equation, s) for s in node.choices.strategies])
+                inside = inside + forbidding * np.array(
+                    [_adds_terms(node.equation, s) for s in node.choices.strategies]
+                )
             costs.append(np.array([*inside, whole + PROLOGUE_BYTES, whole]))
         return costs
 

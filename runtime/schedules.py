@@ -239,6 +239,8 @@ _ROWS: Mapping[str, Callable[[_Shape, int], Iterator[Task]]] = {
     "interleaved": _interleaved,
     "zb-h1": _zb_h1,
 }
+SCHEDULES = tuple(_ROWS)
+"""The names that `make_schedule` knows."""
 
 
 def _check_arguments(name: str, *, num_meshes: int, num_microbatches: int, virtual_stages: int) -> None:

@@ -1,0 +1,290 @@
+"""The arguments of `parallelize`, checked, and what they mean for planning.
+
+In: what a user wrote. Out: a frozen `Settings`, which says on which devices and meshes to plan, within which memory, and makes
+the plan of a traced step: on one mesh, or in pipeline stages. What can go wrong: wishes that exclude each other; each error
+names the argument and what it may be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import jax
+import numpy as np
+
+from autopar.compile import CompiledStep
+from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster, preset, preset_for_device_kind
+from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.graph import PlannerOptions
+from autopar.mesh import LogicalMesh
+from autopar.microbatch import in_microbatches, microbatch_counts
+from autopar.options import Constraints, Rule
+from autopar.pipeline import CompiledPipeline, compile_pipeline
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipeline_planner import PipelineWishes, plan_pipeline, restore_pipeline
+from autopar.plan import Plan
+from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
+from autopar.relayout import KINDS
+from autopar.runtime.schedules import SCHEDULES
+from autopar.spmd import Assignment
+from autopar.staging import Staged
+from autopar.trace import CallSignature, TracedStep
+
+Shape = Sequence[int] | Mapping[str, int]
+MeshShape = Literal["auto"] | Shape | Sequence[Shape]
+Count = Literal["auto"] | int
+
+
+class Leader(Protocol):
+    """A step whose mesh and layouts another one follows."""
+
+    def last_plan(self) -> Plan | PipelinePlan:
+        """Its plan."""
+
+    def jax_devices(self) -> list[jax.Device]:
+        """Its devices."""
+
+    def cluster(self) -> Cluster:
+        """Its machine."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OnOneMesh:
+    """A step planned for one mesh."""
+
+    traced: TracedStep
+    plan: Plan
+    assignment: Assignment
+
+    def compiled(self, signature: CallSignature, devices: Sequence[jax.Device]) -> CompiledStep:
+        """The step on devices."""
+        return CompiledStep(signature, self.traced, self.assignment, self.plan, devices)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InStages:
+    """A step planned as a pipeline."""
+
+    traced: TracedStep
+    plan: PipelinePlan
+    staged: Staged
+
+    def compiled(self, signature: CallSignature, devices: Sequence[jax.Device]) -> CompiledPipeline:
+        """The step on devices."""
+        return compile_pipeline(signature, self.traced, self.staged, self.plan, devices)
+
+
+Planned = OnOneMesh | InStages
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Settings:
+    """The arguments of `parallelize`, checked. `meshes` has one shape per stage if the user gave several."""
+
+    devices: tuple[jax.Device, ...] | int | None
+    meshes: Literal["auto"] | tuple[LogicalMesh, ...]
+    memory_limit_bytes: int | None
+    constraints: Constraints
+    cluster: Literal["auto"] | Cluster
+    options: PlannerOptions
+    plan: Plan | PipelinePlan | None
+    follow: Leader | None
+    num_microbatches: Count
+    num_stages: Count
+    schedule: str
+    virtual_stages: int
+
+    def planned(self, traced: TracedStep) -> Planned:
+        """The plan for a step: the given one, a pipeline if stages were asked for, else one mesh."""
+        if isinstance(self.plan, PipelinePlan):
+            return InStages(traced, self.plan, restore_pipeline(traced, self.plan, self._request(())))
+        stages = self._stages()
+        if self.plan is None and stages > 1:
+            wishes = PipelineWishes(
+                stages, self.num_microbatches, self.schedule, self.virtual_stages, self._stage_meshes(stages)
+            )
+            plan, staged = plan_pipeline(traced, wishes, self._request(()), devices=self._count())
+            return InStages(traced, plan, staged)
+        return self._on_one_mesh(traced, self._request(self._one_mesh()))
+
+    def _stages(self) -> int:
+        """The number of meshes: what was asked for, or one for each shape; one otherwise."""
+        if self.num_stages != "auto":
+            return self.num_stages
+        return len(self.meshes) if self.meshes != "auto" else 1
+
+    def _stage_meshes(self, stages: int) -> tuple[LogicalMesh, ...] | None:
+        if self.meshes == "auto":
+            return None
+        return self.meshes * stages if len(self.meshes) == 1 else self.meshes
+
+    def _on_one_mesh(self, traced: TracedStep, request: PlanRequest) -> OnOneMesh:
+        """In as many microbatches as were asked for, or, by default, as the memory needs."""
+        if isinstance(self.plan, Plan):
+            cut = in_microbatches(traced, self.plan.num_microbatches)
+            return OnOneMesh(cut, self.plan, restore(cut, self.plan, request))
+        if self.num_microbatches != "auto":
+            cut = in_microbatches(traced, self.num_microbatches)
+            return OnOneMesh(cut, *plan_step(cut, request))
+        too_large: OutOfMemoryError | None = None
+        for count in microbatch_counts(traced):
+            cut = in_microbatches(traced, count)
+            if cut.microbatches != count:
+                break
+            try:
+                return OnOneMesh(cut, *plan_step(cut, request))
+            except OutOfMemoryError as error:
+                too_large = too_large or error
+        assert too_large is not None
+        raise too_large
+
+    def jax_devices(self) -> list[jax.Device]:
+        """The devices to run on."""
+        if self.devices is None and self.follow is not None:
+            return self.follow.jax_devices()
+        if isinstance(self.devices, int):
+            return jax.devices()[: self.devices]
+        return list(self.devices) if self.devices is not None else jax.devices()
+
+    def _request(self, meshes: tuple[LogicalMesh, ...]) -> PlanRequest:
+        """What the planner is asked; touches devices only to count them and to learn their kind."""
+        cluster = self.chosen_cluster()
+        limit = self.memory_limit_bytes
+        if limit is None and np.isfinite(cluster.usable_memory_bytes):
+            limit = int(cluster.usable_memory_bytes)
+        return PlanRequest(meshes, cluster, limit, self._constraints(), self.options)
+
+    def _one_mesh(self) -> tuple[LogicalMesh, ...]:
+        if self.follow is not None:
+            plan = self._followed()
+            return (LogicalMesh(plan.mesh_shape, plan.axis_names),)
+        if self.meshes != "auto":
+            self._check_size(self.meshes[0])
+            return self.meshes
+        return logical_meshes(self._count())
+
+    def _followed(self) -> Plan:
+        assert self.follow is not None
+        plan = self.follow.last_plan()
+        if isinstance(plan, PipelinePlan):
+            raise ArgumentError(
+                "follow= needs a step on one mesh, and this one runs in pipeline stages: bring its state together with "
+                "step.gather(state), or plan the other step in stages of its own"
+            )
+        return plan
+
+    def _count(self) -> int:
+        return self.devices if isinstance(self.devices, int) else len(self.jax_devices())
+
+    def _check_size(self, mesh: LogicalMesh) -> None:
+        if self.devices is not None and mesh.size > self._count():
+            raise ArgumentError(
+                f"mesh_shape={mesh.shape} needs {mesh.size} devices, there are {self._count()}; use a smaller mesh_shape, or "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size} to try it on virtual CPU devices"
+            )
+
+    def chosen_cluster(self) -> Cluster:
+        """What the machine can do, looked up by its devices' kind if the user did not say."""
+        if isinstance(self.cluster, Cluster):
+            return self.cluster
+        if self.follow is not None:
+            return self.follow.cluster()
+        if isinstance(self.devices, int):
+            return preset("cpu")
+        device = self.jax_devices()[0]
+        return preset_for_device_kind(device.platform, device.device_kind)
+
+    def _constraints(self) -> Constraints:
+        if self.follow is None:
+            return self.constraints
+        plan = self._followed()
+        layouts = tuple(Rule(v.path, v.partition_spec, must_match=False) for v in plan.inputs if v.role == "state")
+        return Constraints((*layouts, *self.constraints.rules))
+
+
+def checked_devices(devices: Any) -> tuple[jax.Device, ...] | int | None:
+    """The devices, or their number; ArgumentError for anything else."""
+    if devices is None:
+        return None
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        if devices < 1:
+            raise ArgumentError(f"devices={devices}: at least one device is needed")
+        return devices
+    listed = tuple(devices) if isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str) else ()
+    if not listed and isinstance(devices, list | tuple):
+        raise ArgumentError(f"devices={devices!r}: at least one device is needed")
+    if not listed or not all(isinstance(device, jax.Device) for device in listed):
+        raise ArgumentError(
+            f"devices={devices!r}: a list of JAX devices such as jax.devices(), or their number, is expected"
+        )
+    return listed
+
+
+def checked_cluster(cluster: Any) -> Literal["auto"] | Cluster:
+    """A cluster by name, file or value; ArgumentError names the known ones."""
+    if cluster == "auto" or isinstance(cluster, Cluster):
+        return cluster  # type: ignore[no-any-return]
+    if not isinstance(cluster, str | os.PathLike):
+        raise ArgumentError(
+            f"cluster={cluster!r}: 'auto', the name of a preset or a Cluster is expected, or the path of a file"
+        )
+    try:
+        return find_cluster(cluster) if isinstance(cluster, str) else load_cluster(Path(cluster))
+    except ValueError as error:
+        raise ArgumentError(f"cluster={cluster!r}: {error}") from None
+
+
+def checked_microbatches(count: Any) -> Literal["auto"] | int:
+    """A number of microbatches or 'auto'."""
+    if count != "auto" and (type(count) is not int or count < 1):
+        raise ArgumentError(f"num_microbatches={count!r}: 'auto' or a positive whole number is expected")
+    return count  # type: ignore[no-any-return]
+
+
+def checked_kinds(collectives: Sequence[str] | None) -> frozenset[str]:
+    """The kinds of collectives that may be used."""
+    given = KINDS if collectives is None else (collectives,) if isinstance(collectives, str) else collectives
+    unknown = sorted(set(given) - set(KINDS))
+    if unknown:
+        raise ArgumentError(f"collectives={unknown}: no such kind; there are {', '.join(KINDS)}")
+    return frozenset(given)
+
+
+def numbers(what: str, given: Any) -> tuple[int, ...]:
+    """Positions of arguments, as a tuple."""
+    numbers = (given,) if isinstance(given, int | str) else tuple(given)
+    if not all(isinstance(number, int) for number in numbers):
+        raise ArgumentError(f"{what}={given!r}: a number, or a list of numbers, of positional arguments is expected")
+    return numbers
+
+
+def checked_meshes(shape: Any) -> Literal["auto"] | tuple[LogicalMesh, ...]:
+    """One mesh, or one per stage; ArgumentError for anything else."""
+    if isinstance(shape, str):
+        if shape != "auto":
+            raise ArgumentError(f"mesh_shape={shape!r}: 'auto', sizes, or a list of sizes, one per stage, is expected")
+        return "auto"
+    several = isinstance(shape, tuple | list) and len(shape) > 0 and not isinstance(shape[0], int | np.integer)
+    if several and all(isinstance(one, Mapping | tuple | list) for one in shape):
+        return tuple(LogicalMesh.of(one) for one in shape)
+    return (LogicalMesh.of(shape),)
+
+
+def checked_stages(num_stages: Any, virtual_stages: Any) -> Count:
+    """A number of stages or 'auto'."""
+    if num_stages != "auto" and (type(num_stages) is not int or num_stages < 1):
+        raise ArgumentError(f"num_stages={num_stages!r}: 'auto' or a positive whole number is expected")
+    if type(virtual_stages) is not int or virtual_stages < 1:
+        raise ArgumentError(f"virtual_stages={virtual_stages!r}: a positive whole number is expected")
+    return num_stages  # type: ignore[no-any-return]
+
+
+def checked_schedule(schedule: Any) -> str:
+    """A schedule's name or 'auto'."""
+    if schedule != "auto" and schedule not in SCHEDULES:
+        raise ArgumentError(f"schedule={schedule!r}: 'auto' or one of {', '.join(SCHEDULES)} is expected")
+    return str(schedule)

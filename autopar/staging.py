@@ -1,0 +1,242 @@
+"""From a traced step to a planned pipeline: where to cut, and the best layouts of every stage on its devices.
+
+In: a traced step, how many stages, microbatches and which schedule, the machine. Out: a `Staged`: the stages' programs and
+assignments, and what each of their tasks takes. A stage is planned like a step of its own (`stage_program.py`), on its share of
+the devices, within the memory that its microbatches in flight leave. What can go wrong: a step that mixes examples cannot be
+cut in time; a stage that does not fit is named with its bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.compat import Literal as JaxLiteral
+from autopar.constraints import allowed_layouts
+from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
+from autopar.graph import itemsize_of
+from autopar.mesh import Layout, LogicalMesh
+from autopar.microbatch import TimeLoop, uneven_leaves
+from autopar.options import Constraints
+from autopar.plan import Plan
+from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
+from autopar.program import Equation
+from autopar.spmd import Assignment, planned_moves
+from autopar.stage_program import StageProgram, stage_program
+from autopar.stages import ForwardEquation, StageCut, cut_stages, forward_chain
+from autopar.time_axis import MixedExamples, plan_time
+from autopar.trace import TracedStep
+
+SLACK = 0.3
+"""By what part of a stage's work a cut may move to where fewer bytes cross."""
+MEMORY_ROUNDS = 3
+"""How often a stage is planned again for the microbatches in flight before it counts as too large."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StageRequest:
+    """How many stages on how many meshes, which logical shapes each mesh may have, and the microbatches in flight per stage."""
+
+    meshes: tuple[tuple[LogicalMesh, ...], ...]
+    num_stages: int
+    num_microbatches: int
+    in_flight: tuple[int, ...]
+    cuts: tuple[int, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StagedStage:
+    """A planned stage. Seconds are per microbatch for forward and backward, per step for the rest."""
+
+    program: StageProgram
+    plan: Plan
+    assignment: Assignment
+    forward_s: float
+    backward_s: float
+    once_s: float
+    residual_bytes: int
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Staged:
+    """All stages, and where the forward chain was cut."""
+
+    cut: StageCut
+    cuts: tuple[int, ...]
+    stages: tuple[StagedStage, ...]
+
+
+def split_devices(devices: int, meshes: int) -> tuple[tuple[LogicalMesh, ...], ...]:
+    """Equal shares of the devices with all their logical shapes; ArgumentError if they cannot be shared equally."""
+    if devices % meshes:
+        divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+        raise ArgumentError(
+            f"{devices} devices cannot be shared equally by {meshes} stages; use {', '.join(map(str, divisors))} stages, or give "
+            "each stage its mesh with stage_mesh_shapes"
+        )
+    share = devices // meshes
+    return (logical_meshes(share) if share > 1 else (LogicalMesh.of((1,)),),) * meshes
+
+
+def time_loop(traced: TracedStep, num_microbatches: int) -> TimeLoop:
+    """The step as prologue, body and epilogue. Raises ArgumentError, UnsupportedProgramError."""
+    uneven = uneven_leaves(traced, num_microbatches)
+    if uneven:
+        raise ArgumentError(uneven)
+    plan = plan_time(traced, num_microbatches, late_sums=True)
+    if isinstance(plan, MixedExamples):
+        raise UnsupportedProgramError(
+            f"the step cannot be cut into {num_microbatches} microbatches: {plan}. What one microbatch computes would not be what "
+            "the full batch does. Use num_microbatches=1, or normalise, count and compare within an example."
+        )
+    return TimeLoop(traced, plan)
+
+
+def even_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, ...]:
+    """Places that share the work equally, moved by at most `SLACK` of a share to where the fewest bytes cross."""
+    done = np.cumsum([0.0, *(e.flops for e in chain)])
+    share = done[-1] / num_stages
+    cuts: list[int] = []
+    for k in range(1, num_stages):
+        first = cuts[-1] + 1 if cuts else 1
+        window = [i for i in range(first, len(chain)) if abs(done[i] - k * share) <= SLACK * share]
+        if not window:
+            window = [min(range(first, len(chain)), key=lambda i: abs(done[i] - k * share), default=0)]
+        if window == [0] or len(chain) - window[0] < num_stages - k:
+            raise ArgumentError(
+                f"the step has {len(chain)} forward operations, too few for {num_stages} stages of equal work; use fewer stages"
+            )
+        cuts.append(min(window, key=lambda i: (chain[i].cut_bytes, abs(done[i] - k * share))))
+    return tuple(cuts)
+
+
+def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) -> Staged:
+    """All stages, planned. Raises ConstraintError, OutOfMemoryError, and what `time_loop` raises."""
+    allowed_layouts([leaf.one for leaf in traced.inputs], wanted.meshes[0][0], request.constraints)
+    loop = time_loop(traced, wanted.num_microbatches)
+    cuts = wanted.cuts if wanted.cuts is not None else even_cuts(forward_chain(loop), wanted.num_stages)
+    cut = cut_stages(loop, cuts)
+    rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
+    stages = []
+    for stage in range(wanted.num_stages):
+        meshes = wanted.meshes[stage % len(wanted.meshes)]
+        own = dataclasses.replace(request, meshes=meshes, constraints=Constraints(rules))
+        stages.append(_plan_stage(stage_program(cut, stage), own, wanted.in_flight[stage]))
+    return Staged(cut, cuts, tuple(stages))
+
+
+def restore_stages(
+    traced: TracedStep, plans: Sequence[Plan], cuts: tuple[int, ...], num_microbatches: int, request: PlanRequest
+) -> Staged:
+    """The stages that a plan describes, without solving."""
+    cut = cut_stages(time_loop(traced, num_microbatches), cuts)
+    stages = []
+    for number, plan in enumerate(plans):
+        program = stage_program(cut, number)
+        stages.append(_measured(program, plan, restore(program.step, plan, request), 1))
+    return Staged(cut, cuts, tuple(stages))
+
+
+def _plan_stage(program: StageProgram, request: PlanRequest, in_flight: int) -> StagedStage:
+    """One stage, within what its microbatches in flight leave of the memory."""
+    limit = request.memory_limit_bytes
+    room = limit
+    for _ in range(MEMORY_ROUNDS):
+        try:
+            plan, assignment = plan_step(program.step, dataclasses.replace(request, memory_limit_bytes=room))
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"stage {program.stage} of {program.cut.num_stages}, with {in_flight} microbatches in flight: {error}"
+            ) from None
+        stage = _measured(program, dataclasses.replace(plan, memory_limit_bytes=limit), assignment, in_flight)
+        if limit is None or stage.peak_bytes <= limit:
+            return stage
+        room = limit - (in_flight - 1) * stage.residual_bytes
+        if room <= 0:
+            break
+    raise OutOfMemoryError(
+        f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is {limit:,}: "
+        f"{in_flight} microbatches in flight keep {stage.residual_bytes:,} bytes each. Use more microbatches, fewer stages, more "
+        "devices, or the 1f1b schedule, which keeps fewer in flight."
+    )
+
+
+def _measured(program: StageProgram, plan: Plan, assignment: Assignment, in_flight: int) -> StagedStage:
+    task_of = _tasks(assignment)
+    seconds = _task_seconds(program, assignment, task_of)
+    m = program.cut.loop.plan.microbatches
+    residual = _residual_bytes(assignment, task_of)
+    forward_s = sum(s for task, s in seconds.items() if task.startswith("forward")) / m
+    backward_s = sum(s for task, s in seconds.items() if task.startswith("backward")) / m
+    once_s = sum(seconds.values()) - m * (forward_s + backward_s)
+    peak = plan.peak_bytes + (in_flight - 1) * residual
+    return StagedStage(program, plan, assignment, forward_s, backward_s, once_s, residual, peak)
+
+
+def _tasks(assignment: Assignment) -> dict[Equation, str]:
+    """The task of every equation, nested ones like what holds them."""
+    found: dict[Equation, str] = {}
+
+    def walk(equations: Sequence[Equation], outer: str) -> None:
+        for eqn in equations:
+            found[eqn] = eqn.task or outer
+            for region in eqn.regions:
+                walk(region.equations, found[eqn])
+
+    walk(assignment.program.equations, "")
+    return found
+
+
+def _task_seconds(program: StageProgram, assignment: Assignment, task_of: Mapping[Equation, str]) -> dict[str, float]:
+    """Seconds per step of each task, the ones of the loop for all microbatches together."""
+    seconds: dict[str, float] = {}
+    for eqn, each, trips in assignment.seconds:
+        seconds[task_of[eqn]] = seconds.get(task_of[eqn], 0.0) + each * trips
+    for planned in planned_moves(assignment):
+        shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
+        task = task_of.get(planned.equation, "") if planned.equation is not None else ""
+        each = assignment.spaces.network.seconds(planned.move, shape, itemsize)
+        seconds[task] = seconds.get(task, 0.0) + each * planned.trips
+    return seconds
+
+
+def _residual_bytes(assignment: Assignment, task_of: Mapping[Equation, str]) -> int:
+    """Bytes per device that forward leaves for backward in one microbatch."""
+    loop = next((e for e in assignment.program.equations if e.loop is not None and not e.task), None)
+    if loop is None:
+        return 0
+    made: dict[Any, Layout] = {}
+    total = 0
+    for eqn in loop.regions[0].equations:
+        if task_of[eqn].startswith("forward") and eqn.loop is None:
+            made.update(zip(eqn.outvars, assignment.strategies[eqn].outputs, strict=True))
+        elif task_of[eqn].startswith("backward"):
+            for v in eqn.invars:
+                if not isinstance(v, JaxLiteral) and v in made:
+                    total += made.pop(v).local_bytes(v.aval.shape, itemsize_of(v.aval), assignment.mesh)
+    return total
+
+
+def default_microbatches(counts: Sequence[int], num_stages: int) -> int:
+    """The most microbatches up to four per stage, so that the bubble is at most a fifth of the step."""
+    return max((m for m in counts if m <= 4 * num_stages), default=1)
+
+
+def transfer_bytes(cut: StageCut) -> dict[tuple[int, int, str], int]:
+    """Bytes of one microbatch (or, for updates, one step) between stages, by (source, target, kind of piece)."""
+    layouts = cut.loop.layouts()
+    total: dict[tuple[int, int, str], int] = {}
+    for name, piece in cut.pieces.items():
+        for v in piece.reads:
+            maker = cut.made_by.get(v)
+            if maker is not None and maker.stage != name.stage:
+                once = name.kind == "update"
+                shape = v.aval.shape if once else layouts[v].local_shape(v.aval.shape, cut.loop.mesh)
+                key = (maker.stage, name.stage, name.kind)
+                total[key] = total.get(key, 0) + math.prod(shape) * itemsize_of(v.aval)
+    return total
