@@ -1,270 +1,151 @@
-"""Which values are in memory together, and how many bytes that is.
+"""How many bytes a device needs at a choice's peak, and the rows that keep the search within a limit.
 
-In: a `StrategyGraph` and what becomes of its inputs. Out: `MemoryRow`s, the maximal live sets as bytes per choice of each node,
-for the planner; and the peak of one finished choice, with the tensors behind it. The model of what XLA keeps:
+In: a `StrategyGraph` and what becomes of its inputs. Out: the peak of a finished choice with the tensors behind it, and
+`MemoryRow`s, buffers alive together as bytes per choice of each node, for the planner. The account is XLA's own:
 
-    - inputs stay for the whole step; an output that takes the place of a donated input needs no room of its own;
-    - an operation that XLA folds into its users has no buffer, unless some user cannot take it in, such as a contraction, a
-      loop or the end of the step; what it reads stays alive until it is used;
-    - a `fan_out` is its operand in another layout: the operand's buffer goes when the fan_out's is there;
-    - a value that an equation needs in another layout is a copy, alive from the first to the last equation that needs it so;
-    - inside a loop the body's live set comes on top of what is alive around the loop.
+    arguments + results that take no donated argument's place + the most that temporaries take at one step.
 
-What can go wrong: XLA's own order and fusion differ; tests compare with `compiled.memory_analysis()`.
+`device_program` writes down what one device runs, `footprint` which buffers that needs and when. The peak of a finished choice
+counts everything, moved copies too; rows leave out what depends on pairs of choices, so the planner checks each result.
+
+What can go wrong: XLA needs more than predicted, by what it rewrites and by gaps between buffers. Arguments and results are
+exact; for temporaries a limit must leave room for `1 / TEMPORARIES_MARGIN` of the prediction, which `required` counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autopar.compat import Literal, Var
-from autopar.graph import StrategyGraph, is_opaque, itemsize_of
+from autopar.device_program import DeviceProgram, device_program
+from autopar.footprint import Footprint, Value, footprint_of
+from autopar.graph import StrategyGraph
 from autopar.intra_op import MemoryRow
-from autopar.program import Equation, Program, fan_out_p
-from autopar.rules import entry_for
-from autopar.spmd import is_gathered
+from autopar.spmd import assign
 
+TEMPORARIES_MARGIN = 0.75
+"""Predicted over actual temporaries at the worst, on the safe side: `benchmarks/memory_error.py` finds 0.76 for MoE on 8
+devices, where dispatch and combine take buffers that are not modelled; above 0.88 for all others."""
+ROWS = 48
+"""How many program points a search watches at most; the peak of what it finds is checked over all of them."""
 
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-    """A value in memory: which output of which node it is, and from which position to which it is alive."""
-
-    node: int
-    output: int
-    stacked: bool
-    aval: Any
-    first: int
-    last: int
-    name: str
+Key = tuple[int, int, bool]
 
 
 @dataclasses.dataclass(frozen=True)
 class Resident:
-    """One entry of a live set."""
+    """One entry of a live set; `is_kept` if it is an argument or a result, there from the first step to the last."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class LiveSet:
-    """What is in memory together, and the nodes whose equations run then."""
-
-    buffers: tuple[Buffer, ...]
-    nodes: tuple[int, ...]
+    is_kept: bool
 
 
 class MemoryModel:
-    """Live sets of one graph; made once, asked for rows and for the peak of choices."""
+    """Memory of one graph's choices. `aliased_outputs` are those that take the place of a donated input."""
 
     def __init__(self, graph: StrategyGraph, *, input_names: Sequence[str], aliased_outputs: frozenset[int]) -> None:
-        self.graph = graph
-        self._bytes: dict[tuple[int, int, bool], np.ndarray] = {}
-        self._is_constant: dict[tuple[int, int, bool], bool] = {}
-        persistent = list(self._inputs(input_names))
-        aliased = {
-            graph.program.outvars[i] for i in aliased_outputs if not isinstance(graph.program.outvars[i], Literal)
-        }
-        self._position: dict[int, int] = {}
-        self._numbers = {node.equation: number for number, node in enumerate(graph.nodes) if node.equation is not None}
-        sets = _maximal(self._live_sets(graph.program, aliased)) or [LiveSet((), ())]
-        self.live_sets = [LiveSet((*persistent, *live.buffers), live.nodes) for live in sets]
-        self._set_of = {node: number for number, live in enumerate(self.live_sets) for node in live.nodes}
-
-    def bytes_of(self, buffer: Buffer) -> np.ndarray:
-        """Bytes per device for every choice of the buffer's node."""
-        key = (buffer.node, buffer.output, buffer.stacked)
-        if key not in self._bytes:
-            strategies = self.graph.nodes[buffer.node].choices.strategies
-            shape, itemsize = buffer.aval.shape, itemsize_of(buffer.aval)
-            layouts = [s.outputs[buffer.output] for s in strategies]
-            layouts = [la.prepend() for la in layouts] if buffer.stacked else layouts
-            self._bytes[key] = np.array(
-                [la.local_bytes(shape, itemsize, self.graph.mesh) for la in layouts], dtype=float
-            )
-            self._is_constant[key] = bool(np.ptp(self._bytes[key]) == 0)
-        return self._bytes[key]
-
-    def rows(self) -> list[MemoryRow]:
-        """The live sets as rows of the planner's model, without moved copies: these depend on pairs of choices."""
-        rows = []
-        for number, live in enumerate(self.live_sets):
-            fixed = 0.0
-            by_node: dict[int, np.ndarray] = {}
-            for buffer in live.buffers:
-                size = self.bytes_of(buffer)
-                if self._is_constant[buffer.node, buffer.output, buffer.stacked]:
-                    fixed += float(size[0])
-                else:
-                    by_node[buffer.node] = by_node[buffer.node] + size if buffer.node in by_node else size
-            rows.append(MemoryRow(f"point{number}", by_node, fixed))
-        return rows
+        self.graph, self.input_names, self.aliased = graph, tuple(input_names), aliased_outputs
+        self._bytes: dict[tuple[Key, tuple[int, ...]], np.ndarray] = {}
 
     def peak(self, choice: Sequence[int], *, copy_span: int | None = None) -> tuple[int, tuple[Resident, ...]]:
         """(bytes per device, the tensors alive then, largest first) of a finished choice; `copy_span` as in `spmd.assign`."""
-        return self._peak(choice, self._moved(choice, copy_span))
+        assignment = assign(self.graph, choice, copy_span=copy_span)
+        program = device_program(self.graph, self.input_names, assignment)
+        return self._peak(program, self._footprint(program), [v.bytes for v in program.values])
 
-    def _peak(
-        self, choice: Sequence[int], moved: Sequence[tuple[int, int, Resident]]
-    ) -> tuple[int, tuple[Resident, ...]]:
-        totals = np.array(
-            [sum(self.bytes_of(b)[choice[b.node]] for b in live.buffers) for live in self.live_sets], float
-        )
-        for first, last, copy in moved:
-            totals[first : last + 1] += copy.bytes
-        worst = int(np.argmax(totals))
-        tensors = [
-            Resident(b.name, tuple(b.aval.shape), str(b.aval.dtype), int(self.bytes_of(b)[choice[b.node]]))
-            for b in self.live_sets[worst].buffers
-        ]
-        tensors += [copy for first, last, copy in moved if first <= worst <= last]
-        return int(totals[worst]), tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
-
-    def _moved(self, choice: Sequence[int], copy_span: int | None) -> list[tuple[int, int, Resident]]:
-        """Copies in another layout: (first live set, last live set, what). Users of one layout share a copy, as when lowered."""
-        nodes = self.graph.nodes
-        users: dict[Any, list[tuple[int, int]]] = {}
-        copies: dict[Any, Resident] = {}
-        gathered: dict[Any, bool] = {}
-        for use in self.graph.uses:
-            if use.target not in self._set_of or is_opaque(use.aval):
-                continue
-            given = nodes[use.source.node].choices.strategies[choice[use.source.node]].outputs[use.source.output]
-            wanted = nodes[use.target].choices.strategies[choice[use.target]].inputs[use.operand]
-            if (given, use.source.stacked) == (wanted, use.stacked):
-                continue
-            key, at = (use.source, use.stacked, wanted), self._set_of[use.target]
-            users.setdefault(key, []).append((self._position[use.target], at))
-            layout = wanted.prepend() if use.stacked else wanted
-            size = layout.local_bytes(use.aval.shape, itemsize_of(use.aval), self.graph.mesh)
-            name = f"moved {nodes[use.source.node].label} {tuple(use.aval.shape)}"
-            copies[key] = Resident(name, tuple(use.aval.shape), str(use.aval.dtype), size)
-            if copy_span is not None and key not in gathered:
-                given = given.prepend() if use.source.stacked else given
-                gathered[key] = is_gathered(self.graph.spaces.between(use.aval, given, layout).path(given, layout))
-        return [
-            (first, last, copies[key])
-            for key, places in users.items()
-            for first, last in _stays(sorted(places), copy_span if gathered.get(key) else None)
-        ]
+    def required(self, choice: Sequence[int], *, copy_span: int | None = None) -> int:
+        """Bytes per device that a limit must offer for a finished choice, so that XLA's own figure is within it."""
+        peak, tensors = self.peak(choice, copy_span=copy_span)
+        kept = sum(t.bytes for t in tensors if t.is_kept)
+        return kept + math.ceil((peak - kept) / TEMPORARIES_MARGIN)
 
     def least(self) -> tuple[int, tuple[Resident, ...]]:
         """The peak if every value could take its smallest layout, and the largest tensors even so."""
-        smallest: dict[int, int] = {}
-        for live in self.live_sets:
-            for b in live.buffers:
-                smallest[b.node] = int(np.argmin(self.bytes_of(b)))
-        return self._peak([smallest.get(v, 0) for v in range(len(self.graph.nodes))], ())
+        program = device_program(self.graph, self.input_names, None)
+        sizes = [int(self._sizes(v).min()) for v in program.values]
+        return self._peak(program, self._footprint(program), sizes)
 
-    def _inputs(self, names: Sequence[str]) -> Iterator[Buffer]:
-        for number, node in enumerate(self.graph.nodes):
-            if node.input_number is not None:
-                var = self.graph.program.invars[node.input_number]
-                yield Buffer(number, 0, False, var.aval, 0, 0, names[node.input_number])
+    def rows(self, choice: Sequence[int]) -> list[MemoryRow]:
+        """What a limit must offer at the points that need most under `choice`, one of each stretch, without moved copies."""
+        program = device_program(self.graph, self.input_names, None)
+        footprint = self._footprint(program)
+        sizes = [float(self._sizes(v)[0 if v.key is None else choice[v.key[0]]]) for v in program.values]
+        totals = _totals(footprint, sizes)
+        stretch = max(1, math.ceil(len(totals) / ROWS))
+        points = [at + int(np.argmax(totals[at : at + stretch])) for at in range(0, len(totals), stretch)]
+        kept = [program.values[v] for v in self._kept(program)]
+        alive: dict[int, list[int]] = {at: [] for at in points}
+        for span in footprint.spans:
+            for at in points[_first_at(points, span.first) :]:
+                if at > span.last:
+                    break
+                alive[at].append(span.value)
+        return [self._row(f"point{at}", kept, [program.values[v] for v in alive[at]]) for at in points]
 
-    def _live_sets(self, program: Program, aliased: frozenset[Var] | set[Var]) -> list[LiveSet]:
-        """The buffers alive at each equation of a program, nested ones on top."""
-        position = {eqn: i for i, eqn in enumerate(program.equations)}
-        users: dict[Var, list[Equation | None]] = {}
-        for eqn in program.equations:
-            for v in eqn.invars:
-                if not isinstance(v, Literal):
-                    users.setdefault(v, []).append(eqn)
-        for v in program.outvars:
-            if not isinstance(v, Literal):
-                users.setdefault(v, []).append(None)
-        end = len(program.equations)
-        self._position.update((self._numbers[eqn], i) for eqn, i in position.items() if eqn in self._numbers)
-        last: dict[Var, int] = {}
-        buffers: list[Buffer] = []
-        for eqn in reversed(program.equations):
-            for v in eqn.outvars:
-                last[v] = max((self._until(u, position, last, end) for u in users.get(v, ())), default=position[eqn])
-                buffer = self._buffer(eqn, v, users.get(v, ()), position[eqn], last[v])
-                if buffer is not None and v not in aliased:
-                    buffers.append(buffer)
-        sets: list[list[Buffer]] = [[] for _ in program.equations]
-        for buffer in buffers:
-            for at in range(buffer.first, min(buffer.last, end - 1) + 1):
-                sets[at].append(buffer)
-        return [
-            LiveSet((*outer, *inner.buffers), inner.nodes)
-            for eqn, outer in zip(program.equations, sets, strict=True)
-            for inner in self._inner(eqn)
+    def _row(self, name: str, kept: Iterable[Value], temporaries: Iterable[Value]) -> MemoryRow:
+        fixed = 0.0
+        by_node: dict[int, np.ndarray] = {}
+        counted = [*((v, 1.0) for v in kept), *((v, TEMPORARIES_MARGIN) for v in temporaries)]
+        for value, margin in counted:
+            sizes = self._sizes(value) / margin
+            if value.key is None or np.ptp(sizes) == 0:
+                fixed += float(sizes[0])
+            elif value.key[0] in by_node:
+                by_node[value.key[0]] = by_node[value.key[0]] + sizes
+            else:
+                by_node[value.key[0]] = sizes
+        return MemoryRow(name, by_node, fixed)
+
+    def _sizes(self, value: Value) -> np.ndarray:
+        """Bytes per device of a value of the whole program for every choice of the node that decides."""
+        if value.key is None:
+            return np.zeros(1)
+        node, output, stacked = value.key
+        known = (value.key, value.shape)
+        if known not in self._bytes:
+            layouts = [s.outputs[output] for s in self.graph.nodes[node].choices.strategies]
+            layouts = [la.prepend() for la in layouts] if stacked else layouts
+            share = [la.local_bytes(value.shape, 1, self.graph.mesh) for la in layouts]
+            self._bytes[known] = np.array(share, dtype=float) / max(math.prod(value.shape), 1)
+        return self._bytes[known] * value.bytes
+
+    def _kept(self, program: DeviceProgram) -> list[int]:
+        """Inputs, and outputs that have memory of their own: there from the first step to the last."""
+        own = [v for place, v in enumerate(program.outputs) if v >= 0 and place not in self.aliased]
+        return [*program.inputs, *own]
+
+    def _footprint(self, program: DeviceProgram) -> Footprint:
+        outputs = frozenset(v for v in program.outputs if v >= 0)
+        return footprint_of(program.block, program.values, elsewhere=outputs)
+
+    def _peak(
+        self, program: DeviceProgram, footprint: Footprint, sizes: Sequence[int]
+    ) -> tuple[int, tuple[Resident, ...]]:
+        totals = _totals(footprint, sizes)
+        worst = int(np.argmax(totals))
+        alive = [(v, True) for v in self._kept(program)]
+        alive += [(s.value, False) for s in footprint.spans if s.first <= worst <= s.last]
+        tensors = [
+            Resident(v.name, v.shape, v.dtype, sizes[n], kept) for n, kept in alive for v in (program.values[n],)
         ]
-
-    def _inner(self, eqn: Equation) -> list[LiveSet]:
-        if not eqn.regions:
-            moves = eqn in self._numbers and eqn.primitive is not fan_out_p
-            return [LiveSet((), (self._numbers[eqn],) if moves else ())]
-        return _maximal([s for region in eqn.regions for s in self._live_sets(region, set())]) or [LiveSet((), ())]
-
-    def _until(self, user: Equation | None, position: Mapping[Equation, int], last: Mapping[Var, int], end: int) -> int:
-        """Until when a user needs its operand: a folded one passes the need on to its own users."""
-        if user is None:
-            return end
-        if user.loop is None and _is_folded(user):
-            return max((last.get(v, position[user]) for v in user.outvars), default=position[user])
-        return position[user]
-
-    def _buffer(
-        self, eqn: Equation, var: Var, users: Sequence[Equation | None], first: int, last: int
-    ) -> Buffer | None:
-        source = self.graph.sources.get(var)
-        if source is None:
-            return None
-        if eqn.loop is None and entry_for(eqn).fused and not entry_for(eqn).free:
-            if all(u is not None and u.loop is None and entry_for(u).fused for u in users):
-                return None
-        elif (
-            eqn.loop is None
-            and entry_for(eqn).free
-            and eqn.primitive is not fan_out_p
-            and all(u is not None and u.loop is None for u in users)
-        ):
-            return None
-        if len(users) == 1 and users[0] is not None and users[0].primitive is fan_out_p:
-            last = first
-        name = f"{eqn.primitive.name} {tuple(var.aval.shape)}"
-        return Buffer(source.node, source.output, source.stacked, var.aval, first, last, name)
+        return sum(t.bytes for t in tensors), tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
 
 
-def _stays(places: Sequence[tuple[int, int]], copy_span: int | None) -> list[tuple[int, int]]:
-    """(first, last) live set of each stay of a copy whose users are at (position, live set), in order."""
-    stays: list[tuple[int, int]] = []
-    before: int | None = None
-    for position, at in places:
-        if before is None or (copy_span is not None and position - before > copy_span):
-            stays.append((at, at))
-        else:
-            stays[-1] = (min(stays[-1][0], at), max(stays[-1][1], at))
-        before = position
-    return stays
+def _totals(footprint: Footprint, sizes: Sequence[float]) -> np.ndarray:
+    """Bytes of temporaries at every step."""
+    change = np.zeros(footprint.steps + 1)
+    for span in footprint.spans:
+        change[span.first] += sizes[span.value]
+        change[span.last + 1] -= sizes[span.value]
+    return np.cumsum(change)[: max(footprint.steps, 1)]
 
 
-def _is_folded(eqn: Equation) -> bool:
-    return entry_for(eqn).fused and eqn.primitive is not fan_out_p
-
-
-def _maximal(sets: Sequence[LiveSet]) -> list[LiveSet]:
-    """The sets that no neighbour contains, the ones just before something goes; they run what the others ran."""
-    kept: list[LiveSet] = []
-    members: list[frozenset[tuple[int, int, bool]]] = []
-    for live in sets:
-        keys = frozenset((b.node, b.output, b.stacked) for b in live.buffers)
-        if members and keys <= members[-1]:
-            kept[-1] = LiveSet(kept[-1].buffers, (*kept[-1].nodes, *live.nodes))
-            continue
-        nodes = live.nodes
-        while members and members[-1] <= keys:
-            nodes = (*kept.pop().nodes, *nodes)
-            members.pop()
-        kept.append(LiveSet(live.buffers, nodes))
-        members.append(keys)
-    return kept
+def _first_at(points: Sequence[int], step: int) -> int:
+    """The place of the first point that is not before a step."""
+    return int(np.searchsorted(np.asarray(points), step))

@@ -30,7 +30,7 @@ from autopar.relayout import LOCAL_KINDS, all_layouts
 from autopar.spmd import Assignment, assign, copy_span_of, planned_moves
 from autopar.trace import Leaf, TracedStep, where
 
-MEMORY_ROUNDS = 4
+MEMORY_ROUNDS = 6
 """How often the memory limit is tightened before a step counts as too large."""
 MOST_AXES = 3
 """Logical meshes of more axes are planned only when asked for by shape."""
@@ -249,10 +249,10 @@ def _choose_with_copies(
     """The best choice within the limit if copies stay as `span` says.
 
     The rows of the planner's model leave out what depends on pairs of choices, such as a gathered operand. Where the peak of
-    a choice says that this mattered, the rows' limit is lowered by the excess and the search repeated.
+    a choice says that this mattered, the rows' limit is lowered by the excess, twice as far each time, and the search repeated.
     """
     row_limit, too_low = float(limit), 0.0
-    for _ in range(MEMORY_ROUNDS):
+    for tries in range(MEMORY_ROUNDS):
         choice = search(limit_bytes=row_limit)
         if choice is not None and not choice.numbers:
             return choice
@@ -262,7 +262,7 @@ def _choose_with_copies(
         excess = memory.required(choice.numbers, copy_span=span) - limit
         if excess <= 0:
             return choice
-        row_limit = max(row_limit - excess, (too_low + row_limit) / 2)
+        row_limit = max(row_limit - excess * 2**tries, (too_low + row_limit) / 2)
     return None
 
 
@@ -397,9 +397,7 @@ def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> Assignment:
     mesh = LogicalMesh(plan.mesh_shape, plan.axis_names)
     options = dataclasses.replace(request.options, allow_redundant_compute=plan.allow_redundant_compute)
     request = dataclasses.replace(request, options=options)
-    inputs = [
-        (_leaf_layout(v, leaf, mesh),) for v, leaf in zip(plan.inputs, traced.inputs, strict=True)
-    ]
+    inputs = [(_leaf_layout(v, leaf, mesh),) for v, leaf in zip(plan.inputs, traced.inputs, strict=True)]
     outputs: list[Any] = [
         number if number is not None else (_leaf_layout(v, leaf, mesh),)
         for number, v, leaf in zip(traced.state_of_output, plan.outputs, traced.outputs, strict=True)
