@@ -1,0 +1,262 @@
+"""The driver with compiled programs on eight virtual devices: numbers, buffers, errors that XLA reports late, timelines."""
+
+import functools
+import json
+import logging
+import os
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.errors import PipelineError
+from autopar.runtime.chain import chain
+from autopar.runtime.driver import Driver
+from autopar.runtime.instructions import Value
+from autopar.runtime.schedules import make_schedule
+from tests.runtime.chains import small_schedules
+
+WIDTH = 8
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    """No thread and no buffer outlives a test."""
+    before = {id(array) for array in jax.live_arrays()}
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("autopar")]
+    assert [array.shape for array in jax.live_arrays() if id(array) not in before] == []
+
+
+@pytest.fixture
+def quiet_callbacks(monkeypatch):
+    """JAX logs the traceback of a failing callback; pytest keeps the record, and with it the callback's arrays."""
+    monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
+
+
+def forward(w, x):
+    y = jnp.tanh(x @ w)
+    return y, (x, y)
+
+
+def input_gradient(residual, g, w):
+    return (g * (1 - residual[1] ** 2)) @ w.T
+
+
+def weight_gradient(dw, residual, g):
+    return dw + residual[0].T @ (g * (1 - residual[1] ** 2))
+
+
+def task(kind):
+    """The chain's task with one array per slot: a residual is x and y stacked."""
+    if kind == "forward":
+        return lambda w, x: (forward(w, x)[0], jnp.stack(forward(w, x)[1]))
+    if kind == "backward":
+        return lambda dw, r, g, w: (weight_gradient(dw, r, g), input_gradient(r, g, w))
+    if kind == "input_gradient":
+        return lambda r, g, w: (input_gradient(r, g, w),)
+    return lambda dw, r, g: (weight_gradient(dw, r, g),)
+
+
+class Step:
+    """The chain of tanh(x @ w), on `per_mesh` devices for each mesh; rows of the batch are split over them."""
+
+    def __init__(self, schedule, *, per_mesh=1, extra=None, **options):
+        self.work = chain(schedule)
+        p = schedule.num_meshes
+        devices = np.array(jax.devices()[: p * per_mesh]).reshape(p, per_mesh)
+        self.meshes = [Mesh(row, ("data",)) for row in devices]
+        extra = extra or {}
+        self.calls = {spec.name: self.compiled(spec, extra.get(spec.name)) for spec in self.work.specs}
+        self.driver = Driver(self.work.emit(), self.calls, self.transfer, **options)
+
+    def placed(self, mesh, name):
+        split = {"x": PartitionSpec("data"), "g": PartitionSpec("data"), "r": PartitionSpec(None, "data")}
+        return NamedSharding(self.meshes[mesh], split.get(name[0], PartitionSpec()))
+
+    def compiled(self, spec, extra):
+        def program(*arrays):
+            arrays = list(arrays)
+            if extra is not None:
+                arrays[-1] = extra(arrays[-1])
+            return task(spec.kind)(*arrays)[: len(spec.outputs)]
+
+        placed = tuple(self.placed(spec.mesh, slot.name) for slot in spec.outputs)
+        function = jax.jit(
+            program, donate_argnums=spec.donated[:1] if spec.kind != "forward" else (), out_shardings=placed
+        )
+        return lambda arrays: function(*arrays)
+
+    def transfer(self, array, value, source, target):
+        return jax.device_put(array, self.placed(target, value.name))
+
+    def inputs(self):
+        return {
+            (mesh, value): jax.device_put(content(value), self.placed(mesh, value.name))
+            for mesh, values in self.work.inputs.items()
+            for value in values
+        }
+
+    def gradients(self, **options):
+        return {str(value): np.array(array) for (_, value), array in self.driver.run(self.inputs(), **options).items()}
+
+
+def content(value):
+    if value.name.startswith("dw"):
+        return np.zeros((WIDTH, WIDTH), np.float32)
+    seed = 100 * int(value.name[1:]) + (value.microbatch or 0)
+    return np.random.default_rng(seed).normal(size=(WIDTH, WIDTH)).astype(np.float32) / 3
+
+
+@functools.cache
+def by_jax_grad(stages, microbatches):
+    """The last stage's output is its own cotangent, so the loss is half its squares."""
+
+    def loss(weights):
+        total = 0.0
+        for k in range(microbatches):
+            x = jnp.asarray(content(Value("x0", k)))
+            for w in weights:
+                x = jnp.tanh(x @ w)
+            total += 0.5 * jnp.sum(x**2)
+        return total
+
+    gradients = jax.grad(loss)([content(Value(f"w{s}")) for s in range(stages)])
+    return {f"dw{s}": np.array(gradient) for s, gradient in enumerate(gradients)}
+
+
+def assert_equal(got, wanted):
+    assert got.keys() == wanted.keys()
+    for name in wanted:
+        np.testing.assert_allclose(got[name], wanted[name], rtol=2e-5, atol=2e-5)
+
+
+TRAINING = [
+    schedule
+    for schedule in small_schedules(max_meshes=4, max_microbatches=4, max_virtual=2)
+    if schedule.kinds[-1] != "forward"
+    and (schedule.num_meshes, schedule.num_microbatches) in ((1, 4), (2, 1), (2, 4), (4, 4))
+]
+
+
+@pytest.mark.parametrize(
+    "schedule", TRAINING, ids=lambda s: f"{s.name}-{s.num_meshes}x{s.virtual_stages}-{s.num_microbatches}"
+)
+def test_gradients_are_those_of_jax_grad(schedule):
+    assert_equal(Step(schedule).gradients(), by_jax_grad(schedule.num_stages, schedule.num_microbatches))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
+def test_meshes_of_several_devices_give_the_same(name):
+    schedule = make_schedule(name, num_meshes=2, num_microbatches=4)
+    assert_equal(Step(schedule, per_mesh=4).gradients(), by_jax_grad(2, 4))
+
+
+def boom(array):
+    def callback(x):
+        raise ValueError("boom in the callback")
+
+    return jax.pure_callback(callback, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
+
+
+def on_each_device(function):
+    """As a part of a program on the second mesh of two devices."""
+    mesh, rows = Mesh(jax.devices()[2:4], ("data",)), PartitionSpec("data")
+    return jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False)
+
+
+@pytest.mark.usefixtures("quiet_callbacks")
+def test_an_error_inside_a_program_names_the_stage_and_leaves_no_buffer():
+    before = len(jax.live_arrays())
+    schedule = make_schedule("1f1b", num_meshes=3, num_microbatches=2)
+    step = Step(schedule, extra={"forward1": boom})
+    for _ in range(2):
+        with pytest.raises(PipelineError, match="Stage 1, microbatch 0: the forward failed on mesh 1") as caught:
+            step.gradients(record=True)
+        assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+        assert "boom in the callback" in str(caught.value.__cause__)
+        assert len(jax.live_arrays()) == before, "the exception is still held, the arrays are gone"
+        del caught
+
+
+@pytest.mark.usefixtures("quiet_callbacks")
+def test_an_error_that_xla_would_report_late_is_named_when_the_driver_waits():
+    """Programs of several devices run behind the caller's back; without collectives, which would wait for each other."""
+    schedule = make_schedule("inference", num_meshes=2, num_microbatches=2)
+    step = Step(schedule, per_mesh=2, extra={"forward1": on_each_device(boom)}, synchronous=True)
+    with pytest.raises(PipelineError, match="Stage 1, microbatch 0: the forward failed on mesh 1"):
+        step.gradients()
+
+
+def test_a_device_without_enough_memory_is_named():
+    """CPU devices have no limit, so a task asks for 64 TB of zeros."""
+    schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=2)
+    step = Step(schedule)
+    zeros = jax.jit(lambda: jnp.zeros((1 << 44,), jnp.float32), out_shardings=step.placed(0, "w"))
+    step.calls["backward0"] = lambda arrays: [zeros(), *arrays]
+    driver = Driver(step.work.emit(), step.calls, step.transfer)
+    with pytest.raises(
+        PipelineError, match=r"Stage 0, microbatch 0: the backward failed on mesh 0 .*RESOURCE_EXHAUSTED"
+    ):
+        driver.run(step.inputs(), record=True)
+    assert_equal(step.gradients(), by_jax_grad(2, 2))
+
+
+def test_ctrl_c_during_a_program_leaves_no_buffer_and_the_next_step_is_right():
+    before = len(jax.live_arrays())
+    schedule = make_schedule("1f1b", num_meshes=3, num_microbatches=4)
+    pressed = []
+
+    def press(array):
+        def callback(x):
+            if not pressed:
+                pressed.append(True)
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.05)
+            return np.asarray(x)
+
+        return jax.pure_callback(callback, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
+
+    step = Step(schedule, extra={"forward2": press})
+    with pytest.raises(KeyboardInterrupt):
+        step.gradients()
+    assert len(jax.live_arrays()) == before
+    assert_equal(step.gradients(), by_jax_grad(3, 4))
+
+
+def peak_residuals(name, p, m):
+    """Most residuals alive on the first mesh in front of any of its backwards."""
+    step = Step(make_schedule(name, num_meshes=p, num_microbatches=m))
+    seen = []
+    first = jax.devices()[0]
+    call = step.calls["backward0"]
+
+    def watched(arrays):
+        shape = (2, WIDTH, WIDTH)
+        seen.append(sum(a.shape == shape and a.devices() == {first} for a in jax.live_arrays() if not a.is_deleted()))
+        return call(arrays)
+
+    Driver(step.work.emit(), {**step.calls, "backward0": watched}, step.transfer).run(step.inputs())
+    return max(seen)
+
+
+def test_the_first_stage_of_gpipe_keeps_m_residuals_and_that_of_1f1b_p():
+    assert peak_residuals("gpipe", 4, 8) == 8
+    assert peak_residuals("1f1b", 4, 8) == 4
+    assert peak_residuals("1f1b", 2, 8) == 2
+
+
+def test_a_measured_step_is_a_chrome_trace(tmp_path):
+    schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=2)
+    step = Step(schedule)
+    step.gradients(record=True)
+    step.driver.timeline().save(tmp_path / "trace.json", "my step")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    slices = {event["name"]: event for event in events if event["ph"] == "X"}
+    assert slices["forward 1"]["args"].keys() == {"task", "stage", "microbatch"}
+    assert all(event["dur"] >= 0 for event in slices.values())
