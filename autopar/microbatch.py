@@ -52,6 +52,7 @@ class StepLowering(Lowering):
         self.mesh = TimeMesh((plan.microbatches,), ("time",), microbatch)
 
     def operation(self, eqn: Equation, scope: Scope) -> list[Placed]:
+        """One equation, under the user's source line."""
         with attributed_to(eqn):
             return super().operation(eqn, scope)
 

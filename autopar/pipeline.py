@@ -82,8 +82,8 @@ def compile_pipeline(
     needed = max(s.first_device + math.prod(s.plan.mesh_shape) for s in plan.stages)
     if needed > len(devices):
         raise ArgumentError(
-            f"the {plan.num_stages} stages need {needed} devices, there are {len(devices)}. Use smaller meshes or fewer stages; or, "
-            f"to try a plan on a CPU, start Python with XLA_FLAGS=--xla_force_host_platform_device_count={needed}."
+            f"the {plan.num_stages} stages need {needed} devices, there are {len(devices)}. Use smaller meshes or fewer stages; "
+            f"or, to try a plan on a CPU, start Python with XLA_FLAGS=--xla_force_host_platform_device_count={needed}."
         )
     stages = [
         PlannedStage(

@@ -220,7 +220,7 @@ class _Tracer:
             found = self.loop.prologue_of(wanted, {**leaves, **whole})
             return tuple(found[v] for v in computed)
 
-        computed = [v for v in self.loop.prologue_order(wanted)]
+        computed = self.loop.prologue_order(wanted)
         results = task_scope(PROLOGUE, compute)(*values, *rows.values())
         return {**once, **dict(zip(computed, results, strict=True))}
 

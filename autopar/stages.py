@@ -1,7 +1,7 @@
 """Cut a step in microbatches into pipeline stages: forward, backward and update of each.
 
-In: a `TimeLoop` and where the forward equations are cut. Out: a `StageCut`: `Piece`s, each the equations of one kind of work of one
-stage, with the values that it reads and writes. The rules:
+In: a `TimeLoop` and where the forward equations are cut. Out: a `StageCut`: `Piece`s, each the equations of one kind of work of
+one stage, with the values that it reads and writes. The rules:
 
     forward     body equations that depend on examples and parameters, in program order, cut at the given places
     backward    those under a transposition, and what depends on them: the lowest stage among the operands

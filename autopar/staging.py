@@ -91,8 +91,8 @@ def time_loop(traced: TracedStep, num_microbatches: int) -> TimeLoop:
     plan = plan_time(traced, num_microbatches, late_sums=True)
     if isinstance(plan, MixedExamples):
         raise UnsupportedProgramError(
-            f"the step cannot be cut into {num_microbatches} microbatches: {plan}. What one microbatch computes would not be what "
-            "the full batch does. Use num_microbatches=1, or normalise, count and compare within an example."
+            f"the step cannot be cut into {num_microbatches} microbatches: {plan}. What one microbatch computes would not be "
+            "what the full batch does. Use num_microbatches=1, or normalise, count and compare within an example."
         )
     return TimeLoop(traced, plan)
 

@@ -1,11 +1,11 @@
 """A planned stage taken apart into executables: prologue, forward, backward, updates.
 
-In: a `StageProgram`, the `Assignment` that planning chose for it, a device mesh. Out: `StageTask`s: compiled functions with, for every
-array that they read and write, a `Ref` that says what it is and how it lies on the mesh. The pieces meet in the layouts of the
-one plan, so what the planner priced between forward and backward is what happens between their executables. A value that is
-partial over mesh axes leaves an executable as it is, unreduced: as an array with one more leading dimension per partial axis,
-of which every device holds its own term. What can go wrong: an operation without a piece of its own (a fan_out that the
-program needed); it runs where its result is first read.
+In: a `StageProgram`, the `Assignment` that planning chose for it, a device mesh. Out: `StageTask`s: compiled functions with, for
+every array that they read and write, a `Ref` that says what it is and how it lies on the mesh. The pieces meet in the layouts of
+the one plan, so what the planner priced between forward and backward is what happens between their executables. A value that is
+partial over mesh axes leaves an executable as it is, unreduced: as an array with one more leading dimension per partial axis, of
+which every device holds its own term. What can go wrong: an operation without a piece of its own (a fan_out that the program
+needed); it runs where its result is first read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.mesh import Layout
-from autopar.program import Atom, Equation, Program
+from autopar.program import Atom, Equation, Loop, Program, fan_out_p
 from autopar.spmd import Assignment, Lowering, Placed, Scope
 from autopar.stage_program import PROLOGUE, StageProgram
 
@@ -97,8 +97,18 @@ class _Splitter:
         self.stage, self.assignment, self.device_mesh = stage, assignment, device_mesh
         self.program = assignment.program
         self.lowering = Lowering(assignment)
-        self.loop = next((e for e in self.program.equations if e.loop is not None and not e.task), None)
-        self.region: Program | None = self.loop.regions[0] if self.loop is not None else None
+        self.loop = next(e for e in self.program.equations if e.loop is not None and not e.task)
+        assert self.loop.loop is not None
+        self.counts: Loop = self.loop.loop
+        self.region: Program = self.loop.regions[0]
+        self._maker = {v: e for program in (self.program, self.region) for e in program.equations for v in e.outvars}
+        self._users: dict[Var, list[Equation]] = {}
+        for eqn in self.program.equations:
+            for v in _variables(eqn):
+                self._users.setdefault(v, []).append(eqn)
+        self._entries = {
+            e.outvars[0]: assignment.strategies[e].outputs[0] for e in self.region.equations[: len(self.region.invars)]
+        }
         self.task_of: dict[Equation, str] = {}
         self.home: dict[Var, _Slot] = {}
         self._tag_outside()
@@ -108,7 +118,7 @@ class _Splitter:
     # Which task an equation belongs to.
 
     def _tag_outside(self) -> None:
-        late: set[Var] = set(self.loop.outvars) if self.loop is not None else set()
+        late: set[Var] = set(self.loop.outvars)
         untagged: list[Equation] = []
         for eqn in self.program.equations:
             if eqn is self.loop:
@@ -117,14 +127,13 @@ class _Splitter:
                 self.task_of[eqn] = eqn.task
                 if eqn.task != PROLOGUE:
                     late.update(eqn.outvars)
-            elif any(v in late for v in eqn.invars if not isinstance(v, JaxLiteral)):
+            elif any(v in late for v in _variables(eqn)):
                 untagged.append(eqn)
                 late.update(eqn.outvars)
             else:
                 self.task_of[eqn] = PROLOGUE
         for eqn in reversed(untagged):
-            users = [e for e in self.program.equations if any(v in e.invars for v in eqn.outvars)]
-            owners = [self.task_of[e] for e in users if e in self.task_of]
+            owners = [self.task_of[e] for v in eqn.outvars for e in self._users.get(v, ()) if e in self.task_of]
             returned = [
                 str(port.piece)
                 for port, atom in zip(self.stage.outputs, self.program.outvars, strict=True)
@@ -133,8 +142,6 @@ class _Splitter:
             self.task_of[eqn] = (owners + returned + [PROLOGUE])[0]
 
     def _tag_inside(self, split_backward: bool) -> None:
-        if self.region is None:
-            return
         for eqn in self.region.equations[len(self.region.invars) :]:
             if eqn.task:
                 self.task_of[eqn] = eqn.task
@@ -143,20 +150,18 @@ class _Splitter:
 
     def _split_backward(self) -> None:
         """Backward into what the stage before waits for, the input gradients, and the rest, the weight gradients."""
-        assert self.region is not None
         needed = {self._before_copy(atom) for atom in self._sent_atoms()}
         for eqn in reversed(self.region.equations):
             task = self.task_of.get(eqn, "")
             if task.startswith("backward "):
                 first = any(v in needed for v in eqn.outvars)
                 if first:
-                    needed.update(v for v in eqn.invars if not isinstance(v, JaxLiteral))
+                    needed.update(v for v in _variables(eqn))
                 kind = "input_gradient" if first else "weight_gradient"
                 self.task_of[eqn] = f"{kind} {task.removeprefix('backward ')}"
 
     def _sent_atoms(self) -> list[Atom]:
         """What the region returns for other stages."""
-        assert self.loop is not None and self.loop.loop is not None and self.region is not None
         return [
             self.region.outvars[self.loop.outvars.index(self._before_fan_out(atom))] for atom in self._sends().values()
         ]
@@ -170,18 +175,13 @@ class _Splitter:
 
     def _before_fan_out(self, atom: Atom) -> Atom:
         """The value that a chain of fan_outs outside the loop copies."""
-        for eqn in reversed(self.program.equations):
-            if atom in eqn.outvars and eqn.primitive.name == "fan_out":
-                atom = eqn.invars[0]
+        while not isinstance(atom, JaxLiteral) and atom in self._maker and self._maker[atom].primitive is fan_out_p:
+            atom = self._maker[atom].invars[0]
         return atom
 
     def _before_copy(self, atom: Atom) -> Atom:
         """The value that the region's last fan_out for an output copies."""
-        assert self.region is not None
-        if isinstance(atom, JaxLiteral):
-            return atom
-        (eqn,) = (e for e in self.region.equations if atom in e.outvars)
-        return eqn.invars[0]
+        return atom if isinstance(atom, JaxLiteral) else self._maker[atom].invars[0]
 
     # Where values are between tasks.
 
@@ -199,12 +199,10 @@ class _Splitter:
             if eqn is not self.loop:
                 for v, layout in zip(eqn.outvars, self.lowering.gives(eqn), strict=True):
                     self.home.setdefault(v, _Slot(Ref("value", v), layout, v.aval))
-        if self.loop is not None:
-            self._find_homes_inside()
+        self._find_homes_inside()
 
     def _find_homes_inside(self) -> None:
-        assert self.loop is not None and self.loop.loop is not None and self.region is not None
-        loop, count = self.loop.loop, len(self.region.invars)
+        loop, count = self.counts, len(self.region.invars)
         heads = [self.assignment.strategies[e] for e in self.region.equations[:count]]
         for i, (atom, eqn, head) in enumerate(zip(self.loop.invars, self.region.equations[:count], heads, strict=True)):
             inner, layout = eqn.outvars[0], head.inputs[0]
@@ -224,8 +222,7 @@ class _Splitter:
             if i < loop.carries:
                 self.home[v] = _Slot(Ref("accumulator", i), heads[loop.consts + i].inputs[0], v.aval)
             else:
-                copy = next(e for e in self.region.equations if atom in e.outvars)
-                layout = self.assignment.strategies[copy].outputs[0]
+                layout = self.assignment.strategies[self._maker[atom]].outputs[0]
                 self.home[v] = _Slot(Ref("slice", i, True), layout, atom.aval)
 
     def _constant(self, atom: Atom, layout: Layout) -> _Slot:
@@ -239,8 +236,8 @@ class _Splitter:
 
     def _resolved(self, var: Var) -> _Slot:
         """The slot of a value; a fan_out that moves nothing is what it copies."""
-        maker = next((e for e in self.program.equations if var in e.outvars), None)
-        if maker is not None and maker.primitive.name == "fan_out" and not maker.task:
+        maker = self._maker.get(var)
+        if maker is not None and maker.primitive is fan_out_p and not maker.task:
             inner = self._resolved(maker.invars[0]) if not isinstance(maker.invars[0], JaxLiteral) else None
             if inner is not None and inner.layout == self.assignment.strategies[maker].outputs[0]:
                 return inner
@@ -249,7 +246,7 @@ class _Splitter:
     # The tasks.
 
     def split(self) -> tuple[StageTask, ...]:
-        inside = [self.task_of[e] for e in self.region.equations if e in self.task_of] if self.region else []
+        inside = [self.task_of[e] for e in self.region.equations if e in self.task_of]
         outside = [self.task_of[e] for e in self.program.equations if e in self.task_of]
         updates = dict.fromkeys(t for t in outside if t.startswith("update "))
         updates |= dict.fromkeys(str(p.piece) for p in self.stage.outputs if str(p.piece).startswith("update "))
@@ -264,11 +261,10 @@ class _Splitter:
 
     def _inside(self, name: str) -> StageTask:
         """A task of one microbatch."""
-        assert self.region is not None and self.loop is not None and self.loop.loop is not None
         equations = [e for e in self.region.equations if self.task_of.get(e) == name]
         made = {v for e in equations for v in e.outvars}
         others = [e for e in self.region.equations if e in self.task_of and self.task_of[e] != name]
-        read_elsewhere = {v for e in others for v in e.invars if not isinstance(v, JaxLiteral)}
+        read_elsewhere = {v for e in others for v in _variables(e)}
         reads = _operands_from_outside(equations, made)
         writes: list[tuple[Ref, Atom, tuple[Layout, ...]]] = []
         for v in dict.fromkeys(v for e in equations for v in e.outvars):
@@ -279,9 +275,8 @@ class _Splitter:
             source = self._before_copy(atom)
             if isinstance(source, JaxLiteral) or source not in made:
                 continue
-            (copy,) = (e for e in self.region.equations if atom in e.outvars)
-            through = self.assignment.strategies[copy].inputs[0]
-            if i < self.loop.loop.carries:
+            through = self.assignment.strategies[self._maker[atom]].inputs[0]
+            if i < self.counts.carries:
                 slot = self.home[self.loop.outvars[i]]
                 writes.append((slot.ref, source, (through, slot.layout)))
             else:
@@ -293,14 +288,9 @@ class _Splitter:
         return self._task(name, equations, reads, writes)
 
     def _is_joined(self, number: int) -> bool:
-        """Whether an update reads the stack of a value."""
-        assert self.loop is not None
-        var = self.loop.outvars[number]
-        users = [e for e in self.program.equations if var in e.invars]
-        return any(e.primitive.name != "fan_out" or e.task or self._feeds_a_task(e) for e in users)
-
-    def _feeds_a_task(self, eqn: Equation) -> bool:
-        return any(v in e.invars for e in self.program.equations for v in eqn.outvars)
+        """Whether an update reads the stack of a value; other stages read it through fan_outs alone."""
+        users = self._users.get(self.loop.outvars[number], [])
+        return any(e.primitive is not fan_out_p or e.task or self._users.get(e.outvars[0]) for e in users)
 
     def _outside(self, name: str) -> StageTask:
         """An update."""
@@ -308,7 +298,7 @@ class _Splitter:
         made = {v for e in equations for v in e.outvars}
         writes: list[tuple[Ref, Atom, tuple[Layout, ...]]] = []
         others = [e for e in self.program.equations if e in self.task_of and self.task_of[e] not in (name, PROLOGUE)]
-        read_elsewhere = {v for e in others for v in e.invars if not isinstance(v, JaxLiteral)}
+        read_elsewhere = {v for e in others for v in _variables(e)}
         for v in dict.fromkeys(v for e in equations for v in e.outvars):
             if v in read_elsewhere:
                 writes.append((self.home[v].ref, v, (self.home[v].layout,)))
@@ -329,13 +319,11 @@ class _Splitter:
         for v in dict.fromkeys(v for e in equations for v in e.outvars):
             if self.home[v].ref in read:
                 writes.append((self.home[v].ref, v, (self.home[v].layout,)))
-        if self.loop is not None and self.loop.loop is not None and self.region is not None:
-            loop = self.loop.loop
-            for i, atom in enumerate(self.loop.invars[: loop.consts + loop.carries]):
-                slot = self.home[self.region.equations[i].outvars[0]]
-                is_moved = i < loop.consts and isinstance(slot.ref.key, tuple) and slot.ref.key[0] == "moved"
-                if (is_moved or i >= loop.consts) and slot.ref in read:
-                    writes.append((slot.ref, atom, (slot.layout,)))
+        for i, atom in enumerate(self.loop.invars[: self.counts.consts + self.counts.carries]):
+            slot = self.home[self.region.equations[i].outvars[0]]
+            is_moved = isinstance(slot.ref.key, tuple) and slot.ref.key[0] == "moved"
+            if (is_moved or i >= self.counts.consts) and slot.ref in read:
+                writes.append((slot.ref, atom, (slot.layout,)))
         writes = list({ref: (ref, atom, path) for ref, atom, path in writes}.values())
         if not writes:
             return None
@@ -344,7 +332,7 @@ class _Splitter:
         for eqn in reversed(equations):
             if any(v in needed for v in eqn.outvars):
                 chosen.append(eqn)
-                needed.update(v for v in eqn.invars if not isinstance(v, JaxLiteral))
+                needed.update(v for v in _variables(eqn))
         reads = [v for v in self.program.invars if v in needed and v not in made]
         return self._task(f"{PROLOGUE} {self.stage.stage}", chosen[::-1], reads, writes)
 
@@ -410,11 +398,7 @@ class _Splitter:
 
     def _entry_layout(self, var: Var) -> Layout | None:
         """The layout in which the loop's body takes an entry, if the value comes in another one."""
-        assert self.region is not None
-        for eqn in self.region.equations[: len(self.region.invars)]:
-            if eqn.outvars[0] is var:
-                return self.assignment.strategies[eqn].outputs[0]
-        return None
+        return self._entries.get(var)
 
     def _spec(self, layout: Layout) -> PartitionSpec:
         mesh = self.assignment.mesh
@@ -441,11 +425,15 @@ class _Splitter:
         """Whether an update other than this one reads an input, or returns it unchanged."""
         for eqn in self.program.equations:
             if self.task_of.get(eqn, PROLOGUE) not in (name, PROLOGUE):
-                operands = [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
+                operands = [v for v in _variables(eqn)]
                 if any(self._resolved(v).ref == ref for v in operands):
                     return True
         returned = [v for v in self.program.outvars if not isinstance(v, JaxLiteral)]
         return any(self._resolved(v).ref == ref for v in returned)
+
+
+def _variables(eqn: Equation) -> list[Var]:
+    return [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
 
 
 def _named(name: str, fun: Callable[..., Any]) -> Callable[..., Any]:
@@ -461,7 +449,7 @@ def _without_leading(aval: Any) -> Any:
 
 
 def _operands_from_outside(equations: Sequence[Equation], made: set[Var]) -> list[Var]:
-    used = (v for e in equations for v in e.invars if not isinstance(v, JaxLiteral))
+    used = (v for e in equations for v in _variables(e))
     return list(dict.fromkeys(v for v in used if v not in made))
 
 

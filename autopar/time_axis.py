@@ -15,8 +15,9 @@ It is one problem of the intra-operator kind: each equation chooses a phase and,
     body -> prologue, epilogue -> body, epilogue -> prologue      impossible
 
 and it minimises the bytes and operations executed plus `RESIDENT` times the bytes that stay; heavy work on examples belongs
-into the body whatever it costs. All nodes of a loop of the user's share a phase. What can go wrong: a step that mixes examples, such as batch normalisation; then its heavy operations do not fit
-into the body, and `MixedExamples` names the operation that mixes and the user's line.
+into the body whatever it costs. All nodes of a loop of the user's share a phase. What can go wrong: a step that mixes examples,
+such as batch normalisation; then its heavy operations do not fit into the body, and `MixedExamples` names the operation that
+mixes and the user's line.
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ def _undivided(traced: TracedStep, plan: TimePlan, eqn: Equation, sizes: set[int
 
 
 def _line(plan: TimePlan, eqn: Equation) -> str:
-    """The user's line of an equation; of the next one that has any, where JAX keeps none for the inside of a function of its own."""
+    """The user's line of an equation; of the next one that has any, where JAX keeps none inside a function of its own."""
     program = list(plan.assignment.program.walk())
     lines = (source_line(e) for e in program[program.index(eqn) :])
     return next((line for line in lines if line), "an unknown line")
@@ -334,7 +335,8 @@ def example_factors(traced: TracedStep) -> dict[Equation, frozenset[str]]:
 def _follow_loop(eqn: Equation, dims: dict[Var, frozenset[int]], follow: object) -> None:
     """Marks through a nested program; carries are followed until they change no more."""
     loop = eqn.loop
-    assert loop is not None and callable(follow)
+    assert loop is not None
+    assert callable(follow)
     region = eqn.regions[-1]
     given = eqn.invars[1:] if loop.kind == "cond" else eqn.invars[loop.condition_consts :]
     regions = eqn.regions if loop.kind == "cond" else (region,)
