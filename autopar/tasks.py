@@ -425,7 +425,7 @@ class _Splitter:
         """Whether an update other than this one reads an input, or returns it unchanged."""
         for eqn in self.program.equations:
             if self.task_of.get(eqn, PROLOGUE) not in (name, PROLOGUE):
-                operands = [v for v in _variables(eqn)]
+                operands = _variables(eqn)
                 if any(self._resolved(v).ref == ref for v in operands):
                     return True
         returned = [v for v in self.program.outvars if not isinstance(v, JaxLiteral)]
