@@ -159,7 +159,7 @@ def _plan_on(
             "cannot bring every value to the layouts that the constraints and the operations ask for; allow all-gather and "
             "all-reduce, which always can"
         )
-    if not choice.numbers:
+    if graph.nodes and not choice.numbers:
         return _LeftOff(choice.lower_bound_s)
     assignment = assign(graph, choice.numbers, copy_span=copy_span)
     return _describe(traced, request, graph, memory, assignment, choice), assignment
