@@ -150,6 +150,28 @@ def test_a_bad_row_is_named_with_its_column_and_a_fix_and_the_others_run(changes
     assert text in found["errors"][0]
 
 
+@pytest.mark.parametrize("number", ["inf", "nan", "-1", "96.5", "1e400"])
+def test_what_is_no_size_is_told(number, tmp_path, capsys):
+    rows = table(tmp_path / "rows.csv", GOOD | {"layers": number})
+    _, _, errors = json_of(["--table", str(rows)], capsys)
+    assert f"column 'layers' is '{number}': write a whole number of at least 1" in errors
+
+
+def test_more_devices_than_the_cluster_joins_are_an_error_of_the_row(tmp_path, capsys):
+    rows = table(tmp_path / "rows.csv", GOOD | {"cluster": "h200"}, GOOD)
+    status, found, errors = json_of(["--table", str(rows)], capsys)
+    assert (status, len(found["rows"])) == (1, 1)
+    assert "row 1 (good): column 'cluster' is 'h200'" in errors
+    assert "64 devices, cluster 'h200' has at most 8" in errors
+
+
+def test_the_parts_of_a_step_add_up(capsys):
+    _, found, _ = json_of(["--table", str(PUBLISHED)], capsys)
+    for row in found["rows"]:
+        parts = row["compute_s"] + row["exposed_comm_s"] + row["bubble_s"] + row["optimizer_s"]
+        assert parts == pytest.approx(row["predicted_step_s"]), row["id"]
+
+
 @pytest.mark.parametrize("column", NEEDED)
 def test_a_missing_column_is_named_in_every_row(column, tmp_path, capsys):
     rows = table(tmp_path / "rows.csv", {key: value for key, value in GOOD.items() if key != column})

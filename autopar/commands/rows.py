@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ class RowError(ValueError):
 class Row:
     """A row that can be priced. What was measured is None where it was not published."""
 
+    number: int
     id: str
     source: str
     cluster_name: str
@@ -88,9 +90,9 @@ def _row(number: int, cells: Mapping[str, str]) -> Row:
     missing = [column for column in NEEDED if column not in cells]
     if missing:
         raise RowError(_listed((column, f"is missing: add it{_near(column, cells)}") for column in missing))
-    family = cells["family"]
+    family = cells["family"].lower()
     if family not in FAMILIES:
-        raise RowError(_listed([("family", f"is {family!r}: use one of {', '.join(FAMILIES)}")]))
+        raise RowError(_listed([("family", f"is {cells['family']!r}: use one of {', '.join(FAMILIES)}")]))
     optional = (*_MAY_BE_EMPTY, *(_NOT_OF_IMAGES if family == "wide_resnet" else ()))
     empty = [column for column in NEEDED if not cells[column] and column not in optional]
     if empty:
@@ -107,6 +109,7 @@ def _row(number: int, cells: Mapping[str, str]) -> Row:
     step_s, tflops, peak = (reader.measured(column) for column in MEASURED)
     reader.done()
     return Row(
+        number=number,
         id=cells.get("id") or f"row-{number}",
         source=cells.get("source", ""),
         cluster_name=cells["cluster"],
@@ -157,7 +160,7 @@ class _Cells:
             number = float(text)
         except ValueError:
             number = least - 1.0
-        if number != int(number) or number < least:
+        if not math.isfinite(number) or number != int(number) or number < least:
             self._wrong.append((column, f"is {text!r}: write a whole number of at least {least}"))
             return max(1, least)
         return int(number)
@@ -177,10 +180,13 @@ class _Cells:
     def measured(self, column: str) -> float | None:
         text = self.cells.get(column, "")
         try:
-            return float(text) if text else None
+            number = float(text or "0")
         except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
             self._wrong.append((column, f"is {text!r}: write a number, or leave it empty if it was not published"))
             return None
+        return number if text else None
 
     def done(self) -> None:
         if self._wrong:

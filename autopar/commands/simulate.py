@@ -79,7 +79,7 @@ def _priced(row: Row) -> PricedRow | RowError:
     try:
         return PricedRow(row, predict(row.cluster, row.job))
     except ValueError as error:
-        return RowError(f"row {row.id}: column 'cluster': {error}")
+        return RowError(f"row {row.number} ({row.id}): column 'cluster' is {row.cluster_name!r}: {error}")
 
 
 def json_row(row: PricedRow) -> dict[str, object]:
