@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import jax
 
-from autopar.errors import ArgumentError, PipelineError
+from autopar.errors import ArgumentError
+from autopar.runtime.failures import Failure, report
 from autopar.runtime.instructions import Free, Instruction, InstructionList, Receive, Run, Send, Value
 from autopar.runtime.machine import MeshMachine
 from autopar.runtime.timeline import Span, Timeline
@@ -35,13 +35,13 @@ WAKE = -1  # in place of a transfer's number: look whether the step is over
 POLL_S = 0.5  # and a mesh that waits looks by itself, should a second Ctrl-C fall between the first and the waking
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """An exception on a mesh, and how many of its instructions were done before."""
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where an instruction finds its arrays in its mesh's list: looked up once, since a task may have hundreds."""
 
-    mesh: int
-    position: int
-    error: BaseException
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    gone: tuple[int, ...]  # reads that do not exist afterwards
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Worker:
     """One mesh during one step."""
 
     mesh: int
-    arrays: dict[Value, Array]
+    arrays: list[Array]
     machine: MeshMachine
     inbox: SimpleQueue[tuple[int, Array]] = field(default_factory=SimpleQueue)
     arrivals: dict[int, Array] = field(default_factory=dict)
@@ -103,6 +103,14 @@ class Driver:
         self._transfer = transfer
         self._synchronous = synchronous
         self._timeline: Timeline | None = None
+        self._inputs = frozenset(program.inputs)
+        self._place_of: list[dict[Value, int]] = [{} for _ in range(program.num_meshes)]
+        for mesh, value in program.inputs:
+            self._place_of[mesh].setdefault(value, len(self._place_of[mesh]))
+        self._places = [
+            [_places(instruction, self._place_of[mesh]) for instruction in program.of(mesh)]
+            for mesh in range(program.num_meshes)
+        ]
 
     def run(self, inputs: Mapping[tuple[int, Value], Array], *, record: bool = False) -> dict[tuple[int, Value], Array]:
         """One step. Returns the outputs by (mesh, value).
@@ -118,10 +126,10 @@ class Driver:
         try:
             failures = self._work(step)
             if failures:
-                raise self._error(failures)
+                raise report(self._program, failures)
             if record:
                 self._timeline = self._gather(workers)
-            return {(mesh, value): workers[mesh].arrays[value] for mesh, value in self._program.outputs}
+            return {(m, value): workers[m].arrays[self._place_of[m][value]] for m, value in self._program.outputs}
         finally:
             for worker in workers:
                 worker.clear()
@@ -134,24 +142,27 @@ class Driver:
 
     def _workers(self, inputs: Mapping[tuple[int, Value], Array]) -> list[_Worker]:
         """Each mesh with its inputs; all missing and unknown ones are reported at once."""
-        expected = set(self._program.inputs)
-        wrong = [f"{value} on mesh {mesh} is missing" for mesh, value in sorted(expected - set(inputs), key=str)]
-        wrong += [f"{value} on mesh {mesh} is no input" for mesh, value in sorted(set(inputs) - expected, key=str)]
+        given = set(inputs)
+        wrong = [f"{value} on mesh {mesh} is missing" for mesh, value in sorted(self._inputs - given, key=str)]
+        wrong += [f"{value} on mesh {mesh} is no input" for mesh, value in sorted(given - self._inputs, key=str)]
         if wrong:
             raise ArgumentError(
                 "The inputs of this step are not the program's:\n" + "\n".join(f"  - {w}" for w in wrong)
             )
-        workers = [_Worker(mesh, {}, MeshMachine(self._program.of(mesh))) for mesh in range(self._program.num_meshes)]
+        workers = [
+            _Worker(mesh, [None] * len(places), MeshMachine(self._program.of(mesh)))
+            for mesh, places in enumerate(self._place_of)
+        ]
         for (mesh, value), array in inputs.items():
-            workers[mesh].arrays[value] = array
+            workers[mesh].arrays[self._place_of[mesh][value]] = array
         return workers
 
-    def _work(self, step: _Step) -> list[_Failure]:
+    def _work(self, step: _Step) -> list[Failure]:
         """Run all meshes to their end. No thread is left when this returns or raises."""
         if len(step.workers) == 1:
             failure = self._drive(step, 0)
             return [] if failure is None else [failure]
-        failures: SimpleQueue[_Failure | None] = SimpleQueue()
+        failures: SimpleQueue[Failure | None] = SimpleQueue()
 
         def target(mesh: int) -> None:
             failure = self._drive(step, mesh)
@@ -163,7 +174,7 @@ class Driver:
             threading.Thread(target=target, args=(worker.mesh,), name=f"autopar mesh {worker.mesh}", daemon=True)
             for worker in step.workers
         ]
-        found: list[_Failure | None] = []
+        found: list[Failure | None] = []
         try:
             for thread in threads:
                 thread.start()
@@ -177,7 +188,7 @@ class Driver:
                     thread.join()
         return [failure for failure in found if failure is not None]
 
-    def _drive(self, step: _Step, mesh: int) -> _Failure | None:
+    def _drive(self, step: _Step, mesh: int) -> Failure | None:
         """One mesh, from its first instruction to its last, or to the first failure anywhere."""
         worker = step.workers[mesh]
         machine = worker.machine
@@ -192,80 +203,46 @@ class Driver:
                     continue
                 started = time.perf_counter()
                 machine.start()
-                self._perform(machine.instructions[position], step)
+                self._perform(machine.instructions[position], self._places[mesh][position], step)
                 machine.finish()
                 worker.spans.append((position, started, time.perf_counter()))
         except BaseException as error:  # noqa: BLE001 - every failure of a mesh is raised by `run`
             if machine.state == "running":
                 machine.fail()
-            return _Failure(mesh, machine.position, error)
+            return Failure(mesh, machine.position, error)
         return None
 
-    def _perform(self, instruction: Instruction, step: _Step) -> None:
+    def _perform(self, instruction: Instruction, places: _Places, step: _Step) -> None:
         worker = step.workers[instruction.mesh]
         arrays = worker.arrays
         if isinstance(instruction, Run):
-            self._call(instruction, arrays, wait=step.wait)
+            self._call(instruction, places, arrays, wait=step.wait)
         elif isinstance(instruction, Send):
-            target = instruction.target_mesh
-            array = self._transfer(arrays[instruction.value], instruction.value, instruction.source_mesh, target)
+            source, target = instruction.source_mesh, instruction.target_mesh
+            array = self._transfer(arrays[places.reads[0]], instruction.value, source, target)
             step.workers[target].inbox.put((instruction.number, array))
         elif isinstance(instruction, Receive):
-            arrays[instruction.value] = worker.arrivals.pop(instruction.number)
+            arrays[places.writes[0]] = worker.arrivals.pop(instruction.number)
             if step.wait:
-                jax.block_until_ready(arrays[instruction.value])
+                jax.block_until_ready(arrays[places.writes[0]])
         else:
-            assert isinstance(instruction, Free)
-            del arrays[instruction.value]
+            arrays[places.gone[0]] = None
 
-    def _call(self, run: Run, arrays: dict[Value, Array], *, wait: bool) -> None:
+    def _call(self, run: Run, places: _Places, arrays: list[Array], *, wait: bool) -> None:
         """Donated arrays are let go before the call, so that the callable holds the only reference."""
-        arguments = [arrays[value] for value in run.reads]
-        for position in run.donated:
-            del arrays[run.reads[position]]
+        arguments = [arrays[place] for place in places.reads]
+        for place in places.gone:
+            arrays[place] = None
         try:
             results = self._callables[run.task](arguments)
         finally:
             arguments.clear()
-        if len(results) != len(run.writes):
-            raise ArgumentError(f"task {run.task!r} returned {len(results)} arrays, it writes {len(run.writes)}")
+        if len(results) != len(places.writes):
+            raise ArgumentError(f"task {run.task!r} returned {len(results)} arrays, it writes {len(places.writes)}")
         if wait:
             jax.block_until_ready(results)
-        arrays.update(zip(run.writes, results, strict=True))
-
-    def _error(self, failures: Sequence[_Failure]) -> BaseException:
-        """The earliest failure in the global order, in the user's words; arrays in its frames are let go."""
-        for failure in failures:
-            _clear_frames(failure.error)
-        first = min(failures, key=lambda failure: self._global_index(failure))
-        if isinstance(first.error, KeyboardInterrupt):
-            return first.error
-        error = PipelineError(self._describe(first))
-        error.__cause__ = first.error
-        return error
-
-    def _global_index(self, failure: _Failure) -> int:
-        row = self._program.of(failure.mesh)
-        instruction = row[min(failure.position, len(row) - 1)]
-        return next(n for n, other in enumerate(self._program.instructions) if other is instruction)
-
-    def _describe(self, failure: _Failure) -> str:
-        row = self._program.of(failure.mesh)
-        instruction = row[min(failure.position, len(row) - 1)]
-        index = self._global_index(failure)
-        where = f"instruction {index} of {len(self._program.instructions)}, `{instruction}`"
-        if isinstance(instruction, Run):
-            at = "" if instruction.microbatch is None else f", microbatch {instruction.microbatch}"
-            what = f"Stage {instruction.stage}{at}: the {instruction.kind.replace('_', ' ')} failed"
-        elif isinstance(instruction, Free):
-            what = f"Freeing {instruction.value} failed"
-        else:
-            what = f"Moving {instruction.value} from mesh {instruction.source_mesh} to {instruction.target_mesh} failed"
-        summary = str(failure.error).strip().split("\n")[0]
-        return (
-            f"{what} on mesh {failure.mesh} ({where}): {type(failure.error).__name__}: {summary}\n"
-            "All meshes were stopped, and the step can be called again; arrays that it was given to consume may be gone."
-        )
+        for place, array in zip(places.writes, results, strict=True):
+            arrays[place] = array
 
     def _gather(self, workers: Sequence[_Worker]) -> Timeline:
         begin = min((spans[0][1] for spans in (worker.spans for worker in workers) if spans), default=0.0)
@@ -279,6 +256,23 @@ class Driver:
         )
 
 
+def _places(instruction: Instruction, place_of: dict[Value, int]) -> _Places:
+    """Give every value its place when it first occurs."""
+
+    def places(values: Iterable[Value]) -> tuple[int, ...]:
+        return tuple(place_of.setdefault(value, len(place_of)) for value in values)
+
+    if isinstance(instruction, Run):
+        gone = (instruction.reads[position] for position in instruction.donated)
+        return _Places(places(instruction.reads), places(instruction.writes), places(gone))
+    place = places([instruction.value])
+    return _Places(
+        reads=place if isinstance(instruction, Send) else (),
+        writes=place if isinstance(instruction, Receive) else (),
+        gone=place if isinstance(instruction, Free) else (),
+    )
+
+
 def _accept(worker: _Worker) -> None:
     """Wait for one transfer to this mesh, or for a reason to look up."""
     try:
@@ -288,12 +282,3 @@ def _accept(worker: _Worker) -> None:
     if number != WAKE:
         worker.arrivals[number] = array
         worker.machine.arrived(number)
-
-
-def _clear_frames(error: BaseException | None) -> None:
-    """Tracebacks keep the locals of their frames alive, and with them arrays."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

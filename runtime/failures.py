@@ -1,0 +1,72 @@
+"""What is said when a mesh fails: stage, microbatch, instruction and mesh in the user's words.
+
+In: the exception on a mesh and where the mesh was. Out: a `PipelineError` with the exception as its cause. What can go wrong:
+tracebacks keep the locals of their frames alive, and with them the arrays of the step; `report` empties the frames.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.errors import PipelineError
+from autopar.runtime.instructions import Free, Instruction, InstructionList, Run
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on a mesh, and how many of its instructions were done before."""
+
+    mesh: int
+    position: int
+    error: BaseException
+
+
+def report(program: InstructionList, failures: Sequence[Failure]) -> BaseException:
+    """What to raise: about the failure that is the first in the global order; an interrupt is raised as it is."""
+    for failure in failures:
+        _clear_frames(failure.error)
+    first = min(failures, key=lambda failure: _global_index(program, failure))
+    if isinstance(first.error, KeyboardInterrupt):
+        return first.error
+    error = PipelineError(_describe(program, first))
+    error.__cause__ = first.error
+    return error
+
+
+def _describe(program: InstructionList, failure: Failure) -> str:
+    instruction = _instruction(program, failure)
+    place = f"instruction {_global_index(program, failure)} of {len(program.instructions)}, `{instruction}`"
+    summary = str(failure.error).strip().split("\n")[0]
+    return (
+        f"{_what_failed(instruction)} on mesh {failure.mesh} ({place}): {type(failure.error).__name__}: {summary}\n"
+        "All meshes were stopped, and the step can be called again; arrays that it was given to consume may be gone."
+    )
+
+
+def _what_failed(instruction: Instruction) -> str:
+    if isinstance(instruction, Run):
+        at = "" if instruction.microbatch is None else f", microbatch {instruction.microbatch}"
+        return f"Stage {instruction.stage}{at}: the {instruction.kind.replace('_', ' ')} failed"
+    if isinstance(instruction, Free):
+        return f"Freeing {instruction.value} failed"
+    return f"Moving {instruction.value} from mesh {instruction.source_mesh} to {instruction.target_mesh} failed"
+
+
+def _instruction(program: InstructionList, failure: Failure) -> Instruction:
+    row = program.of(failure.mesh)
+    return row[min(failure.position, len(row) - 1)]
+
+
+def _global_index(program: InstructionList, failure: Failure) -> int:
+    instruction = _instruction(program, failure)
+    return next(n for n, other in enumerate(program.instructions) if other is instruction)
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
