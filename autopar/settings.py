@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster, preset, preset_for_device_kind
-from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError
 from autopar.graph import PlannerOptions
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import in_microbatches, microbatch_counts
@@ -130,17 +130,25 @@ class Settings:
         if self.num_microbatches != "auto":
             cut = in_microbatches(traced, self.num_microbatches)
             return OnOneMesh(cut, *plan_step(cut, request))
-        too_large: OutOfMemoryError | None = None
-        for count in microbatch_counts(traced):
+        try:
+            return OnOneMesh(traced, *plan_step(traced, request))
+        except OutOfMemoryError as error:
+            smaller = self._in_least_microbatches(traced, request)
+            if smaller is None:
+                raise error from None
+            return smaller
+
+    def _in_least_microbatches(self, traced: TracedStep, request: PlanRequest) -> OnOneMesh | None:
+        """The plan with the fewest microbatches that fits the memory, None if none does."""
+        for count in microbatch_counts(traced)[1:]:
             cut = in_microbatches(traced, count)
             if cut.microbatches != count:
-                break
+                return None
             try:
                 return OnOneMesh(cut, *plan_step(cut, request))
-            except OutOfMemoryError as error:
-                too_large = too_large or error
-        assert too_large is not None
-        raise too_large
+            except (OutOfMemoryError, ConstraintError):  # constraints that no slice of so few examples can meet
+                continue
+        return None
 
     def jax_devices(self) -> list[jax.Device]:
         """The devices to run on."""
