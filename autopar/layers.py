@@ -1,0 +1,261 @@
+"""Cluster the forward equations of a step into layers: what pipeline stages are made of.
+
+In: the chain of forward equations. Out: the places where layers begin, and which layers are the same. With U the bound on a
+layer's flops and c(p) the bytes that a cut before place p sends,
+
+    B(k, q) = min over p < q with flops(p, q) <= U, or q = p + 1, of B(k - 1, p) + c(p)       c(0) = 0
+    answer    min over k <= max_layers of B(k, n);  among equals the least sum of squared flops, then fewer and earlier cuts
+
+U is (1 + slack) total / max_layers; if no clustering with so few layers meets it, it is the smallest that can be met. A chain
+of up to EXACT_PLACES equations is solved exactly. In a longer one only some places are candidates: the cheapest (then the
+first) in each stretch of U / STRETCHES flops, both ends of an equation above U, and the places that must be cuts; so time hardly
+grows with the chain. What can go wrong: a chain whose cheap places are further apart than U; then a layer begins inside a
+block, at the cheapest place there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.compat import Literal as JaxLiteral
+from autopar.compat import Var, constants_of, open_jaxpr
+from autopar.errors import ArgumentError
+from autopar.microbatch import TimeLoop
+from autopar.program import Equation
+from autopar.stages import ForwardEquation, forward_chain
+
+EXACT_PLACES = 1024
+"""Up to this many equations every place is a candidate."""
+STRETCHES = 32
+"""In a longer chain: candidates per layer."""
+
+
+def cluster(
+    chain: Sequence[ForwardEquation], *, max_layers: int, slack: float = 0.2, boundaries: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Ascending places in (0, len(chain)) where layers begin: at most `max_layers`, or as many as `boundaries` ask for.
+
+    `boundaries` are places that must be cuts. Raises ArgumentError for places and numbers that cannot be used.
+    """
+    _check(chain, max_layers=max_layers, slack=slack, boundaries=boundaries)
+    if not chain:
+        return ()
+    forced = tuple(sorted(set(boundaries)))
+    before = np.concatenate([[0.0], np.cumsum([e.flops for e in chain])])
+    cut_bytes = np.array([0.0, *(e.cut_bytes for e in chain[1:]), 0.0])
+    layers = max(max_layers, len(forced) + 1)
+    bound = (1 + slack) * before[-1] / layers
+    places = _candidates(before, cut_bytes, bound=bound, forced=forced)
+    task = _Clustering(places, before[places], cut_bytes[places], np.searchsorted(places, forced), layers)
+    return task.solve(task.attainable(bound))
+
+
+def _check(chain: Sequence[ForwardEquation], *, max_layers: int, slack: float, boundaries: Sequence[int]) -> None:
+    wrong = []
+    if max_layers < 1:
+        wrong.append(f"max_layers={max_layers}: must be at least 1")
+    if slack < 0:
+        wrong.append(f"slack={slack}: must not be negative")
+    outside = [place for place in boundaries if not 0 < place < len(chain)]
+    if outside:
+        wrong.append(f"boundaries {outside} are not between two of the {len(chain)} forward equations")
+    if wrong:
+        raise ArgumentError("Layers cannot be made like this:\n" + "\n".join(f"  - {line}" for line in wrong))
+
+
+def _candidates(before: np.ndarray, cut_bytes: np.ndarray, *, bound: float, forced: Sequence[int]) -> np.ndarray:
+    """Ascending places, the first and the last of the chain among them; see the module's text."""
+    count = len(before) - 1
+    if count <= EXACT_PLACES or bound <= 0:
+        return np.arange(count + 1) if count <= EXACT_PLACES else np.array([0, *forced, count])
+    inner = np.arange(1, count)
+    stretch = np.floor(before[1:count] / (bound / STRETCHES))
+    order = np.lexsort((inner, cut_bytes[1:count], stretch))
+    cheapest = order[np.unique(stretch[order], return_index=True)[1]] + 1
+    heavy = np.flatnonzero(np.diff(before) > bound)
+    return np.unique(np.concatenate([[0, count], np.asarray(forced, int), cheapest, heavy, heavy + 1]))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Clustering:
+    """Candidate places 0..C, flops before each, bytes of a cut there, numbers of those that must be cuts, layers allowed."""
+
+    places: np.ndarray
+    before: np.ndarray
+    cut_bytes: np.ndarray
+    forced: np.ndarray
+    max_layers: int
+
+    def attainable(self, bound: float) -> float:
+        """`bound`, or the least bound that `max_layers` layers can meet, to twelve digits."""
+        if self._layers_needed(bound) <= self.max_layers:
+            return bound
+        low, high = bound, max(float(self.before[-1]), bound)
+        while high - low > 1e-12 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._layers_needed(middle) <= self.max_layers else (middle, high)
+        return high
+
+    def _starts(self, bound: float) -> np.ndarray:
+        """For each candidate the first candidate at which a layer that ends there may begin; itself if there is none."""
+        ends = np.arange(len(self.places))
+        starts = np.searchsorted(self.before, self.before - bound * (1 + 1e-12), side="left")
+        alone = np.concatenate([[False], np.diff(self.places) == 1])
+        starts = np.minimum(starts, np.where(alone, ends - 1, ends))
+        past = np.searchsorted(self.forced, ends, side="left")
+        last_forced = np.concatenate([[0], self.forced])[past]
+        return np.asarray(np.maximum(starts, last_forced))
+
+    def _layers_needed(self, bound: float) -> float:
+        """The least number of layers that meet a bound: as long as possible from the end backwards."""
+        starts = self._starts(bound)
+        at, layers = len(self.places) - 1, 0
+        while at > 0:
+            if starts[at] == at:
+                return np.inf
+            at, layers = int(starts[at]), layers + 1
+        return layers
+
+    def solve(self, bound: float) -> tuple[int, ...]:
+        """The cuts."""
+        count = len(self.places)
+        starts = self._starts(bound)
+        width = int(np.max(np.arange(count) - starts))
+        begins = np.arange(count)[:, None] - np.arange(width, 0, -1)[None, :]
+        allowed = begins >= starts[:, None]
+        begins = np.maximum(begins, 0)
+        squares = (self.before[:, None] - self.before[begins]) ** 2
+        # Of a clustering of what lies before each candidate: (bytes of cuts, sum of squared flops) with k layers.
+        sent, uneven = np.full(count, np.inf), np.full(count, np.inf)
+        sent[0] = uneven[0] = 0.0
+        came_from: list[np.ndarray] = []
+        ends: list[tuple[float, float, int]] = []
+        for k in range(1, self.max_layers + 1):
+            total = np.where(allowed, (sent + self.cut_bytes)[begins], np.inf)
+            sent = total.min(axis=1)
+            spread = np.where(total == sent[:, None], uneven[begins] + squares, np.inf)
+            chosen = spread.argmin(axis=1)
+            uneven = spread[np.arange(count), chosen]
+            came_from.append(begins[np.arange(count), chosen])
+            ends.append((float(sent[-1]), float(uneven[-1]), k))
+        return self._cuts(came_from[: min(ends)[2]])
+
+    def _cuts(self, came_from: Sequence[np.ndarray]) -> tuple[int, ...]:
+        at, cuts = len(self.places) - 1, []
+        for previous in reversed(came_from):
+            at = int(previous[at])
+            cuts.append(int(self.places[at]))
+        return tuple(cuts[-2::-1])
+
+
+def identical(loop: TimeLoop, layers: Sequence[int]) -> tuple[int, ...]:
+    """For each layer, as `cluster` cuts them, the number of the first layer that is the same.
+
+    The same: a renaming of variables turns one list of equations into the other, with equal primitives, parameters,
+    literals, shapes and types; what comes from outside is of the same kind (a leaf of the same role, a value made before the
+    loop or in it), and the same results are read outside. Exact: signatures are compared, not digests.
+    """
+    equations = [place.equation for place in forward_chain(loop)]
+    bounds = [0, *layers, len(equations)]
+    origin = _origins(loop)
+    readers = _readers(loop)
+    first: dict[Hashable, int] = {}
+    return tuple(
+        first.setdefault(_signature_of(equations[begin:end], origin, readers), number)
+        for number, (begin, end) in enumerate(itertools.pairwise(bounds))
+    )
+
+
+def _origins(loop: TimeLoop) -> dict[Var, str]:
+    """The kind of every value of the step."""
+    leaves = {v: leaf.role for v, leaf in zip(loop.program.invars, loop.traced.inputs, strict=True)}
+    made = {v: phase for phase in ("prologue", "body") for eqn in loop.plan.of_phase(phase) for v in eqn.outvars}
+    return {**leaves, **made}
+
+
+def _readers(loop: TimeLoop) -> dict[Var, set[Equation | None]]:
+    """Which equations read a value; None stands for the step's outputs."""
+    readers: dict[Var, set[Equation | None]] = {}
+    for eqn in loop.program.equations:
+        for v in eqn.invars:
+            if not isinstance(v, JaxLiteral):
+                readers.setdefault(v, set()).add(eqn)
+    for v in loop.program.outvars:
+        if not isinstance(v, JaxLiteral):
+            readers.setdefault(v, set()).add(None)
+    return readers
+
+
+def _signature_of(
+    equations: Sequence[Equation], origin: Mapping[Var, str], readers: Mapping[Var, set[Equation | None]]
+) -> Hashable:
+    numbers: dict[Any, int] = {}
+    body = _signature(equations, numbers)
+    inside = set(equations)
+    made = {v for eqn in equations for v in eqn.outvars}
+    outside = tuple((numbers[v], _aval(v), origin.get(v, "")) for v in numbers if v not in made)
+    results = tuple(numbers[v] for v in numbers if v in made and not readers.get(v, set()) <= inside)
+    return body, outside, results
+
+
+def _signature(equations: Sequence[Any], numbers: dict[Any, int]) -> Hashable:
+    """Equations with variables numbered in order of appearance; `numbers` is filled."""
+    return tuple(
+        (
+            eqn.primitive.name,
+            tuple(_atom(v, numbers) for v in eqn.invars),
+            tuple((_atom(v, numbers), _aval(v)) for v in eqn.outvars),
+            tuple((name, _value(value)) for name, value in sorted(eqn.params.items()) if not _is_region(eqn, value)),
+            tuple(_scope(region, ()) for region in getattr(eqn, "regions", ())),
+            getattr(eqn, "loop", None),
+        )
+        for eqn in equations
+    )
+
+
+def _is_region(eqn: Any, value: object) -> bool:
+    """Whether a parameter holds the nested programs that the equation also has as `regions`."""
+    several = value if isinstance(value, tuple) and value else (value,)
+    return bool(getattr(eqn, "regions", ())) and all(hasattr(open_jaxpr(v), "eqns") for v in several)
+
+
+def _scope(program: Any, constants: Sequence[Any]) -> Hashable:
+    """A nested `Program` or jaxpr."""
+    numbers: dict[Any, int] = {}
+    inputs = (*getattr(program, "constvars", ()), *program.invars)
+    heads = tuple((_atom(v, numbers), _aval(v)) for v in inputs)
+    equations = program.equations if hasattr(program, "equations") else program.eqns
+    body = _signature(equations, numbers)
+    return heads, body, tuple(_atom(v, numbers) for v in program.outvars), tuple(_value(c) for c in constants)
+
+
+def _atom(atom: Any, numbers: dict[Any, int]) -> Hashable:
+    if isinstance(atom, JaxLiteral):
+        return "literal", _value(np.asarray(atom.val)), _aval(atom)
+    return numbers.setdefault(atom, len(numbers))
+
+
+def _aval(atom: Any) -> Hashable:
+    aval = atom.aval
+    return tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", aval)), bool(getattr(aval, "weak_type", False))
+
+
+def _value(value: Any) -> Hashable:
+    """A parameter as something that compares by content; what has none, such as a function, compares by identity."""
+    if hasattr(open_jaxpr(value), "eqns"):
+        return _scope(open_jaxpr(value), constants_of(value))
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        array = np.asarray(value)
+        return "array", str(array.dtype), array.shape, array.tobytes()
+    if isinstance(value, Mapping):
+        return tuple((name, _value(inner)) for name, inner in sorted(value.items()))
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, tuple(_value(inner) for inner in value)
+    return type(value).__name__, value if isinstance(value, Hashable) else id(value)
