@@ -10,6 +10,7 @@ under `jax.jit` with other shardings: in 0.12 XLA's partitioner aborts the proce
 can make all calls that run on it: two threads launching programs of several devices on the same mesh may deadlock.
 What can go wrong: memory shared between source and result. A result never shares memory with its source, even on the same
 device, so either may be deleted or donated. (`device_put(donate=True)` between meshes crashes in JAX 0.10 and 0.12.)
+Between processes only whole tiles travel: several arrays of one device each in one `device_put` arrive in each other's place.
 """
 
 from __future__ import annotations
@@ -61,7 +62,15 @@ class Move:
     def plan(self, links: Links | None) -> ReshardPlan:
         """What crosses which link."""
         source, target = (Tiling.of_sharding(sharding, self.shape) for sharding in (self.source, self.target))
-        return plan_reshard(self.shape, np.dtype(self.dtype).itemsize, source, target, links=links)
+        local = self.source.is_fully_addressable and self.target.is_fully_addressable
+        itemsize = np.dtype(self.dtype).itemsize
+        try:
+            return plan_reshard(self.shape, itemsize, source, target, links=links, whole_tiles=not local)
+        except ValueError as error:
+            raise ArgumentError(
+                f"{error}; devices of several processes take part, and between processes JAX moves only whole tiles "
+                "reliably: give both sides as many devices, and the same layout or a target replicated along some axes"
+            ) from error
 
 
 def reshard(array: Array, target: NamedSharding) -> Array:
