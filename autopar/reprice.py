@@ -1,18 +1,22 @@
 """A saved plan on another cluster: the same layouts and collectives, other devices and links.
 
-In: a `Plan`, a cluster. Out: a `RepricedPlan`. Each collective is priced again from its kind, bytes and axes on the new
-cluster's links; memory does not change. A plan keeps no operations, only their total seconds, so compute is scaled by the
-ratio of the two devices' rates, taken as the slower of arithmetic and memory bandwidth: exact where the plan is bound by one
-of them on both, an upper bound of the new time otherwise. What can go wrong: a plan made for a cluster that has no preset.
+In: a `Plan` or a `PipelinePlan`, a cluster. Out: a `RepricedPlan`. Each collective is priced again from its kind, bytes and
+axes on the new cluster's links; memory does not change. A plan keeps no operations, only their total seconds, so compute is
+scaled by the ratio of the two devices' rates, taken as the slower of arithmetic and memory bandwidth: exact where the plan is
+bound by one of them on both, an upper bound of the new time otherwise. The stages of a pipeline are priced one by one, and its
+step changes as the closed form of the schedule does. What can go wrong: a plan made for a cluster that has no preset.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 from autopar.cost_model.collectives import MeshCosts
 from autopar.cost_model.hardware import Cluster, find_cluster
+from autopar.cost_model.schedule_time import pipeline_s
+from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import CollectivePlan, Plan
 
 
@@ -44,8 +48,12 @@ class RepricedPlan:
     basis: str
 
 
-def reprice(plan: Plan, cluster: Cluster) -> RepricedPlan:
+def reprice(plan: Plan | PipelinePlan, cluster: Cluster) -> RepricedPlan:
     """Price `plan` on `cluster`. Raises ValueError if its mesh is larger than the cluster, or its own cluster is unknown."""
+    return _one_mesh(plan, cluster) if isinstance(plan, Plan) else _pipeline(plan, cluster)
+
+
+def _one_mesh(plan: Plan, cluster: Cluster) -> RepricedPlan:
     before = find_cluster(plan.cluster)
     costs = cluster.mesh_costs(plan.mesh_shape)
     dtype = _main_dtype(plan)
@@ -68,6 +76,58 @@ def reprice(plan: Plan, cluster: Cluster) -> RepricedPlan:
         basis=f"compute is scaled by {scale:.3g}: {bound} in {dtype} of {before.device.name} over that of "
         f"{cluster.device.name}; launches are not counted",
     )
+
+
+def _pipeline(plan: PipelinePlan, cluster: Cluster) -> RepricedPlan:
+    stages = [_one_mesh(stage.plan, cluster) for stage in plan.stages]
+    link = cluster.links_of((plan.num_stages // plan.virtual_stages, math.prod(plan.stages[0].plan.mesh_shape)))[0]
+    sends = RepricedKind(
+        kind="transfer",
+        planned_s=sum(item.count * item.predicted_s for item in plan.transfers),
+        seconds=sum(item.count * (link.alpha_s + item.bytes * link.beta_s_per_byte) for item in plan.transfers),
+        bytes=sum(item.count * item.bytes for item in plan.transfers),
+        count=sum(item.count for item in plan.transfers),
+    )
+    slower = [new.step_s / old.plan.step_s for new, old in zip(stages, plan.stages, strict=True)]
+    before_s = _schedule_s(plan, [1.0] * len(slower)) + sends.planned_s / plan.num_microbatches
+    after_s = _schedule_s(plan, slower) + sends.seconds / plan.num_microbatches
+    return RepricedPlan(
+        cluster=cluster.name,
+        planned_for=stages[0].planned_for,
+        planned_step_s=plan.step_s,
+        step_s=plan.step_s * after_s / before_s,
+        planned_compute_s=max(stage.planned_compute_s for stage in stages),
+        compute_s=max(stage.compute_s for stage in stages),
+        communication=(*_joined(kind for stage in stages for kind in stage.communication), sends),
+        peak_bytes=plan.peak_bytes,
+        usable_memory_bytes=cluster.usable_memory_bytes,
+        fits=plan.peak_bytes <= cluster.usable_memory_bytes,
+        basis=f"{len(stages)} stages: compute is that of the slowest one, communication that of all; {stages[0].basis}",
+    )
+
+
+def _schedule_s(plan: PipelinePlan, slower: Sequence[float]) -> float:
+    """Closed form of the schedule with every stage so many times slower; stages of one mesh add up."""
+    busy_s: dict[int, float] = {}
+    for stage, factor in zip(plan.stages, slower, strict=True):
+        busy_s[stage.mesh] = busy_s.get(stage.mesh, 0.0) + factor * (stage.forward_s + stage.backward_s)
+    once_s = max(factor * stage.once_s for stage, factor in zip(plan.stages, slower, strict=True))
+    microbatches, chunks = plan.num_microbatches, plan.virtual_stages
+    return pipeline_s(list(busy_s.values()), microbatches=microbatches, virtual_stages=chunks) + once_s
+
+
+def _joined(kinds: Iterable[RepricedKind]) -> tuple[RepricedKind, ...]:
+    sums: dict[str, RepricedKind] = {}
+    for kind in kinds:
+        known = sums.get(kind.kind, RepricedKind(kind.kind, 0.0, 0.0, 0.0, 0.0))
+        sums[kind.kind] = RepricedKind(
+            kind=kind.kind,
+            planned_s=known.planned_s + kind.planned_s,
+            seconds=known.seconds + kind.seconds,
+            bytes=known.bytes + kind.bytes,
+            count=known.count + kind.count,
+        )
+    return tuple(sums.values())
 
 
 def _main_dtype(plan: Plan) -> str:

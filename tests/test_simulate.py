@@ -4,13 +4,16 @@ import csv
 import json
 from pathlib import Path
 
+import jax
 import pytest
 
+import autopar
 from autopar.__main__ import main
 from autopar.commands.error_summary import rank_correlation
 from autopar.commands.rows import NEEDED, Row, RowError, read_table
 from autopar.cost_model.training_job import TrainingJob, predict
 from autopar.errors import ArgumentError
+from autopar.models import build
 
 PUBLISHED = Path(__file__).parent / "data" / "yardstick" / "published_steps.csv"
 GOOD = {
@@ -329,6 +332,25 @@ def test_a_plan_is_priced_on_another_cluster(plan_file, capsys):
             item["count"] * item["bytes"] for item in plan["collectives"] if item["kind"] == name
         )
         assert kind["seconds"] == pytest.approx(kind["planned_s"])
+
+
+def test_a_pipeline_is_priced_stage_by_stage(tmp_path, capsys):
+    model = build("gpt", layers=2, hidden=32, heads=2, seq=16, batch=16, vocab=256)
+    state = jax.eval_shape(lambda: model.create_state(jax.random.key(0)))
+    step = autopar.parallelize(
+        model.train_step, devices=4, num_stages=2, num_microbatches=4, mesh_shape=(2,), cluster="dgx-a100-80gb"
+    )
+    plan = step.plan(state, model.batch_shape())
+    path = tmp_path / "pipeline.json"
+    path.write_text(plan.to_json(), encoding="utf-8")
+    _, here, _ = json_of(["--plan", str(path), "--cluster", "dgx-a100-80gb"], capsys)
+    _, there, _ = json_of(["--plan", str(path), "--cluster", "dgx-h100"], capsys)
+    assert here["step_s"] == pytest.approx(plan.step_s, rel=0.01)
+    assert there["step_s"] < here["step_s"]
+    (sent,) = [kind for kind in here["communication"] if kind["kind"] == "transfer"]
+    assert sent["bytes"] == sum(item.count * item.bytes for item in plan.transfers)
+    assert sent["seconds"] == pytest.approx(sent["planned_s"])
+    assert here["peak_bytes"] == plan.peak_bytes
 
 
 def test_a_priced_plan_is_shown_against_the_memory_of_the_device(plan_file, capsys):

@@ -20,7 +20,6 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.commands.error_summary import GIGA, ErrorSummary, PricedRow, summarise
-from autopar.commands.planning import read_plan
 from autopar.commands.rows import Row, RowError, read_table
 from autopar.cost_model.hardware import Cluster, find_cluster
 from autopar.cost_model.overlap import Kind, overlap_ratio
@@ -28,6 +27,8 @@ from autopar.cost_model.training_job import predict
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
 from autopar.explain.units import bytes_text, percent_text, seconds_text
+from autopar.pipeline_plan import PipelinePlan, plan_from_json
+from autopar.plan import Plan
 from autopar.reprice import RepricedPlan, reprice
 
 SOME_ROWS_FAILED = 1
@@ -126,7 +127,9 @@ def _write_csv(path: Path, rows: Sequence[PricedRow]) -> None:
 
 
 def _table(title: str, *columns: str, words: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(
+        title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
     for column in columns:
         table.add_column(column, justify="left" if column in words else "right", overflow="fold")
     return table
@@ -211,7 +214,7 @@ def _simulate_plan(options: argparse.Namespace) -> int:
         raise ArgumentError("--csv goes with --table; for a plan use --json")
     try:
         cluster = find_cluster(options.cluster)
-        found = reprice(read_plan(options.plan), cluster)
+        found = reprice(_read_plan(options.plan), cluster)
     except ValueError as error:
         raise ArgumentError(str(error)) from None
     if options.json:
@@ -221,16 +224,18 @@ def _simulate_plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def _read_plan(path: Path) -> Plan | PipelinePlan:
+    try:
+        return plan_from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:
+        raise ArgumentError(f"{path} is not a plan that `autopar plan -o` wrote: {error}") from None
+
+
 def _print_plan(console: Console, found: RepricedPlan, cluster: Cluster) -> None:
-    table = _table(
-        f"The plan on {found.cluster}, planned for {found.planned_for}",
-        "",
-        "planned",
-        "here",
-        "bytes",
-        "times",
-        words=("",),
-    )
+    console.print(f"The plan on {found.cluster}, planned for {found.planned_for}", markup=False, highlight=False)
+    table = _table("", "", "planned", "here", "bytes", "times", words=("",))
     table.add_row("compute", seconds_text(found.planned_compute_s), seconds_text(found.compute_s), "", "")
     for kind in found.communication:
         cells = (
