@@ -327,6 +327,7 @@ class _Updates:
         for eqn in self.equations:
             self._follow_operands(eqn)
         self._follow_users()
+        self._place_what_depends()
         self._find_homes()
         self._find_levels()
         self._place_outputs()
@@ -364,6 +365,14 @@ class _Updates:
             if eqn in self.stage_of:
                 for v in _operands(eqn):
                     wanted.setdefault(v, self.stage_of[eqn])
+
+    def _place_what_depends(self) -> None:
+        """Only what leaves alone feed is computed anywhere: what depends on a placed value gets a place, and so a level."""
+        for eqn in self.equations:
+            if eqn not in self.stage_of:
+                stages = [s for v in _operands(eqn) if (s := self._known(v)) is not None]
+                if stages:
+                    self.stage_of[eqn] = min(stages)
 
     def _find_homes(self) -> None:
         for eqn in self.equations:
