@@ -10,6 +10,7 @@ a buffer's size. What can go wrong: an operation that XLA's CPU compiler expands
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from autopar.compat import Literal, Var
 from autopar.footprint import Block, Kind, Operation, Value
 from autopar.graph import Source, StrategyGraph, is_opaque, itemsize_of
 from autopar.mesh import Layout
-from autopar.program import Atom, Equation, Program
+from autopar.program import Atom, Equation, Program, fan_out_p
 from autopar.relayout import LOCAL_KINDS
 from autopar.rules import entry_for
 from autopar.spmd import Assignment, is_gathered
@@ -70,6 +71,7 @@ class _Walk:
         self.graph, self.assignment, self.mesh = graph, assignment, graph.mesh
         self.values: list[Value] = []
         self.constants: set[int] = set()
+        self.inputs: set[int] = set()
         self.factors: dict[int, tuple[int, ...]] = {}
 
     def program(self, names: Sequence[str]) -> DeviceProgram:
@@ -86,6 +88,7 @@ class _Walk:
                     (node.input_number, _Held(self._value(var.aval, layout, key, names[node.input_number]), layout))
                 )
         inputs = [h for _, h in sorted(held, key=lambda pair: pair[0])]
+        self.inputs.update(h.value for h in inputs)
         region = _Region(self, program, inputs)
         region.run()
         outputs = []
@@ -114,6 +117,7 @@ class _Region:
         self.moved: dict[tuple[Var, Layout], int] = {}
         self.used: dict[tuple[Var, Layout], int] = {}
         self.position = 0
+        self.latest = -1
 
     def run(self) -> None:
         for position, eqn in enumerate(self.source.equations):
@@ -122,6 +126,8 @@ class _Region:
                 self._operation(eqn)
             else:
                 _LOOPS[eqn.loop.kind](self, eqn)
+            if eqn.outvars and str(eqn.outvars[-1].aval.dtype).startswith(("float", "bfloat")):
+                self.latest = self.held[eqn.outvars[-1]].value
 
     def emit(self, kind: Kind, inputs: Sequence[int], outputs: Sequence[int], **more: Any) -> None:
         read = tuple(v for v in inputs if v >= 0)
@@ -137,7 +143,12 @@ class _Region:
         if target is None or held.layout == target or is_opaque(atom.aval):
             return held.value
         key = (atom, target)
-        if key not in self.moved or self._is_stale(held.layout, target, atom.aval, self.position - self.used[key]):
+        unused_for = self.position - self.used[key] if key in self.used else sys.maxsize
+        if self._is_stale(held.layout, target, atom.aval, unused_for):
+            waiting = self._like(held.value)
+            self.emit(Kind.CHEAP, (held.value, self.latest), (waiting,))
+            self.moved[key] = self.move(_Held(waiting, held.layout), target, atom.aval)
+        elif key not in self.moved:
             self.moved[key] = self.move(held, target, atom.aval)
         self.used[key] = self.position
         return self.moved[key]
@@ -197,6 +208,11 @@ class _Region:
             self.emit(Kind.CHEAP, (bits,), outputs)
         elif name.startswith(WRITES_INTO_FIRST):
             self.emit(Kind.WHOLE, operands, outputs, over=(operands[0],) if operands[0] >= 0 else ())
+        elif (
+            self.assignment is None and eqn.primitive is fan_out_p and operands[0] in self.walk.inputs
+        ):  # gathered, if it is split
+            self.walk.values[outputs[0]] = dataclasses.replace(self.walk.values[outputs[0]], is_copy=True)
+            self.emit(Kind.WHOLE, operands, outputs)
         elif self._is_renaming(eqn, operands, outputs):
             self.emit(Kind.ALIAS, operands[:1], outputs)
         elif name == "reduce_sum" and self._is_left_to_a_library(operands[0]):

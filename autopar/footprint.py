@@ -37,13 +37,17 @@ FOLDED = (Kind.CHEAP, Kind.COSTLY)
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """A value of one device; `key` is the (node, output, stacked) of the strategy graph whose layout decides its size."""
+    """A value of one device; `key` is the (node, output, stacked) of the strategy graph whose layout decides its size.
+
+    `is_copy`: it needs memory only as far as its layout is larger than the smallest, in which it is there anyway.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     bytes: int
     key: tuple[int, int, bool] | None
+    is_copy: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -113,7 +113,8 @@ class MemoryModel:
             layouts = [la.prepend() for la in layouts] if stacked else layouts
             share = [la.local_bytes(value.shape, 1, self.graph.mesh) for la in layouts]
             self._bytes[known] = np.array(share, dtype=float) / max(math.prod(value.shape), 1)
-        return self._bytes[known] * value.bytes
+        sizes = self._bytes[known] * value.bytes
+        return sizes - sizes.min() if value.is_copy else sizes
 
     def _kept(self, program: DeviceProgram) -> list[int]:
         """Inputs, and outputs that have memory of their own: there from the first step to the last."""

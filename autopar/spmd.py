@@ -9,6 +9,7 @@ What can go wrong: anything that still speaks of global shapes; the random-strat
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,6 +148,7 @@ class Scope:
         self.moved: dict[tuple[Var, Layout], Any] = {}
         self.used: dict[tuple[Var, Layout], int] = {}
         self.position = 0
+        self.latest: Any = None
 
     def get(self, atom: Atom, layout: Layout) -> Any:
         """The value in a layout, moved there once; a gathered copy long unused is gathered again (`copy_span`)."""
@@ -154,10 +156,11 @@ class Scope:
             whole = Placed(_literal(atom), Layout.replicated(len(atom.aval.shape)))
             return self.lowering.moved(whole, layout, atom.aval)
         key = (atom, layout)
-        if key not in self.moved:
-            self.moved[key] = self.lowering.moved(self.values[atom], layout, atom.aval)
-        elif self.lowering.is_stale(self.values[atom], layout, atom.aval, self.position - self.used[key]):
-            self.moved[key] = self.lowering.moved(self.values[atom], layout, atom.aval, again=True)
+        unused_for = self.position - self.used[key] if key in self.used else sys.maxsize
+        is_stale = self.lowering.is_stale(self.values[atom], layout, atom.aval, unused_for)
+        if key not in self.moved or is_stale:
+            after = self.latest if is_stale else None
+            self.moved[key] = self.lowering.moved(self.values[atom], layout, atom.aval, after=after)
         self.used[key] = self.position
         return self.moved[key]
 
@@ -191,6 +194,8 @@ class Lowering:
         for scope.position, eqn in enumerate(equations):
             outs = self.operation(eqn, scope) if eqn.loop is None else _LOOPS[eqn.loop.kind](self, eqn, scope)
             scope.values.update(zip(eqn.outvars, outs, strict=True))
+            if outs and outs[-1].array.size and jnp.issubdtype(outs[-1].array.dtype, jnp.floating):
+                scope.latest = outs[-1].array
 
     def is_stale(self, value: Placed, target: Layout, aval: Any, unused_for: int) -> bool:
         """Whether a copy is dropped after so many equations without a use."""
@@ -199,14 +204,14 @@ class Lowering:
             return False
         return is_gathered(self.assignment.spaces.between(aval, value.layout, target).path(value.layout, target))
 
-    def moved(self, value: Placed, target: Layout, aval: Any, *, again: bool = False) -> Any:
-        """The local array after the cheapest moves from the value's layout to `target`."""
+    def moved(self, value: Placed, target: Layout, aval: Any, *, after: Any = None) -> Any:
+        """The local array after the cheapest moves from the value's layout to `target`, made again once `after` is there."""
         if value.layout == target or is_opaque(aval):
             return value.array
         space = self.assignment.spaces.between(aval, value.layout, target)
-        array = value.array
+        array = value.array if after is None else waiting_for(after, value.array)
         for move in space.path(value.layout, target):
-            array = gather_again(move, array, self.mesh) if again else perform(move, array, self.mesh)
+            array = perform(move, array, self.mesh)
         return array
 
     def operation(self, eqn: Equation, scope: Scope) -> list[Placed]:
@@ -453,19 +458,14 @@ def perform(move: Move, array: Any, mesh: LogicalMesh) -> Any:
     return jnp.where(mesh.index(move.axes[0]) == 0, array, neutral)
 
 
-def gather_again(move: Move, array: Any, mesh: LogicalMesh) -> Any:
-    """An all-gather that XLA does not merge with an earlier one of the same value.
+def waiting_for(late: jax.Array, array: jax.Array) -> jax.Array:
+    """The same array, but no part of it before `late` is there, and nothing made of it merged with what is made of `array`.
 
-    A barrier does it from JAX 0.12 on; XLA's CPU compiler of 0.10 removes barriers before it merges, so dimensions are also
-    exchanged around the gather.
+    XLA's CPU compiler of JAX 0.10 drops barriers, and runs at once whatever has its operands. So the array depends on a
+    condition that is never true, a square below -1, which XLA does not know.
     """
-    array = jax.lax.optimization_barrier(array)
-    if array.ndim < 2:
-        return perform(move, array, mesh)
-    other = (move.from_dim + 1) % array.ndim
-    exchanged = jnp.swapaxes(array, move.from_dim, other)
-    whole = perform(dataclasses.replace(move, from_dim=other), exchanged, mesh)
-    return jnp.swapaxes(whole, move.from_dim, other)
+    number = jnp.ravel(late)[0]
+    return jnp.where(number * number < -1, jnp.zeros_like(array), array)
 
 
 def _all_reduce(array: Any, names: tuple[str, ...], monoid: str) -> Any:

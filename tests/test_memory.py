@@ -1,7 +1,7 @@
-"""Predicted peak memory against XLA's own account, and the live-set model on programs that can be reckoned by hand.
+"""Predicted peak memory against XLA's own account, limits that hold in it, and programs that can be reckoned by hand.
 
-XLA's account is arguments + outputs - aliased + temporaries of one device. Measured ratios of prediction to it are 0.88 to
-1.20 on JAX 0.10 and 0.84 to 1.20 on 0.12; the tests hold it between 20 % below and 25 % above.
+XLA's account is arguments + outputs - aliased + temporaries of one device. Measured ratios of prediction to it are 0.85 to 1.03
+here, on both JAX ends; limits leave room for what is missing (`memory.TEMPORARIES_MARGIN`).
 """
 
 import jax
@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import OutOfMemoryError, data_parallel, zero3
+from autopar.memory import TEMPORARIES_MARGIN
 from autopar.models.registry import build
 
-LEAST_RATIO, MOST_RATIO = 0.8, 1.25
+LEAST_RATIO, MOST_RATIO = 0.83, 1.1
 FLOAT = 4
 
 
@@ -21,6 +22,12 @@ def real_bytes(compiled):
     account = compiled.memory_analysis()
     kept = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
     return kept + account.temp_size_in_bytes
+
+
+def required_bytes(plan):
+    """The least limit under which a plan may be chosen: inputs are exact, temporaries have a margin."""
+    inputs = sum(value.bytes_per_device for value in plan.inputs)
+    return inputs + (plan.peak_bytes - inputs) / TEMPORARIES_MARGIN
 
 
 def shapes_of(model):
@@ -51,17 +58,33 @@ def test_the_predicted_peak_is_near_what_xla_allocates(name, plan):
     assert LEAST_RATIO <= ratio <= MOST_RATIO, f"predicted {compiled.plan.peak_bytes}, XLA {real_bytes(compiled)}"
 
 
-def test_a_memory_limit_gives_a_plan_that_really_needs_less():
-    model = MODELS["wide_mlp"]()
-    four = {"devices": jax.devices()[:4], "mesh_shape": (4,)}
-    free = autopar.parallelize(model.train_step, **four).compile(*shapes_of(model))
-    limit = int(
-        0.9 * free.plan.peak_bytes
-    )  # at 0.8 what XLA saves is less than the model's margin: nothing can be asserted
+LIMITED = {
+    "mlp": lambda: build("mlp", hidden=64, layers=6, batch=1024),
+    "gpt": lambda: build("gpt", layers=1, hidden=32, seq=32),
+    "wide_resnet": lambda: build("wide_resnet", base_channels=4, width_factor=1, image_size=8),
+}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_xlas_own_figure_is_within_a_memory_limit(name):
+    """A limit under which plain data parallelism cannot be planned."""
+    model = LIMITED[name]()
+    four = {"devices": jax.devices()[:4], "mesh_shape": (4,), "num_microbatches": 1}
+    copied = autopar.parallelize(model.train_step, constraints=data_parallel(), **four).compile(*shapes_of(model))
+    limit = int(0.9 * required_bytes(copied.plan))
     tight = autopar.parallelize(model.train_step, memory_limit_bytes=limit, **four).compile(*shapes_of(model))
-    assert tight.plan.peak_bytes <= limit
     assert tight.plan.memory_limit_bytes == limit
-    assert real_bytes(tight) <= limit / LEAST_RATIO
+    assert real_bytes(tight) <= limit
+
+
+def test_a_limit_on_zero_3_makes_xla_need_less():
+    """Its gathered kernels are dropped, and gathered again when the backward pass is there."""
+    model = build("mlp", hidden=128, layers=6, batch=32)
+    four = {"devices": jax.devices()[:4], "mesh_shape": (4,), "num_microbatches": 1, "constraints": zero3()}
+    free = autopar.parallelize(model.train_step, **four).compile(*shapes_of(model))
+    limit = int(0.9 * required_bytes(free.plan))
+    tight = autopar.parallelize(model.train_step, memory_limit_bytes=limit, **four).compile(*shapes_of(model))
+    assert real_bytes(tight) <= limit
     assert real_bytes(tight) < real_bytes(free)
     assert tight.plan.step_s >= free.plan.step_s
 
@@ -70,7 +93,9 @@ def test_a_limit_below_what_must_be_resident_is_refused():
     model = MODELS["wide_mlp"]()
     state, batch = shapes_of(model)
     resident = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) // 8
-    step = autopar.parallelize(model.train_step, devices=8, mesh_shape=(8,), memory_limit_bytes=resident)
+    step = autopar.parallelize(
+        model.train_step, devices=8, mesh_shape=(8,), memory_limit_bytes=resident, num_microbatches=1
+    )
     with pytest.raises(OutOfMemoryError, match="no plan fits"):
         step.plan(state, batch)
 

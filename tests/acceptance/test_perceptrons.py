@@ -4,6 +4,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.memory import TEMPORARIES_MARGIN
 from tests.acceptance.models import dropout_mlp, mlp
 from tests.acceptance.planning import (
     ALL_REDUCE,
@@ -26,6 +27,12 @@ def xla_bytes(program):
     memory = program.compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.temp_size_in_bytes
+
+
+def required_bytes(plan):
+    """The least limit under which a plan may be chosen: inputs are exact, temporaries have a margin."""
+    inputs = sum(value.bytes_per_device for value in plan.inputs)
+    return inputs + (plan.peak_bytes - inputs) / TEMPORARIES_MARGIN
 
 
 def kernel(number):
@@ -170,15 +177,16 @@ def test_case_7_zero_3_gathers_parameters_and_scatters_gradients():
 def test_case_7_short_of_memory_zero_3_gathers_kernels_forward_and_backward():
     """Kernels far from their backward use are dropped and gathered again; the last layers' copies are used soon enough.
 
-    XLA's own account of so small a program exceeds the prediction by up to the memory model's margin (test_memory.py).
+    XLA's own account is within the limit: a gather that is made again waits for the backward pass.
     """
     problem = mlp(256, 32)
     kept = compiled(problem, (4, 1), constraints=autopar.zero3())
     kernel_bytes = 32 * 32 * 4
-    limit = kept.plan.peak_bytes - 2 * kernel_bytes
+    limit = int(required_bytes(kept.plan)) - 3 * kernel_bytes
     program = compiled(problem, (4, 1), constraints=autopar.zero3(), memory_limit_bytes=limit)
     assert program.plan.peak_bytes <= limit
-    assert xla_bytes(program) <= limit / 0.8
+    assert xla_bytes(program) <= limit
+    assert xla_bytes(program) <= xla_bytes(kept) - kernel_bytes
     found = census(program)
     assert found.kinds() == {"reduce-scatter", "all-gather"}, found
     gathers = found.bytes_of("all-gather")
@@ -188,12 +196,14 @@ def test_case_7_short_of_memory_zero_3_gathers_kernels_forward_and_backward():
 
 
 def test_case_7_a_memory_limit_alone_leads_to_zero_3():
-    """A limit just above what ZeRO-3 needs, and below what ZeRO-2 needs."""
+    """A limit that ZeRO-2 cannot keep, nor ZeRO-3 that gathers each kernel once; XLA's own account is within it."""
     problem = mlp(256, 32)
     zero3 = compiled(problem, (4, 1), constraints=autopar.zero3())
     zero2 = compiled(problem, (4, 1), constraints=autopar.zero2())
-    assert zero3.plan.peak_bytes < zero2.plan.peak_bytes
-    program = compiled(problem, (4, 1), memory_limit_bytes=zero3.plan.peak_bytes)
+    limit = int(required_bytes(zero3.plan)) - 4 * 32 * 32 * 4
+    assert required_bytes(zero2.plan) > limit
+    program = compiled(problem, (4, 1), memory_limit_bytes=limit, num_microbatches=1)
+    assert xla_bytes(program) <= limit
     assert_split(program, "state/params", 4)
     assert_split(program, "state/opt_state", 4)
     assert not census(program).bytes_of("all-reduce")
