@@ -33,7 +33,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -215,14 +215,13 @@ def choose_stages(problem: StageProblem, *, manual: Manual | None = None, tolera
     """
     manual = manual or Manual()
     _check(problem, manual)
-    families = [f for f in _families(problem, manual) if f.is_possible]
-    if not families:
-        raise ArgumentError(_nothing_left(problem, manual))
+    families = tuple(_families(problem, manual))
     best = _Best(tolerance)
     for family in families:
         _Search(family, best).run()
     if best.stages is None:
-        raise _out_of_memory(problem, families)
+        possible = [family for family in families if family.is_possible]
+        raise _out_of_memory(problem, possible) if possible else ArgumentError(_nothing_left(problem, manual))
     return _choice(problem, best, families)
 
 
@@ -254,15 +253,16 @@ def _check(problem: StageProblem, manual: Manual) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Family:
-    """Choices of equal rules: `counts` are the S in it, `in_flight[r - 1]` belongs to the r-th stage from the end.
+    """Choices of equal rules: `counts` are the S in it, `slowest` their b(S), `fill` is a.
 
-    `chunks` per mesh, each of which may have that part of the memory.
+    `in_flight[S][r - 1]`: what the r-th stage from the end keeps. A mesh has `chunks`, each of which may have that part of the
+    memory.
     """
 
     problem: StageProblem
     manual: Manual
     counts: tuple[int, ...]
-    in_flight: tuple[int, ...]
+    in_flight: Mapping[int, tuple[int, ...]]
     fill: float
     slowest: tuple[float, ...]
     chunks: int = 1
@@ -286,7 +286,13 @@ class _Family:
     @property
     def is_possible(self) -> bool:
         """Whether there is a choice, memory aside."""
-        return math.isfinite(_quick(_any_place(self.stage_s(self.open_places())), self, np.add))
+        return math.isfinite(_quick(self.stage_s(self.open_places()).min(axis=3), self, np.add))
+
+    def least_in_flight(self) -> tuple[int, ...]:
+        """What a stage keeps at least, r-th from the end of a choice of any S."""
+        return tuple(
+            min(self.in_flight[count][r] for count in self.counts if count > r) for r in range(max(self.counts))
+        )
 
     def open_places(self) -> np.ndarray:
         """Booleans (option, k, j, r - 1): whether there is a plan, and whether the user's decisions leave it."""
@@ -307,10 +313,10 @@ class _Family:
         has_plan = np.isfinite(self.problem.costs.seconds) & np.triu(np.ones((layers, layers + 1), bool), 1)
         return np.asarray(spans[None] & allowed[:, None, None, :] & has_plan[..., None])
 
-    def bytes(self) -> np.ndarray:
+    def bytes(self, in_flight: Sequence[int]) -> np.ndarray:
         """Peak bytes per device (option, k, j, r - 1), as if all chunks of the mesh were like this one."""
         costs = self.problem.costs
-        kept = costs.activation_bytes[..., None] * np.array(self.in_flight[: max(self.counts)])
+        kept = costs.activation_bytes[..., None] * np.array(in_flight)
         return np.asarray((costs.weight_bytes[..., None] + kept) * self.chunks)
 
     def stage_s(self, places: np.ndarray) -> np.ndarray:
@@ -336,24 +342,24 @@ def _families(problem: StageProblem, manual: Manual) -> Iterator[_Family]:
         )
 
     if is_left(1, 1):
-        yield _Family(problem, manual, (1,), (1,), 1.0, (batches - 1.0,))
+        yield _Family(problem, manual, (1,), {1: (1,)}, 1.0, (batches - 1.0,))
     counts = tuple(p for p in range(2, most + 1) if is_left(p, p * chunks))
     if problem.schedule == "interleaved":
         for p in counts:
             if problem.devices % p == 0 and batches % p == 0:
-                in_flight = interleaved_in_flight(p, microbatches=batches, chunks=chunks)
-                slowest = (chunks * batches - 1.0,)
-                yield _Family(problem, manual, (p * chunks,), in_flight[::-1], 1 / chunks, slowest, chunks)
-    elif problem.schedule == "zb-h1":
-        for p in counts:
-            slowest = (batches - 1 / 3 + max(0, p - batches) / 3,)
-            yield _Family(problem, manual, (p,), (min(batches, p),) * p, 1 / 3, slowest)
+                in_flight = {p * chunks: interleaved_in_flight(p, microbatches=batches, chunks=chunks)[::-1]}
+                yield _Family(problem, manual, (p * chunks,), in_flight, 1 / chunks, (chunks * batches - 1.0,), chunks)
     elif counts:
-        kept = {"gpipe": lambda r: batches, "inference": lambda r: 1, "1f1b": lambda r: min(batches, r)}[
-            problem.schedule
-        ]
-        in_flight = tuple(kept(r) for r in range(1, most + 1))
-        yield _Family(problem, manual, counts, in_flight, 1.0, (batches - 1.0,) * len(counts))
+        in_flight = {p: _in_flight(problem.schedule, p, microbatches=batches) for p in counts}
+        split = problem.schedule == "zb-h1"
+        slowest = tuple(batches - 1 / 3 + max(0, p - batches) / 3 if split else batches - 1.0 for p in counts)
+        yield _Family(problem, manual, counts, in_flight, 1 / 3 if split else 1.0, slowest)
+
+
+def _in_flight(schedule: ScheduleName, stages: int, *, microbatches: int) -> tuple[int, ...]:
+    """The most microbatches that stages keep, the last stage first."""
+    kept = {"gpipe": [microbatches] * stages, "inference": [1] * stages, "zb-h1": [stages] * stages}
+    return tuple(min(microbatches, k) for k in kept.get(schedule, range(1, stages + 1)))
 
 
 def interleaved_in_flight(meshes: int, *, microbatches: int, chunks: int) -> tuple[int, ...]:
@@ -369,11 +375,6 @@ def interleaved_in_flight(meshes: int, *, microbatches: int, chunks: int) -> tup
             done = np.minimum(np.arange(total) + ahead + 1, total)
             kept[chunk, mesh] = np.max(started[done] - finished[:total])
     return tuple(int(f) for f in kept.ravel())
-
-
-def _any_place(table: np.ndarray) -> np.ndarray:
-    """The table (option, k, j) of the best place."""
-    return np.asarray(table.min(axis=3))
 
 
 def _quick(table: np.ndarray, family: _Family, combine: np.ufunc) -> float:
@@ -465,9 +466,8 @@ class _Search:
 
     def __init__(self, family: _Family, best: _Best) -> None:
         self.family, self.best = family, best
-        fits = family.bytes() <= family.problem.memory_bytes
-        self.table = family.stage_s(family.open_places() & fits)
-        self.quick = _any_place(self.table)
+        self.table = self.strict_table(family.least_in_flight())
+        self.quick = self.table.min(axis=3)
         self.once = family.problem.costs.once_s * family.chunks
         self.least_b = min(family.slowest)
         self.least_once = _quick(np.where(np.isfinite(self.quick), self.once, np.inf), family, np.maximum)
@@ -484,6 +484,18 @@ class _Search:
             if found is None:
                 return
             once_s = float(np.nextafter(self.max_once(found), -math.inf))
+
+    def strict_table(self, in_flight: Sequence[int]) -> np.ndarray:
+        """t (option, k, j, r - 1) of what fits with so many microbatches in flight."""
+        fits = self.family.bytes(in_flight) <= self.family.problem.memory_bytes
+        return self.family.stage_s(self.family.open_places()[..., : len(in_flight)] & fits)
+
+    def fits(self, stages: Stages) -> bool:
+        """Whether the memory is enough."""
+        return all(
+            stage.peak_bytes * self.family.chunks <= self.family.problem.memory_bytes
+            for stage in _chosen(stages, self.family)
+        )
 
     def max_once(self, stages: Stages) -> float:
         """max o."""
@@ -544,22 +556,39 @@ class _Round:
             waiting += [(middle, high, floor), (low, middle, max(here, floor))]
 
     def _floor(self, stage_s: float) -> float:
-        table = self.search.limited(self.search.quick, stage_s=stage_s, once_s=self.once_s)
-        return self.family.fill * _quick(table, self.family, np.add)
+        return self.family.fill * _quick(self._limited(self.search.quick, stage_s), self.family, np.add)
 
     def _try(self, stage_s: float) -> float:
         """Offer the best choices under a limit of t; what `fill` F is at least under it."""
         floor = self._floor(stage_s)
         if not math.isfinite(floor) or floor + self.search.least_b * stage_s > self._worth:
             return floor
-        table = self.search.limited(self.search.table, stage_s=stage_s, once_s=self.once_s)
+        table = self._limited(self.search.table, stage_s)
         best = _exact(table, self.family, np.add)
-        sums = self.family.fill * best[0, list(self.family.counts), self.family.total]
-        values = sums + np.array(self.family.slowest) * stage_s
-        if math.isfinite(values.min()):
-            count = self.family.counts[int(np.argmax(values <= values.min() * (1 + TIE)))]
-            self._offer(_stages_of(best, table, family=self.family, count=count, combine=np.add))
+        counts, slowest = self.family.counts, np.array(self.family.slowest)
+        sums = self.family.fill * best[0, list(counts), self.family.total]
+        alone: dict[int, Stages] = {}
+        while (values := sums + slowest * stage_s).min() <= self._worth and math.isfinite(values.min()):
+            at = int(np.argmax(values <= values.min() * (1 + TIE)))
+            stages = alone.get(at) or _stages_of(best, table, family=self.family, count=counts[at], combine=np.add)
+            if at in alone or self.search.fits(stages):
+                self._offer(stages)
+                break
+            # This many stages keep more than fewer or more of them do: ask again for this number alone.
+            sums[at], alone[at] = self._alone(counts[at], stage_s)
         return float(sums.min())
+
+    def _alone(self, count: int, stage_s: float) -> tuple[float, Stages]:
+        """`fill` F of one S with its own microbatches in flight, and the stages."""
+        table = self._limited(self.search.strict_table(self.family.in_flight[count]), stage_s)
+        best = _exact(table, self.family, np.add)
+        value = float(self.family.fill * best[0, count, self.family.total])
+        if not math.isfinite(value):
+            return value, ()
+        return value, _stages_of(best, table, family=self.family, count=count, combine=np.add)
+
+    def _limited(self, table: np.ndarray, stage_s: float) -> np.ndarray:
+        return self.search.limited(table, stage_s=stage_s, once_s=self.once_s)
 
     def _offer(self, stages: Stages) -> None:
         value = self.search.pipeline_s(stages)
@@ -593,7 +622,7 @@ def _chosen(stages: Stages, family: _Family) -> tuple[ChosenStage, ...]:
             submesh=problem.options[z],
             stage_s=float(costs.seconds[z, i, j] + (costs.transfer_s[z, i, j] if j < problem.layers else 0)),
             once_s=float(costs.once_s[z, i, j]),
-            in_flight=family.in_flight[count - 1 - s],
+            in_flight=family.in_flight[count][count - 1 - s],
             weight_bytes=float(costs.weight_bytes[z, i, j]),
             activation_bytes=float(costs.activation_bytes[z, i, j]),
         )
@@ -610,7 +639,7 @@ def _ruled_out(families: Sequence[_Family], slowest_s: float) -> RuledOut:
     fits, fast = np.zeros_like(planned), np.zeros_like(planned)
     for family in families:
         places = family.open_places()
-        within = places & (family.bytes() <= problem.memory_bytes)
+        within = places & (family.bytes(family.least_in_flight()) <= problem.memory_bytes)
         fits |= within.any(axis=3) | ~places.any(axis=3)
         fast |= (family.stage_s(within) <= slowest_s * (1 + TIE)).any(axis=3)
     considered = int(spans.sum())
@@ -633,13 +662,15 @@ def _out_of_memory(problem: StageProblem, families: Sequence[_Family]) -> OutOfM
     """Names the tightest stage of the choice whose tightest stage needs least."""
     least, needed = math.inf, None
     for family in families:
-        table = np.where(family.open_places(), family.bytes(), np.inf)
-        best = _exact(table, family, np.maximum)
-        values = best[0, list(family.counts), family.total]
-        if values.min() < least:
-            least, count = float(values.min()), family.counts[int(values.argmin())]
-            stages = _chosen(_stages_of(best, table, family=family, count=count, combine=np.maximum), family)
-            needed = max(stages, key=lambda stage: stage.peak_bytes), stages.index, len(stages), family.chunks
+        for count in family.counts:
+            kept = family.in_flight[count]
+            table = np.where(family.open_places()[..., :count], family.bytes(kept), np.inf)
+            if _quick(table.min(axis=3), family, np.maximum) < least:
+                best = _exact(table, family, np.maximum)
+                if best[0, count, family.total] < least:
+                    least = float(best[0, count, family.total])
+                    stages = _chosen(_stages_of(best, table, family=family, count=count, combine=np.maximum), family)
+                    needed = max(stages, key=lambda stage: stage.peak_bytes), stages.index, count, family.chunks
     assert needed is not None
     stage, number_of, count, chunks = needed
     shared = f", and a device holds {chunks} chunks" if chunks > 1 else ""
