@@ -28,7 +28,7 @@ _SIZES = {
     "moe": {1: "380M", 2: "690M", 4: "1.3B", 8: "2.4B", 16: "10B", 32: "27B", 64: "70B"},
     "wresnet": {1: "250M", 2: "500M", 4: "1B", 8: "2B", 16: "4B", 32: "6.8B", 64: "13B"},
 }
-_XLA_COUNTS = 0.957
+_XLA_COUNTS = (2.87 + 1) / 4
 _ALIKE = 0.25
 # Runs with parallelism inside operators only: data ranks, tensor (or expert) ranks, microbatches of the full batch.
 _INTRA_ONLY = {
@@ -306,7 +306,8 @@ def measured_s(run: PublishedRun, runs: Sequence[PublishedRun]) -> float | None:
 
     A GPT's FLOPs are the yardstick's formula. Those of experts, which count gating and dispatch, are the product of TFLOP/s and
     latency of another run of the same model, where that is within a quarter of the formula (its largest model was run with
-    less than the full batch). XLA counts 0.957 of a residual network's four passes: its first layers have fewer gradients.
+    less than the full batch). XLA counts 2.87 passes of a residual network where the formula has three (its first layers have
+    fewer gradients; from a run without recomputation), and one more if it is recomputed.
     """
     if run.ran_out or run.job is None:
         return None
