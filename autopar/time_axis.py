@@ -14,7 +14,7 @@ It is one problem of the intra-operator kind: each equation chooses a phase and,
     body -> body           only what needs no communication: no microbatch sees another
     body -> prologue, epilogue -> body, epilogue -> prologue      impossible
 
-and it minimises the bytes and operations executed plus `RESIDENT` times the bytes that stay; heavy work on examples belongs
+and it minimises the bytes and operations executed plus `RESIDENT` times the bytes of examples that stay; heavy work on examples belongs
 into the body whatever it costs. All nodes of a loop of the user's share a phase. What can go wrong: a step that mixes examples,
 such as batch normalisation; then its heavy operations do not fit into the body, and `MixedExamples` names the operation that
 mixes and the user's line.
@@ -43,7 +43,7 @@ from autopar.trace import TracedStep
 Phase = Literal["prologue", "body", "epilogue"]
 
 RESIDENT = 8.0
-"""What a byte that stays costs, in bytes moved: enough that slices of the batch are worth the loop."""
+"""What a byte of examples that stays costs, in bytes moved: enough that slices of the batch are worth the loop."""
 ON_EXAMPLES = 2.0
 """How much more work on examples costs outside the body, so that a leaf of the batch is read in slices if it can be."""
 PROLOGUE_BYTES = 1.0
@@ -154,10 +154,10 @@ class _Problem:
             if self._only(node) is not None:
                 costs.append(np.zeros(1))
                 continue
-            inside = self.microbatches * base + RESIDENT * node.choices.out_bytes
-            whole = base[0] + RESIDENT * node.choices.out_bytes[0]
+            inside, whole = self.microbatches * base, base[0]
             if node.equation in self._on_examples:
-                whole *= ON_EXAMPLES
+                inside = inside + RESIDENT * node.choices.out_bytes
+                whole = ON_EXAMPLES * (whole + RESIDENT * node.choices.out_bytes[0])
                 if entry_for(node.equation).heavy:
                     undivided = [s.ways < self.microbatches for s in node.choices.strategies]
                     inside, whole = inside + forbidding * np.array(undivided), whole + forbidding
