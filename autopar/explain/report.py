@@ -1,39 +1,52 @@
-"""A plan as a report that a person can argue with: the predictions, the strategies it amounts to, and its tables."""
+"""A plan as a report that a person can argue with: the predictions, what it amounts to in sentences, and its tables.
+
+A plan of one mesh and a pipeline print alike. The grid of a pipeline's schedule is the runtime's to draw, which nothing here
+may import: a caller that has it hands it in.
+"""
 
 from __future__ import annotations
 
 import io
 import math
 import os
+from collections.abc import Iterable
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
+from autopar.explain.pipeline import mesh_text, pipeline_findings, pipeline_header, pipeline_tables
 from autopar.explain.strategies import findings, traffic
 from autopar.explain.tables import tables
 from autopar.explain.units import bytes_text, percent_text, seconds_text
+from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 
 TEXT_WIDTH = 160
 """Columns of a report that goes to no terminal."""
 
 
-def show(plan: Plan, console: Console | None = None, *, full: bool = False) -> None:
-    """Print the report to `console` (standard output by default); `full` gives each leaf and collective a row."""
+def show(
+    plan: Plan | PipelinePlan, console: Console | None = None, *, full: bool = False, schedule_grid: str = ""
+) -> None:
+    """Print the report to `console` (standard output by default).
+
+    `full` gives each leaf and collective a row, and each stage of a pipeline its own tables. `schedule_grid`: a picture of a
+    pipeline's schedule, printed below its stages.
+    """
     console = console or standard_output()
-    console.print(_header(plan))
-    for sentence in (*findings(plan), *traffic(plan)):
-        console.print(Text(f"- {sentence}"))
-    for table in tables(plan, full=full):
-        if table.row_count:
-            console.print()
-            console.print(table)
+    if isinstance(plan, PipelinePlan):
+        _show_pipeline(plan, console, schedule_grid, full=full)
+        return
+    console.print(Text(_header(plan), style="bold"))
+    _print_sentences(console, (*findings(plan), *traffic(plan)))
+    _print_tables(console, tables(plan, full=full))
 
 
-def explain(plan: Plan, *, full: bool = False) -> str:
+def explain(plan: Plan | PipelinePlan, *, full: bool = False, schedule_grid: str = "") -> str:
     """The report as plain text."""
     stream = io.StringIO()
-    show(plan, Console(file=stream, width=TEXT_WIDTH, color_system=None), full=full)
+    show(plan, Console(file=stream, width=TEXT_WIDTH, color_system=None), full=full, schedule_grid=schedule_grid)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
 
 
@@ -43,17 +56,44 @@ def standard_output() -> Console:
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=TEXT_WIDTH)
 
 
-def _header(plan: Plan) -> Text:
-    mesh = ", ".join(f"{name}={size}" for name, size in zip(plan.axis_names, plan.mesh_shape, strict=True))
+def _show_pipeline(plan: PipelinePlan, console: Console, schedule_grid: str, *, full: bool) -> None:
+    console.print(Text(pipeline_header(plan), style="bold"))
+    _print_sentences(console, pipeline_findings(plan))
+    _print_tables(console, pipeline_tables(plan))
+    if schedule_grid:
+        console.print()
+        console.print(Text("Schedule", style="bold"))
+        console.print(Text(schedule_grid.rstrip("\n")), no_wrap=True, overflow="ignore", crop=False)
+    if full:
+        for stage in plan.stages:
+            console.print()
+            console.print(Text(f"Stage {stage.stage}, mesh {mesh_text(stage.plan)}", style="bold"))
+            _print_tables(console, tables(stage.plan, full=True))
+
+
+def _print_sentences(console: Console, sentences: Iterable[str]) -> None:
+    for sentence in sentences:
+        console.print(Text(f"- {sentence}"))
+
+
+def _print_tables(console: Console, printed: Iterable[Table]) -> None:
+    for table in printed:
+        if table.row_count:
+            console.print()
+            console.print(table)
+
+
+def _header(plan: Plan) -> str:
+    cut = f", in {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
     limit = plan.memory_limit_bytes
     of_limit = f" of {bytes_text(limit)} ({percent_text(plan.peak_bytes, limit)})" if limit else ", no limit"
     step = f"{seconds_text(plan.step_s)} = {seconds_text(plan.compute_s)} compute + {seconds_text(plan.comm_s)}"
     lines = (
-        f"mesh {mesh} ({math.prod(plan.mesh_shape)} devices) on cluster {plan.cluster}",
+        f"mesh {mesh_text(plan)} ({math.prod(plan.mesh_shape)} devices) on cluster {plan.cluster}{cut}",
         f"predicted step {step} communication; peak memory {bytes_text(plan.peak_bytes)} per device{of_limit}",
         f"planned in {seconds_text(plan.planning_s)}, {_proof_text(plan)}",
     )
-    return Text("\n".join(lines), style="bold")
+    return "\n".join(lines)
 
 
 def _proof_text(plan: Plan) -> str:

@@ -31,7 +31,7 @@ from autopar.explain.units import bytes_text, percent_text
 from autopar.plan import CollectivePlan, Plan, ValuePlan
 
 _OPTIMIZER_WORDS = frozenset({"opt_state", "optimizer", "optimizer_state", "mu", "nu", "trace", "momentum"})
-_PARAMETER_WORDS = frozenset({"params", "parameters"})
+PARAMETER_WORDS = frozenset({"params", "parameters"})
 _EXPERT_WORDS = ("expert", "moe")
 _HALF = 0.5
 
@@ -157,7 +157,7 @@ class _AxisUse:
 
     def _optimizer_split_alone(self) -> list[ValuePlan]:
         """Optimizer leaves that are split though the parameter they belong to, by path and shape, is not."""
-        split = {(value.shape, _below(value.path, _PARAMETER_WORDS)) for value in self._split(self._parameters)}
+        split = {(value.shape, _below(value.path, PARAMETER_WORDS)) for value in self._split(self._parameters)}
 
         def follows(leaf: ValuePlan) -> bool:
             return any(leaf.shape == shape and f"/{leaf.path}".endswith(f"/{tail}") for shape, tail in split)
@@ -212,7 +212,7 @@ def _kind(path: str) -> str | None:
     for name in path.split("/"):
         if name in _OPTIMIZER_WORDS:
             return "optimizer"
-        if name in _PARAMETER_WORDS:
+        if name in PARAMETER_WORDS:
             return "parameter"
     return None
 

@@ -29,7 +29,8 @@ def tables(plan: Plan, *, full: bool) -> tuple[Table, ...]:
     )
 
 
-def _table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
+def new_table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
+    """An empty table in the style of a report; columns of `numbers` are set to the right."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
@@ -40,7 +41,7 @@ _VALUE_COLUMNS = ("leaf", "leaves", "shape", "dtype", "layout", "per device")
 
 
 def _value_table(title: str) -> Table:
-    return _table(title, *_VALUE_COLUMNS, numbers=("leaves", "per device"))
+    return new_table(title, *_VALUE_COLUMNS, numbers=("leaves", "per device"))
 
 
 def _add_values(table: Table, values: Sequence[ValuePlan], full: bool) -> None:
@@ -101,7 +102,7 @@ def _same_place(state: ValuePlan, output: ValuePlan) -> bool:
 
 def _collectives_table(plan: Plan, full: bool) -> Table:
     columns = ("kind", "axes", "times", "bytes each", "bytes in all", "predicted", "operand", "from")
-    table = _table("Collectives per step", *columns, numbers=columns[2:6])
+    table = new_table("Collectives per step", *columns, numbers=columns[2:6])
     alike: dict[object, list[CollectivePlan]] = {}
     for number, item in enumerate(plan.collectives):
         key = number if full else (item.kind, item.axes, item.bytes, item.source)
@@ -136,7 +137,7 @@ def _collective_cells(group: Sequence[CollectivePlan]) -> tuple[str, ...]:
 def _peak_table(plan: Plan) -> Table:
     """Tensors alive at the peak, those of equal name and shape in one row, the largest first."""
     columns = ("value", "times", "shape", "dtype", "each per device")
-    table = _table("Largest at the memory peak", *columns, numbers=("times", "each per device"))
+    table = new_table("Largest at the memory peak", *columns, numbers=("times", "each per device"))
     alike = Counter(plan.peak_tensors)
     for tensor in sorted(alike, key=lambda tensor: -tensor.bytes_per_device):
         cells = (shape_text(tensor.shape), tensor.dtype, bytes_text(tensor.bytes_per_device))
@@ -153,7 +154,7 @@ def _candidate_text(candidate: Candidate) -> str:
 
 
 def _candidates_table(plan: Plan) -> Table:
-    table = _table("Meshes compared", "mesh", "predicted step", "", numbers=("predicted step",))
+    table = new_table("Meshes compared", "mesh", "predicted step", "", numbers=("predicted step",))
     for candidate in plan.candidates:
         step = _candidate_text(candidate)
         chosen = "chosen" if candidate.mesh_shape == plan.mesh_shape else ""
