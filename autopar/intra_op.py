@@ -4,7 +4,7 @@ In: a `StrategyGraph`, and the live sets of memory with their limit. Out: a `Cho
 and a proven lower bound. In order, each step exact:
 
     1. reductions (presolve.py) shrink the problem;
-    2. what is small goes to the integer program (ilp.py);
+    2. what is small goes to the integer program (ilp.py), and so does what is not large if step 3 leaves a gap;
     3. for the rest, dual ascent (bounds.py) gives a bound. The choices within a hair of it, reduced again, give a solution;
        its value rules out choices, and the search goes on with what is left, in the shifted costs.
 
@@ -48,8 +48,10 @@ bound; the plan reports the bound."""
 NODE_LIMIT = 500
 SEARCHED_PAIRS = 4_000_000
 """With a better choice to beat, a problem with more pairs of choices than this left open by its bound is not searched."""
-DIRECT_PAIRS = 30_000
+SMALL_PAIRS = 2_000
 """Problems with at most this many pairs of choices over all edges go to the integer program as they are."""
+DIRECT_PAIRS = 30_000
+"""And those with at most this many if the bound does not meet a choice."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -230,8 +232,9 @@ def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int, cutoff
 
     if not reduced.nodes:
         return extended(_Found({}, 0.0))
-    if _pairs(reduced) <= DIRECT_PAIRS:
-        direct = _integer_program(reduced, gap=GAP / 10 if stage == 0 else 100 * GAP)
+    exact = GAP / 10 if stage == 0 else 100 * GAP
+    if _pairs(reduced) <= SMALL_PAIRS:
+        direct = _integer_program(reduced, gap=exact)
         if direct is not None:
             return extended(direct)
     cutoff -= reduced.constant
@@ -245,8 +248,9 @@ def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int, cutoff
             value = _value(reduced.costs, reduced.edges, trial.choice)
             if value < upper:
                 best, upper = trial.choice, value
-    if not np.isfinite(upper) and _pairs(reduced) <= 20 * DIRECT_PAIRS:
-        direct = _integer_program(reduced, gap=100 * GAP)
+    most = DIRECT_PAIRS if np.isfinite(upper) else 20 * DIRECT_PAIRS
+    if not upper - bounded.lower <= GAP * abs(upper) and _pairs(reduced) <= most:
+        direct = _integer_program(reduced, gap=exact if np.isfinite(upper) else 100 * GAP)
         if direct is not None:
             return extended(direct)
     gap = upper - bounded.lower
