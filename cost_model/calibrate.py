@@ -5,11 +5,15 @@ a `Cluster`, and how far each kind of sample lies from what the cluster says of 
 samples span four orders of magnitude, and no figure may be negative:
 
     product      2 m n k / (peak (m/(m+hm)) (n/(n+hn)) (k/(k+hk))) + launch     peak, hm, hn, hk
-    pointwise    launch + bytes / bandwidth                                     launch, bandwidth
+    operation    launch, of operations that do next to nothing                  launch
+    pointwise    bytes that the equations of a fused chain write / bandwidth    bandwidth
     collective   a + a1 n + (b + b1 n) x bytes each rank sends                  a, a1, b, b1 for each kind
     dispatch     c + c1 x arrays                                                c, c1
 
-What can go wrong: too few group sizes to tell a from a1; the one that explains more is then kept alone.
+The bandwidth is that of equations, not of copies: the planner prices each equation of a chain by what it writes, fused or not,
+and a chain as training steps have it (exponentials, divisions) takes longer than its traffic. `slowed` then makes up for what
+whole steps cost beside their parts. What can go wrong: too few group sizes to tell a from a1; the one that explains more is
+then kept alone.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import numpy as np
 
 from autopar.cost_model.algorithms import bytes_sent
 from autopar.cost_model.machine import Cluster, Device, MatrixEfficiency
-from autopar.cost_model.measurements import COLLECTIVES, Collective, Sample
+from autopar.cost_model.measurements import COLLECTIVES, Collective, Sample, pointwise_equations
 from autopar.cost_model.topology import MeasuredCollective
 
 HALF_LENGTHS = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
@@ -46,7 +50,8 @@ def calibrated_cluster(
     for sample in samples:
         by_kind.setdefault(sample.case.kind, []).append(sample)
     errors: dict[str, float] = {}
-    launch_s, s_per_byte, errors["pointwise"] = _pointwise(by_kind["pointwise"])
+    launch_s = min(sample.seconds / sample.case.sizes[0] for sample in by_kind["operation"])
+    s_per_byte, errors["pointwise"] = _pointwise(by_kind["pointwise"])
     curves: dict[str, tuple[float, MatrixEfficiency]] = {}
     for dtype in dict.fromkeys(sample.case.dtype for sample in by_kind["product"]):
         own = [sample for sample in by_kind["product"] if sample.case.dtype == dtype]
@@ -74,11 +79,25 @@ def calibrated_cluster(
     return Calibrated(cluster, errors)
 
 
-def _pointwise(samples: Sequence[Sample]) -> tuple[float, float, float]:
-    """(launch, seconds per byte, error): each element is read once and written once."""
-    moved = [2.0 * sample.case.sizes[0] for sample in samples]
-    (launch_s, s_per_byte), error = nonnegative_fit([(1.0, size) for size in moved], [s.seconds for s in samples])
-    return launch_s, max(s_per_byte, 1e-15), error
+def slowed(cluster: Cluster, factor: float) -> Cluster:
+    """The cluster with a device that takes `factor` times as long for everything that it computes."""
+    device = cluster.device
+    return dataclasses.replace(
+        cluster,
+        device=dataclasses.replace(
+            device,
+            peak_flops_per_s={dtype: peak / factor for dtype, peak in device.peak_flops_per_s.items()},
+            memory_bytes_per_s=device.memory_bytes_per_s / factor,
+            launch_s=device.launch_s * factor,
+        ),
+    )
+
+
+def _pointwise(samples: Sequence[Sample]) -> tuple[float, float]:
+    """(seconds per byte, error): each equation of the chain counts what it writes."""
+    written = [float(pointwise_equations() * sample.case.sizes[0]) for sample in samples]
+    (s_per_byte,), error = nonnegative_fit([(size,) for size in written], [s.seconds for s in samples])
+    return max(s_per_byte, 1e-15), error
 
 
 def _calls(samples: Sequence[Sample]) -> tuple[float, float, float]:
@@ -103,7 +122,7 @@ def _products(samples: Sequence[Sample], launch_s: float) -> tuple[float, tuple[
     For given half lengths the best peak is the median of what each sample asks for; the half lengths are tried one by one.
     """
     pairs = [sample.case.sizes for sample in samples]
-    seconds = np.array([max(sample.seconds - 2 * launch_s, 0.3 * sample.seconds) for sample in samples])
+    seconds = np.array([max(sample.seconds - 2 * launch_s, 0.5 * sample.seconds) for sample in samples])
 
     def error_of(half: tuple[float, float, float]) -> tuple[float, float]:
         work = np.array([_work(m, n, k, half) + _work(m, k, n, half) for m, n, k in pairs])

@@ -2,8 +2,12 @@
 
 In: JAX devices and a time limit. Out: `Sample`s, the least seconds of each case over the rounds. All devices do the same at the
 same time, as in an SPMD step, so that devices which share cores or a link are seen sharing them. Each case is one program with a
-loop inside, whose count is an argument, so that calling it costs little beside what is measured. What can go wrong: a busy
-machine. Rounds go through all cases in turn and the least time of each counts; `spread` tells how unsteady they were.
+loop inside, whose count is an argument, so that calling it costs little beside what is measured. Rounds go through all cases in
+turn and the least time of each counts.
+
+Virtual CPU devices share the cores and keep them busy, so a step takes the processor seconds of all threads over the cores.
+That is what is measured there: it hardly changes while other programs run, and on a quiet machine it is the time on the clock.
+What can go wrong elsewhere: a busy machine; `spread` tells how unsteady the rounds were.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
@@ -23,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
-Kind = Literal["product", "pointwise", "dispatch"] | Collective
+Kind = Literal["product", "pointwise", "operation", "dispatch"] | Collective
 CASE_S = 0.02
 """A case is repeated inside its program until a call takes about this long."""
 PRODUCTS_CPU = (
@@ -44,9 +49,13 @@ PRODUCTS = (
 COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 
 
+CHAINS, CHAIN_LENGTH = 4, 16
+"""Small operations are measured in so many chains side by side, each of so many."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to measure. `sizes`: m, n, k of a product; bytes; ranks and bytes; arrays of a call."""
+    """One thing to measure. `sizes`: m, n, k of a product; bytes; ranks and bytes; small operations; arrays of a call."""
 
     kind: Kind
     sizes: tuple[int, ...]
@@ -72,6 +81,7 @@ class _Prepared:
     case: Case
     run: Callable[[int], None]
     count: int
+    clock: Callable[[], float]
     times_s: list[float] = dataclasses.field(default_factory=list)
     empty_s: list[float] = dataclasses.field(default_factory=list)
 
@@ -90,9 +100,10 @@ def cases_for(platform: str, devices: int) -> tuple[Case, ...]:
     cases = [Case("product", shape, dtype) for dtype in formats for shape in shapes]
     lengths = (2**12, 2**16, 2**20, 2**23) if on_cpu else (2**16, 2**22, 2**26, 2**29)
     cases += [Case("pointwise", (length,)) for length in lengths]
+    cases += [Case("operation", (CHAINS * CHAIN_LENGTH,))]
     cases += [Case("dispatch", (arrays,)) for arrays in (1, 100)]
     groups = [n for n in range(2, devices + 1) if devices % n == 0 and (n & (n - 1) == 0 or n == devices)]
-    payloads = (2**10, 2**16, 2**20) if on_cpu else (2**12, 2**20, 2**26)
+    payloads = (2**10, 2**16, 2**20, 2**22) if on_cpu else (2**12, 2**20, 2**26)
     cases += [Case(kind, (n, size)) for kind in COLLECTIVES for n in groups for size in payloads]
     return tuple(cases)
 
@@ -113,32 +124,42 @@ def measure(
     rounds = 0
     while rounds < 2 or time.perf_counter() - started < seconds - (time.perf_counter() - begun) / rounds:
         for one in prepared:
-            one.times_s.append(_timed(one.run, one.count))
-            one.empty_s.append(_timed(one.run, 0))
+            one.times_s.append(_timed(one.run, one.count, one.clock))
+            one.empty_s.append(_timed(one.run, 0, one.clock))
         rounds += 1
         yield f"round {rounds}", 0.5 + 0.5 * min(1.0, (time.perf_counter() - begun) / (seconds - (begun - started)))
     for one in prepared:
         yield one.sample()
 
 
-def _timed(run: Callable[[int], None], count: int) -> float:
-    started = time.perf_counter()
+def step_clock(devices: Sequence[jax.Device]) -> Callable[[], float]:
+    """The clock of steps on these devices, in seconds: the wall's, for virtual CPU devices processor seconds over cores."""
+    if devices[0].platform != "cpu" or len(devices) == 1:
+        return time.perf_counter
+    busy = min(len(os.sched_getaffinity(0)), len(devices)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return lambda: time.process_time() / busy
+
+
+def _timed(run: Callable[[int], None], count: int, clock: Callable[[], float]) -> float:
+    started = clock()
     run(count)
-    return time.perf_counter() - started
+    return clock() - started
 
 
 def _prepare(case: Case, devices: Sequence[jax.Device]) -> _Prepared:
     """Compile a case and find how often to repeat it."""
     run = _calls(case, devices) if case.kind == "dispatch" else _loop(case, devices)
+    # One thread of the host calls a step, whatever the devices do: the wall's clock.
+    clock = time.perf_counter if case.kind == "dispatch" else step_clock(devices)
     run(1)
-    empty_s, count = _least(run, 0), 1
-    while (took := _least(run, count) - empty_s) < CASE_S / 4 and count < 1 << 16:
+    empty_s, count = _least(run, 0, clock), 1
+    while (took := _least(run, count, clock) - empty_s) < CASE_S / 4 and count < 1 << 16:
         count *= 4
-    return _Prepared(case, run, max(1, round(count * CASE_S / took)) if 0 < took < CASE_S else count)
+    return _Prepared(case, run, max(1, round(count * CASE_S / took)) if 0 < took < CASE_S else count, clock)
 
 
-def _least(run: Callable[[int], None], count: int) -> float:
-    return min(_timed(run, count) for _ in range(3))
+def _least(run: Callable[[int], None], count: int, clock: Callable[[], float]) -> float:
+    return min(_timed(run, count, clock) for _ in range(3))
 
 
 def _calls(case: Case, devices: Sequence[jax.Device]) -> Callable[[int], None]:
@@ -190,7 +211,9 @@ def _body(case: Case, ranks: int) -> tuple[Callable[..., tuple[Any, ...]], list[
     length = ranks * math.ceil(length / ranks)
     match case.kind:
         case "pointwise":
-            return lambda x: (x * 1.0001 + 1e-6,), [(length,)]
+            return _activations, [(length,)]
+        case "operation":
+            return _small_operations, [(8, 8)] * CHAINS
         case "all-reduce":
             return lambda x: (lax.pmax(x, "rank"),), [(length,)]
         case "all-gather":
@@ -207,6 +230,25 @@ def _body(case: Case, ranks: int) -> tuple[Callable[..., tuple[Any, ...]], list[
 def _two_products(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[Any, ...]:
     """(m, k) x (k, n), then (m, n) x (n, k): each feeds the next and nothing else is computed."""
     return jnp.dot(jnp.dot(x, up), down), up, down
+
+
+def _activations(x: jax.Array) -> tuple[Any, ...]:
+    """A chain as a compiler fuses it in a training step: a GELU, a gate and a residual."""
+    gelu = 0.5 * x * (1.0 + jnp.tanh(0.8 * (x + 0.045 * x * x * x)))
+    gate = jnp.exp(gelu - 2.0)
+    return (gelu * gate / (1.0 + gate) + 0.1 * x,)
+
+
+def pointwise_equations() -> int:
+    """How many equations the pointwise case has; each counts the bytes of its result."""
+    return len(jax.make_jaxpr(_activations)(jnp.zeros(4)).jaxpr.eqns)
+
+
+def _small_operations(*chains: jax.Array) -> tuple[Any, ...]:
+    """Products so small that their launch is all they cost."""
+    for _ in range(CHAIN_LENGTH):
+        chains = tuple(jnp.dot(x.T, x) for x in chains)
+    return chains
 
 
 def _gathered(part: int, x: jax.Array) -> tuple[Any, ...]:

@@ -7,11 +7,11 @@ import pytest
 
 import autopar
 from autopar.__main__ import main
-from autopar.cost_model.calibrate import calibrated_cluster, nonnegative_fit
+from autopar.cost_model.calibrate import calibrated_cluster, nonnegative_fit, slowed
 from autopar.cost_model.compute import matrix_product_s
 from autopar.cost_model.hardware import load_cluster, preset
 from autopar.cost_model.machine import Device, MatrixEfficiency
-from autopar.cost_model.measurements import Case, Sample, cases_for
+from autopar.cost_model.measurements import Case, Sample, cases_for, pointwise_equations
 from autopar.errors import AutoparWarning
 from autopar.models import registry
 
@@ -40,7 +40,9 @@ def true_seconds(case: Case) -> float:
             narrow = {"dtype": "float32", "itemsize": 0}
             return matrix_product_s(TRUE, m, n, k, **narrow) + matrix_product_s(TRUE, m, k, n, **narrow)
         case "pointwise":
-            return 2e-6 + 2 * case.sizes[0] / 5e9
+            return pointwise_equations() * case.sizes[0] / 5e9
+        case "operation":
+            return 2e-6 * case.sizes[0]
         case "dispatch":
             return 50e-6 + 4e-6 * case.sizes[0]
     a, a1, b, b1 = PER_KIND[case.kind]
@@ -82,6 +84,16 @@ def test_a_calibrated_cluster_predicts_the_measurements_it_was_made_of(found):
         case = Case("all-to-all", (ranks, 2**16))
         assert costs.seconds("all-to-all", 2**16, (1,)) == pytest.approx(true_seconds(case))
         assert costs.best("all-to-all", 2**16, (1,)).algorithm == "measured"
+
+
+def test_a_slowed_cluster_computes_longer_and_communicates_as_before(found):
+    slow = slowed(found.cluster, 1.5)
+    assert slow.device.flops_per_s_of("float32") == found.cluster.device.flops_per_s_of("float32") / 1.5
+    assert slow.device.sustained_bytes_per_s == found.cluster.device.sustained_bytes_per_s / 1.5
+    assert slow.operation_s == found.cluster.operation_s * 1.5
+    assert slow.mesh_costs((8,)).seconds("all-reduce", 1e6, (0,)) == found.cluster.mesh_costs((8,)).seconds(
+        "all-reduce", 1e6, (0,)
+    )
 
 
 def test_no_fitted_figure_is_negative_and_a_figure_that_would_be_is_left_out():
