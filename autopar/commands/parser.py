@@ -69,7 +69,11 @@ def _parser(model: str | None) -> argparse.ArgumentParser:
         ("show", "print a plan that `plan -o` wrote", _add_show),
         ("train", "train a model on real data under a plan", _add_train),
         ("simulate", "predict published runs, or a saved plan on another cluster, and compare", _add_simulate),
-        ("demo", "train a small GPT on 8 virtual CPU devices and compare with jax.jit on one", _add_demo),
+        (
+            "demo",
+            "train a small GPT on 8 virtual CPU devices, on one mesh and as a pipeline, and compare with jax.jit on one",
+            _add_demo,
+        ),
     ):
         command = commands.add_parser(name, help=help_text, description=f"{help_text}.", allow_abbrev=False)
         add(command)
@@ -102,6 +106,9 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of parameters, dropout and data; default %(default)s")
     parser.add_argument("--log", type=Path, metavar="FILE", help="write step, loss and seconds as CSV")
     parser.add_argument("--compare-jit", action="store_true", help="run the same steps with jax.jit on one device")
+    parser.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write the second step of a pipeline as a Chrome trace"
+    )
     parser.add_argument("--full", action="store_true", help="give each leaf and collective of the plan a row")
     parser.set_defaults(run=_run_train)
 
@@ -136,7 +143,11 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("planning")
     group.add_argument("--devices", type=values.positive, metavar="N", help="how many; default 8")
     group.add_argument(
-        "--mesh", type=values.mesh_shape, metavar="SIZES", help="such as 2,4 or data=2,model=4; default: compare all"
+        "--mesh",
+        type=values.mesh_shapes,
+        action="extend",
+        metavar="SIZES",
+        help="such as 2,4 or data=2,model=4; one for each stage as 1,2/1,2/1,4, or repeated; default: compare all",
     )
     group.add_argument(
         "--memory-limit", type=values.byte_count, metavar="SIZE", help="per device, such as 16GB or 16GiB"
@@ -160,6 +171,32 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--zero", type=int, choices=(2, 3), help="split optimizer state (2), parameters too (3)")
     group.add_argument("--data-parallel", action="store_true", help="split the batch over all axes, and nothing else")
     group.add_argument("--allow-redundant-compute", action="store_true", help="let devices repeat contractions")
+    _add_pipeline(parser)
+
+
+def _add_pipeline(parser: argparse.ArgumentParser) -> None:
+    from autopar.runtime.schedules import SCHEDULES
+
+    group = parser.add_argument_group("pipeline")
+    group.add_argument(
+        "--stages", type=values.positive, metavar="N", help="meshes that work as a pipeline; default: one, or as --mesh"
+    )
+    group.add_argument(
+        "--microbatches",
+        type=values.positive,
+        metavar="N",
+        help="parts of the batch, one after the other; default: what the memory needs, and four per stage if possible",
+    )
+    group.add_argument(
+        "--schedule", choices=("auto", *sorted(SCHEDULES)), default="auto", help="of a pipeline; default %(default)s"
+    )
+    group.add_argument(
+        "--virtual-stages",
+        type=values.positive,
+        default=1,
+        metavar="N",
+        help="stages per mesh, for the interleaved schedule; default %(default)s",
+    )
 
 
 def _add_sizes(parser: argparse.ArgumentParser, model: str) -> None:

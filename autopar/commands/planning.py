@@ -1,4 +1,7 @@
-"""`plan`: find a plan without devices, print it, keep it. `show`: print a plan that was kept."""
+"""`plan`: find a plan without devices, print it, keep it. `show`: print a plan that was kept.
+
+A plan is one of a mesh or one of a pipeline; of a short schedule a pipeline's report holds the picture.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,14 @@ from rich.console import Console
 
 from autopar.commands.subject import device_count, parallel, subject_of
 from autopar.errors import ArgumentError
-from autopar.explain import show, standard_output
+from autopar.explain import TEXT_WIDTH, show, standard_output
+from autopar.pipeline_plan import PipelinePlan, plan_from_json
+from autopar.pipeline_planner import schedule_of
 from autopar.plan import Plan
+from autopar.runtime.schedules import grid
+
+_LONGEST_BACKWARD = 3
+"""Columns of the picture that a backward may take."""
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -18,14 +27,14 @@ def plan(options: argparse.Namespace) -> int:
     output: Path | None = options.output
     if output is not None and not output.parent.is_dir():
         raise ArgumentError(f"cannot write {output}: there is no folder {output.parent}")
-    count = device_count(options.devices, options.mesh)
+    count = device_count(options)
     subject = subject_of(options.model, options.sizes)
     with Console(stderr=True).status(f"planning for {count} devices"):
         found = parallel(subject.step, count, options).plan(subject.state, subject.batch)
     if output is not None:
         _write(output, found.to_json())
     console = standard_output()
-    show(found, console, full=options.full)
+    show_plan(found, console, full=options.full)
     if output is not None:
         console.print(f"\nplan written to {output}", markup=False, highlight=False)
     return 0
@@ -33,14 +42,37 @@ def plan(options: argparse.Namespace) -> int:
 
 def show_file(options: argparse.Namespace) -> int:
     """Print the plan in a file that `plan -o` wrote."""
-    show(read_plan(options.file), full=options.full)
+    show_plan(read_plan(options.file), standard_output(), full=options.full)
     return 0
 
 
-def read_plan(path: Path) -> Plan:
-    """The plan in a file; ArgumentError or PlanError if it cannot be read or is none."""
+def show_plan(plan: Plan | PipelinePlan, console: Console, *, full: bool) -> None:
+    """Print a plan; that of a pipeline with its schedule, if the picture is not too wide."""
+    picture = schedule_grid(plan) if isinstance(plan, PipelinePlan) else ""
+    show(plan, console, full=full, schedule_grid=picture)
+
+
+def schedule_grid(plan: PipelinePlan) -> str:
+    """The schedule as text, a forward as one column and the rest in proportion; nothing if a line would be too long."""
+    schedule = schedule_of(plan)
+    columns = dict.fromkeys(schedule.kinds, 1)
+    if "backward" in columns:
+        columns["backward"] = _backward_columns(plan)
+    picture = grid(schedule, columns)
+    return picture if max(map(len, picture.splitlines())) <= TEXT_WIDTH else ""
+
+
+def _backward_columns(plan: PipelinePlan) -> int:
+    """How many forwards a backward takes, in whole numbers."""
+    forward_s = sum(stage.forward_s for stage in plan.stages)
+    backward_s = sum(stage.backward_s for stage in plan.stages)
+    return max(1, min(_LONGEST_BACKWARD, round(backward_s / forward_s))) if forward_s else 1
+
+
+def read_plan(path: Path) -> Plan | PipelinePlan:
+    """The plan in a file, of either kind; ArgumentError or PlanError if it cannot be read or is none."""
     try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
+        return plan_from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:

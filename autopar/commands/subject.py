@@ -98,15 +98,29 @@ def _required_parameters(function: Callable[..., Any]) -> list[str]:
     return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
 
 
-def device_count(devices: int | None, mesh: MeshShape | None) -> int:
-    """How many devices are asked for; ArgumentError if --devices and --mesh disagree."""
-    if mesh is None:
-        return devices or DEFAULT_DEVICES
-    if devices is not None and devices != mesh_size(mesh):
+def device_count(options: argparse.Namespace) -> int:
+    """How many devices are asked for; ArgumentError if --devices, --mesh and --stages disagree."""
+    in_meshes = _devices_of_meshes(options.mesh, options.stages)
+    if in_meshes is None:
+        return options.devices or DEFAULT_DEVICES
+    if options.devices is not None and options.devices != in_meshes:
+        meshes = "--mesh has" if len(options.mesh) == 1 and not options.stages else "the meshes of all stages have"
         raise ArgumentError(
-            f"--mesh has {mesh_size(mesh)} devices and --devices is {devices}: make them agree, or give only one"
+            f"{meshes} {in_meshes} devices and --devices is {options.devices}: make them agree, or give only one"
         )
-    return mesh_size(mesh)
+    return in_meshes
+
+
+def _devices_of_meshes(meshes: Sequence[MeshShape] | None, stages: int | None) -> int | None:
+    """Devices of all stages together; one mesh is that of every stage. None without --mesh."""
+    if meshes is None:
+        return None
+    if stages is not None and len(meshes) not in (1, stages):
+        raise ArgumentError(
+            f"--mesh gives {len(meshes)} shapes and --stages is {stages}: give one shape per stage, or one for all of them"
+        )
+    sizes = [mesh_size(mesh) for mesh in meshes]
+    return sizes[0] * (stages or 1) if len(meshes) == 1 else sum(sizes)
 
 
 def parallel(
@@ -116,13 +130,24 @@ def parallel(
     made: ParallelStep = parallelize(
         step,
         devices=devices,
-        mesh_shape="auto" if options.mesh is None else options.mesh,
+        mesh_shape=_mesh_shape(options.mesh),
         memory_limit_bytes=options.memory_limit,
         constraints=_constraints(options),
         cluster=options.cluster,
         allow_redundant_compute=options.allow_redundant_compute,
+        num_stages=options.stages or "auto",
+        num_microbatches=options.microbatches or "auto",
+        schedule=options.schedule,
+        virtual_stages=options.virtual_stages,
     )
     return made
+
+
+def _mesh_shape(meshes: Sequence[MeshShape] | None) -> Any:
+    """What `parallelize` takes: one shape, a list of them, or "auto"."""
+    if meshes is None:
+        return "auto"
+    return meshes[0] if len(meshes) == 1 else list(meshes)
 
 
 def _constraints(options: argparse.Namespace) -> list[Constraints | Mapping[str, Any]]:

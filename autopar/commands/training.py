@@ -1,4 +1,5 @@
-"""`train`: train a model of the registry on real data under a plan. `demo`: the same, beside plain `jax.jit`.
+"""`train`: train a model of the registry on real data under a plan. `demo`: the same, beside plain `jax.jit`, twice: on one
+mesh and as a pipeline.
 
 A run prints the plan, then each step's loss, tokens per second, and measured against predicted step time. Ctrl-C lets
 the running step finish, and the run ends with its summary and exit status 130; a second Ctrl-C ends it at once. The
@@ -16,7 +17,7 @@ import itertools
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO, TypeAlias
@@ -25,11 +26,17 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from autopar.api import ParallelStep
 from autopar.commands.devices import ask_for_virtual_devices, devices_for
-from autopar.commands.subject import DEFAULT_DEVICES, built_model, device_count, parallel, shapes_of
+from autopar.commands.planning import show_plan
+from autopar.commands.recording import Recorder
+from autopar.commands.subject import DEFAULT_DEVICES, Subject, built_model, device_count, parallel, shapes_of
+from autopar.compile import CompiledStep
 from autopar.errors import ArgumentError
-from autopar.explain import seconds_text, show, standard_output
+from autopar.explain import seconds_text, standard_output
 from autopar.models import BuiltModel
+from autopar.pipeline import CompiledPipeline
+from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 
 Log: TypeAlias = Callable[[int, float, float], None]
@@ -61,13 +68,17 @@ class Record:
         """Median step time; the first step, which may wait for compilation, counts only if there is no other."""
         return statistics.median(self.seconds[1:] or self.seconds)
 
+    def difference(self, other: Record) -> float:
+        """Largest difference of the losses of two runs with equally many steps."""
+        return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of a run; `difference` is the largest of its losses from those of `jax.jit`, if they were compared."""
+    """What came of a run; `reference` is what `jax.jit` made of the same steps, if they were compared to the end."""
 
     record: Record
-    difference: float | None
+    reference: Record | None
     stopped: bool
 
 
@@ -126,46 +137,73 @@ def train(options: argparse.Namespace) -> int:
     return INTERRUPTED if _train(options, compare=options.compare_jit).stopped else 0
 
 
-def demo(options: argparse.Namespace) -> int:
-    """Train with and without autopar; 1 if the loss does not fall or the two runs disagree."""
+def demo(parts: Sequence[argparse.Namespace]) -> int:
+    """Train with autopar in each of the ways of `parts` and once without; 1 if a loss does not fall or runs disagree.
+
+    All parts have the same model, steps and seed, so that one run of `jax.jit` serves all.
+    """
     jax.config.update("jax_platforms", "cpu")
-    outcome = _train(options, compare=True)
-    if outcome.stopped or outcome.difference is None:
-        return INTERRUPTED
-    problems, losses, difference = [], outcome.record.losses, outcome.difference
-    if not losses[-1] < losses[0]:
-        problems.append(f"the loss did not fall: {losses[0]:.4f} to {losses[-1]:.4f}")
-    if not difference <= LARGEST_DIFFERENCE:
-        problems.append(f"the losses differ by {difference:.1e}, more than {LARGEST_DIFFERENCE:.0e}")
+    problems: list[str] = []
+    reference: Record | None = None
+    for options in parts:
+        Console().rule(options.title, align="left")
+        outcome = _train(options, compare=True, reference=reference)
+        reference = outcome.reference
+        if outcome.stopped or reference is None:
+            return INTERRUPTED
+        problems += [f"{options.title}: {problem}" for problem in _problems(outcome.record, reference)]
     for problem in problems:
         Console(stderr=True).print(f"autopar demo: {problem}", markup=False)
     return 1 if problems else 0
 
 
-def _train(options: argparse.Namespace, *, compare: bool) -> Outcome:
+def _problems(record: Record, reference: Record) -> Iterator[str]:
+    first, last, difference = record.losses[0], record.losses[-1], record.difference(reference)
+    if not last < first:
+        yield f"the loss did not fall: {first:.4f} to {last:.4f}"
+    if not difference <= LARGEST_DIFFERENCE:
+        yield f"the losses differ by {difference:.1e}, more than {LARGEST_DIFFERENCE:.0e}"
+
+
+def _train(options: argparse.Namespace, *, compare: bool, reference: Record | None = None) -> Outcome:
+    """A run; if it is to be compared, with `reference`, or with a run of `jax.jit`."""
     with _log(options.log) as log:
-        return _logged(options, log, compare)
+        return _logged(options, log, compare=compare, reference=reference)
 
 
-def _logged(options: argparse.Namespace, log: Log | None, compare: bool) -> Outcome:
-    ask_for_virtual_devices(device_count(options.devices, options.mesh))
+def _logged(options: argparse.Namespace, log: Log | None, *, compare: bool, reference: Record | None) -> Outcome:
+    asked = device_count(options)
+    ask_for_virtual_devices(asked)
     run = Run(built_model(options.model, options.sizes), options.steps, options.seed, standard_output())
     batches = run.batches()
-    wanted = options.devices if options.mesh is None else device_count(options.devices, options.mesh)
-    step = parallel(run.built.train_step, devices_for(wanted), options)
+    step = parallel(run.built.train_step, devices_for(options.devices if options.mesh is None else asked), options)
     shapes = shapes_of(run.built)
     with run.console.status("planning"):
         plan = step.plan(shapes.state, shapes.batch)
-    show(plan, run.console, full=options.full)
+    show_plan(plan, run.console, full=options.full)
     with run.console.status("compiling"):
-        step.compile(shapes.state, shapes.batch).as_text()
+        compiled = _compiled(step, shapes)
+        recorder = Recorder.of(compiled, options.timeline, steps=run.steps) if options.timeline else None
         state = step.init_state(run.built.create_state, jax.random.key(run.seed))
-    first_state = jax.device_get(state) if compare else None
+    first_state = jax.device_get(state) if compare and reference is None else None
     with run.stop.listening():
-        record = _steps(run, step, state, batches, title="autopar", predicted_s=plan.step_s, log=log)
+        record = _steps(run, recorder or step, state, batches, title="autopar", predicted_s=plan.step_s, log=log)
         _summarise(run, plan, record)
-        difference = _difference(run, record, first_state) if compare and not run.stop.made else None
-    return Outcome(record, difference, stopped=run.stop.made)
+        if recorder is not None:
+            recorder.write(options.timeline, run.console)
+        if compare and reference is None and not run.stop.made:
+            reference = _with_jit(run, first_state)
+        if compare and reference is not None and not run.stop.made:
+            _compare(run, record, reference)
+    return Outcome(record, reference, stopped=run.stop.made)
+
+
+def _compiled(step: ParallelStep, shapes: Subject) -> CompiledStep | CompiledPipeline:
+    """The compiled step. XLA compiles that of one mesh now, and the tasks of a pipeline when they first run."""
+    compiled = step.compile(shapes.state, shapes.batch)
+    if isinstance(compiled, CompiledStep):
+        compiled.as_text()
+    return compiled
 
 
 def _steps(
@@ -207,7 +245,7 @@ def _is_due(done: int, steps: int) -> bool:
     return done == 1 or done == steps or done % every == 0
 
 
-def _summarise(run: Run, plan: Plan, record: Record) -> None:
+def _summarise(run: Run, plan: Plan | PipelinePlan, record: Record) -> None:
     done = len(record.losses)
     stopped = "" if done == run.steps else f"stopped by Ctrl-C after {done} of {run.steps} steps: "
     ratio = record.median_s / plan.step_s if plan.step_s else float("inf")
@@ -220,8 +258,8 @@ def _summarise(run: Run, plan: Plan, record: Record) -> None:
     )
 
 
-def _difference(run: Run, record: Record, first_state: Any) -> float | None:
-    """Largest difference of the losses from those of `jax.jit` on one device; None if Ctrl-C was pressed meanwhile."""
+def _with_jit(run: Run, first_state: Any) -> Record | None:
+    """The same steps with `jax.jit` on one device; None if Ctrl-C was pressed meanwhile."""
     on_one_device = jax.device_put(first_state, jax.devices()[0])
     with run.console.status("compiling for jax.jit"):
         lowered = jax.jit(run.built.train_step, donate_argnums=0).lower(on_one_device, run.built.batch_shape())
@@ -230,14 +268,16 @@ def _difference(run: Run, record: Record, first_state: Any) -> float | None:
     if len(serial.losses) < run.steps:
         run.console.print(f"comparison stopped by Ctrl-C after {len(serial.losses)} of {run.steps} steps")
         return None
-    difference = max(abs(a - b) for a, b in zip(record.losses, serial.losses, strict=True))
+    return serial
+
+
+def _compare(run: Run, record: Record, reference: Record) -> None:
     run.console.print(
-        f"largest difference from jax.jit on one device over {run.steps} steps: {difference:.1e} in the loss; "
-        f"jax.jit takes {seconds_text(serial.median_s)} per step",
+        f"largest difference from jax.jit on one device over {run.steps} steps: {record.difference(reference):.1e} in the "
+        f"loss; jax.jit takes {seconds_text(reference.median_s)} per step",
         markup=False,
         highlight=False,
     )
-    return difference
 
 
 @contextlib.contextmanager
@@ -261,9 +301,12 @@ def _log(path: Path | None) -> Iterator[Log | None]:
         yield write
 
 
-def demo_options(options: argparse.Namespace) -> argparse.Namespace:
-    """The demo as a run of `train`: the default GPT on 8 devices, everything else as planned."""
+def demo_options(options: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """The demo as two runs of `train`: the default GPT on 8 devices as one mesh, and as 2 stages of 4 devices."""
     planning: dict[str, Any] = {"mesh": None, "memory_limit": None, "constraint": [], "zero": None, "cluster": "auto"}
     fixed: dict[str, Any] = {"data_parallel": False, "allow_redundant_compute": False, "log": None, "full": False}
-    size: dict[str, Any] = {"model": "gpt", "sizes": {}, "devices": DEFAULT_DEVICES}
-    return argparse.Namespace(**planning, **fixed, **size, steps=options.steps, seed=options.seed)
+    size: dict[str, Any] = {"model": "gpt", "sizes": {}, "devices": DEFAULT_DEVICES, "timeline": None}
+    shared = {**planning, **fixed, **size, "steps": options.steps, "seed": options.seed, "schedule": "auto"}
+    one: dict[str, Any] = {"title": "one mesh", "stages": None, "microbatches": None, "virtual_stages": 1}
+    two = {**one, "title": "pipeline", "stages": 2, "microbatches": 4}
+    return argparse.Namespace(**shared, **one), argparse.Namespace(**{**shared, **two})

@@ -41,6 +41,11 @@ def mesh_shape(text: str) -> MeshShape:
     return dict(zip(names, sizes, strict=True)) if names else tuple(sizes)
 
 
+def mesh_shapes(text: str) -> tuple[MeshShape, ...]:
+    """One mesh, or several with / between them, one for each stage of a pipeline: 1,2/1,2/1,4."""
+    return tuple(map(mesh_shape, text.split("/")))
+
+
 def mesh_size(shape: MeshShape) -> int:
     """How many devices a mesh has."""
     return math.prod(shape.values() if isinstance(shape, dict) else shape)

@@ -2,8 +2,8 @@
 
 In: a `Plan` or a `PipelinePlan`, which are data. Out: the same data as rich tables (`show`) or as text (`explain`): the
 predictions, which strategies of the literature the layouts amount to, the layout of each leaf, each collective, what fills
-the memory at its peak, the meshes that were compared; of a pipeline its stages, its transfers and what its bubble costs. What can go wrong is saying more than the data shows: a strategy is named only
-by layouts and collectives that are in the plan.
+the memory at its peak, the meshes that were compared; of a pipeline its stages, its transfers and what its bubble costs. What
+can go wrong is saying more than the data shows: a strategy is named only by layouts and collectives that are in the plan.
 """
 
 from autopar.explain.report import TEXT_WIDTH, explain, show, standard_output
