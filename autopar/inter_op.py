@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
@@ -187,10 +188,15 @@ class ChosenStage:
 
 @dataclasses.dataclass(frozen=True)
 class RuledOut:
-    """How many of all (layers, submesh) did not come into question, each counted once, by the first reason that applies."""
+    """How many of all (layers, submesh) did not come into question, each counted once, by the first reason that applies.
+
+    `decided`: the user's decisions or the schedule leave it out. `memory`: it does not fit at any place. `too_slow`: slower than
+    the slowest stage chosen.
+    """
 
     considered: int
     no_plan: int
+    decided: int
     memory: int
     too_slow: int
 
@@ -636,16 +642,16 @@ def _ruled_out(families: Sequence[_Family], slowest_s: float) -> RuledOut:
         np.triu(np.ones((problem.layers, problem.layers + 1), bool), 1), problem.costs.seconds.shape
     )
     planned = np.isfinite(problem.costs.seconds) & spans
-    fits, fast = np.zeros_like(planned), np.zeros_like(planned)
+    open_, fits, fast = (np.zeros_like(planned) for _ in range(3))
     for family in families:
         places = family.open_places()
         within = places & (family.bytes(family.least_in_flight()) <= problem.memory_bytes)
-        fits |= within.any(axis=3) | ~places.any(axis=3)
+        open_ |= places.any(axis=3)
+        fits |= within.any(axis=3)
         fast |= (family.stage_s(within) <= slowest_s * (1 + TIE)).any(axis=3)
-    considered = int(spans.sum())
-    no_plan = considered - int(planned.sum())
-    memory = int((planned & ~fits).sum())
-    return RuledOut(considered, no_plan, memory, int((planned & fits & ~fast).sum()))
+    nested = [spans, planned, open_, fits, fast]
+    counts = [int(part.sum()) for part in nested]
+    return RuledOut(counts[0], *(more - fewer for more, fewer in itertools.pairwise(counts)))
 
 
 def _nothing_left(problem: StageProblem, manual: Manual) -> str:

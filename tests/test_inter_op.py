@@ -1,0 +1,351 @@
+"""The choice of stages is the best of all choices, and it says what it chose and why nothing else was possible."""
+
+import itertools
+import math
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.inter_op import (
+    CostTable,
+    Manual,
+    RuledOut,
+    StageCost,
+    StageProblem,
+    choose_stages,
+    interleaved_in_flight,
+    place,
+    submeshes,
+    tiles,
+)
+from autopar.runtime.check import microbatches_in_flight
+from autopar.runtime.schedules import make_schedule, task_times
+
+SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("inference", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1))
+
+
+def in_flight(schedule, chunks, *, meshes, batches):
+    """Microbatches in flight of each stage, counted in the schedule itself."""
+    if meshes == 1:
+        return (1,)
+    made = make_schedule(schedule, num_meshes=meshes, num_microbatches=batches, virtual_stages=chunks)
+    return microbatches_in_flight(made)
+
+
+def step_s(problem, stages):
+    """Seconds of a choice [(first layer, end layer, option), ...], by the formulas of the papers."""
+    costs, layers, batches = problem.costs, problem.layers, problem.microbatches
+    times = [costs.seconds[z, i, j] + (costs.transfer_s[z, i, j] if j < layers else 0) for i, j, z in stages]
+    once_s = max(costs.once_s[z, i, j] for i, j, z in stages)
+    slowest, others, count = max(times), sum(times) - max(times), len(stages)
+    if count > 1 and problem.schedule == "interleaved":
+        chunks = problem.virtual_stages
+        return chunks * batches * slowest + (sum(times) - chunks * slowest) / chunks + chunks * once_s
+    if count > 1 and problem.schedule == "zb-h1":
+        return batches * slowest + others / 3 + max(0, count - batches) * slowest / 3 + once_s
+    return batches * slowest + others + once_s
+
+
+def fits(problem, stages):
+    chunks = problem.virtual_stages if len(stages) > 1 else 1
+    kept = in_flight(problem.schedule, chunks, meshes=len(stages) // chunks, batches=problem.microbatches)
+    costs = problem.costs
+    return all(
+        (costs.weight_bytes[z, i, j] + f * costs.activation_bytes[z, i, j]) * chunks <= problem.memory_bytes
+        for (i, j, z), f in zip(stages, kept, strict=True)
+    )
+
+
+def all_choices(problem):
+    """Every way to cut the layers and to give submeshes to the stages that uses all devices, memory aside."""
+    nodes, part = problem.cluster
+    options, layers, chunks = range(len(problem.options)), problem.layers, problem.virtual_stages
+    for count in range(1, layers + 1):
+        for cuts in itertools.combinations(range(1, layers), count - 1):
+            spans = list(itertools.pairwise((0, *cuts, layers)))
+            for chosen in itertools.product(options, repeat=count):
+                shapes = [problem.options[z] for z in chosen]
+                if chunks > 1 and count > 1:
+                    meshes, rest = divmod(count, chunks)
+                    if rest or meshes < 2 or len(set(shapes)) > 1 or problem.microbatches % meshes:
+                        continue
+                    shapes = shapes[:meshes]
+                if sum(n * m for n, m in shapes) != nodes * part:
+                    continue
+                stages = [(i, j, z) for (i, j), z in zip(spans, chosen, strict=True)]
+                if all(math.isfinite(problem.costs.seconds[z, i, j]) for i, j, z in stages):
+                    yield stages
+
+
+def rank(stages):
+    return len(stages), [i for i, _, _ in stages], [z for _, _, z in stages]
+
+
+def brute_force(problem, manual=None):
+    """(seconds, stages) of the best of all choices that fit, first in rank among equals; None if none fits."""
+    manual = manual or Manual()
+    found = []
+    for stages in all_choices(problem):
+        chunks = problem.virtual_stages if len(stages) > 1 else 1
+        submeshes_ = tuple(problem.options[z] for _, _, z in stages[: len(stages) // chunks])
+        if manual.num_stages not in (None, len(stages) // chunks):
+            continue
+        if manual.cuts not in (None, tuple(i for i, _, _ in stages[1:])):
+            continue
+        if manual.submeshes not in (None, submeshes_):
+            continue
+        if fits(problem, stages):
+            found.append((step_s(problem, stages), stages))
+    if not found:
+        return None
+    least = min(s for s, _ in found)
+    return min(((s, stages) for s, stages in found if s <= least * (1 + 1e-12)), key=lambda c: rank(c[1]))
+
+
+def table_of(rng, layers, options, *, whole=False):
+    """Random costs; whole numbers make ties."""
+
+    def draw(low, high):
+        shape = (options, layers, layers + 1)
+        return rng.integers(low, high, shape).astype(float) if whole else rng.uniform(low, high, shape)
+
+    seconds = draw(1, 6)
+    seconds[rng.random(seconds.shape) < 0.1] = np.inf
+    return CostTable(seconds, draw(0, 5), draw(0, 2), draw(0, 4), draw(0, 3))
+
+
+def chosen_of(choice):
+    return [(stage.first_layer, stage.end_layer, stage.option) for stage in choice.stages]
+
+
+def assert_best(problem, manual=None, *, same_choice=True):
+    expected = brute_force(problem, manual)
+    if expected is None:
+        with pytest.raises((OutOfMemoryError, ArgumentError)):
+            choose_stages(problem, manual=manual)
+        return
+    choice = choose_stages(problem, manual=manual)
+    stages = chosen_of(choice)
+    assert fits(problem, stages)
+    assert choice.step_s == pytest.approx(step_s(problem, stages), rel=1e-12)
+    assert choice.step_s == pytest.approx(expected[0], rel=1e-12), (stages, expected[1])
+    if same_choice:
+        assert stages == expected[1]
+
+
+CLUSTERS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (1, 8), (2, 4), (4, 2), (1, 6), (3, 2), (1, 3))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_the_choice_is_the_best_of_all_for_every_small_cluster_and_number_of_layers(cluster, schedule, chunks):
+    options = submeshes(*cluster)
+    for layers in range(1, 6 if len(options) < 5 else 5):
+        for batches, memory, whole in itertools.product((1, 2, 4), (math.inf, 12.0, 6.0), (False, True)):
+            rng = np.random.default_rng([layers, batches, int(whole), *cluster])
+            costs = table_of(rng, layers, len(options), whole=whole)
+            assert_best(StageProblem(costs, options, cluster, batches, schedule, chunks, memory))
+
+
+@hypothesis.settings(max_examples=150, deadline=None)
+@hypothesis.given(data=st.data())
+def test_the_choice_is_the_best_of_all_whatever_the_costs(data):
+    cluster = data.draw(st.sampled_from(CLUSTERS))
+    options = submeshes(*cluster)
+    schedule, chunks = data.draw(st.sampled_from(SCHEDULES))
+    layers = data.draw(st.integers(1, 5 if len(options) < 5 else 4))
+    figure = st.sampled_from([0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 0.1, 0.7])
+    shape = (len(options), layers, layers + 1)
+
+    def draw(allowed):
+        size = math.prod(shape)
+        return np.array(data.draw(st.lists(allowed, min_size=size, max_size=size))).reshape(shape)
+
+    seconds = draw(st.sampled_from([1.0, 2.0, 3.0, 5.0, 0.3, 0.7, math.inf]))
+    costs = CostTable(seconds, draw(figure), draw(figure), draw(figure), draw(figure))
+    memory = data.draw(st.sampled_from([math.inf, 30.0, 12.0, 6.0, 2.0]))
+    batches = data.draw(st.sampled_from([1, 2, 3, 4, 6, 16]))
+    assert_best(StageProblem(costs, options, cluster, batches, schedule, chunks, memory))
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
+def test_what_the_user_decides_is_kept_and_the_rest_is_the_best(schedule, chunks):
+    cluster, layers = (2, 2), 4
+    options = submeshes(*cluster)
+    decisions = [Manual(num_stages=s) for s in (1, 2, 3, 4)]
+    decisions += [Manual(cuts=cuts) for n in range(4) for cuts in itertools.combinations(range(1, layers), n)]
+    decisions += [Manual(submeshes=s) for s in (((1, 2), (1, 2)), ((1, 1), (1, 2), (1, 1)), ((2, 2),), ((1, 1),) * 4)]
+    decisions += [Manual(cuts=(1,), submeshes=((1, 2), (1, 2))), Manual(num_stages=3, cuts=(1, 3))]
+    for seed, manual in enumerate(decisions):
+        for memory in (math.inf, 12.0):
+            costs = table_of(np.random.default_rng(seed), layers, len(options))
+            assert_best(StageProblem(costs, options, cluster, 4, schedule, chunks, memory), manual)
+
+
+def test_an_option_may_occur_twice_as_with_and_without_recomputation():
+    options = ((1, 2), (1, 2))
+
+    def cost_of(i, j, option):
+        return StageCost(1.0 + option, activation_bytes=8.0 / (1 + option))
+
+    costs = CostTable.of(1, 2, cost_of)
+    assert chosen_of(choose_stages(StageProblem(costs, options, (1, 2), 4))) == [(0, 1, 0)]
+    assert chosen_of(choose_stages(StageProblem(costs, options, (1, 2), 4, memory_bytes=5.0))) == [(0, 1, 1)]
+
+
+def equal_layers(layers, options, *, once_s=0.0):
+    """One second per layer and device."""
+    return CostTable.of(
+        layers,
+        len(options),
+        lambda i, j, z: StageCost((j - i) / math.prod(options[z]), once_s, weight_bytes=j - i, activation_bytes=1.0),
+    )
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [s for s in SCHEDULES if s[0] != "inference"])
+def test_the_seconds_are_those_of_the_schedule_run_with_equal_stages(schedule, chunks):
+    durations = {"forward": 1 / 3, "backward": 2 / 3, "input_gradient": 1 / 3, "weight_gradient": 1 / 3}
+    for meshes in (2, 4):
+        for batches in (1, 2, 3, 4, 8):
+            if schedule == "interleaved" and batches % meshes:
+                continue
+            layers = meshes * chunks
+            problem = StageProblem(equal_layers(layers, [(1, 1)]), ((1, 1),), (1, meshes), batches, schedule, chunks)
+            choice = choose_stages(problem, manual=Manual(num_stages=meshes))
+            made = make_schedule(schedule, num_meshes=meshes, num_microbatches=batches, virtual_stages=chunks)
+            times = task_times(made, lambda task: durations[task.kind])
+            assert choice.step_s == pytest.approx(max(end for _, end in times.values())), (meshes, batches)
+            assert tuple(stage.in_flight for stage in choice.stages) == microbatches_in_flight(made)
+
+
+def test_microbatches_in_flight_of_chunks_are_those_of_the_schedule():
+    for meshes, chunks, rounds in itertools.product((2, 3, 4), (2, 3), (1, 2, 3)):
+        batches = meshes * rounds
+        assert interleaved_in_flight(meshes, microbatches=batches, chunks=chunks) == in_flight(
+            "interleaved", chunks, meshes=meshes, batches=batches
+        )
+
+
+def test_among_equals_fewer_stages_win_and_then_earlier_cuts():
+    options = submeshes(1, 4)
+    free = CostTable.of(3, len(options), lambda i, j, z: StageCost(0.0))
+    assert chosen_of(choose_stages(StageProblem(free, options, (1, 4), 4))) == [(0, 3, 2)]
+    two = choose_stages(StageProblem(free, options, (1, 4), 4), manual=Manual(num_stages=2))
+    assert chosen_of(two) == [(0, 1, 1), (1, 3, 1)]
+
+
+def test_a_tolerance_never_costs_more_than_it_says_and_the_bound_holds():
+    for seed in range(30):
+        options = submeshes(2, 4)
+        problem = StageProblem(table_of(np.random.default_rng(seed), 8, len(options)), options, (2, 4), 6)
+        exact, rough = choose_stages(problem), choose_stages(problem, tolerance=0.2)
+        assert exact.bound_s == exact.step_s
+        assert rough.bound_s <= exact.step_s <= rough.step_s <= exact.step_s / 0.8
+
+
+def test_the_choice_says_what_each_stage_needs_and_which_is_slowest():
+    options = submeshes(1, 4)
+    costs = CostTable.of(
+        2,
+        len(options),
+        lambda i, j, z: StageCost(5.0 if i else 2.0, 0.5, 0.25, 100.0, 7.0) if j - i == 1 and z == 1 else None,
+    )
+    choice = choose_stages(StageProblem(costs, options, (1, 4), 8, memory_bytes=114.0))
+    first, second = choice.stages
+    assert (first.stage_s, second.stage_s, choice.bottleneck) == (2.25, 5.0, 1)
+    assert (first.in_flight, first.peak_bytes, second.in_flight, second.peak_bytes) == (2, 114.0, 1, 107.0)
+    assert choice.step_s == 2.25 + 8 * 5.0 + 0.5
+    assert choice.devices == ((0, 1), (2, 3))
+
+
+def test_alternatives_are_counted_by_what_ruled_them_out():
+    options = submeshes(1, 2)
+    figures = {(0, 2, 1): StageCost(9.0), (0, 1, 0): StageCost(1.0), (1, 2, 0): StageCost(1.0)}
+    figures |= {(0, 1, 1): StageCost(1.0, weight_bytes=99.0)}
+    costs = CostTable.of(2, 2, lambda i, j, z: figures.get((i, j, z)))
+    ruled_out = choose_stages(StageProblem(costs, options, (1, 2), 4, memory_bytes=50.0)).ruled_out
+    assert ruled_out == RuledOut(considered=6, no_plan=2, decided=0, memory=1, too_slow=1)
+    alone = choose_stages(
+        StageProblem(costs, options, (1, 2), 4, memory_bytes=50.0), manual=Manual(num_stages=1)
+    ).ruled_out
+    assert alone == RuledOut(considered=6, no_plan=2, decided=3, memory=0, too_slow=0)
+
+
+def test_if_nothing_fits_the_tightest_stage_is_named_with_its_bytes():
+    options = ((1, 1),)
+    costs = CostTable.of(2, 1, lambda i, j, z: StageCost(1.0, weight_bytes=4000.0, activation_bytes=1000.0 - 300 * i))
+    with pytest.raises(OutOfMemoryError) as error:
+        choose_stages(StageProblem(costs, options, (1, 2), 4, "gpipe", memory_bytes=5000.0))
+    assert "fits into 5,000 bytes per device" in str(error.value)
+    assert "stage 0, layers 0 to 0 on a submesh of 1 x 1 devices, needs 8,000 bytes" in str(error.value)
+    assert "4,000 of parameters, optimizer state and gradients, and 4 x 1,000 of activations" in str(error.value)
+    assert "schedule='1f1b' (now 'gpipe')" in str(error.value)
+
+
+def test_wrong_questions_are_refused_with_all_that_is_wrong():
+    options = ((1, 3), (1, 4))
+    costs = CostTable.of(2, 2, lambda i, j, z: StageCost(1.0))
+    with pytest.raises(ArgumentError) as error:
+        choose_stages(
+            StageProblem(costs, options, (1, 4), 0, "interleaved"), manual=Manual(cuts=(2,), submeshes=((1, 3),))
+        )
+    text = str(error.value)
+    assert "'interleaved' with virtual_stages=1: 'interleaved' needs two or more" in text
+    assert "num_microbatches=0: must be at least 1" in text
+    assert "submeshes ((1, 3),) do not fill (1, 4)" in text
+    assert "cuts (2,) are not ascending numbers of layers between 1 and 1" in text
+    with pytest.raises(ArgumentError, match=r"submeshes \[\(1, 3\)\] are not among"):
+        choose_stages(StageProblem(costs, options, (1, 4), 1))
+
+
+def test_decisions_that_leave_nothing_are_told_apart_from_too_little_memory():
+    costs = equal_layers(2, [(1, 2)])
+    with pytest.raises(ArgumentError, match=r"decided by hand: num_stages=2"):
+        choose_stages(StageProblem(costs, ((1, 2),), (1, 2), 4), manual=Manual(num_stages=2))
+
+
+def test_submeshes_are_parts_of_a_node_and_whole_nodes():
+    assert submeshes(2, 8) == ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8))
+    assert submeshes(3, 1) == ((1, 1), (2, 1), (3, 1))
+    assert submeshes(1, 6) == ((1, 1), (1, 2), (1, 6))
+    assert submeshes(1, 12) == ((1, 1), (1, 2), (1, 4), (1, 12))
+
+
+def sums(sizes, total):
+    """All multisets of sizes that add up to a total, as lists of numbers of sizes."""
+    if not sizes:
+        return [[]] if total == 0 else []
+    head, *rest = sizes
+    return [[n, *more] for n in range(total // head + 1) for more in sums(rest, total - n * head)]
+
+
+@pytest.mark.parametrize(
+    "cluster", [(1, 1), (1, 4), (1, 8), (2, 4), (2, 8), (4, 2), (3, 4), (2, 6), (1, 12), (2, 9), (5, 1), (3, 3)]
+)
+def test_submeshes_that_add_up_to_the_cluster_fill_it_without_straddling_nodes(cluster):
+    nodes, part = cluster
+    options = submeshes(nodes, part)
+    for counts in sums([n * m for n, m in options], nodes * part):
+        choice = [option for option, count in zip(options, counts, strict=True) for _ in range(count)]
+        for order in (choice, choice[::-1], choice[1::2] + choice[::2]):
+            assert tiles(order, nodes, part)
+            devices = place(order, nodes, part)
+            assert sorted(d for one in devices for d in one) == list(range(nodes * part))
+            for (count, size), one in zip(order, devices, strict=True):
+                assert list(one) == list(range(one[0], one[0] + count * size))
+                first, last = one[0] // part, one[-1] // part
+                assert last - first + 1 == count
+                assert count == 1 or one[0] % part == 0
+
+
+def test_submeshes_that_do_not_fill_the_cluster_are_told():
+    assert not tiles([(1, 2)], 1, 4)
+    assert not tiles([(1, 4), (1, 1)], 1, 4)
+    assert not tiles([(1, 3), (1, 3), (1, 2)], 2, 4)
+    assert not tiles([(2, 2), (1, 4)], 2, 4)
+    fractions = [(1, s) for s in (15, 10, 10, 6, 6, 6, 6, 1)]
+    assert sum(size for _, size in fractions) == 60
+    assert not tiles(fractions, 2, 30)
