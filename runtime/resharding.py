@@ -1,6 +1,6 @@
 """Move arrays from one mesh to another, whatever the two meshes and layouts are.
 
-In: arrays and the sharding that each is to have. Out: arrays with those shardings. `tiles.plan_reshard` says what crosses
+In: arrays and the sharding that each is to have. Out: arrays with those shardings. `reshard_plan` says what crosses
 which link; this module performs it, for many arrays at once in few calls: one executable per sender cuts boxes out of tiles, a
 single `jax.device_put` copies everything, one executable per receiver joins boxes and one on the target mesh gathers shares.
 Every call is asynchronous: none waits for the program that computes its operands. Layouts are never changed by an identity
@@ -28,7 +28,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar.errors import ArgumentError
-from autopar.runtime.tiles import Box, Links, ReshardPlan, Send, Tiling, extent, intersect, plan_reshard, relative_to
+from autopar.runtime.reshard_plan import ReshardPlan, Send, plan_reshard
+from autopar.runtime.tiles import Box, Links, Tiling, extent, intersect, relative_to
 
 Array = jax.Array
 

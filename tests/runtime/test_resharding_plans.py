@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.runtime.tiles import Links, Tiling, plan_reshard, volume
+from autopar.runtime.reshard_plan import plan_reshard
+from autopar.runtime.tiles import Links, Tiling, volume
 
 MESHES = [(1,), (2,), (3,), (4,), (8,), (1, 4), (2, 2), (2, 4), (4, 2), (2, 3), (2, 2, 2)]
 
