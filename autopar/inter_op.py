@@ -307,6 +307,7 @@ class _Family:
         spans[:, layers, 0] = True
         spans[:, 1:layers, 1:] = True
         spans[0, :, [r for r in range(places) if r + 1 not in self.counts]] = False
+        spans[1:, :, places - 1] = False
         if self.manual.cuts is not None:
             bounds = [0, *self.manual.cuts, layers]
             wanted = np.zeros((layers, layers + 1, 1), bool)
