@@ -3,7 +3,11 @@
 Also all small schedules, for tests that exhaust them.
 """
 
+import contextlib
 import itertools
+import os
+import signal
+import time
 
 from autopar.errors import ScheduleError
 from autopar.runtime.chain import chain
@@ -65,3 +69,26 @@ def expected(schedule):
         terms = [x * weight**last * weight ** (last - 1 - stage) * x * weight**stage for x in batch]
         gradients[f"dw{stage}"] = sum(terms)
     return gradients
+
+
+@contextlib.contextmanager
+def ctrl_c():
+    """A function that presses Ctrl-C and returns, in any thread but the main one, once the main thread has noticed."""
+    noticed = []
+
+    def handler(number, frame):
+        noticed.append(number)
+        raise KeyboardInterrupt
+
+    def press():
+        before = len(noticed)
+        os.kill(os.getpid(), signal.SIGINT)
+        deadline = time.monotonic() + 30
+        while len(noticed) == before and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+    previous = signal.signal(signal.SIGINT, handler)
+    try:
+        yield press
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,8 +1,6 @@
 """The driver: right results, and what happens when a mesh fails or the user interrupts. Nothing hangs, nothing is left."""
 
 import dataclasses
-import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -17,7 +15,7 @@ from autopar.runtime.chain import chain
 from autopar.runtime.driver import Driver
 from autopar.runtime.instructions import Free, Receive, Run, Send, TaskSpec, Value
 from autopar.runtime.schedules import make_schedule
-from tests.runtime.chains import callables_of, driver_of, expected, inputs_of, small_schedules
+from tests.runtime.chains import callables_of, ctrl_c, driver_of, expected, inputs_of, small_schedules
 
 
 @pytest.fixture(autouse=True)
@@ -151,12 +149,17 @@ def test_each_mesh_has_its_own_thread():
 
 
 def test_meshes_overlap():
-    """Four stages that sleep 20 ms for each of 8 microbatches take 11 sleeps and not 32."""
+    """The tasks on a diagonal of the grid meet at a barrier, which breaks if one of them has to wait for another."""
     schedule = make_schedule("inference", num_meshes=4, num_microbatches=8)
-    step = Watched(schedule, lambda instruction: time.sleep(0.02) if isinstance(instruction, Run) else None)
-    started = time.perf_counter()
+    barriers = {k: threading.Barrier(4) for k in range(3, 8)}
+
+    def before(instruction):
+        if isinstance(instruction, Run) and (diagonal := instruction.stage + instruction.microbatch) in barriers:
+            barriers[diagonal].wait(60)
+
+    step = Watched(schedule, before)
     step.driver.run(step.inputs())
-    assert time.perf_counter() - started < 0.02 * 20
+    assert not any(barrier.broken for barrier in barriers.values())
 
 
 # Failures
@@ -250,14 +253,13 @@ def test_ctrl_c_at_any_place_stops_all_and_leaves_nothing(name, p, m):
 
     def before(instruction):
         if instruction is culprit:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.02)
+            press()
 
     step = Watched(schedule, before)
     good = {key: number.content for key, number in step.driver.run(step.inputs()).items()}
     for n in performed(step.program):
         culprit = step.program.instructions[n]
-        with pytest.raises(KeyboardInterrupt):
+        with ctrl_c() as press, pytest.raises(KeyboardInterrupt):
             step.driver.run(step.inputs())
         assert not step.alive
         culprit = None
@@ -273,11 +275,11 @@ def test_ctrl_c_while_all_meshes_but_one_wait_does_not_start_another_task():
     def before(instruction):
         seen.append(instruction)
         if isinstance(instruction, Run) and (instruction.stage, instruction.microbatch) == (3, 0):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.2)
+            press()
+            time.sleep(0.5)  # for the main thread to go from the handler to the driver
 
     step = Watched(schedule, before)
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c() as press, pytest.raises(KeyboardInterrupt):
         step.driver.run(step.inputs())
     assert not [i for i in seen if isinstance(i, Run) and i.kind == "backward"]
 

@@ -3,10 +3,7 @@
 import functools
 import json
 import logging
-import os
-import signal
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +16,7 @@ from autopar.runtime.chain import chain
 from autopar.runtime.driver import Driver
 from autopar.runtime.instructions import Value
 from autopar.runtime.schedules import make_schedule
-from tests.runtime.chains import small_schedules
+from tests.runtime.chains import ctrl_c, small_schedules
 
 WIDTH = 8
 
@@ -212,18 +209,17 @@ def test_ctrl_c_during_a_program_leaves_no_buffer_and_the_next_step_is_right():
     schedule = make_schedule("1f1b", num_meshes=3, num_microbatches=4)
     pressed = []
 
-    def press(array):
+    def interrupted(array):
         def callback(x):
             if not pressed:
                 pressed.append(True)
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.05)
+                press()
             return np.asarray(x)
 
         return jax.pure_callback(callback, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
 
-    step = Step(schedule, extra={"forward2": press})
-    with pytest.raises(KeyboardInterrupt):
+    step = Step(schedule, extra={"forward2": interrupted})
+    with ctrl_c() as press, pytest.raises(KeyboardInterrupt):
         step.gradients()
     assert len(jax.live_arrays()) == before
     assert_equal(step.gradients(), by_jax_grad(3, 4))
