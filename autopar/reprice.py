@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autopar.cost_model.collectives import MeshCosts
-from autopar.cost_model.hardware import Cluster, find_cluster
+from autopar.cost_model.hardware import PRESETS, Cluster
 from autopar.cost_model.schedule_time import pipeline_s
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import CollectivePlan, Plan
@@ -48,13 +48,26 @@ class RepricedPlan:
     basis: str
 
 
-def reprice(plan: Plan | PipelinePlan, cluster: Cluster) -> RepricedPlan:
-    """Price `plan` on `cluster`. Raises ValueError if its mesh is larger than the cluster, or its own cluster is unknown."""
-    return _one_mesh(plan, cluster) if isinstance(plan, Plan) else _pipeline(plan, cluster)
+def reprice(plan: Plan | PipelinePlan, cluster: Cluster, *, planned_for: Cluster | None = None) -> RepricedPlan:
+    """Price `plan` on `cluster`; `planned_for` is the cluster it was made for, by default the preset that it names.
+
+    Raises ValueError if its mesh is larger than the cluster, or if it names no preset.
+    """
+    before = planned_for or _named(plan.cluster)
+    return _one_mesh(plan, cluster, before) if isinstance(plan, Plan) else _pipeline(plan, cluster, before)
 
 
-def _one_mesh(plan: Plan, cluster: Cluster) -> RepricedPlan:
-    before = find_cluster(plan.cluster)
+def _named(name: str) -> Cluster:
+    try:
+        return PRESETS[name]
+    except KeyError:
+        raise ValueError(
+            f"the plan was made for cluster {name!r}, which is no preset: give its file with --planned-for FILE, as "
+            "`calibrate` wrote it, or plan again with --cluster NAME"
+        ) from None
+
+
+def _one_mesh(plan: Plan, cluster: Cluster, before: Cluster) -> RepricedPlan:
     costs = cluster.mesh_costs(plan.mesh_shape)
     dtype = _main_dtype(plan)
     scale, bound = _compute_scale(before, cluster, dtype)
@@ -78,8 +91,8 @@ def _one_mesh(plan: Plan, cluster: Cluster) -> RepricedPlan:
     )
 
 
-def _pipeline(plan: PipelinePlan, cluster: Cluster) -> RepricedPlan:
-    stages = [_one_mesh(stage.plan, cluster) for stage in plan.stages]
+def _pipeline(plan: PipelinePlan, cluster: Cluster, before: Cluster) -> RepricedPlan:
+    stages = [_one_mesh(stage.plan, cluster, before) for stage in plan.stages]
     link = cluster.links_of((plan.num_stages // plan.virtual_stages, math.prod(plan.stages[0].plan.mesh_shape)))[0]
     sends = RepricedKind(
         kind="transfer",

@@ -334,6 +334,20 @@ def test_a_plan_is_priced_on_another_cluster(plan_file, capsys):
         assert kind["seconds"] == pytest.approx(kind["planned_s"])
 
 
+def test_a_plan_for_a_calibrated_cluster_needs_its_file(plan_file, tmp_path, capsys):
+    fields = json.loads(plan_file.read_text(encoding="utf-8")) | {"cluster": "ours"}
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps(fields), encoding="utf-8")
+    assert main(["simulate", "--plan", str(plan), "--cluster", "dgx-h100"]) == 2
+    assert (
+        "made for cluster 'ours', which is no preset: give its file with --planned-for FILE" in capsys.readouterr().err
+    )
+    arguments = ["--cluster", "dgx-h100", "--planned-for", "dgx-a100-80gb"]
+    _, given, _ = json_of(["--plan", str(plan), *arguments], capsys)
+    _, named, _ = json_of(["--plan", str(plan_file), "--cluster", "dgx-h100"], capsys)
+    assert given["step_s"] == named["step_s"]
+
+
 def test_a_pipeline_is_priced_stage_by_stage(tmp_path, capsys):
     model = build("gpt", layers=2, hidden=32, heads=2, seq=16, batch=16, vocab=256)
     state = jax.eval_shape(lambda: model.create_state(jax.random.key(0)))

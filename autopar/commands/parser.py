@@ -118,6 +118,7 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write each row's prediction as CSV")
     parser.add_argument("--plan", type=Path, metavar="FILE", help="a plan that `plan -o` wrote, to price on --cluster")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="a preset or a cluster file, for --plan")
+    parser.add_argument("--planned-for", metavar="NAME|FILE", help="the cluster of the plan, if it is no preset")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=_run_simulate)
 

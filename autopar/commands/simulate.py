@@ -214,7 +214,8 @@ def _simulate_plan(options: argparse.Namespace) -> int:
         raise ArgumentError("--csv goes with --table; for a plan use --json")
     try:
         cluster = find_cluster(options.cluster)
-        found = reprice(_read_plan(options.plan), cluster)
+        before = find_cluster(options.planned_for) if options.planned_for else None
+        found = reprice(_read_plan(options.plan), cluster, planned_for=before)
     except ValueError as error:
         raise ArgumentError(str(error)) from None
     if options.json:
