@@ -16,6 +16,7 @@ from autopar.errors import (
     UnsupportedProgramError,
 )
 from autopar.options import Replicated, Split, data_parallel, zero2, zero3
+from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from autopar.rules import register_rule
 
@@ -27,6 +28,7 @@ __all__ = [
     "ConstraintError",
     "OutOfMemoryError",
     "ParallelStep",
+    "PipelinePlan",
     "Plan",
     "PlanError",
     "Replicated",
@@ -35,6 +37,7 @@ __all__ = [
     "UnsupportedProgramError",
     "data_parallel",
     "parallelize",
+    "plan_from_json",
     "register_rule",
     "zero2",
     "zero3",

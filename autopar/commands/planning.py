@@ -10,7 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from autopar.commands.subject import device_count, parallel, subject_of
+from autopar.api import ParallelStep
+from autopar.commands.subject import Subject, device_count, parallel, subject_of
 from autopar.errors import ArgumentError
 from autopar.explain import TEXT_WIDTH, show, standard_output
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
@@ -30,7 +31,7 @@ def plan(options: argparse.Namespace) -> int:
     count = device_count(options)
     subject = subject_of(options.model, options.sizes)
     with Console(stderr=True).status(f"planning for {count} devices"):
-        found = parallel(subject.step, count, options).plan(subject.state, subject.batch)
+        found = planned(parallel(subject.step, count, options), subject, options)
     if output is not None:
         _write(output, found.to_json())
     console = standard_output()
@@ -38,6 +39,16 @@ def plan(options: argparse.Namespace) -> int:
     if output is not None:
         console.print(f"\nplan written to {output}", markup=False, highlight=False)
     return 0
+
+
+def planned(step: ParallelStep, subject: Subject, options: argparse.Namespace) -> Plan | PipelinePlan:
+    """The plan of a step; ArgumentError if it has one mesh and a pipeline's options were given."""
+    found = step.plan(subject.state, subject.batch)
+    if isinstance(found, Plan) and (options.schedule != "auto" or options.virtual_stages > 1):
+        raise ArgumentError(
+            "--schedule and --virtual-stages are for pipelines, and this plan has one mesh: ask for two or more --stages"
+        )
+    return found
 
 
 def show_file(options: argparse.Namespace) -> int:

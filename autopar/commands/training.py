@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from autopar.api import ParallelStep
 from autopar.commands.devices import ask_for_virtual_devices, devices_for
-from autopar.commands.planning import show_plan
+from autopar.commands.planning import planned, show_plan
 from autopar.commands.recording import Recorder
 from autopar.commands.subject import DEFAULT_DEVICES, Subject, built_model, device_count, parallel, shapes_of
 from autopar.compile import CompiledStep
@@ -179,7 +179,7 @@ def _logged(options: argparse.Namespace, log: Log | None, *, compare: bool, refe
     step = parallel(run.built.train_step, devices_for(options.devices if options.mesh is None else asked), options)
     shapes = shapes_of(run.built)
     with run.console.status("planning"):
-        plan = step.plan(shapes.state, shapes.batch)
+        plan = planned(step, shapes, options)
     show_plan(plan, run.console, full=options.full)
     with run.console.status("compiling"):
         compiled = _compiled(step, shapes)

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.explain.paths import path_patterns
-from autopar.explain.strategies import PARAMETER_WORDS, findings, traffic
+from autopar.explain.strategies import PARAMETER_WORDS, findings, names_text, traffic
 from autopar.explain.tables import new_table
 from autopar.explain.units import bytes_text, percent_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
@@ -52,7 +52,7 @@ def pipeline_findings(plan: PipelinePlan) -> tuple[str, ...]:
     """What the bubble costs, which mesh is the bottleneck, what crosses, and what each stage does with its mesh."""
     sentences = [_bubble_text(plan), _bottleneck_text(plan), _once_text(plan), _memory_text(plan), *_crossing(plan)]
     for stage in plan.stages:
-        texts = (*findings(_as_a_step(stage)), *traffic(stage.plan))
+        texts = (*findings(_as_a_step(stage)), *traffic(stage.plan), *_borrowed(stage, plan))
         sentences += [f"stage {stage.stage}: {text}" for text in texts]
     return tuple(sentences)
 
@@ -69,17 +69,11 @@ def mesh_text(plan: Plan) -> str:
 
 def _stages_text(plan: PipelinePlan) -> str:
     sizes = [math.prod(stages[0].plan.mesh_shape) for stages in _by_mesh(plan).values()]
-    alike = len(set(sizes)) == 1
+    each = f"x {sizes[0]} {'device' if sizes[0] == 1 else 'devices'}"
+    devices = each if len(set(sizes)) == 1 else f"on {' + '.join(map(str, sizes))} devices"
     if plan.virtual_stages > 1:
-        where = f" on {len(sizes)} meshes ({plan.virtual_stages} virtual stages each)"
-        devices = f"{where} x {sizes[0]} devices" if alike else f"{where} of {_sum_text(sizes)} devices"
-    else:
-        devices = f" x {sizes[0]} devices" if alike else f" on {_sum_text(sizes)} devices"
-    return f"{plan.num_stages} stages{devices} ({sum(sizes)} devices)"
-
-
-def _sum_text(sizes: Iterable[int]) -> str:
-    return " + ".join(map(str, sizes))
+        devices = f"on {len(sizes)} meshes ({plan.virtual_stages} virtual stages each) {devices}"
+    return f"{plan.num_stages} stages {devices} ({sum(sizes)} devices)"
 
 
 def _by_mesh(plan: PipelinePlan) -> dict[int, list[StagePlan]]:
@@ -156,6 +150,16 @@ def _crossing(plan: PipelinePlan) -> Iterator[str]:
     kinds = sorted(size, key=lambda what: list(_READERS).index(what) if what in _READERS else len(_READERS))
     listed = "; ".join(f"{bytes_text(size[what])} {_READERS.get(what, f'for {what}')}" for what in kinds)
     yield f"between meshes cross per step: {listed}"
+
+
+def _borrowed(stage: StagePlan, plan: PipelinePlan) -> Iterator[str]:
+    """What the stage reads of the state of other meshes, which send it in every step."""
+    mesh_of = {path: other.mesh for other in plan.stages for path in other.leaves}
+    read = [v for v in stage.plan.inputs if v.role == "state" and mesh_of.get(v.path, stage.mesh) != stage.mesh]
+    if read:
+        size = bytes_text(sum(value.bytes_per_device for value in read))
+        leaves = "leaf" if len(read) == 1 else "leaves"
+        yield f"reads {len(read)} {leaves} of other meshes, {size} per device, once per step: {names_text(read)}"
 
 
 def _as_a_step(stage: StagePlan) -> Plan:

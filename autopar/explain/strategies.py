@@ -102,7 +102,7 @@ class _AxisUse:
             share = self._share(self._gathered, self._parameters, "parameters")
             yield f"fully sharded (FSDP, ZeRO-3) over {{axis}}, {{ways}}: {self._batch_text} and {share} split"
         if self._experts:
-            yield f"expert parallel over {{axis}}, {{ways}}: {_names(self._experts)} split along the first dimension"
+            yield f"expert parallel over {{axis}}, {{ways}}: {names_text(self._experts)} split along the first dimension"
 
     def _tensor_parallel(self) -> Iterator[str]:
         explained = (self._gathered if self._is_fully_sharded else []) + (self._experts if self._by_example else [])
@@ -125,7 +125,7 @@ class _AxisUse:
     def _by_other_dimension(self) -> Iterator[str]:
         for dimension in sorted({d for value in self._batch for d in self._dimensions(value) if d > 0}):
             split = [value for value in self._batch if dimension in self._dimensions(value)]
-            yield f"inputs split over {{axis}}, {{ways}}, along dimension {dimension}: {_names(split)}"
+            yield f"inputs split over {{axis}}, {{ways}}, along dimension {dimension}: {names_text(split)}"
 
     @cached_property
     def _experts(self) -> list[ValuePlan]:
@@ -232,7 +232,8 @@ def _has_shape_of(item: CollectivePlan, value: ValuePlan) -> bool:
     return bool(sizes) and sizes in (sorted(value.shape), one_step)
 
 
-def _names(values: Sequence[ValuePlan]) -> str:
+def names_text(values: Sequence[ValuePlan]) -> str:
+    """The paths of values as two patterns, and how many more."""
     patterns = path_patterns(value.path for value in values)
     more = f", and {sum(pattern.count for pattern in patterns[2:])} more" if len(patterns) > 2 else ""
     return ", ".join(str(pattern) for pattern in patterns[:2]) + more
