@@ -59,18 +59,22 @@ class StepLowering(Lowering):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A value that leaves the body: terms combined by `monoid`, or, without one, slices of dimension `dim`."""
+    """A value that leaves the body: terms combined by `monoid`, or, without one, slices of dimension `dim`.
+
+    `single`: there is one microbatch, whose term is the value.
+    """
 
     var: Var
     monoid: str = ""
     dim: int = 0
+    single: bool = False
 
     @property
     def layout(self) -> Layout:
         """The layout over time in which a microbatch hands it over."""
         rank = len(self.var.aval.shape)
         if self.monoid:
-            return Layout(((),) * rank, ((0, self.monoid),))
+            return Layout(((),) * rank, () if self.single else ((0, self.monoid),))
         return Layout(tuple((0,) if d == self.dim else () for d in range(rank)))
 
     @property
@@ -232,8 +236,9 @@ class TimeLoop:
     def _results(self) -> tuple[Result, ...]:
         used = {v for eqn in self._equations["epilogue"] for v in eqn.invars if not isinstance(v, Literal)}
         used |= {v for v in self.program.outvars if not isinstance(v, Literal)}
-        layouts = self.layouts()
-        return tuple(_result(v, layouts[v]) for eqn in self._equations["body"] for v in eqn.outvars if v in used)
+        layouts, single = self.layouts(), self.plan.microbatches == 1
+        found = (v for eqn in self._equations["body"] for v in eqn.outvars if v in used)
+        return tuple(_result(v, layouts[v], single=single) for v in found)
 
     def layouts(self) -> dict[Var, Layout]:
         """The layout over time of every value that the body makes."""
@@ -253,11 +258,11 @@ def _rows(var: Var) -> Layout:
     return Layout(((0,), *((),) * (len(var.aval.shape) - 1)))
 
 
-def _result(var: Var, layout: Layout) -> Result:
+def _result(var: Var, layout: Layout, *, single: bool) -> Result:
     """A value repeated in every microbatch is the sum of what the first has and zeros."""
     if layout.sharded_axes:
         return Result(var, dim=next(d for d, axes in enumerate(layout.dims) if axes))
-    return Result(var, monoid=layout.partial[0][1] if layout.partial else "sum")
+    return Result(var, monoid=layout.partial[0][1] if layout.partial else "sum", single=single)
 
 
 def in_microbatches(traced: TracedStep, count: int) -> TracedStep:
