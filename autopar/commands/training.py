@@ -146,7 +146,7 @@ def demo(parts: Sequence[argparse.Namespace]) -> int:
     problems: list[str] = []
     reference: Record | None = None
     for options in parts:
-        Console().rule(options.title, align="left")
+        standard_output().rule(options.title, align="left")
         outcome = _train(options, compare=True, reference=reference)
         reference = outcome.reference
         if outcome.stopped or reference is None:
