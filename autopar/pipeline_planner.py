@@ -16,11 +16,12 @@ from autopar.errors import ArgumentError, PlanError
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
-from autopar.planner import PlanRequest
+from autopar.planner import PlanRequest, logical_meshes
 from autopar.runtime.check import microbatches_in_flight
 from autopar.runtime.instructions import Run
 from autopar.runtime.schedules import Schedule, make_schedule
 from autopar.runtime.simulate import simulate_schedule
+from autopar.stage_search import machine_shape, search_stages
 from autopar.staging import (
     Staged,
     StagedStage,
@@ -29,6 +30,7 @@ from autopar.staging import (
     plan_stages,
     restore_stages,
     split_devices,
+    time_loop,
     transfer_bytes,
 )
 from autopar.trace import TracedStep
@@ -65,6 +67,33 @@ def plan_pipeline(
     limit = request.memory_limit_bytes
     shared = dataclasses.replace(request, memory_limit_bytes=None if limit is None else limit // wishes.virtual_stages)
     staged = plan_stages(traced, StageRequest(meshes, chunks, schedule.num_microbatches, in_flight), shared)
+    plan = _describe(traced, staged, schedule, request)
+    return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged
+
+
+def search_pipeline(
+    traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int
+) -> tuple[PipelinePlan, Staged] | None:
+    """The best pipeline with as many stages as pay; None if one stage is best. Raises what `plan_pipeline` raises."""
+    started = time.perf_counter()
+    counts = microbatch_counts(traced)
+    count = wishes.num_microbatches
+    most = max(2, machine_shape(request.cluster, devices)[0])
+    microbatches = default_microbatches(counts, most) if count == "auto" else count
+    loop = time_loop(traced, microbatches)
+    name = wishes.named_schedule()
+    if name == "interleaved":
+        raise ArgumentError(
+            "num_stages='auto' does not search interleaved schedules; give num_stages and virtual_stages"
+        )
+    found = search_stages(loop, request, devices=devices, schedule=name)  # type: ignore[arg-type]
+    stages = len(found.sizes)
+    if stages == 1:
+        return None
+    schedule = make_schedule(name, num_meshes=stages, num_microbatches=microbatches)
+    meshes = tuple(logical_meshes(size) if size > 1 else (LogicalMesh.of((1,)),) for size in found.sizes)
+    wanted = StageRequest(meshes, stages, microbatches, microbatches_in_flight(schedule), found.cuts, loop)
+    staged = plan_stages(traced, wanted, request)
     plan = _describe(traced, staged, schedule, request)
     return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged
 

@@ -18,19 +18,20 @@ import numpy as np
 
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster, preset, preset_for_device_kind
-from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError
+from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError
 from autopar.graph import PlannerOptions
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import in_microbatches, microbatch_counts
 from autopar.options import Constraints, Rule
 from autopar.pipeline import CompiledPipeline, compile_pipeline
 from autopar.pipeline_plan import PipelinePlan
-from autopar.pipeline_planner import PipelineWishes, plan_pipeline, restore_pipeline
+from autopar.pipeline_planner import PipelineWishes, plan_pipeline, restore_pipeline, search_pipeline
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.relayout import KINDS
 from autopar.runtime.schedules import SCHEDULES
 from autopar.spmd import Assignment
+from autopar.stage_search import machine_shape
 from autopar.staging import Staged
 from autopar.trace import CallSignature, TracedStep
 
@@ -103,13 +104,42 @@ class Settings:
         if isinstance(self.plan, PipelinePlan):
             return InStages(traced, self.plan, restore_pipeline(traced, self.plan, self._request(())))
         stages = self._stages()
+        wishes = PipelineWishes(
+            stages, self.num_microbatches, self.schedule, self.virtual_stages, self._stage_meshes(stages)
+        )
         if self.plan is None and stages > 1:
-            wishes = PipelineWishes(
-                stages, self.num_microbatches, self.schedule, self.virtual_stages, self._stage_meshes(stages)
-            )
-            plan, staged = plan_pipeline(traced, wishes, self._request(()), devices=self._count())
-            return InStages(traced, plan, staged)
+            return InStages(traced, *plan_pipeline(traced, wishes, self._request(()), devices=self._count()))
+        if self.plan is None and self._may_search(traced):
+            return self._best_of(traced, wishes)
         return self._on_one_mesh(traced, self._request(self._one_mesh()))
+
+    def _may_search(self, traced: TracedStep) -> bool:
+        """Whether stages are left open, and the step has a batch to cut and the devices are several."""
+        is_open = (
+            self.num_stages == "auto" and self.meshes == "auto" and self.follow is None and self.virtual_stages == 1
+        )
+        return is_open and self._count() > 1 and max(microbatch_counts(traced)) > 1
+
+    def _best_of(self, traced: TracedStep, wishes: PipelineWishes) -> Planned:
+        """One mesh, or stages: where one node holds the step, one mesh; else the faster of the two by prediction."""
+        request = self._request(self._one_mesh())
+        one: OnOneMesh | OutOfMemoryError
+        try:
+            one = self._on_one_mesh(traced, request)
+        except OutOfMemoryError as error:
+            one = error
+        nodes, _ = machine_shape(request.cluster, self._count())
+        if isinstance(one, OnOneMesh) and nodes == 1:
+            return one
+        try:
+            found = search_pipeline(traced, wishes, request, devices=self._count())
+        except (OutOfMemoryError, UnsupportedProgramError):
+            found = None
+        if found is not None and (isinstance(one, OutOfMemoryError) or found[0].step_s < one.plan.step_s):
+            return InStages(traced, *found)
+        if isinstance(one, OutOfMemoryError):
+            raise one
+        return one
 
     def _stages(self) -> int:
         """The number of meshes: what was asked for, or one for each shape; one otherwise."""

@@ -39,13 +39,17 @@ MEMORY_ROUNDS = 3
 
 @dataclasses.dataclass(frozen=True)
 class StageRequest:
-    """How many stages on how many meshes, which logical shapes each mesh may have, and the microbatches in flight per stage."""
+    """How many stages on how many meshes, which logical shapes each mesh may have, and the microbatches in flight per stage.
+
+    `cuts` and `loop`, if they are known already.
+    """
 
     meshes: tuple[tuple[LogicalMesh, ...], ...]
     num_stages: int
     num_microbatches: int
     in_flight: tuple[int, ...]
     cuts: tuple[int, ...] | None = None
+    loop: TimeLoop | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,7 +122,7 @@ def even_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, .
 def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) -> Staged:
     """All stages, planned. Raises ConstraintError, OutOfMemoryError, and what `time_loop` raises."""
     allowed_layouts([leaf.one for leaf in traced.inputs], wanted.meshes[0][0], request.constraints)
-    loop = time_loop(traced, wanted.num_microbatches)
+    loop = wanted.loop if wanted.loop is not None else time_loop(traced, wanted.num_microbatches)
     cuts = wanted.cuts if wanted.cuts is not None else even_cuts(forward_chain(loop), wanted.num_stages)
     cut = cut_stages(loop, cuts)
     rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
@@ -140,6 +144,11 @@ def restore_stages(
         program = stage_program(cut, number)
         stages.append(_measured(program, plan, restore(program.step, plan, request), 1))
     return Staged(cut, cuts, tuple(stages))
+
+
+def measured_stage(program: StageProgram, request: PlanRequest) -> StagedStage:
+    """A stage planned with one microbatch in flight, and what its tasks take."""
+    return _measured(program, *plan_step(program.step, request), 1)
 
 
 def _plan_stage(program: StageProgram, request: PlanRequest, in_flight: int) -> StagedStage:

@@ -14,10 +14,10 @@ It is one problem of the intra-operator kind: each equation chooses a phase and,
     body -> body           only what needs no communication: no microbatch sees another
     body -> prologue, epilogue -> body, epilogue -> prologue      impossible
 
-and it minimises the bytes and operations executed plus `RESIDENT` times the bytes of examples that stay; heavy work on examples belongs
-into the body whatever it costs. All nodes of a loop of the user's share a phase. What can go wrong: a step that mixes examples,
-such as batch normalisation; then its heavy operations do not fit into the body, and `MixedExamples` names the operation that
-mixes and the user's line.
+and it minimises the bytes and operations executed plus `RESIDENT` times the bytes of examples that stay; heavy work on examples
+belongs into the body whatever it costs. All nodes of a loop of the user's share a phase. What can go wrong: a step that mixes
+examples, such as batch normalisation; then its heavy operations do not fit into the body, and `MixedExamples` names the
+operation that mixes and the user's line.
 """
 
 from __future__ import annotations
