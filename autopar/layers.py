@@ -6,10 +6,11 @@ layer's flops and c(p) the bytes that a cut before place p sends,
     B(k, q) = min over p < q with flops(p, q) <= U, or q = p + 1, of B(k - 1, p) + c(p)       c(0) = 0
     answer    min over k <= max_layers of B(k, n);  among equals the least sum of squared flops, then fewer and earlier cuts
 
-U is (1 + slack) total / max_layers; if no clustering with so few layers meets it, it is the smallest that can be met. A chain
-of up to EXACT_PLACES equations is solved exactly. In a longer one only some places are candidates: the cheapest (then the
-first) in each stretch of U / STRETCHES flops, both ends of an equation above U, and the places that must be cuts; so time hardly
-grows with the chain. What can go wrong: a chain whose cheap places are further apart than U; then a layer begins inside a
+U is (1 + slack) total / max_layers; if no clustering with so few layers meets it, it is the smallest that can be met. Of
+places of equal bytes with next to no flops between them only the first is a candidate, so that equal blocks are cut alike.
+A chain of up to EXACT_PLACES equations is solved exactly but for that. In a longer one the candidates are the cheapest (then the
+first) place in each stretch of U / STRETCHES flops, both ends of an equation above U, and the places that must be cuts; so time
+hardly grows with the chain. What can go wrong: a chain whose cheap places are further apart than U; then a layer begins inside a
 block, at the cheapest place there.
 """
 
@@ -35,6 +36,8 @@ EXACT_PLACES = 1024
 """Up to this many equations every place is a candidate."""
 STRETCHES = 32
 """In a longer chain: candidates per layer."""
+SAME_PLACE = 0.01
+"""Flops between two places of equal bytes, as a part of U, up to which they count as one."""
 
 
 def cluster(
@@ -73,14 +76,23 @@ def _check(chain: Sequence[ForwardEquation], *, max_layers: int, slack: float, b
 def _candidates(before: np.ndarray, cut_bytes: np.ndarray, *, bound: float, forced: Sequence[int]) -> np.ndarray:
     """Ascending places, the first and the last of the chain among them; see the module's text."""
     count = len(before) - 1
-    if count <= EXACT_PLACES or bound <= 0:
-        return np.arange(count + 1) if count <= EXACT_PLACES else np.array([0, *forced, count])
-    inner = np.arange(1, count)
-    stretch = np.floor(before[1:count] / (bound / STRETCHES))
-    order = np.lexsort((inner, cut_bytes[1:count], stretch))
-    cheapest = order[np.unique(stretch[order], return_index=True)[1]] + 1
     heavy = np.flatnonzero(np.diff(before) > bound)
-    return np.unique(np.concatenate([[0, count], np.asarray(forced, int), cheapest, heavy, heavy + 1]))
+    needed = np.concatenate([[0, count], np.asarray(forced, int), heavy, heavy + 1])
+    if bound <= 0:
+        return np.unique(needed)
+    places = np.arange(count + 1)
+    if count > EXACT_PLACES:
+        stretch = np.floor(before / (bound / STRETCHES))
+        order = np.lexsort((places, cut_bytes, stretch))
+        cheapest = order[np.unique(stretch[order], return_index=True)[1]]
+        places = np.unique(np.concatenate([needed, cheapest]))
+    kept = [0]
+    fixed = set(needed.tolist())
+    for place in places[1:].tolist():
+        alike = cut_bytes[place] == cut_bytes[kept[-1]] and before[place] - before[kept[-1]] <= SAME_PLACE * bound
+        if place in fixed or not alike:
+            kept.append(place)
+    return np.array(kept)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
