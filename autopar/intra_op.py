@@ -233,7 +233,7 @@ def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int, cutoff
     if not reduced.nodes:
         return extended(_Found({}, 0.0))
     exact = GAP / 10 if stage == 0 else 100 * GAP
-    if _pairs(reduced) <= SMALL_PAIRS:
+    if _pairs(reduced) <= (SMALL_PAIRS if stage < STAGES else DIRECT_PAIRS):
         direct = _integer_program(reduced, gap=exact)
         if direct is not None:
             return extended(direct)
