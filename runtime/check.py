@@ -4,17 +4,16 @@ In: a `Schedule` or an `InstructionList`. Out: nothing, or a `ScheduleError` tha
 instructions around the culprit, with an arrow. A schedule is *complete* (every chunk sees every microbatch once),
 *ordered* (no mesh runs a task before one of its own that it needs) and *free of deadlock* (meshes that run their rows in
 order never all wait). An instruction list keeps exact books of what exists on each mesh: everything is produced before it
-is read, freed exactly once, and never used afterwards; and meshes that execute in order, with sends that do not wait,
-reach the end.
+is read, freed exactly once, and never used afterwards. In the global order every receive follows its send; so meshes that
+execute their parts in order, with sends that do not wait, reach the end: the earliest instruction that is left can always go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from autopar.errors import ScheduleError
 from autopar.runtime.instructions import Free, InstructionList, Receive, Run, Send, Value
-from autopar.runtime.machine import MeshMachine
 from autopar.runtime.schedules import Kind, Schedule, Task, dependencies, grid, task_times
 
 CONTEXT_LINES = 6
@@ -59,7 +58,7 @@ def microbatches_in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def check_instructions(program: InstructionList) -> None:
-    """Raise `ScheduleError` unless the books of every mesh are in order and in-order execution reaches the end."""
+    """Raise `ScheduleError` unless the books of every mesh balance and every receive follows its send."""
     live: list[set[Value]] = [set() for _ in range(program.num_meshes)]
     for mesh, value in program.inputs:
         if value in live[mesh]:
@@ -80,7 +79,6 @@ def check_instructions(program: InstructionList) -> None:
         if problem:
             raise ScheduleError(_show(program, n, problem))
     _check_end(program, live, sent=sent, kept=kept)
-    _check_progress(program)
 
 
 def _check_shape(schedule: Schedule) -> None:
@@ -208,30 +206,6 @@ def _check_end(
             raise ScheduleError(f"Output {value} does not exist on mesh {mesh} after the last instruction.")
     for mesh, value in sorted(left - set(program.outputs) - kept, key=str):
         raise ScheduleError(f"{value} is never freed on mesh {mesh}.")
-
-
-def _check_progress(program: InstructionList) -> None:
-    """Execute in order with the state machines; sends do not wait. All meshes have to reach the end."""
-    machines = [MeshMachine(program.of(mesh)) for mesh in range(program.num_meshes)]
-    progress = True
-    while progress:
-        progress = False
-        for mesh, machine in enumerate(machines):
-            for instruction in _perform_ready(machine):
-                progress = True
-                if isinstance(instruction, Send):
-                    assert instruction.target_mesh != mesh
-                    machines[instruction.target_mesh].arrived(instruction.number)
-    waiting = [f"mesh {n} at `{m.instructions[m.position]}`" for n, m in enumerate(machines) if not m.finished]
-    if waiting:
-        raise ScheduleError(f"Deadlock: these meshes wait for each other: {'; '.join(waiting)}.")
-
-
-def _perform_ready(machine: MeshMachine) -> Iterator[Run | Send | Receive | Free]:
-    while (n := machine.ready()) is not None:
-        machine.start()
-        machine.finish()
-        yield machine.instructions[n]
 
 
 def _show(program: InstructionList, n: int, problem: str) -> str:

@@ -12,6 +12,7 @@ used; `synchronous=True` waits for each task, so that the error names the instru
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +33,9 @@ Executable = Callable[[Sequence[Array]], Sequence[Array]]
 Transfer = Callable[[Array, Value, int, int], Array]
 
 WAKE = -1  # in place of a transfer's number: look whether the step is over
-POLL_S = 0.5  # and a mesh that waits looks by itself, should a second Ctrl-C fall between the first and the waking
+# Nobody waits longer without looking up: a mesh, should a second Ctrl-C prevent the first from waking it; the calling thread,
+# because Python does not notice a signal that comes between its last look and a wait.
+POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +181,12 @@ class Driver:
         try:
             for thread in threads:
                 thread.start()
-            found += [failures.get() for _ in threads]
+            while len(found) < len(threads):
+                with contextlib.suppress(Empty):
+                    found.append(failures.get(timeout=POLL_S))
         finally:
             step.over = True  # first and not by a call: a second Ctrl-C may come with any call
-            if not found:
+            if len(found) < len(threads):
                 step.end()
             for thread in threads:
                 if thread.is_alive():
