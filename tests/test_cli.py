@@ -6,6 +6,7 @@ devices that tests/conftest.py asks for.
 
 import argparse
 import csv
+import dataclasses
 import itertools
 import json
 import os
@@ -20,15 +21,17 @@ import pytest
 from rich.console import Console
 
 from autopar.__main__ import main
-from autopar.commands import devices, training, values
+from autopar.commands import devices, planning, recording, training, values
 from autopar.errors import ArgumentError
 from autopar.explain import explain
 from autopar.models import build
 from autopar.options import Replicated, Split
+from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--layers", "1", "--hidden", "16", "--inputs", "16", "--batch", "16")
+STAGES = ("--stages", "2", "--mesh", "1", "--microbatches", "4")
 CLEAN_ENVIRONMENT = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
 
 
@@ -80,6 +83,61 @@ def test_plan_takes_sizes_mesh_and_limits_from_its_flags(tmp_path):
     assert (plan.memory_limit_bytes, plan.cluster) == (2**20, "h200")
     assert plan.input("state/params/Dense_1/kernel").shape == (16, 24)
     assert plan.input("batch/inputs").shape == (16, 16)
+
+
+def planned_pipeline(tmp_path: Path, *argv: str) -> PipelinePlan:
+    """The plan that `plan mlp --layers 3 ARGV -o` writes."""
+    file = tmp_path / "plan.json"
+    assert run("plan", "mlp", *SMALL, "--layers", "3", *argv, "-o", file) == 0
+    plan = plan_from_json(file.read_text())
+    assert isinstance(plan, PipelinePlan)
+    return plan
+
+
+def test_a_pipeline_is_planned_printed_with_its_schedule_written_and_shown_again(tmp_path, capsys):
+    plan = planned_pipeline(tmp_path, *STAGES, "--schedule", "gpipe")
+    assert (plan.num_stages, plan.num_microbatches, plan.schedule, plan.virtual_stages) == (2, 4, "gpipe", 1)
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert printed[0] == "2 stages x 1 device (2 devices) on cluster cpu"
+    assert printed[1] == "4 microbatches, schedule gpipe"
+    picture = planning.schedule_grid(plan)
+    assert picture.startswith("mesh 0 | F0 F1 F2 F3 ")
+    assert printed[:-2] == explain(plan, schedule_grid=picture).splitlines()
+    assert run("show", tmp_path / "plan.json", "--full") == 0
+    shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert shown == explain(plan, full=True, schedule_grid=picture).splitlines()
+
+
+@pytest.mark.parametrize("flags", ["--mesh 1,2/2,1", "--mesh 1,2 --mesh 2,1", "--mesh 1,2/2,1 --stages 2 --devices 4"])
+def test_each_stage_may_have_a_mesh_of_its_own(flags, tmp_path):
+    plan = planned_pipeline(tmp_path, *flags.split(), "--microbatches", "2")
+    assert [stage.plan.mesh_shape for stage in plan.stages] == [(1, 2), (2, 1)]
+    assert [stage.first_device for stage in plan.stages] == [0, 2]
+
+
+def test_virtual_stages_share_meshes_and_the_picture_names_them(tmp_path):
+    plan = planned_pipeline(tmp_path, "--layers", "6", "--virtual-stages", "2", *STAGES)
+    assert (plan.schedule, plan.num_stages, [stage.mesh for stage in plan.stages]) == ("interleaved", 4, [0, 1, 0, 1])
+    assert "F0b" in planning.schedule_grid(plan)
+
+
+def test_a_schedule_that_is_too_long_for_a_line_is_not_drawn(tmp_path):
+    plan = planned_pipeline(tmp_path, *STAGES)
+    assert planning.schedule_grid(plan)
+    assert planning.schedule_grid(dataclasses.replace(plan, num_microbatches=64)) == ""
+
+
+def test_a_backward_is_drawn_as_long_as_it_takes(tmp_path):
+    plan = planned_pipeline(tmp_path, *STAGES)
+    for seconds, cell in ((1e-3, "B0"), (2e-3, "B0 -"), (9e-3, "B0 -  -")):
+        stages = tuple(dataclasses.replace(s, forward_s=1e-3, backward_s=seconds) for s in plan.stages)
+        line = planning.schedule_grid(dataclasses.replace(plan, stages=stages)).splitlines()[1]
+        assert line.startswith(f"mesh 1 | .  F0 {cell}  F1" if cell.endswith("-") else f"mesh 1 | .  F0 {cell} F1")
+
+
+def test_microbatches_without_stages_are_one_mesh(tmp_path, capsys):
+    assert planned(tmp_path, "--mesh", "2", "--microbatches", "4").num_microbatches == 4
+    assert "mesh x=2 (2 devices) on cluster cpu, in 4 microbatches\n" in capsys.readouterr().out
 
 
 def test_plan_obeys_constraints_of_which_the_last_that_matches_holds(tmp_path):
@@ -170,6 +228,21 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
             "--mesh has 8 devices and --devices is 4: make them agree, or give only one",
         ),
         ("plan gpt --cluster dgx", "argument --cluster: no cluster preset 'dgx'; there are: cpu, "),
+        ("plan gpt --mesh 2/x", "argument --mesh: 'x' is not a mesh; write the sizes of its axes, such as 2,4, or"),
+        ("plan gpt --mesh 2/4 --stages 3", "--mesh gives 2 shapes and --stages is 3: give one shape per stage, or one"),
+        ("plan gpt --mesh 2/4 --devices 8", "the meshes of all stages have 6 devices and --devices is 8: make them"),
+        ("plan gpt --mesh 2 --stages 2 --devices 2", "the meshes of all stages have 4 devices and --devices is 2"),
+        ("plan gpt --stages 0", "argument --stages: '0' is not a whole number of at least 1"),
+        ("plan gpt --stages two", "argument --stages: 'two' is not a whole number of at least 1"),
+        ("plan gpt --microbatches 0", "argument --microbatches: '0' is not a whole number of at least 1"),
+        ("plan gpt --schedule 2f2b", "argument --schedule: invalid choice: '2f2b' (choose from "),
+        ("plan mlp --mesh 2 --schedule gpipe", "and this plan has one mesh: ask for two or more --stages"),
+        (
+            "plan mlp --mesh 2 --virtual-stages 2",
+            "--schedule and --virtual-stages are for pipelines, and this plan has",
+        ),
+        ("plan mlp --stages 2 --microbatches 3", "num_microbatches=3 does not divide the examples of the batch"),
+        ("plan mlp --stages 3", "8 devices cannot be shared equally by 3 stages"),
         ("plan gpt --zero 1", "argument --zero: invalid choice: 1"),
         ("plan gpt --constraint state/w", "'state/w' is not GLOB=SPEC; SPEC is, for each dimension, an axis"),
         ("plan mlp --constraint nosuch/*=x", "constraint 'nosuch/*' matches no leaf of the step's arguments"),
@@ -190,6 +263,7 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
         ("train mlp --devices 512 --steps 1", "512 devices are asked for, JAX has 8 of platform cpu; XLA_FLAGS is"),
         ("train mlp --steps 1 --log nosuch/log.csv", "cannot write nosuch/log.csv: No such file or directory"),
         ("train gpt --seq 99999999 --steps 1", "use a shorter sequence"),
+        ("train mlp --stages 2 --mesh 8 --steps 1", "16 devices are asked for, JAX has 8 of platform cpu"),
         ("demo --steps 1 --layers 2", "demo has no argument '--layers'"),
     ],
 )
@@ -210,6 +284,11 @@ def test_bad_input_is_told_on_standard_error_with_status_2(command, words, capsy
         (b"[]", "a JSON object with a 'version' is expected"),
         (b'{"version": 99}', "plan of version 99"),
         (b'{"version": 1}', "not a plan of version 1: missing fields"),
+        (b'{"kind": "pipeline"}', "plan of version None, this autopar reads version 1: plan again"),
+        (
+            b'{"kind": "pipeline", "version": 1}',
+            "not a pipeline plan of version 1: missing fields ['bubble', 'cluster',",
+        ),
         (b"\xff\xfe\xff", "is not a plan that `autopar plan -o` wrote"),
     ],
 )
@@ -245,6 +324,8 @@ def test_what_is_found_out_before_planning_is_one_line(capsys):
         ("--help", "train a model on real data under a plan"),
         ("plan --help", "module:function"),
         ("plan moe --help", "--capacity-factor FLOAT"),
+        ("plan gpt --help", "--schedule {auto,1f1b,gpipe,inference,interleaved,zb-h1}"),
+        ("train gpt --help", "--timeline FILE"),
         ("train wide_resnet --help", "--imagenet-stem, --no-imagenet-stem"),
     ],
 )
@@ -276,6 +357,40 @@ def test_train_reports_each_loss_and_agrees_with_jit(tmp_path, capsys):
     assert last < first
 
 
+def test_train_runs_a_pipeline_as_jit_does_and_records_a_step(tmp_path, capsys):
+    log, trace = tmp_path / "loss.csv", tmp_path / "trace.json"
+    flags = (*STAGES, "--steps", "12", "--seed", "3", "--log", log, "--compare-jit", "--timeline", trace)
+    assert run("train", "mlp", *SMALL, "--learning-rate", "0.01", *flags) == 0
+    printed = capsys.readouterr().out
+    losses = [float(row["loss"]) for row in csv.DictReader(log.read_text().splitlines())]
+    assert printed.startswith("2 stages x 1 device (2 devices) on cluster cpu\n4 microbatches, schedule 1f1b\n")
+    assert f"first loss {losses[0]:.4f}, last loss {losses[-1]:.4f}; " in printed
+    assert re.search(r"median step \S+ .?s measured, \S+ .?s predicted \(measured/predicted \S+\)", printed)
+    difference = re.search(r"largest difference from jax.jit on one device over 12 steps: (\S+) in the loss", printed)
+    assert float(difference[1]) < 1e-5
+    assert losses[-1] < losses[0]
+    assert f"timeline of step 2 written to {trace}, for https://ui.perfetto.dev" in printed.replace("\n", " ")
+    assert re.search(r"busy: mesh 0 \d+%, mesh 1 \d+%", printed.replace("\n", " "))
+    tasks = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["cat"] == "forward"]
+    assert sorted((e["tid"], e["name"]) for e in tasks) == [(t, f"forward {k}") for t in (0, 1) for k in range(4)]
+
+
+def test_a_timeline_needs_a_pipeline_and_a_folder(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run("train", "mlp", *SMALL, "--mesh", "2", "--steps", "1", "--timeline", "trace.json") == 2
+    assert "--timeline shows the instructions of a pipeline, and this plan has one mesh" in capsys.readouterr().err
+    assert run("train", "mlp", *SMALL, *STAGES, "--steps", "1", "--timeline", "nosuch/trace.json") == 2
+    assert "cannot write nosuch/trace.json: there is no folder nosuch" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_before_the_recorded_step_has_no_timeline(tmp_path):
+    console = Console(record=True)
+    recorder = recording.Recorder(pipeline=None, recorded=2, calls=1)
+    recorder.write(tmp_path / "trace.json", console)
+    assert console.export_text() == "no timeline: the run was stopped before step 2\n"
+    assert not (tmp_path / "trace.json").exists()
+
+
 def test_the_same_seed_trains_the_same_way_and_another_one_does_not(tmp_path):
     losses = []
     for number, seed in enumerate("001"):
@@ -300,9 +415,10 @@ def test_text_is_counted_in_tokens_and_other_data_in_examples():
     }
 
 
-def test_ctrl_c_lets_the_running_step_finish_and_ends_with_a_summary():
+@pytest.mark.parametrize("flags", ["--devices 4", "--stages 2 --mesh 2 --microbatches 2"])
+def test_ctrl_c_lets_the_running_step_finish_and_ends_with_a_summary(flags):
     """In a process of its own, which also shows that the command makes its virtual devices itself."""
-    process = start("train", "mlp", *SMALL, "--devices", "4", "--steps", "1000000", PYTHONUNBUFFERED="1")
+    process = start("train", "mlp", *SMALL, *flags.split(), "--steps", "1000000", PYTHONUNBUFFERED="1")
     try:
         lines = list(itertools.takewhile(lambda line: "step 1/1000000" not in line, process.stdout))
         assert any("(4 devices)" in line for line in lines)
@@ -363,30 +479,48 @@ def test_the_users_flags_for_xla_are_kept(monkeypatch):
 # --- demo -------------------------------------------------------------------------------------------------------------
 
 
-def small_demo(**sizes: float) -> argparse.Namespace:
-    """The demo's options with a model that takes a second."""
-    options = training.demo_options(argparse.Namespace(steps=6, seed=0))
+def small_demo(**sizes: float) -> list[argparse.Namespace]:
+    """The demo's options, for one mesh and for a pipeline, with a model that takes a second."""
+    parts = training.demo_options(argparse.Namespace(steps=6, seed=0))
     sizes = {"layers": 1, "hidden": 16, "inputs": 16, "batch": 16, "learning_rate": 0.01, **sizes}
-    return argparse.Namespace(**(vars(options) | {"model": "mlp", "sizes": sizes}))
+    return [argparse.Namespace(**(vars(options) | {"model": "mlp", "sizes": sizes})) for options in parts]
 
 
 def test_the_demo_succeeds_if_the_loss_falls_as_it_does_with_jit(capsys):
     assert training.demo(small_demo()) == 0
     printed = capsys.readouterr()
-    assert "first loss" in printed.out
-    assert "largest difference from jax.jit on one device over 6 steps" in printed.out
+    one, two = printed.out.split("pipeline ───")
+    assert "(8 devices) on cluster cpu\n" in one.splitlines(keepends=True)[1]
+    assert "2 stages x 4 devices (8 devices) on cluster cpu\n4 microbatches, schedule 1f1b\n" in two
+    for part in (one, two):
+        assert "first loss" in part
+        difference = re.search(r"largest difference from jax.jit on one device over 6 steps: (\S+) in the loss", part)
+        assert float(difference[1]) < 1e-5
+    assert ("jax.jit  step 6/6" in one, "jax.jit  step" in two) == (True, False)
     assert printed.err == ""
 
 
 def test_the_demo_fails_if_the_loss_does_not_fall(capsys):
-    assert training.demo(small_demo(learning_rate=1e4)) == 1
-    assert "the loss did not fall" in capsys.readouterr().err
+    assert training.demo(small_demo(learning_rate=1e4)[:1]) == 1
+    assert "autopar demo: one mesh: the loss did not fall" in capsys.readouterr().err
 
 
 def test_the_demo_fails_if_the_two_runs_differ(capsys, monkeypatch):
     monkeypatch.setattr(training, "LARGEST_DIFFERENCE", -1.0)
-    assert training.demo(small_demo()) == 1
-    assert "the losses differ by" in capsys.readouterr().err
+    assert training.demo(small_demo()[1:]) == 1
+    assert "autopar demo: pipeline: the losses differ by" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_the_first_part_of_the_demo_ends_it_with_status_130(monkeypatch, capsys):
+    steps = training._steps
+
+    def stopped(run, *arguments, **more):
+        run.stop.made = True
+        return steps(run, *arguments, **more)
+
+    monkeypatch.setattr(training, "_steps", stopped)
+    assert training.demo(small_demo()) == 130
+    assert "pipeline ───" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -394,8 +528,8 @@ def test_the_demo_as_make_demo_runs_it():
     process = start("demo", "--steps", "10")
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    assert "cluster cpu" in output
-    assert "largest difference from jax.jit on one device over 10 steps" in output
+    assert "2 stages x 4 devices (8 devices) on cluster cpu" in output
+    assert output.count("largest difference from jax.jit on one device over 10 steps") == 2
 
 
 # --- values of flags --------------------------------------------------------------------------------------------------
@@ -422,6 +556,12 @@ def test_a_size_that_is_ambiguous_or_none_is_refused(text):
 def test_meshes_are_read_with_and_without_names(text, shape):
     assert values.mesh_shape(text) == shape
     assert values.mesh_size(values.mesh_shape(text)) in (4, 8)
+
+
+def test_a_mesh_for_each_stage_is_read():
+    assert values.mesh_shapes("2,4") == ((2, 4),)
+    assert values.mesh_shapes("1,2/1,2/1,4") == ((1, 2), (1, 2), (1, 4))
+    assert values.mesh_shapes("data=2/4") == ({"data": 2}, (4,))
 
 
 @pytest.mark.parametrize("text", ["", "0", "2,", "3,x", "x=", "=2", "x=2,4", "x=2,x=4", "-2", "2.0"])
