@@ -180,7 +180,10 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
 
     group = parser.add_argument_group("pipeline")
     group.add_argument(
-        "--stages", type=values.positive, metavar="N", help="meshes that work as a pipeline; default: one, or as --mesh"
+        "--stages",
+        type=values.positive,
+        metavar="N",
+        help="meshes that work as a pipeline; default: one unless the memory needs more, or one for each --mesh",
     )
     group.add_argument(
         "--microbatches",

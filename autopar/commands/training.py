@@ -307,6 +307,6 @@ def demo_options(options: argparse.Namespace) -> tuple[argparse.Namespace, argpa
     fixed: dict[str, Any] = {"data_parallel": False, "allow_redundant_compute": False, "log": None, "full": False}
     size: dict[str, Any] = {"model": "gpt", "sizes": {}, "devices": DEFAULT_DEVICES, "timeline": None}
     shared = {**planning, **fixed, **size, "steps": options.steps, "seed": options.seed, "schedule": "auto"}
-    one: dict[str, Any] = {"title": "one mesh", "stages": None, "microbatches": None, "virtual_stages": 1}
+    one: dict[str, Any] = {"title": "one mesh", "stages": 1, "microbatches": None, "virtual_stages": 1}
     two = {**one, "title": "pipeline", "stages": 2, "microbatches": 4}
     return argparse.Namespace(**shared, **one), argparse.Namespace(**{**shared, **two})
