@@ -339,9 +339,12 @@ def _collectives(graph: StrategyGraph, assignment: Assignment) -> tuple[tuple[Co
 
 
 def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None:
-    """One warning for all batch leaves that no mesh axis divides; constraints on the batch speak for themselves."""
+    """One warning for all batch leaves that no mesh axis divides; constraints on the batch speak for themselves.
+
+    None for microbatches, which may be tried one after the other: the batch they are cut from is not to blame.
+    """
     sizes = sorted({size for mesh in request.meshes for size in mesh.shape if size > 1})
-    if not sizes or any(rule.role == "batch" for rule in request.constraints.rules):
+    if not sizes or traced.microbatches > 1 or any(rule.role == "batch" for rule in request.constraints.rules):
         return
     leaves = [leaf.one for leaf in traced.inputs if leaf.role == "batch" and leaf.shape]
     uneven = [leaf for leaf in leaves if all(leaf.shape[0] % size for size in sizes)]
