@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 .PHONY: help demo test test-all lint format types contracts bench setup clean
 
 help:
-	@echo "make demo       train a small GPT on 8 virtual CPU devices under a plan that autopar found"
+	@echo "make demo       train a small GPT on 8 virtual CPU devices: on one mesh and as a pipeline, both compared with jax.jit"
 	@echo "make test       the tests, without the slow ones"
 	@echo "make test-all   all tests"
 	@echo "make lint | types | contracts     ruff | mypy --strict | import-linter"
