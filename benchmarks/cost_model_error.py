@@ -3,10 +3,10 @@
 In: the yardstick's tables. Out: per table predicted against measured, the mean, maximum and mean signed error, the rank
 correlation, the target and whether it is met; for Alpa also the order of methods within each model and size, and which runs
 that ran out of memory are flagged; for Korthikanti activation and state bytes. `--fit` searches the one fitted pair of
-constants on the rows of Korthikanti alone. The exit status is 1 if a target is missed. What can go wrong: a mean over rows
+constants on the rows of Korthikanti alone. With `--strict` the exit status is 1 if a target is missed. What can go wrong: a mean over rows
 hides a trend; `--rows` prints them.
 
-    python benchmarks/cost_model_error.py [--rows] [--fit] [--yardstick FOLDER] [--json FILE]
+    python benchmarks/cost_model_error.py [--rows] [--fit] [--strict] [--yardstick FOLDER] [--json FILE]
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ from alpa_rows import (
     ablation,
     ablation_jobs,
     end_to_end,
-    hybrid,
     measured_s,
-    price,
 )
+from alpa_search import hybrid, price
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "data" / "yardstick"
 STEP_TARGETS: Mapping[str, tuple[str, float, float]] = {
@@ -223,11 +222,12 @@ def fit(folder: Path, console: Console) -> None:
 
 
 def main() -> int:
-    """Print every table; 1 if a target is missed."""
+    """Print every table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--yardstick", type=Path, default=FOLDER)
     parser.add_argument("--rows", action="store_true", help="print every row too")
     parser.add_argument("--fit", action="store_true", help="search the fitted constants on Korthikanti and stop")
+    parser.add_argument("--strict", action="store_true", help="exit with status 1 if a target is missed")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     console = Console(width=150, highlight=False)
@@ -254,7 +254,7 @@ def main() -> int:
         options.json.write_text(
             json.dumps([dataclasses.asdict(result) for result in results], indent=1) + "\n", encoding="utf-8"
         )
-    return 0 if all(result.met for result in results) else 1
+    return 1 if options.strict and not all(result.met for result in results) else 0
 
 
 if __name__ == "__main__":

@@ -31,11 +31,11 @@ from autopar.cost_model.training_step import Optimizer, Precision, StageWork, St
 from autopar.cost_model.transformer import (
     LayerSplit,
     Recompute,
-    TransformerShape,
     block_work,
     embedding_work,
     head_work,
 )
+from autopar.cost_model.transformer_shape import TransformerShape
 
 _MICROBATCHES_TRIED = (1, 2, 4, 8, 16)
 

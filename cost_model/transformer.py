@@ -17,8 +17,8 @@ from typing import Literal
 
 from autopar.cost_model.memory import ActivationShape, layer_activation_bytes
 from autopar.cost_model.operations import Exchange, FusedGroup, MatrixProduct, Operation, Work
+from autopar.cost_model.transformer_shape import TransformerShape
 
-Family = Literal["gpt", "bert", "llama", "t5", "moe"]
 Recompute = Literal["none", "selective", "full"]
 
 # Bytes per logit that a cross-entropy in float32 moves: forward reads the half-precision logits and writes float32 (6),
@@ -27,87 +27,6 @@ _LOSS_BYTES_PER_LOGIT = 38.0
 # Elements that gating with one-hot tensors moves per entry of (token, expert, place): one-hot of both choices, their
 # sum, the comparison, forward and backward.
 _ROUTING_PASSES = 6.0
-
-
-@dataclasses.dataclass(frozen=True)
-class TransformerShape:
-    """Sizes of a transformer.
-
-    `ffn_hidden` is the width of one feed-forward matrix; `gated` has two of them before the activation (SwiGLU).
-    `experts` > 1: every `expert_every`-th block is a mixture; `expert_group` tokens are dispatched together by one-hot
-    products (GShard), 0 means that tokens are permuted. `layers` of a T5 are those of the encoder and of the decoder each.
-    """
-
-    family: Family
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn_hidden: int
-    vocab: int
-    seq_len: int
-    experts: int = 1
-    experts_per_token: int = 2
-    expert_every: int = 2
-    expert_group: int = 0
-
-    @property
-    def gated(self) -> bool:
-        """Whether the feed-forward is gated."""
-        return self.family == "llama"
-
-    @property
-    def causal(self) -> bool:
-        """Whether a token attends only to earlier ones."""
-        return self.family in ("gpt", "llama", "moe")
-
-    @property
-    def qkv_width(self) -> float:
-        """Columns of the QKV product: h (1 + 2 g/a)."""
-        return self.hidden * (1 + 2 * self.kv_heads / self.heads)
-
-    @property
-    def blocks(self) -> tuple[str, ...]:
-        """Kind of every block in order: "plain", "expert" or "decoder" (with attention to an encoder)."""
-        if self.family == "t5":
-            return ("plain",) * self.layers + ("decoder",) * self.layers
-        if self.experts > 1:
-            return tuple(
-                "expert" if i % self.expert_every == self.expert_every - 1 else "plain" for i in range(self.layers)
-            )
-        return ("plain",) * self.layers
-
-    def block_parameters(self, kind: str) -> float:
-        """Parameters of one block, with biases and norms."""
-        h, f = self.hidden, self.ffn_hidden
-        attention = h * self.qkv_width + h * h + self.qkv_width + h
-        feed_forward = (3 if self.gated else 2) * h * f + f + h
-        norms = 4 * h
-        if kind == "decoder":
-            return 2 * attention + feed_forward + norms + 2 * h
-        if kind == "expert":
-            return attention + self.experts * feed_forward + h * self.experts + norms
-        return attention + feed_forward + norms
-
-    @property
-    def untied(self) -> bool:
-        """Whether the head has a matrix of its own."""
-        return self.family == "llama"
-
-    @property
-    def parameters(self) -> float:
-        """Parameters in all: blocks, embedding, head."""
-        embedding = self.vocab * self.hidden * (2 if self.untied else 1)
-        return sum(self.block_parameters(kind) for kind in self.blocks) + embedding
-
-    def forward_flops(self, samples: float) -> float:
-        """FLOPs of the products of one forward pass over `samples`, attention counted whole, no recomputation."""
-        tokens, s, h, f = samples * self.seq_len, self.seq_len, self.hidden, self.ffn_hidden
-        attention = 2 * tokens * h * (self.qkv_width + h) + 4 * tokens * s * h
-        feed_forward = (6 if self.gated else 4) * tokens * h * f
-        per_kind = {"plain": attention + feed_forward, "decoder": 2 * attention + feed_forward}
-        per_kind["expert"] = attention + self.experts_per_token * feed_forward + 2 * tokens * h * self.experts
-        return sum(per_kind[kind] for kind in self.blocks) + 2 * tokens * h * self.vocab
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.cost_model.hardware import Cluster
 from autopar.cost_model.operations import Exchange
-from autopar.cost_model.transformer import LayerSplit, TransformerShape, block_work
+from autopar.cost_model.transformer import LayerSplit, block_work
+from autopar.cost_model.transformer_shape import TransformerShape
 from autopar.models import build
 from autopar.plan import Plan
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from autopar.cost_model.hardware import Cluster, find_cluster
 from autopar.cost_model.residual_network import ResidualNetworkShape
 from autopar.cost_model.training_job import KNOWN_DEPTHS, TrainingJob, problems
-from autopar.cost_model.transformer import TransformerShape
+from autopar.cost_model.transformer_shape import TransformerShape
 from autopar.errors import ArgumentError
 
 FAMILIES = ("gpt", "llama", "moe", "t5", "wide_resnet", "bert")

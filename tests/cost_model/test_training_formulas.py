@@ -5,7 +5,7 @@ import pytest
 from autopar.cost_model.memory import ActivationShape, StateBytes, layer_activation_bytes, layers_in_flight, states_of
 from autopar.cost_model.schedule_time import bubble_fraction, pipeline_s
 from autopar.cost_model.training_job import TrainingJob
-from autopar.cost_model.transformer import TransformerShape
+from autopar.cost_model.transformer_shape import TransformerShape
 
 # s = 4, b = 2, h = 8, a = 2: s b h = 64, a s^2 b = 64, so 5 a s/h = 5.
 SMALL = {"seq_len": 4, "samples": 2, "hidden": 8, "heads": 2, "ffn_hidden": 32}

@@ -7,7 +7,8 @@ import pytest
 
 from autopar.cost_model.operations import Exchange, FusedGroup, MatrixProduct, Operation
 from autopar.cost_model.residual_network import BlockSplit, ResidualNetworkShape, bottleneck_work
-from autopar.cost_model.transformer import LayerSplit, TransformerShape, block_work, embedding_work, head_work
+from autopar.cost_model.transformer import LayerSplit, block_work, embedding_work, head_work
+from autopar.cost_model.transformer_shape import TransformerShape
 
 # x = s b h = 4 x 2 x 8 = 64 elements; heads of 4.
 GPT = TransformerShape("gpt", layers=2, hidden=8, heads=2, kv_heads=2, ffn_hidden=32, vocab=64, seq_len=4)
