@@ -3,8 +3,8 @@
 In: the yardstick's tables. Out: per table predicted against measured, the mean, maximum and mean signed error, the rank
 correlation, the target and whether it is met; for Alpa also the order of methods within each model and size, and which runs
 that ran out of memory are flagged; for Korthikanti activation and state bytes. `--fit` searches the one fitted pair of
-constants on the rows of Korthikanti alone. With `--strict` the exit status is 1 if a target is missed. What can go wrong: a mean over rows
-hides a trend; `--rows` prints them.
+constants on the rows of Korthikanti alone. With `--strict` the exit status is 1 if a target is missed. What can go wrong: a
+mean over rows hides a trend; `--rows` prints them.
 
     python benchmarks/cost_model_error.py [--rows] [--fit] [--strict] [--yardstick FOLDER] [--json FILE]
 """
