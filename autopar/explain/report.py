@@ -62,7 +62,7 @@ def _show_pipeline(plan: PipelinePlan, console: Console, schedule_grid: str, *, 
     _print_tables(console, pipeline_tables(plan))
     if schedule_grid:
         console.print()
-        console.print(Text("Schedule", style="bold"))
+        console.print(Text("Schedule (columns are not to scale)", style="bold"))
         console.print(Text(schedule_grid.rstrip("\n")), no_wrap=True, overflow="ignore", crop=False)
     if full:
         for stage in plan.stages:
