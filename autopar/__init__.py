@@ -5,6 +5,7 @@ predicts. Importing this package changes nothing: no environment variable, no de
 """
 
 from autopar.api import ParallelStep, parallelize
+from autopar.boundary import layer_boundary
 from autopar.errors import (
     ArgumentError,
     AutoparError,
@@ -36,6 +37,7 @@ __all__ = [
     "Split",
     "UnsupportedProgramError",
     "data_parallel",
+    "layer_boundary",
     "parallelize",
     "plan_from_json",
     "register_rule",

@@ -73,6 +73,7 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("fan_out", _free(operators.pointwise_copy, local.identity)),
     **_names("gather", PrimitiveRule(indexing.gather, indexing.gather_local)),
     **_names("iota", _free(operators.iota, local.iota)),
+    **_names("layer_boundary", _free(operators.pointwise_copy, local.identity)),
     **_names("mul", _fused(operators.pointwise_product)),
     **_names("neg", _fused(operators.pointwise_linear)),
     **_names("pad", PrimitiveRule(operators.pad)),

@@ -31,7 +31,7 @@ from autopar.options import Constraints
 from autopar.planner import PlanRequest, logical_meshes
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import ForwardEquation, cut_stages, forward_chain
-from autopar.staging import StagedStage, measured_stage
+from autopar.staging import StagedStage, boundaries, measured_stage
 
 LAYER_AXES = 2
 """Layers are priced on logical meshes of up to so many axes; the stages that are chosen are planned on all."""
@@ -61,7 +61,8 @@ def search_stages(
 ) -> Found:
     """The best stages for so many microbatches. Raises OutOfMemoryError, ArgumentError."""
     chain = forward_chain(loop)
-    places = cluster(chain, max_layers=min(MOST_LAYERS, len(chain)))
+    marked = boundaries(chain)
+    places = marked or cluster(chain, max_layers=min(MOST_LAYERS, len(chain)))
     shape = machine_shape(request.cluster, devices)
     options = submeshes(*shape)
     layers = _Layers(loop, places, chain, request)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.boundary import layer_boundary_p
 from autopar.compat import Literal as JaxLiteral
 from autopar.constraints import allowed_layouts
 from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
@@ -119,11 +120,36 @@ def even_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, .
     return tuple(cuts)
 
 
+def boundaries(chain: Sequence[ForwardEquation]) -> tuple[int, ...]:
+    """Places of the user's layer boundaries; several in a row, of one tree, are one."""
+    marked = [i for i, place in enumerate(chain) if place.equation.primitive is layer_boundary_p]
+    return tuple(i for i in marked if i > 0 and i - 1 not in marked)
+
+
+def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, ...]:
+    """Cuts of equal work: at the user's layer boundaries if there are any, else where few bytes cross."""
+    marked = boundaries(chain)
+    if not marked or num_stages == 1:
+        return even_cuts(chain, num_stages)
+    if len(marked) < num_stages - 1:
+        raise ArgumentError(
+            f"the step has {len(marked)} layer boundaries, {num_stages} stages need {num_stages - 1}; add calls of "
+            "layer_boundary, or remove them all to let autopar choose"
+        )
+    done = np.cumsum([0.0, *(e.flops for e in chain)])
+    cuts: list[int] = []
+    for k in range(1, num_stages):
+        left = [i for i in marked if not cuts or i > cuts[-1]]
+        left = left[: len(left) - (num_stages - 1 - k)]
+        cuts.append(min(left, key=lambda i: abs(done[i] - k * done[-1] / num_stages)))
+    return tuple(cuts)
+
+
 def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) -> Staged:
     """All stages, planned. Raises ConstraintError, OutOfMemoryError, and what `time_loop` raises."""
     allowed_layouts([leaf.one for leaf in traced.inputs], wanted.meshes[0][0], request.constraints)
     loop = wanted.loop if wanted.loop is not None else time_loop(traced, wanted.num_microbatches)
-    cuts = wanted.cuts if wanted.cuts is not None else even_cuts(forward_chain(loop), wanted.num_stages)
+    cuts = wanted.cuts if wanted.cuts is not None else chosen_cuts(forward_chain(loop), wanted.num_stages)
     cut = cut_stages(loop, cuts)
     rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
     stages = []

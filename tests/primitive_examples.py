@@ -209,6 +209,17 @@ EXAMPLES = {
     "squeeze": [Example(lambda x: lax.squeeze(x, (1,)), (floats(8, 1, 12),))],
     "stack": [Example(lambda x, y: jnp.stack([x, y], axis=1), (X, X))],
     "stop_gradient": [Example(lax.stop_gradient, (X,))],
+    "threefry2x32": [
+        Example(
+            lambda k, l, x, y: jax.extend.random.threefry2x32_p.bind(k, l, x, y),
+            (
+                jnp.uint32(3),
+                jnp.uint32(5),
+                jnp.arange(96, dtype=jnp.uint32).reshape(8, 12),
+                jnp.ones((8, 12), jnp.uint32),
+            ),
+        )
+    ],
     "top_k": [Example(lambda x: lax.top_k(x, 4), (X,))],
     "transpose": [Example(lambda x: lax.transpose(x, (2, 0, 1)), (CUBE,))],
     "unstack": [Example(lambda x: jnp.unstack(x, axis=1), (floats(8, 4, 12),))],

@@ -38,6 +38,7 @@ WITHOUT_EXAMPLE = {
     "eq_to": "total order, inside sort only",
     "fan_out": "autopar's own: a copy",
     "igamma_grad_a": "inside derivatives of igamma only",
+    "layer_boundary": "autopar's own: a copy",
     "le_to": "total order, inside sort only",
     "lt_to": "total order, inside sort only",
     "one_minus_square": "inside derivatives of tanh only, on newer JAX",
@@ -49,7 +50,6 @@ WITHOUT_EXAMPLE = {
     "scatter_mul": "another name of scatter-mul",
     "select_and_gather_add": "inside derivatives of derivatives of pooling only",
     "sharding_constraint": "names a mesh of the user",
-    "threefry2x32": "under random_bits, whole",
 }
 CONTROL_FLOW = {"scan", "while", "cond"}
 KNOWN = {*EXAMPLES, *CONTROL_FLOW, "one_minus_square", "polynomial"}
