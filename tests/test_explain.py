@@ -629,7 +629,9 @@ def test_full_adds_the_tables_of_each_stage():
 
 def test_a_picture_of_the_schedule_is_printed_as_it_is_given():
     picture = "mesh 0 | F0 [bold] " + "F1 " * 60 + "\n"
-    assert f"\nSchedule (columns are not to scale)\n{picture.rstrip()}\n" in explain(pipeline_of(*two_stages()), schedule_grid=picture)
+    assert f"\nSchedule (columns are not to scale)\n{picture.rstrip()}\n" in explain(
+        pipeline_of(*two_stages()), schedule_grid=picture
+    )
     assert "Schedule (" not in explain(pipeline_of(*two_stages()))
 
 
