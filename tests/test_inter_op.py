@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import time
 
 import hypothesis
 import hypothesis.strategies as st
@@ -244,6 +245,22 @@ def test_a_tolerance_never_costs_more_than_it_says_and_the_bound_holds():
         exact, rough = choose_stages(problem), choose_stages(problem, tolerance=0.2)
         assert exact.bound_s == exact.step_s
         assert rough.bound_s <= exact.step_s <= rough.step_s <= exact.step_s / 0.8
+
+
+def test_64_layers_on_64_devices_take_seconds():
+    options, layers = submeshes(8, 8), 64
+    rng = np.random.default_rng(0)
+    sizes = np.array([n * m for n, m in options])[:, None, None]
+    ends = np.concatenate([[0.0], np.cumsum(rng.uniform(0.5, 1.5, layers))])
+    work = (
+        (ends[None, None, :] - ends[None, :-1, None]) / sizes * rng.uniform(1, 1.2, (len(options), layers, layers + 1))
+    )
+    costs = CostTable(work, work * 0.3, np.full_like(work, 0.01), work, work * 0.3)
+    for schedule in ("1f1b", "zb-h1"):
+        start = time.perf_counter()
+        choice = choose_stages(StageProblem(costs, options, (8, 8), 64, schedule, memory_bytes=3.0))
+        assert time.perf_counter() - start < 30
+        assert max(stage.peak_bytes for stage in choice.stages) <= 3.0
 
 
 def test_the_choice_says_what_each_stage_needs_and_which_is_slowest():

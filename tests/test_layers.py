@@ -177,6 +177,13 @@ def test_a_block_that_differs_is_another_layer(other):
     assert layers_of_blocks(block, block, other, block, block) == (0, 1, 2, 1, 1)
 
 
+def test_parameters_are_compared_by_value():
+    def summed(reverse):
+        return lambda x, w: jax.lax.cumsum(jnp.sin(x) @ w, axis=1, reverse=reverse)
+
+    assert layers_of_blocks(block, summed(False), summed(True), summed(False)) == (0, 1, 2, 1)
+
+
 def test_literals_are_compared_by_value():
     def scaled(factor):
         return lambda x, w: jnp.tanh(jnp.sin(x) @ w) * factor
