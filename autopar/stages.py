@@ -4,7 +4,8 @@ In: a `TimeLoop` and where the forward equations are cut. Out: a `StageCut`: `Pi
 one stage, with the values that it reads and writes. The rules:
 
     forward     body equations that depend on examples and parameters, in program order, cut at the given places
-    backward    those under a transposition, and what depends on them: the lowest stage among the operands
+    backward    those under a transposition, and what depends on them: the stage of the cotangents among the operands, or the
+                highest below it that has the others, because its forward makes or reads them
     update      epilogue equations: the stage of the largest operand, so an update follows its weights; level k + 1 if an
                 operand comes from level k of another stage, so that exchanges (a global norm) have an order
     anywhere    what depends on no example or on no parameter is computed again in each piece that reads it, unless it is
@@ -183,20 +184,13 @@ class _Cutter:
             self.piece_of[eqn] = PieceName(sum(place >= c for c in self.cuts), "forward")
 
     def _place_backward(self) -> None:
-        used = self._stages_using_weights()
+        """Where the cotangents are, or further down, if an operand of forward is only there."""
+        where = _Whereabouts(self)
         for eqn in self.kinds.body:
             if self.kinds.is_anchored(eqn) and eqn in self.kinds.backward:
-                stages = [self.piece_of[e].stage for e in map(self.body_of.get, _operands(eqn)) if e in self.piece_of]
-                stages = stages or [min(used[v]) for v in _operands(eqn) if v in used]
-                self.piece_of[eqn] = PieceName(min(stages, default=self.num_stages - 1), "backward")
-
-    def _stages_using_weights(self) -> dict[Var, set[int]]:
-        used: dict[Var, set[int]] = {}
-        for eqn, piece in self.piece_of.items():
-            for v in _operands(eqn):
-                if v not in self.body_of:
-                    used.setdefault(v, set()).add(piece.stage)
-        return used
+                makers = [self.piece_of[e] for e in map(self.body_of.get, _operands(eqn)) if e in self.piece_of]
+                last = min((p.stage for p in makers if p.kind == "backward"), default=self.num_stages - 1)
+                self.piece_of[eqn] = PieceName(where.highest(eqn, last), "backward")
 
     def _place_loners(self) -> None:
         """What is heavy, random or collected, though not anchored, goes to the first piece that reads it."""
@@ -298,6 +292,39 @@ class _Cutter:
 
 def _is_costly(eqn: Equation) -> bool:
     return bool(eqn.regions) or entry_for(eqn).heavy or eqn.primitive.name in ("random_bits", "threefry2x32")
+
+
+class _Whereabouts:
+    """The stages that have a value of forward, because they make or read it, or what it is computed from anywhere."""
+
+    def __init__(self, cutter: _Cutter) -> None:
+        self._origins: dict[Var, frozenset[Var]] = {}
+        self._stages: dict[Var, set[int]] = {}
+        weights = {
+            v
+            for v, leaf in zip(cutter.loop.program.invars, cutter.loop.traced.inputs, strict=True)
+            if leaf.role != "batch" and v.aval.shape
+        }
+        for eqn in (*cutter.loop.plan.of_phase("prologue"), *cutter.kinds.body):
+            sources = [self._origins.get(v, frozenset({v} & weights)) for v in _operands(eqn)]
+            piece = cutter.piece_of.get(eqn)
+            if piece is not None:
+                for origin in frozenset().union(*sources):
+                    self._stages.setdefault(origin, set()).add(piece.stage)
+            for v in eqn.outvars:
+                if piece is not None or _is_costly(eqn):
+                    self._origins[v] = frozenset({v})
+                elif not cutter.kinds.is_anchored(eqn):
+                    self._origins[v] = frozenset().union(*sources)
+                if piece is not None:
+                    self._stages.setdefault(v, set()).add(piece.stage)
+        self._weights = weights
+
+    def highest(self, eqn: Equation, last: int) -> int:
+        """The highest stage up to `last` that has all operands of forward; those that no such stage has must travel."""
+        origins = frozenset().union(*(self._origins.get(v, frozenset({v} & self._weights)) for v in _operands(eqn)))
+        places = [[s for s in self._stages.get(origin, ()) if s <= last] for origin in origins]
+        return min((max(stages) for stages in places if stages), default=last)
 
 
 class _Updates:
