@@ -234,14 +234,11 @@ class Driver:
             arrays[places.gone[0]] = None
 
     def _call(self, run: Run, places: _Places, arrays: list[Array], *, wait: bool) -> None:
-        """Donated arrays are let go before the call, so that the callable holds the only reference."""
+        """Donated arrays are let go before the call: they are not there afterwards, whatever happens."""
         arguments = [arrays[place] for place in places.reads]
         for place in places.gone:
             arrays[place] = None
-        try:
-            results = self._callables[run.task](arguments)
-        finally:
-            arguments.clear()
+        results = self._callables[run.task](arguments)
         if len(results) != len(places.writes):
             raise ArgumentError(f"task {run.task!r} returned {len(results)} arrays, it writes {len(places.writes)}")
         if wait:

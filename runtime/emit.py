@@ -87,11 +87,9 @@ class _Version:
         """Index of the last run that reads it on a mesh; its birth if none does."""
         return max(self.readers.get(mesh, [self.born]))
 
-    def targets(self, end: int) -> list[int]:
-        """The meshes it has to be sent to, the earliest reader first."""
-        first = {mesh: min(readers) for mesh, readers in self.readers.items()}
-        first = dict.fromkeys(self.wanted, end) | first
-        return sorted((mesh for mesh in first if mesh not in self.homes), key=lambda mesh: (first[mesh], mesh))
+    def targets(self) -> list[int]:
+        """The meshes it has to be sent to."""
+        return sorted((set(self.readers) | self.wanted) - set(self.homes))
 
 
 def _global_order(schedule: Schedule, specs: Sequence[TaskSpec]) -> list[Run]:
@@ -205,7 +203,7 @@ def _lay_out(
     leaving: dict[tuple[int, int], list[_Version]] = {}  # index of the last reader, its mesh
     for version in versions:
         born.setdefault(version.born, []).append(version)
-        targets = version.targets(end)
+        targets = version.targets()
         for mesh in targets:
             arriving.setdefault((min(version.readers.get(mesh, [end])), mesh), []).append(version)
         for mesh in (*version.homes, *targets):
@@ -214,7 +212,7 @@ def _lay_out(
     numbers: dict[tuple[int, int], int] = {}  # id of version, target
 
     def births(n: int) -> Iterator[Instruction]:
-        sends = [(version, mesh) for version in born.get(n, ()) for mesh in version.targets(end)]
+        sends = [(version, mesh) for version in born.get(n, ()) for mesh in version.targets()]
         sends.sort(key=lambda send: min(send[0].readers.get(send[1], [end])))
         for version, mesh in sends:
             number = numbers[id(version), mesh] = len(numbers)

@@ -341,6 +341,29 @@ def test_a_timeline_has_a_span_for_every_instruction_in_the_order_of_its_mesh():
     assert kinds == {Run, Send, Receive, Free}
 
 
+class Late:
+    """An array that is still in computation."""
+
+    def __init__(self, waited):
+        self.waited = waited
+
+    def block_until_ready(self):
+        self.waited.append(threading.current_thread().name)
+        return self
+
+
+@pytest.mark.parametrize(("options", "record"), [({}, True), ({"synchronous": True}, False), ({}, False)])
+def test_results_and_copies_are_waited_for_when_recording_or_asked_to(options, record):
+    """Two forwards on mesh 0; on mesh 1 two copies and two forwards."""
+    work = chain(make_schedule("inference", num_meshes=2, num_microbatches=2))
+    waited = []
+    calls = {spec.name: lambda arrays: [Late(waited)] for spec in work.specs}
+    driver = Driver(work.emit(), calls, lambda a, v, s, t: a, **options)
+    driver.run(inputs_of(work), record=record)
+    expected_waits = ["autopar mesh 0"] * 2 + ["autopar mesh 1"] * 4
+    assert sorted(waited) == (expected_waits if record or options else [])
+
+
 def test_an_instruction_costs_less_than_50_microseconds_of_python():
     """Processor time of all threads, so that other work on the machine does not count."""
     schedule = make_schedule("1f1b", num_meshes=4, num_microbatches=32)

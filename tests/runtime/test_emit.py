@@ -112,6 +112,14 @@ def test_an_input_that_another_mesh_reads_is_sent_at_the_very_start():
     assert "free w" not in lines(program, 0), "it is not consumable there"
 
 
+def test_the_earliest_reader_is_sent_to_first():
+    three = make_schedule("inference", num_meshes=3, num_microbatches=1)
+    forwards = [spec(f"f{n}", n, "forward", f"h{n}* w" if n else "x* w", f"h{n + 1}*") for n in range(3)]
+    early = spec("early", 2, "prologue", "w", "u")
+    program = emit(three, [early, *forwards], inputs={0: values("x@0 w")}, outputs=())
+    assert lines(program, 0)[:2] == ["send w to mesh 2 (transfer 0)", "send w to mesh 1 (transfer 1)"]
+
+
 def test_an_input_that_lies_on_both_meshes_is_not_sent():
     program = two_stages(first="x* w", second="h* w", inputs={0: "x@0 x@1 w", 1: "w"})
     assert [send.value.name for send in program.instructions if isinstance(send, Send)] == ["h", "h"]

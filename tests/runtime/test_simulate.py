@@ -134,6 +134,13 @@ def test_residual_memory_follows_the_microbatches_in_flight(name, v, expected):
     assert simulation.peak_bytes == expected
 
 
+def test_a_copy_that_goes_makes_room_for_one_that_comes_at_the_same_instant():
+    simulation = simulate(
+        program("inference", 2, 4), run_s=lambda run: 1, value_bytes=lambda value: 7 if value.name == "x1" else 0
+    )
+    assert simulation.peak_bytes == (7, 7)
+
+
 def once(name, mesh, kind, reads, writes, donated=()):
     slots = tuple(Slot(r, False) for r in reads), tuple(Slot(w, False) for w in writes)
     return TaskSpec(name, mesh, kind, 0, *slots, donated)
