@@ -268,8 +268,8 @@ class _Linker:
     def link(self) -> _Links:
         for name in self.nodes:
             self._accumulators(name)
+        self._operands()
         for name in self.nodes:
-            self._operands(name)
             self._results(name)
         specs, callables = [], {}
         for name, node in self._ordered():
@@ -332,22 +332,29 @@ class _Linker:
             if reader.stage == node.stage and other != name and any(ref in reader.task.reads for ref in own):
                 self.reads[other].append(group)
 
-    def _operands(self, name: str) -> None:
-        node = self.nodes[name]
-        covered = {item for group in self.reads[name] for item in group.refs}
-        sources: dict[tuple[str, bool], list[tuple[tuple[int, Ref], Ref]]] = {}
-        for ref in node.task.reads:
-            if (node.stage, ref) not in covered:
-                source, item = self._source(node, ref)
-                sources.setdefault((source, self._is_repeated(source, item[1])), []).append((item, ref))
-        for (source, repeated), pairs in sources.items():
-            group = _Group(Slot(f"{source} > {name}", per_microbatch=repeated), tuple(item for item, _ in pairs))
-            self.reads[name].append(group)
-            self.targets[group.slot.name] = [node.task.in_shardings[ref] for _, ref in pairs]
+    def _operands(self) -> None:
+        """What the same tasks of a stage read of the same source is one slot, so that it is moved once for all of them."""
+        readers: dict[tuple[int, Ref, NamedSharding], list[str]] = {}
+        for name, node in self.nodes.items():
+            covered = {item for group in self.reads[name] for item in group.refs}
+            for ref in node.task.reads:
+                if (node.stage, ref) not in covered:
+                    readers.setdefault((node.stage, ref, node.task.in_shardings[ref]), []).append(name)
+        shared: dict[tuple[str, tuple[str, ...]], list[tuple[tuple[int, Ref], Ref, NamedSharding]]] = {}
+        for (_, ref, sharding), names in readers.items():
+            source, item = self._source(self.nodes[names[0]], ref)
+            shared.setdefault((source, tuple(names)), []).append((item, ref, sharding))
+        for (source, names), found in shared.items():
+            repeated = self._is_repeated(source, found[0][0][1])
+            slot = Slot(f"{source} > {', '.join(names)}", per_microbatch=repeated)
+            group = _Group(slot, tuple(item for item, _, _ in found))
+            for name in names:
+                self.reads[name].append(group)
+            self.targets[slot.name] = [sharding for _, _, sharding in found]
             if source in self.nodes:
                 self.writes[source].append(group)
             else:
-                self._supply(group, source, node, [ref for _, ref in pairs])
+                self._supply(group, source, self.nodes[names[0]], [ref for _, ref, _ in found])
 
     def _is_repeated(self, source: str, ref: Ref) -> bool:
         return self.nodes[source].in_loop if source in self.nodes else ref.per_microbatch
