@@ -106,6 +106,7 @@ class CompiledStep:
             )
         )
         donated = tuple(i for i, leaf in enumerate(traced.inputs) if leaf.donated)
+        self._accepted: list[Any] = [object()] * len(traced.inputs)
         self._run = jax.jit(
             sharded(assignment, self.mesh),
             in_shardings=self.in_shardings,
@@ -120,22 +121,26 @@ class CompiledStep:
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
         placed = [
-            self._placed(x if leaf.microbatches == 1 else _in_slices(x, leaf.shape), sharding, leaf.donated)
-            for x, sharding, leaf in zip(leaves, self.in_shardings, self.traced.inputs, strict=False)
+            x if getattr(x, "sharding", None) is self._accepted[i] else self._placed(i, x) for i, x in enumerate(leaves)
         ]
         return jax.tree_util.tree_unflatten(self.traced.out_tree, self.executable(*placed, *self._constants))
 
-    @staticmethod
-    def _placed(value: Any, sharding: NamedSharding, donated: bool) -> Any:
+    def _placed(self, number: int, value: Any) -> Any:
         """The array where the step wants it; it is already there for state that the step returned.
+
+        State that comes back has the very sharding object that was accepted before: that is all that `run` has to look at.
 
         A donated array that comes from elsewhere stays the caller's: replicating it would share its buffer, and the
         donation would take that, so it is copied first. (`device_put(may_alias=False)` shares it all the same, 0.10-0.12.)
         """
+        sharding, leaf = self.in_shardings[number], self.traced.inputs[number]
+        if leaf.microbatches > 1:
+            return jax.device_put(_in_slices(value, leaf.shape), sharding)
         given = getattr(value, "sharding", None)
         if isinstance(given, NamedSharding) and given.is_equivalent_to(sharding, value.ndim):
+            self._accepted[number] = given
             return value
-        if donated and sharding.is_fully_replicated and given is not None:
+        if leaf.donated and sharding.is_fully_replicated and given is not None:
             value = value.copy()
         return jax.device_put(value, sharding)
 
