@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+
+import numpy as np
 
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import OutOfMemoryError
@@ -19,8 +22,8 @@ from autopar.inter_op import (
     Manual,
     ScheduleName,
     StageChoice,
-    StageCost,
     StageProblem,
+    Submesh,
     choose_stages,
     submeshes,
 )
@@ -35,8 +38,8 @@ from autopar.staging import StagedStage, boundaries, measured_stage
 
 LAYER_AXES = 2
 """Layers are priced on logical meshes of up to so many axes; the stages that are chosen are planned on all."""
-MOST_LAYERS = 16
-"""Into how many layers a step is clustered at the most; a deeper model has more than one block in a layer."""
+LAYER_COUNTS = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
+"""Numbers of layers into which a step may be clustered: the one whose cuts send the least, the most layers among equals."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +64,11 @@ def search_stages(
 ) -> Found:
     """The best stages for so many microbatches. Raises OutOfMemoryError, ArgumentError."""
     chain = forward_chain(loop)
-    marked = boundaries(chain)
-    places = marked or cluster(chain, max_layers=min(MOST_LAYERS, len(chain)))
+    places = boundaries(chain) or _clustered(chain)
     shape = machine_shape(request.cluster, devices)
     options = submeshes(*shape)
     layers = _Layers(loop, places, chain, request)
-    table = CostTable.of(len(places) + 1, len(options), lambda i, j, z: layers.cost(i, j, math.prod(options[z])))
+    table = layers.table(options)
     limit = request.memory_limit_bytes
     problem = StageProblem(
         table,
@@ -79,6 +81,19 @@ def search_stages(
     choice = choose_stages(problem, manual=Manual(num_stages=num_stages))
     cuts = tuple(places[stage.first_layer - 1] for stage in choice.stages[1:])
     return Found(cuts, tuple(math.prod(stage.submesh) for stage in choice.stages), choice)
+
+
+def _clustered(chain: tuple[ForwardEquation, ...]) -> tuple[int, ...]:
+    """Where layers begin: at the ends of blocks, if the model is made of blocks."""
+    best: tuple[int, ...] = ()
+    least = math.inf
+    for count in LAYER_COUNTS:
+        if count < len(chain):
+            places = cluster(chain, max_layers=count, slack=1.0)
+            sent = max((chain[place].cut_bytes for place in places), default=math.inf)
+            if sent < least:
+                best, least = places, sent
+    return best
 
 
 class _Layers:
@@ -95,21 +110,36 @@ class _Layers:
         self._programs: dict[int, StageProgram] = {}
         self._planned: dict[tuple[int, int], StagedStage | None] = {}
 
-    def cost(self, first: int, end: int, devices: int) -> StageCost | None:
-        """Layers `first` to `end` - 1 on so many devices; None if one of them has no plan there."""
-        stages = [self._stage(layer, devices) for layer in range(first, end)]
-        if any(stage is None for stage in stages):
-            return None
-        found = [stage for stage in stages if stage is not None]
+    def table(self, options: Sequence[Submesh]) -> CostTable:
+        """Costs of all ranges of layers on all submeshes: sums over the layers of a range, by prefix sums."""
+        count = len(self._first)
+        shape = (len(options), count, count + 1)
+        arrays = [np.zeros(shape) for _ in range(5)]
+        later = np.arange(count + 1)[None, :] > np.arange(count)[:, None]
+        for z, submesh in enumerate(options):
+            devices = math.prod(submesh)
+            figures = np.array([self._figures(layer, devices) for layer in range(count)])
+            before = np.concatenate([np.zeros((1, 5)), np.cumsum(figures, axis=0)])
+            ranges = before[None, :, :] - before[:-1, None, :]
+            planned = later & (ranges[:, :, 4] == 0)
+            arrays[0][z] = np.where(planned, ranges[:, :, 0], np.inf)
+            arrays[1][z], arrays[3][z], arrays[4][z] = (np.where(planned, ranges[:, :, k], 0.0) for k in (1, 2, 3))
+            arrays[2][z] = np.where(planned, self._transfer_s(devices)[None, :], 0.0)
+        return CostTable(*arrays)
+
+    def _transfer_s(self, devices: int) -> np.ndarray:
+        """Seconds to send what crosses after each layer, and its gradient back."""
         link = self._request.cluster.links_of((2, devices))[0]
-        sent = self._boundary_bytes[end]
-        return StageCost(
-            seconds_per_microbatch=sum(s.forward_s + s.backward_s for s in found),
-            once_s=sum(s.once_s for s in found),
-            transfer_s=2 * (link.alpha_s + sent / devices * link.beta_s_per_byte) if sent else 0.0,
-            weight_bytes=float(sum(max(0, s.plan.peak_bytes - s.residual_bytes) for s in found)),
-            activation_bytes=float(sum(s.residual_bytes for s in found)),
-        )
+        sent = np.array(self._boundary_bytes)
+        return np.where(sent > 0, 2 * (link.alpha_s + sent / devices * link.beta_s_per_byte), 0.0)
+
+    def _figures(self, layer: int, devices: int) -> tuple[float, float, float, float, float]:
+        """Seconds per microbatch and per step, bytes of weights and of activations, and 1 if there is no plan."""
+        stage = self._stage(layer, devices)
+        if stage is None:
+            return (0.0, 0.0, 0.0, 0.0, 1.0)
+        weights = max(0, stage.plan.peak_bytes - stage.residual_bytes)
+        return (stage.forward_s + stage.backward_s, stage.once_s, float(weights), float(stage.residual_bytes), 0.0)
 
     def _stage(self, layer: int, devices: int) -> StagedStage | None:
         key = (self._first[layer], devices)

@@ -18,6 +18,7 @@ against the order of the stages; `check` refuses the cut and names it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -137,11 +138,12 @@ def forward_chain(loop: TimeLoop) -> tuple[ForwardEquation, ...]:
     for eqn in chain:
         for v in _operands(eqn):
             last[v] = place[eqn]
-    crossing = [0.0] * (len(chain) + 1)
+    change = [0.0] * (len(chain) + 2)
     for eqn in chain:
         for v in eqn.outvars:
-            for at in range(place[eqn] + 1, last.get(v, place[eqn]) + 1):
-                crossing[at] += _bytes(v)
+            change[place[eqn] + 1] += _bytes(v)
+            change[last.get(v, place[eqn]) + 1] -= _bytes(v)
+    crossing = list(itertools.accumulate(change))
     return tuple(ForwardEquation(eqn, _work(loop, eqn), crossing[i]) for i, eqn in enumerate(chain))
 
 
