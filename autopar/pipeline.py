@@ -170,6 +170,10 @@ class CompiledPipeline:
                     flat[number] = array
         return jax.tree.unflatten(self.traced.out_tree, flat)
 
+    def as_text(self) -> str:
+        """The optimised HLO of every task, under its name."""
+        return "\n\n".join(f"// {name}\n{node.task.as_text()}" for name, node in self.nodes.items())
+
     def timeline(self) -> Any:
         """The timeline of the last run with `record=True`."""
         return self._driver.timeline()

@@ -47,15 +47,21 @@ class Ref:
 class StageTask:
     """One executable; `run` takes the arrays of `reads`, in order, and returns those of `writes`.
 
-    A read that is not per microbatch though its ref is, stands for the list of all microbatches' arrays.
+    A read that is not per microbatch though its ref is, stands for the list of all microbatches' arrays. `run` is a jitted
+    function, `shapes` are those of its arguments.
     """
 
     name: str
     reads: tuple[Ref, ...]
     writes: tuple[Ref, ...]
     donated: tuple[int, ...]
-    run: Callable[..., Sequence[Any]]
+    run: Any
+    shapes: tuple[Any, ...]
     in_shardings: Mapping[Ref, NamedSharding]
+
+    def as_text(self) -> str:
+        """The optimised HLO."""
+        return str(self.run.lower(*self.shapes).compile().as_text())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -390,7 +396,13 @@ class _Splitter:
             out_shardings=tuple(NamedSharding(self.device_mesh, spec) for spec in out_specs),
             donate_argnums=donated,
         )
-        return StageTask(name, reads, tuple(ref for ref, _, _ in writes), donated, jitted, shardings)
+        one = [self._shape(by_ref[ref], shardings[ref]) for ref in reads]
+        shapes = tuple([shape] * m if ref in stacked else shape for ref, shape in zip(reads, one, strict=True))
+        return StageTask(name, reads, tuple(ref for ref, _, _ in writes), donated, jitted, shapes, shardings)
+
+    def _shape(self, slot: _Slot, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        terms = (self.assignment.mesh.shape[axis] for axis in slot.layout.partial_axes)
+        return jax.ShapeDtypeStruct((*terms, *slot.aval.shape), slot.aval.dtype, sharding=sharding)
 
     def _source(self, var: Var, *, inside: bool) -> _Slot | None:
         slot = self.home.get(var) if inside else self._resolved(var)
