@@ -1,0 +1,91 @@
+"""The search over stages: layers are planned once, one mesh stays a candidate, and what is chosen runs like jit."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.cost_model.hardware import preset
+from autopar.errors import OutOfMemoryError
+from autopar.graph import PlannerOptions
+from autopar.options import Constraints
+from autopar.pipeline_plan import PipelinePlan, plan_from_json
+from autopar.planner import PlanRequest
+from autopar.stage_search import machine_shape, search_stages
+from autopar.staging import time_loop
+from autopar.trace import CallSignature, bind_arguments, trace
+from tests.oracles import assert_same_as_jit
+
+
+def two_nodes(devices_per_node=2):
+    """A machine of small nodes with a slow network between them."""
+    machine = preset("p3.16xlarge")
+    inner, *outer = machine.tiers
+    return dataclasses.replace(
+        machine, name="two nodes", tiers=(dataclasses.replace(inner, devices=devices_per_node), *outer)
+    )
+
+
+def step(weights, x):
+    def loss(weights):
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return jnp.mean(h**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def arguments(width, layers=4, batch=8):
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.normal(size=(width, width)) / width**0.5, jnp.float32) for _ in range(layers)]
+    return weights, jnp.asarray(rng.normal(size=(batch, width)), jnp.float32)
+
+
+def searched(width, devices, machine, limit=None, **options):
+    weights, x = arguments(width)
+    signature = CallSignature(step, (1,), (), "auto")
+    loop = time_loop(trace(signature, bind_arguments(signature, (weights, x), {})), 4)
+    request = PlanRequest((), machine, limit, Constraints(), PlannerOptions())
+    return search_stages(loop, request, devices=devices, schedule="1f1b", **options)
+
+
+def test_devices_of_a_machine_are_counted_in_nodes():
+    assert machine_shape(two_nodes(), 4) == (2, 2)
+    assert machine_shape(two_nodes(), 2) == (1, 2)
+    assert machine_shape(preset("cpu"), 8) == (1, 8)
+
+
+def test_the_chosen_stages_use_all_devices_and_cut_between_layers():
+    found = searched(64, 4, two_nodes())
+    assert sum(found.sizes) == 4
+    assert len(found.cuts) == len(found.sizes) - 1
+    assert list(found.cuts) == sorted(set(found.cuts))
+
+
+def test_a_given_number_of_stages_is_kept():
+    assert len(searched(64, 4, two_nodes(), num_stages=2).sizes) == 2
+
+
+def test_weights_that_one_device_cannot_hold_are_cut_and_too_small_a_limit_names_the_stage():
+    with pytest.raises(OutOfMemoryError, match="stage"):
+        searched(64, 4, two_nodes(), limit=1000)
+
+
+def test_across_nodes_the_faster_of_one_mesh_and_stages_is_taken_and_runs_like_jit():
+    weights, x = arguments(256)
+    parallel = autopar.parallelize(step, devices=jax.devices()[:4], cluster=two_nodes(), num_microbatches=4)
+    plan = parallel.plan(weights, x)
+    one = autopar.parallelize(
+        step, devices=jax.devices()[:4], cluster=two_nodes(), num_microbatches=4, num_stages=1
+    ).plan(weights, x)
+    assert plan.step_s <= one.step_s
+    assert isinstance(plan, PipelinePlan), (
+        "gradients of 256 KB a layer over the slow network cost more than activations"
+    )
+    assert plan_from_json(plan.to_json()) == plan
+    assert_same_as_jit(step, parallel, weights, x)
