@@ -615,7 +615,7 @@ def test_leaves_that_a_stage_reads_of_other_meshes_are_told_and_are_not_its_para
     assert f"- stage 1: data parallel over x, 2 ways: the batch split by example, {ALL_WHOLE}" in text
     assert "- stage 0: reads" not in text
     on_one_mesh = dataclasses.replace(second, mesh=0)
-    assert "reads 1 leaf" not in explain(pipeline_of(stage_of(0, borrowed, BATCH), on_one_mesh, virtual_stages=2))
+    assert "of other meshes" not in explain(pipeline_of(stage_of(0, borrowed, BATCH), on_one_mesh, virtual_stages=2))
 
 
 def test_full_adds_the_tables_of_each_stage():
