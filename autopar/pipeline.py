@@ -345,9 +345,9 @@ class _Linker:
                 if (node.stage, ref) not in covered:
                     readers.setdefault((node.stage, ref, node.task.in_shardings[ref]), []).append(name)
         shared: dict[tuple[str, tuple[str, ...]], list[tuple[tuple[int, Ref], Ref, NamedSharding]]] = {}
-        for (_, ref, sharding), names in readers.items():
-            source, item = self._source(self.nodes[names[0]], ref)
-            shared.setdefault((source, tuple(names)), []).append((item, ref, sharding))
+        for (_, ref, sharding), several in readers.items():
+            source, item = self._source(self.nodes[several[0]], ref)
+            shared.setdefault((source, tuple(several)), []).append((item, ref, sharding))
         for (source, names), found in shared.items():
             repeated = self._is_repeated(source, found[0][0][1])
             slot = Slot(f"{source} > {', '.join(names)}", per_microbatch=repeated)

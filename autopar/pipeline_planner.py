@@ -67,6 +67,7 @@ def plan_pipeline(
     limit = request.memory_limit_bytes
     shared = dataclasses.replace(request, memory_limit_bytes=None if limit is None else limit // wishes.virtual_stages)
     staged = plan_stages(traced, StageRequest(meshes, chunks, schedule.num_microbatches, in_flight), shared)
+    _check_backward(staged, schedule)
     plan = _describe(traced, staged, schedule, request)
     return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged
 
@@ -135,15 +136,24 @@ def _schedule(traced: TracedStep, wishes: PipelineWishes) -> Schedule:
 def _meshes(wishes: PipelineWishes, devices: int) -> tuple[tuple[LogicalMesh, ...], ...]:
     if wishes.stage_meshes is None:
         return split_devices(devices, wishes.num_stages)
-    if len(wishes.stage_meshes) != wishes.num_stages:
-        raise ArgumentError(
-            f"stage_mesh_shapes has {len(wishes.stage_meshes)} shapes, num_stages is {wishes.num_stages}; give one per stage"
-        )
     total = sum(mesh.size for mesh in wishes.stage_meshes)
     if total > devices:
-        shapes = ", ".join(str(mesh.shape) for mesh in wishes.stage_meshes)
-        raise ArgumentError(f"stage_mesh_shapes {shapes} need {total} devices, there are {devices}")
+        shapes = [mesh.shape for mesh in wishes.stage_meshes]
+        each = f"{len(shapes)} times {shapes[0]}" if len(set(shapes)) == 1 else ", ".join(map(str, shapes))
+        raise ArgumentError(
+            f"the stages' meshes ({each}) need {total} devices, there are {devices}; use smaller shapes in mesh_shape, or fewer "
+            f"stages, or XLA_FLAGS=--xla_force_host_platform_device_count={total} to try it on virtual CPU devices"
+        )
     return tuple((mesh,) for mesh in wishes.stage_meshes)
+
+
+def _check_backward(staged: Staged, schedule: Schedule) -> None:
+    """A schedule of forwards alone is for steps without gradients."""
+    backward = [name for name in staged.cut.pieces if name.kind == "backward"]
+    if backward and schedule.kinds == ("forward",):
+        raise ArgumentError(
+            f"schedule={schedule.name!r} runs forward only, and this step computes gradients; use '1f1b', 'gpipe' or 'zb-h1'"
+        )
 
 
 def _describe(traced: TracedStep, staged: Staged, schedule: Schedule, request: PlanRequest) -> PipelinePlan:

@@ -143,9 +143,14 @@ class Settings:
 
     def _stages(self) -> int:
         """The number of meshes: what was asked for, or one for each shape; one otherwise."""
-        if self.num_stages != "auto":
-            return self.num_stages
-        return len(self.meshes) if self.meshes != "auto" else 1
+        shapes = 1 if self.meshes == "auto" else len(self.meshes)
+        if self.num_stages == "auto":
+            return shapes
+        if shapes not in (1, self.num_stages):
+            raise ArgumentError(
+                f"mesh_shape has {shapes} shapes, num_stages is {self.num_stages}; give one shape per stage, or one for all"
+            )
+        return self.num_stages
 
     def _stage_meshes(self, stages: int) -> tuple[LogicalMesh, ...] | None:
         if self.meshes == "auto":

@@ -82,7 +82,7 @@ def split_devices(devices: int, meshes: int) -> tuple[tuple[LogicalMesh, ...], .
         divisors = [n for n in range(1, devices + 1) if devices % n == 0]
         raise ArgumentError(
             f"{devices} devices cannot be shared equally by {meshes} stages; use {', '.join(map(str, divisors))} stages, or give "
-            "each stage its mesh with stage_mesh_shapes"
+            "each stage its own mesh: mesh_shape=[(1,), (2,), ...]"
         )
     share = devices // meshes
     return (logical_meshes(share) if share > 1 else (LogicalMesh.of((1,)),),) * meshes
