@@ -529,7 +529,7 @@ def test_ctrl_c_in_the_first_part_of_the_demo_ends_it_with_status_130(monkeypatc
 @pytest.mark.slow
 def test_the_demo_as_make_demo_runs_it():
     process = start("demo", "--steps", "10")
-    output, errors = process.communicate(timeout=240)
+    output, errors = process.communicate(timeout=600)
     assert process.returncode == 0, errors
     assert "2 stages x 4 devices (8 devices) on cluster cpu" in output
     assert output.count("largest difference from jax.jit on one device over 10 steps") == 2

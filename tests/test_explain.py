@@ -519,6 +519,11 @@ def test_the_header_of_a_pipeline_states_stages_schedule_bubble_and_memory():
     assert "3.0 GiB per device, no limit" in explain(pipeline_of(*two_stages(), memory_limit_bytes=None))
 
 
+def test_one_microbatch_is_written_in_the_singular():
+    text = explain(pipeline_of(*two_stages(), num_microbatches=1))
+    assert "\n1 microbatch, schedule 1f1b\n" in text
+
+
 def test_the_header_tells_meshes_of_different_sizes_and_stages_that_share_a_mesh():
     sizes = [stage_of(n, mesh_shape=shape) for n, shape in enumerate(((1, 1), (1, 2), (2, 2)))]
     assert explain(pipeline_of(*sizes)).startswith("3 stages on 1 + 2 + 4 devices (7 devices) on cluster cpu\n")

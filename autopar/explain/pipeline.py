@@ -40,7 +40,7 @@ def pipeline_header(plan: PipelinePlan) -> str:
     return "\n".join(
         (
             f"{_stages_text(plan)} on cluster {plan.cluster}",
-            f"{plan.num_microbatches} microbatches, schedule {plan.schedule}",
+            f"{_count(plan.num_microbatches, 'microbatch')}, schedule {plan.schedule}",
             f"predicted step {seconds_text(plan.step_s)}, bubble {plan.bubble:.1%}; peak memory "
             f"{bytes_text(plan.peak_bytes)} per device{of_limit}",
             f"planned in {seconds_text(plan.planning_s)}",
@@ -72,8 +72,12 @@ def _stages_text(plan: PipelinePlan) -> str:
     each = f"x {sizes[0]} {'device' if sizes[0] == 1 else 'devices'}"
     devices = each if len(set(sizes)) == 1 else f"on {' + '.join(map(str, sizes))} devices"
     if plan.virtual_stages > 1:
-        devices = f"on {len(sizes)} meshes ({plan.virtual_stages} virtual stages each) {devices}"
+        devices = f"on {_count(len(sizes), 'mesh')} ({plan.virtual_stages} virtual stages each) {devices}"
     return f"{plan.num_stages} stages {devices} ({sum(sizes)} devices)"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}es"
 
 
 def _by_mesh(plan: PipelinePlan) -> dict[int, list[StagePlan]]:
@@ -136,7 +140,7 @@ def _memory_text(plan: PipelinePlan) -> str:
     flying = sum(stage.microbatches_in_flight for stage in _by_mesh(plan)[most])
     return (
         f"{_name(plan, most)} needs the most memory: {bytes_text(peaks[most])} per device, with the activations of "
-        f"{flying} {'microbatch' if flying == 1 else 'microbatches'} in flight"
+        f"{_count(flying, 'microbatch')} in flight"
     )
 
 
