@@ -168,8 +168,8 @@ def loss_scaling(scale=1024.0):
 
 
 def overflowing():
-    """As `loss_scaling`, with gradients that are infinite at first."""
-    return loss_scaling(3e38)
+    """As `loss_scaling`, with gradients that are never finite."""
+    return loss_scaling(math.inf)
 
 
 def odd_leaves():

@@ -1,13 +1,26 @@
 """A step in pipeline stages computes what `jax.jit` computes, keeps its state on its stages, and fails in words."""
 
+import _thread
+import gc
+import threading
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
-from tests import pipeline_steps
+from autopar.errors import (
+    ArgumentError,
+    OutOfMemoryError,
+    PipelineError,
+    PlanError,
+    ScheduleError,
+    UnsupportedProgramError,
+)
+from tests import pipeline_steps, zoo
 from tests.oracles import assert_same_as_jit, assert_trees_close
-from tests.pipeline_steps import RATE, descended, forward, layers, mean_error, rows
+from tests.pipeline_steps import RATE, descended, errors, forward, layers, mean_error, rows
 
 MIXED = [(1,), (1,), (2,)]
 
@@ -121,3 +134,163 @@ def test_a_saved_plan_gives_the_same_pipeline(tmp_path):
     plan = autopar.PipelinePlan.from_json((tmp_path / "plan.json").read_text())
     restored = autopar.parallelize(step, plan=plan)
     assert_same_as_jit(step, restored, state, batch, steps=2)
+
+
+# --- wrong use --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        (
+            {"num_stages": 3, "mesh_shape": "auto"},
+            ArgumentError,
+            r"8 devices .* 3 stages; use 1, 2, 4, 8 stages, or give",
+        ),
+        ({"num_stages": 50, "devices": 50}, ArgumentError, "26 forward operations, too few for 50 stages .* use fewer"),
+        ({"mesh_shape": MIXED}, ArgumentError, "mesh_shape has 3 shapes, num_stages is 2; give one shape per stage"),
+        ({"num_stages": 1, "mesh_shape": MIXED}, ArgumentError, "mesh_shape has 3 shapes, num_stages is 1"),
+        ({"mesh_shape": (8,)}, ArgumentError, r"meshes \(2 times \(8,\)\) need 16 devices, there are 8; use smaller"),
+        ({"mesh_shape": [(4,), (8,)]}, ArgumentError, r"meshes \(\(4,\), \(8,\)\) need 12 devices, there are 8"),
+        ({"num_microbatches": 3}, ArgumentError, "3 does not divide the examples .* Numbers that do: 1, 2, 4, 8"),
+        ({"schedule": "dualpipe"}, ArgumentError, "schedule='dualpipe': 'auto' or one of 1f1b, gpipe"),
+        (
+            {"schedule": "inference"},
+            ArgumentError,
+            "'inference' runs forward only, and this step computes gradients; use",
+        ),
+        ({"schedule": "interleaved"}, ScheduleError, "virtual_stages=1 has nothing to interleave; use '1f1b', or two"),
+        (
+            {"schedule": "interleaved", "virtual_stages": 2, "num_stages": 4, "num_microbatches": 2},
+            ScheduleError,
+            "in groups of 4, and num_microbatches=2 does not divide; use 4 microbatches",
+        ),
+        ({"memory_limit_bytes": 2000}, OutOfMemoryError, "stage 0 of 2, with 2 microbatches in flight: no plan fits"),
+    ],
+)
+def test_wishes_that_cannot_be_met_are_errors_that_say_what_would_do(options, error, words):
+    step, state, batch = pipeline_steps.plain()
+    with pytest.raises(error, match=words):
+        in_stages(step, **{"num_stages": 2} | options).plan(state, batch)
+
+
+def test_a_step_that_mixes_examples_is_refused_with_its_line_and_runs_with_one_microbatch():
+    step, state, batch = zoo.build_resnet_block()
+    with pytest.raises(UnsupportedProgramError, match=r"4 microbatches: \w+ at .*zoo\.py.* Use num_microbatches=1"):
+        in_stages(step).plan(state, batch)
+    assert in_stages(step, num_microbatches=1).plan(state, batch).num_microbatches == 1
+
+
+def test_a_plan_of_stages_is_for_its_own_step_and_needs_its_devices():
+    step, state, batch = pipeline_steps.plain()
+    plan = in_stages(step).plan(state, batch)
+    with pytest.raises(PlanError, match="the plan was made for another step"):
+        autopar.parallelize(pipeline_steps.masked_loss()[0], plan=plan).plan(state, batch)
+    with pytest.raises(ArgumentError, match="the 2 stages need 2 devices, there are 1"):
+        autopar.parallelize(step, plan=plan, devices=jax.devices()[:1]).compile(state, batch)
+
+
+def test_a_step_in_stages_cannot_be_followed():
+    step, state, batch = pipeline_steps.plain()
+    leader = in_stages(step)
+    leader.plan(state, batch)
+    with pytest.raises(ArgumentError, match=r"follow= needs a step on one mesh, .* step\.gather"):
+        autopar.parallelize(lambda params, batch: errors(params, batch), follow=leader).plan(state, batch)
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A compiled pipeline on a mesh of one device and one of two, with a state that it can take."""
+    step, state, batch = pipeline_steps.clipped_adamw()
+    parallel = in_stages(step, mesh_shape=[(1,), (2,)])
+    return parallel, parallel.compile(state, batch), state, batch
+
+
+def copied(state):
+    return jax.tree.map(jnp.copy, state)
+
+
+def live_after_collection():
+    gc.collect()
+    return len(jax.live_arrays())
+
+
+def test_state_stays_on_its_stages_is_consumed_and_nothing_leaks(trained):
+    parallel, compiled, state, batch = trained
+    threads = threading.active_count()
+    now = compiled(state, batch)[0]
+    places = [leaf.sharding for leaf in jax.tree.leaves(now)]
+    assert [
+        place.is_equivalent_to(compiled.in_shardings[i], leaf.ndim)
+        for i, (place, leaf) in enumerate(zip(places, jax.tree.leaves(now), strict=True))
+    ] == [True] * len(places)
+    live = live_after_collection()
+    for _ in range(5):
+        before, now = now, compiled(now, batch)[0]
+        assert [leaf.sharding for leaf in jax.tree.leaves(now)] == places
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before) if leaf.ndim)
+        del before
+    assert live_after_collection() == live
+    assert threading.active_count() == threads
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "the caller's own arrays were taken"
+    assert {len(leaf.devices()) for leaf in jax.tree.leaves(parallel.gather(now))} == {1}
+
+
+def test_a_state_on_the_host_is_not_overwritten(trained):
+    _, compiled, state, batch = trained
+    host = jax.tree.map(np.array, jax.device_get(state))
+    compiled(compiled(host, batch)[0], batch)
+    assert_trees_close(host, jax.device_get(state), rtol_of_scale=0.0)
+
+
+def test_a_state_that_is_made_on_its_stages_goes_in_as_it_is(trained):
+    parallel, compiled, state, batch = trained
+    made = parallel.init_state(lambda: copied(state))
+    places = [leaf.sharding for leaf in jax.tree.leaves(made)]
+    new = compiled(made, batch)[0]
+    assert [leaf.sharding for leaf in jax.tree.leaves(new)] == places
+    assert_trees_close(new, compiled(state, batch)[0], rtol_of_scale=0.0)
+
+
+def fails():
+    raise ValueError("broken on purpose")
+
+
+def is_interrupted():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("happens", "error", "words"),
+    [
+        (fails, PipelineError, "Stage 0, microbatch 2: the backward failed on mesh 0.*ValueError: broken on purpose"),
+        (is_interrupted, KeyboardInterrupt, None),
+        (_thread.interrupt_main, KeyboardInterrupt, None),
+    ],
+)
+def test_a_stage_that_fails_in_the_middle_stops_the_step_leaves_nothing_and_the_step_runs_again(
+    trained, monkeypatch, happens, error, words
+):
+    _, compiled, state, batch = trained
+    expected = compiled(state, batch)[0]
+    callables, task, seen = compiled._driver._callables, "backward 0", []
+    real = callables[task]
+
+    def broken(groups):
+        seen.append(task)
+        if len(seen) == 3:
+            happens()
+        return real(groups)
+
+    live, threads = live_after_collection(), threading.active_count()
+    with monkeypatch.context() as patch:
+        patch.setitem(callables, task, broken)
+        with pytest.raises(error, match=words) as caught:
+            compiled(state, batch)
+    del caught
+    assert live_after_collection() == live
+    assert threading.active_count() == threads
+    assert_trees_close(compiled(state, batch)[0], expected, rtol_of_scale=0.0)
