@@ -171,7 +171,7 @@ def test_a_mesh_larger_than_a_given_number_of_devices_is_refused_when_planning()
         ({"devices": "cpu"}, "devices='cpu': a list of JAX devices"),
         ({"devices": ["cpu:0"]}, "devices=['cpu:0']: a list of JAX devices"),
         ({"mesh_shape": (0, 8)}, "every axis needs a positive whole size, 0 is not one"),
-        ({"mesh_shape": "best"}, "mesh_shape='best': every axis needs a positive whole size"),
+        ({"mesh_shape": "best"}, "mesh_shape='best': 'auto', sizes, or a list of sizes, one per stage, is expected"),
         ({"mesh_shape": ()}, "a mesh has 1 to 6 axes, this has 0"),
         ({"cluster": "dgx-z9"}, "no cluster preset 'dgx-z9'; there are: cpu"),
         ({"cluster": 8}, "cluster=8: 'auto', the name of a preset or a Cluster is expected"),
