@@ -6,7 +6,7 @@ one stage, with the values that it reads and writes. The rules:
     forward     body equations that depend on examples and parameters, in program order, cut at the given places
     backward    those under a transposition, and what depends on them: the stage of the cotangents among the operands, or the
                 highest below it that has the others, because its forward makes or reads them
-    update      epilogue equations: the stage of the largest operand, so an update follows its weights; level k + 1 if an
+    update      epilogue equations: with the weight that they update; others with their largest operand; level k + 1 if an
                 operand comes from level k of another stage, so that exchanges (a global norm) have an order
     anywhere    what depends on no example or on no parameter is computed again in each piece that reads it, unless it is
                 heavy or random: then it belongs to the first piece that reads it
@@ -33,6 +33,8 @@ from autopar.rules import entry_for, flops_of
 
 Kind = Literal["forward", "backward", "update"]
 
+SCALAR_BYTES = 8
+"""Values of at most this size follow what they are computed from."""
 SMALL_BYTES = 1024
 """Up to this size a value of the update is computed on every stage that reads it rather than sent."""
 
@@ -330,7 +332,7 @@ class _Whereabouts:
 
 
 class _Updates:
-    """Places the epilogue: stages by the largest operand, levels by exchanges."""
+    """Places the epilogue: stages by weights and the largest operands, levels by exchanges."""
 
     def __init__(self, cutter: _Cutter, homes: Mapping[Var, int]) -> None:
         self.cutter = cutter
@@ -353,8 +355,12 @@ class _Updates:
         return tuple(self._outputs.get(name, ()))
 
     def place(self) -> None:
+        """Weights first, then what is made for them, then the rest."""
+        self._follow_weights()
+        self._serve_weights()
         for eqn in self.equations:
-            self._follow_operands(eqn)
+            if eqn not in self.stage_of:
+                self._follow_operands(eqn)
         self._follow_users()
         self._place_what_depends()
         self._find_homes()
@@ -367,6 +373,30 @@ class _Updates:
         if v in self._maker:
             return self.stage_of.get(self._maker[v])
         return self.homes.get(v) if v.aval.shape else None
+
+    def _follow_weights(self) -> None:
+        """An operation on a weight, or on what became of one, as large as its other operands is where the weight lives."""
+        for eqn in self.equations:
+            operands = _operands(eqn)
+            largest = max(map(_bytes, operands), default=0.0)
+            weights = [v for v in operands if v not in self._results and _bytes(v) == largest]
+            stages = [s for v in weights if (s := self._known(v)) is not None]
+            if stages and largest > SCALAR_BYTES:
+                self.stage_of[eqn] = min(stages)
+
+    def _serve_weights(self) -> None:
+        """Going back: what is as large as its user's largest operand is made where the user is."""
+        wanted: dict[Var, int] = {}
+        for eqn in reversed(self.equations):
+            if eqn not in self.stage_of:
+                stages = [wanted[v] for v in eqn.outvars if v in wanted]
+                if stages:
+                    self.stage_of[eqn] = min(stages)
+            if eqn in self.stage_of:
+                largest = max(map(_bytes, _operands(eqn)), default=0.0)
+                for v in _operands(eqn):
+                    if _bytes(v) == largest > SCALAR_BYTES:
+                        wanted.setdefault(v, self.stage_of[eqn])
 
     def _follow_operands(self, eqn: Equation) -> None:
         known = [(_bytes(v), -s) for v in _operands(eqn) if (s := self._known(v)) is not None]
