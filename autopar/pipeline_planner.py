@@ -36,6 +36,8 @@ from autopar.staging import (
 from autopar.trace import TracedStep
 
 DEFAULT_SCHEDULE = "1f1b"
+ONCE = ("update", "weights")
+"""Transfers that happen once per step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,8 +172,10 @@ def _describe(traced: TracedStep, staged: Staged, schedule: Schedule, request: P
     simulated = simulate_schedule(
         schedule, lambda run: _seconds(run, staged.stages, "weight_gradient" in schedule.kinds)
     )
-    fill_s = sum(t.predicted_s for t in transfers if t.what != "update")
-    once_s = max(stage.once_s for stage in staged.stages)
+    fill_s = sum(t.predicted_s for t in transfers if t.what not in ONCE)
+    once_s = max(stage.once_s for stage in staged.stages) + max(
+        (t.predicted_s for t in transfers if t.what in ONCE), default=0
+    )
     return PipelinePlan(
         fingerprint=traced.fingerprint,
         cluster=request.cluster.name,
@@ -225,9 +229,9 @@ def _transfers(staged: Staged, schedule: Schedule, request: PlanRequest) -> tupl
             target,
             what,
             size,
-            1 if what == "update" else schedule.num_microbatches,
+            1 if what in ONCE else schedule.num_microbatches,
             link.alpha_s + size * link.beta_s_per_byte,
         )
-        for (source, target, what), size in sorted(transfer_bytes(staged.cut).items())
+        for (source, target, what), size in sorted(transfer_bytes(staged).items())
         if source % schedule.num_meshes != target % schedule.num_meshes
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,9 @@ import numpy as np
 
 from autopar.boundary import layer_boundary_p
 from autopar.compat import Literal as JaxLiteral
+from autopar.compat import Var, source_line
 from autopar.constraints import allowed_layouts
-from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
+from autopar.errors import ArgumentError, AutoparWarning, OutOfMemoryError, UnsupportedProgramError
 from autopar.graph import itemsize_of
 from autopar.mesh import Layout, LogicalMesh
 from autopar.microbatch import TimeLoop, uneven_leaves
@@ -128,6 +130,7 @@ def boundaries(chain: Sequence[ForwardEquation]) -> tuple[int, ...]:
 
 def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, ...]:
     """Cuts of equal work: at the user's layer boundaries if there are any, else where few bytes cross."""
+    _warn_of_indivisible_work(chain, num_stages)
     marked = boundaries(chain)
     if not marked or num_stages == 1:
         return even_cuts(chain, num_stages)
@@ -143,6 +146,20 @@ def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int,
         left = left[: len(left) - (num_stages - 1 - k)]
         cuts.append(min(left, key=lambda i: abs(done[i] - k * done[-1] / num_stages)))
     return tuple(cuts)
+
+
+def _warn_of_indivisible_work(chain: Sequence[ForwardEquation], num_stages: int) -> None:
+    """One warning if a single operation, such as a scan over layers, is much more than a stage's share."""
+    total = sum(place.flops for place in chain)
+    largest = max(chain, key=lambda place: place.flops, default=None)
+    if largest is not None and num_stages > 1 and largest.flops > 1.5 * total / num_stages:
+        warnings.warn(
+            f"{largest.flops / total:.0%} of the forward work is one operation, {largest.equation.primitive.name} at "
+            f"{source_line(largest.equation) or 'an unknown line'}, which stays on one of {num_stages} stages: the others will "
+            "wait for it. Write layers one after the other instead of scanning over them to cut between them.",
+            AutoparWarning,
+            stacklevel=6,
+        )
 
 
 def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) -> Staged:
@@ -262,16 +279,27 @@ def default_microbatches(counts: Sequence[int], num_stages: int) -> int:
     return max((m for m in counts if m <= 4 * num_stages), default=1)
 
 
-def transfer_bytes(cut: StageCut) -> dict[tuple[int, int, str], int]:
-    """Bytes of one microbatch (or, for updates, one step) between stages, by (source, target, kind of piece)."""
+def transfer_bytes(staged: Staged) -> dict[tuple[int, int, str], int]:
+    """Bytes between stages by (source, target, what): of one microbatch for forward and backward, of one step for the rest.
+
+    What forward and backward of a stage both read counts once. weights: leaves lent to a stage where they do not live.
+    """
+    cut = staged.cut
     layouts = cut.loop.layouts()
     total: dict[tuple[int, int, str], int] = {}
+    counted: set[tuple[Var, int, bool]] = set()
     for name, piece in cut.pieces.items():
         for v in piece.reads:
             maker = cut.made_by.get(v)
-            if maker is not None and maker.stage != name.stage:
-                once = name.kind == "update"
+            once = name.kind == "update"
+            if maker is not None and maker.stage != name.stage and (v, name.stage, once) not in counted:
+                counted.add((v, name.stage, once))
                 shape = v.aval.shape if once else layouts[v].local_shape(v.aval.shape, cut.loop.mesh)
-                key = (maker.stage, name.stage, name.kind)
+                key: tuple[int, int, str] = (maker.stage, name.stage, name.kind)
                 total[key] = total.get(key, 0) + math.prod(shape) * itemsize_of(v.aval)
+    for stage in staged.stages:
+        for port in stage.program.inputs:
+            if port.source == "lent":
+                key = (cut.homes[port.var], stage.program.stage, "weights")
+                total[key] = total.get(key, 0) + math.prod(port.var.aval.shape) * itemsize_of(port.var.aval)
     return total

@@ -120,6 +120,8 @@ class _Splitter:
         self._tag_outside()
         self._tag_inside(split_backward)
         self._find_homes()
+        self.split_backward = split_backward
+        self._passed_on = self._find_passed_on()
 
     # Which task an equation belongs to.
 
@@ -252,7 +254,7 @@ class _Splitter:
     # The tasks.
 
     def split(self) -> tuple[StageTask, ...]:
-        inside = [self.task_of[e] for e in self.region.equations if e in self.task_of]
+        inside = [self.task_of[e] for e in self.region.equations if e in self.task_of] + list(self._passed_on.values())
         outside = [self.task_of[e] for e in self.program.equations if e in self.task_of]
         updates = dict.fromkeys(t for t in outside if t.startswith("update "))
         updates |= dict.fromkeys(str(p.piece) for p in self.stage.outputs if str(p.piece).startswith("update "))
@@ -279,8 +281,10 @@ class _Splitter:
         sends = {self.loop.outvars.index(self._before_fan_out(v)): i for i, v in self._sends().items()}
         for i, atom in enumerate(self.region.outvars):
             source = self._before_copy(atom)
-            if isinstance(source, JaxLiteral) or source not in made:
+            passed_on = self._passed_on.get(i) == name
+            if isinstance(source, JaxLiteral) or not (source in made or passed_on):
                 continue
+            reads += [source] if passed_on and source not in reads else []
             through = self.assignment.strategies[self._maker[atom]].inputs[0]
             if i < self.counts.carries:
                 slot = self.home[self.loop.outvars[i]]
@@ -292,6 +296,22 @@ class _Splitter:
                 if self._is_joined(i):
                     writes.append((Ref("slice", i, True), source, (through,)))
         return self._task(name, equations, reads, writes)
+
+    def _find_passed_on(self) -> dict[int, str]:
+        """Results of the loop that no task makes, such as what a stage receives for another one; the task that hands them on."""
+        backward = "input_gradient" if self.split_backward else "backward"
+        pieces = {
+            self.loop.outvars.index(self._before_fan_out(v)): self.stage.outputs[i].piece
+            for i, v in self._sends().items()
+        }
+        found: dict[int, str] = {}
+        for place in range(self.counts.carries, len(self.region.outvars)):
+            source = self._before_copy(self.region.outvars[place])
+            if not isinstance(source, JaxLiteral) and self._maker.get(source) not in self.task_of:
+                piece = pieces.get(place)
+                kind = backward if piece is not None and piece.kind == "backward" else "forward"
+                found[place] = f"{kind} {self.stage.stage}"
+        return found
 
     def _is_joined(self, number: int) -> bool:
         """Whether an update reads the stack of a value; other stages read it through fan_outs alone."""

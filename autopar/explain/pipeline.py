@@ -24,7 +24,12 @@ from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import Plan, ValuePlan
 
 _BALANCED = 1.05
-_READERS = {"forward": "for forward passes", "backward": "for backward passes", "update": "once, for the update"}
+_READERS = {
+    "forward": "for forward passes",
+    "backward": "for backward passes",
+    "update": "once, for the update",
+    "weights": "once, lent",
+}
 _SMALLER_BUBBLE = {
     "gpipe": "; more microbatches make it smaller",
     "1f1b": "; more microbatches make it smaller, and so do virtual stages",
