@@ -8,6 +8,7 @@ names the argument and what it may be.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster, preset, preset_for_device_kind
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError
-from autopar.graph import PlannerOptions
+from autopar.graph import PlannerOptions, itemsize_of
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import in_microbatches, microbatch_counts
 from autopar.options import Constraints, Rule
@@ -131,6 +132,8 @@ class Settings:
         nodes, _ = machine_shape(request.cluster, self._count())
         if isinstance(one, OnOneMesh) and nodes == 1:
             return one
+        if isinstance(one, OutOfMemoryError) and self._state_is_too_large(traced, request):
+            raise one
         try:
             found = search_pipeline(traced, wishes, request, devices=self._count())
         except (OutOfMemoryError, UnsupportedProgramError):
@@ -168,10 +171,17 @@ class Settings:
         try:
             return OnOneMesh(traced, *plan_step(traced, request))
         except OutOfMemoryError as error:
-            smaller = self._in_least_microbatches(traced, request)
+            hopeless = self._state_is_too_large(traced, request)
+            smaller = None if hopeless else self._in_least_microbatches(traced, request)
             if smaller is None:
                 raise error from None
             return smaller
+
+    def _state_is_too_large(self, traced: TracedStep, request: PlanRequest) -> bool:
+        """Whether the state alone, spread evenly over all devices, exceeds the memory: then nothing helps but more of it."""
+        held = sum(math.prod(leaf.shape) * itemsize_of(leaf) for leaf in traced.inputs if leaf.role != "batch")
+        limit = request.memory_limit_bytes
+        return limit is not None and held > limit * self._count()
 
     def _in_least_microbatches(self, traced: TracedStep, request: PlanRequest) -> OnOneMesh | None:
         """The plan with the fewest microbatches that fits the memory, None if none does."""
