@@ -195,6 +195,45 @@ class _Cutter:
                 makers = [self.piece_of[e] for e in map(self.body_of.get, _operands(eqn)) if e in self.piece_of]
                 last = min((p.stage for p in makers if p.kind == "backward"), default=self.num_stages - 1)
                 self.piece_of[eqn] = PieceName(where.highest(eqn, last), "backward")
+        self._sink_gradients(where)
+
+    def _sink_gradients(self, where: _Whereabouts) -> None:
+        """A gradient that no stage's operands hold, as of a bias, goes to its weight, if what it needs goes there anyway."""
+        readers: dict[Var, list[Equation]] = {}
+        for eqn in self.kinds.backward & set(self.piece_of):
+            for v in _operands(eqn):
+                readers.setdefault(v, []).append(eqn)
+        home = self._stages_of_gradients(where)
+        for eqn in self.kinds.backward & set(self.piece_of):
+            targets = [home[v] for v in eqn.outvars if v in home and v not in readers]
+            if targets and max(targets) < self.piece_of[eqn].stage:
+                for moved in self._reduced_there(eqn, max(targets), readers):
+                    self.piece_of[moved] = PieceName(max(targets), "backward")
+
+    def _reduced_there(self, eqn: Equation, stage: int, readers: Mapping[Var, Sequence[Equation]]) -> list[Equation]:
+        """An equation and those that only prepare its operand, if all that they need is read on a stage; else none."""
+        chain = [eqn]
+        while True:
+            needed = [v for v in _operands(chain[-1]) if v in self.body_of]
+            if all(any(self.piece_of[e].stage == stage for e in readers[v]) for v in needed):
+                return chain
+            if len(needed) != 1 or len(readers[needed[0]]) > 1 or self.body_of[needed[0]] not in self.kinds.backward:
+                return []
+            chain.append(self.body_of[needed[0]])
+
+    def _stages_of_gradients(self, where: _Whereabouts) -> dict[Var, int]:
+        """For values of a weight's size that its new value is made of: the lowest stage whose forward uses the weight."""
+        found: dict[Var, int] = {}
+        for v, source in zip(self.loop.program.outvars, self.loop.traced.state_of_output, strict=True):
+            if source is not None and not isinstance(v, JaxLiteral):
+                stages = where.of(self.loop.program.invars[source])
+                found.update({v: min(stages)} if stages else {})
+        for eqn in reversed(self.loop.plan.of_phase("epilogue")):
+            stages = {found[v] for v in eqn.outvars if v in found}
+            for v in _operands(eqn) if stages else ():
+                if v.aval.size == eqn.outvars[0].aval.size:
+                    found.setdefault(v, min(stages))
+        return found
 
     def _place_loners(self) -> None:
         """What is heavy, random or collected, though not anchored, goes to the first piece that reads it."""
@@ -324,6 +363,10 @@ class _Whereabouts:
                     self._stages.setdefault(v, set()).add(piece.stage)
         self._weights = weights
 
+    def of(self, value: Var) -> set[int]:
+        """The stages whose forward has a value."""
+        return self._stages.get(value, set())
+
     def highest(self, eqn: Equation, last: int) -> int:
         """The highest stage up to `last` that has all operands of forward; those that no such stage has must travel."""
         origins = frozenset().union(*(self._origins.get(v, frozenset({v} & self._weights)) for v in _operands(eqn)))
@@ -372,7 +415,13 @@ class _Updates:
             return self._results[v]
         if v in self._maker:
             return self.stage_of.get(self._maker[v])
-        return self.homes.get(v) if v.aval.shape else None
+        return self.homes.get(self._leaf_of(v)) if v.aval.shape else None
+
+    def _leaf_of(self, v: Var) -> Var:
+        """The largest leaf from which the prologue makes a value, such as the weight of which it is a copy."""
+        while v in self.cutter.prologue and (operands := _operands(self.cutter.prologue[v])):
+            v = max(operands, key=_bytes)
+        return v
 
     def _follow_weights(self) -> None:
         """An operation on a weight, or on what became of one, as large as its other operands is where the weight lives."""

@@ -42,21 +42,30 @@ MODELS = {f"zoo {name}": (from_zoo, name) for name in ("gpt", "bert", "t5", "moe
 MODELS |= {name: (from_registry, name) for name in ("gpt", "gpt_scan", "bert", "t5", "moe", "unet", "llama")}
 
 
+def is_possible(name, stages, microbatches, schedule, layout):
+    """Whether the schedule and the layout are for so many microbatches of the model's batch."""
+    examples = (8 if name.startswith("zoo") else 16) // microbatches
+    if schedule == "interleaved" and (microbatches % stages or layout == "mixed"):
+        return False
+    return layout != "data parallel" or examples % (8 // stages) == 0
+
+
 def sampled():
-    """A few settings for each model, the same in every run."""
-    settings = [
-        (stages, microbatches, schedule, virtual, layout)
-        for stages, microbatches, (schedule, virtual), layout in itertools.product(
-            (2, 4), (1, 4, 8), SCHEDULES, LAYOUTS
-        )
-        if schedule != "interleaved" or microbatches % stages == 0
-        if layout != "mixed" or schedule != "interleaved"
-    ]
-    draw = random.Random(0)
-    return [(name, *setting) for name in MODELS for setting in draw.sample(settings, SAMPLES_PER_MODEL)]
+    """A few settings for each model, the same in every run; the layouts take turns."""
+    draw, layouts, cases = random.Random(0), itertools.cycle(LAYOUTS), []
+    for name, _ in itertools.product(MODELS, range(SAMPLES_PER_MODEL)):
+        layout = next(layouts)
+        settings = [
+            (name, stages, microbatches, schedule, virtual, layout)
+            for stages, microbatches, (schedule, virtual) in itertools.product((2, 4), (1, 4, 8), SCHEDULES)
+            if is_possible(name, stages, microbatches, schedule, layout)
+        ]
+        cases.append(draw.choice(settings))
+    return cases
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*of the forward work is one operation")
 @pytest.mark.parametrize(("name", "stages", "microbatches", "schedule", "virtual", "layout"), sampled())
 def test_a_model_in_a_pipeline_computes_what_jit_computes(name, stages, microbatches, schedule, virtual, layout):
     make, which = MODELS[name]
