@@ -498,20 +498,34 @@ class _Updates:
         return v in set(self.loop.program.invars)
 
     def _find_levels(self) -> None:
-        levels: dict[Var, int] = {}
+        """As early as exchanges allow for what other stages read; else where it is read, so that state is replaced in place."""
+        levels = self._first_levels()
+        readers: dict[Var, list[Equation]] = {}
+        for eqn in self.equations:
+            for v in _operands(eqn) if eqn in self.stage_of else ():
+                readers.setdefault(v, []).append(eqn)
+        for eqn in reversed(self.equations):
+            if eqn in self.stage_of:
+                users = [user for v in eqn.outvars for user in readers.get(v, ())]
+                if users and all(self.stage_of[user] == self.stage_of[eqn] for user in users):
+                    levels[eqn] = min(levels[user] for user in users)
+                self.cutter.piece_of[eqn] = PieceName(self.stage_of[eqn], "update", levels[eqn])
+
+    def _first_levels(self) -> dict[Equation, int]:
+        """For every equation with a place, how many exchanges lie before it at least."""
+        levels: dict[Equation, int] = {}
         for eqn in self.equations:
             stage = self.stage_of.get(eqn)
             if stage is None:
                 continue
             level = 0
             for v in _operands(eqn):
-                source = self._results.get(v)
-                if source is None and v in self._maker:
-                    source = self.stage_of.get(self._maker[v])
+                maker = self._maker.get(v)
+                source = self._results.get(v) if maker is None else self.stage_of.get(maker)
                 if source is not None:
-                    level = max(level, levels.get(v, 0) + (source != stage))
-            levels.update((v, level) for v in eqn.outvars)
-            self.cutter.piece_of[eqn] = PieceName(stage, "update", level)
+                    level = max(level, (0 if maker is None else levels[maker]) + (source != stage))
+            levels[eqn] = level
+        return levels
 
     def _place_outputs(self) -> None:
         for number, v in enumerate(self.loop.program.outvars):

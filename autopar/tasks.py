@@ -261,7 +261,7 @@ class _Splitter:
         order = {"forward": 0, "backward": 1, "input_gradient": 1, "weight_gradient": 2}
         moving = sorted(dict.fromkeys(inside), key=lambda t: order[t.split()[0]])
         tasks = [self._inside(name) for name in moving]
-        tasks += [self._outside(name) for name in sorted(updates, key=lambda t: int(t.rpartition(".")[2]))]
+        tasks += [self._outside(name) for name in sorted(updates, key=_level)]
         read = {ref for task in tasks for ref in task.reads}
         written = {ref for task in tasks for ref in task.writes}
         prologue = self._prologue(read, written)
@@ -438,7 +438,7 @@ class _Splitter:
         return PartitionSpec(*(mesh.axis_names[axis] for axis in layout.partial_axes), *dims)
 
     def _donated(self, name: str, reads: Sequence[Ref], writes: Sequence[Ref], *, inside: bool) -> tuple[int, ...]:
-        """Accumulators that are written again; leaves whose place an output of this task takes, if no other update reads them."""
+        """Accumulators that are written again; leaves whose place an output of this task takes, if no later update reads them."""
         if inside:
             return tuple(i for i, ref in enumerate(reads) if ref.kind == "accumulator" and ref in writes)
         step = self.stage.step
@@ -450,18 +450,23 @@ class _Splitter:
             and ref.key in replaced
             and step.inputs[ref.key].donated
             and self.stage.inputs[ref.key].var not in self.kept
-            and not self._read_by_other_updates(ref, name)
+            and not self._read_by_later_updates(ref, name)
         )
 
-    def _read_by_other_updates(self, ref: Ref, name: str) -> bool:
-        """Whether an update other than this one reads an input, or returns it unchanged."""
+    def _read_by_later_updates(self, ref: Ref, name: str) -> bool:
+        """Whether an update after this one reads an input, or returns it unchanged."""
         for eqn in self.program.equations:
-            if self.task_of.get(eqn, PROLOGUE) not in (name, PROLOGUE):
+            if _level(self.task_of.get(eqn, PROLOGUE)) > _level(name):
                 operands = _variables(eqn)
                 if any(self._resolved(v).ref == ref for v in operands):
                     return True
         returned = [v for v in self.program.outvars if not isinstance(v, JaxLiteral)]
         return any(self._resolved(v).ref == ref for v in returned)
+
+
+def _level(task: str) -> int:
+    """Which of the updates of a stage a task is; -1 for others."""
+    return int(task.rpartition(".")[2]) if task.startswith("update ") else -1
 
 
 def _variables(eqn: Equation) -> list[Var]:

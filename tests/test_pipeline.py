@@ -139,6 +139,7 @@ def test_a_saved_plan_gives_the_same_pipeline(tmp_path):
 # --- wrong use --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*of the forward work is one operation")
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
