@@ -38,6 +38,7 @@ from autopar.settings import (
     checked_kinds,
     checked_meshes,
     checked_microbatches,
+    checked_recompute,
     checked_schedule,
     checked_stages,
     numbers,
@@ -157,6 +158,7 @@ def parallelize(
     num_stages: Count = "auto",
     schedule: str = "auto",
     virtual_stages: int = 1,
+    recompute: str = "auto",
 ) -> Any:
     """Run a step on all devices under a plan that autopar finds; usable as a decorator with and without arguments.
 
@@ -172,6 +174,8 @@ def parallelize(
     least number that fits the memory, and up to four per stage of a pipeline.
     num_stages: on how many meshes the step runs as a pipeline; "auto" is one, or one per shape if mesh_shape is a list of shapes.
     schedule: "gpipe", "1f1b", "interleaved", "zb-h1" or "inference"; virtual_stages: stages per mesh, for "interleaved".
+    recompute: "layer" does the forward work of a stage again in its backward, so that a microbatch in flight keeps only what the
+    stage received; "auto" where nothing else fits. On one mesh put `jax.checkpoint` on the layers instead.
 
     Raises ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, from the first call or `.plan`.
     """
@@ -192,6 +196,7 @@ def parallelize(
         checked_stages(num_stages, virtual_stages),
         checked_schedule(schedule),
         virtual_stages,
+        checked_recompute(recompute),
     )
     batch, static = numbers("batch_argnums", batch_argnums), numbers("static_argnums", static_argnums)
     donate = numbers("donate_argnums", donate_argnums) if donate_argnums != "auto" else donate_argnums

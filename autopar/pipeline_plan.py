@@ -48,7 +48,7 @@ class TransferPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """See the module's text. `cuts` are places in the chain of forward equations."""
+    """See the module's text. `cuts` are places in the chain of forward equations; `recompute`: backward repeats forward work."""
 
     fingerprint: str
     cluster: str
@@ -62,6 +62,7 @@ class PipelinePlan:
     bubble: float
     memory_limit_bytes: int | None
     planning_s: float
+    recompute: bool = False
     version: int = VERSION
 
     @property

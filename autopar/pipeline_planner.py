@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
-from autopar.errors import ArgumentError, PlanError
+from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
@@ -35,6 +35,7 @@ from autopar.staging import (
 )
 from autopar.trace import TracedStep
 
+Recompute = Literal["auto", "none", "layer"]
 DEFAULT_SCHEDULE = "1f1b"
 ONCE = ("update", "weights")
 """Transfers that happen once per step."""
@@ -49,6 +50,7 @@ class PipelineWishes:
     schedule: str = "auto"
     virtual_stages: int = 1
     stage_meshes: tuple[LogicalMesh, ...] | None = None
+    recompute: Recompute = "auto"
 
     def named_schedule(self) -> str:
         """The schedule that was asked for, or the usual one for so many virtual stages."""
@@ -68,7 +70,8 @@ def plan_pipeline(
     in_flight = microbatches_in_flight(schedule)
     limit = request.memory_limit_bytes
     shared = dataclasses.replace(request, memory_limit_bytes=None if limit is None else limit // wishes.virtual_stages)
-    staged = plan_stages(traced, StageRequest(meshes, chunks, schedule.num_microbatches, in_flight), shared)
+    wanted = StageRequest(meshes, chunks, schedule.num_microbatches, in_flight)
+    staged = _with_recomputation(traced, wanted, shared, wishes.recompute)
     _check_backward(staged, schedule)
     plan = _describe(traced, staged, schedule, request)
     return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged
@@ -96,9 +99,22 @@ def search_pipeline(
     schedule = make_schedule(name, num_meshes=stages, num_microbatches=microbatches)
     meshes = tuple(logical_meshes(size) if size > 1 else (LogicalMesh.of((1,)),) for size in found.sizes)
     wanted = StageRequest(meshes, stages, microbatches, microbatches_in_flight(schedule), found.cuts, loop)
-    staged = plan_stages(traced, wanted, request)
+    staged = _with_recomputation(traced, wanted, request, wishes.recompute)
     plan = _describe(traced, staged, schedule, request)
     return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged
+
+
+def _with_recomputation(traced: TracedStep, wanted: StageRequest, request: PlanRequest, recompute: Recompute) -> Staged:
+    """The stages, with forward work done again in backward if that was asked for, or if nothing else fits."""
+    again = dataclasses.replace(wanted, recompute=True)
+    if recompute == "layer":
+        return plan_stages(traced, again, request)
+    try:
+        return plan_stages(traced, wanted, request)
+    except OutOfMemoryError:
+        if recompute == "none":
+            raise
+    return plan_stages(traced, again, request)
 
 
 def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanRequest) -> Staged:
@@ -108,7 +124,8 @@ def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanReques
             f"the plan was made for another step: its program has fingerprint {plan.fingerprint}, this one "
             f"{traced.fingerprint}. Shapes, types, the model or JAX's version differ; plan again."
         )
-    return restore_stages(traced, [s.plan for s in plan.stages], plan.cuts, plan.num_microbatches, request)
+    wanted = StageRequest((), plan.num_stages, plan.num_microbatches, (), plan.cuts, recompute=plan.recompute)
+    return restore_stages(traced, [s.plan for s in plan.stages], wanted, request)
 
 
 def schedule_of(plan: PipelinePlan) -> Schedule:
@@ -183,6 +200,7 @@ def _describe(traced: TracedStep, staged: Staged, schedule: Schedule, request: P
         schedule=schedule.name,
         virtual_stages=schedule.virtual_stages,
         cuts=staged.cuts,
+        recompute=staged.recompute,
         stages=stages,
         transfers=transfers,
         step_s=simulated.makespan_s + fill_s + once_s,

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ from autopar.microbatch import in_microbatches, microbatch_counts
 from autopar.options import Constraints, Rule
 from autopar.pipeline import CompiledPipeline, compile_pipeline
 from autopar.pipeline_plan import PipelinePlan
-from autopar.pipeline_planner import PipelineWishes, plan_pipeline, restore_pipeline, search_pipeline
+from autopar.pipeline_planner import PipelineWishes, Recompute, plan_pipeline, restore_pipeline, search_pipeline
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.relayout import KINDS
@@ -99,6 +99,7 @@ class Settings:
     num_stages: Count
     schedule: str
     virtual_stages: int
+    recompute: Recompute = "auto"
 
     def planned(self, traced: TracedStep) -> Planned:
         """The plan for a step: the given one, a pipeline if stages were asked for, else one mesh."""
@@ -106,10 +107,19 @@ class Settings:
             return InStages(traced, self.plan, restore_pipeline(traced, self.plan, self._request(())))
         stages = self._stages()
         wishes = PipelineWishes(
-            stages, self.num_microbatches, self.schedule, self.virtual_stages, self._stage_meshes(stages)
+            stages,
+            self.num_microbatches,
+            self.schedule,
+            self.virtual_stages,
+            self._stage_meshes(stages),
+            self.recompute,
         )
         if self.plan is None and stages > 1:
             return InStages(traced, *plan_pipeline(traced, wishes, self._request(()), devices=self._count()))
+        if self.plan is None and self.recompute == "layer":
+            raise ArgumentError(
+                "recompute='layer' is for pipeline stages (num_stages=2 or more); on one mesh put jax.checkpoint on the layers"
+            )
         if self.plan is None and self._may_search(traced):
             return self._best_of(traced, wishes)
         return self._on_one_mesh(traced, self._request(self._one_mesh()))
@@ -341,3 +351,10 @@ def checked_schedule(schedule: Any) -> str:
     if schedule != "auto" and schedule not in SCHEDULES:
         raise ArgumentError(f"schedule={schedule!r}: 'auto' or one of {', '.join(SCHEDULES)} is expected")
     return str(schedule)
+
+
+def checked_recompute(recompute: Any) -> Recompute:
+    """What is done again in backward."""
+    if recompute not in get_args(Recompute):
+        raise ArgumentError(f"recompute={recompute!r}: one of {', '.join(map(repr, get_args(Recompute)))} is expected")
+    return recompute  # type: ignore[no-any-return]

@@ -28,6 +28,7 @@ from autopar.options import Constraints
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.program import Equation
+from autopar.recompute import recomputed
 from autopar.spmd import Assignment, planned_moves
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import ForwardEquation, StageCut, cut_stages, forward_chain
@@ -44,7 +45,7 @@ MEMORY_ROUNDS = 3
 class StageRequest:
     """How many stages on how many meshes, which logical shapes each mesh may have, and the microbatches in flight per stage.
 
-    `cuts` and `loop`, if they are known already.
+    `cuts` and `loop`, if they are known already. `recompute`: backward does forward work again.
     """
 
     meshes: tuple[tuple[LogicalMesh, ...], ...]
@@ -53,6 +54,7 @@ class StageRequest:
     in_flight: tuple[int, ...]
     cuts: tuple[int, ...] | None = None
     loop: TimeLoop | None = None
+    recompute: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,6 +78,7 @@ class Staged:
     cut: StageCut
     cuts: tuple[int, ...]
     stages: tuple[StagedStage, ...]
+    recompute: bool = False
 
 
 def split_devices(devices: int, meshes: int) -> tuple[tuple[LogicalMesh, ...], ...]:
@@ -167,26 +170,26 @@ def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) 
     allowed_layouts([leaf.one for leaf in traced.inputs], wanted.meshes[0][0], request.constraints)
     loop = wanted.loop if wanted.loop is not None else time_loop(traced, wanted.num_microbatches)
     cuts = wanted.cuts if wanted.cuts is not None else chosen_cuts(forward_chain(loop), wanted.num_stages)
-    cut = cut_stages(loop, cuts)
+    cut = recomputed(cut_stages(loop, cuts)) if wanted.recompute else cut_stages(loop, cuts)
     rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
     stages = []
     for stage in range(wanted.num_stages):
         meshes = wanted.meshes[stage % len(wanted.meshes)]
         own = dataclasses.replace(request, meshes=meshes, constraints=Constraints(rules))
         stages.append(_plan_stage(stage_program(cut, stage), own, wanted.in_flight[stage]))
-    return Staged(cut, cuts, tuple(stages))
+    return Staged(cut, cuts, tuple(stages), wanted.recompute)
 
 
-def restore_stages(
-    traced: TracedStep, plans: Sequence[Plan], cuts: tuple[int, ...], num_microbatches: int, request: PlanRequest
-) -> Staged:
+def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageRequest, request: PlanRequest) -> Staged:
     """The stages that a plan describes, without solving."""
-    cut = cut_stages(time_loop(traced, num_microbatches), cuts)
+    assert wanted.cuts is not None
+    cut = cut_stages(time_loop(traced, wanted.num_microbatches), wanted.cuts)
+    cut = recomputed(cut) if wanted.recompute else cut
     stages = []
     for number, plan in enumerate(plans):
         program = stage_program(cut, number)
         stages.append(_measured(program, plan, restore(program.step, plan, request), 1))
-    return Staged(cut, cuts, tuple(stages))
+    return Staged(cut, wanted.cuts, tuple(stages), wanted.recompute)
 
 
 def measured_stage(program: StageProgram, request: PlanRequest) -> StagedStage:
