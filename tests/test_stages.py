@@ -141,13 +141,16 @@ def test_a_value_that_flows_against_the_order_of_stages_is_refused_with_its_oper
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_wherever_a_step_is_cut_each_stage_has_a_task_for_all_that_it_sends(split):
-    """Also where a stage only hands on what it receives: the first layer's result, cut before it is copied for the last."""
+def test_a_stage_that_only_hands_on_what_it_receives_has_a_task_for_all_that_it_sends(split):
+    """The stage in the middle is the copy of a value for its users behind."""
     step = traced(pipeline_steps.long_skips())
     chain = forward_chain(time_loop(step, MICROBATCHES))
     one = LogicalMesh.of((1,))
     request = PlanRequest((one,), preset("cpu"), None, Constraints(), PlannerOptions())
-    for place in range(4, len(chain) - 1, 5):
+    copies = [
+        i for i, place in enumerate(chain) if place.equation.primitive.name == "fan_out" and 0 < i < len(chain) - 1
+    ]
+    for place in copies[:3]:
         wanted = StageRequest(((one,),) * 3, 3, MICROBATCHES, (1, 1, 1), (place, place + 1))
         for stage in plan_stages(step, wanted, request).stages:
             mesh = device_mesh(one, jax.devices())
