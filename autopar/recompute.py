@@ -1,9 +1,9 @@
 """Recomputation: backward does the forward work of its stage again instead of keeping what it made.
 
 In: a `StageCut`. Out: one whose backward pieces begin with the forward operations whose results they read, so that a microbatch
-in flight keeps only what the stage received. Operations and operands are the same, so are the results: a dropout mask comes from the
-same key and positions. What forward makes for other stages it still makes. What can go wrong: nothing is saved in a stage whose
-backward reads little else than what it received; the predicted memory of both plans tells.
+in flight keeps only what the stage received. Operations and operands are the same, so are the results: a dropout mask comes
+from the same key and positions. What forward makes for other stages it still makes. What can go wrong: nothing is saved in a
+stage whose backward reads little else than what it received; the predicted memory of both plans tells.
 """
 
 from __future__ import annotations

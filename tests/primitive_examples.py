@@ -211,7 +211,7 @@ EXAMPLES = {
     "stop_gradient": [Example(lax.stop_gradient, (X,))],
     "threefry2x32": [
         Example(
-            lambda k, l, x, y: jax.extend.random.threefry2x32_p.bind(k, l, x, y),
+            lambda high, low, x, y: jax.extend.random.threefry2x32_p.bind(high, low, x, y),
             (
                 jnp.uint32(3),
                 jnp.uint32(5),
