@@ -249,7 +249,8 @@ def _search(costs: Mapping[int, np.ndarray], edges: Edges, *, stage: int, cutoff
             if value < upper:
                 best, upper = trial.choice, value
     most = DIRECT_PAIRS if np.isfinite(upper) else 20 * DIRECT_PAIRS
-    if not upper - bounded.lower <= GAP * abs(upper) and _pairs(reduced) <= most:
+    is_open = not np.isfinite(upper) or upper - bounded.lower > GAP * abs(upper)
+    if is_open and _pairs(reduced) <= most:
         direct = _integer_program(reduced, gap=exact if np.isfinite(upper) else 100 * GAP)
         if direct is not None:
             return extended(direct)
