@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Literal
 
-from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
+from autopar.errors import ArgumentError, AutoparWarning, OutOfMemoryError, PlanError, UnsupportedProgramError
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
@@ -71,7 +72,13 @@ def plan_pipeline(
     limit = request.memory_limit_bytes
     shared = dataclasses.replace(request, memory_limit_bytes=None if limit is None else limit // wishes.virtual_stages)
     wanted = StageRequest(meshes, chunks, schedule.num_microbatches, in_flight)
-    staged = _with_recomputation(traced, wanted, shared, wishes.recompute)
+    try:
+        staged = _with_recomputation(traced, wanted, shared, wishes.recompute)
+    except UnsupportedProgramError as error:
+        if wishes.num_microbatches != "auto" or schedule.num_microbatches == 1:
+            raise
+        warnings.warn(f"the stages run with one microbatch, one after the other: {error}", AutoparWarning, stacklevel=5)
+        return plan_pipeline(traced, dataclasses.replace(wishes, num_microbatches=1), request, devices=devices)
     _check_backward(staged, schedule)
     plan = _describe(traced, staged, schedule, request)
     return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged

@@ -116,13 +116,27 @@ class Settings:
         )
         if self.plan is None and stages > 1:
             return InStages(traced, *plan_pipeline(traced, wishes, self._request(()), devices=self._count()))
-        if self.plan is None and self.recompute == "layer":
-            raise ArgumentError(
-                "recompute='layer' is for pipeline stages (num_stages=2 or more); on one mesh put jax.checkpoint on the layers"
-            )
+        if self.plan is None:
+            self._refuse_what_is_for_stages()
         if self.plan is None and self._may_search(traced):
             return self._best_of(traced, wishes)
         return self._on_one_mesh(traced, self._request(self._one_mesh()))
+
+    def _refuse_what_is_for_stages(self) -> None:
+        """Raise ArgumentError for wishes that one mesh cannot meet."""
+        if self.recompute == "layer":
+            raise ArgumentError(
+                "recompute='layer' is for pipeline stages (num_stages=2 or more); on one mesh put jax.checkpoint on the layers"
+            )
+        if self.virtual_stages > 1:
+            raise ArgumentError(
+                f"virtual_stages={self.virtual_stages} are stages of each mesh of a pipeline: give num_stages, the number of "
+                "meshes"
+            )
+        if self.schedule != "auto" and (self.num_stages == 1 or self.meshes != "auto"):
+            raise ArgumentError(
+                f"schedule={self.schedule!r} is for pipeline stages: give num_stages=2 or more, or one mesh shape per stage"
+            )
 
     def _may_search(self, traced: TracedStep) -> bool:
         """Whether stages are left open, and the step has a batch to cut and the devices are several."""

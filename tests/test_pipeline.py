@@ -295,3 +295,39 @@ def test_a_stage_that_fails_in_the_middle_stops_the_step_leaves_nothing_and_the_
     assert live_after_collection() == live
     assert threading.active_count() == threads
     assert_trees_close(compiled(state, batch)[0], expected, rtol_of_scale=0.0)
+
+
+def normalised(weights, x):
+    """Normalises over the batch, so that it cannot be cut into microbatches."""
+
+    def loss(weights):
+        h = jnp.tanh(x @ weights[0])
+        h = (h - h.mean(axis=0)) / (h.std(axis=0) + 0.1)
+        return jnp.mean((h @ weights[1]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], value
+
+
+def test_a_step_that_mixes_examples_runs_in_stages_with_one_microbatch_unless_a_number_was_given():
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.normal(size=(8, 8)) / 3, jnp.float32) for _ in range(2)]
+    x = jnp.asarray(rng.normal(size=(8, 8)), jnp.float32)
+    step = autopar.parallelize(normalised, num_stages=2, mesh_shape=(1,))
+    with pytest.warns(
+        autopar.AutoparWarning, match="the stages run with one microbatch, one after the other: the step"
+    ):
+        assert step.plan(weights, x).num_microbatches == 1
+    assert_same_as_jit(normalised, step, weights, x, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"virtual_stages": 2}, "virtual_stages=2 are stages of each mesh of a pipeline: give num_stages"),
+        ({"schedule": "gpipe", "num_stages": 1}, "schedule='gpipe' is for pipeline stages: give num_stages=2 or more"),
+    ],
+)
+def test_what_is_for_stages_is_refused_on_one_mesh(options, words):
+    with pytest.raises(ArgumentError, match=words):
+        autopar.parallelize(normalised, devices=2, **options).plan([jnp.ones((8, 8))] * 2, jnp.ones((8, 8)))
