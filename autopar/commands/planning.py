@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar.api import ParallelStep
-from autopar.commands.subject import Subject, device_count, parallel, subject_of
+from autopar.commands.subject import FOR_PIPELINES, Subject, device_count, parallel, subject_of
 from autopar.errors import ArgumentError
 from autopar.explain import TEXT_WIDTH, show, standard_output
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
@@ -45,9 +45,7 @@ def planned(step: ParallelStep, subject: Subject, options: argparse.Namespace) -
     """The plan of a step; ArgumentError if it has one mesh and a pipeline's options were given."""
     found = step.plan(subject.state, subject.batch)
     if isinstance(found, Plan) and (options.schedule != "auto" or options.virtual_stages > 1):
-        raise ArgumentError(
-            "--schedule and --virtual-stages are for pipelines, and this plan has one mesh: ask for two or more --stages"
-        )
+        raise ArgumentError(FOR_PIPELINES)
     return found
 
 

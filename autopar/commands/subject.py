@@ -123,10 +123,18 @@ def _devices_of_meshes(meshes: Sequence[MeshShape] | None, stages: int | None) -
     return sizes[0] * (stages or 1) if len(meshes) == 1 else sum(sizes)
 
 
+FOR_PIPELINES = (
+    "--schedule and --virtual-stages are for pipelines, and this plan has one mesh: ask for two or more --stages"
+)
+
+
 def parallel(
     step: Callable[..., Any], devices: int | Sequence[jax.Device], options: argparse.Namespace
 ) -> ParallelStep:
-    """`parallelize` with the planning options of the command line."""
+    """`parallelize` with the planning options of the command line; ArgumentError for a pipeline's options on one mesh."""
+    meshes = options.stages or (len(options.mesh) if options.mesh is not None else None)
+    if (options.schedule != "auto" and meshes == 1) or (options.virtual_stages > 1 and meshes in (None, 1)):
+        raise ArgumentError(FOR_PIPELINES)
     made: ParallelStep = parallelize(
         step,
         devices=devices,
