@@ -25,13 +25,14 @@ Rule = Callable[[JaxprEqn], FactorRule]
 @dataclasses.dataclass(frozen=True)
 class PrimitiveRule:
     """How one primitive shards. `heavy`: a contraction whose work must be divided; `fused`: XLA folds it into its users;
-    `free`: it computes nothing."""
+    `free`: it computes nothing; `random`: it draws random bits, which cost too much to draw again for every reader."""
 
     rule: Rule
     local: local.Local = local.unchanged
     heavy: bool = False
     fused: bool = False
     free: bool = False
+    random: bool = False
 
 
 def _fused(rule: Rule, run: local.Local = local.unchanged) -> PrimitiveRule:
@@ -77,7 +78,7 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("mul", _fused(operators.pointwise_product)),
     **_names("neg", _fused(operators.pointwise_linear)),
     **_names("pad", PrimitiveRule(operators.pad)),
-    **_names("random_bits", PrimitiveRule(operators.random_bits, local.random_bits)),
+    **_names("random_bits", PrimitiveRule(operators.random_bits, local.random_bits, random=True)),
     **_names(
         "random_clone random_fold_in random_seed random_split random_unwrap random_wrap",
         PrimitiveRule(operators.everything_whole),
@@ -105,7 +106,7 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("split", PrimitiveRule(operators.split)),
     **_names("squeeze", _free(operators.squeeze)),
     **_names("stack", PrimitiveRule(operators.stack)),
-    **_names("threefry2x32", PrimitiveRule(operators.pointwise)),
+    **_names("threefry2x32", PrimitiveRule(operators.pointwise, random=True)),
     **_names("top_k", PrimitiveRule(operators.top_k)),
     **_names("transpose", PrimitiveRule(operators.transpose)),
     **_names("unstack", PrimitiveRule(operators.unstack)),

@@ -334,7 +334,7 @@ class _Cutter:
 
 
 def _is_costly(eqn: Equation) -> bool:
-    return bool(eqn.regions) or entry_for(eqn).heavy or eqn.primitive.name in ("random_bits", "threefry2x32")
+    return bool(eqn.regions) or entry_for(eqn).heavy or entry_for(eqn).random
 
 
 class _Whereabouts:
