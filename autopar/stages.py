@@ -19,65 +19,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 from autopar.compat import Literal as JaxLiteral
-from autopar.compat import Var, name_stack, source_line
+from autopar.compat import Var, source_line
 from autopar.errors import PlanError
-from autopar.graph import itemsize_of
-from autopar.microbatch import Result, TimeLoop
+from autopar.microbatch import TimeLoop
+from autopar.pieces import Piece, PieceName, StageCut, bytes_of, is_costly, operands_of
 from autopar.program import Equation
-from autopar.rules import entry_for, flops_of
+from autopar.rules import flops_of
+from autopar.updates import Updates
+from autopar.whereabouts import Kinds, Whereabouts
 
-Kind = Literal["forward", "backward", "update"]
-
-SCALAR_BYTES = 8
-"""Values of at most this size follow what they are computed from."""
-SMALL_BYTES = 1024
-"""Up to this size a value of the update is computed on every stage that reads it rather than sent."""
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class PieceName:
-    """Which piece of work: `level` orders the updates of all stages."""
-
-    stage: int
-    kind: Kind
-    level: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.stage}" + (f".{self.level}" if self.kind == "update" else "")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """Equations in order; `reads` come from elsewhere, `writes` are read elsewhere; `results` are collected over the loop."""
-
-    name: PieceName
-    equations: tuple[Equation, ...]
-    reads: tuple[Var, ...]
-    writes: tuple[Var, ...]
-    results: tuple[Result, ...] = ()
-    outputs: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StageCut:
-    """See the module's text. `homes`: the stage where each leaf lives; `made_by`: the piece that makes a value for others."""
-
-    loop: TimeLoop
-    num_stages: int
-    pieces: Mapping[PieceName, Piece]
-    made_by: Mapping[Var, PieceName]
-    homes: Mapping[Var, int]
-
-    def of_stage(self, stage: int) -> tuple[Piece, ...]:
-        """The pieces of one stage: forward, backward, updates by level."""
-        kinds = ("forward", "backward", "update")
-        mine = [piece for name, piece in self.pieces.items() if name.stage == stage]
-        return tuple(sorted(mine, key=lambda p: (kinds.index(p.name.kind), p.name.level)))
+__all__ = ["ForwardEquation", "Piece", "PieceName", "StageCut", "check", "cut_stages", "forward_chain"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,62 +43,19 @@ class ForwardEquation:
     cut_bytes: float
 
 
-def _bytes(var: Var) -> float:
-    return float(math.prod(var.aval.shape)) * itemsize_of(var.aval)
-
-
-def _operands(eqn: Equation) -> list[Var]:
-    return [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
-
-
-def _is_transposed(eqn: Equation) -> bool:
-    stack = name_stack(eqn)
-    return "transpose(" in stack or "rematted_computation" in stack
-
-
-class _Kinds:
-    """What each equation of the body depends on."""
-
-    def __init__(self, loop: TimeLoop) -> None:
-        self.loop = loop
-        self.body = loop.plan.of_phase("body")
-        roles = {v: leaf.role for v, leaf in zip(loop.program.invars, loop.traced.inputs, strict=True)}
-        self._examples = {v for v, role in roles.items() if role == "batch"}
-        self._weights = {v for v, role in roles.items() if role != "batch" and v.aval.shape}
-        for eqn in (*loop.plan.of_phase("prologue"), *self.body):
-            for kind in (self._examples, self._weights):
-                if any(v in kind for v in _operands(eqn)):
-                    kind.update(eqn.outvars)
-        self.backward: set[Equation] = set()
-        behind: set[Var] = set()
-        for eqn in self.body:
-            if _is_transposed(eqn) or any(v in behind for v in _operands(eqn)):
-                self.backward.add(eqn)
-                behind.update(eqn.outvars)
-
-    def is_anchored(self, eqn: Equation) -> bool:
-        """Whether it depends on examples and on weights, so that it has one place."""
-        outs = eqn.outvars
-        return any(v in self._examples for v in outs) and any(v in self._weights for v in outs)
-
-    def forward(self) -> list[Equation]:
-        """The chain that is cut."""
-        return [eqn for eqn in self.body if self.is_anchored(eqn) and eqn not in self.backward]
-
-
 def forward_chain(loop: TimeLoop) -> tuple[ForwardEquation, ...]:
     """The forward equations of the step in order, with the work of each and what a cut before it sends per microbatch."""
-    chain = _Kinds(loop).forward()
+    chain = Kinds(loop).forward()
     place = {eqn: i for i, eqn in enumerate(chain)}
     last: dict[Var, int] = {}
     for eqn in chain:
-        for v in _operands(eqn):
+        for v in operands_of(eqn):
             last[v] = place[eqn]
     change = [0.0] * (len(chain) + 2)
     for eqn in chain:
         for v in eqn.outvars:
-            change[place[eqn] + 1] += _bytes(v)
-            change[last.get(v, place[eqn]) + 1] -= _bytes(v)
+            change[place[eqn] + 1] += bytes_of(v)
+            change[last.get(v, place[eqn]) + 1] -= bytes_of(v)
     crossing = list(itertools.accumulate(change))
     return tuple(ForwardEquation(eqn, _work(loop, eqn), crossing[i]) for i, eqn in enumerate(chain))
 
@@ -166,7 +77,7 @@ class _Cutter:
     def __init__(self, loop: TimeLoop, cuts: Sequence[int]) -> None:
         self.loop, self.cuts = loop, tuple(cuts)
         self.num_stages = len(cuts) + 1
-        self.kinds = _Kinds(loop)
+        self.kinds = Kinds(loop)
         self.prologue = {v: eqn for eqn in loop.plan.of_phase("prologue") for v in eqn.outvars}
         self.body_of = {v: eqn for eqn in self.kinds.body for v in eqn.outvars}
         self.piece_of: dict[Equation, PieceName] = {}
@@ -176,7 +87,7 @@ class _Cutter:
         self._place_backward()
         self._place_loners()
         homes = self._homes_of_the_body()
-        updates = _Updates(self, homes)
+        updates = Updates(self.loop, homes, prologue=self.prologue, body_of=self.body_of, piece_of=self.piece_of)
         updates.place()
         pieces, made_by = self._pieces(updates)
         cut = StageCut(self.loop, self.num_stages, pieces, made_by, updates.homes)
@@ -189,19 +100,19 @@ class _Cutter:
 
     def _place_backward(self) -> None:
         """Where the cotangents are, or further down, if an operand of forward is only there."""
-        where = _Whereabouts(self)
+        where = Whereabouts(self.kinds, self.piece_of)
         for eqn in self.kinds.body:
             if self.kinds.is_anchored(eqn) and eqn in self.kinds.backward:
-                makers = [self.piece_of[e] for e in map(self.body_of.get, _operands(eqn)) if e in self.piece_of]
+                makers = [self.piece_of[e] for e in map(self.body_of.get, operands_of(eqn)) if e in self.piece_of]
                 last = min((p.stage for p in makers if p.kind == "backward"), default=self.num_stages - 1)
                 self.piece_of[eqn] = PieceName(where.highest(eqn, last), "backward")
         self._sink_gradients(where)
 
-    def _sink_gradients(self, where: _Whereabouts) -> None:
+    def _sink_gradients(self, where: Whereabouts) -> None:
         """A gradient that no stage's operands hold, as of a bias, goes to its weight, if what it needs goes there anyway."""
         readers: dict[Var, list[Equation]] = {}
         for eqn in self.kinds.backward & set(self.piece_of):
-            for v in _operands(eqn):
+            for v in operands_of(eqn):
                 readers.setdefault(v, []).append(eqn)
         home = self._stages_of_gradients(where)
         for eqn in self.kinds.backward & set(self.piece_of):
@@ -214,14 +125,14 @@ class _Cutter:
         """An equation and those that only prepare its operand, if all that they need is read on a stage; else none."""
         chain = [eqn]
         while True:
-            needed = [v for v in _operands(chain[-1]) if v in self.body_of]
+            needed = [v for v in operands_of(chain[-1]) if v in self.body_of]
             if all(any(self.piece_of[e].stage == stage for e in readers[v]) for v in needed):
                 return chain
             if len(needed) != 1 or len(readers[needed[0]]) > 1 or self.body_of[needed[0]] not in self.kinds.backward:
                 return []
             chain.append(self.body_of[needed[0]])
 
-    def _stages_of_gradients(self, where: _Whereabouts) -> dict[Var, int]:
+    def _stages_of_gradients(self, where: Whereabouts) -> dict[Var, int]:
         """For values of a weight's size that its new value is made of: the lowest stage whose forward uses the weight."""
         found: dict[Var, int] = {}
         for v, source in zip(self.loop.program.outvars, self.loop.traced.state_of_output, strict=True):
@@ -230,7 +141,7 @@ class _Cutter:
                 found.update({v: min(stages)} if stages else {})
         for eqn in reversed(self.loop.plan.of_phase("epilogue")):
             stages = {found[v] for v in eqn.outvars if v in found}
-            for v in _operands(eqn) if stages else ():
+            for v in operands_of(eqn) if stages else ():
                 if v.aval.size == eqn.outvars[0].aval.size:
                     found.setdefault(v, min(stages))
         return found
@@ -241,10 +152,10 @@ class _Cutter:
         readers: dict[Equation, set[PieceName]] = {}
         for eqn in reversed(self.kinds.body):
             pieces = {self.piece_of[eqn]} if eqn in self.piece_of else readers.get(eqn, set())
-            if eqn not in self.piece_of and (_is_costly(eqn) or any(v in collected for v in eqn.outvars)):
+            if eqn not in self.piece_of and (is_costly(eqn) or any(v in collected for v in eqn.outvars)):
                 self.piece_of[eqn] = min(pieces, key=self._order, default=PieceName(0, "forward"))
                 pieces = {self.piece_of[eqn]}
-            for v in _operands(eqn):
+            for v in operands_of(eqn):
                 if v in self.body_of:
                     readers.setdefault(self.body_of[v], set()).update(pieces)
 
@@ -262,7 +173,7 @@ class _Cutter:
     def closure(self, equations: Iterable[Equation]) -> set[Var]:
         """Every value that equations need, through what is computed anywhere and the prologue, down to leaves."""
         found: set[Var] = set()
-        waiting = [v for eqn in equations for v in _operands(eqn)]
+        waiting = [v for eqn in equations for v in operands_of(eqn)]
         while waiting:
             v = waiting.pop()
             if v in found:
@@ -270,10 +181,10 @@ class _Cutter:
             found.add(v)
             maker = self.prologue.get(v) or self.body_of.get(v)
             if maker is not None and maker not in self.piece_of:
-                waiting += _operands(maker)
+                waiting += operands_of(maker)
         return found
 
-    def _pieces(self, updates: _Updates) -> tuple[dict[PieceName, Piece], dict[Var, PieceName]]:
+    def _pieces(self, updates: Updates) -> tuple[dict[PieceName, Piece], dict[Var, PieceName]]:
         names = [PieceName(s, "forward") for s in range(self.num_stages)]
         if self.kinds.backward:
             names += [PieceName(s, "backward") for s in range(self.num_stages)]
@@ -312,7 +223,7 @@ class _Cutter:
         chosen = set(members)
         made = {v for eqn in members for v in eqn.outvars}
         reads: dict[Var, None] = {}
-        waiting = [v for eqn in members for v in _operands(eqn)]
+        waiting = [v for eqn in members for v in operands_of(eqn)]
         outvars = self.loop.program.outvars
         waiting += [outvars[i] for i in outputs if not isinstance(outvars[i], JaxLiteral)]
         while waiting:
@@ -323,7 +234,7 @@ class _Cutter:
                 eqn = anywhere[v]
                 chosen.add(eqn)
                 made.update(eqn.outvars)
-                waiting += _operands(eqn)
+                waiting += operands_of(eqn)
             else:
                 reads[v] = None
         ordered = [eqn for eqn in (*self.kinds.body, *updates) if eqn in chosen]
@@ -331,213 +242,6 @@ class _Cutter:
 
     def _collected(self) -> set[Var]:
         return {r.var for r in self.loop.results}
-
-
-def _is_costly(eqn: Equation) -> bool:
-    return bool(eqn.regions) or entry_for(eqn).heavy or entry_for(eqn).random
-
-
-class _Whereabouts:
-    """The stages that have a value of forward, because they make or read it, or what it is computed from anywhere."""
-
-    def __init__(self, cutter: _Cutter) -> None:
-        self._origins: dict[Var, frozenset[Var]] = {}
-        self._stages: dict[Var, set[int]] = {}
-        weights = {
-            v
-            for v, leaf in zip(cutter.loop.program.invars, cutter.loop.traced.inputs, strict=True)
-            if leaf.role != "batch" and v.aval.shape
-        }
-        for eqn in (*cutter.loop.plan.of_phase("prologue"), *cutter.kinds.body):
-            sources = [self._origins.get(v, frozenset({v} & weights)) for v in _operands(eqn)]
-            piece = cutter.piece_of.get(eqn)
-            if piece is not None:
-                for origin in frozenset().union(*sources):
-                    self._stages.setdefault(origin, set()).add(piece.stage)
-            for v in eqn.outvars:
-                if piece is not None or _is_costly(eqn):
-                    self._origins[v] = frozenset({v})
-                elif not cutter.kinds.is_anchored(eqn):
-                    self._origins[v] = frozenset().union(*sources)
-                if piece is not None:
-                    self._stages.setdefault(v, set()).add(piece.stage)
-        self._weights = weights
-
-    def of(self, value: Var) -> set[int]:
-        """The stages whose forward has a value."""
-        return self._stages.get(value, set())
-
-    def highest(self, eqn: Equation, last: int) -> int:
-        """The highest stage up to `last` that has all operands of forward; those that no such stage has must travel."""
-        origins = frozenset().union(*(self._origins.get(v, frozenset({v} & self._weights)) for v in _operands(eqn)))
-        places = [[s for s in self._stages.get(origin, ()) if s <= last] for origin in origins]
-        return min((max(stages) for stages in places if stages), default=last)
-
-
-class _Updates:
-    """Places the epilogue: stages by weights and the largest operands, levels by exchanges."""
-
-    def __init__(self, cutter: _Cutter, homes: Mapping[Var, int]) -> None:
-        self.cutter = cutter
-        self.loop = cutter.loop
-        self.equations = self.loop.plan.of_phase("epilogue")
-        self.homes = dict(homes)
-        self.stage_of: dict[Equation, int] = {}
-        self._maker = {v: eqn for eqn in self.equations for v in eqn.outvars}
-        self._results = {r.var: cutter.piece_of[cutter.body_of[r.var]].stage for r in self.loop.results}
-        self._outputs: dict[PieceName, list[int]] = {}
-
-    def names(self) -> set[PieceName]:
-        """All pieces that have something to do."""
-        placed = {self.cutter.piece_of[eqn] for eqn in self.equations if eqn in self.cutter.piece_of}
-        finishing = {PieceName(stage, "update") for stage in self._results.values()}
-        return placed | finishing | set(self._outputs)
-
-    def outputs_of(self, name: PieceName) -> tuple[int, ...]:
-        """Numbers of the step's outputs that a piece returns."""
-        return tuple(self._outputs.get(name, ()))
-
-    def place(self) -> None:
-        """Weights first, then what is made for them, then the rest."""
-        self._follow_weights()
-        self._serve_weights()
-        for eqn in self.equations:
-            if eqn not in self.stage_of:
-                self._follow_operands(eqn)
-        self._follow_users()
-        self._place_what_depends()
-        self._find_homes()
-        self._find_levels()
-        self._place_outputs()
-
-    def _known(self, v: Var) -> int | None:
-        if v in self._results:
-            return self._results[v]
-        if v in self._maker:
-            return self.stage_of.get(self._maker[v])
-        return self.homes.get(self._leaf_of(v)) if v.aval.shape else None
-
-    def _leaf_of(self, v: Var) -> Var:
-        """The largest leaf from which the prologue makes a value, such as the weight of which it is a copy."""
-        while v in self.cutter.prologue and (operands := _operands(self.cutter.prologue[v])):
-            v = max(operands, key=_bytes)
-        return v
-
-    def _follow_weights(self) -> None:
-        """An operation on a weight, or on what became of one, as large as its other operands is where the weight lives."""
-        for eqn in self.equations:
-            operands = _operands(eqn)
-            largest = max(map(_bytes, operands), default=0.0)
-            weights = [v for v in operands if v not in self._results and _bytes(v) == largest]
-            stages = [s for v in weights if (s := self._known(v)) is not None]
-            if stages and largest > SCALAR_BYTES:
-                self.stage_of[eqn] = min(stages)
-
-    def _serve_weights(self) -> None:
-        """Going back: what is as large as its user's largest operand is made where the user is."""
-        wanted: dict[Var, int] = {}
-        for eqn in reversed(self.equations):
-            if eqn not in self.stage_of:
-                stages = [wanted[v] for v in eqn.outvars if v in wanted]
-                if stages:
-                    self.stage_of[eqn] = min(stages)
-            if eqn in self.stage_of:
-                largest = max(map(_bytes, _operands(eqn)), default=0.0)
-                for v in _operands(eqn):
-                    if _bytes(v) == largest > SCALAR_BYTES:
-                        wanted.setdefault(v, self.stage_of[eqn])
-
-    def _follow_operands(self, eqn: Equation) -> None:
-        known = [(_bytes(v), -s) for v in _operands(eqn) if (s := self._known(v)) is not None]
-        unknown = max((_bytes(v) for v in _operands(eqn) if self._known(v) is None), default=0.0)
-        if known and max(known)[0] >= unknown:
-            self.stage_of[eqn] = -max(known)[1]
-
-    def _follow_users(self) -> None:
-        """What only leaves feed goes where it is used, if it is large; small values are computed anywhere."""
-        wanted: dict[Var, int] = {}
-        for number, v in enumerate(self.loop.program.outvars):
-            source = self.loop.traced.state_of_output[number]
-            if source is not None and not isinstance(v, JaxLiteral):
-                leaf = self.loop.program.invars[source]
-                if leaf in self.homes:
-                    wanted.setdefault(v, self.homes[leaf])
-        for eqn in reversed(self.equations):
-            if eqn not in self.stage_of:
-                stages = [wanted[v] for v in eqn.outvars if v in wanted]
-                depends = any(self._known(v) is not None for v in _operands(eqn))
-                if stages and (depends or max(map(_bytes, eqn.outvars)) > SMALL_BYTES):
-                    self.stage_of[eqn] = min(stages)
-                elif depends:
-                    self.stage_of[eqn] = min(s for v in _operands(eqn) if (s := self._known(v)) is not None)
-            if eqn in self.stage_of:
-                for v in _operands(eqn):
-                    wanted.setdefault(v, self.stage_of[eqn])
-
-    def _place_what_depends(self) -> None:
-        """Only what leaves alone feed is computed anywhere: what depends on a placed value gets a place, and so a level."""
-        for eqn in self.equations:
-            if eqn not in self.stage_of:
-                stages = [s for v in _operands(eqn) if (s := self._known(v)) is not None]
-                if stages:
-                    self.stage_of[eqn] = min(stages)
-
-    def _find_homes(self) -> None:
-        for eqn in self.equations:
-            for v in _operands(eqn):
-                if v not in self.homes and eqn in self.stage_of and self._is_leaf(v):
-                    self.homes[v] = self.stage_of[eqn]
-        for number, v in enumerate(self.loop.program.outvars):
-            source = self.loop.traced.state_of_output[number]
-            if source is not None and v in self._maker and self._maker[v] in self.stage_of:
-                self.homes.setdefault(self.loop.program.invars[source], self.stage_of[self._maker[v]])
-        for v in self.loop.program.invars:
-            self.homes.setdefault(v, 0)
-
-    def _is_leaf(self, v: Var) -> bool:
-        return v in set(self.loop.program.invars)
-
-    def _find_levels(self) -> None:
-        """As early as exchanges allow for what other stages read; else where it is read, so that state is replaced in place."""
-        levels = self._first_levels()
-        readers: dict[Var, list[Equation]] = {}
-        for eqn in self.equations:
-            for v in _operands(eqn) if eqn in self.stage_of else ():
-                readers.setdefault(v, []).append(eqn)
-        for eqn in reversed(self.equations):
-            if eqn in self.stage_of:
-                users = [user for v in eqn.outvars for user in readers.get(v, ())]
-                if users and all(self.stage_of[user] == self.stage_of[eqn] for user in users):
-                    levels[eqn] = min(levels[user] for user in users)
-                self.cutter.piece_of[eqn] = PieceName(self.stage_of[eqn], "update", levels[eqn])
-
-    def _first_levels(self) -> dict[Equation, int]:
-        """For every equation with a place, how many exchanges lie before it at least."""
-        levels: dict[Equation, int] = {}
-        for eqn in self.equations:
-            stage = self.stage_of.get(eqn)
-            if stage is None:
-                continue
-            level = 0
-            for v in _operands(eqn):
-                maker = self._maker.get(v)
-                source = self._results.get(v) if maker is None else self.stage_of.get(maker)
-                if source is not None:
-                    level = max(level, (0 if maker is None else levels[maker]) + (source != stage))
-            levels[eqn] = level
-        return levels
-
-    def _place_outputs(self) -> None:
-        for number, v in enumerate(self.loop.program.outvars):
-            source = self.loop.traced.state_of_output[number]
-            home = 0 if source is None else self.homes[self.loop.program.invars[source]]
-            name = PieceName(home, "update")
-            if not isinstance(v, JaxLiteral):
-                if v in self._maker and self._maker[v] in self.cutter.piece_of:
-                    name = self.cutter.piece_of[self._maker[v]]
-                elif v in self._results:
-                    name = PieceName(self._results[v], "update")
-            self._outputs.setdefault(name, []).append(number)
 
 
 def check(cut: StageCut) -> None:

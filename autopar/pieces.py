@@ -1,0 +1,77 @@
+"""The pieces of a step in stages: what `stages.py` makes and later passes read, and what it asks of single equations.
+
+Plain data. A `Piece` is the equations of one kind of work of one stage; a `StageCut` is all of them. What can go wrong: nothing
+is checked here; `stages.check` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from autopar.compat import Literal as JaxLiteral
+from autopar.compat import Var
+from autopar.graph import itemsize_of
+from autopar.microbatch import Result, TimeLoop
+from autopar.program import Equation
+from autopar.rules import entry_for
+
+Kind = Literal["forward", "backward", "update"]
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class PieceName:
+    """Which piece of work: `level` orders the updates of all stages."""
+
+    stage: int
+    kind: Kind
+    level: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.stage}" + (f".{self.level}" if self.kind == "update" else "")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """Equations in order; `reads` come from elsewhere, `writes` are read elsewhere; `results` are collected over the loop."""
+
+    name: PieceName
+    equations: tuple[Equation, ...]
+    reads: tuple[Var, ...]
+    writes: tuple[Var, ...]
+    results: tuple[Result, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageCut:
+    """See the module's text. `homes`: the stage where each leaf lives; `made_by`: the piece that makes a value for others."""
+
+    loop: TimeLoop
+    num_stages: int
+    pieces: Mapping[PieceName, Piece]
+    made_by: Mapping[Var, PieceName]
+    homes: Mapping[Var, int]
+
+    def of_stage(self, stage: int) -> tuple[Piece, ...]:
+        """The pieces of one stage: forward, backward, updates by level."""
+        kinds = ("forward", "backward", "update")
+        mine = [piece for name, piece in self.pieces.items() if name.stage == stage]
+        return tuple(sorted(mine, key=lambda p: (kinds.index(p.name.kind), p.name.level)))
+
+
+def bytes_of(var: Var) -> float:
+    """Bytes of a whole value."""
+    return float(math.prod(var.aval.shape)) * itemsize_of(var.aval)
+
+
+def operands_of(eqn: Equation) -> list[Var]:
+    """The operands that are not literals."""
+    return [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
+
+
+def is_costly(eqn: Equation) -> bool:
+    """Whether an equation is not to be done twice: a loop, heavy, or random."""
+    return bool(eqn.regions) or entry_for(eqn).heavy or entry_for(eqn).random

@@ -1,0 +1,194 @@
+"""The part of a step after the loop, in stages: where each operation of the update runs, and in which order.
+
+In: where the operations of forward and backward are. Out: a stage and a level for every operation of the epilogue, and the stage
+where each leaf lives. The rules are in `stages.py`. What can go wrong: a value that two stages make; the first one counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.compat import Literal as JaxLiteral
+from autopar.compat import Var
+from autopar.microbatch import TimeLoop
+from autopar.pieces import PieceName, bytes_of, operands_of
+from autopar.program import Equation
+
+SCALAR_BYTES = 8
+"""Values of at most this size follow what they are computed from."""
+SMALL_BYTES = 1024
+"""Up to this size a value of the update is computed on every stage that reads it rather than sent."""
+
+
+class Updates:
+    """Places the epilogue: stages by weights and the largest operands, levels by exchanges."""
+
+    def __init__(
+        self,
+        loop: TimeLoop,
+        homes: Mapping[Var, int],
+        *,
+        prologue: Mapping[Var, Equation],
+        body_of: Mapping[Var, Equation],
+        piece_of: dict[Equation, PieceName],
+    ) -> None:
+        """`piece_of` has the equations of the body, and gets those of the epilogue."""
+        self.loop, self.prologue, self.piece_of = loop, prologue, piece_of
+        self.equations = self.loop.plan.of_phase("epilogue")
+        self.homes = dict(homes)
+        self.stage_of: dict[Equation, int] = {}
+        self._maker = {v: eqn for eqn in self.equations for v in eqn.outvars}
+        self._results = {r.var: piece_of[body_of[r.var]].stage for r in self.loop.results}
+        self._outputs: dict[PieceName, list[int]] = {}
+
+    def names(self) -> set[PieceName]:
+        """All pieces that have something to do."""
+        placed = {self.piece_of[eqn] for eqn in self.equations if eqn in self.piece_of}
+        finishing = {PieceName(stage, "update") for stage in self._results.values()}
+        return placed | finishing | set(self._outputs)
+
+    def outputs_of(self, name: PieceName) -> tuple[int, ...]:
+        """Numbers of the step's outputs that a piece returns."""
+        return tuple(self._outputs.get(name, ()))
+
+    def place(self) -> None:
+        """Weights first, then what is made for them, then the rest."""
+        self._follow_weights()
+        self._serve_weights()
+        for eqn in self.equations:
+            if eqn not in self.stage_of:
+                self._follow_operands(eqn)
+        self._follow_users()
+        self._place_what_depends()
+        self._find_homes()
+        self._find_levels()
+        self._place_outputs()
+
+    def _known(self, v: Var) -> int | None:
+        if v in self._results:
+            return self._results[v]
+        if v in self._maker:
+            return self.stage_of.get(self._maker[v])
+        return self.homes.get(self._leaf_of(v)) if v.aval.shape else None
+
+    def _leaf_of(self, v: Var) -> Var:
+        """The largest leaf from which the prologue makes a value, such as the weight of which it is a copy."""
+        while v in self.prologue and (operands := operands_of(self.prologue[v])):
+            v = max(operands, key=bytes_of)
+        return v
+
+    def _follow_weights(self) -> None:
+        """An operation on a weight, or on what became of one, as large as its other operands is where the weight lives."""
+        for eqn in self.equations:
+            operands = operands_of(eqn)
+            largest = max(map(bytes_of, operands), default=0.0)
+            weights = [v for v in operands if v not in self._results and bytes_of(v) == largest]
+            stages = [s for v in weights if (s := self._known(v)) is not None]
+            if stages and largest > SCALAR_BYTES:
+                self.stage_of[eqn] = min(stages)
+
+    def _serve_weights(self) -> None:
+        """Going back: what is as large as its user's largest operand is made where the user is."""
+        wanted: dict[Var, int] = {}
+        for eqn in reversed(self.equations):
+            if eqn not in self.stage_of:
+                stages = [wanted[v] for v in eqn.outvars if v in wanted]
+                if stages:
+                    self.stage_of[eqn] = min(stages)
+            if eqn in self.stage_of:
+                largest = max(map(bytes_of, operands_of(eqn)), default=0.0)
+                for v in operands_of(eqn):
+                    if bytes_of(v) == largest > SCALAR_BYTES:
+                        wanted.setdefault(v, self.stage_of[eqn])
+
+    def _follow_operands(self, eqn: Equation) -> None:
+        known = [(bytes_of(v), -s) for v in operands_of(eqn) if (s := self._known(v)) is not None]
+        unknown = max((bytes_of(v) for v in operands_of(eqn) if self._known(v) is None), default=0.0)
+        if known and max(known)[0] >= unknown:
+            self.stage_of[eqn] = -max(known)[1]
+
+    def _follow_users(self) -> None:
+        """What only leaves feed goes where it is used, if it is large; small values are computed anywhere."""
+        wanted: dict[Var, int] = {}
+        for number, v in enumerate(self.loop.program.outvars):
+            source = self.loop.traced.state_of_output[number]
+            if source is not None and not isinstance(v, JaxLiteral):
+                leaf = self.loop.program.invars[source]
+                if leaf in self.homes:
+                    wanted.setdefault(v, self.homes[leaf])
+        for eqn in reversed(self.equations):
+            if eqn not in self.stage_of:
+                stages = [wanted[v] for v in eqn.outvars if v in wanted]
+                depends = any(self._known(v) is not None for v in operands_of(eqn))
+                if stages and (depends or max(map(bytes_of, eqn.outvars)) > SMALL_BYTES):
+                    self.stage_of[eqn] = min(stages)
+                elif depends:
+                    self.stage_of[eqn] = min(s for v in operands_of(eqn) if (s := self._known(v)) is not None)
+            if eqn in self.stage_of:
+                for v in operands_of(eqn):
+                    wanted.setdefault(v, self.stage_of[eqn])
+
+    def _place_what_depends(self) -> None:
+        """Only what leaves alone feed is computed anywhere: what depends on a placed value gets a place, and so a level."""
+        for eqn in self.equations:
+            if eqn not in self.stage_of:
+                stages = [s for v in operands_of(eqn) if (s := self._known(v)) is not None]
+                if stages:
+                    self.stage_of[eqn] = min(stages)
+
+    def _find_homes(self) -> None:
+        for eqn in self.equations:
+            for v in operands_of(eqn):
+                if v not in self.homes and eqn in self.stage_of and self._is_leaf(v):
+                    self.homes[v] = self.stage_of[eqn]
+        for number, v in enumerate(self.loop.program.outvars):
+            source = self.loop.traced.state_of_output[number]
+            if source is not None and v in self._maker and self._maker[v] in self.stage_of:
+                self.homes.setdefault(self.loop.program.invars[source], self.stage_of[self._maker[v]])
+        for v in self.loop.program.invars:
+            self.homes.setdefault(v, 0)
+
+    def _is_leaf(self, v: Var) -> bool:
+        return v in set(self.loop.program.invars)
+
+    def _find_levels(self) -> None:
+        """As early as exchanges allow for what other stages read; else where it is read, so that state is replaced in place."""
+        levels = self._first_levels()
+        readers: dict[Var, list[Equation]] = {}
+        for eqn in self.equations:
+            for v in operands_of(eqn) if eqn in self.stage_of else ():
+                readers.setdefault(v, []).append(eqn)
+        for eqn in reversed(self.equations):
+            if eqn in self.stage_of:
+                users = [user for v in eqn.outvars for user in readers.get(v, ())]
+                if users and all(self.stage_of[user] == self.stage_of[eqn] for user in users):
+                    levels[eqn] = min(levels[user] for user in users)
+                self.piece_of[eqn] = PieceName(self.stage_of[eqn], "update", levels[eqn])
+
+    def _first_levels(self) -> dict[Equation, int]:
+        """For every equation with a place, how many exchanges lie before it at least."""
+        levels: dict[Equation, int] = {}
+        for eqn in self.equations:
+            stage = self.stage_of.get(eqn)
+            if stage is None:
+                continue
+            level = 0
+            for v in operands_of(eqn):
+                maker = self._maker.get(v)
+                source = self._results.get(v) if maker is None else self.stage_of.get(maker)
+                if source is not None:
+                    level = max(level, (0 if maker is None else levels[maker]) + (source != stage))
+            levels[eqn] = level
+        return levels
+
+    def _place_outputs(self) -> None:
+        for number, v in enumerate(self.loop.program.outvars):
+            source = self.loop.traced.state_of_output[number]
+            home = 0 if source is None else self.homes[self.loop.program.invars[source]]
+            name = PieceName(home, "update")
+            if not isinstance(v, JaxLiteral):
+                if v in self._maker and self._maker[v] in self.piece_of:
+                    name = self.piece_of[self._maker[v]]
+                elif v in self._results:
+                    name = PieceName(self._results[v], "update")
+            self._outputs.setdefault(name, []).append(number)

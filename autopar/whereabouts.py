@@ -1,0 +1,86 @@
+"""What the operations of a step depend on, and which stages have which values.
+
+In: a `TimeLoop`, and for `Whereabouts` the stage of each forward equation. Out: the forward and backward equations of the body,
+and for every value of forward the stages that make or read it. What can go wrong: a value that no stage has; it must travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.compat import Var, name_stack
+from autopar.microbatch import TimeLoop
+from autopar.pieces import PieceName, is_costly, operands_of
+from autopar.program import Equation
+
+
+def _is_transposed(eqn: Equation) -> bool:
+    stack = name_stack(eqn)
+    return "transpose(" in stack or "rematted_computation" in stack
+
+
+class Kinds:
+    """What each equation of the body depends on."""
+
+    def __init__(self, loop: TimeLoop) -> None:
+        self.loop = loop
+        self.body = loop.plan.of_phase("body")
+        roles = {v: leaf.role for v, leaf in zip(loop.program.invars, loop.traced.inputs, strict=True)}
+        self._examples = {v for v, role in roles.items() if role == "batch"}
+        self._weights = {v for v, role in roles.items() if role != "batch" and v.aval.shape}
+        for eqn in (*loop.plan.of_phase("prologue"), *self.body):
+            for kind in (self._examples, self._weights):
+                if any(v in kind for v in operands_of(eqn)):
+                    kind.update(eqn.outvars)
+        self.backward: set[Equation] = set()
+        behind: set[Var] = set()
+        for eqn in self.body:
+            if _is_transposed(eqn) or any(v in behind for v in operands_of(eqn)):
+                self.backward.add(eqn)
+                behind.update(eqn.outvars)
+
+    def is_anchored(self, eqn: Equation) -> bool:
+        """Whether it depends on examples and on weights, so that it has one place."""
+        outs = eqn.outvars
+        return any(v in self._examples for v in outs) and any(v in self._weights for v in outs)
+
+    def forward(self) -> list[Equation]:
+        """The chain that is cut."""
+        return [eqn for eqn in self.body if self.is_anchored(eqn) and eqn not in self.backward]
+
+
+class Whereabouts:
+    """The stages that have a value of forward, because they make or read it, or what it is computed from anywhere."""
+
+    def __init__(self, kinds: Kinds, piece_of: Mapping[Equation, PieceName]) -> None:
+        self._origins: dict[Var, frozenset[Var]] = {}
+        self._stages: dict[Var, set[int]] = {}
+        weights = {
+            v
+            for v, leaf in zip(kinds.loop.program.invars, kinds.loop.traced.inputs, strict=True)
+            if leaf.role != "batch" and v.aval.shape
+        }
+        for eqn in (*kinds.loop.plan.of_phase("prologue"), *kinds.body):
+            sources = [self._origins.get(v, frozenset({v} & weights)) for v in operands_of(eqn)]
+            piece = piece_of.get(eqn)
+            if piece is not None:
+                for origin in frozenset().union(*sources):
+                    self._stages.setdefault(origin, set()).add(piece.stage)
+            for v in eqn.outvars:
+                if piece is not None or is_costly(eqn):
+                    self._origins[v] = frozenset({v})
+                elif not kinds.is_anchored(eqn):
+                    self._origins[v] = frozenset().union(*sources)
+                if piece is not None:
+                    self._stages.setdefault(v, set()).add(piece.stage)
+        self._weights = weights
+
+    def of(self, value: Var) -> set[int]:
+        """The stages whose forward has a value."""
+        return self._stages.get(value, set())
+
+    def highest(self, eqn: Equation, last: int) -> int:
+        """The highest stage up to `last` that has all operands of forward; those that no such stage has must travel."""
+        origins = frozenset().union(*(self._origins.get(v, frozenset({v} & self._weights)) for v in operands_of(eqn)))
+        places = [[s for s in self._stages.get(origin, ()) if s <= last] for origin in origins]
+        return min((max(stages) for stages in places if stages), default=last)
