@@ -116,11 +116,15 @@ def _plain_content(content: Any) -> Any:
 
 
 def _device(fields: Mapping[str, Any]) -> Device:
-    efficiency = {
+    curves = {name: _curves(fields.get(name, {})) for name in ("matrix_efficiency", "convolution_efficiency")}
+    return Device(**{**fields, **curves})
+
+
+def _curves(fields: Mapping[str, Any]) -> dict[str, MatrixEfficiency]:
+    return {
         dtype: MatrixEfficiency(curve.get("best", 1.0), tuple(curve.get("half", (0.0, 0.0, 0.0))))
-        for dtype, curve in fields.get("matrix_efficiency", {}).items()
+        for dtype, curve in fields.items()
     }
-    return Device(**{**fields, "matrix_efficiency": efficiency})
 
 
 def _tier(fields: Mapping[str, Any]) -> Tier:

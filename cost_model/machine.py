@@ -39,7 +39,8 @@ class MatrixEfficiency:
 class Device:
     """One accelerator: peak FLOP/s per number format, memory bytes and bytes/s, and what of them programs reach.
 
-    A format that is not listed runs as float32. `memory_efficiency` is the part of the bandwidth that large copies reach,
+    A format that is not listed runs as float32. `convolution_efficiency` is that of convolutions as matrix products, where it
+    differs from `matrix_efficiency`. `memory_efficiency` is the part of the bandwidth that large copies reach,
     `reserved_bytes` what the driver and the libraries keep, `launch_s` what each operation costs before it starts.
     """
 
@@ -51,11 +52,16 @@ class Device:
     memory_efficiency: float = 1.0
     reserved_bytes: float = 0.0
     launch_s: float = 0.0
+    convolution_efficiency: Mapping[str, MatrixEfficiency] = dataclasses.field(default_factory=dict)
 
     def efficiency_of(self, dtype: str) -> MatrixEfficiency:
         """The efficiency of matrix products in `dtype`."""
         known = self.matrix_efficiency
         return known.get(dtype) or known.get("float32") or MatrixEfficiency()
+
+    def convolution_efficiency_of(self, dtype: str) -> MatrixEfficiency:
+        """The efficiency of convolutions in `dtype`, each as the product (pixels, window x channels) x (.., channels)."""
+        return self.convolution_efficiency.get(dtype) or self.efficiency_of(dtype)
 
     def peak_of(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products in `dtype`."""
@@ -222,6 +228,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         narrowest.memory_efficiency,
         tightest.reserved_bytes,
         max(device.launch_s for device in devices),
+        {dtype: device.convolution_efficiency_of(dtype) for dtype, device in weakest.items()},
     )
 
 

@@ -18,13 +18,17 @@ Group = Literal["tensor", "data", "expert"]
 
 @dataclasses.dataclass(frozen=True)
 class MatrixProduct:
-    """`batch` products (m, k) x (k, n); `extra_bytes` are moved beyond its operands and result."""
+    """`batch` products (m, k) x (k, n); `extra_bytes` are moved beyond its operands and result.
+
+    `convolution`: m positions, n channels and k = window x channels of one, in whatever order its pass contracts them.
+    """
 
     m: float
     n: float
     k: float
     batch: float = 1.0
     extra_bytes: float = 0.0
+    convolution: bool = False
 
     @property
     def flops(self) -> float:

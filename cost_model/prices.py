@@ -66,7 +66,8 @@ class StagePrices:
         """Seconds of a matrix product: arithmetic at the efficiency of its shape, or its traffic, and the launch."""
         device = self.cluster.device
         m, n, k = product.m, product.n, product.k
-        rate = device.peak_of(self.dtype) * device.efficiency_of(self.dtype).of(m, n, k) * self.reached.matrix
+        curve = device.convolution_efficiency_of if product.convolution else device.efficiency_of
+        rate = device.peak_of(self.dtype) * curve(self.dtype).of(m, n, k) * self.reached.matrix
         moved = self.element_bytes * product.batch * (m * k + k * n + m * n) + product.extra_bytes
         return max(product.flops / rate, moved / device.sustained_bytes_per_s) + device.launch_s
 

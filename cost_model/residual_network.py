@@ -143,16 +143,16 @@ def bottleneck_work(block: Block, split: BlockSplit) -> Work:
         normed = unit * conv.pixels * (co if by_column else conv.co * outer)
         taken = unit * ci * (block.size**2 if number != 2 else conv.pixels)
         whole = unit * conv.pixels * conv.co
-        forward += [MatrixProduct(rows, co, inner), *_summed(split, whole, here=not by_column)]
+        forward += [_product(rows, co, inner), *_summed(split, whole, here=not by_column)]
         sums = Exchange("all-reduce", "data", 2 * split.element_bytes * co)
         forward += [FusedGroup(normed), sums, FusedGroup(2 * normed)]
         backward = [
             FusedGroup(2 * normed),
             sums,
             FusedGroup(3 * normed),
-            MatrixProduct(rows, inner, co),
+            _product(rows, inner, co),
             *_summed(split, unit * block.size**2 * conv.ci, here=by_column),
-            MatrixProduct(inner, co, rows),
+            _product(inner, co, rows),
             *backward,
         ]
         kept += taken + normed
@@ -173,6 +173,10 @@ def bottleneck_work(block: Block, split: BlockSplit) -> Work:
     )
 
 
+def _product(m: float, n: float, k: float) -> MatrixProduct:
+    return MatrixProduct(m, n, k, convolution=True)
+
+
 def _summed(split: BlockSplit, full_bytes: float, *, here: bool) -> tuple[Operation, ...]:
     return (Exchange("all-reduce", "tensor", full_bytes),) if here and split.tensor_ranks > 1 else ()
 
@@ -182,8 +186,8 @@ def stem_work(shape: ResidualNetworkShape, split: BlockSplit) -> Work:
     conv = _Convolution(3, shape.channels, 7, (shape.image_size // 2) ** 2)
     rows = split.samples * conv.pixels
     result = split.element_bytes * rows * shape.channels
-    forward = (MatrixProduct(rows, conv.co, 147), FusedGroup(3 * result), FusedGroup(1.25 * result))
-    backward = (FusedGroup(2.25 * result), FusedGroup(5 * result), MatrixProduct(147, conv.co, rows))
+    forward = (_product(rows, conv.co, 147), FusedGroup(3 * result), FusedGroup(1.25 * result))
+    backward = (FusedGroup(2.25 * result), FusedGroup(5 * result), _product(147, conv.co, rows))
     return Work(forward, backward, parameters=conv.parameters, kept_bytes=2 * result)
 
 
