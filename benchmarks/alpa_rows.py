@@ -3,7 +3,7 @@
 In: the yardstick's tables of configurations, found plans and results. Out: for each result a `PublishedRun`: the job that was
 run and what was measured. Alpa's plans give each stage a logical mesh of its own; microbatches of the runs with one kind of
 parallelism, which the tables leave out, and the optimizers (Adam for GPT, Adafactor for experts, momentum for images) are
-those of its published scripts. What can go wrong: results in TFLOP/s count FLOPs in the source's way, see `measured_s`;
+those of its published scripts (benchmark/alpa in its repository). What can go wrong: results in TFLOP/s count FLOPs in the source's way, see `measured_s`;
 a method whose plans are not known has no job.
 """
 
@@ -26,7 +26,6 @@ _SIZES = {
     "moe": {1: "380M", 2: "690M", 4: "1.3B", 8: "2.4B", 16: "10B", 32: "27B", 64: "70B"},
     "wresnet": {1: "250M", 2: "500M", 4: "1B", 8: "2B", 16: "4B", 32: "6.8B", 64: "13B"},
 }
-_XLA_COUNTS = (2.87 + 1) / 4
 _ALIKE = 0.25
 # Runs with parallelism inside operators only: data ranks, tensor (or expert) ranks, microbatches of the full batch.
 _INTRA_ONLY = {
@@ -48,6 +47,7 @@ _INTRA_ONLY = {
         32: (32, 1, 32),
         64: (64, 1, 256),
     },
+    "wresnet": {1: (1, 1, 48), 2: (2, 1, 32), 4: (4, 1, 32), 8: (8, 1, 48), 16: (2, 8, 64)},
 }
 
 
@@ -180,9 +180,10 @@ def _job_of(method: str, model: str, devices: int, config: dict[str, str], plan:
     if method == "inter_only":
         layers = _balanced(len(shape.blocks), min(devices, len(shape.blocks)))
         return _with_stages(shape, batch, devices, batch // 4, tuple(StageLayout(n, 1, 1) for n in layers))
-    if method == "intra_only" and model in _INTRA_ONLY:
+    if method == "intra_only" and devices in _INTRA_ONLY[model]:
         dp, tp, microbatches = _INTRA_ONLY[model][devices]
-        return _with_stages(shape, batch, devices, microbatches, (StageLayout(len(shape.blocks), dp, tp),))
+        job = _with_stages(shape, batch, devices, microbatches, (StageLayout(len(shape.blocks), dp, tp),))
+        return dataclasses.replace(job, recompute="none") if model == "wresnet" else job
     if method == "ppdp":
         return _with_stages(
             shape, batch, devices, int(plan["microbatches"]), (StageLayout(len(shape.blocks), devices, 1),)
@@ -269,16 +270,16 @@ def measured_s(run: PublishedRun, runs: Sequence[PublishedRun]) -> float | None:
 
     A GPT's FLOPs are the yardstick's formula. Those of experts, which count gating and dispatch, are the product of TFLOP/s and
     latency of another run of the same model, where that is within a quarter of the formula (its largest model was run with
-    less than the full batch). XLA counts 2.87 passes of a residual network where the formula has three (its first layers have
-    fewer gradients; from a run without recomputation), and one more if it is recomputed.
+    less than the full batch). Those of a residual network are as XLA counts them, see `xla_convolution_flops`.
     """
     if run.ran_out or run.job is None:
         return None
     if run.step_s is not None or run.tflops_per_device is None:
         return run.step_s
     flops = run.job.model_flops / 1e12
-    if run.model == "wresnet":
-        flops *= _XLA_COUNTS
+    if isinstance(run.job.shape, ResidualNetworkShape):
+        passes = 3 + (run.job.recompute == "full")
+        flops = xla_convolution_flops(run.job.shape, run.job.global_batch, passes) / 1e12
     for other in runs:
         if (
             run.model == "moe" == other.model
@@ -289,3 +290,28 @@ def measured_s(run: PublishedRun, runs: Sequence[PublishedRun]) -> float | None:
             implied = other.step_s * other.tflops_per_device * other.devices
             flops = implied if abs(implied / flops - 1) < _ALIKE else flops
     return flops / run.tflops_per_device / run.devices
+
+
+def xla_convolution_flops(shape: ResidualNetworkShape, images: int, passes: int) -> float:
+    """FLOPs of a residual network as XLA's cost analysis counts them: taps that fall on padding are left out.
+
+    `passes`: 3 for forward and both gradients, 4 with recomputation; the stem's input has no gradient. Of the published runs with
+    a latency and up to 16 devices, the product of TFLOP/s and latency is within 0.01 % of this.
+    """
+    stem = _taps(shape.image_size, 7, 2) * 3 * shape.channels
+    total = float(stem * (passes - 1))
+    for block in shape.blocks:
+        sizes = (block.size, block.size, block.size // block.stride, block.size)
+        strides = (1, block.stride, 1, block.stride)
+        for conv, size, stride in zip(block.convolutions, sizes, strides, strict=False):
+            total += passes * conv.ci * conv.co * _taps(size, conv.k, stride)
+    head = shape.blocks[-1].outgoing * shape.classes
+    return 2.0 * images * (total + passes * head)
+
+
+def _taps(size: int, window: int, stride: int) -> int:
+    """Pairs of a result's position and a tap of the square window that lies on the image, which is padded to be covered."""
+    results = -(-size // stride)
+    before = max((results - 1) * stride + window - size, 0) // 2
+    line = sum(0 <= at * stride + tap - before < size for at in range(results) for tap in range(window))
+    return line**2

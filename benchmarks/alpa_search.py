@@ -22,7 +22,7 @@ def price(cluster: Cluster, run: PublishedRun) -> JobPrediction:
     assert run.job is not None
     if run.method == "ppdp":
         return _with_best_pipeline(cluster, run.job)
-    if run.model == "wresnet" and run.method == "auto":
+    if run.model == "wresnet" and run.method in ("auto", "intra_only"):
         return with_best_layouts(cluster, run.job)
     return predict(cluster, run.job)
 

@@ -53,6 +53,21 @@ def test_a_small_product_reaches_less_and_training_less_than_a_loop():
     assert trained.fused_s(1e9) == pytest.approx(2.0)
 
 
+def test_a_convolution_has_an_efficiency_of_its_own_where_the_device_states_one():
+    device = dataclasses.replace(
+        DEVICE,
+        matrix_efficiency={"float16": MatrixEfficiency(0.5)},
+        convolution_efficiency={"float32": MatrixEfficiency(0.25)},
+    )
+    square = MatrixProduct(10_000, 10_000, 10_000)
+    window = dataclasses.replace(square, convolution=True)
+    half = prices(cluster=dataclasses.replace(machine(), device=device))
+    single = dataclasses.replace(half, dtype="float32")
+    assert half.product_s(window) == half.product_s(square) == pytest.approx(2.0 / 0.5)
+    assert single.product_s(window) == pytest.approx(20.0 / 0.25)
+    assert single.product_s(square) == pytest.approx(20.0)
+
+
 def test_an_exchange_costs_what_its_group_crosses():
     """An all-reduce of S bytes over 4 ranks inside a node: 2 (3/4) S/B."""
     assert prices(4).exchange_s("all-reduce", 1e8, "tensor") == pytest.approx(1.5)
