@@ -432,7 +432,7 @@ class _Linker:
                 for place, sharding in zip(places, shardings, strict=True)
             ]
             results = run(*operands)
-            return [[results[i] for i in split] for split in splits]
+            return [*([results[i] for i in split] for split in splits), results[-1]]
 
         return call
 

@@ -45,7 +45,7 @@ class Ref:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StageTask:
-    """One executable; `run` takes the arrays of `reads`, in order, and returns those of `writes`.
+    """One executable; `run` takes the arrays of `reads`, in order, and returns those of `writes` and the driver's witness.
 
     A read that is not per microbatch though its ref is, stands for the list of all microbatches' arrays. `run` is a jitted
     function, `shapes` are those of its arguments.
@@ -401,12 +401,12 @@ class _Splitter:
                 for layout in path:
                     placed = Placed(self.lowering.moved(placed, layout, atom.aval), layout)
                 found.append(_expand(placed))
-            return tuple(found)
+            return (*found, jnp.zeros((1,), jnp.bool_))
 
         in_specs = [self._spec(by_ref[ref].layout) for ref in reads]
         m = self.stage.cut.loop.plan.microbatches
         specs = tuple([spec] * m if ref in stacked else spec for ref, spec in zip(reads, in_specs, strict=True))
-        out_specs = tuple(self._spec(path[-1]) for _, _, path in writes)
+        out_specs = (*(self._spec(path[-1]) for _, _, path in writes), PartitionSpec())
         sharded = jax.shard_map(local, mesh=self.device_mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
         shardings = {ref: NamedSharding(self.device_mesh, spec) for ref, spec in zip(reads, in_specs, strict=True)}
         donated = self._donated(name, reads, [ref for ref, _, _ in writes], inside=inside)

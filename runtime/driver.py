@@ -1,18 +1,21 @@
 """Performs the instructions of one step: one thread per mesh, arrays in, arrays out.
 
 In: a verified `InstructionList`, one callable per task, and a function that starts copying an array to another mesh. Out:
-the arrays of the outputs; they may still be in computation, as always in JAX. Each thread walks the instructions of its
-mesh in order, as its `MeshMachine` says; a receive waits for the sender's array, nothing else waits. With one mesh
-everything runs in the calling thread.
+the arrays of the outputs. Each thread walks the instructions of its mesh in order, as its `MeshMachine` says; a receive waits
+for the sender's array, nothing else waits. With one mesh everything runs in the calling thread.
 
 What can go wrong: a mesh fails or the user presses Ctrl-C. Then every mesh stops before its next instruction, all threads
-end before `run` raises, and every array that the step had made is let go. XLA reports some errors late, when a result is
-used; `synchronous=True` waits for each task, so that the error names the instruction that caused it.
+end before `run` raises, and every array that the step had made is let go. XLA reports some errors late: the results of a
+program that failed, and of every program that reads them, hold the error until somebody waits. Therefore a task may return
+one more small array, its witness. Each mesh waits for its witnesses when it has nothing more to start, and the first that
+holds an error, in the order of the program, names the instruction that caused it. Without witnesses the outputs may still be
+in computation when `run` returns, as always in JAX.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,10 +60,12 @@ class _Worker:
     inbox: SimpleQueue[tuple[int, Array]] = field(default_factory=SimpleQueue)
     arrivals: dict[int, Array] = field(default_factory=dict)
     spans: list[tuple[int, float, float]] = field(default_factory=list)
+    witnesses: list[tuple[int, Array]] = field(default_factory=list)
 
     def clear(self) -> None:
         """Let go of every array."""
         self.arrays.clear()
+        self.witnesses.clear()
         self.arrivals.clear()
         while not self.inbox.empty():
             self.inbox.get()
@@ -68,11 +73,15 @@ class _Worker:
 
 @dataclass
 class _Step:
-    """All meshes during one step. `over`: nothing more may start, because of a failure or an interrupt."""
+    """All meshes during one step. `over`: nothing more may start, because of a failure or an interrupt.
+
+    `abandoned`: the calling thread was interrupted, nobody waits for what is under way.
+    """
 
     workers: list[_Worker]
     wait: bool
     over: bool = False
+    abandoned: bool = False
 
     def end(self) -> None:
         """Let every mesh find out before its next instruction, and wake up those that wait."""
@@ -94,9 +103,10 @@ class Driver:
     ) -> None:
         """Prepare to run `program`.
 
-        `callables[task](arrays)` returns the arrays that the task writes, in order. `transfer(array, value, source_mesh,
-        target_mesh)` starts a copy and returns the array on the target mesh; it is called in the source mesh's thread.
-        Both are called from threads that do not see the caller's JAX context managers, so tasks should be compiled.
+        `callables[task](arrays)` returns the arrays that the task writes, in order, and maybe a witness: one more small array
+        of the same program. `transfer(array, value, source_mesh, target_mesh)` starts a copy and returns the array on the
+        target mesh; it is called in the source mesh's thread. Both are called from threads that do not see the caller's JAX
+        context managers, so tasks should be compiled. `synchronous` waits for each task before the next one of its mesh.
         """
         needed = {i.task for i in program.instructions if isinstance(i, Run)}
         if missing := sorted(needed - set(callables)):
@@ -163,37 +173,46 @@ class Driver:
     def _work(self, step: _Step) -> list[Failure]:
         """Run all meshes to their end. No thread is left when this returns or raises."""
         if len(step.workers) == 1:
-            failure = self._drive(step, 0)
-            return [] if failure is None else [failure]
-        failures: SimpleQueue[Failure | None] = SimpleQueue()
+            return self._drive(step, 0)
+        ended: SimpleQueue[list[Failure]] = SimpleQueue()
 
         def target(mesh: int) -> None:
-            failure = self._drive(step, mesh)
-            if failure is not None:
-                step.end()
-            failures.put(failure)
+            ended.put(self._drive(step, mesh))
 
         threads = [
             threading.Thread(target=target, args=(worker.mesh,), name=f"autopar mesh {worker.mesh}", daemon=True)
             for worker in step.workers
         ]
-        found: list[Failure | None] = []
+        found: list[list[Failure]] = []
         try:
             for thread in threads:
                 thread.start()
             while len(found) < len(threads):
                 with contextlib.suppress(Empty):
-                    found.append(failures.get(timeout=POLL_S))
+                    found.append(ended.get(timeout=POLL_S))
         finally:
-            step.over = True  # first and not by a call: a second Ctrl-C may come with any call
+            step.over = step.abandoned = True  # first and not by a call: a second Ctrl-C may come with any call
             if len(found) < len(threads):
                 step.end()
             for thread in threads:
                 if thread.is_alive():
                     thread.join()
-        return [failure for failure in found if failure is not None]
+        return list(itertools.chain.from_iterable(found))
 
-    def _drive(self, step: _Step, mesh: int) -> Failure | None:
+    def _drive(self, step: _Step, mesh: int) -> list[Failure]:
+        """One mesh to its end: an instruction that failed, and one before it whose results turn out to hold an error."""
+        failure = self._walk(step, mesh)
+        failures = [] if failure is None else [failure]
+        if failures:
+            step.end()
+        if not step.abandoned and not any(isinstance(f.error, KeyboardInterrupt) for f in failures):
+            late = _late_failure(step.workers[mesh])
+            if late is not None:
+                failures.append(late)
+                step.end()
+        return failures
+
+    def _walk(self, step: _Step, mesh: int) -> Failure | None:
         """One mesh, from its first instruction to its last, or to the first failure anywhere."""
         worker = step.workers[mesh]
         machine = worker.machine
@@ -221,7 +240,7 @@ class Driver:
         worker = step.workers[instruction.mesh]
         arrays = worker.arrays
         if isinstance(instruction, Run):
-            self._call(instruction, places, arrays, wait=step.wait)
+            self._call(instruction, places, worker, wait=step.wait)
         elif isinstance(instruction, Send):
             source, target = instruction.source_mesh, instruction.target_mesh
             array = self._transfer(arrays[places.reads[0]], instruction.value, source, target)
@@ -233,17 +252,21 @@ class Driver:
         else:
             arrays[places.gone[0]] = None
 
-    def _call(self, run: Run, places: _Places, arrays: list[Array], *, wait: bool) -> None:
+    def _call(self, run: Run, places: _Places, worker: _Worker, *, wait: bool) -> None:
         """Donated arrays are let go before the call: they are not there afterwards, whatever happens."""
+        arrays = worker.arrays
         arguments = [arrays[place] for place in places.reads]
         for place in places.gone:
             arrays[place] = None
         results = self._callables[run.task](arguments)
-        if len(results) != len(places.writes):
-            raise ArgumentError(f"task {run.task!r} returned {len(results)} arrays, it writes {len(places.writes)}")
+        wanted = len(places.writes)
+        if len(results) == wanted + 1:
+            worker.witnesses.append((worker.machine.position, results[wanted]))
+        elif len(results) != wanted:
+            raise ArgumentError(f"task {run.task!r} returned {len(results)} arrays, it writes {wanted}")
         if wait:
             jax.block_until_ready(results)
-        for place, array in zip(places.writes, results, strict=True):
+        for place, array in zip(places.writes, results, strict=False):
             arrays[place] = array
 
     def _gather(self, workers: Sequence[_Worker]) -> Timeline:
@@ -273,6 +296,16 @@ def _places(instruction: Instruction, place_of: dict[Value, int]) -> _Places:
         writes=place if isinstance(instruction, Receive) else (),
         gone=place if isinstance(instruction, Free) else (),
     )
+
+
+def _late_failure(worker: _Worker) -> Failure | None:
+    """The first instruction of a mesh whose result holds an error; waits for all that the mesh has started."""
+    for position, witness in worker.witnesses:
+        try:
+            jax.block_until_ready(witness)
+        except BaseException as error:  # noqa: BLE001 - every failure of a mesh is raised by `run`
+            return Failure(worker.mesh, position, error)
+    return None
 
 
 def _accept(worker: _Worker) -> None:

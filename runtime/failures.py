@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from autopar.errors import PipelineError
 from autopar.runtime.instructions import Free, Instruction, InstructionList, Run
 
+TRACEBACK = "Traceback (most recent call last):"
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -38,10 +40,27 @@ def report(program: InstructionList, failures: Sequence[Failure]) -> BaseExcepti
 def _describe(program: InstructionList, failure: Failure) -> str:
     instruction = _instruction(program, failure)
     place = f"instruction {_global_index(program, failure)} of {len(program.instructions)}, `{instruction}`"
-    summary = str(failure.error).strip().split("\n")[0]
     return (
-        f"{_what_failed(instruction)} on mesh {failure.mesh} ({place}): {type(failure.error).__name__}: {summary}\n"
+        f"{_what_failed(instruction)} on mesh {failure.mesh} ({place}): {type(failure.error).__name__}: "
+        f"{_summary(failure.error)}\n{_advice(failure.error)}"
         "All meshes were stopped, and the step can be called again; arrays that it was given to consume may be gone."
+    )
+
+
+def _summary(error: BaseException) -> str:
+    """The first line; of a traceback inside the text, as of a callback that failed, its last line, which says what happened."""
+    lines = str(error).strip().splitlines()
+    if not lines or not lines[0].endswith(TRACEBACK):
+        return lines[0] if lines else ""
+    return f"{lines[0].removesuffix(TRACEBACK)}{lines[-1].strip()}"
+
+
+def _advice(error: BaseException) -> str:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return ""
+    return (
+        "The devices of this mesh have less free memory than the step takes. Use more microbatches or recompute='layer', let go "
+        "of other arrays, or set memory_limit_bytes below what is free, so that the plan is made for it.\n"
     )
 
 

@@ -2,6 +2,7 @@
 
 import _thread
 import gc
+import logging
 import threading
 
 import jax
@@ -295,6 +296,52 @@ def test_a_stage_that_fails_in_the_middle_stops_the_step_leaves_nothing_and_the_
     assert live_after_collection() == live
     assert threading.active_count() == threads
     assert_trees_close(compiled(state, batch)[0], expected, rtol_of_scale=0.0)
+
+
+@pytest.fixture
+def quiet_callbacks(monkeypatch):
+    """JAX logs the traceback of a failing callback; pytest keeps the record, and with it the callback's arrays."""
+    monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
+
+
+@pytest.mark.usefixtures("quiet_callbacks")
+@pytest.mark.filterwarnings("ignore:.*pure_callback")
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,)])
+def test_a_callback_of_the_user_that_fails_names_its_stage_on_meshes_of_one_and_of_several_devices(mesh_shape):
+    """The callback is in the second stage and fails in the first steps; on several devices XLA reports it late."""
+    broken = [True]
+
+    def checked(x):
+        if broken:
+            raise ValueError("not a number")
+        return np.asarray(x)
+
+    def step(weights, x):
+        def loss(weights):
+            h = jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1])
+            scale = jax.pure_callback(
+                checked, jax.ShapeDtypeStruct((), jnp.float32), jax.lax.stop_gradient(weights[2][0, 0])
+            )
+            return jnp.mean((h @ weights[2] * scale) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], value
+
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.normal(size=(8, 8)) / 3, jnp.float32) for _ in range(3)]
+    x = jnp.asarray(rng.normal(size=(8, 8)), jnp.float32)
+    compiled = in_stages(step, mesh_shape=mesh_shape).compile(weights, x)
+    with pytest.raises(PipelineError, match=r"ValueError: not a number\nAll meshes were stopped"):
+        compiled(weights, x)
+    live, threads = live_after_collection(), threading.active_count()
+    for _ in range(2):
+        with pytest.raises(PipelineError, match=r"Stage 1.*failed on mesh 1.*ValueError: not a number") as caught:
+            compiled(weights, x)
+        assert live_after_collection() == live, "the exception is still held, the arrays are gone"
+        assert threading.active_count() == threads
+    del caught
+    broken.clear()
+    assert_trees_close(compiled(weights, x), jax.jit(step)(weights, x))
 
 
 def normalised(weights, x):

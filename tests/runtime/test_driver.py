@@ -1,5 +1,6 @@
 """The driver: right results, and what happens when a mesh fails or the user interrupts. Nothing hangs, nothing is left."""
 
+import collections
 import dataclasses
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from autopar.runtime.chain import chain
 from autopar.runtime.driver import Driver
 from autopar.runtime.instructions import Free, Receive, Run, Send, TaskSpec, Value
 from autopar.runtime.schedules import make_schedule
-from tests.runtime.chains import callables_of, ctrl_c, driver_of, expected, inputs_of, small_schedules
+from tests.runtime.chains import callables_of, ctrl_c, driver_of, expected, inputs_of, number, small_schedules
 
 
 @pytest.fixture(autouse=True)
@@ -362,6 +363,84 @@ def test_results_and_copies_are_waited_for_when_recording_or_asked_to(options, r
     driver.run(inputs_of(work), record=record)
     expected_waits = ["autopar mesh 0"] * 2 + ["autopar mesh 1"] * 4
     assert sorted(waited) == (expected_waits if record or options else [])
+
+
+class Poisoned(Number):
+    """A number of a program that may have failed behind the caller's back; what is made of it holds the same error."""
+
+    def __init__(self, content, error=None, waited=()):
+        super().__init__(content)
+        self.error, self.waited = error, waited
+
+    def __add__(self, other):
+        return Poisoned(self.content + other.content, self.error or other.error, self.waited)
+
+    def __mul__(self, other):
+        return Poisoned(self.content * other.content, self.error or other.error, self.waited)
+
+    def block_until_ready(self):
+        self.waited.append(threading.current_thread().name)
+        if self.error is not None:
+            raise self.error
+        return self
+
+
+def with_witnesses(work, culprit, waited):
+    """Calls that return a witness; the culprit, a task's name and how often it was called before, fails."""
+    counts = collections.Counter()
+
+    def call(name, function):
+        def run(arrays):
+            results = function(arrays)
+            if (name, counts[name]) == culprit:
+                results = [Poisoned(x.content, ValueError(f"{name} broke\nand more"), waited) for x in results]
+            counts[name] += 1
+            return [*results, results[0] * results[0]]
+
+        return run
+
+    calls = {name: call(name, function) for name, function in callables_of(work.specs).items()}
+    inputs = inputs_of(work, lambda mesh, value: Poisoned(number(value), None, waited))
+    return calls, inputs
+
+
+@pytest.mark.parametrize("p", [1, 3])
+def test_every_late_failure_is_traced_to_its_instruction_and_every_mesh_waits_in_its_own_thread(p):
+    schedule = make_schedule("gpipe", num_meshes=p, num_microbatches=3)
+    work = chain(schedule)
+    for spec in work.specs:
+        for k in range(3):
+            waited = []
+            calls, inputs = with_witnesses(work, (spec.name, k), waited)
+            driver = Driver(work.emit(), calls, lambda a, v, s, t: a)
+            words = f"Stage {spec.stage}, microbatch {k}: the {spec.kind} failed on mesh {spec.mesh} .*: {spec.name} broke\n"
+            with pytest.raises(PipelineError, match=words):
+                driver.run(inputs)
+            names = {f"autopar mesh {mesh}" for mesh in range(p)} if p > 1 else {threading.current_thread().name}
+            assert set(waited) <= names
+
+
+def test_results_without_late_failures_are_waited_for_once():
+    work = chain(make_schedule("inference", num_meshes=2, num_microbatches=2))
+    waited = []
+    calls, inputs = with_witnesses(work, None, waited)
+    Driver(work.emit(), calls, lambda a, v, s, t: a).run(inputs)
+    assert sorted(waited) == ["autopar mesh 0"] * 2 + ["autopar mesh 1"] * 2
+
+
+def test_an_interrupt_does_not_wait_for_what_is_under_way():
+    work = chain(make_schedule("inference", num_meshes=2, num_microbatches=2))
+    waited = []
+    calls, inputs = with_witnesses(work, None, waited)
+    real = calls["forward0"]
+
+    def interrupted(arrays):
+        press()
+        return real(arrays)
+
+    with ctrl_c() as press, pytest.raises(KeyboardInterrupt):
+        Driver(work.emit(), {**calls, "forward0": interrupted}, lambda a, v, s, t: a).run(inputs)
+    assert waited == []
 
 
 def test_an_instruction_costs_less_than_50_microseconds_of_python():

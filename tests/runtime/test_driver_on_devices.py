@@ -81,9 +81,9 @@ class Step:
             arrays = list(arrays)
             if extra is not None:
                 arrays[-1] = extra(arrays[-1])
-            return task(spec.kind)(*arrays)[: len(spec.outputs)]
+            return *task(spec.kind)(*arrays)[: len(spec.outputs)], jnp.zeros(())
 
-        placed = tuple(self.placed(spec.mesh, slot.name) for slot in spec.outputs)
+        placed = (*(self.placed(spec.mesh, slot.name) for slot in spec.outputs), self.placed(spec.mesh, "witness"))
         function = jax.jit(
             program, donate_argnums=spec.donated[:1] if spec.kind != "forward" else (), out_shardings=placed
         )
@@ -154,11 +154,20 @@ def test_meshes_of_several_devices_give_the_same(name):
     assert_equal(Step(schedule, per_mesh=4).gradients(), by_jax_grad(2, 4))
 
 
-def boom(array):
-    def callback(x):
-        raise ValueError("boom in the callback")
+def boom_after(calls):
+    """Fails in every call of the program but the first ones; each device calls."""
+    seen = []
 
-    return jax.pure_callback(callback, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
+    def callback(x):
+        seen.append(True)
+        if len(seen) > calls:
+            raise ValueError("boom in the callback")
+        return np.asarray(x)
+
+    return lambda array: jax.pure_callback(callback, jax.ShapeDtypeStruct(array.shape, array.dtype), array)
+
+
+boom = boom_after(0)
 
 
 def on_each_device(function):
@@ -182,12 +191,22 @@ def test_an_error_inside_a_program_names_the_stage_and_leaves_no_buffer():
 
 
 @pytest.mark.usefixtures("quiet_callbacks")
-def test_an_error_that_xla_would_report_late_is_named_when_the_driver_waits():
+@pytest.mark.parametrize("options", [{}, {"synchronous": True}])
+@pytest.mark.parametrize(("culprit", "kind", "mesh"), [("forward1", "forward", 1), ("backward1", "backward", 1)])
+def test_an_error_that_xla_reports_late_names_the_program_that_failed_not_the_first_one_that_notices(
+    options, culprit, kind, mesh
+):
     """Programs of several devices run behind the caller's back; without collectives, which would wait for each other."""
-    schedule = make_schedule("inference", num_meshes=2, num_microbatches=2)
-    step = Step(schedule, per_mesh=2, extra={"forward1": on_each_device(boom)}, synchronous=True)
-    with pytest.raises(PipelineError, match="Stage 1, microbatch 0: the forward failed on mesh 1"):
+    before = len(jax.live_arrays())
+    schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=3)
+    step = Step(schedule, per_mesh=2, extra={culprit: on_each_device(boom_after(2))}, **options)
+    # One microbatch passes on each of two devices, so the second one is the first that fails.
+    words = f"Stage 1, microbatch 1: the {kind} failed on mesh {mesh} .*ValueError: boom in the callback\nAll meshes"
+    with pytest.raises(PipelineError, match=words) as caught:
         step.gradients()
+    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+    assert len(jax.live_arrays()) == before, "the exception is still held, the arrays are gone"
+    assert_equal(Step(schedule, per_mesh=2).gradients(), by_jax_grad(2, 3))
 
 
 def test_a_device_without_enough_memory_is_named():
