@@ -3,8 +3,8 @@
 In: the yardstick's tables of configurations, found plans and results. Out: for each result a `PublishedRun`: the job that was
 run and what was measured. Alpa's plans give each stage a logical mesh of its own; microbatches of the runs with one kind of
 parallelism, which the tables leave out, and the optimizers (Adam for GPT, Adafactor for experts, momentum for images) are
-those of its published scripts (benchmark/alpa in its repository). What can go wrong: results in TFLOP/s count FLOPs in the source's way, see `measured_s`;
-a method whose plans are not known has no job.
+those of its published scripts. What can go wrong: results in TFLOP/s count FLOPs in the source's way, see `measured_s`; a method
+whose plans are not known has no job.
 """
 
 from __future__ import annotations

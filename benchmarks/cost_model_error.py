@@ -4,8 +4,8 @@ In: the yardstick's tables. Out: per table predicted against measured, the mean,
 correlation, the target and whether it is met; for Alpa also the order of methods within each model and size, and which runs
 that ran out of memory are flagged; for Korthikanti activation and state bytes. Then what was fitted on what, and how far Alpa's
 errors hang on the one figure of its cluster file that a document states and nobody measured. `--fit` searches the one fitted
-pair of constants on the rows of Korthikanti alone. With `--strict` the exit status is 1 if a target is missed. What can go wrong: a
-mean over rows hides a trend; `--rows` prints them.
+pair of constants on the rows of Korthikanti alone. With `--strict` the exit status is 1 if a target is missed. What can go
+wrong: a mean over rows hides a trend; `--rows` prints them.
 
     python benchmarks/cost_model_error.py [--rows] [--fit] [--strict] [--yardstick FOLDER] [--json FILE]
 """
