@@ -142,21 +142,14 @@ def plan_reshard(
     target: Tiling,
     *,
     links: Links | None = None,
-    whole_tiles: bool = False,
 ) -> ReshardPlan:
     """The plan with fewest bytes over the slow link, and among nearly equal ones with least work beside the copy.
 
     The candidates: `between` is the target's tiling, or shares of its tiles along one of the dimensions; each by boxes cut
-    and joined, and by a copy of whole tiles where the source holds these already, in the same order. With `whole_tiles`
-    only the copies are considered; a `ValueError` says that there is none.
+    and joined, and by a copy of whole tiles where the source holds these already, in the same order.
     """
     planner = _Planner(tuple(shape), itemsize, source, target, links or Links.between(source, target))
-    candidates = [plan for plan in planner.candidates() if plan.kind == "copy" or not whole_tiles]
-    if not candidates:
-        raise ValueError(
-            f"no copy of whole tiles leads from {len(source.devices)} devices with tiles {extent(source.boxes[0])} of the array "
-            f"{tuple(shape)} to {len(target.devices)} devices with tiles {extent(target.boxes[0])}"
-        )
+    candidates = list(planner.candidates())
     least = min(plan.slow_bytes for plan in candidates)
     return min(
         (plan for plan in candidates if plan.slow_bytes <= least + planner.links.slack_bytes), key=planner.work_bytes

@@ -10,7 +10,8 @@ under `jax.jit` with other shardings: in 0.12 XLA's partitioner aborts the proce
 can make all calls that run on it: two threads launching programs of several devices on the same mesh may deadlock.
 What can go wrong: memory shared between source and result. A result never shares memory with its source, even on the same
 device, so either may be deleted or donated. (`device_put(donate=True)` between meshes crashes in JAX 0.10 and 0.12.)
-Between processes only whole tiles travel: several arrays of one device each in one `device_put` arrive in each other's place.
+Arrays whose devices belong to several processes travel by an `Exchange`, one program for all of them, which every such process
+has to launch; in a process without any of the devices, an array is one without shards, and nothing is done.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar.errors import ArgumentError
+from autopar.runtime.exchange import Exchange, Passage
+from autopar.runtime.processes import absent, is_here, processes_of
 from autopar.runtime.reshard_plan import ReshardPlan, Send, plan_reshard
 from autopar.runtime.tiles import Box, Links, Tiling, extent, intersect, relative_to
 
@@ -60,29 +63,42 @@ class Move:
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(self.shape, self.dtype))
         return dataclasses.replace(self, shape=data.shape, dtype=data.dtype)
 
+    def absent(self) -> Array:
+        """What stands for the array in a process without a device of the source."""
+        return absent(self.shape, self.dtype, self.source)
+
     def plan(self, links: Links | None) -> ReshardPlan:
         """What crosses which link."""
         source, target = (Tiling.of_sharding(sharding, self.shape) for sharding in (self.source, self.target))
-        local = self.source.is_fully_addressable and self.target.is_fully_addressable
-        itemsize = np.dtype(self.dtype).itemsize
-        try:
-            return plan_reshard(self.shape, itemsize, source, target, links=links, whole_tiles=not local)
-        except ValueError as error:
-            raise ArgumentError(
-                f"{error}; devices of several processes take part, and between processes JAX moves only whole tiles "
-                "reliably: give both sides as many devices, and the same layout or a target replicated along some axes"
-            ) from error
+        if links is None and len(self.processes) > 1:
+            links = Links({device.id: device.process_index for device in self.devices.values()})
+        return plan_reshard(self.shape, np.dtype(self.dtype).itemsize, source, target, links=links)
+
+    @property
+    def devices(self) -> dict[int, jax.Device]:
+        """The devices of both sides, by id."""
+        return {device.id: device for device in (*self.source.device_set, *self.target.device_set)}
+
+    @property
+    def processes(self) -> frozenset[int]:
+        """The processes that have devices of either side."""
+        return processes_of(self.source) | processes_of(self.target)
 
 
 def reshard(array: Array, target: NamedSharding) -> Array:
     """The array under another sharding, on any devices; what is prepared for it is kept for the next such array."""
-    return _prepared(Move.of(array, target))([array])[0]
+    return reshard_all([array], [target])[0]
+
+
+def reshard_all(arrays: Sequence[Array], targets: Sequence[NamedSharding]) -> list[Array]:
+    """Several arrays under other shardings, together; what is prepared is kept for the next such arrays."""
+    return _prepared(tuple(map(Move.of, arrays, targets)))(arrays)
 
 
 # Keeps compiled programs and no results, as `jax.jit` does.
 @functools.lru_cache(maxsize=1024)
-def _prepared(move: Move) -> BatchResharder:
-    return BatchResharder([move])
+def _prepared(moves: tuple[Move, ...]) -> BatchResharder:
+    return BatchResharder(moves)
 
 
 class Resharder:
@@ -160,7 +176,10 @@ class BatchResharder:
         self._tiled = tuple(route for route in self._routes if route.kind == "tiles")
         self._cuts = _cutters(self._tiled)
         self._joins = _joiners(self._tiled)
-        self._gathers = _gatherers([route for route in self._routes if route.kind != "empty" and route.plan.cuts])
+        self._exchanged = tuple(route for route in self._routes if route.kind == "exchange")
+        self._exchange = _exchange(self._exchanged) if self._exchanged else None
+        arriving = (route for route in self._routes if route.kind in ("copy", "tiles", "exchange"))
+        self._gathers = _gatherers([route for route in arriving if route.plan.cuts and is_here(route.target)])
         self._outgoing: dict[Key, Sharding] = {
             route.number: route.between for route in self._routes if route.kind == "copy"
         }
@@ -172,21 +191,36 @@ class BatchResharder:
         """What crosses which link, array by array."""
         return tuple(route.plan for route in self._routes)
 
+    @property
+    def processes(self) -> frozenset[int]:
+        """The processes that have to make the calls together, none if each array's devices are those of one process."""
+        return frozenset().union(*(route.move.processes for route in self._exchanged))
+
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
         """The arrays under their target shardings, in order; does not wait for them to be computed."""
         return self.receive(self.send(arrays))
 
     def send(self, arrays: Sequence[Array]) -> Sent:
-        """Make the calls that run on the source meshes, and start the copies."""
+        """Make the calls that run on the source meshes, and start the copies.
+
+        Processes without a device of the source pass arrays without shards, see `Move.absent`.
+        """
         values: dict[Key, Array] = {
-            route.number: route.opened(array) for route, array in zip(self._routes, arrays, strict=True)
+            route.number: route.opened(array)
+            for route, array in zip(self._routes, arrays, strict=True)
+            if route.kind != "elsewhere"
         }
         for route in self._tiled:
             values.update(route.tiles(values[route.number]))
         for step in self._cuts:
             step.apply(values)
         copies = jax.device_put([values[key] for key in self._outgoing], [*self._outgoing.values()], may_alias=False)
-        return Sent(dict(zip(self._outgoing, copies, strict=True)))
+        sent: dict[Key, Array] = dict(zip(self._outgoing, copies, strict=True))
+        if self._exchange is not None:
+            held = [_tiles_by_device(values[route.number]) for route in self._exchanged]
+            for route, tiles in zip(self._exchanged, self._exchange(held), strict=True):
+                sent[route.number] = route.between_array([tiles[device] for device in route.frames if device in tiles])
+        return Sent(sent)
 
     def receive(self, sent: Sent) -> list[Array]:
         """Make the calls that run on the target meshes."""
@@ -210,13 +244,21 @@ class _Route:
         self.key_impl = _key_impl(move.dtype) if move.is_key else None
         self.target = self.words.target
         self.plan = self.words.plan(links)
-        self.kind = "empty" if 0 in self.words.shape else self.plan.kind
+        self.kind = self._kind()
         self.between = _between_sharding(self.words, self.plan)
         self.parcels = tuple(Parcel(number, send) for send in self.plan.sends) if self.kind == "tiles" else ()
         self.tile_of = dict(zip(self.plan.source.devices, self.plan.source.boxes, strict=True))
         pairs = zip(self.plan.between.devices, self.plan.between.boxes, strict=True)
         self.frames = {device: self._frame(box) for device, box in pairs}
         self.arrivals = {device: self._arrival(device) for device in self.frames}
+
+    def _kind(self) -> Literal["empty", "elsewhere", "exchange", "copy", "tiles"]:
+        """What this process does: nothing if all devices are those of others; they work together if there are several."""
+        if jax.process_index() not in self.move.processes:
+            return "elsewhere"
+        if 0 in self.words.shape:
+            return "empty"
+        return "exchange" if len(self.move.processes) > 1 else self.plan.kind
 
     def opened(self, array: Array) -> Array:
         """The numbers of an array of this move."""
@@ -231,17 +273,22 @@ class _Route:
                 f"array {self.number} to move has the sharding {array.sharding}; this transfer was prepared for {wanted}; "
                 "prepare another Resharder for it, or call reshard"
             )
-        return array if self.key_impl is None else jax.random.key_data(array)
+        if self.key_impl is None:
+            return array
+        return jax.random.key_data(array) if is_here(wanted) else self.words.absent()
 
     def closed(self, words: Array | None) -> Array:
         """The array of this move that is made of these numbers; an array of size zero is made of none."""
+        if not is_here(self.target):
+            return absent(self.move.shape, self.move.dtype, self.move.target)
         if words is None:
-            words = jax.device_put(np.zeros(self.words.shape, self.words.dtype), self.target)
+            empty = np.zeros(self.words.shape, self.words.dtype)
+            words = jax.make_array_from_callback(empty.shape, self.target, lambda index: empty[index])
         return words if self.key_impl is None else jax.random.wrap_key_data(words, impl=self.key_impl)
 
     def tiles(self, array: Array) -> dict[Key, Array]:
         """What each sender holds, and the boxes among it that are whole tiles."""
-        held = {shard.device.id: shard.data for shard in array.addressable_shards}
+        held = _tiles_by_device(array)
         values: dict[Key, Array] = {_Tile("source", self.number, device): tile for device, tile in held.items()}
         values.update({parcel: held[parcel.send.sender] for parcel in self.parcels if not self.is_cut(parcel)})
         return values
@@ -272,12 +319,15 @@ class _Route:
 
     def assembled(self, values: Mapping[Key, Array]) -> Array:
         """The array under `between` that the received tiles make."""
-        tiles = [values[key] for key in self.arrivals.values()]
+        return self.between_array([values[key] for key in self.arrivals.values()])
+
+    def between_array(self, tiles: Sequence[Array]) -> Array:
+        """The array under `between` of which this process holds these tiles."""
         shape = list(self.words.shape)
         for cut in self.plan.cuts:
             parts = math.prod(self.plan.target.mesh_shape[axis] for axis in cut.axes)
             shape[cut.dim] = shape[cut.dim] // self._tile_size(cut.dim) * parts * cut.chunk
-        return jax.make_array_from_single_device_arrays(tuple(shape), self.between, tiles)
+        return jax.make_array_from_single_device_arrays(tuple(shape), self.between, tiles, dtype=self.words.dtype)
 
     def gathered(self, shares: Array) -> Array:
         """Traced: the target's tiles from their shares."""
@@ -294,6 +344,15 @@ class _Route:
 
     def _tile_size(self, dim: int) -> int:
         return extent(self.plan.target.boxes[0])[dim]
+
+
+def _exchange(routes: Sequence[_Route]) -> Exchange:
+    devices = {number: device for route in routes for number, device in route.move.devices.items()}
+    return Exchange([Passage(route.plan, route.frames, route.words.dtype) for route in routes], devices)
+
+
+def _tiles_by_device(array: Array) -> dict[int, Array]:
+    return {shard.device.id: shard.data for shard in array.addressable_shards}
 
 
 def _per_device(

@@ -206,16 +206,3 @@ def test_a_few_bytes_more_over_the_slow_link_are_worth_a_saved_call():
 def test_a_tiling_that_no_sharding_produces_is_refused():
     with pytest.raises(ValueError, match=r"tiles 0:4 and 2:6 of dimension 0 overlap without being equal"):
         Tiling((2,), (0, 1), (((0, 4),), ((2, 6),)))
-
-
-def test_only_copies_are_planned_where_whole_tiles_must_travel():
-    rows = [Tiling.of_spec((64, 8), X, mesh_shape=(4,), first_device=first) for first in (0, 4)]
-    columns = Tiling.of_spec((64, 8), Y, mesh_shape=(4,), first_device=4)
-    whole = Tiling.of_spec((64, 8), WHOLE, mesh_shape=(4,), first_device=4)
-    assert plan_reshard((64, 8), 4, *rows, whole_tiles=True).kind == "copy"
-    gathered = plan_reshard((64, 8), 1 << 20, rows[0], whole, whole_tiles=True)
-    assert (gathered.kind, [cut.dim for cut in gathered.cuts]) == ("copy", [0])
-    with pytest.raises(
-        ValueError, match=r"no copy of whole tiles .* 4 devices with tiles \(16, 8\) .* tiles \(64, 2\)"
-    ):
-        plan_reshard((64, 8), 4, rows[0], columns, whole_tiles=True)

@@ -1,0 +1,57 @@
+"""Which process has which devices, and values that every process knows as arrays of all of them.
+
+In: shardings, and values that are the same on every process. Out: arrays of which each process holds its own part. A *global*
+array has one sharding that all processes know: autopar made it, or `jax.jit` did. Any other value (a NumPy array, a number, a
+`jax.Array` on one device) is a *host* value: every process has its own copy and all are equal. What a process does must depend
+on nothing but what all processes know, so the kind of sharding decides, and never whether the array can be addressed here.
+
+What can go wrong: host values that differ; nothing compares them, and each process makes its part from its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+
+def processes_of(sharding: Sharding) -> frozenset[int]:
+    """The processes that have devices of a sharding."""
+    return frozenset(device.process_index for device in sharding.device_set)
+
+
+def is_here(sharding: Sharding) -> bool:
+    """Whether this process has one of the devices."""
+    return jax.process_index() in processes_of(sharding)
+
+
+def are_here(devices: Sequence[jax.Device]) -> bool:
+    """Whether all devices are of this process."""
+    here = jax.process_index()
+    return all(device.process_index == here for device in devices)
+
+
+def absent(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
+    """An array that lies on devices of other processes alone: shape, type and sharding, and no shard here."""
+    return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
+
+
+def is_global(value: Any) -> bool:
+    """Whether a value is an array that all processes know by one sharding; see the module's text."""
+    return isinstance(value, jax.Array) and not isinstance(value.sharding, SingleDeviceSharding)
+
+
+def from_host(value: Any, sharding: Sharding) -> jax.Array:
+    """The array of a host value, on devices of any processes: each makes its own part; PRNG keys as their words."""
+    if not is_here(sharding):
+        return absent(np.shape(value), jax.typeof(value).dtype, sharding)
+    if are_here([*sharding.device_set]):
+        return jax.device_put(value, sharding)
+    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        words = from_host(np.asarray(jax.random.key_data(value)), sharding)
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
+    numbers = np.asarray(value, jax.typeof(value).dtype)
+    return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
