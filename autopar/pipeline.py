@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.compat import Var
-from autopar.compile import checked_leaves, device_mesh
+from autopar.compile import checked_leaves, device_mesh, refuse_consumed
 from autopar.errors import ArgumentError
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipeline_planner import schedule_of
@@ -161,6 +161,7 @@ class CompiledPipeline:
 
     def run(self, leaves: Sequence[Any], *, record: bool = False) -> Any:
         """One step on the flat leaves of its arguments; results as a tree, each on the stage that made it."""
+        refuse_consumed(self.signature.name, self.traced, leaves)
         found = self._driver.run(self._supplied([*leaves, *self.traced.constants]), record=record)
         flat: list[Any] = [None] * len(self.traced.outputs)
         for (mesh, value), refs in self._linked.outputs.items():

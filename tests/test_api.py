@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 import autopar
+from autopar.errors import ArgumentError
 from tests import oracles
 from tests.oracles import assert_trees_close
 
@@ -160,6 +161,21 @@ def test_arrays_that_the_step_did_not_lay_out_stay_the_callers(constraints):
     for _ in range(2):
         step(state, batch)
     assert_trees_close((state, batch), expected, rtol_of_scale=0)
+
+
+def test_a_consumed_state_that_is_passed_again_is_refused_by_the_leaves_paths_in_every_step_that_takes_it():
+    step = autopar.parallelize(train_step, mesh_shape=(8,))
+    evaluate = autopar.parallelize(lambda state, batch: loss_of(state["params"], batch), follow=step)
+    first, _ = step(make_state(), make_batch())
+    second, _ = step(first, make_batch())
+    words = r"given to train_step no longer exist: state/.*A step consumes its state: .* Pass the returned state on"
+    with pytest.raises(ArgumentError, match=words):
+        step(first, make_batch())
+    with pytest.raises(ArgumentError, match=r"given to <lambda> no longer exist: state/.*donate_argnums=\(\)"):
+        evaluate(first, make_batch())
+    second["params"][0]["kernel"].delete()
+    with pytest.raises(ArgumentError, match=r"1 of the \d+ arrays .* no longer exist: state/params/0/kernel\. A step"):
+        step(second, make_batch())
 
 
 def test_nothing_is_donated_if_the_user_says_so():

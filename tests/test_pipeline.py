@@ -241,6 +241,17 @@ def test_state_stays_on_its_stages_is_consumed_and_nothing_leaks(trained):
     assert {len(leaf.devices()) for leaf in jax.tree.leaves(parallel.gather(now))} == {1}
 
 
+def test_a_consumed_state_that_is_passed_again_is_refused_by_the_leaves_paths(trained):
+    parallel, compiled, state, batch = trained
+    first = compiled(state, batch)[0]
+    second = compiled(first, batch)[0]
+    words = r"no longer exist: state/.*A step consumes its state: .* Pass the returned state on, `state, \.\.\. ="
+    for call in (parallel, compiled):
+        with pytest.raises(ArgumentError, match=words):
+            call(first, batch)
+    compiled(second, batch)
+
+
 def test_a_state_on_the_host_is_not_overwritten(trained):
     _, compiled, state, batch = trained
     host = jax.tree.map(np.array, jax.device_get(state))
