@@ -20,10 +20,10 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from autopar.catalogue import PlannerOptions
 from autopar.compile import CompiledStep, create_sharded
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError, PlanError
-from autopar.graph import PlannerOptions
 from autopar.options import ConstraintsLike, as_constraints
 from autopar.pipeline import CompiledPipeline
 from autopar.pipeline_plan import PipelinePlan

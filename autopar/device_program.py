@@ -14,9 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autopar.catalogue import is_opaque, itemsize_of
 from autopar.compat import Literal, Var
 from autopar.footprint import Block, Kind, Operation, Value
-from autopar.graph import Source, StrategyGraph, is_opaque, itemsize_of
+from autopar.graph import Source, StrategyGraph
 from autopar.mesh import Layout
 from autopar.program import Atom, Equation, Program, fan_out_p
 from autopar.relayout import LOCAL_KINDS

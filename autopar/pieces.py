@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+from autopar.catalogue import itemsize_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
-from autopar.graph import itemsize_of
 from autopar.microbatch import Result, TimeLoop
 from autopar.program import Equation
 from autopar.rules import entry_for

@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from autopar.catalogue import Catalogues, PlannerOptions, itemsize_of
 from autopar.constraints import allowed_layouts, batch_axes
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparWarning, ConstraintError, OutOfMemoryError, PlanError
-from autopar.graph import BatchSplit, PlannerOptions, StrategyGraph, build_graph, itemsize_of
+from autopar.graph import BatchSplit, StrategyGraph, build_graph
 from autopar.interchange import class_numbers, equal_axes
 from autopar.intra_op import Choice, choose
 from autopar.memory import TEMPORARIES_MARGIN, MemoryModel, Resident
@@ -47,6 +48,7 @@ class PlanRequest:
     memory_limit_bytes: int | None
     constraints: Constraints
     options: PlannerOptions
+    catalogues: Catalogues = dataclasses.field(default_factory=Catalogues, compare=False, repr=False)
 
 
 def logical_meshes(devices: int) -> tuple[LogicalMesh, ...]:
@@ -138,6 +140,7 @@ def graph_for(
         input_layouts=inputs,
         output_layouts=following,
         batch=batch,
+        catalogue=request.catalogues.of(mesh, request.cluster, request.options),
     )
 
 

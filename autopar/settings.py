@@ -17,10 +17,10 @@ from typing import Any, Literal, Protocol, get_args
 import jax
 import numpy as np
 
+from autopar.catalogue import PlannerOptions, itemsize_of
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster, preset, preset_for_device_kind
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError
-from autopar.graph import PlannerOptions, itemsize_of
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import in_microbatches, microbatch_counts
 from autopar.options import Constraints, Rule

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.catalogue import Spaces, is_opaque
 from autopar.compat import Literal, Var
 from autopar.factors import FactorRule
-from autopar.graph import Source, Spaces, StrategyGraph, is_opaque
+from autopar.graph import Source, StrategyGraph
 from autopar.local import LocalCall
 from autopar.mesh import Layout, LogicalMesh
 from autopar.program import Atom, Equation, Program

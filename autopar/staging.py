@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from autopar.boundary import layer_boundary_p
+from autopar.catalogue import itemsize_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.constraints import allowed_layouts
 from autopar.errors import ArgumentError, AutoparWarning, OutOfMemoryError, UnsupportedProgramError
-from autopar.graph import itemsize_of
 from autopar.mesh import Layout, LogicalMesh
 from autopar.microbatch import TimeLoop, uneven_leaves
 from autopar.options import Constraints

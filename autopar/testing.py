@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.catalogue import PlannerOptions
 from autopar.compat import make_mesh
 from autopar.cost_model.hardware import PRESETS
 from autopar.errors import ArgumentError
-from autopar.graph import PlannerOptions, build_graph
+from autopar.graph import build_graph
 from autopar.mesh import LogicalMesh
 from autopar.program import program_of
 from autopar.spmd import Assignment, assign, sharded

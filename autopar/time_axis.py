@@ -28,14 +28,15 @@ from typing import Literal
 
 import numpy as np
 
+from autopar.catalogue import Catalogue, PlannerOptions, RuleBook, is_opaque, itemsize_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.cost_model.hardware import Cluster
-from autopar.graph import Node, PlannerOptions, StrategyGraph, Use, build_graph, is_opaque, itemsize_of
+from autopar.graph import Node, StrategyGraph, Use, build_graph
 from autopar.intra_op import choose
 from autopar.mesh import Layout, LogicalMesh
 from autopar.program import Equation, Program
-from autopar.rules import entry_for, rule_for
+from autopar.rules import entry_for
 from autopar.spmd import Assignment, assign
 from autopar.strategies import ShardingStrategy
 from autopar.trace import TracedStep
@@ -84,15 +85,19 @@ def plan_time(traced: TracedStep, microbatches: int, *, late_sums: bool = False)
     """
     mesh = LogicalMesh((microbatches,), ("time",))
     program = traced.program
+    machine = Cluster.uniform((0.0,), (0.0,), flops_per_s=_FLOPS_PER_BYTE, memory_bytes_per_s=1.0)
+    options = PlannerOptions(allow_redundant_compute=True, kinds=frozenset())
+    rules = RuleBook()
     graph = build_graph(
         program,
         mesh,
-        Cluster.uniform((0.0,), (0.0,), flops_per_s=_FLOPS_PER_BYTE, memory_bytes_per_s=1.0),
-        PlannerOptions(allow_redundant_compute=True, kinds=frozenset()),
+        machine,
+        options,
         input_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.invars],
         output_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.outvars],
+        catalogue=Catalogue(mesh, machine, options, rules),
     )
-    examples = example_factors(traced)
+    examples = example_factors(traced, rules)
     problem = _Problem(graph, microbatches, examples, late_sums=late_sums)
     found = choose(problem.costs(), problem.edges())
     assert found is not None
@@ -306,7 +311,7 @@ def _line(plan: TimePlan, eqn: Equation) -> str:
     return next((line for line in lines if line), "an unknown line")
 
 
-def example_factors(traced: TracedStep) -> dict[Equation, frozenset[str]]:
+def example_factors(traced: TracedStep, rules: RuleBook) -> dict[Equation, frozenset[str]]:
     """For each equation the factors that count examples: those of the batch's leading dimension, followed through the rules."""
     found: dict[Equation, frozenset[str]] = {}
     dims: dict[Var, frozenset[int]] = {}
@@ -316,7 +321,7 @@ def example_factors(traced: TracedStep) -> dict[Equation, frozenset[str]]:
             if eqn.loop is not None:
                 _follow_loop(eqn, dims, follow)
                 continue
-            rule = rule_for(eqn)
+            rule = rules.rule(eqn)
             marked = set()
             for atom, operand in zip(eqn.invars, rule.inputs, strict=True):
                 if not isinstance(atom, JaxLiteral):

@@ -14,8 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.bounds import bound_problem
+from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import PRESETS
-from autopar.graph import PlannerOptions, build_graph
+from autopar.graph import build_graph
 from autopar.intra_op import MemoryRow, choose, value_of
 from autopar.mesh import LogicalMesh
 from autopar.presolve import min_plus, reduce_problem

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from autopar.catalogue import PlannerOptions, network_of
 from autopar.cost_model.hardware import PRESETS, Cluster
-from autopar.graph import PlannerOptions, network_of
 from autopar.mesh import Layout, LogicalMesh
 from autopar.relayout import KINDS, LayoutSpace, all_layouts, permutation
 from autopar.spmd import perform

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
-from autopar.graph import PlannerOptions
 from autopar.options import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.planner import PlanRequest

@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import pytest
 
+from autopar.catalogue import PlannerOptions
 from autopar.compat import Literal
 from autopar.compile import device_mesh
 from autopar.cost_model.hardware import preset
 from autopar.errors import PlanError
-from autopar.graph import PlannerOptions
 from autopar.mesh import LogicalMesh
 from autopar.options import Constraints
 from autopar.planner import PlanRequest

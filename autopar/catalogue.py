@@ -1,0 +1,249 @@
+"""What operations may choose on a mesh, what each choice costs, and what relayout between choices costs: looked up once.
+
+In: a mesh, a machine, the planner's options; then one equation at a time. Out: its `StrategySet`, and matrices of seconds
+between the layouts that one operation gives and another needs. Equal equations share a set and equal pairs a matrix, across
+all graphs that are built from one catalogue: the layers and stages of one search differ little. Frozen but for what it has
+looked up already. What can go wrong: a catalogue used for a machine whose prices have changed; make another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_model.compute import roofline_s
+from autopar.cost_model.hardware import Cluster
+from autopar.errors import ArgumentError
+from autopar.factors import FactorRule
+from autopar.mesh import Layout, LogicalMesh
+from autopar.program import Equation
+from autopar.relayout import KINDS, LayoutSpace, Network
+from autopar.rules import PrimitiveRule, entry_for, flops_of, rule_for
+from autopar.strategies import ShardingStrategy, strategies_of, undivided_dropped
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannerOptions:
+    """What the search may do. `every_strategy` keeps even those that never pay: for tests."""
+
+    allow_redundant_compute: bool = False
+    kinds: frozenset[str] = frozenset(KINDS)
+    every_strategy: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StrategySet:
+    """Strategies shared by all equations that look alike, with the seconds and the output bytes per device of each."""
+
+    strategies: tuple[ShardingStrategy, ...]
+    seconds: np.ndarray
+    out_bytes: np.ndarray
+
+
+def itemsize_of(aval: Any) -> int:
+    """Bytes of one element."""
+    return int(aval.dtype.itemsize)
+
+
+def is_opaque(aval: Any) -> bool:
+    """Whether elements are not plain numbers (random keys): such values are never split or combined."""
+    return not isinstance(aval.dtype, np.dtype)
+
+
+def is_ascending(layout: Layout) -> bool:
+    """Whether axes that share a dimension are in the mesh's order."""
+    return all(list(axes) == sorted(axes) for axes in layout.dims)
+
+
+class Spaces:
+    """Layout spaces by shape, made when first needed."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self._spaces: dict[tuple[Any, ...], LayoutSpace] = {}
+
+    def of(self, aval: Any, monoids: tuple[str, ...]) -> LayoutSpace:
+        """The space of values like `aval` that may be partial under `monoids`."""
+        key = (tuple(aval.shape), itemsize_of(aval), monoids)
+        if key not in self._spaces:
+            self._spaces[key] = LayoutSpace(key[0], key[1], self.network, monoids)
+        return self._spaces[key]
+
+    def between(self, aval: Any, source: Layout, target: Layout) -> LayoutSpace:
+        """A space that holds both layouts."""
+        monoids = {m for layout in (source, target) for _, m in layout.partial}
+        return self.of(aval, tuple(sorted(monoids)))
+
+
+def network_of(cluster: Cluster, mesh: LogicalMesh, options: PlannerOptions) -> Network:
+    """Collective costs of a cluster on a logical mesh."""
+    try:
+        costs = cluster.mesh_costs(mesh.shape)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
+    return Network(mesh, costs, 1.0 / cluster.device.sustained_bytes_per_s, options.kinds)
+
+
+class RuleBook:
+    """The factor rules and the work of equations, each found once."""
+
+    def __init__(self) -> None:
+        self._rules: dict[Equation, FactorRule] = {}
+        self._flops: dict[Equation, float] = {}
+
+    def rule(self, eqn: Equation) -> FactorRule:
+        """`rule_for` of an equation."""
+        if eqn not in self._rules:
+            self._rules[eqn] = rule_for(eqn)
+        return self._rules[eqn]
+
+    def flops(self, eqn: Equation) -> float:
+        """`flops_of` of an equation under its own rule."""
+        if eqn not in self._flops:
+            self._flops[eqn] = flops_of(eqn, self.rule(eqn))
+        return self._flops[eqn]
+
+
+class Catalogue:
+    """Strategies and prices on one mesh of one machine."""
+
+    def __init__(self, mesh: LogicalMesh, cluster: Cluster, options: PlannerOptions, rules: RuleBook) -> None:
+        self.mesh, self.cluster, self.options, self.rules = mesh, cluster, options, rules
+        self.spaces = Spaces(network_of(cluster, mesh, options))
+        self._sets: dict[Any, StrategySet] = {}
+        self._matrices: dict[Any, np.ndarray] = {}
+        self._sums: dict[Any, np.ndarray] = {}
+
+    def fixed(self, layouts: tuple[Layout, ...]) -> StrategySet:
+        """The choices of an input or output: one strategy per layout, at no cost."""
+        key = ("input", layouts)
+        if key not in self._sets:
+            strategies = tuple(ShardingStrategy((), (la,), (la,), 1) for la in layouts)
+            self._sets[key] = StrategySet(strategies, np.zeros(len(layouts)), np.zeros(len(layouts)))
+        return self._sets[key]
+
+    def plain(self, aval: Any) -> tuple[Layout, ...]:
+        """All layouts of a value that are not partial."""
+        if is_opaque(aval):
+            return (Layout.replicated(len(aval.shape)),)
+        return tuple(la for la in self.spaces.of(aval, ()).layouts if is_ascending(la))
+
+    def choices(self, eqn: Equation, rule: FactorRule, carried: frozenset[str]) -> StrategySet:
+        """What an equation may choose; `carried`: monoids under which its linear operands may be partial."""
+        entry = entry_for(eqn)
+        avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+        flops = self.rules.flops(eqn)
+        dtypes = tuple(a.dtype for a in avals)
+        key = (rule, carried, entry.heavy, entry.fused, entry.free, flops, dtypes)
+        if key not in self._sets:
+            strategies = strategies_of(rule, self.mesh, monoids=tuple(sorted(carried)))
+            if entry.heavy and not self.options.allow_redundant_compute and not self.options.every_strategy:
+                strategies = undivided_dropped(strategies)
+            if not self.options.every_strategy:
+                strategies = tuple(s for s in strategies if all(is_ascending(la) for la in (*s.inputs, *s.outputs)))
+            seconds = np.array([self._seconds(eqn, entry, flops, s) for s in strategies])
+            out_bytes = np.array([self._out_bytes(eqn, s) for s in strategies], dtype=float)
+            self._sets[key] = StrategySet(strategies, seconds, out_bytes)
+        return self._sets[key]
+
+    def relayout(self, aval: Any, gives: Sequence[Layout], needs: Sequence[Layout]) -> np.ndarray:
+        """Seconds from each layout of the first to each of the second."""
+        if is_opaque(aval):
+            return np.zeros((len(gives), len(needs)))
+        monoids = {m for layout in (*gives, *needs) for _, m in layout.partial}
+        space = self.spaces.of(aval, tuple(sorted(monoids)))
+        rows = [space.index[layout] for layout in gives]
+        columns = [space.index[layout] for layout in needs]
+        return space.seconds[np.ix_(rows, columns)]
+
+    def passed(
+        self,
+        aval: Any,
+        giver: StrategySet,
+        output: int,
+        taker: StrategySet,
+        operand: int,
+        *,
+        stacked: tuple[bool, bool] = (False, False),
+        flipped: bool = False,
+    ) -> np.ndarray:
+        """Seconds of relayout for every pair of choices of who gives a value and who takes it; `flipped`: transposed.
+
+        stacked: whether what is given, and what is taken, are the parts of a stack like `aval`.
+        """
+        key = (id(giver), output, id(taker), operand, stacked, tuple(aval.shape), itemsize_of(aval), flipped)
+        if key not in self._matrices:
+            if flipped:
+                matrix = self.passed(aval, giver, output, taker, operand, stacked=stacked).T
+            else:
+                gives = [s.outputs[output] for s in giver.strategies]
+                needs = [s.inputs[operand] for s in taker.strategies]
+                matrix = self.relayout(
+                    aval,
+                    [la.prepend() for la in gives] if stacked[0] else gives,
+                    [la.prepend() for la in needs] if stacked[1] else needs,
+                )
+            self._matrices[key] = matrix
+        return self._matrices[key]
+
+    def summed(self, parts: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
+        """The sum of trips times matrices of `passed`."""
+        key = tuple((trips, id(matrix)) for trips, matrix in parts)
+        if key not in self._sums:
+            self._sums[key] = np.asarray(sum(trips * matrix for trips, matrix in parts))
+        return self._sums[key]
+
+    def _seconds(self, eqn: Equation, entry: PrimitiveRule, flops: float, strategy: ShardingStrategy) -> float:
+        if entry.free:
+            return 0.0
+        moved = self._out_bytes(eqn, strategy)
+        if not entry.fused:
+            moved += sum(
+                layout.local_bytes(v.aval.shape, itemsize_of(v.aval), self.mesh)
+                for v, layout in zip(eqn.invars, strategy.inputs, strict=True)
+            )
+        dtype = str(eqn.outvars[0].aval.dtype)
+        flops = flops / strategy.ways if entry.heavy else 0.0
+        return roofline_s(
+            self.cluster,
+            flops=flops,
+            moved_bytes=moved,
+            dtype=dtype,
+            launched=not entry.fused,
+            sizes=self._product_sizes(eqn, strategy) if entry.heavy else None,
+        )
+
+    def _product_sizes(self, eqn: Equation, strategy: ShardingStrategy) -> tuple[float, float, float] | None:
+        """Elements per device of the two operands and the result of a contraction; None if it is not one of two operands."""
+        if len(eqn.invars) != 2 or len(eqn.outvars) != 1:
+            return None
+        layouts = (*strategy.inputs, *strategy.outputs)
+        left, right, result = (
+            float(layout.local_bytes(v.aval.shape, 1, self.mesh))
+            for v, layout in zip((*eqn.invars, *eqn.outvars), layouts, strict=True)
+        )
+        return left, right, result
+
+    def _out_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> int:
+        return sum(
+            layout.local_bytes(v.aval.shape, itemsize_of(v.aval), self.mesh)
+            for v, layout in zip(eqn.outvars, strategy.outputs, strict=True)
+        )
+
+
+class Catalogues:
+    """The catalogues of one search, a mesh each, made when first needed."""
+
+    def __init__(self) -> None:
+        self.rules = RuleBook()
+        self._made: dict[Any, Catalogue] = {}
+
+    def of(self, mesh: LogicalMesh, cluster: Cluster, options: PlannerOptions) -> Catalogue:
+        """The catalogue of a mesh."""
+        key = (mesh, id(cluster), options)
+        if key not in self._made:
+            self._made[key] = Catalogue(mesh, cluster, options, self.rules)
+        return self._made[key]
