@@ -43,6 +43,7 @@ from autopar.settings import (
     checked_stages,
     numbers,
 )
+from autopar.split_array import SplitArray
 from autopar.trace import BoundArguments, CallSignature, bind_arguments, require_state, trace
 
 
@@ -97,7 +98,11 @@ class ParallelStep:
     def gather(self, tree: Any) -> Any:
         """Arrays that live on stages or are split over devices, as ordinary arrays on one device."""
         device = self.jax_devices()[0]
-        return jax.tree.map(lambda x: jax.device_put(x, device) if isinstance(x, jax.Array) else x, tree)
+
+        def ordinary(x: Any) -> Any:
+            return x.on_device(device) if isinstance(x, SplitArray) else jax.device_put(x, device)
+
+        return jax.tree.map(lambda x: ordinary(x) if isinstance(x, jax.Array | SplitArray) else x, tree)
 
     def last_plan(self) -> Plan | PipelinePlan:
         """The plan that was made last; PlanError if there is none."""

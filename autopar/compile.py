@@ -19,6 +19,7 @@ from autopar.compat import make_mesh
 from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.mesh import LogicalMesh
 from autopar.plan import Plan
+from autopar.split_array import SplitArray, SplitSharding, in_pieces, joined, placed_apart
 from autopar.spmd import Assignment, partition_spec, sharded
 from autopar.trace import CallSignature, TracedStep, bind_arguments
 
@@ -45,7 +46,7 @@ def checked_leaves(
             f"{signature.name} was compiled for arguments of structure {traced.in_tree}, called with {tree}"
         )
     expected = traced.inputs[: len(leaves)]
-    given = [jax.typeof(x) for x in leaves]
+    given = [x if isinstance(x, SplitArray) else jax.typeof(x) for x in leaves]
     wrong = [
         f"{leaf.path} is {x.dtype}{list(x.shape)}, compiled for {leaf.dtype}{list(leaf.given_shape)}"
         for leaf, x in zip(expected, given, strict=True)
@@ -71,25 +72,28 @@ def refuse_consumed(name: str, traced: TracedStep, leaves: Sequence[Any]) -> Non
         )
 
 
-def create_sharded(create_fn: Callable[..., Any], args: Sequence[Any], shardings: Sequence[NamedSharding]) -> Any:
+def create_sharded(
+    create_fn: Callable[..., Any], args: Sequence[Any], shardings: Sequence[NamedSharding | SplitSharding]
+) -> Any:
     """`create_fn(*args)` with its leaves in the given shardings; no device ever holds more than its part.
 
-    Leaves that live on different meshes are made by one program per mesh.
+    Leaves, and pieces of leaves, that live on different meshes are made by one program per mesh.
     """
     tree = jax.tree.structure(jax.eval_shape(create_fn, *args))
-    meshes = list(dict.fromkeys(sharding.mesh for sharding in shardings))
-    made: list[Any] = [None] * len(shardings)
+    held, places = placed_apart(shardings)
+    meshes = list(dict.fromkeys(sharding.mesh for sharding in places))
+    made: list[Any] = [None] * len(places)
     for mesh in meshes:
-        here = [i for i, sharding in enumerate(shardings) if sharding.mesh == mesh]
+        here = [i for i, sharding in enumerate(places) if sharding.mesh == mesh]
 
         def some(*given: Any, here: Sequence[int] = here) -> list[Any]:
-            leaves = jax.tree.leaves(create_fn(*given))
-            return [leaves[i] for i in here]
+            parts = in_pieces(jax.tree.leaves(create_fn(*given)), held)
+            return [parts[i] for i in here]
 
-        arrays = jax.jit(some, out_shardings=[shardings[i] for i in here])(*args)
+        arrays = jax.jit(some, out_shardings=[places[i] for i in here])(*args)
         for i, array in zip(here, arrays, strict=True):
             made[i] = array
-    return jax.tree.unflatten(tree, made)
+    return jax.tree.unflatten(tree, joined(made, held))
 
 
 def _in_slices(value: Any, shape: tuple[int, ...]) -> Any:

@@ -30,7 +30,8 @@ from autopar.spmd import Lowering, Placed, Scope, neutral_element
 from autopar.time_axis import MixedExamples, TimePlan, plan_time
 from autopar.trace import Leaf, TracedStep, fingerprint_of
 
-_COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "or": jnp.logical_or, "and": jnp.logical_and}
+COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "or": jnp.logical_or, "and": jnp.logical_and}
+"""How two partial results are combined, by monoid."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Result:
 
     def add(self, accumulator: jax.Array, term: jax.Array) -> jax.Array:
         """The accumulator after one more microbatch."""
-        return _COMBINE[self._monoid](accumulator, term.astype(self.dtype))
+        return COMBINE[self._monoid](accumulator, term.astype(self.dtype))
 
     def finish(self, collected: jax.Array) -> jax.Array:
         """The value of the full batch, from the accumulator or from the stack (m, ...) of slices."""

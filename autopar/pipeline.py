@@ -27,6 +27,8 @@ from autopar.runtime.emit import emit
 from autopar.runtime.instructions import Slot, TaskSpec, Value
 from autopar.runtime.resharding import BatchResharder, Move
 from autopar.runtime.schedules import Schedule
+from autopar.split_array import SplitSharding, held_in, in_pieces, joined
+from autopar.split_scans import SplitStep
 from autopar.spmd import Assignment, partition_spec
 from autopar.stage_program import PROLOGUE, StageProgram
 from autopar.staging import Staged
@@ -94,18 +96,24 @@ def compile_pipeline(
         )
         for stage, where in zip(staged.stages, plan.stages, strict=True)
     ]
-    return CompiledPipeline(signature, plan, stages, schedule)
+    return CompiledPipeline(signature, plan, stages, schedule, split_step=staged.split)
 
 
 class CompiledPipeline:
     """A step compiled into pipeline stages. Calling it runs one step; results stay on the stages that make them."""
 
     def __init__(
-        self, signature: CallSignature, plan: PipelinePlan, stages: Sequence[PlannedStage], schedule: Schedule
+        self,
+        signature: CallSignature,
+        plan: PipelinePlan,
+        stages: Sequence[PlannedStage],
+        schedule: Schedule,
+        *,
+        split_step: SplitStep,
     ) -> None:
         self.signature, self.plan = signature, plan
         self.stages, self.schedule = tuple(stages), schedule
-        self.traced = stages[0].program.cut.loop.traced
+        self.traced, self._split = split_step.whole, split_step
         split = "weight_gradient" in schedule.kinds
         self.nodes = {
             task.name: _Node(s, task)
@@ -148,10 +156,15 @@ class CompiledPipeline:
         return self.run(checked_leaves(self.signature, self.traced, args, kwargs))
 
     @functools.cached_property
-    def in_shardings(self) -> dict[int, NamedSharding]:
+    def in_shardings(self) -> dict[int, NamedSharding | SplitSharding]:
         """Where each leaf of the step lives between steps, by number; leaves of the batch have no such place."""
+        return held_in(self._split.inputs, self._places)
+
+    @functools.cached_property
+    def _places(self) -> dict[int, NamedSharding]:
+        """Where each leaf of the divided step lives between steps."""
         places: dict[int, NamedSharding] = {}
-        numbers = {v: i for i, v in enumerate(self.traced.program.invars)}
+        numbers = {v: i for i, v in enumerate(self._split.step.program.invars)}
         for stage in self.stages:
             for i, port in enumerate(stage.program.inputs):
                 if port.source == "leaf":
@@ -162,14 +175,14 @@ class CompiledPipeline:
     def run(self, leaves: Sequence[Any], *, record: bool = False) -> Any:
         """One step on the flat leaves of its arguments; results as a tree, each on the stage that made it."""
         refuse_consumed(self.signature.name, self.traced, leaves)
-        found = self._driver.run(self._supplied([*leaves, *self.traced.constants]), record=record)
-        flat: list[Any] = [None] * len(self.traced.outputs)
+        found = self._driver.run(self._supplied(self._leaves(leaves)), record=record)
+        flat: list[Any] = [None] * len(self._split.step.outputs)
         for (mesh, value), refs in self._linked.outputs.items():
             for (stage, ref), array in zip(refs, found[mesh, value], strict=True):
                 number = self.stages[stage].program.outputs[ref.key].output
                 if number is not None:
                     flat[number] = array
-        return jax.tree.unflatten(self.traced.out_tree, flat)
+        return jax.tree.unflatten(self.traced.out_tree, joined(flat, self._split.outputs))
 
     def as_text(self) -> str:
         """The optimised HLO of every task, under its name."""
@@ -179,10 +192,15 @@ class CompiledPipeline:
         """The timeline of the last run with `record=True`."""
         return self._driver.timeline()
 
+    def _leaves(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of the divided step: those of a call, stacks in pieces, and constants."""
+        return [*in_pieces(leaves, self._split.inputs), *self._split.step.constants]
+
     def _supplied(self, leaves: Sequence[Any]) -> dict[tuple[int, Value], Any]:
         """The driver's inputs: every leaf where it is read, the batch in slices; all copies are one call."""
-        by_var = dict(zip(self.traced.program.invars, leaves, strict=True))
-        donated = {v for v, leaf in zip(self.traced.program.invars, self.traced.inputs, strict=True) if leaf.donated}
+        step = self._split.step
+        by_var = dict(zip(step.program.invars, leaves, strict=True))
+        donated = {v for v, leaf in zip(step.program.invars, step.inputs, strict=True) if leaf.donated}
         arrays: list[Any] = []
         shardings: list[Any] = []
         copied: list[bool] = []
@@ -218,8 +236,8 @@ class CompiledPipeline:
                 if node.stage == stage and ref in node.task.in_shardings:
                     return self.nodes[name].task.in_shardings[ref]
         var = planned.program.inputs[ref.key].var
-        numbers = {v: i for i, v in enumerate(self.traced.program.invars)}
-        return self.in_shardings[numbers[var]]
+        numbers = {v: i for i, v in enumerate(self._split.step.program.invars)}
+        return self._places[numbers[var]]
 
     def _transfer(self, arrays: Any, value: Value, source_mesh: int, target_mesh: int) -> Any:
         name = value.name

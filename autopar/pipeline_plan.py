@@ -48,7 +48,10 @@ class TransferPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """See the module's text. `cuts` are places in the chain of forward equations; `recompute`: backward repeats forward work."""
+    """See the module's text. `cuts` are places in the chain of forward equations; `recompute`: backward repeats forward work.
+
+    `scan_cuts`: for each stack of layers that is scanned over, the layers at which the scan is divided before that.
+    """
 
     fingerprint: str
     cluster: str
@@ -63,6 +66,7 @@ class PipelinePlan:
     memory_limit_bytes: int | None
     planning_s: float
     recompute: bool = False
+    scan_cuts: tuple[tuple[int, ...], ...] = ()
     version: int = VERSION
 
     @property
@@ -108,10 +112,12 @@ class PipelinePlan:
             raise PlanError(
                 f"plan of version {fields.get('version')}, this autopar reads version {VERSION}: plan again"
             )
+        fields.setdefault("scan_cuts", ())  # plans of version 1 from before scans were divided
         _check(cls, fields)
         fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])
         fields["transfers"] = tuple(TransferPlan(**transfer) for transfer in fields["transfers"])
         fields["cuts"] = tuple(fields["cuts"])
+        fields["scan_cuts"] = tuple(tuple(cuts) for cuts in fields["scan_cuts"])
         return cls(**fields)
 
 

@@ -131,7 +131,9 @@ def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanReques
             f"the plan was made for another step: its program has fingerprint {plan.fingerprint}, this one "
             f"{traced.fingerprint}. Shapes, types, the model or JAX's version differ; plan again."
         )
-    wanted = StageRequest((), plan.num_stages, plan.num_microbatches, (), plan.cuts, recompute=plan.recompute)
+    wanted = StageRequest(
+        (), plan.num_stages, plan.num_microbatches, (), plan.cuts, recompute=plan.recompute, scan_cuts=plan.scan_cuts
+    )
     return restore_stages(traced, [s.plan for s in plan.stages], wanted, request)
 
 
@@ -214,6 +216,7 @@ def _describe(traced: TracedStep, staged: Staged, schedule: Schedule, request: P
         bubble=simulated.bubble,
         memory_limit_bytes=request.memory_limit_bytes,
         planning_s=0.0,
+        scan_cuts=staged.split.cuts,
     )
 
 

@@ -45,7 +45,7 @@ class ForwardEquation:
 
 def forward_chain(loop: TimeLoop) -> tuple[ForwardEquation, ...]:
     """The forward equations of the step in order, with the work of each and what a cut before it sends per microbatch."""
-    chain = Kinds(loop).forward()
+    chain = Kinds.of(loop).forward()
     place = {eqn: i for i, eqn in enumerate(chain)}
     last: dict[Var, int] = {}
     for eqn in chain:
@@ -77,7 +77,7 @@ class _Cutter:
     def __init__(self, loop: TimeLoop, cuts: Sequence[int]) -> None:
         self.loop, self.cuts = loop, tuple(cuts)
         self.num_stages = len(cuts) + 1
-        self.kinds = Kinds(loop)
+        self.kinds = Kinds.of(loop)
         self.prologue = {v: eqn for eqn in loop.plan.of_phase("prologue") for v in eqn.outvars}
         self.body_of = {v: eqn for eqn in self.kinds.body for v in eqn.outvars}
         self.piece_of: dict[Equation, PieceName] = {}

@@ -29,7 +29,9 @@ from autopar.plan import Plan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.program import Equation
 from autopar.recompute import recomputed
+from autopar.split_scans import SplitStep, split_scans
 from autopar.spmd import Assignment, planned_moves
+from autopar.stacks import ScanCuts, cuts_for_stages
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import ForwardEquation, StageCut, cut_stages, forward_chain
 from autopar.time_axis import MixedExamples, plan_time
@@ -45,7 +47,7 @@ MEMORY_ROUNDS = 3
 class StageRequest:
     """How many stages on how many meshes, which logical shapes each mesh may have, and the microbatches in flight per stage.
 
-    `cuts` and `loop`, if they are known already. `recompute`: backward does forward work again.
+    `cuts`, `scan_cuts`, and `split` with its `loop`, if they are known already. `recompute`: backward does forward work again.
     """
 
     meshes: tuple[tuple[LogicalMesh, ...], ...]
@@ -55,6 +57,8 @@ class StageRequest:
     cuts: tuple[int, ...] | None = None
     loop: TimeLoop | None = None
     recompute: bool = False
+    scan_cuts: ScanCuts | None = None
+    split: SplitStep | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,11 +77,12 @@ class StagedStage:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Staged:
-    """All stages, and where the forward chain was cut."""
+    """All stages, where the forward chain was cut, and the step whose chain it is."""
 
     cut: StageCut
     cuts: tuple[int, ...]
     stages: tuple[StagedStage, ...]
+    split: SplitStep
     recompute: bool = False
 
 
@@ -159,7 +164,7 @@ def _warn_of_indivisible_work(chain: Sequence[ForwardEquation], num_stages: int)
         warnings.warn(
             f"{largest.flops / total:.0%} of the forward work is one operation, {largest.equation.primitive.name} at "
             f"{source_line(largest.equation) or 'an unknown line'}, which stays on one of {num_stages} stages: the others will "
-            "wait for it. Write layers one after the other instead of scanning over them to cut between them.",
+            "wait for it. Only scans over stacked layers can be cut inside; write other loops as operations one after the other.",
             AutoparWarning,
             stacklevel=6,
         )
@@ -168,7 +173,8 @@ def _warn_of_indivisible_work(chain: Sequence[ForwardEquation], num_stages: int)
 def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) -> Staged:
     """All stages, planned. Raises ConstraintError, OutOfMemoryError, and what `time_loop` raises."""
     allowed_layouts([leaf.one for leaf in traced.inputs], wanted.meshes[0][0], request.constraints)
-    loop = wanted.loop if wanted.loop is not None else time_loop(traced, wanted.num_microbatches)
+    split = _split(traced, wanted)
+    loop = wanted.loop if wanted.loop is not None else time_loop(split.step, wanted.num_microbatches)
     cuts = wanted.cuts if wanted.cuts is not None else chosen_cuts(forward_chain(loop), wanted.num_stages)
     cut = recomputed(cut_stages(loop, cuts)) if wanted.recompute else cut_stages(loop, cuts)
     rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
@@ -177,19 +183,29 @@ def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) 
         meshes = wanted.meshes[stage % len(wanted.meshes)]
         own = dataclasses.replace(request, meshes=meshes, constraints=Constraints(rules))
         stages.append(_plan_stage(stage_program(cut, stage), own, wanted.in_flight[stage]))
-    return Staged(cut, cuts, tuple(stages), wanted.recompute)
+    return Staged(cut, cuts, tuple(stages), split, wanted.recompute)
+
+
+def _split(traced: TracedStep, wanted: StageRequest) -> SplitStep:
+    """The step with its scans divided: as asked for, or, where cuts are still to be found, between stages of equal work."""
+    if wanted.split is not None:
+        return wanted.split
+    if wanted.scan_cuts is not None or wanted.loop is not None:
+        return split_scans(traced, wanted.scan_cuts or ())
+    return split_scans(traced, cuts_for_stages(traced, wanted.num_stages))
 
 
 def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageRequest, request: PlanRequest) -> Staged:
     """The stages that a plan describes, without solving."""
     assert wanted.cuts is not None
-    cut = cut_stages(time_loop(traced, wanted.num_microbatches), wanted.cuts)
+    split = _split(traced, wanted)
+    cut = cut_stages(time_loop(split.step, wanted.num_microbatches), wanted.cuts)
     cut = recomputed(cut) if wanted.recompute else cut
     stages = []
     for number, plan in enumerate(plans):
         program = stage_program(cut, number)
         stages.append(_measured(program, plan, restore(program.step, plan, request), 1))
-    return Staged(cut, wanted.cuts, tuple(stages), wanted.recompute)
+    return Staged(cut, wanted.cuts, tuple(stages), split, wanted.recompute)
 
 
 def measured_stage(program: StageProgram, request: PlanRequest) -> StagedStage:

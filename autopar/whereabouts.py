@@ -6,12 +6,13 @@ and for every value of forward the stages that make or read it. What can go wron
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autopar.compat import Var, name_stack
 from autopar.microbatch import TimeLoop
 from autopar.pieces import PieceName, is_costly, operands_of
 from autopar.program import Equation
+from autopar.trace import TracedStep
 
 
 def _is_transposed(eqn: Equation) -> bool:
@@ -20,15 +21,14 @@ def _is_transposed(eqn: Equation) -> bool:
 
 
 class Kinds:
-    """What each equation of the body depends on."""
+    """What each equation of the body depends on, also through the prologue."""
 
-    def __init__(self, loop: TimeLoop) -> None:
-        self.loop = loop
-        self.body = loop.plan.of_phase("body")
-        roles = {v: leaf.role for v, leaf in zip(loop.program.invars, loop.traced.inputs, strict=True)}
+    def __init__(self, traced: TracedStep, prologue: Sequence[Equation], body: Sequence[Equation]) -> None:
+        self.traced, self.prologue, self.body = traced, tuple(prologue), tuple(body)
+        roles = {v: leaf.role for v, leaf in zip(traced.program.invars, traced.inputs, strict=True)}
         self._examples = {v for v, role in roles.items() if role == "batch"}
         self._weights = {v for v, role in roles.items() if role != "batch" and v.aval.shape}
-        for eqn in (*loop.plan.of_phase("prologue"), *self.body):
+        for eqn in (*self.prologue, *self.body):
             for kind in (self._examples, self._weights):
                 if any(v in kind for v in operands_of(eqn)):
                     kind.update(eqn.outvars)
@@ -38,6 +38,11 @@ class Kinds:
             if _is_transposed(eqn) or any(v in behind for v in operands_of(eqn)):
                 self.backward.add(eqn)
                 behind.update(eqn.outvars)
+
+    @classmethod
+    def of(cls, loop: TimeLoop) -> Kinds:
+        """Of a step in microbatches."""
+        return cls(loop.traced, loop.plan.of_phase("prologue"), loop.plan.of_phase("body"))
 
     def is_anchored(self, eqn: Equation) -> bool:
         """Whether it depends on examples and on weights, so that it has one place."""
@@ -57,10 +62,10 @@ class Whereabouts:
         self._stages: dict[Var, set[int]] = {}
         weights = {
             v
-            for v, leaf in zip(kinds.loop.program.invars, kinds.loop.traced.inputs, strict=True)
+            for v, leaf in zip(kinds.traced.program.invars, kinds.traced.inputs, strict=True)
             if leaf.role != "batch" and v.aval.shape
         }
-        for eqn in (*kinds.loop.plan.of_phase("prologue"), *kinds.body):
+        for eqn in (*kinds.prologue, *kinds.body):
             sources = [self._origins.get(v, frozenset({v} & weights)) for v in operands_of(eqn)]
             piece = piece_of.get(eqn)
             if piece is not None:
