@@ -1,11 +1,13 @@
 """autopar: automatic parallelization of JAX train steps.
 
 `parallelize` turns a step written for one device into one that runs on all of them, under a plan it finds, explains and
-predicts. Importing this package changes nothing: no environment variable, no device, no patched module.
+predicts. Importing this package changes nothing: no environment variable, no device, no patched module. JAX is imported
+when a name is first used, so that a command line which only prints its help answers at once.
 """
 
-from autopar.api import ParallelStep, parallelize
-from autopar.boundary import layer_boundary
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from autopar.errors import (
     ArgumentError,
     AutoparError,
@@ -16,10 +18,14 @@ from autopar.errors import (
     RuleError,
     UnsupportedProgramError,
 )
-from autopar.options import Replicated, Split, data_parallel, zero2, zero3
-from autopar.pipeline_plan import PipelinePlan, plan_from_json
-from autopar.plan import Plan
-from autopar.rules import register_rule
+
+if TYPE_CHECKING:
+    from autopar.api import ParallelStep, parallelize
+    from autopar.boundary import layer_boundary
+    from autopar.options import Replicated, Split, data_parallel, zero2, zero3
+    from autopar.pipeline_plan import PipelinePlan, plan_from_json
+    from autopar.plan import Plan
+    from autopar.rules import register_rule
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,3 +50,28 @@ __all__ = [
     "zero2",
     "zero3",
 ]
+_WITH_JAX = {
+    "ParallelStep": "api",
+    "PipelinePlan": "pipeline_plan",
+    "Plan": "plan",
+    "Replicated": "options",
+    "Split": "options",
+    "data_parallel": "options",
+    "layer_boundary": "boundary",
+    "parallelize": "api",
+    "plan_from_json": "pipeline_plan",
+    "register_rule": "rules",
+    "zero2": "options",
+    "zero3": "options",
+}
+"""Public names that are imported when they are used, and their modules."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_JAX:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"autopar.{_WITH_JAX[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WITH_JAX})

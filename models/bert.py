@@ -7,46 +7,18 @@ the mean over the masked bytes of the batch alone: their sum over their number, 
 for little. Letters in shapes are those of `transformer`, and F = ffn_factor * H.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from autopar.models.data import MARKED_VALUES, PAD
+from autopar.models.data import PAD
 from autopar.models.dropout import dropout, subkey
-from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, cross_entropy
-from autopar.models.transformer import (
-    INIT,
-    TokenEmbedding,
-    TransformerConfig,
-    apply_blocks,
-    mix,
-    scores,
-)
+from autopar.models.objective import Objective, supervised
+from autopar.models.sizes import BertConfig
+from autopar.models.transformer import INIT, TokenEmbedding, apply_blocks, mix, scores
 
 SEGMENTS = 2
 EPSILON = 1e-12
-
-
-@dataclass(frozen=True, kw_only=True)
-class BertConfig(TransformerConfig):
-    """Sizes of the encoder; `vocab` has room for the bytes and the marks of `data`."""
-
-    vocab: int = 288
-    ffn_factor: int = 4
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        yield from self._not_positive("ffn_factor")
-        if self.seq == 1:
-            yield "seq is 1, but an example has two segments and needs at least 2"
-
-    def _vocab_too_small(self) -> Iterator[str]:
-        if self.vocab < MARKED_VALUES:
-            yield f"vocab is {self.vocab}, but bytes and marks need at least {MARKED_VALUES}"
 
 
 class Embedding(TokenEmbedding):
@@ -132,18 +104,4 @@ def batch_shape(config: BertConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 def objective(config: BertConfig) -> Objective:
     """Mean cross-entropy of the masked bytes."""
-    model = Bert(config)
-
-    def loss(
-        params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, Outcome]:
-        key = dropout_key if config.dropout else None
-        logits: Any = model.apply({"params": params}, batch["tokens"], batch["segments"], key)
-        evaluating = dropout_key is None
-        mean_loss, metrics = cross_entropy(
-            config, logits, batch["targets"], evaluating=evaluating, weights=batch["weights"]
-        )
-        return mean_loss, Outcome(metrics, batch_stats)
-
-    tokens = jnp.zeros((config.batch, config.seq), jnp.int32)
-    return Objective(init=lambda key: model.init(key, tokens, tokens, None), loss=loss)
+    return supervised(Bert(config), config, batch_shape(config), inputs=("tokens", "segments"))

@@ -33,6 +33,11 @@ class ModelConfig:
         if problems:
             raise ValueError(f"{type(self).__name__}: " + "; ".join(problems))
 
+    @property
+    def tokens_per_batch(self) -> int:
+        """Tokens in a batch of text; in one of anything else its examples."""
+        return self.batch
+
     def _problems(self) -> Iterator[str]:
         """Yield one sentence per value that cannot work; subclasses add their own."""
         yield from self._not_positive("batch", "learning_rate", "clip_norm")

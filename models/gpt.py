@@ -4,43 +4,14 @@ The logits come from the token table, or, without `tied_embeddings`, from a tabl
 those of `transformer`, and F = ffn_factor * H.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from autopar.models.dropout import dropout, subkey
-from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, cross_entropy
-from autopar.models.transformer import (
-    INIT,
-    TokenEmbedding,
-    TransformerConfig,
-    apply_blocks,
-    causal_mask,
-    mix,
-    scores,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTConfig(TransformerConfig):
-    """Sizes of the transformer."""
-
-    ffn_factor: int = 4
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        yield from self._not_positive("ffn_factor")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GPTScanConfig(GPTConfig):
-    """The same sizes, with one scanned block for all layers."""
-
-    scan_layers: bool = True
+from autopar.models.objective import Objective, supervised
+from autopar.models.sizes import GPTConfig, TransformerConfig
+from autopar.models.transformer import INIT, TokenEmbedding, apply_blocks, causal_mask, mix, scores
 
 
 class Attention(nn.Module):
@@ -56,7 +27,7 @@ class Attention(nn.Module):
         query, key_vectors, value = (qkv[:, :, which] for which in range(3))
         scaled = scores(query, key_vectors) / config.head_depth**0.5
         mixed = mix(scaled, value, allowed=causal_mask(x.shape[1]), rate=config.dropout, key=key)
-        return nn.DenseGeneral(self.config.hidden, axis=(-2, -1), kernel_init=INIT, name="out")(mixed)
+        return nn.DenseGeneral(config.hidden, axis=(-2, -1), kernel_init=INIT, name="out")(mixed)
 
 
 class FeedForward(nn.Module):
@@ -121,17 +92,4 @@ def batch_shape(config: TransformerConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 def objective(config: GPTConfig) -> Objective:
     """Mean cross-entropy of the next byte."""
-    model = GPT(config)
-
-    def loss(
-        params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, Outcome]:
-        key = dropout_key if config.dropout else None
-        logits: Any = model.apply({"params": params}, batch["tokens"], key)
-        mean_loss, metrics = cross_entropy(config, logits, batch["targets"], evaluating=dropout_key is None)
-        return mean_loss, Outcome(metrics, batch_stats)
-
-    return Objective(
-        init=lambda key: model.init(key, jnp.zeros((config.batch, config.seq), jnp.int32), None),
-        loss=loss,
-    )
+    return supervised(GPT(config), config, batch_shape(config))

@@ -5,46 +5,17 @@ that scores depend on the distance of two positions alone. Each of the `kv_heads
 neighbouring query heads. Letters in shapes are those of `transformer`, G = kv_heads, and F = ffn.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from autopar.models.dropout import dropout, subkey
-from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, cross_entropy
-from autopar.models.transformer import (
-    INIT,
-    TokenEmbedding,
-    TransformerConfig,
-    apply_blocks,
-    causal_mask,
-    mix,
-    scores,
-)
+from autopar.models.gpt import batch_shape
+from autopar.models.objective import Objective, supervised
+from autopar.models.sizes import LlamaConfig
+from autopar.models.transformer import INIT, TokenEmbedding, apply_blocks, causal_mask, mix, scores
 
 EPSILON = 1e-5
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaConfig(TransformerConfig):
-    """Sizes of the transformer; `theta` is the base of the rotary angles."""
-
-    kv_heads: int = 2
-    ffn: int = 384
-    theta: float = 10_000.0
-    dropout: float = 0.0
-    tied_embeddings: bool = False
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        yield from self._not_positive("kv_heads", "ffn", "theta")
-        if self.kv_heads > 0 and self.heads % self.kv_heads:
-            yield f"heads is {self.heads} and kv_heads is {self.kv_heads}, but kv_heads must divide heads"
-        if self.heads > 0 and self.head_depth % 2:
-            yield f"hidden / heads is {self.head_depth}, but rotary positions turn pairs: it must be even"
 
 
 def rotary_angles(length: int, depth: int, theta: float) -> jax.Array:
@@ -128,17 +99,4 @@ class Llama(nn.Module):
 
 def objective(config: LlamaConfig) -> Objective:
     """Mean cross-entropy of the next byte."""
-    model = Llama(config)
-
-    def loss(
-        params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, Outcome]:
-        key = dropout_key if config.dropout else None
-        logits: Any = model.apply({"params": params}, batch["tokens"], key)
-        mean_loss, metrics = cross_entropy(config, logits, batch["targets"], evaluating=dropout_key is None)
-        return mean_loss, Outcome(metrics, batch_stats)
-
-    return Objective(
-        init=lambda key: model.init(key, jnp.zeros((config.batch, config.seq), jnp.int32), None),
-        loss=loss,
-    )
+    return supervised(Llama(config), config, batch_shape(config))

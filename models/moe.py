@@ -15,9 +15,6 @@ at e), which is 1 when perfectly balanced. From Lepikhin et al., GShard (2020), 
 never dropped at random. Other letters: B batch, S sequence, H hidden, F = ffn_factor * H.
 """
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -25,38 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from autopar.models.dropout import dropout, subkey
-from autopar.models.gpt import Attention, Block, Embedding, GPTConfig
-from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, cross_entropy
+from autopar.models.gpt import Attention, Block, Embedding, batch_shape
+from autopar.models.objective import Batch, Objective, Outcome, PyTree, cross_entropy
+from autopar.models.sizes import MoEConfig
 from autopar.models.transformer import INIT
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoEConfig(GPTConfig):
-    """Sizes of the mixture; `group` is the tokens per group, `balance_weight` the weight of the balancing loss."""
-
-    experts: int = 8
-    group: int = 64
-    capacity_factor: float = 1.25
-    balance_weight: float = 0.01
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        yield from self._not_positive("group", "capacity_factor")
-        if self.experts < 2:
-            yield f"experts is {self.experts}, but top-2 gating needs at least 2"
-        if self.group > 0 and self.batch * self.seq % self.group:
-            yield f"batch * seq is {self.batch * self.seq} and group is {self.group}, but group must divide batch * seq"
-        if self.balance_weight < 0:
-            yield f"balance_weight is {self.balance_weight}, but must be 0 or more"
-        if self.layers < 2:
-            yield f"layers is {self.layers}, but only every second layer is a mixture: use at least 2"
-        if self.scan_layers:
-            yield "scan_layers is True, but the layers of a mixture differ and cannot be scanned"
-
-    @property
-    def capacity(self) -> int:
-        """Tokens of one group that one expert has room for."""
-        return math.ceil(2 * self.group * self.capacity_factor / self.experts)
 
 
 class Routing(NamedTuple):
@@ -169,7 +138,5 @@ def objective(config: MoEConfig) -> Objective:
         total = text_loss + config.balance_weight * balance_loss
         return total, Outcome({"balance_loss": balance_loss, **metrics}, batch_stats)
 
-    return Objective(
-        init=lambda key: model.init(key, jnp.zeros((config.batch, config.seq), jnp.int32), None),
-        loss=loss,
-    )
+    tokens = batch_shape(config)["tokens"]
+    return Objective(init=lambda key: model.init(key, jnp.zeros(tokens.shape, tokens.dtype), None), loss=loss)

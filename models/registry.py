@@ -1,19 +1,19 @@
 """Model names -> everything that a training loop or a planner needs, at any size.
 
 `build(name, **size_overrides)` makes the config, the steps and the data of one model. An unknown name or size raises
-with the known ones; sizes that cannot work together raise with their numbers, before anything is traced.
+with the known ones; sizes that cannot work together raise with their numbers, before anything is traced. Names and sizes
+can be looked up without JAX: a model's module is imported when the model is built.
 """
 
+from __future__ import annotations
+
 import difflib
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import jax
-
-from autopar.models import bert, gpt, llama, mlp, moe, t5, unet, wide_resnet
-from autopar.models.bert import BertConfig
 from autopar.models.config import ModelConfig
 from autopar.models.data import (
     NumpyBatch,
@@ -24,17 +24,24 @@ from autopar.models.data import (
     teacher_batches,
     text_batches,
 )
-from autopar.models.gpt import GPTConfig, GPTScanConfig
-from autopar.models.llama import LlamaConfig
-from autopar.models.mlp import MLPConfig
-from autopar.models.moe import MoEConfig
-from autopar.models.t5 import T5Config
-from autopar.models.train_steps import Batch, Metrics, Objective, TrainState, make_steps
-from autopar.models.transformer import TransformerConfig
-from autopar.models.unet import UNetConfig
-from autopar.models.wide_resnet import WideResNetConfig
+from autopar.models.sizes import (
+    BertConfig,
+    GPTConfig,
+    GPTScanConfig,
+    LlamaConfig,
+    MLPConfig,
+    MoEConfig,
+    T5Config,
+    TransformerConfig,
+    UNetConfig,
+    WideResNetConfig,
+)
 
-BatchShape: TypeAlias = dict[str, jax.ShapeDtypeStruct]
+if TYPE_CHECKING:
+    import jax
+
+    from autopar.models.objective import Batch, BatchShape, Metrics
+    from autopar.models.train_steps import Steps, TrainState
 
 
 @dataclass(frozen=True)
@@ -64,14 +71,13 @@ class BuiltModel:
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """How to build a model: its config class, and functions of a config of that class."""
+    """How to build a model: its config class, a function from such a config and a seed to data, and the module in this
+    package with `objective(config)` and `batch_shape(config)`, which is imported when a model is built."""
 
     summary: str
     config: type[ModelConfig]
-    objective: Callable[[Any], Objective]
-    batch_shape: Callable[[Any], BatchShape]
-    tokens_per_batch: Callable[[Any], int]
     data: Callable[[Any, int], Iterator[NumpyBatch]]
+    module: str
 
 
 def build(name: str, **size_overrides: int | float | bool) -> BuiltModel:
@@ -86,15 +92,17 @@ def build(name: str, **size_overrides: int | float | bool) -> BuiltModel:
     _check_known(name, entry, size_overrides)
     sizes: dict[str, Any] = dict(size_overrides)
     config = entry.config(**sizes)
-    steps = make_steps(config, entry.objective(config))
+    module: Any = importlib.import_module(f"autopar.models.{entry.module}")
+    train_steps: Any = importlib.import_module("autopar.models.train_steps")
+    steps: Steps = train_steps.make_steps(config, module.objective(config))
     return BuiltModel(
         name=name,
         config=config,
         train_step=steps.train_step,
         eval_step=steps.eval_step,
         create_state=steps.create_state,
-        batch_shape=lambda: entry.batch_shape(config),
-        tokens_per_batch=entry.tokens_per_batch(config),
+        batch_shape=lambda: module.batch_shape(config),
+        tokens_per_batch=config.tokens_per_batch,
         data=lambda seed: entry.data(config, seed),
     )
 
@@ -141,55 +149,16 @@ def _taught(config: MLPConfig, seed: int) -> Iterator[NumpyBatch]:
     )
 
 
-def _tokens(config: TransformerConfig) -> int:
-    return config.batch * config.seq
-
-
-def _tokens_read_and_written(config: T5Config) -> int:
-    return config.batch * (config.seq + config.target_seq)
-
-
-def _examples(config: ModelConfig) -> int:
-    return config.batch
-
-
 MODELS: Mapping[str, ModelEntry] = MappingProxyType(
     {
-        "mlp": ModelEntry(
-            "multi-layer perceptron on a synthetic task",
-            MLPConfig, mlp.objective, mlp.batch_shape, _examples, _taught,
-        ),
-        "gpt": ModelEntry(
-            "byte-level GPT on the standard library's sources",
-            GPTConfig, gpt.objective, gpt.batch_shape, _tokens, _text,
-        ),
-        "gpt_scan": ModelEntry(
-            "the same GPT, one block scanned over the layers",
-            GPTScanConfig, gpt.objective, gpt.batch_shape, _tokens, _text,
-        ),
-        "moe": ModelEntry(
-            "GPT with a top-2 mixture of experts in every second layer",
-            MoEConfig, moe.objective, gpt.batch_shape, _tokens, _text,
-        ),
-        "wide_resnet": ModelEntry(
-            "wide residual network on handwritten digits",
-            WideResNetConfig, wide_resnet.objective, wide_resnet.batch_shape, _examples, _images,
-        ),
-        "bert": ModelEntry(
-            "encoder that fills in masked bytes of the standard library's sources",
-            BertConfig, bert.objective, bert.batch_shape, _tokens, _masked,
-        ),
-        "t5": ModelEntry(
-            "encoder and decoder that continue a piece of the standard library's sources",
-            T5Config, t5.objective, t5.batch_shape, _tokens_read_and_written, _continued,
-        ),
-        "llama": ModelEntry(
-            "byte-level LLaMA on the standard library's sources",
-            LlamaConfig, llama.objective, gpt.batch_shape, _tokens, _text,
-        ),
-        "unet": ModelEntry(
-            "convolutional U-Net that removes noise from handwritten digits",
-            UNetConfig, unet.objective, unet.batch_shape, _examples, _noisy,
-        ),
+        "mlp": ModelEntry("multi-layer perceptron on a synthetic task", MLPConfig, _taught, "mlp"),
+        "gpt": ModelEntry("byte-level GPT on the standard library's sources", GPTConfig, _text, "gpt"),
+        "gpt_scan": ModelEntry("the same GPT, one block scanned over the layers", GPTScanConfig, _text, "gpt"),
+        "moe": ModelEntry("GPT with a top-2 mixture of experts in every second layer", MoEConfig, _text, "moe"),
+        "wide_resnet": ModelEntry("wide residual network on digits", WideResNetConfig, _images, "wide_resnet"),
+        "bert": ModelEntry("encoder that fills in masked bytes of these sources", BertConfig, _masked, "bert"),
+        "t5": ModelEntry("encoder and decoder that continue a piece of these sources", T5Config, _continued, "t5"),
+        "llama": ModelEntry("byte-level LLaMA on the standard library's sources", LlamaConfig, _text, "llama"),
+        "unet": ModelEntry("convolutional U-Net that removes noise from digits", UNetConfig, _noisy, "unet"),
     }
-)  # fmt: skip
+)

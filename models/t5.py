@@ -9,53 +9,19 @@ position looks at padding; the loss is the weighted sum over the batch divided b
 those of one stack. Letters in shapes are those of `transformer`, T is `target_seq`, and F = ffn_factor * H.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.models.data import MARKED_VALUES, PAD
+from autopar.models.data import PAD
 from autopar.models.dropout import dropout, subkey
-from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, cross_entropy
-from autopar.models.transformer import (
-    TokenEmbedding,
-    TransformerConfig,
-    apply_blocks,
-    causal_mask,
-    mix,
-    scores,
-)
+from autopar.models.objective import Objective, supervised
+from autopar.models.sizes import T5Config
+from autopar.models.transformer import TokenEmbedding, apply_blocks, causal_mask, mix, scores
 
 EPSILON = 1e-6
-
-
-@dataclass(frozen=True, kw_only=True)
-class T5Config(TransformerConfig):
-    """Sizes of both stacks; `vocab` has room for the bytes and the marks of `data`."""
-
-    layers: int = 2
-    target_seq: int = 32
-    vocab: int = 288
-    ffn_factor: int = 4
-    buckets: int = 32
-    furthest: int = 128
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        yield from self._not_positive("target_seq", "ffn_factor")
-        if self.buckets < 4 or self.buckets % 4:
-            yield f"buckets is {self.buckets}, but must be a multiple of 4: two directions, near and far"
-        elif self.furthest <= self.buckets // 2:
-            yield f"furthest is {self.furthest} and buckets is {self.buckets}, but furthest must be over half of buckets"
-
-    def _vocab_too_small(self) -> Iterator[str]:
-        if self.vocab < MARKED_VALUES:
-            yield f"vocab is {self.vocab}, but bytes and marks need at least {MARKED_VALUES}"
 
 
 def relative_buckets(length: int, *, buckets: int, furthest: int, both_ways: bool) -> NDArray[np.int32]:
@@ -235,19 +201,4 @@ def batch_shape(config: T5Config) -> dict[str, jax.ShapeDtypeStruct]:
 
 def objective(config: T5Config) -> Objective:
     """Weighted mean of the cross-entropy of the targets."""
-    model = T5(config)
-
-    def loss(
-        params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, Outcome]:
-        key = dropout_key if config.dropout else None
-        logits: Any = model.apply({"params": params}, batch["sources"], batch["tokens"], key)
-        evaluating = dropout_key is None
-        mean_loss, metrics = cross_entropy(
-            config, logits, batch["targets"], evaluating=evaluating, weights=batch["weights"]
-        )
-        return mean_loss, Outcome(metrics, batch_stats)
-
-    shapes = batch_shape(config)
-    sources, tokens = (jnp.zeros(shapes[name].shape, jnp.int32) for name in ("sources", "tokens"))
-    return Objective(init=lambda key: model.init(key, sources, tokens, None), loss=loss)
+    return supervised(T5(config), config, batch_shape(config), inputs=("sources", "tokens"))

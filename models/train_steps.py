@@ -6,9 +6,8 @@ state.step)`, and the key itself never changes. What can go wrong is a field tha
 and the next (a weakly typed counter, say): jit would then compile twice.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -16,10 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from autopar.models.config import ModelConfig
-
-PyTree: TypeAlias = Any
-Batch: TypeAlias = Mapping[str, jax.Array]
-Metrics: TypeAlias = dict[str, jax.Array]
+from autopar.models.objective import Batch, Metrics, Objective, Outcome, PyTree
 
 
 class TrainState(flax.struct.PyTreeNode):
@@ -38,36 +34,6 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: PyTree
     batch_stats: PyTree
     dropout_key: jax.Array
-
-
-class Outcome(NamedTuple):
-    """What an objective reports beside the loss: more metrics, and the batch statistics to keep."""
-
-    metrics: Metrics
-    batch_stats: PyTree
-
-
-class LossFunction(Protocol):
-    """The mean loss of a batch."""
-
-    def __call__(
-        self, params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, Outcome]:
-        """Return the loss; `dropout_key` None means evaluation: no dropout, running statistics, unchanged."""
-        ...
-
-
-@dataclass(frozen=True)
-class Objective:
-    """A model as its train step sees it.
-
-    Attributes:
-        init: key -> variables, a mapping with "params" and, with BatchNorm, "batch_stats".
-        loss: the loss function.
-    """
-
-    init: Callable[[jax.Array], Mapping[str, PyTree]]
-    loss: LossFunction
 
 
 class Steps(NamedTuple):
@@ -122,43 +88,3 @@ def make_steps(config: ModelConfig, objective: Objective) -> Steps:
         return {"loss": loss, **outcome.metrics}
 
     return Steps(train_step, eval_step, create_state)
-
-
-def cross_entropy(
-    config: ModelConfig, logits: jax.Array, labels: jax.Array, *, evaluating: bool, weights: jax.Array | None = None
-) -> tuple[jax.Array, Metrics]:
-    """The mean of -log softmax(logits (B, ..., classes)) at the labels (B, ...), and metrics.
-
-    With weights (B, ...) all means are weighted ones: what has weight 0 counts neither above nor below the line.
-    Metrics are "accuracy", the share of labels that have the largest logit, and "example_loss" (B,), as `config` and
-    `evaluating` ask for them.
-    """
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    metrics = _example_losses(config, losses, weights)
-    if evaluating or config.aux_metrics:
-        metrics["accuracy"] = _mean((jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32), weights)
-    return _mean(losses, weights), metrics
-
-
-def squared_error(
-    config: ModelConfig, outputs: jax.Array, targets: jax.Array, *, evaluating: bool
-) -> tuple[jax.Array, Metrics]:
-    """The mean of (outputs - targets)^2, both (B, ...), and metrics: "absolute_error", its mean, "example_loss" (B,)."""
-    errors = outputs - targets
-    losses = errors**2
-    metrics = _example_losses(config, losses, None)
-    if evaluating or config.aux_metrics:
-        metrics["absolute_error"] = jnp.mean(jnp.abs(errors))
-    return jnp.mean(losses), metrics
-
-
-def _example_losses(config: ModelConfig, losses: jax.Array, weights: jax.Array | None) -> Metrics:
-    inner = tuple(range(1, losses.ndim))
-    return {"example_loss": _mean(losses, weights, axes=inner)} if config.aux_metrics else {}
-
-
-def _mean(values: jax.Array, weights: jax.Array | None, *, axes: tuple[int, ...] | None = None) -> jax.Array:
-    """The mean over `axes`, over all without them; where all weights are 0 it is 0."""
-    if weights is None:
-        return jnp.mean(values, axis=axes)
-    return jnp.sum(values * weights, axis=axes) / jnp.maximum(jnp.sum(weights, axis=axes), 1.0)

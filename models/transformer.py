@@ -1,4 +1,4 @@
-"""What the transformers share: sizes, the token table, attention, blocks one after another.
+"""What the transformers share: the token table, attention, blocks one after another.
 
 The blocks are written out one by one, or, with `scan_layers`, one block is scanned over parameters stacked along a
 first axis of length `layers`; both compute the same function, dropout included, because a block's dropout key depends
@@ -7,8 +7,7 @@ its values. Letters in shapes: B batch, S sequence, H hidden, N heads, D = H/N, 
 of the sequence that attends and of the one attended to.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,45 +15,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from autopar.models.config import ModelConfig
-from autopar.models.data import BYTE_VALUES
 from autopar.models.dropout import dropout, subkey
-from autopar.models.train_steps import PyTree
+from autopar.models.objective import PyTree
+from autopar.models.sizes import TransformerConfig
 
 INIT = nn.initializers.normal(stddev=0.02)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformerConfig(ModelConfig):
-    """Sizes of a transformer; `vocab` has room for every byte, and may be larger."""
-
-    batch: int = 16
-    layers: int = 4
-    hidden: int = 128
-    heads: int = 4
-    seq: int = 64
-    vocab: int = 256
-    dropout: float = 0.1
-    tied_embeddings: bool = True
-    scan_layers: bool = False
-    remat: bool = False
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        yield from self._not_positive("layers", "hidden", "heads", "seq")
-        yield from self._not_a_rate("dropout")
-        if self.heads > 0 and self.hidden % self.heads:
-            yield f"hidden is {self.hidden} and heads is {self.heads}, but heads must divide hidden"
-        yield from self._vocab_too_small()
-
-    def _vocab_too_small(self) -> Iterator[str]:
-        if self.vocab < BYTE_VALUES:
-            yield f"vocab is {self.vocab}, but the text is bytes and needs at least {BYTE_VALUES}"
-
-    @property
-    def head_depth(self) -> int:
-        """D, the length of one head's vectors."""
-        return self.hidden // self.heads
 
 
 def scores(query: jax.Array, keys: jax.Array) -> jax.Array:

@@ -6,42 +6,13 @@ stride 2 doubles the size, and what the block of the same level made on the way 
 channels before the next block. A last 1x1 convolution gives the image. Images are (batch, height, width, channels).
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
-
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from autopar.models.config import ModelConfig
-from autopar.models.data import DIGITS_SIZE
 from autopar.models.dropout import dropout, subkey
-from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, squared_error
-
-
-@dataclass(frozen=True, kw_only=True)
-class UNetConfig(ModelConfig):
-    """Sizes of the network; `levels` counts the halvings, `noise` is the deviation of what is added to the images."""
-
-    image_size: int = 16
-    channels: int = 1
-    base_channels: int = 16
-    levels: int = 2
-    groups: int = 4
-    dropout: float = 0.0
-    noise: float = 0.5
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        yield from self._not_positive("image_size", "channels", "base_channels", "levels", "groups", "noise")
-        yield from self._not_a_rate("dropout")
-        if self.image_size % DIGITS_SIZE:
-            yield f"image_size is {self.image_size}, but digits are repeated to a multiple of {DIGITS_SIZE}"
-        if self.levels > 0 and self.image_size % 2**self.levels:
-            yield f"image_size is {self.image_size}, but is halved {self.levels} times: must be a multiple of {2**self.levels}"
-        if self.groups > 0 and self.base_channels % self.groups:
-            yield f"base_channels is {self.base_channels} and groups is {self.groups}, but groups must divide base_channels"
+from autopar.models.objective import Objective, squared_error, supervised
+from autopar.models.sizes import UNetConfig
 
 
 class ConvBlock(nn.Module):
@@ -98,15 +69,5 @@ def batch_shape(config: UNetConfig) -> dict[str, jax.ShapeDtypeStruct]:
 
 def objective(config: UNetConfig) -> Objective:
     """Mean squared error of the images."""
-    model = UNet(config)
-
-    def loss(
-        params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, Outcome]:
-        key = dropout_key if config.dropout else None
-        cleaned: Any = model.apply({"params": params}, batch["noisy"], key)
-        mean_loss, metrics = squared_error(config, cleaned, batch["images"], evaluating=dropout_key is None)
-        return mean_loss, Outcome(metrics, batch_stats)
-
-    shape = batch_shape(config)["noisy"]
-    return Objective(init=lambda key: model.init(key, jnp.zeros(shape.shape, shape.dtype), None), loss=loss)
+    shapes = batch_shape(config)
+    return supervised(UNet(config), config, shapes, inputs=("noisy",), targets="images", measure=squared_error)

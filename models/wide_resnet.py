@@ -6,8 +6,6 @@ changes). This is the widening of Zagoruyko and Komodakis (2016) for bottlenecks
 batch and keeps running means and variances, which evaluation uses. Images are (batch, height, width, channels).
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,43 +13,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from autopar.models.config import ModelConfig
-from autopar.models.data import DIGITS_CLASSES, DIGITS_SIZE
-from autopar.models.train_steps import Batch, Objective, Outcome, PyTree, cross_entropy
+from autopar.models.objective import Batch, Objective, Outcome, PyTree, cross_entropy
+from autopar.models.sizes import BLOCKS_PER_STAGE, WideResNetConfig
 
 EXPANSION = 4
-BLOCKS_PER_STAGE: Mapping[int, tuple[int, ...]] = {
-    11: (1, 1, 1),
-    14: (1, 1, 1, 1),
-    20: (2, 2, 2),
-    26: (2, 2, 2, 2),
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-    152: (3, 8, 36, 3),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class WideResNetConfig(ModelConfig):
-    """Sizes of the network; `depth` counts layers with weights; `imagenet_stem` starts with 7x7/2 and a max pool."""
-
-    image_size: int = 16
-    channels: int = 1
-    classes: int = 10
-    depth: int = 11
-    base_channels: int = 16
-    width_factor: int = 2
-    imagenet_stem: bool = False
-
-    def _problems(self) -> Iterator[str]:
-        yield from super()._problems()
-        yield from self._not_positive("image_size", "channels", "base_channels", "width_factor")
-        if self.image_size % DIGITS_SIZE:
-            yield f"image_size is {self.image_size}, but digits are repeated to a multiple of {DIGITS_SIZE}"
-        if self.classes < DIGITS_CLASSES:
-            yield f"classes is {self.classes}, but the digits have {DIGITS_CLASSES}"
-        if self.depth not in BLOCKS_PER_STAGE:
-            yield f"depth is {self.depth}, but must be one of {', '.join(map(str, BLOCKS_PER_STAGE))}"
 
 
 class Bottleneck(nn.Module):

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+import autopar
 from autopar.__main__ import main
 from autopar.commands import devices, planning, recording, training, values
 from autopar.errors import ArgumentError
@@ -337,6 +338,48 @@ def test_help_and_version_go_to_standard_output_with_status_0(command, words, ca
         run(*command.split())
     assert stopped.value.code == 0
     assert words in capsys.readouterr().out
+
+
+WITHOUT_JAX = """
+import sys
+from autopar.__main__ import main
+try:
+    status = main(sys.argv[1:])
+except SystemExit as stopped:
+    status = stopped.code
+assert not {"jax", "flax", "optax", "pulp", "networkx"} & set(sys.modules)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("--help", 0),
+        ("--version", 0),
+        *((f"{name} --help", 0) for name in ("plan", "train", "show", "demo", "simulate", "calibrate")),
+        ("train t5 --help", 0),
+        ("plan gpt --layrs 3", 2),
+        ("plan gtp", 2),
+        ("plan gpt --mesh 2x", 2),
+        ("plan gpt --cluster nosuch", 2),
+    ],
+)
+def test_help_and_arguments_that_cannot_be_read_are_answered_without_importing_jax(command, status):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_JAX, *command.split()], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+    assert done.stdout if status == 0 else done.stderr.startswith("autopar: ")
+
+
+def test_every_public_name_is_there_when_it_is_used_and_others_are_told():
+    assert {name for name in autopar.__all__ if getattr(autopar, name).__module__.startswith("autopar.")} == {
+        *autopar.__all__
+    }
+    assert {*autopar.__all__} <= {*dir(autopar)}
+    with pytest.raises(AttributeError, match=r"module 'autopar' has no attribute 'paralelize'"):
+        autopar.paralelize  # noqa: B018
 
 
 # --- train ------------------------------------------------------------------------------------------------------------

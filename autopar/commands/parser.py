@@ -1,8 +1,8 @@
 """Arguments -> options: the parser of the command line.
 
 The flags of a model's sizes are the fields of its config, so they are known once MODEL is, which therefore stands right
-after the command. `read` returns the options of one command: `options.run(options)` runs it. JAX is imported only where
-a model or a preset is asked for.
+after the command. `read` returns the options of one command: `options.run(options)` runs it. Nothing here imports JAX, which
+takes a second: help and errors come at once.
 """
 
 from __future__ import annotations
@@ -205,10 +205,8 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
 
 def _add_sizes(parser: argparse.ArgumentParser, model: str) -> None:
     """A flag for each field of the model's config."""
-    from autopar.commands.subject import entry_of
-
     group = parser.add_argument_group(f"sizes of {model}")
-    for field in dataclasses.fields(entry_of(model).config):
+    for field in dataclasses.fields(values.model_entry(model).config):
         flag, dest = f"--{field.name.replace('_', '-')}", f"size_{field.name}"
         shared: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": f"default {field.default}"}
         if field.type is bool:

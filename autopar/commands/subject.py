@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from autopar.api import ParallelStep, parallelize
-from autopar.commands.values import MeshShape, layout, mesh_size
+from autopar.commands.values import MeshShape, layout, mesh_size, model_entry
 from autopar.errors import ArgumentError
-from autopar.models import MODELS, BuiltModel, ModelEntry, build
+from autopar.models import MODELS, BuiltModel, build
 from autopar.options import Constraints, data_parallel, zero2, zero3
 
 DEFAULT_DEVICES = 8
@@ -36,22 +36,13 @@ class Subject:
     batch: Any
 
 
-def entry_of(model: str) -> ModelEntry:
-    """The registry's entry; ArgumentError names the models there are."""
-    if model not in MODELS:
-        raise ArgumentError(
-            f"no model {model!r}: the models are {', '.join(MODELS)}; for a step of your own give module:function"
-        )
-    return MODELS[model]
-
-
 def built_model(model: str, sizes: Mapping[str, Any]) -> BuiltModel:
     """A model of the registry; ArgumentError says which sizes cannot work."""
     if ":" in model:
         raise ArgumentError(
             f"{model!r} is a step without data: train takes {', '.join(MODELS)}; `autopar plan` can plan your own step"
         )
-    entry_of(model)
+    model_entry(model)
     try:
         return build(model, **sizes)
     except ValueError as error:

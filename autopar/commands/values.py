@@ -1,4 +1,4 @@
-"""Flag values as text -> data: sizes in bytes, mesh shapes, layouts. Each error says what the flag accepts."""
+"""Argument values as text -> data: models, sizes in bytes, mesh shapes, layouts. Each error says what is accepted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import argparse
 import math
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from autopar.models import ModelEntry
 
 _BYTE_FACTORS = {"B": 1} | {
     f"{letter}{unit}": base**power
@@ -16,6 +21,17 @@ _BYTE_FACTORS = {"B": 1} | {
 _FACTORS_BY_NAME = {name.lower(): factor for name, factor in _BYTE_FACTORS.items()}
 
 MeshShape = tuple[int, ...] | dict[str, int]
+
+
+def model_entry(name: str) -> ModelEntry:
+    """The registry's entry of a model; ArgumentError names the models there are."""
+    from autopar.models import MODELS
+
+    if name not in MODELS:
+        raise ArgumentError(
+            f"no model {name!r}: the models are {', '.join(MODELS)}; for a step of your own give module:function"
+        )
+    return MODELS[name]
 
 
 def byte_count(text: str) -> int:

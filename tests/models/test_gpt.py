@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from autopar.models import build
-from autopar.models.gpt import GPT, GPTConfig
+from autopar.models.gpt import GPT
 from autopar.models.gpt import objective as gpt_objective
+from autopar.models.sizes import GPTConfig
 from autopar.models.transformer import stack_blocks
 
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "seq": 8, "batch": 4}

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from autopar.models import build
-from autopar.models.llama import Attention, Llama, LlamaConfig, SwiGLU, rotary_angles, rotate
+from autopar.models.llama import Attention, Llama, SwiGLU, rotary_angles, rotate
 from autopar.models.llama import objective as llama_objective
+from autopar.models.sizes import LlamaConfig
 from autopar.models.transformer import stack_blocks
 
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 24, "seq": 8, "batch": 4}

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from autopar.models import build
-from autopar.models.moe import MixtureOfExperts, MoEConfig, MoEGPT, top2_routing
+from autopar.models.moe import MixtureOfExperts, MoEGPT, top2_routing
+from autopar.models.sizes import MoEConfig
 
 TINY = {"layers": 2, "hidden": 16, "heads": 2, "seq": 8, "batch": 4, "experts": 4, "group": 8}
 

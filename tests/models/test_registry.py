@@ -2,6 +2,9 @@
 
 import dataclasses
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -146,3 +149,17 @@ def test_sizes_that_cannot_work_are_refused_with_their_numbers(name, sizes, word
 
 def test_an_int_is_accepted_where_a_float_is_meant():
     assert build("gpt", learning_rate=1).config.learning_rate == 1
+
+
+def test_names_and_sizes_can_be_looked_up_and_refused_without_jax():
+    program = """
+import sys
+from autopar.models import MODELS, build
+assert MODELS["gpt"].config().hidden == 128
+try:
+    build("gpt", hidden=0)
+except ValueError as error:
+    assert "hidden is 0" in str(error)
+assert not {"jax", "flax", "optax"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2], check=True)

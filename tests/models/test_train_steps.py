@@ -8,7 +8,7 @@ import pytest
 
 from autopar.models import MODELS, build
 from autopar.models.config import ModelConfig
-from autopar.models.train_steps import cross_entropy, squared_error
+from autopar.models.objective import cross_entropy, squared_error
 
 CONFIG, DETAILED = ModelConfig(), ModelConfig(aux_metrics=True)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from autopar.models import build
-from autopar.models.wide_resnet import BLOCKS_PER_STAGE
+from autopar.models.sizes import BLOCKS_PER_STAGE
 
 
 def parameter_count(**sizes):
