@@ -1,0 +1,60 @@
+"""Small plans written by hand, and the rows of a report made of them, for the tests of reports."""
+
+import dataclasses
+import math
+import re
+
+from autopar.plan import CollectivePlan, LiveTensor, Plan, Spec, ValuePlan
+
+MESH = {"x": 2, "y": 4}
+
+
+def leaf(path: str, shape: tuple[int, ...], spec: Spec | None = None, *, role: str = "state") -> ValuePlan:
+    spec = spec or ((),) * len(shape)
+    ways = math.prod(MESH[axis] for axes in spec for axis in axes)
+    return ValuePlan(path, role, shape, "float32", spec, 4 * math.prod(shape) // ways)
+
+
+def collective(kind: str, axis: str, *, operand: str = "float32[7]", count: float = 1, source: str = "m.py:7"):
+    return CollectivePlan(kind, (axis,), 1024, count, operand, source, 1e-3)
+
+
+def plan_of(*inputs: ValuePlan, collectives: tuple[CollectivePlan, ...] = (), **changes) -> Plan:
+    base = Plan(
+        fingerprint="f",
+        cluster="cpu",
+        mesh_shape=tuple(MESH.values()),
+        axis_names=tuple(MESH),
+        inputs=inputs,
+        outputs=(leaf("1/loss", (), role="other"),),
+        choices=(),
+        collectives=collectives,
+        compute_s=0.1,
+        comm_s=0.05,
+        peak_bytes=3 * 2**30,
+        memory_limit_bytes=12 * 2**30,
+        peak_tensors=(LiveTensor("small", (2,), "int8", 2), *(LiveTensor("logits", (16, 256), "float32", 16384),) * 2),
+        planning_s=1.5,
+        lower_bound_s=0.15,
+        allow_redundant_compute=False,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+BATCH = leaf("batch/tokens", (16, 64), (("x",), ()), role="batch")
+WHOLE_BATCH = leaf("batch/tokens", (16, 64), role="batch")
+UP, DOWN = "state/params/up/kernel", "state/params/down/kernel"
+ALL_WHOLE = "1 of 1 parameters (100% of their bytes) replicated"
+
+
+def layer_stack(layers: int) -> list[ValuePlan]:
+    specs = {"up": ((), ("y",)), "down": (("y",), ())}
+    return [
+        leaf(f"state/params/block_{n}/{name}", (32, 32), spec) for n in range(layers) for name, spec in specs.items()
+    ]
+
+
+def rows_of(text: str, title: str) -> list[list[str]]:
+    """The cells of the rows below a table's title."""
+    lines = text.split(f"\n{title}\n")[1].split("\n\n")[0].splitlines()
+    return [re.split(r"  +", line.strip()) for line in lines[1:]]

@@ -1,0 +1,203 @@
+"""What the report of a pipeline says: stages, bubble, bottleneck, what crosses between meshes."""
+
+import dataclasses
+import math
+
+from autopar.explain import explain
+from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
+from autopar.plan import ValuePlan
+from tests.plan_examples import (
+    ALL_WHOLE,
+    BATCH,
+    leaf,
+    plan_of,
+    rows_of,
+)
+
+LAYER, NORM, HEAD = "state/params/block_{}/up", "state/params/norm/scale", "state/params/head"
+SENT = "received float32[16,64] of forward 0"
+
+
+def stage_of(number: int, *inputs: ValuePlan, forward_s: float = 1e-3, mesh_shape=(2, 4), **changes) -> StagePlan:
+    """A stage on a mesh of its own with axes x and y; the leaves of its state live there."""
+    base = StagePlan(
+        stage=number,
+        mesh=number,
+        first_device=number * math.prod(mesh_shape),
+        leaves=tuple(value.path for value in inputs if value.role == "state"),
+        forward_s=forward_s,
+        backward_s=2 * forward_s,
+        once_s=0.5e-3,
+        microbatches_in_flight=2 - number % 2,
+        peak_bytes=(3 - number) * 2**30,
+        plan=plan_of(*inputs, mesh_shape=mesh_shape),
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def pipeline_of(*stages: StagePlan, transfers: tuple[TransferPlan, ...] = (), **changes) -> PipelinePlan:
+    base = PipelinePlan(
+        fingerprint="f",
+        cluster="cpu",
+        num_microbatches=4,
+        schedule="1f1b",
+        virtual_stages=1,
+        cuts=(7,),
+        stages=stages,
+        transfers=transfers,
+        step_s=0.02,
+        bubble=0.25,
+        memory_limit_bytes=12 * 2**30,
+        planning_s=1.5,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def two_stages(**second) -> tuple[StagePlan, StagePlan]:
+    first = [leaf(LAYER.format(n), (32, 32)) for n in range(2)]
+    then = [leaf(LAYER.format(n), (32, 32)) for n in range(2, 4)]
+    return stage_of(0, *first, BATCH), stage_of(1, *then, leaf(NORM, (32,)), **second)
+
+
+TRANSFERS = (
+    TransferPlan(0, 1, "forward", 1024, 4, 1e-3),
+    TransferPlan(1, 0, "backward", 2048, 4, 2e-3),
+    TransferPlan(0, 1, "update", 4, 1, 1e-6),
+)
+
+
+def test_the_header_of_a_pipeline_states_stages_schedule_bubble_and_memory():
+    text = explain(pipeline_of(*two_stages()))
+    assert text.startswith(
+        "2 stages x 8 devices (16 devices) on cluster cpu\n"
+        "4 microbatches, schedule 1f1b\n"
+        "predicted step 20.0 ms, bubble 25.0%; peak memory 3.0 GiB per device of 12.0 GiB (25%)\n"
+        "planned in 1.50 s\n"
+    )
+    assert "3.0 GiB per device, no limit" in explain(pipeline_of(*two_stages(), memory_limit_bytes=None))
+
+
+def test_one_microbatch_is_written_in_the_singular():
+    text = explain(pipeline_of(*two_stages(), num_microbatches=1))
+    assert "\n1 microbatch, schedule 1f1b\n" in text
+
+
+def test_the_header_tells_meshes_of_different_sizes_and_stages_that_share_a_mesh():
+    sizes = [stage_of(n, mesh_shape=shape) for n, shape in enumerate(((1, 1), (1, 2), (2, 2)))]
+    assert explain(pipeline_of(*sizes)).startswith("3 stages on 1 + 2 + 4 devices (7 devices) on cluster cpu\n")
+    shared = [stage_of(n, mesh=n % 2, mesh_shape=(1, 1)) for n in range(4)]
+    text = explain(pipeline_of(*shared, virtual_stages=2, schedule="interleaved"))
+    assert text.startswith("4 stages on 2 meshes (2 virtual stages each) x 1 device (2 devices) on cluster cpu\n")
+
+
+def test_the_bubble_is_told_in_seconds_of_the_busiest_mesh():
+    text = explain(pipeline_of(*two_stages(forward_s=2e-3)))
+    assert (
+        "- the bubble costs 6.00 ms per step: so long the busiest mesh waits for others, and 24.0 ms it works; " in text
+    )
+    assert "more microbatches make it smaller" in text
+    none = explain(pipeline_of(*two_stages(forward_s=2e-3), bubble=0.0))
+    assert "- no bubble: the busiest mesh works 24.0 ms per step without waiting" in none
+
+
+def test_the_bottleneck_is_the_mesh_with_most_work_and_balance_is_said():
+    text = explain(pipeline_of(*two_stages(forward_s=2e-3)))
+    assert (
+        "- stage 1 is the bottleneck: 6.00 ms of work per microbatch, 2.0 times as much as stage 0 with 3.00 ms" in text
+    )
+    balanced = explain(pipeline_of(*two_stages(forward_s=1.01e-3)))
+    assert "- the stages are balanced: from 3.00 ms to 3.03 ms of work per microbatch" in balanced
+    shared = [stage_of(n, mesh=n % 2, forward_s=1e-3 * (1 + n % 2)) for n in range(4)]
+    assert (
+        "- mesh 1 (stages 1 and 3) is the bottleneck: 12.0 ms of work per microbatch, 2.0 times as much as "
+        "mesh 0 (stages 0 and 2) with 6.00 ms"
+    ) in explain(pipeline_of(*shared, virtual_stages=2, schedule="interleaved"))
+
+
+def test_the_fullest_mesh_and_the_longest_update_are_named():
+    text = explain(pipeline_of(*two_stages(once_s=1e-3)))
+    assert "- what happens once per step, such as the update, takes 1.00 ms on stage 1, where it takes longest" in text
+    assert (
+        "- stage 0 needs the most memory: 3.0 GiB per device, with the activations of 2 microbatches in flight" in text
+    )
+
+
+def test_what_crosses_is_summed_by_the_pass_that_reads_it():
+    text = explain(pipeline_of(*two_stages(), transfers=TRANSFERS))
+    assert (
+        "- between meshes cross per step: 4.0 KiB for forward passes; 8.0 KiB for backward passes; 4 B once, for the update"
+        in text
+    )
+    assert "- nothing crosses between meshes" in explain(pipeline_of(*two_stages()))
+
+
+def test_the_table_of_stages_says_where_what_lives():
+    rows = rows_of(explain(pipeline_of(*two_stages())), "Stages (forward and backward per microbatch)")
+    assert rows == [
+        ["0", "0", "0-7", "x=2, y=4", "2", "block_{0,1}", "1.00 ms", "2.00 ms", "500 us", "2", "3.0 GiB"],
+        ["1", "1", "8-15", "x=2, y=4", "3", "block_{2,3}, norm", "1.00 ms", "2.00 ms", "500 us", "1", "2.0 GiB"],
+    ]
+
+
+def test_a_module_on_two_stages_lives_there_in_part_and_a_state_without_params_by_its_first_names():
+    head = stage_of(0, leaf(f"{HEAD}/kernel", (32, 8)), leaf(LAYER.format(0), (32, 32)), mesh_shape=(1, 1))
+    rest = stage_of(1, leaf(f"{HEAD}/bias", (8,)), mesh_shape=(1, 1))
+    bare = stage_of(2, leaf("state/w", (2,)), leaf("state/v", (2,)), mesh_shape=(1, 1))
+    rows = rows_of(explain(pipeline_of(head, rest, bare, stage_of(3))), "Stages (forward and backward per microbatch)")
+    assert [row[5] for row in rows] == ["block_0, head (part)", "head (part)", "w, v", "-"]
+    assert [row[2] for row in rows] == ["0", "1", "2", "24-31"]
+
+
+def test_the_table_of_transfers_holds_each_and_their_sum():
+    rows = rows_of(explain(pipeline_of(*two_stages(), transfers=TRANSFERS)), "Transfers between meshes per step")
+    assert rows == [
+        ["stage 0", "stage 1", "forward", "4", "1.0 KiB", "4.0 KiB", "1.00 ms", "4.00 ms"],
+        ["stage 1", "stage 0", "backward", "4", "2.0 KiB", "8.0 KiB", "2.00 ms", "8.00 ms"],
+        ["stage 0", "stage 1", "update", "1", "4 B", "4 B", "1.00 us", "1.00 us"],
+        ["all", "9", "12.0 KiB", "12.0 ms"],
+    ]
+    assert "Transfers" not in explain(pipeline_of(*two_stages()))
+
+
+def test_each_stage_has_its_own_strategies_and_what_it_receives_forward_is_its_batch():
+    sent = leaf(SENT, (16, 64), (("x",), ()), role="other")
+    first = stage_of(0, leaf(LAYER.format(0), (32, 32), ((), ("y",))), BATCH)
+    text = explain(pipeline_of(first, stage_of(1, leaf(LAYER.format(1), (32, 32)), sent)))
+    assert "- stage 0: tensor parallel over y, 4 ways: 1 of 1 parameters (100% of their bytes) split" in text
+    assert f"- stage 1: data parallel over x, 2 ways: the batch split by example, {ALL_WHOLE}" in text
+
+
+def test_leaves_that_a_stage_reads_of_other_meshes_are_told_and_are_not_its_parameters():
+    borrowed = leaf(LAYER.format(0), (32, 32))
+    second = stage_of(1, leaf(LAYER.format(1), (32, 32)), borrowed, leaf(SENT, (16, 64), (("x",), ()), role="other"))
+    second = dataclasses.replace(second, leaves=(LAYER.format(1),))
+    text = explain(pipeline_of(stage_of(0, borrowed, BATCH), second))
+    assert (
+        "- stage 1: reads 1 leaf of other meshes, 4.0 KiB per device, once per step: state/params/block_0/up\n" in text
+    )
+    assert f"- stage 1: data parallel over x, 2 ways: the batch split by example, {ALL_WHOLE}" in text
+    assert "- stage 0: reads" not in text
+    on_one_mesh = dataclasses.replace(second, mesh=0)
+    assert "of other meshes" not in explain(pipeline_of(stage_of(0, borrowed, BATCH), on_one_mesh, virtual_stages=2))
+
+
+def test_full_adds_the_tables_of_each_stage():
+    plan = pipeline_of(*two_stages())
+    text = explain(plan, full=True)
+    first, second = text.split("\nStage 0, mesh x=2, y=4\n")[1].split("\nStage 1, mesh x=2, y=4\n")
+    assert [row[0] for row in rows_of(first, "Parameters and state")] == [LAYER.format(0), LAYER.format(1), "all"]
+    assert [row[0] for row in rows_of(second, "Parameters and state")][-2:] == [NORM, "all"]
+    assert "Parameters and state" not in explain(plan)
+
+
+def test_a_picture_of_the_schedule_is_printed_as_it_is_given():
+    picture = "mesh 0 | F0 [bold] " + "F1 " * 60 + "\n"
+    assert f"\nSchedule (columns are not to scale)\n{picture.rstrip()}\n" in explain(
+        pipeline_of(*two_stages()), schedule_grid=picture
+    )
+    assert "Schedule (" not in explain(pipeline_of(*two_stages()))
+
+
+def test_microbatches_on_one_mesh_are_told():
+    assert "(8 devices) on cluster cpu, in 4 microbatches\n" in explain(plan_of(BATCH, num_microbatches=4))
+    assert "microbatches" not in explain(plan_of(BATCH))

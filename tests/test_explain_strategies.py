@@ -1,0 +1,166 @@
+"""How a report names what a plan does: data, tensor, expert parallel, sharded; and that it names nothing else."""
+
+import dataclasses
+
+import pytest
+
+from autopar.explain import explain, findings
+from autopar.explain.strategies import traffic
+from autopar.plan import CollectivePlan
+from tests.plan_examples import (
+    ALL_WHOLE,
+    BATCH,
+    DOWN,
+    UP,
+    WHOLE_BATCH,
+    collective,
+    leaf,
+    plan_of,
+)
+
+IDLE_Y = "nothing is split over y and no collective runs over it: its devices repeat the same work"
+
+SHARDED = [leaf(UP, (32, 64), (("x",), ())), leaf(DOWN, (64, 32), (("x",), ()))]
+EXPERTS = (8, 32, 64), (("x",), (), ())
+ROUTER = leaf("state/params/gate/kernel", (32, 8))
+
+
+def test_a_split_batch_and_whole_parameters_are_data_parallel():
+    plan = plan_of(leaf(UP, (32, 32)), BATCH, collectives=(collective("all-reduce", "x", count=3),))
+    assert findings(plan) == (
+        f"data parallel over x, 2 ways: the batch split by example, {ALL_WHOLE}",
+        IDLE_Y,
+    )
+
+
+def test_collectives_are_summed_for_each_combination_of_axes():
+    both = CollectivePlan("all-reduce", ("x", "y"), 1024, 3, "float32[7]", "m.py:7", 1e-3)
+    items = (both, collective("all-gather", "y", count=2), collective("all-reduce", "y"), both)
+    assert traffic(plan_of(BATCH, collectives=items)) == (
+        "collectives over x and y: 6 all-reduce, 6.0 KiB",
+        "collectives over y: 2 all-gather, 2.0 KiB; 1 all-reduce, 1.0 KiB",
+    )
+    assert "- collectives over y: 2 all-gather" in explain(plan_of(BATCH, collectives=items))
+
+
+def test_a_step_without_parameters_can_be_data_parallel():
+    assert findings(plan_of(BATCH))[0] == "data parallel over x, 2 ways: the batch split by example"
+
+
+def test_axes_that_split_the_batch_together_are_one_finding():
+    batch = leaf("batch/tokens", (16, 64), (("x", "y"), ()), role="batch")
+    both = CollectivePlan("all-reduce", ("x", "y"), 1024, 1, "float32[32,32]", "m.py:7", 1e-3)
+    assert findings(plan_of(leaf(UP, (32, 32)), batch, collectives=(both,))) == (
+        f"data parallel over x and y, 8 ways: the batch split by example, {ALL_WHOLE}",
+    )
+
+
+def test_a_batch_of_which_only_some_inputs_are_split_says_so():
+    plan = plan_of(leaf(UP, (32, 32)), BATCH, leaf("batch/mask", (16,), role="batch"))
+    assert "1 of 2 batch inputs split by example" in findings(plan)[0]
+
+
+def test_split_parameters_beside_a_whole_batch_are_tensor_parallel():
+    parameters = (
+        leaf(UP, (32, 32), ((), ("y",))),
+        leaf(DOWN, (32, 32), (("y",), ())),
+        leaf("state/params/up/bias", (32,), (("y",),)),
+        leaf("state/params/norm/scale", (32,)),
+    )
+    found = findings(plan_of(*parameters, BATCH, collectives=(collective("all-reduce", "y", count=2),)))
+    assert found == (
+        "data parallel over x, 2 ways: the batch split by example, 4 of 4 parameters (100% of their bytes) replicated",
+        "tensor parallel over y, 4 ways: 3 of 4 parameters (98% of their bytes) split, "
+        "of them 1 by column, 1 by row, 1 of other rank; the batch is not split by example",
+    )
+
+
+def test_parameters_split_as_the_batch_and_gathered_are_fully_sharded():
+    moved = (
+        collective("all-gather", "x", operand="float32[32,64]"),
+        collective("all-gather", "x", operand="float32[32,64]"),
+        collective("reduce-scatter", "x"),
+    )
+    assert findings(plan_of(*SHARDED, BATCH, collectives=moved)) == (
+        "fully sharded (FSDP, ZeRO-3) over x, 2 ways: the batch and 2 of 2 parameters (100% of their bytes) split",
+        IDLE_Y,
+    )
+
+
+def test_parameters_of_a_scan_may_be_gathered_one_layer_at_a_time():
+    stacked = leaf("state/params/blocks/up", (12, 32, 64), ((), ("x",), ()))
+    each = collective("all-gather", "x", operand="float32[32,64]", count=12)
+    assert findings(plan_of(stacked, BATCH, collectives=(each,)))[0].startswith("fully sharded")
+    once = dataclasses.replace(each, count=1)
+    assert findings(plan_of(stacked, BATCH, collectives=(once,)))[0].startswith("tensor parallel")
+
+
+def test_parameters_whose_activations_are_gathered_are_tensor_parallel_and_not_fully_sharded():
+    gathered = collective("all-gather", "x", operand="float32[16,64,32]", count=4)
+    found = findings(plan_of(*SHARDED, leaf("state/params/norm", (32,)), BATCH, collectives=(gathered,)))
+    assert found[:2] == (
+        "data parallel over x, 2 ways: the batch split by example, 1 of 3 parameters (1% of their bytes) replicated",
+        "tensor parallel over x, 2 ways: 2 of 3 parameters (99% of their bytes) split, of them 2 by row",
+    )
+
+
+def test_one_small_gathered_parameter_does_not_make_a_plan_fully_sharded():
+    parameters = (leaf(UP, (128, 128)), leaf("state/params/embedding", (16, 128), (("x",), ())))
+    gathered = collective("all-gather", "x", operand="float32[16,128]")
+    found = findings(plan_of(*parameters, BATCH, collectives=(gathered,)))
+    assert not any("FSDP" in sentence for sentence in found)
+    assert "1 of 2 parameters (89% of their bytes) replicated" in found[0]
+
+
+def test_optimizer_leaves_split_alone_are_zero_1_or_2():
+    inputs = (leaf(UP, (32, 32)), leaf("state/opt_state/0/mu/up/kernel", (32, 32), (("x",), ())), BATCH)
+    moved = (collective("reduce-scatter", "x"), collective("all-gather", "x"))
+    assert findings(plan_of(*inputs, collectives=moved)) == (
+        f"data parallel over x, 2 ways: the batch split by example, {ALL_WHOLE}",
+        "optimizer state sharded (ZeRO-1/2) over x, 2 ways: 1 of 1 optimizer leaves (100% of their bytes) split, "
+        "their parameters are not",
+        IDLE_Y,
+    )
+
+
+@pytest.mark.parametrize(("path", "router"), [("state/params/moe/up", ()), ("state/params/layer/wi", (ROUTER,))])
+def test_experts_split_as_the_batch_with_all_to_all_are_expert_parallel(path, router):
+    moments = leaf("state/opt_state/0/mu/" + path.removeprefix("state/params/"), *EXPERTS)
+    rest = leaf("state/params/norm/scale", (32,))
+    moved = (collective("all-to-all", "x", count=4, operand="float32[8,4,16,32]"), collective("all-reduce", "x"))
+    found = findings(plan_of(leaf(path, *EXPERTS), moments, rest, *router, BATCH, collectives=moved))
+    assert found[0].startswith("data parallel over x")
+    assert found[1:] == (
+        f"expert parallel over x, 2 ways: {path} split along the first dimension",
+        IDLE_Y,
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"), [("state/params/moe/up", "all-reduce"), ("state/params/attention/out/kernel", "all-to-all")]
+)
+def test_without_all_to_all_or_any_sign_of_experts_a_split_first_dimension_is_not_expert_parallel(path, kind):
+    found = findings(plan_of(leaf(path, *EXPERTS), BATCH, collectives=(collective(kind, "x"),)))
+    assert not any("expert" in sentence for sentence in found)
+    assert found[0].startswith("tensor parallel over x, 2 ways: 1 of 1 parameters")
+
+
+def test_an_input_split_along_another_dimension_is_told_with_the_dimension():
+    batch = leaf("batch/tokens", (16, 64), (("x",), ("y",)), role="batch")
+    found = findings(plan_of(leaf(UP, (32, 32)), batch))
+    assert found[1] == "inputs split over y, 4 ways, along dimension 1: batch/tokens"
+
+
+def test_optimizer_state_split_over_an_axis_of_its_own_is_told():
+    found = findings(plan_of(leaf(UP, (32, 32)), leaf("state/opt_state/mu/up/kernel", (32, 32), (("y",), ())), BATCH))
+    assert found[1] == ("1 of 1 optimizer leaves (100% of their bytes) are split over y, 4 ways; parameters are not")
+
+
+def test_an_axis_of_one_device_is_not_spoken_of():
+    assert len(findings(plan_of(BATCH, mesh_shape=(2, 1)))) == 1
+
+
+@pytest.mark.parametrize("path", ["state/params/mu/kernel", "state/w"])
+def test_a_leaf_below_params_or_a_state_without_any_counts_as_parameters(path):
+    found = findings(plan_of(leaf(path, (32, 32), ((), ("y",))), WHOLE_BATCH))
+    assert any(sentence.startswith("tensor parallel over y, 4 ways: 1 of 1 parameters") for sentence in found)
