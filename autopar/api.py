@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from autopar.catalogue import PlannerOptions
-from autopar.compile import CompiledStep, create_sharded
+from autopar.compile import CompiledStep, create_sharded, gathered
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError, PlanError
 from autopar.options import ConstraintsLike, as_constraints
@@ -43,7 +43,6 @@ from autopar.settings import (
     checked_stages,
     numbers,
 )
-from autopar.split_array import SplitArray
 from autopar.trace import BoundArguments, CallSignature, bind_arguments, require_state, trace
 
 
@@ -96,13 +95,11 @@ class ParallelStep:
         return create_sharded(create_fn, args, shardings)
 
     def gather(self, tree: Any) -> Any:
-        """Arrays that live on stages or are split over devices, as ordinary arrays on one device."""
-        device = self.jax_devices()[0]
+        """Arrays that live on stages or are split over devices, as ordinary arrays on one device.
 
-        def ordinary(x: Any) -> Any:
-            return x.on_device(device) if isinstance(x, SplitArray) else jax.device_put(x, device)
-
-        return jax.tree.map(lambda x: ordinary(x) if isinstance(x, jax.Array | SplitArray) else x, tree)
+        Where several processes have the devices, all of them call it, and each gets every array, on a device of its own.
+        """
+        return gathered(tree, self.jax_devices())
 
     def last_plan(self) -> Plan | PipelinePlan:
         """The plan that was made last; PlanError if there is none."""
@@ -121,7 +118,7 @@ class ParallelStep:
     def _plan(self, bound: BoundArguments) -> Planned:
         key = _key(bound)
         if key not in self._planned:
-            self._planned[key] = self._settings.planned(trace(self._signature, bound))
+            self._planned[key] = self._settings.planned_by_all(trace(self._signature, bound), self._signature.name)
         self._last = self._planned[key]
         return self._last
 

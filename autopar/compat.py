@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+from jax._src import distributed as private_distributed
 from jax._src import source_info_util as private_source_info
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
@@ -114,3 +115,25 @@ def make_mesh(devices: Any, axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
 def threefry_is_partitionable() -> bool:
     """Whether random bits of a slice can be computed from the slice's positions alone."""
     return bool(getattr(jax.config, "jax_threefry_partitionable", True))
+
+
+class Coordination(Protocol):
+    """What autopar uses of JAX's coordination service, a table of texts that all processes share."""
+
+    def key_value_increment(self, key: str, increment: int) -> int:
+        """Add to a number, 0 at first; returns the new one."""
+
+    def key_value_set_bytes(self, key: str, value: bytes) -> None:
+        """Set an entry that does not exist."""
+
+    def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
+        """Wait for an entry."""
+
+    def key_value_dir_get_bytes(self, key: str) -> Sequence[tuple[str, bytes]]:
+        """All entries below a path."""
+
+
+def coordination() -> Coordination | None:
+    """The coordination service; None unless `jax.distributed.initialize` was called."""
+    client: Coordination | None = private_distributed.global_state.client
+    return client

@@ -1,8 +1,9 @@
 """From an `Assignment` to something that runs: one jitted shard_map program over the devices.
 
 In: a traced step, its assignment and plan, JAX devices. Out: a `CompiledStep`, called with the step's own arguments. Arrays that
-are not laid out as the plan says are moved first; state that the step returns stays where it is and is donated. What can go
-wrong: too few devices, arguments of another shape; both are refused with the numbers.
+are not laid out as the plan says are moved first; state that the step returns stays where it is and is donated. The devices may
+belong to several processes, each of which calls the step and holds its own part of every array. What can go wrong: too few
+devices, arguments of another shape; both are refused with the numbers.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -19,7 +21,9 @@ from autopar.compat import make_mesh
 from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.mesh import LogicalMesh
 from autopar.plan import Plan
-from autopar.split_array import SplitArray, SplitSharding, in_pieces, joined, placed_apart
+from autopar.runtime.processes import absent_like, are_here, from_host, is_global, is_here
+from autopar.runtime.resharding import brought_here, reshard
+from autopar.split_array import SplitArray, SplitSharding, in_pieces, joined, placed_apart, taken_apart
 from autopar.spmd import Assignment, partition_spec, sharded
 from autopar.trace import CallSignature, TracedStep, bind_arguments
 
@@ -77,7 +81,8 @@ def create_sharded(
 ) -> Any:
     """`create_fn(*args)` with its leaves in the given shardings; no device ever holds more than its part.
 
-    Leaves, and pieces of leaves, that live on different meshes are made by one program per mesh.
+    Leaves, and pieces of leaves, that live on different meshes are made by one program per mesh, in the processes that have
+    devices of it.
     """
     tree = jax.tree.structure(jax.eval_shape(create_fn, *args))
     held, places = placed_apart(shardings)
@@ -90,10 +95,25 @@ def create_sharded(
             parts = in_pieces(jax.tree.leaves(create_fn(*given)), held)
             return [parts[i] for i in here]
 
-        arrays = jax.jit(some, out_shardings=[places[i] for i in here])(*args)
+        if is_here(places[here[0]]):
+            arrays = jax.jit(some, out_shardings=[places[i] for i in here])(*args)
+        else:
+            arrays = list(map(absent_like, jax.eval_shape(some, *args), [places[i] for i in here]))
         for i, array in zip(here, arrays, strict=True):
             made[i] = array
     return jax.tree.unflatten(tree, joined(made, held))
+
+
+def gathered(tree: Any, devices: Sequence[jax.Device]) -> Any:
+    """A tree with its arrays as ordinary ones on one device: the first, or where several processes have them, the first of each."""
+    leaves, structure = jax.tree.flatten(tree)
+    held, parts = taken_apart(leaves)
+    if are_here(devices):
+        found = [jax.device_put(x, devices[0]) if isinstance(x, jax.Array) else x for x in parts]
+    else:
+        found = brought_here(parts, devices)
+    whole = [jnp.concatenate(x.pieces, axis=x.dim) if isinstance(x, SplitArray) else x for x in joined(found, held)]
+    return jax.tree.unflatten(structure, whole)
 
 
 def _in_slices(value: Any, shape: tuple[int, ...]) -> Any:
@@ -118,8 +138,9 @@ class CompiledStep:
         self.in_shardings = tuple(NamedSharding(self.mesh, spec) for spec in specs)
         out_specs = [partition_spec(layout, assignment.mesh) for layout in assignment.outputs]
         self.out_shardings = [NamedSharding(self.mesh, spec) for spec in out_specs]
+        self._is_local = are_here(self.mesh.devices.flat)
         self._constants = tuple(
-            jax.device_put(value, sharding)
+            from_host(value, sharding)
             for value, sharding in zip(
                 traced.constants, self.in_shardings[len(traced.inputs) - len(traced.constants) :], strict=True
             )
@@ -155,14 +176,19 @@ class CompiledStep:
         """
         sharding, leaf = self.in_shardings[number], self.traced.inputs[number]
         if leaf.microbatches > 1:
-            return jax.device_put(_in_slices(value, leaf.shape), sharding)
+            return self._moved(_in_slices(value, leaf.shape), sharding)
         given = getattr(value, "sharding", None)
         if isinstance(given, NamedSharding) and given.is_equivalent_to(sharding, value.ndim):
             self._accepted[number] = given
             return value
         if leaf.donated and sharding.is_fully_replicated and given is not None:
             value = value.copy()
-        return jax.device_put(value, sharding)
+        return self._moved(value, sharding)
+
+    def _moved(self, value: Any, sharding: NamedSharding) -> Any:
+        if self._is_local:
+            return jax.device_put(value, sharding)
+        return reshard(value, sharding) if is_global(value) else from_host(value, sharding)
 
     @functools.cached_property
     def executable(self) -> Any:

@@ -8,6 +8,7 @@ names the argument and what it may be.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, Literal, Protocol, get_args
 import jax
 import numpy as np
 
+from autopar.agreement import agreed, is_needed
 from autopar.catalogue import PlannerOptions, itemsize_of
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster, preset, preset_for_device_kind
@@ -25,7 +27,7 @@ from autopar.mesh import LogicalMesh
 from autopar.microbatch import in_microbatches, microbatch_counts
 from autopar.options import Constraints, Rule
 from autopar.pipeline import CompiledPipeline, compile_pipeline
-from autopar.pipeline_plan import PipelinePlan
+from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.pipeline_planner import PipelineWishes, Recompute, plan_pipeline, restore_pipeline, search_pipeline
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
@@ -121,6 +123,31 @@ class Settings:
         if self.plan is None and self._may_search(traced):
             return self._best_of(traced, wishes)
         return self._on_one_mesh(traced, self._request(self._one_mesh()))
+
+    def planned_by_all(self, traced: TracedStep, name: str) -> Planned:
+        """The same on every process that has devices of the step: the first one plans, the others take over its plan."""
+        if not is_needed(self.jax_devices):
+            return self.planned(traced)
+        own: list[Planned] = []
+
+        def plan() -> str:
+            own.append(self.planned(traced))
+            return own[0].plan.to_json()
+
+        text = agreed(self._question(traced, name), self.jax_devices(), plan)
+        return own[0] if own else dataclasses.replace(self, plan=plan_from_json(text)).planned(traced)
+
+    def _question(self, traced: TracedStep, name: str) -> str:
+        """What is planned, in words that are the same on every process if the step and the options are."""
+        batch = ", ".join(f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in traced.inputs if leaf.role == "batch")
+        meshes = self.meshes if self.meshes == "auto" else [mesh.shape for mesh in self.meshes]
+        given = "" if self.plan is None else f", plan={hashlib.sha256(self.plan.to_json().encode()).hexdigest()[:8]}"
+        return (
+            f"{name} (program {traced.fingerprint}; {batch}; {self._count()} devices, mesh_shape={meshes}, "
+            f"memory_limit_bytes={self.memory_limit_bytes}, num_microbatches={self.num_microbatches}, "
+            f"num_stages={self.num_stages}, schedule={self.schedule!r}, virtual_stages={self.virtual_stages}, "
+            f"recompute={self.recompute!r}{given})"
+        )
 
     def _refuse_what_is_for_stages(self) -> None:
         """Raise ArgumentError for wishes that one mesh cannot meet."""

@@ -101,12 +101,6 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
             piece.block_until_ready()
         return self
 
-    def on_device(self, device: Any) -> jax.Array:
-        """The whole as one ordinary array on a device, or in a sharding."""
-        moved = jax.device_put(list(self.pieces), jax.devices()[0])
-        whole: jax.Array = jax.device_put(jnp.concatenate(moved, axis=self.dim), device)
-        return whole
-
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError("an array in pieces is copied when it becomes one array; use copy=None or copy=True")
@@ -170,6 +164,17 @@ def _parts(leaf: Any, pieces: LeafPieces) -> Sequence[Any]:
     if (leaf.dim, leaf.bounds) == (pieces.dim, pieces.bounds):
         return leaf.pieces
     return cut_at(np.asarray(leaf), pieces)
+
+
+def taken_apart(leaves: Sequence[Any]) -> tuple[list[LeafPieces], list[Any]]:
+    """How leaves are held, and all pieces of those that are in pieces in place of them."""
+    held: list[LeafPieces] = []
+    parts: list[Any] = []
+    for leaf in leaves:
+        split = isinstance(leaf, SplitArray)
+        held.append(LeafPieces(len(parts), leaf.dim, leaf.bounds) if split else LeafPieces(len(parts)))
+        parts += leaf.pieces if split else [leaf]
+    return held, parts
 
 
 def joined(parts: Sequence[Any], held: Sequence[LeafPieces]) -> list[Any]:

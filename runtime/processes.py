@@ -39,6 +39,11 @@ def absent(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 
+def absent_like(shape: Any, sharding: Sharding) -> jax.Array:
+    """The same for anything that has a shape and a type."""
+    return absent(shape.shape, shape.dtype, sharding)
+
+
 def is_global(value: Any) -> bool:
     """Whether a value is an array that all processes know by one sharding; see the module's text."""
     return isinstance(value, jax.Array) and not isinstance(value.sharding, SingleDeviceSharding)

@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from autopar.errors import ArgumentError
 from autopar.runtime.exchange import Exchange, Passage
-from autopar.runtime.processes import absent, is_here, processes_of
+from autopar.runtime.processes import absent, is_global, is_here, processes_of
 from autopar.runtime.reshard_plan import ReshardPlan, Send, plan_reshard
 from autopar.runtime.tiles import Box, Links, Tiling, extent, intersect, relative_to
 
@@ -93,6 +93,20 @@ def reshard(array: Array, target: NamedSharding) -> Array:
 def reshard_all(arrays: Sequence[Array], targets: Sequence[NamedSharding]) -> list[Array]:
     """Several arrays under other shardings, together; what is prepared is kept for the next such arrays."""
     return _prepared(tuple(map(Move.of, arrays, targets)))(arrays)
+
+
+def brought_here(values: Sequence[Any], devices: Sequence[jax.Device]) -> list[Any]:
+    """Global arrays as arrays on one device of this process; other values as they are. Every process with devices calls it."""
+    first: dict[int, jax.Device] = {}
+    for device in devices:
+        first.setdefault(device.process_index, device)
+    mesh = jax.sharding.Mesh(np.array(list(first.values())), ("process",))
+    numbers = [n for n, value in enumerate(values) if is_global(value)]
+    found = list(values)
+    copies = reshard_all([values[n] for n in numbers], [NamedSharding(mesh, PartitionSpec())] * len(numbers))
+    for n, array in zip(numbers, copies, strict=True):
+        found[n] = array.addressable_data(0)
+    return found
 
 
 # Keeps compiled programs and no results, as `jax.jit` does.

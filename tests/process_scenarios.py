@@ -1,0 +1,104 @@
+"""What one of several processes does in tests/test_processes.py: `python -m tests.process_scenarios NAME RANK PORT FOLDER`.
+
+Each scenario returns numbers by name, which are written to FOLDER; the test compares them with those of one process.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar.compat import make_mesh
+
+ROWS, WIDTH, STEPS = 16, 16, 3
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+
+
+def init_state(seed):
+    """Four layers and the optimizer's moments."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    params = [{"w": jax.random.normal(key, (WIDTH, WIDTH)) / 4, "b": jnp.zeros(WIDTH)} for key in keys]
+    return {"params": params, "opt": OPTIMIZER.init(params)}
+
+
+def batch(number):
+    """The same numbers in every process."""
+    draw = np.random.default_rng(number)
+    return {name: draw.normal(size=(ROWS, WIDTH)).astype(np.float32) for name in ("x", "y")}
+
+
+def step(state, batch):
+    """A regression step; returns the state, the loss and a metric for each example."""
+
+    def loss_fn(params):
+        x = batch["x"]
+        for layer in params:
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        errors = ((x - batch["y"]) ** 2).sum(-1)
+        return errors.mean(), errors
+
+    (loss, errors), gradients = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
+    updates, opt = OPTIMIZER.update(gradients, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss, errors
+
+
+def flat(tree):
+    """Leaves by path, as numpy arrays."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
+
+
+def expected():
+    """The numbers of one process under `jax.jit`."""
+    state, run, found = init_state(0), jax.jit(step), {}
+    for n in range(STEPS):
+        state, loss, errors = run(state, batch(n))
+        found |= {f"loss{n}": np.asarray(loss), f"errors{n}": np.asarray(errors)}
+    return found | flat(state)
+
+
+def trained(parallel, make_batch=batch):
+    """Three steps: the losses as each process reads them, the last state as it is gathered."""
+    found = {}
+    parallel.plan(jax.eval_shape(init_state, 0), make_batch(0))
+    state = parallel.init_state(init_state, 0)
+    for n in range(STEPS):
+        state, loss, errors = parallel(state, make_batch(n))
+        found |= {f"loss{n}": np.float32(float(loss)), f"errors{n}": np.asarray(parallel.gather(errors))}
+    return found | flat(parallel.gather(state))
+
+
+def one_mesh():
+    """All devices of both processes are one mesh; layouts are found, and some are given."""
+    return trained(autopar.parallelize(step, mesh_shape=(2, 4), constraints={"state/params/0/w": P("x", "y")}))
+
+
+def one_mesh_global_batch():
+    """The batch is an array over all devices, in another layout than the step's, and it is cut into microbatches."""
+    mesh = make_mesh(np.array(jax.devices()).reshape(8), ("rows",))
+
+    def spread(number):
+        sharding = NamedSharding(mesh, P("rows"))
+        return {
+            name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index])
+            for name, x in batch(number).items()
+        }
+
+    return trained(autopar.parallelize(step, mesh_shape=(8,), num_microbatches=2), spread)
+
+
+def main(name, rank, port, folder):
+    """Join the others, run the scenario, write its numbers."""
+    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank, initialization_timeout=60)
+    found = globals()[name]()
+    np.savez(Path(folder) / f"{rank}.npz", **found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
