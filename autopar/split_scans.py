@@ -27,7 +27,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compat import Literal, Var, attributed_to, name_stack, scan_counts
+from autopar.compat import Literal, Var, attributed_to, name_stack
+from autopar.evaluate import bound
 from autopar.factors import FactorRule
 from autopar.local import LocalCall
 from autopar.mesh import LogicalMesh
@@ -257,7 +258,7 @@ def _evaluate(eqn: Equation, values: _Values) -> None:
             if factor is not None:
                 _in_pieces(eqn, rule, factor, divided, values)
                 return
-    results = _bound(eqn, [values.whole(atom) for atom in eqn.invars])
+    results = bound(eqn, [values.whole(atom) for atom in eqn.invars])
     for v, array in zip(eqn.outvars, results, strict=True):
         values.set_whole(v, array)
 
@@ -303,29 +304,6 @@ def _operand_parts(atom: Any, operand: Any, factor: str, divided: _Divided, valu
     return values.parts_between(atom, dims[0], divided.of_size(atom.aval.shape[dims[0]]))
 
 
-def _bound(eqn: Equation, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
-    """The primitive on operands; a nested program takes what it closes over from its own parameters."""
-    if eqn.primitive is fan_out_p:
-        return operands
-    results = eqn.primitive.bind(*_without_captured(eqn, operands), **{**eqn.params, **changed})
-    return results if eqn.primitive.multiple_results else (results,)
-
-
-def _without_captured(eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    """The operands that the primitive itself takes: a `Program` has the constants of nested programs as operands too."""
-    loop = eqn.loop
-    if loop is None:
-        return operands
-    if loop.kind == "scan":
-        return operands[loop.consts - scan_counts(eqn.params)[0] :]
-    if loop.kind == "while":
-        of_condition = operands[loop.condition_consts - eqn.params["cond_nconsts"] : loop.condition_consts]
-        of_body = operands[loop.condition_consts :][loop.consts - eqn.params["body_nconsts"] :]
-        return [*of_condition, *of_body]
-    (taken,) = {len(branch.in_avals) for branch in eqn.params["branches"]}
-    return [operands[0], *operands[len(operands) - taken :]]
-
-
 def _scan_in_ranges(eqn: Equation, divided: _Divided, values: _Values) -> None:
     """A scan as one scan per piece; see the module's text."""
     loop = eqn.loop
@@ -341,7 +319,7 @@ def _scan_in_ranges(eqn: Equation, divided: _Divided, values: _Values) -> None:
         given = [jnp.zeros_like(x) if i in adds and place else x for i, x in enumerate(carry)]
         begin, end = divided.ranges[k]
         shorter = {"length": end - begin, "unroll": min(eqn.params["unroll"], end - begin)}
-        outs = _bound(eqn, [*consts, *given, *(parts[k] for parts in stacks)], **shorter)
+        outs = bound(eqn, [*consts, *given, *(parts[k] for parts in stacks)], **shorter)
         carry, made[k] = list(outs[: loop.carries]), outs[loop.carries :]
         totals = [totals[i] + x if i in adds and place else x for i, x in enumerate(carry)]
     for v, total in zip(eqn.outvars, totals, strict=False):
