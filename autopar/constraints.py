@@ -92,7 +92,10 @@ def layouts_for(wanted: LeafLayout, leaf: Leaf, mesh: LogicalMesh) -> tuple[Layo
         inside = [la for la in plain if set(la.sharded_axes) <= set(axes)]
         most = max(mesh.ways(la.sharded_axes) for la in inside)
         return tuple(la for la in inside if mesh.ways(la.sharded_axes) == most)
-    return (_split_batch(leaf, mesh, tuple(a for a in axes if mesh.shape[a] > 1)),)
+    split = _split_batch(leaf, mesh, tuple(a for a in axes if mesh.shape[a] > 1))
+    if not wanted.rest:
+        return (split,)
+    return (_from_spec(PartitionSpec(mesh.names(split.dims[0]) or None, *wanted.rest), leaf, mesh),)
 
 
 def _split_batch(leaf: Leaf, mesh: LogicalMesh, axes: tuple[int, ...]) -> Layout:

@@ -31,10 +31,12 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class SplitBatch:
-    """The leading dimension is split over `axes` (all mesh axes if None) and nothing else is; so are, in every operation, the
-    examples that it holds."""
+    """The leading dimension is split over `axes` (all mesh axes if None); so are, in every operation, the examples that it holds.
+
+    `rest`: how the other dimensions are split, by other axes; whole if nothing is said."""
 
     axes: tuple[str, ...] | None = None
+    rest: PartitionSpec = PartitionSpec()
 
 
 LeafLayout = PartitionSpec | Replicated | Split | SplitBatch

@@ -56,7 +56,14 @@ class Exchange:
     behind: Literal["nothing", "product"] = "nothing"
 
 
-Operation = MatrixProduct | FusedGroup | Exchange
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """Compute whose seconds are known already, from a plan or a measurement."""
+
+    seconds: float
+
+
+Operation = MatrixProduct | FusedGroup | Exchange | Timed
 
 
 @dataclasses.dataclass(frozen=True)

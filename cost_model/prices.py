@@ -15,7 +15,7 @@ import math
 
 from autopar.cost_model.collectives import MeshCosts
 from autopar.cost_model.machine import Cluster
-from autopar.cost_model.operations import Exchange, FusedGroup, Group, MatrixProduct, Operation
+from autopar.cost_model.operations import Exchange, FusedGroup, Group, MatrixProduct, Operation, Timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,8 @@ class StagePrices:
                 return self.fused_s(operation.moved_bytes)
             case Exchange():
                 return self.exchange_s(operation.kind, operation.full_bytes, operation.group)
+            case Timed():
+                return operation.seconds
 
     def product_s(self, product: MatrixProduct) -> float:
         """Seconds of a matrix product: arithmetic at the efficiency of its shape, or its traffic, and the launch."""

@@ -4,8 +4,9 @@ In: a model's sizes and a plan (`TrainingJob`). Out: what is impossible about it
 `StepPlan` that `training_step` prices; the prediction on a cluster. The columns read as follows: a microbatch is that of one
 data-parallel rank; layers are divided evenly over pp x virtual stages or, if only layers + 2 divide, with embedding and head
 in the place of one layer each; a residual network's blocks are divided by FLOPs; expert ranks are some of the data-parallel
-ranks; without a published microbatch or number of virtual stages the fastest that fits is taken. What can go wrong: a plan
-whose parts do not divide; `problems` says which, and what to do.
+ranks; without a published microbatch or number of virtual stages the fastest that fits is taken. `Timing` lets somebody else,
+such as a planner, say what the parts of a stage do. What can go wrong: a plan whose parts do not divide; `problems` says which,
+and what to do.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from autopar.cost_model.machine import Cluster
 from autopar.cost_model.memory import StateBytes, layers_in_flight, states_of
+from autopar.cost_model.operations import Work
 from autopar.cost_model.prices import FITTED, InTraining
 from autopar.cost_model.residual_network import (
     BLOCKS_PER_STAGE,
@@ -195,6 +197,26 @@ class JobPrediction:
         return self.job.model_flops / self.step.step_s / self.job.devices / 1e12
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a stage does many times: a kind of block ("plain", "expert", "decoder", or a residual network's), or one of its ends
+    ("embedding", "head", "stem", "classifier"), and how the stage runs it."""
+
+    kind: str | Block
+    shape: TransformerShape | ResidualNetworkShape
+    split: LayerSplit | BlockSplit
+    data_ranks: int
+
+
+Timing = Callable[[Part, Work], Work]
+"""From a part and its work in closed form to the work that counts."""
+
+
+def as_it_is(part: Part, work: Work) -> Work:
+    """The closed form."""
+    return work
+
+
 def predict(cluster: Cluster, job: TrainingJob, *, reached: InTraining = FITTED) -> JobPrediction:
     """Price a job; what is not published is the fastest choice that fits, or the smallest if none does."""
     found = [JobPrediction(choice, _priced(cluster, choice, reached)) for choice in _choices(job)]
@@ -219,6 +241,11 @@ def _priced(cluster: Cluster, job: TrainingJob, reached: InTraining) -> StepPred
     return predict_step(cluster, step_plan(job), stages_of(job), reached=reached)
 
 
+def predict_with(cluster: Cluster, job: TrainingJob, timing: Timing) -> JobPrediction:
+    """Price a job whose microbatch and virtual stages are known, its parts as `timing` says."""
+    return JobPrediction(job, predict_step(cluster, step_plan(job), stages_of(job, timing)))
+
+
 def step_plan(job: TrainingJob) -> StepPlan:
     """What holds for all stages of a job whose microbatch is known."""
     return StepPlan(
@@ -232,7 +259,7 @@ def step_plan(job: TrainingJob) -> StepPlan:
     )
 
 
-def stages_of(job: TrainingJob) -> tuple[StageWork, ...]:
+def stages_of(job: TrainingJob, timing: Timing = as_it_is) -> tuple[StageWork, ...]:
     """The work of every stage."""
     layouts = job.stage_layouts or _even_layouts(job)
     starts = [sum(layout.layers for layout in layouts[:i]) for i in range(len(layouts))]
@@ -241,9 +268,11 @@ def stages_of(job: TrainingJob) -> tuple[StageWork, ...]:
         end = start + layout.layers
         ends = _Ends(first=start == 0, last=end == job.block_count)
         if isinstance(job.shape, TransformerShape):
-            made.append(_transformer_stage(job, job.shape, layout, kinds=job.shape.blocks[start:end], ends=ends))
+            kinds = job.shape.blocks[start:end]
+            made.append(_transformer_stage(job, job.shape, layout, kinds=kinds, ends=ends, timing=timing))
         else:
-            made.append(_residual_stage(job, job.shape, layout, blocks=job.shape.blocks[start:end], ends=ends))
+            blocks = job.shape.blocks[start:end]
+            made.append(_residual_stage(job, job.shape, layout, blocks=blocks, ends=ends, timing=timing))
     return tuple(made)
 
 
@@ -288,7 +317,13 @@ def _even_cuts(weights: Sequence[float], parts: int) -> list[int]:
 
 
 def _transformer_stage(
-    job: TrainingJob, shape: TransformerShape, layout: StageLayout, *, kinds: Sequence[str], ends: _Ends
+    job: TrainingJob,
+    shape: TransformerShape,
+    layout: StageLayout,
+    *,
+    kinds: Sequence[str],
+    ends: _Ends,
+    timing: Timing,
 ) -> StageWork:
     split = LayerSplit(
         samples=_samples(job, layout),
@@ -300,8 +335,12 @@ def _transformer_stage(
         element_bytes=job.element_bytes,
         gradient_bytes=int(job.states.gradient),
     )
-    distinct = {kind: block_work(shape, split, kind) for kind in dict.fromkeys(kinds)}
-    head = head_work(shape, split) if ends.last else None
+
+    def timed(kind: str, work: Work) -> Work:
+        return timing(Part(kind, shape, split, layout.data_ranks), work)
+
+    distinct = {kind: timed(kind, block_work(shape, split, kind)) for kind in dict.fromkeys(kinds)}
+    head = timed("head", head_work(shape, split)) if ends.last else None
     if head and ends.first and not shape.untied:  # one matrix for both
         head = dataclasses.replace(head, parameters=0.0)
     return StageWork(
@@ -309,13 +348,19 @@ def _transformer_stage(
         layout.data_ranks,
         layout.tensor_ranks,
         split.expert_ranks,
-        first=embedding_work(shape, split) if ends.first else None,
+        first=timed("embedding", embedding_work(shape, split)) if ends.first else None,
         last=head,
     )
 
 
 def _residual_stage(
-    job: TrainingJob, shape: ResidualNetworkShape, layout: StageLayout, *, blocks: Sequence[Block], ends: _Ends
+    job: TrainingJob,
+    shape: ResidualNetworkShape,
+    layout: StageLayout,
+    *,
+    blocks: Sequence[Block],
+    ends: _Ends,
+    timing: Timing,
 ) -> StageWork:
     split = BlockSplit(
         samples=_samples(job, layout),
@@ -324,13 +369,17 @@ def _residual_stage(
         element_bytes=job.element_bytes,
         recompute=job.recompute == "full",
     )
-    works = {block: bottleneck_work(block, split) for block in dict.fromkeys(blocks)}
+
+    def timed(kind: str | Block, work: Work) -> Work:
+        return timing(Part(kind, shape, split, layout.data_ranks), work)
+
+    works = {block: timed(block, bottleneck_work(block, split)) for block in dict.fromkeys(blocks)}
     return StageWork(
         tuple((work, blocks.count(block)) for block, work in works.items()),
         layout.data_ranks,
         layout.tensor_ranks,
-        first=stem_work(shape, split) if ends.first else None,
-        last=linear_head_work(shape, split) if ends.last else None,
+        first=timed("stem", stem_work(shape, split)) if ends.first else None,
+        last=timed("classifier", linear_head_work(shape, split)) if ends.last else None,
     )
 
 

@@ -82,6 +82,12 @@ def block_work(shape: TransformerShape, split: LayerSplit, kind: str = "plain") 
     )
 
 
+def attention_core(shape: TransformerShape, split: LayerSplit) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+    """Scores to values of one attention, forward and backward, by the kernel that the split names."""
+    core = _core_attention(shape, split, shape.causal)
+    return core.forward, core.backward
+
+
 def embedding_work(shape: TransformerShape, split: LayerSplit) -> Work:
     """Token embedding, split by vocabulary: rows looked up, their partial sums joined, dropout."""
     x, e, r = _x(shape, split), split.element_bytes, _token_share(split)

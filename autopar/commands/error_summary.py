@@ -20,10 +20,12 @@ GIGA = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class PricedRow:
-    """A row and what is predicted for it."""
+    """A row and what is predicted for it; `planned` by the planner's own path, or why not."""
 
     row: Row
     predicted: JobPrediction
+    planned: JobPrediction | None = None
+    not_planned: str = ""
 
     @property
     def measured_step_s(self) -> float | None:
@@ -40,6 +42,17 @@ class PricedRow:
         """(predicted - measured) / measured step time; None without a measurement."""
         measured = self.measured_step_s
         return None if not measured else self.predicted.step.step_s / measured - 1
+
+    @property
+    def planned_error(self) -> float | None:
+        """The same of the planner's own path."""
+        measured = self.measured_step_s
+        return None if not measured or self.planned is None else self.planned.step.step_s / measured - 1
+
+    @property
+    def apart(self) -> float | None:
+        """(planner - closed form) / closed form."""
+        return None if self.planned is None else self.planned.step.step_s / self.predicted.step.step_s - 1
 
     @property
     def memory_error(self) -> float | None:
@@ -61,6 +74,9 @@ class ErrorSummary:
     memory_mean_absolute_error: float | None
     out_of_memory_recall: float | None
     false_alarms: int
+    planned: int = 0
+    planner_mean_apart: float | None = None
+    planner_mean_absolute_error: float | None = None
 
 
 def summarise(rows: Sequence[PricedRow]) -> ErrorSummary:
@@ -69,6 +85,8 @@ def summarise(rows: Sequence[PricedRow]) -> ErrorSummary:
     errors = [error for error, _ in compared]
     memory = [row.memory_error for row in rows if row.memory_error is not None and not row.row.out_of_memory]
     ran_out = [row for row in rows if row.row.out_of_memory]
+    apart = [abs(row.apart) for row in rows if row.apart is not None]
+    planned = [abs(row.planned_error) for _, row in compared if row.planned_error is not None]
     predicted = [row.predicted.step.step_s for _, row in compared]
     measured = [row.measured_step_s or math.nan for _, row in compared]
     return ErrorSummary(
@@ -81,6 +99,9 @@ def summarise(rows: Sequence[PricedRow]) -> ErrorSummary:
         memory_mean_absolute_error=_mean([abs(error) for error in memory]),
         out_of_memory_recall=_mean([float(not row.predicted.step.fits) for row in ran_out]),
         false_alarms=sum(not row.predicted.step.fits for _, row in compared),
+        planned=len(apart),
+        planner_mean_apart=_mean(apart),
+        planner_mean_absolute_error=_mean(planned),
     )
 
 

@@ -1,8 +1,9 @@
 """`simulate`: what published or planned runs should cost on a cluster that one need not own.
 
-In: a table of runs (`--table`), or a saved plan and a cluster (`--plan`, `--cluster`). Out: predicted against measured for
-each row and a summary of the errors, or the plan's compute, communication and memory on that cluster. A row that cannot be
-priced is an error on standard error, the other rows still run, and the exit status says so.
+In: a table of runs (`--table`), or a saved plan and a cluster (`--plan`, `--cluster`: `simulate_plan`). Out: predicted against
+measured for each row and a summary of the errors. With `--planner` each row is predicted a second time, its parts planned by the
+ordinary planner under the row's plan, and the two are compared. A row that cannot be priced is an error on standard error, the
+other rows still run, and the exit status says so.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,16 +20,14 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.commands.error_summary import GIGA, ErrorSummary, PricedRow, summarise
+from autopar.commands.planned_parts import PartPlanner, planned_prediction
 from autopar.commands.rows import Row, RowError, read_table
-from autopar.cost_model.hardware import Cluster, find_cluster
+from autopar.commands.simulate_plan import print_json, simulate_plan, titled_table
 from autopar.cost_model.overlap import Kind, overlap_ratio
 from autopar.cost_model.training_job import predict
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
-from autopar.explain.units import bytes_text, percent_text, seconds_text
-from autopar.pipeline_plan import PipelinePlan, plan_from_json
-from autopar.plan import Plan
-from autopar.reprice import RepricedPlan, reprice
+from autopar.explain.units import bytes_text, seconds_text
 
 SOME_ROWS_FAILED = 1
 SHOWN_KINDS: tuple[Kind, ...] = ("tensor", "pipeline", "data_parallel", "zero3")
@@ -47,7 +45,7 @@ def simulate(options: argparse.Namespace) -> int:
         )
     if options.table is not None:
         return _simulate_table(options)
-    return _simulate_plan(options)
+    return simulate_plan(options)
 
 
 def _simulate_table(options: argparse.Namespace) -> int:
@@ -56,7 +54,8 @@ def _simulate_table(options: argparse.Namespace) -> int:
     output: Path | None = options.csv
     if output is not None and not output.parent.is_dir():
         raise ArgumentError(f"cannot write {output}: there is no folder {output.parent}")
-    found = [_priced(row) if isinstance(row, Row) else row for row in read_table(options.table)]
+    planner = PartPlanner() if options.planner else None
+    found = [_priced(row, planner) if isinstance(row, Row) else row for row in read_table(options.table)]
     priced = [row for row in found if isinstance(row, PricedRow)]
     failed = [row for row in found if isinstance(row, RowError)]
     summary = summarise(priced)
@@ -70,15 +69,20 @@ def _simulate_table(options: argparse.Namespace) -> int:
         console = standard_output()
         console.print(_rows_table(priced))
         console.print(_parts_table(priced))
+        if planner is not None:
+            console.print(_planner_table(priced))
         _print_summary(console, summary)
     for error in failed:
         sys.stderr.write(f"autopar: {options.table}: {error}\n")
     return SOME_ROWS_FAILED if failed else 0
 
 
-def _priced(row: Row) -> PricedRow | RowError:
+def _priced(row: Row, planner: PartPlanner | None) -> PricedRow | RowError:
     try:
-        return PricedRow(row, predict(row.cluster, row.job))
+        predicted = predict(row.cluster, row.job)
+        if planner is None:
+            return PricedRow(row, predicted)
+        return PricedRow(row, predicted, *planned_prediction(planner, row.cluster, predicted.job))
     except ValueError as error:
         return RowError(f"row {row.number} ({row.id}): column 'cluster' is {row.cluster_name!r}: {error}")
 
@@ -103,12 +107,20 @@ def json_row(row: PricedRow) -> dict[str, object]:
         "microbatch": job.microbatch,
         "virtual_stages": job.virtual_stages,
         **ratios,
+        **_planned_columns(row),
     }
 
 
-def print_json(value: object) -> None:
-    """One JSON document on standard output."""
-    sys.stdout.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+def _planned_columns(row: PricedRow) -> dict[str, object]:
+    """What the planner's own path says of a row; nothing without `--planner`."""
+    if row.planned is None and not row.not_planned:
+        return {}
+    return {
+        "planner_step_s": None if row.planned is None else row.planned.step.step_s,
+        "planner_apart": row.apart,
+        "planner_error": row.planned_error,
+        "planner_note": row.not_planned,
+    }
 
 
 def _plain(summary: ErrorSummary) -> dict[str, object]:
@@ -126,17 +138,8 @@ def _write_csv(path: Path, rows: Sequence[PricedRow]) -> None:
         raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _table(title: str, *columns: str, words: Sequence[str]) -> Table:
-    table = Table(
-        title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
-    return table
-
-
 def _rows_table(rows: Sequence[PricedRow]) -> Table:
-    table = _table(
+    table = titled_table(
         "Predicted against measured",
         "row", "cluster", "step", "predicted", "TFLOP/s", "predicted", "error", "memory", "predicted", "fits",
         words=("row", "cluster", "fits"),
@@ -160,12 +163,40 @@ def _rows_table(rows: Sequence[PricedRow]) -> Table:
     return table
 
 
+def _planner_table(rows: Sequence[PricedRow]) -> Table:
+    """The closed form against the plans of the parts; apart is planner over closed form."""
+    table = titled_table(
+        "Closed form against the planner's plan of each part",
+        "row", "closed form", "planner", "apart", "error", "planner's", "tensor", "planner's", "compute", "planner's", "",
+        words=("row", ""),
+    )  # fmt: skip
+    for priced in rows:
+        closed, planned = priced.predicted.step, priced.planned
+        if planned is None:
+            table.add_row(priced.row.id, seconds_text(closed.step_s), *[""] * 8, Text(priced.not_planned))
+            continue
+        step = planned.step
+        cells = (
+            priced.row.id,
+            seconds_text(closed.step_s),
+            seconds_text(step.step_s),
+            _or_dash(priced.apart, "{:+.1%}".format),
+            _or_dash(priced.error, "{:+.1%}".format),
+            _or_dash(priced.planned_error, "{:+.1%}".format),
+            *(seconds_text(one.communication["tensor"].total_s) for one in (closed, step)),
+            *(seconds_text(one.compute_s) for one in (closed, step)),
+            "",
+        )
+        table.add_row(*map(Text, cells))
+    return table
+
+
 def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
     return "-" if value is None else text(value)
 
 
 def _parts_table(rows: Sequence[PricedRow]) -> Table:
-    table = _table(
+    table = titled_table(
         "Where the step goes; overlap is hidden over all communication of a kind",
         "row", "compute", "bubble", "optimizer", "tensor", "overlap", "pipeline", "overlap", "data", "overlap", "zero3",
         "overlap", "experts",
@@ -203,56 +234,11 @@ def _print_summary(console: Console, summary: ErrorSummary) -> None:
     if summary.out_of_memory_recall is not None:
         lines.append(f"out of memory: {summary.out_of_memory_recall:.0%} of the runs that ran out are flagged")
     lines.append(f"{summary.false_alarms} runs that were measured are predicted not to fit")
+    if summary.planner_mean_apart is not None:
+        error = _or_dash(summary.planner_mean_absolute_error, "{:.1%}".format)
+        lines.append(
+            f"the planner's own path: {summary.planned} rows, mean {summary.planner_mean_apart:.1%} apart from the closed form; "
+            f"its error of the step time: mean absolute {error}"
+        )
     for line in lines:
         console.print(line, markup=False, highlight=False)
-
-
-def _simulate_plan(options: argparse.Namespace) -> int:
-    if options.cluster is None:
-        raise ArgumentError("--plan needs --cluster: the name of a preset, or the path of a cluster file")
-    if options.csv is not None:
-        raise ArgumentError("--csv goes with --table; for a plan use --json")
-    try:
-        cluster = find_cluster(options.cluster)
-        before = find_cluster(options.planned_for) if options.planned_for else None
-        found = reprice(_read_plan(options.plan), cluster, planned_for=before)
-    except ValueError as error:
-        raise ArgumentError(str(error)) from None
-    if options.json:
-        print_json(dataclasses.asdict(found))
-    else:
-        _print_plan(standard_output(), found, cluster)
-    return 0
-
-
-def _read_plan(path: Path) -> Plan | PipelinePlan:
-    try:
-        return plan_from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:
-        raise ArgumentError(f"{path} is not a plan that `autopar plan -o` wrote: {error}") from None
-
-
-def _print_plan(console: Console, found: RepricedPlan, cluster: Cluster) -> None:
-    console.print(f"The plan on {found.cluster}, planned for {found.planned_for}", markup=False, highlight=False)
-    table = _table("", "", "planned", "here", "bytes", "times", words=("",))
-    table.add_row("compute", seconds_text(found.planned_compute_s), seconds_text(found.compute_s), "", "")
-    for kind in found.communication:
-        cells = (
-            kind.kind,
-            seconds_text(kind.planned_s),
-            seconds_text(kind.seconds),
-            bytes_text(kind.bytes),
-            f"{kind.count:,.0f}",
-        )
-        table.add_row(*cells)
-    table.add_section()
-    table.add_row("step", seconds_text(found.planned_step_s), seconds_text(found.step_s), "", "")
-    console.print(table)
-    memory = (
-        f"memory: {bytes_text(found.peak_bytes)} of {bytes_text(cluster.usable_memory_bytes)} usable on each device"
-    )
-    share = percent_text(found.peak_bytes, cluster.usable_memory_bytes)
-    console.print(f"\n{memory} ({share}): {'fits' if found.fits else 'does not fit'}", markup=False, highlight=False)
-    console.print(found.basis, markup=False, highlight=False)

@@ -1,0 +1,92 @@
+"""`simulate --plan`: a saved plan on hardware that one does not own.
+
+In: a plan's file, a cluster. Out: compute, communication by kind, memory and overlap there, against what was planned. What can go
+wrong: a plan for a cluster whose file is not at hand; the error says how to name it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.cost_model.hardware import Cluster, find_cluster
+from autopar.errors import ArgumentError
+from autopar.explain import standard_output
+from autopar.explain.units import bytes_text, percent_text, seconds_text
+from autopar.pipeline_plan import PipelinePlan, plan_from_json
+from autopar.plan import Plan
+from autopar.reprice import RepricedPlan, reprice
+
+
+def simulate_plan(options: argparse.Namespace) -> int:
+    """Run `simulate --plan`; 0 if the plan could be priced."""
+    if options.cluster is None:
+        raise ArgumentError("--plan needs --cluster: the name of a preset, or the path of a cluster file")
+    if options.csv is not None:
+        raise ArgumentError("--csv goes with --table; for a plan use --json")
+    try:
+        cluster = find_cluster(options.cluster)
+        before = find_cluster(options.planned_for) if options.planned_for else None
+        found = reprice(_read_plan(options.plan), cluster, planned_for=before)
+    except ValueError as error:
+        raise ArgumentError(str(error)) from None
+    if options.json:
+        print_json(dataclasses.asdict(found))
+    else:
+        _print_plan(standard_output(), found, cluster)
+    return 0
+
+
+def _read_plan(path: Path) -> Plan | PipelinePlan:
+    try:
+        return plan_from_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:
+        raise ArgumentError(f"{path} is not a plan that `autopar plan -o` wrote: {error}") from None
+
+
+def _print_plan(console: Console, found: RepricedPlan, cluster: Cluster) -> None:
+    console.print(f"The plan on {found.cluster}, planned for {found.planned_for}", markup=False, highlight=False)
+    table = titled_table("", "", "planned", "here", "bytes", "times", words=("",))
+    table.add_row("compute", seconds_text(found.planned_compute_s), seconds_text(found.compute_s), "", "")
+    for kind in found.communication:
+        cells = (
+            kind.kind,
+            seconds_text(kind.planned_s),
+            seconds_text(kind.seconds),
+            bytes_text(kind.bytes),
+            f"{kind.count:,.0f}",
+        )
+        table.add_row(*cells)
+    table.add_section()
+    table.add_row("step", seconds_text(found.planned_step_s), seconds_text(found.step_s), "", "")
+    console.print(table)
+    memory = (
+        f"memory: {bytes_text(found.peak_bytes)} of {bytes_text(cluster.usable_memory_bytes)} usable on each device"
+    )
+    share = percent_text(found.peak_bytes, cluster.usable_memory_bytes)
+    console.print(f"\n{memory} ({share}): {'fits' if found.fits else 'does not fit'}", markup=False, highlight=False)
+    console.print(found.basis, markup=False, highlight=False)
+
+
+def print_json(value: object) -> None:
+    """One JSON document on standard output."""
+    sys.stdout.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def titled_table(title: str, *columns: str, words: Sequence[str]) -> Table:
+    """An empty table without lines; columns in `words` stand to the left, numbers to the right."""
+    table = Table(
+        title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
+    return table
