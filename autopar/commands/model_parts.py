@@ -165,12 +165,14 @@ def _model(part: Part, shape: TransformerShape, split: LayerSplit) -> _Model:
         return _embedding(shape, config)
     if part.kind == "head":
         return _head(shape, config)
+    assert isinstance(part.kind, str)
     block, arguments = _block(part.kind, shape, config)
     taken = {"x": x, "memory": x} if part.kind == "decoder" else {"x": x}
 
     def apply(params: Any, given: Mapping[str, jax.Array], ids: Mapping[str, jax.Array]) -> jax.Array:
-        result = block.apply({"params": params}, given["x"], None, *arguments(given))
-        return result[0] if isinstance(result, tuple) else result
+        result: Any = block.apply({"params": params}, given["x"], None, *arguments(given))
+        y: jax.Array = result[0] if isinstance(result, tuple) else result
+        return y
 
     def init(key: jax.Array) -> Any:
         zeros = {name: jnp.zeros(size) for name, size in taken.items()}
@@ -287,8 +289,8 @@ def _constraints(
     for place, since in (("params", 3), ("grads", 1)):
         for path, leaf in jax.tree_util.tree_flatten_with_path(state[place])[0]:
             name = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-            spec = _matrix_spec(name, leaf.shape, axes)
-            spec = _over_data(spec, leaf.shape, axes) if zero_stage >= since else spec
+            matrix = _matrix_spec(name, leaf.shape, axes)
+            spec = _over_data(matrix, leaf.shape, axes) if zero_stage >= since else matrix
             rules.append(Rule(f"state/{place}/{name}", PartitionSpec(*spec)))
     return Constraints(tuple(rules))
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from autopar.catalogue import PlannerOptions
 from autopar.commands.model_parts import DATA, EXPERT, TENSOR, PartStep, part_step
 from autopar.cost_model.machine import Cluster
 from autopar.cost_model.operations import Exchange, ExchangeKind, Group, MatrixProduct, Operation, Timed, Work
@@ -26,7 +27,6 @@ from autopar.cost_model.training_job import JobPrediction, Part, TrainingJob, pr
 from autopar.cost_model.transformer import LayerSplit, attention_core
 from autopar.cost_model.transformer_shape import TransformerShape
 from autopar.errors import AutoparError
-from autopar.graph import PlannerOptions
 from autopar.mesh import LogicalMesh
 from autopar.plan import CollectivePlan
 from autopar.planner import PlanRequest, plan_step
