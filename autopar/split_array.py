@@ -132,15 +132,15 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __repr__(self) -> str:
         parts = zip(itertools.pairwise(self.bounds), self.pieces, strict=True)
-        places = ", ".join(f"{a}:{b} on {_devices(piece)}" for (a, b), piece in parts)
-        what = "deleted" if self.is_deleted() else places
-        return f"SplitArray({self.dtype}{list(self.shape)}, dimension {self.dim}: {what})"
+        places = ", ".join(f"{a}:{b} {_place(piece)}" for (a, b), piece in parts)
+        return f"SplitArray({self.dtype}{list(self.shape)}, dimension {self.dim}: {places})"
 
 
-def _devices(piece: jax.Array) -> str:
-    numbers = sorted(device.id for device in piece.devices())
-    one = len(numbers) == 1
-    return f"device {numbers[0]}" if one else f"devices {', '.join(map(str, numbers))}"
+def _place(piece: jax.Array) -> str:
+    if piece.is_deleted():
+        return "deleted"
+    numbers = sorted(device.id for device in piece.sharding.device_set)
+    return f"on device{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def cut_at(array: Any, pieces: LeafPieces) -> list[Any]:
