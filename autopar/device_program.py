@@ -10,39 +10,23 @@ a buffer's size. What can go wrong: an operation that XLA's CPU compiler expands
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
+
+from jax.lax import optimization_barrier_p
 
 from autopar.catalogue import is_opaque, itemsize_of
 from autopar.compat import Literal, Var
+from autopar.contractions import Orders
 from autopar.footprint import Block, Kind, Operation, Value
 from autopar.graph import Source, StrategyGraph
 from autopar.mesh import Layout
 from autopar.program import Atom, Equation, Program, fan_out_p
-from autopar.relayout import LOCAL_KINDS
-from autopar.rules import entry_for
+from autopar.relayout import LOCAL_KINDS, Move
+from autopar.rules import Making, entry_for
 from autopar.spmd import Assignment, is_gathered
-
-RENAMING = frozenset(
-    {
-        "copy", "copy_p", "fan_out", "optimization_barrier", "random_unwrap", "random_wrap", "reshape",
-        "sharding_constraint", "squeeze", "stop_gradient",
-    }
-)  # fmt: skip
-COSTLY = frozenset(
-    {
-        "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cos", "cosh", "digamma", "div", "erf",
-        "erf_inv", "erfc", "exp", "exp2", "expm1", "gather", "lgamma", "log", "log1p", "logistic", "pow", "rem", "rsqrt",
-        "sin", "sinh", "sqrt", "tan", "tanh",
-    }
-)  # fmt: skip
-FOLDED = frozenset(["concatenate", "dynamic_slice", "pad", "rev", "slice", "split", "stack", "transpose", "unstack"])
-LIBRARY_SUM_BYTES = 4 * 4096
-"""Sums over this much or more are left to a library, which multiplies by itself and reads whole buffers."""
-REDUCTIONS = "reduce_"
-WRITES_INTO_FIRST = ("scatter", "dynamic_update_slice")
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceProgram:
@@ -73,7 +57,7 @@ class _Walk:
         self.values: list[Value] = []
         self.constants: set[int] = set()
         self.inputs: set[int] = set()
-        self.factors: dict[int, tuple[int, ...]] = {}
+        self.turned: dict[tuple[int, tuple[int, ...]], int] = {}
 
     def program(self, names: Sequence[str]) -> DeviceProgram:
         program = self.graph.program
@@ -104,7 +88,7 @@ class _Walk:
 
     def _value(self, aval: Any, layout: Layout, key: tuple[int, int, bool] | None, name: str, factor: int = 1) -> int:
         size = factor * layout.local_bytes(aval.shape, itemsize_of(aval), self.mesh)
-        self.values.append(Value(name, tuple(aval.shape), str(aval.dtype), size, key))
+        self.values.append(Value(name, tuple(aval.shape), str(aval.dtype), size, key, itemsize_of(aval)))
         return len(self.values) - 1
 
 
@@ -117,6 +101,7 @@ class _Region:
         self.held: dict[Var, _Held] = dict(zip(program.invars, inputs, strict=True))
         self.moved: dict[tuple[Var, Layout], int] = {}
         self.used: dict[tuple[Var, Layout], int] = {}
+        self.known: dict[Hashable, list[_Held]] = {}
         self.position = 0
         self.latest = -1
 
@@ -132,7 +117,7 @@ class _Region:
 
     def emit(self, kind: Kind, inputs: Sequence[int], outputs: Sequence[int], **more: Any) -> None:
         read = tuple(v for v in inputs if v >= 0)
-        if kind in (Kind.CHEAP, Kind.ALIAS) and all(v in self.walk.constants for v in read):
+        if kind in (Kind.CHEAP, Kind.MOVED, Kind.ALIAS) and all(v in self.walk.constants for v in read):
             self.walk.constants.update(outputs)
         self.operations.append(Operation(kind, read, tuple(outputs), **more))
 
@@ -162,9 +147,27 @@ class _Region:
             name = f"{'moved' if move.kind in LOCAL_KINDS else move.kind} {made_from.name}"
             new = self.walk._value(aval, move.target, made_from.key, name)
             group = (move.axes, move.monoid, str(aval.dtype)) if move.kind == "all-reduce" else None
-            self.emit(Kind.CHEAP if move.kind in LOCAL_KINDS else Kind.WHOLE, (value,), (new,), group=group)
+            if move.kind in LOCAL_KINDS:
+                self.emit(Kind.CHEAP, (value,), (new,))
+            elif self._is_turned(move, aval):
+                given, taken = self._like(value), self._like(new)
+                self.emit(Kind.MOVED, (value,), (given,))
+                self.emit(Kind.WHOLE, (given,), (taken,))
+                self.emit(Kind.MOVED, (taken,), (new,))
+            else:
+                self.emit(Kind.WHOLE, (value,), (new,), group=group)
             value = new
         return value
+
+    def _is_turned(self, move: Move, aval: Any) -> bool:
+        """Whether a collective cuts or joins a dimension that is not the outermost: XLA turns that outside for it, and back.
+
+        An all-to-all cuts one dimension and joins another, so one of them is inside.
+        """
+        if move.kind == "all-to-all":
+            return True
+        dim = {"all-gather": move.from_dim, "reduce-scatter": move.to_dim}.get(move.kind, 0)
+        return math.prod(move.source.local_shape(aval.shape, self.walk.mesh)[:dim]) > 1
 
     def _is_stale(self, given: Layout, target: Layout, aval: Any, unused_for: int) -> bool:
         span = None if self.assignment is None else self.assignment.copy_span
@@ -188,68 +191,75 @@ class _Region:
         wanted: Sequence[Layout | None] = [None] * len(eqn.invars) if strategy is None else strategy.inputs
         operands = [self.need(v, layout) for v, layout in zip(eqn.invars, wanted, strict=True)]
         results: Sequence[Layout | None] = [None] * len(eqn.outvars) if strategy is None else strategy.outputs
-        name = eqn.primitive.name
-        if name in ("dot_general", "conv_general_dilated"):
-            orders, (order,) = _ORDERS[name](eqn)
-            operands = [self._reordered(v, by) for v, by in zip(operands, orders, strict=True)]
-            outputs = self._outputs(eqn, results)
-            if not order:
-                made = self._like(outputs[0])
-                self.emit(Kind.WHOLE, operands, (made,))
-                self.emit(Kind.CHEAP, (made,), outputs)
-                return
-            self.emit(Kind.WHOLE, operands, outputs)
+        entry = entry_for(eqn)
+        if entry.orders is not None:
+            self._contraction(eqn, operands, wanted, results, entry.orders(eqn))
+            return
+        same = _same_work(eqn, operands, results)
+        if same is not None and same in self.known:
+            self.held.update(zip(eqn.outvars, self.known[same], strict=True))
             return
         outputs = self._outputs(eqn, results)
-        if name in ("square", "mul") and all(self._is_like(v, outputs[0]) for v in operands):
-            self.walk.factors[outputs[0]] = tuple(operands)
-        if name == "random_bits":  # two halves of a counter, combined
+        if same is not None:
+            self.known[same] = [self.held[v] for v in eqn.outvars]
+        is_gathered_input = self.assignment is None and eqn.primitive is fan_out_p and operands[0] in self.walk.inputs
+        if entry.random and len(outputs) == 1:  # two halves of a counter, combined
             bits = self._like(outputs[0], factor=2)
             self.emit(Kind.WHOLE, operands, (bits,))
             self.emit(Kind.CHEAP, (bits,), outputs)
-        elif name.startswith(WRITES_INTO_FIRST):
+        elif entry.making is Making.IN_PLACE:
             self.emit(Kind.WHOLE, operands, outputs, over=(operands[0],) if operands[0] >= 0 else ())
-        elif (
-            self.assignment is None and eqn.primitive is fan_out_p and operands[0] in self.walk.inputs
-        ):  # gathered, if it is split
+        elif is_gathered_input:  # if it is split
             self.walk.values[outputs[0]] = dataclasses.replace(self.walk.values[outputs[0]], is_copy=True)
             self.emit(Kind.WHOLE, operands, outputs)
-        elif self._is_renaming(eqn, operands, outputs):
+        elif self._is_renaming(entry.making, operands, outputs):
             self.emit(Kind.ALIAS, operands[:1], outputs)
-        elif name == "reduce_sum" and self._is_left_to_a_library(operands[0]):
-            self.emit(Kind.WHOLE, self.walk.factors.get(operands[0], operands[:1]), outputs)
         else:
-            self.emit(_kind_of(eqn), operands, outputs)
+            self.emit(_kind_of(eqn), operands, outputs, by_library=entry.library)
 
-    def _is_left_to_a_library(self, operand: int) -> bool:
-        return operand >= 0 and self.walk.values[operand].bytes >= LIBRARY_SUM_BYTES
+    def _contraction(
+        self,
+        eqn: Equation,
+        operands: Sequence[int],
+        wanted: Sequence[Layout | None],
+        results: Sequence[Layout | None],
+        orders: Orders,
+    ) -> None:
+        """A product or convolution, which reads operands with their dimensions in the order that it wants."""
+        read = [
+            self._turned(value, order, self.walk._layout(layout, v.aval).local_shape(v.aval.shape, self.walk.mesh))
+            for value, order, layout, v in zip(operands, orders.operands, wanted, eqn.invars, strict=True)
+        ]
+        outputs = self._outputs(eqn, results)
+        if orders.is_result_in_order:
+            self.emit(Kind.WHOLE, read, outputs)
+            return
+        made = self._like(outputs[0])
+        self.emit(Kind.WHOLE, read, (made,))
+        self.emit(Kind.MOVED, (made,), outputs)
 
-    def _is_like(self, value: int, other: int) -> bool:
-        return value >= 0 and self.walk.values[value].bytes == self.walk.values[other].bytes
+    def _turned(self, value: int, order: Sequence[int] | None, shape: Sequence[int]) -> int:
+        """The value with its dimensions in another order, which XLA writes once to a buffer of its own."""
+        moved = [d for d in order or () if shape[d] > 1]
+        if value < 0 or moved == sorted(moved):
+            return value
+        key = (value, tuple(moved))
+        if key not in self.walk.turned:
+            self.walk.turned[key] = self._like(value)
+            self.emit(Kind.MOVED, (value,), (self.walk.turned[key],))
+        return self.walk.turned[key]
 
-    def _is_renaming(self, eqn: Equation, operands: Sequence[int], outputs: Sequence[int]) -> bool:
+    def _is_renaming(self, making: Making, operands: Sequence[int], outputs: Sequence[int]) -> bool:
         if len(operands) == 0 or operands[0] < 0 or len(outputs) != 1:
             return False
-        if eqn.primitive.name in RENAMING:
-            return True
-        (before,), (after,) = operands[:1], outputs
-        same = self.walk.values[before].bytes == self.walk.values[after].bytes
-        if eqn.primitive.name == "convert_element_type":
-            return self.walk.values[before].dtype == self.walk.values[after].dtype
-        return eqn.primitive.name == "broadcast_in_dim" and same
+        before, after = self.walk.values[operands[0]], self.walk.values[outputs[0]]
+        is_same = (before.bytes, before.dtype) == (after.bytes, after.dtype)
+        return making is Making.NAME or (making is Making.SAME and is_same)
 
     def _like(self, value: int, *, factor: int = 1) -> int:
         known = self.walk.values[value]
         self.walk.values.append(dataclasses.replace(known, bytes=known.bytes * factor))
         return len(self.walk.values) - 1
-
-    def _reordered(self, value: int, is_in_order: bool) -> int:
-        """The value with its dimensions in another order, which XLA writes to a buffer of its own."""
-        if is_in_order or value < 0:
-            return value
-        new = self._like(value)
-        self.emit(Kind.CHEAP, (value,), (new,))
-        return new
 
     # Loops.
 
@@ -358,34 +368,35 @@ def _key(source: Source | None) -> tuple[int, int, bool] | None:
     return None if source is None else (source.node, source.output, source.stacked)
 
 
+_KINDS = {
+    Making.WHOLE: Kind.WHOLE,
+    Making.NAME: Kind.CHEAP,
+    Making.SAME: Kind.CHEAP,
+    Making.CHEAP: Kind.CHEAP,
+    Making.MOVED: Kind.MOVED,
+    Making.COSTLY: Kind.COSTLY,
+    Making.QUOTIENT: Kind.COSTLY,
+    Making.REDUCTION: Kind.REDUCE,
+    Making.LIBRARY: Kind.LIBRARY,
+}
+
+
+def _same_work(eqn: Equation, operands: Sequence[int], results: Sequence[Layout | None]) -> Hashable:
+    """Equal for equations that do the same to the same values, of which XLA keeps one; None where it does not look.
+
+    It leaves barriers apart, so that what is recomputed behind one stays apart too.
+    """
+    if eqn.primitive is optimization_barrier_p or entry_for(eqn).making in (Making.WHOLE, Making.IN_PLACE):
+        return None
+    read = tuple(
+        (str(v.aval), str(v.val)) if isinstance(v, Literal) else n for v, n in zip(eqn.invars, operands, strict=True)
+    )
+    params = tuple(sorted((name, str(value)) for name, value in eqn.params.items()))
+    return eqn.primitive, read, tuple(results), params
+
+
 def _kind_of(eqn: Equation) -> Kind:
-    name, entry = eqn.primitive.name, entry_for(eqn)
-    if name in COSTLY and not (name == "div" and isinstance(eqn.invars[1], Literal)):
-        return Kind.COSTLY
-    if entry.fused or entry.free or name in FOLDED or name == "integer_pow":
+    making = entry_for(eqn).making
+    if making is Making.QUOTIENT and isinstance(eqn.invars[1], Literal):
         return Kind.CHEAP
-    return Kind.REDUCE if name.startswith(REDUCTIONS) and "window" not in name else Kind.WHOLE
-
-
-def _order_of_contraction(eqn: Equation) -> tuple[list[bool], list[bool]]:
-    """Whether operands and result have their dimensions in an order that a matrix product can read in place."""
-    (contract, batch) = eqn.params["dimension_numbers"]
-    found = []
-    for v, contracted, batched in zip(eqn.invars, contract, batch, strict=True):
-        rank = len(v.aval.shape)
-        free = [d for d in range(rank) if d not in contracted and d not in batched]
-        orders = ([*batched, *free, *contracted], [*batched, *contracted, *free])
-        found.append(any(order == list(range(rank)) for order in orders))
-    return found, [True]
-
-
-def _order_of_convolution(eqn: Equation) -> tuple[list[bool], list[bool]]:
-    """XLA's CPU convolutions take examples first and channels last, kernels with their features last."""
-    numbers = eqn.params["dimension_numbers"]
-    rank = len(numbers.lhs_spec)
-    image = (0, rank - 1, *range(1, rank - 1))
-    kernel = (rank - 1, rank - 2, *range(rank - 2))
-    return [tuple(numbers.lhs_spec) == image, tuple(numbers.rhs_spec) == kernel], [tuple(numbers.out_spec) == image]
-
-
-_ORDERS = {"dot_general": _order_of_contraction, "conv_general_dilated": _order_of_convolution}
+    return _KINDS[making]

@@ -23,16 +23,25 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 
 class Kind(enum.Enum):
-    """How an operation is run: not at all, folded into its readers, folded if read once, reading folded work, or whole."""
+    """How an operation is run.
+
+    ALIAS: not at all. CHEAP: folded into its readers. MOVED: so too, but it reads elements elsewhere than it writes them. COSTLY:
+    folded if one operation reads it. REDUCE: by itself, reading what is folded. LIBRARY: a REDUCE that a library does if it is large
+    enough. WHOLE: by itself, from buffers.
+    """
 
     ALIAS = "alias"
     CHEAP = "cheap"
+    MOVED = "moved"
     COSTLY = "costly"
     REDUCE = "reduce"
+    LIBRARY = "library"
     WHOLE = "whole"
 
 
-FOLDED = (Kind.CHEAP, Kind.COSTLY)
+FOLDED = (Kind.CHEAP, Kind.MOVED, Kind.COSTLY)
+LIBRARY_ELEMENTS = 4096
+"""XLA's CPU compiler leaves reductions that read so many elements or more to YNNPACK (its `kMinElements`), from 0.10 to 0.12."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,14 +56,21 @@ class Value:
     dtype: str
     bytes: int
     key: tuple[int, int, bool] | None
+    itemsize: int
     is_copy: bool = False
+
+    @property
+    def elements(self) -> int:
+        """How many elements a device holds."""
+        return self.bytes // max(self.itemsize, 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operation:
     """Inputs and outputs are numbers of values; `over[i]` is what output i takes the place of if nobody reads it again.
 
-    Operations of one `group` that do not wait for each other are merged, as XLA does with all-reduces.
+    Operations of one `group` that do not wait for each other are merged, as XLA does with all-reduces. What is `by_library` the
+    library of a LIBRARY operation does too, on the way to it.
     """
 
     kind: Kind
@@ -63,6 +79,7 @@ class Operation:
     over: tuple[int, ...] = ()
     bodies: tuple[Block, ...] = ()
     group: Hashable = None
+    by_library: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,7 +156,7 @@ def _write_over(op: Operation, at: int, folding: _Folding, values: Sequence[Valu
             (out, (folding.original(v),)) for out, v in zip(op.outputs, op.over, strict=True)
         ]
     elif op.kind in FOLDED:
-        pairs = [(out, folding.reads[op]) for out in op.outputs]
+        pairs = [(out, folding.read_in_place(op)) for out in op.outputs]
     else:
         return
     for out, candidates in pairs:
@@ -150,7 +167,11 @@ def _write_over(op: Operation, at: int, folding: _Folding, values: Sequence[Valu
 
 
 class _Folding:
-    """Which values of a block have a buffer, and which buffers each operation that runs reads."""
+    """Which values of a block have a buffer, and which buffers each operation that runs reads.
+
+    As XLA's fusion of instructions decides it: whatever is folded is computed in each operation that reads it, except that what
+    is costly is not computed twice: it has a buffer if it would be in two operations, or in one that reads its elements often.
+    """
 
     def __init__(self, block: Block, values: Sequence[Value]) -> None:
         self.values = values
@@ -165,64 +186,115 @@ class _Folding:
             for v in dict.fromkeys(self.original(v) for v in op.inputs):
                 self.users[v].append(op)
         self.ends = {self.original(v) for v in block.outputs}
-        self._sources: dict[int, tuple[int, ...]] = {}
-        for op in block.operations:  # in program order, so that no search goes deep
+        operations = [op for op in block.operations if op.kind is not Kind.ALIAS]
+        self.library = self._left_to_library(operations)
+        self.with_buffer: set[int] = set()
+        self._again: set[int] = set()
+        self._roots: dict[int, tuple[Operation, ...]] = {}
+        self._widest: dict[int, int] = {}
+        for op in reversed(operations):
+            for v in op.outputs:
+                self._settle(v, op)
+        self._sources: dict[int, Mapping[int, bool]] = {}
+        for op in operations:  # in program order, so that no search goes deep
             for v in op.outputs if op.kind in FOLDED else ():
-                self._sources_of(v)
-        self.running = [op for op in block.operations if self._runs(op)]
-        self.reads = {op: self._reads(op) for op in self.running}
+                self._sources[v] = self._sources_through(op)
+        self.running = [op for op in operations if self._runs(op)]
+        self._reads = {op: self._sources_through(op) for op in self.running}
+        self.reads = {op: tuple(found) for op, found in self._reads.items()}
 
     def original(self, value: int) -> int:
         """The value that this is only another name of."""
         return self._original.get(value, value)
 
-    def _runs(self, op: Operation) -> bool:
-        if op.kind is Kind.ALIAS:
-            return False
-        return op.kind not in FOLDED or any(self._has_buffer(v) for v in op.outputs)
+    def read_in_place(self, op: Operation) -> tuple[int, ...]:
+        """The buffers of which a running operation reads each element where it writes the result."""
+        return tuple(v for v, is_in_place in self._reads[op].items() if is_in_place)
 
-    def _has_buffer(self, value: int) -> bool:
-        op = self.maker.get(value)
-        if op is None or op.kind not in FOLDED or value in self.ends:
-            return True
+    def _left_to_library(self, operations: Sequence[Operation]) -> dict[Operation, Operation]:
+        """What a library does together with a reduction, and the reduction: all that nobody else reads on the way to it."""
+        found: dict[Operation, Operation] = {}
+        for op in operations:
+            if op.kind is not Kind.LIBRARY or not self._is_large(op):
+                continue
+            found[op] = op
+            waiting = list(op.inputs)
+            while waiting:
+                v = self.original(waiting.pop())
+                maker = self.maker.get(v)
+                if maker is None or maker in found or not maker.by_library or v in self.ends or not self._is_large(maker):
+                    continue
+                if maker.kind in FOLDED and all(found.get(user) is op for user in self.users[v]):
+                    found[maker] = op
+                    waiting += maker.inputs
+        return found
+
+    def _is_large(self, op: Operation) -> bool:
+        return any(self.values[v].elements >= LIBRARY_ELEMENTS for v in (*op.inputs, *op.outputs))
+
+    def _reads_buffers(self, op: Operation) -> bool:
+        return op.kind is Kind.WHOLE or op in self.library
+
+    def _settle(self, value: int, op: Operation) -> None:
+        """Decide on one value, all of whose readers are decided: its buffer, and up to two operations that compute or read it."""
         users = self.users[value]
-        if any(u.kind is Kind.WHOLE for u in users):
-            return True
-        if op.kind is Kind.CHEAP:
-            return False
-        size = self.values[value].bytes
-        return len(users) > 1 or any(self.values[v].bytes > size for u in users if u.kind in FOLDED for v in u.outputs)
+        roots: dict[Operation, None] = {}
+        widest = 0
+        for user in users:
+            if user.kind in FOLDED and user not in self.library:
+                for out in user.outputs:
+                    roots.update(dict.fromkeys(self._roots[out]))
+                    widest = max(widest, self.values[out].elements, self._widest[out])
+            else:
+                roots[user] = None
+        needed_by = tuple(roots)[:2]
+        is_folded = op.kind in FOLDED and value not in self.ends
+        if is_folded and op in self.library:
+            has_buffer = False
+        else:
+            is_read_whole = any(self._reads_buffers(user) for user in users)
+            is_twice = op.kind is Kind.COSTLY and (len(needed_by) > 1 or widest > self.values[value].elements)
+            has_buffer = not is_folded or is_read_whole or is_twice
+        again = has_buffer and is_folded and op.kind is not Kind.COSTLY and self._has_one_large_operand(op, value)
+        if has_buffer:
+            self.with_buffer.add(value)
+        if again:
+            self._again.add(value)
+        if not has_buffer:
+            self._roots[value], self._widest[value] = needed_by, widest
+        else:
+            self._roots[value] = (op, *(needed_by if again else ()))[:2]
+            self._widest[value] = widest if again else 0
 
-    def _reads(self, op: Operation) -> tuple[int, ...]:
-        found: dict[int, None] = {}
+    def _has_one_large_operand(self, op: Operation, value: int) -> bool:
+        """Whether computing the value again reads no more than reading it: XLA's readers that can fold it do, buffer or not."""
+        size = self.values[value].elements
+        operands = {self.original(v) for v in op.inputs}
+        large = [v for v in operands if self.values[v].elements >= size and not self._is_spread(v)]
+        return len(large) <= 1 or sum(self.values[v].elements for v in operands) <= size
+
+    def _is_spread(self, value: int) -> bool:
+        """Whether a value repeats or counts: XLA takes that for nothing to read."""
+        op = self.maker.get(value)
+        if op is None or op.kind not in FOLDED:
+            return False
+        return all(self.values[v].elements < self.values[value].elements for v in op.inputs)
+
+    def _runs(self, op: Operation) -> bool:
+        return op.kind not in FOLDED or any(v in self.with_buffer for v in op.outputs)
+
+    def _sources_through(self, op: Operation) -> dict[int, bool]:
+        """The buffers from which an operation computes its result, and whether element by element."""
+        found: dict[int, bool] = {}
         for v in op.inputs:
             v = self.original(v)
-            if op.kind is Kind.WHOLE or (self._has_buffer(v) and not self._is_computed_again(v)):
-                found[v] = None
+            is_folded = v in self.maker and self.maker[v].kind in FOLDED
+            if not is_folded or (v in self.with_buffer and (self._reads_buffers(op) or v not in self._again)):
+                found[v] = found.get(v, True) and op.kind is not Kind.MOVED
             else:
-                found.update(dict.fromkeys(self._sources_of(v)))
-        return tuple(found)
-
-    def _sources_of(self, value: int) -> tuple[int, ...]:
-        """The buffers from which a folded value is computed."""
-        if value not in self._sources:
-            found: dict[int, None] = {}
-            for v in self.maker[value].inputs:
-                v = self.original(v)
-                if self._has_buffer(v) and not self._is_computed_again(v):
-                    found[v] = None
-                else:
-                    found.update(dict.fromkeys(self._sources_of(v)))
-            self._sources[value] = tuple(found)
-        return self._sources[value]
-
-    def _is_computed_again(self, value: int) -> bool:
-        """Whether readers that can fold it do so although it has a buffer."""
-        op = self.maker.get(value)
-        if op is None or op.kind is not Kind.CHEAP or value in self.ends:
-            return False
-        size = self.values[value].bytes
-        return sum(self.values[v].bytes >= size for v in op.inputs) <= 1
+                for source, is_in_place in self._sources[v].items():
+                    found[source] = found.get(source, True) and is_in_place and op.kind is not Kind.MOVED
+        return found
 
 
 def _merged(block: Block, values: Sequence[Value]) -> Block:
@@ -253,13 +325,21 @@ def _merged(block: Block, values: Sequence[Value]) -> Block:
         replaced.update(dict.fromkeys(members))
         replaced[members[0]] = whole
     operations = [replaced.get(op, op) for op in block.operations]
-    return dataclasses.replace(block, operations=tuple(op for op in operations if op is not None))
+    return dataclasses.replace(block, operations=_sorted([op for op in operations if op is not None]))
 
 
-def _depth_first(block: Block, maker: Mapping[int, Operation]) -> list[Operation]:
-    """Operations after what they read, from the outputs on."""
+def _sorted(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """Every operation after those that it reads from, else in the order given."""
+    maker = {v: op for op in operations for v in op.outputs}
     done: dict[Operation, None] = {}
-    stack = [(maker[v], False) for v in reversed(block.outputs) if v in maker]
+    for start in operations:
+        _visit(start, maker, done)
+    return tuple(done)
+
+
+def _visit(start: Operation, maker: Mapping[int, Operation], done: dict[Operation, None]) -> None:
+    """Add an operation after all that it reads from."""
+    stack = [(start, False)]
     while stack:
         op, is_left = stack.pop()
         if is_left:
@@ -267,6 +347,14 @@ def _depth_first(block: Block, maker: Mapping[int, Operation]) -> list[Operation
         elif op not in done:
             stack.append((op, True))
             stack += [(maker[v], False) for v in reversed(op.inputs) if v in maker and maker[v] not in done]
+
+
+def _depth_first(block: Block, maker: Mapping[int, Operation]) -> list[Operation]:
+    """Operations after what they read, from the outputs on."""
+    done: dict[Operation, None] = {}
+    for v in block.outputs:
+        if v in maker:
+            _visit(maker[v], maker, done)
     return list(done)
 
 

@@ -20,11 +20,15 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from autopar.compat import Literal, Var
 from autopar.device_program import DeviceProgram, device_program
 from autopar.footprint import Footprint, Value, footprint_of
-from autopar.graph import StrategyGraph
+from autopar.graph import StrategyGraph, itemsize_of
 from autopar.intra_op import MemoryRow
+from autopar.program import Equation, Program
+from autopar.rules import Making, entry_for
 from autopar.spmd import assign
+from autopar.strategies import ShardingStrategy
 
 TEMPORARIES_MARGIN = 0.75
 """Predicted over actual temporaries at the worst, on the safe side: `benchmarks/memory_error.py` finds 0.76 for MoE on 8
@@ -64,6 +68,27 @@ class MemoryModel:
         peak, tensors = self.peak(choice, copy_span=copy_span)
         kept = sum(t.bytes for t in tensors if t.is_kept)
         return kept + math.ceil((peak - kept) / TEMPORARIES_MARGIN)
+
+    def bound(self) -> int:
+        """Bytes per device below which `required` is for no choice: least inputs and results, and the least that one operation
+        takes at once: what it makes, and what is handed to it if something else made that."""
+        program = device_program(self.graph, self.input_names, None)
+        kept = sum(int(self._sizes(program.values[v]).min()) for v in self._kept(program))
+        there = _there_anyway(self.graph.program)
+        most = 0
+        for node in self.graph.nodes:
+            eqn = node.equation
+            if eqn is None or node.loop is not None or not entry_for(eqn).heavy or eqn.outvars[0] in there:
+                continue
+            made = [i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v not in there]
+            most = max(most, min(self._together(eqn, made, s) for s in node.choices.strategies))
+        return kept + math.ceil(most / TEMPORARIES_MARGIN)
+
+    def _together(self, eqn: Equation, operands: Sequence[int], strategy: ShardingStrategy) -> int:
+        """Bytes of an operation's result and of some of its operands, each counted once."""
+        layouts = {(eqn.invars[i], strategy.inputs[i]) for i in operands}
+        held = [*layouts, (eqn.outvars[0], strategy.outputs[0])]
+        return sum(la.local_bytes(v.aval.shape, itemsize_of(v.aval), self.graph.mesh) for v, la in held)
 
     def least(self) -> tuple[int, tuple[Resident, ...]]:
         """The peak if every value could take its smallest layout, and the largest tensors even so."""
@@ -136,6 +161,24 @@ class MemoryModel:
             Resident(v.name, v.shape, v.dtype, sizes[n], kept) for n, kept in alive for v in (program.values[n],)
         ]
         return sum(t.bytes for t in tensors), tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
+
+
+def _there_anyway(program: Program) -> set[Var]:
+    """Values that take no memory of their own: inputs and results of the program, under any name."""
+    renamed = [
+        (eqn.invars[0], eqn.outvars[0])
+        for eqn in program.equations
+        if entry_for(eqn).making in (Making.NAME, Making.SAME) and eqn.invars and not isinstance(eqn.invars[0], Literal)
+    ]
+    given = set(program.invars)
+    for before, after in renamed:
+        if before in given:
+            given.add(after)
+    results = {v for v in program.outvars if not isinstance(v, Literal)}
+    for before, after in reversed(renamed):
+        if after in results:
+            results.add(before)
+    return given | results
 
 
 def _totals(footprint: Footprint, sizes: Sequence[float]) -> np.ndarray:

@@ -9,12 +9,13 @@ sub-programs `jaxprs.py` opens. A primitive that is not here runs whole on every
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 import types
 import warnings
 from collections.abc import Callable, Mapping
 
-from autopar import indexing, local, operators, windows
+from autopar import contractions, indexing, local, operators, windows
 from autopar.compat import JaxprEqn, source_line
 from autopar.errors import AutoparWarning, RuleError
 from autopar.factors import FactorRule, parse
@@ -22,10 +23,34 @@ from autopar.factors import FactorRule, parse
 Rule = Callable[[JaxprEqn], FactorRule]
 
 
+class Making(enum.Enum):
+    """How XLA's CPU compiler makes a primitive's result; `footprint` reckons from it which results have memory of their own.
+
+    WHOLE: by itself, from whole buffers to a whole buffer. NAME: it is another name of its operand. SAME: so it is where size and
+    type stay, else CHEAP. CHEAP: inside whatever reads it, again for each reader. MOVED: so too, with elements in other places. COSTLY: inside its reader where it has only one.
+    QUOTIENT: COSTLY; by a constant CHEAP, because XLA multiplies by the inverse. REDUCTION: by itself, reading what is CHEAP without
+    a buffer. LIBRARY: a REDUCTION that, from a size on, a library does, which reads only buffers. IN_PLACE: into the memory of its
+    first operand if nobody reads that again.
+    """
+
+    WHOLE = "whole"
+    NAME = "name"
+    SAME = "same"
+    CHEAP = "cheap"
+    MOVED = "moved"
+    COSTLY = "costly"
+    QUOTIENT = "quotient"
+    REDUCTION = "reduction"
+    LIBRARY = "library"
+    IN_PLACE = "in place"
+
+
 @dataclasses.dataclass(frozen=True)
 class PrimitiveRule:
     """How one primitive shards. `heavy`: a contraction whose work must be divided; `fused`: XLA folds it into its users;
-    `free`: it computes nothing; `random`: it draws random bits, which cost too much to draw again for every reader."""
+    `free`: it computes nothing; `random`: it draws random bits, which cost too much to draw again for every reader; `making`: what
+    memory its result takes; `library`: the library that does reductions does it too, on its way to one; `orders`: for a contraction,
+    the orders of dimensions that need no copy."""
 
     rule: Rule
     local: local.Local = local.unchanged
@@ -33,14 +58,30 @@ class PrimitiveRule:
     fused: bool = False
     free: bool = False
     random: bool = False
+    making: Making = Making.WHOLE
+    library: bool = False
+    orders: contractions.OrdersOf | None = None
 
 
-def _fused(rule: Rule, run: local.Local = local.unchanged) -> PrimitiveRule:
-    return PrimitiveRule(rule, run, fused=True)
+def _fused(rule: Rule, run: local.Local = local.unchanged, *, making: Making = Making.CHEAP) -> PrimitiveRule:
+    return PrimitiveRule(rule, run, fused=True, making=making)
 
 
-def _free(rule: Rule, run: local.Local = local.unchanged) -> PrimitiveRule:
-    return PrimitiveRule(rule, run, fused=True, free=True)
+def _free(rule: Rule, run: local.Local = local.unchanged, *, making: Making = Making.NAME) -> PrimitiveRule:
+    return PrimitiveRule(rule, run, fused=True, free=True, making=making)
+
+
+def _moving(rule: Rule, run: local.Local = local.unchanged) -> PrimitiveRule:
+    """It only moves elements: priced by itself, and read in place by what XLA folds it into."""
+    return PrimitiveRule(rule, run, making=Making.MOVED)
+
+
+def _reduction(rule: Rule, *, making: Making = Making.REDUCTION) -> PrimitiveRule:
+    return PrimitiveRule(rule, making=making)
+
+
+def _in_place(rule: Rule, run: local.Local) -> PrimitiveRule:
+    return PrimitiveRule(rule, run, making=Making.IN_PLACE)
 
 
 def _names(text: str, entry: PrimitiveRule) -> dict[str, PrimitiveRule]:
@@ -48,70 +89,85 @@ def _names(text: str, entry: PrimitiveRule) -> dict[str, PrimitiveRule]:
 
 
 _POINTWISE = """
-    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj cos cosh digamma
-    eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to
-    lgamma log log1p logistic lt lt_to max min ne nextafter not one_minus_square or polygamma polynomial population_count pow
-    random_gamma_grad real reduce_precision regularized_incomplete_beta rem round rsqrt shift_left
-    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta
+    abs and ceil clamp clz complex conj cos eq eq_to floor ge gt imag integer_pow is_finite le le_to lt lt_to max min
+    ne nextafter not one_minus_square or polynomial population_count real reduce_precision round shift_left
+    shift_right_arithmetic shift_right_logical sign sin square xor
+"""
+_COSTLY = """
+    acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cosh digamma erf erf_inv erfc exp exp2 expm1
+    igamma igamma_grad_a igammac lgamma log log1p logistic polygamma pow random_gamma_grad regularized_incomplete_beta
+    rem rsqrt sinh sqrt tan tanh zeta
 """
 
 _TABLE: dict[str, PrimitiveRule] = {
     **_names(_POINTWISE, _fused(operators.pointwise)),
+    **_names(_COSTLY, _fused(operators.pointwise, making=Making.COSTLY)),
     **_names("add add_any sub", _fused(operators.pointwise_sum)),
-    **_names("argmax argmin reduce_prod reduce_xor", PrimitiveRule(operators.reduce_whole)),
+    **_names("argmax argmin", PrimitiveRule(operators.reduce_whole)),
     **_names("bitcast_convert_type", _fused(operators.bitcast)),
-    **_names("broadcast_in_dim", _free(operators.broadcast_in_dim, local.broadcast_in_dim)),
-    **_names("concatenate", PrimitiveRule(operators.concatenate)),
-    **_names("conv_general_dilated", PrimitiveRule(windows.conv_general_dilated, windows.conv_local, heavy=True)),
-    **_names("convert_element_type", _fused(operators.convert)),
+    **_names("broadcast_in_dim", _free(operators.broadcast_in_dim, local.broadcast_in_dim, making=Making.SAME)),
+    **_names("concatenate", _moving(operators.concatenate)),
+    **_names(
+        "conv_general_dilated",
+        PrimitiveRule(windows.conv_general_dilated, windows.conv_local, heavy=True, orders=contractions.of_convolution),
+    ),
+    **_names("convert_element_type", _fused(operators.convert, making=Making.SAME)),
     **_names("copy copy_p optimization_barrier stop_gradient", _free(operators.pointwise_copy)),
     **_names("cumlogsumexp cummax cummin cumprod", PrimitiveRule(operators.cumulative_other)),
     **_names("cumsum", PrimitiveRule(operators.cumulative_sum)),
-    **_names("div", _fused(operators.pointwise_quotient)),
-    **_names("dot_general", PrimitiveRule(operators.dot_general, heavy=True)),
-    **_names("dynamic_slice", PrimitiveRule(indexing.dynamic_slice, local.dynamic_slice)),
-    **_names("dynamic_update_slice", PrimitiveRule(indexing.dynamic_update_slice, local.dynamic_update_slice)),
+    **_names("div", _fused(operators.pointwise_quotient, making=Making.QUOTIENT)),
+    **_names("dot_general", PrimitiveRule(operators.dot_general, heavy=True, orders=contractions.of_product)),
+    **_names("dynamic_slice", _moving(indexing.dynamic_slice, local.dynamic_slice)),
+    **_names("dynamic_update_slice", _in_place(indexing.dynamic_update_slice, local.dynamic_update_slice)),
     **_names("fan_out", _free(operators.pointwise_copy, local.identity)),
-    **_names("gather", PrimitiveRule(indexing.gather, indexing.gather_local)),
-    **_names("iota", _free(operators.iota, local.iota)),
+    **_names("gather", PrimitiveRule(indexing.gather, indexing.gather_local, making=Making.COSTLY)),
+    **_names("iota", _free(operators.iota, local.iota, making=Making.CHEAP)),
     **_names("layer_boundary", _free(operators.pointwise_copy, local.identity)),
     **_names("mul", _fused(operators.pointwise_product)),
     **_names("neg", _fused(operators.pointwise_linear)),
-    **_names("pad", PrimitiveRule(operators.pad)),
+    **_names("pad", _moving(operators.pad)),
     **_names("random_bits", PrimitiveRule(operators.random_bits, local.random_bits, random=True)),
     **_names(
-        "random_clone random_fold_in random_seed random_split random_unwrap random_wrap",
+        "random_clone random_fold_in random_seed random_split",
         PrimitiveRule(operators.everything_whole),
     ),
-    **_names("reduce_and", PrimitiveRule(operators.reduce_and)),
-    **_names("reduce_max", PrimitiveRule(operators.reduce_max)),
-    **_names("reduce_min", PrimitiveRule(operators.reduce_min)),
-    **_names("reduce_or", PrimitiveRule(operators.reduce_or)),
-    **_names("reduce_sum", PrimitiveRule(operators.reduce_sum)),
+    **_names("random_unwrap random_wrap", PrimitiveRule(operators.everything_whole, making=Making.NAME)),
+    **_names("reduce_and", _reduction(operators.reduce_and)),
+    **_names("reduce_max", _reduction(operators.reduce_max, making=Making.LIBRARY)),
+    **_names("reduce_min", _reduction(operators.reduce_min, making=Making.LIBRARY)),
+    **_names("reduce_or", _reduction(operators.reduce_or)),
+    **_names("reduce_prod reduce_xor", _reduction(operators.reduce_whole)),
+    **_names("reduce_sum", _reduction(operators.reduce_sum, making=Making.LIBRARY)),
     **_names("reduce_window_max reduce_window_min", PrimitiveRule(windows.reduce_window_other)),
     **_names("reduce_window_sum", PrimitiveRule(windows.reduce_window_sum)),
     **_names("reshape", _free(operators.reshape, local.reshape)),
-    **_names("rev", PrimitiveRule(operators.rev)),
-    **_names("scatter scatter_mul", PrimitiveRule(indexing.scatter_other, indexing.scatter_local)),
-    **_names("scatter-add", PrimitiveRule(indexing.scatter_add, indexing.scatter_local)),
-    **_names("scatter-max", PrimitiveRule(indexing.scatter_max, indexing.scatter_local)),
-    **_names("scatter-min", PrimitiveRule(indexing.scatter_min, indexing.scatter_local)),
-    **_names("scatter-mul", PrimitiveRule(indexing.scatter_other, indexing.scatter_local)),
+    **_names("rev", _moving(operators.rev)),
+    **_names("scatter scatter_mul", _in_place(indexing.scatter_other, indexing.scatter_local)),
+    **_names("scatter-add", _in_place(indexing.scatter_add, indexing.scatter_local)),
+    **_names("scatter-max", _in_place(indexing.scatter_max, indexing.scatter_local)),
+    **_names("scatter-min", _in_place(indexing.scatter_min, indexing.scatter_local)),
+    **_names("scatter-mul", _in_place(indexing.scatter_other, indexing.scatter_local)),
     **_names("select_and_gather_add", PrimitiveRule(windows.select_and_gather_add)),
     **_names("select_and_scatter_add", PrimitiveRule(windows.select_and_scatter_add)),
     **_names("select_n", _fused(operators.select)),
     **_names("sharding_constraint", _free(operators.pointwise_copy, local.identity)),
-    **_names("slice", PrimitiveRule(operators.slice_, local.slice_)),
+    **_names("slice", _moving(operators.slice_, local.slice_)),
     **_names("sort", PrimitiveRule(operators.sort)),
-    **_names("split", PrimitiveRule(operators.split)),
+    **_names("split", _moving(operators.split)),
     **_names("squeeze", _free(operators.squeeze)),
-    **_names("stack", PrimitiveRule(operators.stack)),
+    **_names("stack", _moving(operators.stack)),
     **_names("threefry2x32", PrimitiveRule(operators.pointwise, random=True)),
     **_names("top_k", PrimitiveRule(operators.top_k)),
-    **_names("transpose", PrimitiveRule(operators.transpose)),
-    **_names("unstack", PrimitiveRule(operators.unstack)),
+    **_names("transpose", _moving(operators.transpose)),
+    **_names("unstack", _moving(operators.unstack)),
 }
-RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(_TABLE)
+_LIBRARY = """
+    abs add add_any broadcast_in_dim ceil convert_element_type cos div erf exp expm1 floor integer_pow log log1p logistic max
+    min mul neg pad pow round rsqrt sign sin sqrt square sub tan tanh transpose
+"""
+RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
+    {**_TABLE, **{name: dataclasses.replace(_TABLE[name], library=True) for name in _LIBRARY.split()}}
+)
 _USER_RULES: dict[str, PrimitiveRule] = {}
 _FALLBACK = PrimitiveRule(operators.everything_whole)
 

@@ -1,0 +1,60 @@
+"""In which orders of dimensions XLA's CPU compiler takes the operands of a contraction without copying them.
+
+In: a contraction. Out: whether each operand, and the result, can stay as it is; what cannot is written to a buffer of its own
+with its dimensions in another order. Matrix products: XLA leaves a product alone if each operand has its batch dimensions first
+and then two more; any other becomes one of two matrices per batch element, of the left operand as (batch, free, contracted)
+and of the right as (batch, contracted, free). Of an operand that is a plain matrix it turns rows and columns around while it
+multiplies. Convolutions take examples first and channels last, kernels with their features last. What can go wrong: an
+order that XLA gives the maker of the operand instead, so that there is no copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from autopar.compat import JaxprEqn
+
+Order = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Orders:
+    """The order in which each operand's dimensions are read, None as they are; whether the result lies as it is made."""
+
+    operands: tuple[Order | None, ...]
+    is_result_in_order: bool = True
+
+
+OrdersOf = Callable[[JaxprEqn], Orders]
+
+
+def of_product(eqn: JaxprEqn) -> Orders:
+    """The orders of a `dot_general`."""
+    contracted, batched = eqn.params["dimension_numbers"]
+    ranks = [len(v.aval.shape) for v in eqn.invars]
+    if all(_is_plain(*of) for of in zip(ranks, contracted, batched, strict=True)):
+        return Orders((None,) * len(ranks))
+    found = []
+    for place, (rank, inner, batch) in enumerate(zip(ranks, contracted, batched, strict=True)):
+        free = [d for d in range(rank) if d not in inner and d not in batch]
+        is_turned = not batch and len(inner) == len(free) == 1
+        order = (*batch, *free, *inner) if place == 0 else (*batch, *inner, *free)
+        found.append(None if is_turned or order == tuple(range(rank)) else tuple(order))
+    return Orders(tuple(found))
+
+
+def _is_plain(rank: int, contracted: Sequence[int], batched: Sequence[int]) -> bool:
+    """Whether XLA leaves an operand as it is: one contracted, at most one free dimension, batch dimensions first."""
+    return len(contracted) == 1 and rank <= len(batched) + 2 and tuple(batched) == tuple(range(len(batched)))
+
+
+def of_convolution(eqn: JaxprEqn) -> Orders:
+    """The orders of a `conv_general_dilated`."""
+    numbers = eqn.params["dimension_numbers"]
+    rank = len(numbers.lhs_spec)
+    image = (0, rank - 1, *range(1, rank - 1))
+    kernel = (rank - 1, rank - 2, *range(rank - 2))
+    given = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec))
+    operands = tuple(None if spec == wanted else spec for spec, wanted in zip(given, (image, kernel), strict=True))
+    return Orders(operands, tuple(numbers.out_spec) == image)
