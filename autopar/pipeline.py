@@ -32,7 +32,8 @@ from autopar.split_scans import SplitStep
 from autopar.spmd import Assignment, partition_spec
 from autopar.stage_program import PROLOGUE, StageProgram
 from autopar.staging import Staged
-from autopar.tasks import Ref, StageTask, stage_tasks
+from autopar.task_cuts import Ref
+from autopar.tasks import StageTask, stage_tasks
 from autopar.trace import CallSignature, TracedStep
 
 MADE_ONCE = (PROLOGUE, "update")
