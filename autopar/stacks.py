@@ -114,7 +114,7 @@ def cuts_for_stages(traced: TracedStep, num_stages: int) -> ScanCuts:
 
 
 def every_layer(traced: TracedStep) -> ScanCuts:
-    """All stacks cut into single layers."""
+    """All stacks cut into single layers: every place where a search may cut."""
     return tuple(tuple(range(1, stack.length)) for stack in find_stacks(traced))
 
 

@@ -1,0 +1,232 @@
+"""Evaluate the operations of a program on values that are in pieces.
+
+In: an equation, the stacks that are divided and between which layers, the values so far. Out: its results, in pieces where its
+factor rule allows it: each piece is computed as a shard would be, though pieces may differ in size. A factor that a rule reduces
+is combined from the pieces' results by its monoid. A scan over a divided stack becomes one scan per piece. Anything else takes
+its operands whole, joined once, and gives whole results, which are cut once for those who want pieces. What can go wrong: nothing
+that the factor rules do not say; a rule that is wrong for shards is wrong for pieces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.compat import Literal, Var, attributed_to, name_stack
+from autopar.evaluate import bound
+from autopar.factors import FactorRule
+from autopar.local import LocalCall
+from autopar.mesh import LogicalMesh
+from autopar.microbatch import COMBINE
+from autopar.program import Equation, Program, fan_out_p
+from autopar.rules import entry_for, rule_for
+from autopar.split_array import LeafPieces, cut_at
+from autopar.stacks import Stack, factor_dims
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Divided:
+    """A stack and the layers between which its pieces are."""
+
+    stack: Stack
+    bounds: tuple[int, ...]
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The layers of each piece, from and to."""
+        return tuple(itertools.pairwise(self.bounds))
+
+    def of_size(self, size: int) -> tuple[int, ...]:
+        """The bounds along a dimension of this size, of which the layers are the major factor."""
+        return tuple(bound * size // self.stack.length for bound in self.bounds)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PieceCall(LocalCall):
+    """An operation on a piece: one factor is cut to `count` of its values from `start`, as if sharded unevenly."""
+
+    factor: str = ""
+    start: int = 0
+    count: int = 0
+
+    def ways(self, factor: str) -> int:
+        """More than one for the factor that is cut."""
+        return 2 if factor == self.factor else 1
+
+    def local_size(self, dim: Sequence[str]) -> int:
+        """Size of a dimension in this piece."""
+        size = 1
+        for factor in dim:
+            size *= self.count if factor == self.factor else self.rule.size_of(factor)
+        return size
+
+    def offset(self, dim: Sequence[str]) -> int:
+        """Position in the whole of the first element of this piece."""
+        position = 0
+        for factor in dim:
+            position = position * self.rule.size_of(factor) + (self.start if factor == self.factor else 0)
+        return position
+
+
+class Values:
+    """The values of a program while it is evaluated: whole, in pieces along a dimension, or both."""
+
+    def __init__(self, program: Program, divided: Sequence[Divided]) -> None:
+        self.divided = tuple(divided)
+        self._makers = {v: eqn for eqn in program.equations for v in eqn.outvars}
+        self._whole: dict[Var, Any] = {}
+        self._parts: dict[tuple[Var, int, tuple[int, ...]], list[Any]] = {}
+        self._made_in_parts: dict[Var, tuple[int, tuple[int, ...]]] = {}
+
+    def set_whole(self, v: Var, array: Any) -> None:
+        """A value that is made whole."""
+        self._whole[v] = array
+
+    def set_parts(self, v: Var, dim: int, parts: Sequence[Any]) -> None:
+        """A value that is made in pieces."""
+        bounds = tuple(itertools.accumulate((part.shape[dim] for part in parts), initial=0))
+        self._made_in_parts[v] = (dim, bounds)
+        self._parts[v, dim, bounds] = list(parts)
+
+    def whole(self, atom: Any) -> Any:
+        """The value; pieces are joined once, where the value is made."""
+        if isinstance(atom, Literal):
+            return jnp.asarray(atom.val, atom.aval.dtype)
+        if atom not in self._whole:
+            dim, bounds = self._made_in_parts[atom]
+            with self._where_made(atom):
+                self._whole[atom] = jax.lax.concatenate(self._parts[atom, dim, bounds], dim)
+        return self._whole[atom]
+
+    def parts_between(self, atom: Any, dim: int, bounds: tuple[int, ...]) -> list[Any]:
+        """The value in pieces between these bounds; a whole one is cut once, where it is made."""
+        if isinstance(atom, Literal):
+            return cut_at(self.whole(atom), LeafPieces(0, dim, bounds))
+        key = (atom, dim, bounds)
+        if key not in self._parts:
+            array = self.whole(atom)
+            with self._where_made(atom):
+                self._parts[key] = cut_at(array, LeafPieces(0, dim, bounds))
+        return self._parts[key]
+
+    def _where_made(self, v: Var) -> Any:
+        return attributed_to(self._makers[v]) if v in self._makers else contextlib.nullcontext()
+
+
+def evaluate(eqn: Equation, values: Values) -> None:
+    """One operation: a divided scan in ranges, others in pieces if they can, else whole."""
+    for divided in values.divided:
+        if eqn in divided.stack.scans:
+            _scan_in_ranges(eqn, divided, values)
+            return
+    if eqn.loop is None:
+        rule = rule_for(eqn)
+        for divided in values.divided:
+            factor = _factor_of(eqn, rule, divided)
+            if factor is not None:
+                _in_pieces(eqn, rule, factor, divided, values)
+                return
+    results = bound(eqn, [values.whole(atom) for atom in eqn.invars])
+    for v, array in zip(eqn.outvars, results, strict=True):
+        values.set_whole(v, array)
+
+
+def _factor_of(eqn: Equation, rule: FactorRule, divided: Divided) -> str | None:
+    """The factor of an operation that counts the layers, if the operation can be done piece by piece along it."""
+    dims, length = divided.stack.dims, divided.stack.length
+    sides = list(zip((*eqn.invars, *eqn.outvars), (*rule.inputs, *rule.outputs), strict=True))
+    for factor in rule.shardable():
+        counted = [(v, factor_dims(op, factor)) for v, op in sides if not isinstance(v, Literal)]
+        if not any(v in dims and dims[v] in found for v, found in counted) or rule.size_of(factor) % length:
+            continue
+        minor = any(factor in dim[1:] for _, op in sides for dim in op)
+        reduced = factor in dict(rule.reduced)
+        if not minor and all(len(found) < 2 for _, found in counted) and not (reduced and rule.seeds):
+            return factor
+    return None
+
+
+def _in_pieces(eqn: Equation, rule: FactorRule, factor: str, divided: Divided, values: Values) -> None:
+    """An operation piece by piece; where it reduces over the layers, the pieces' results are combined."""
+    operands = [_operand_parts(v, op, factor, divided, values) for v, op in zip(eqn.invars, rule.inputs, strict=True)]
+    unit = rule.size_of(factor) // divided.stack.length
+    results = []
+    for k, (start, end) in enumerate(divided.ranges):
+        own = tuple(parts[k] for parts in operands)
+        mesh = LogicalMesh((1,), ("layers",))
+        call = _PieceCall(eqn, own, rule, {}, mesh, factor, start * unit, (end - start) * unit)
+        results.append(entry_for(eqn).local(call))
+    monoid = dict(rule.reduced).get(factor)
+    for v, operand, parts in zip(eqn.outvars, rule.outputs, zip(*results, strict=True), strict=True):
+        if monoid is None:
+            values.set_parts(v, factor_dims(operand, factor)[0], parts)
+        else:
+            combine = COMBINE["or" if monoid == "sum" and v.aval.dtype == jnp.bool_ else monoid]
+            values.set_whole(v, functools.reduce(combine, parts))
+
+
+def _operand_parts(atom: Any, operand: Any, factor: str, divided: Divided, values: Values) -> Sequence[Any]:
+    dims = factor_dims(operand, factor)
+    if not dims:
+        return [values.whole(atom)] * len(divided.ranges)
+    return values.parts_between(atom, dims[0], divided.of_size(atom.aval.shape[dims[0]]))
+
+
+def _scan_in_ranges(eqn: Equation, divided: Divided, values: Values) -> None:
+    """A scan as one scan per piece; see the module's text."""
+    loop = eqn.loop
+    assert loop is not None
+    carried = slice(loop.consts, loop.consts + loop.carries)
+    consts = [values.whole(atom) for atom in eqn.invars[: loop.consts]]
+    start = [values.whole(atom) for atom in eqn.invars[carried]]
+    stacks = [values.parts_between(atom, 0, divided.bounds) for atom in eqn.invars[carried.stop :]]
+    adds = _sums(eqn) if "transpose(" in name_stack(eqn) else frozenset()
+    order = range(len(divided.ranges))
+    carry, totals, made = list(start), list(start), dict[int, Sequence[Any]]()
+    for place, k in enumerate(reversed(order) if eqn.params["reverse"] else order):
+        given = [jnp.zeros_like(x) if i in adds and place else x for i, x in enumerate(carry)]
+        begin, end = divided.ranges[k]
+        shorter = {"length": end - begin, "unroll": min(eqn.params["unroll"], end - begin)}
+        outs = bound(eqn, [*consts, *given, *(parts[k] for parts in stacks)], **shorter)
+        carry, made[k] = list(outs[: loop.carries]), outs[loop.carries :]
+        totals = [totals[i] + x if i in adds and place else x for i, x in enumerate(carry)]
+    for v, total in zip(eqn.outvars, totals, strict=False):
+        values.set_whole(v, total)
+    for number, v in enumerate(eqn.outvars[loop.carries :]):
+        values.set_parts(v, 0, [made[k][number] for k in order])
+
+
+def _sums(eqn: Equation) -> frozenset[int]:
+    """The numbers of carried values to which each iteration only adds something that does not depend on them."""
+    loop, (body,) = eqn.loop, eqn.regions
+    assert loop is not None
+    return frozenset(i for i in range(loop.carries) if _is_sum(body, body.invars[loop.consts + i], body.outvars[i]))
+
+
+def _is_sum(body: Program, given: Var, returned: Any) -> bool:
+    """Whether `returned` is `given` plus something: a chain of single users with one linear operation of two operands."""
+    users: dict[Any, list[Equation]] = {}
+    for eqn in body.equations:
+        for v in eqn.invars:
+            if not isinstance(v, Literal):
+                users.setdefault(v, []).append(eqn)
+    added, v = False, given
+    while v is not returned:
+        if len(users.get(v, ())) != 1 or any(out is v for out in body.outvars):
+            return False
+        (eqn,) = users[v]
+        if eqn.loop is not None or len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape != v.aval.shape:
+            return False
+        if len(eqn.invars) == 2 and eqn.invars[0] is v and rule_for(eqn).linear == ((0, 1),):
+            added = True
+        elif eqn.primitive is not fan_out_p:
+            return False
+        v = eqn.outvars[0]
+    return added
