@@ -20,10 +20,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from autopar.catalogue import itemsize_of
 from autopar.compat import Literal, Var
 from autopar.device_program import DeviceProgram, device_program
 from autopar.footprint import Footprint, Value, footprint_of
-from autopar.graph import StrategyGraph, itemsize_of
+from autopar.graph import StrategyGraph
 from autopar.intra_op import MemoryRow
 from autopar.program import Equation, Program
 from autopar.rules import Making, entry_for
