@@ -195,6 +195,8 @@ class _Region:
         if entry.orders is not None:
             self._contraction(eqn, operands, wanted, results, entry.orders(eqn))
             return
+        if entry.fused and not entry.free:
+            operands = [self._spread(v, n, eqn, results) for v, n in zip(eqn.invars, operands, strict=True)]
         same = _same_work(eqn, operands, results)
         if same is not None and same in self.known:
             self.held.update(zip(eqn.outvars, self.known[same], strict=True))
@@ -216,6 +218,24 @@ class _Region:
             self.emit(Kind.ALIAS, operands[:1], outputs)
         else:
             self.emit(_kind_of(eqn), operands, outputs, by_library=entry.library)
+
+    def _spread(self, atom: Atom, value: int, eqn: Equation, results: Sequence[Layout | None]) -> int:
+        """An operand of pointwise work, repeated as often as the result needs it: an operation of its own, made once."""
+        (out, *_), (layout, *_) = eqn.outvars, results
+        if value < 0 or atom.aval.shape == out.aval.shape or is_opaque(out.aval):
+            return value
+        key = (value, out.aval.shape, layout)
+        if key not in self.known:
+            lies = self.walk._layout(layout, out.aval)
+            given = self.walk.values[value]
+            size = lies.local_bytes(out.aval.shape, given.itemsize, self.walk.mesh)
+            if size == given.bytes:
+                return value
+            spread = dataclasses.replace(given, shape=tuple(out.aval.shape), bytes=size, key=_key(self.graph.sources.get(out)))
+            self.walk.values.append(spread)
+            self.known[key] = [_Held(len(self.walk.values) - 1, lies)]
+            self.emit(Kind.CHEAP, (value,), (self.known[key][0].value,), by_library=True)
+        return self.known[key][0].value
 
     def _contraction(
         self,
