@@ -72,8 +72,8 @@ def _await(service: Coordination, topic: str, question: str, *, leader: int) -> 
         except jax.errors.JaxRuntimeError as error:
             if time.monotonic() - began > ANSWER_S:
                 raise PlanError(
-                    f"process {leader} has not planned {question} within {ANSWER_S:.0f} s, and process {jax.process_index()} waits "
-                    "for it: every process has to make the same calls in the same order"
+                    f"process {leader} has not planned {question} within {ANSWER_S:.0f} s, and process {jax.process_index()} "
+                    "waits for it: every process has to make the same calls in the same order"
                 ) from error
     packed = b"".join(service.blocking_key_value_get_bytes(f"{topic}/{n}", 60_000) for n in range(count))
     answer = json.loads(zlib.decompress(packed))

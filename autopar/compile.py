@@ -21,7 +21,7 @@ from autopar.compat import make_mesh
 from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.mesh import LogicalMesh
 from autopar.plan import Plan
-from autopar.runtime.processes import absent_like, are_here, from_host, is_global, is_here
+from autopar.runtime.processes import absent_like, are_here, as_host, from_host, is_global, is_here
 from autopar.runtime.resharding import brought_here, reshard
 from autopar.split_array import SplitArray, SplitSharding, in_pieces, joined, placed_apart, taken_apart
 from autopar.spmd import Assignment, partition_spec, sharded
@@ -86,6 +86,8 @@ def create_sharded(
     """
     tree = jax.tree.structure(jax.eval_shape(create_fn, *args))
     held, places = placed_apart(shardings)
+    if not all(are_here(sharding.device_set) for sharding in places):
+        args = jax.tree.map(as_host, tuple(args))
     meshes = list(dict.fromkeys(sharding.mesh for sharding in places))
     made: list[Any] = [None] * len(places)
     for mesh in meshes:
@@ -105,7 +107,7 @@ def create_sharded(
 
 
 def gathered(tree: Any, devices: Sequence[jax.Device]) -> Any:
-    """A tree with its arrays as ordinary ones on one device: the first, or where several processes have them, the first of each."""
+    """A tree with its arrays as ordinary ones on one device: the first, or of several processes the first of each."""
     leaves, structure = jax.tree.flatten(tree)
     held, parts = taken_apart(leaves)
     if are_here(devices):

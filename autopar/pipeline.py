@@ -18,16 +18,19 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.compat import Var
-from autopar.compile import checked_leaves, device_mesh, refuse_consumed
+from autopar.compile import checked_leaves, device_mesh, gathered, refuse_consumed
 from autopar.errors import ArgumentError
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipeline_planner import schedule_of
 from autopar.runtime.driver import Driver
 from autopar.runtime.emit import emit
 from autopar.runtime.instructions import Slot, TaskSpec, Value
-from autopar.runtime.resharding import BatchResharder, Move
+from autopar.runtime.launch_order import in_launch_order, part_of
+from autopar.runtime.processes import absent_like, are_here, from_host, is_global
+from autopar.runtime.resharding import BatchResharder, Move, brought_here, reshard
 from autopar.runtime.schedules import Schedule
-from autopar.split_array import SplitSharding, held_in, in_pieces, joined
+from autopar.runtime.watch import Watch
+from autopar.split_array import SplitArray, SplitSharding, held_in, in_pieces, joined
 from autopar.split_scans import SplitStep
 from autopar.spmd import Assignment, partition_spec
 from autopar.stage_program import PROLOGUE, StageProgram
@@ -145,7 +148,18 @@ class CompiledPipeline:
             outputs=tuple(self._linked.outputs),
             consumable=[(mesh, value) for mesh, values in self._linked.inputs.items() for value in values],
         )
-        self._driver = Driver(self.instructions, self._linked.callables, self._transfer)
+        self._processes = _Processes.of(self.stages)
+        if self._processes.several:
+            self.instructions = in_launch_order(self.instructions, self._processes.of_mesh)
+        self._part = part_of(self.instructions, self._processes.of_mesh, jax.process_index())
+        self._watch = Watch(self._processes.all) if self._processes.several else None
+        self._driver = Driver(
+            self.instructions,
+            self._linked.callables,
+            self._transfer,
+            part=self._part,
+            watch=self._watch and self._watch.look,
+        )
 
     def _lent_on(self, mesh: int) -> frozenset[Var]:
         """Leaves that stages on a mesh are lent, by stages on the same mesh or others."""
@@ -176,14 +190,86 @@ class CompiledPipeline:
     def run(self, leaves: Sequence[Any], *, record: bool = False) -> Any:
         """One step on the flat leaves of its arguments; results as a tree, each on the stage that made it."""
         refuse_consumed(self.signature.name, self.traced, leaves)
-        found = self._driver.run(self._supplied(self._leaves(leaves)), record=record)
+        if self._watch is None:
+            flat = self._results(self._driver.run(self._supplied(self._leaves(leaves)), record=record))
+        else:
+            flat = self._run_with_others(leaves, self._watch, record=record)
+        return jax.tree.unflatten(self.traced.out_tree, joined(flat, self._split.outputs))
+
+    def _run_with_others(self, leaves: Sequence[Any], watch: Watch, *, record: bool) -> list[Any]:
+        """The same where other processes have stages; scalars come to each of them, and a failure is told to all."""
+        watch.refuse_if_lost()
+        try:
+            supplied = self._supplied(self._leaves(self._brought(leaves)))
+            flat = self._results(self._driver.run(supplied, record=record))
+            step, devices = self._split.step, self._processes.devices
+            scalars = [n for n, x in enumerate(flat) if x.shape == () and step.state_of_output[n] is None]
+            for n, x in zip(scalars, brought_here([flat[n] for n in scalars], devices), strict=True):
+                flat[n] = x
+            watch.wait([flat[n] for n in scalars])
+        except BaseException as error:
+            watch.post(error)
+            raise
+        return flat
+
+    def _results(self, found: Mapping[tuple[int, Value], Sequence[Any]]) -> list[Any]:
+        """The outputs of the divided step; those of stages elsewhere without shards."""
         flat: list[Any] = [None] * len(self._split.step.outputs)
         for (mesh, value), refs in self._linked.outputs.items():
-            for (stage, ref), array in zip(refs, found[mesh, value], strict=True):
+            arrays = found.get((mesh, value))
+            if arrays is None:
+                shapes = [self._shape_of(stage, ref, mesh) for stage, ref in refs]
+                arrays = [absent_like(shape, shape.sharding) for shape in shapes]
+            for (stage, ref), array in zip(refs, arrays, strict=True):
                 number = self.stages[stage].program.outputs[ref.key].output
                 if number is not None:
                     flat[number] = array
-        return jax.tree.unflatten(self.traced.out_tree, joined(flat, self._split.outputs))
+        return flat
+
+    def _brought(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves of a call as every process can take them apart: arrays that lie elsewhere than they are wanted come here.
+
+        What is done depends on shardings alone, which are the same in every process.
+        """
+        ready = [self._lies_well(n, leaf) for n, leaf in enumerate(leaves)]
+        moving = [leaf for leaf, is_ready in zip(leaves, ready, strict=True) if not is_ready]
+        moved = iter(gathered(moving, self._processes.devices))
+        return [leaf if is_ready else next(moved) for leaf, is_ready in zip(leaves, ready, strict=True)]
+
+    def _lies_well(self, number: int, leaf: Any) -> bool:
+        """Whether a leaf is a host value, or all its parts are where every task wants them."""
+        pieces = self._split.inputs[number]
+        if isinstance(leaf, SplitArray):
+            parts = leaf.pieces if (leaf.dim, leaf.bounds) == (pieces.dim, pieces.bounds) else ()
+        else:
+            parts = () if pieces.bounds else (leaf,)
+            if not is_global(leaf):
+                return True
+        return bool(parts) and all(
+            wanted is not None and part.sharding.is_equivalent_to(wanted, part.ndim)
+            for k, part in enumerate(parts)
+            for wanted in self._wanted[pieces.first + k]
+        )
+
+    @functools.cached_property
+    def _wanted(self) -> dict[int, list[NamedSharding | None]]:
+        """The shardings in which the runtime is handed each leaf of the divided step; None for slices of it."""
+        numbers = {v: i for i, v in enumerate(self._split.step.program.invars)}
+        wanted: dict[int, list[NamedSharding | None]] = {number: [] for number in numbers.values()}
+        for (mesh, _), refs in self._linked.given.items():
+            for stage, ref in refs:
+                ports = self.stages[stage].program.inputs
+                if ref.kind in ("input", "row") and ref.key < len(ports):
+                    sharding = self._sharding_given(stage, ref, mesh) if ref.kind == "input" else None
+                    wanted[numbers[ports[ref.key].var]].append(sharding)
+        return wanted
+
+    def _shape_of(self, stage: int, ref: Ref, mesh: int) -> Any:
+        """Shape, type and sharding of what a task on a mesh makes, or of what the runtime is handed there."""
+        if (stage, ref) in self._makers:
+            return self.nodes[self._makers[stage, ref]].task.results[ref]
+        aval = self.stages[stage].program.inputs[ref.key].var.aval
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=self._sharding_given(stage, ref, mesh))
 
     def as_text(self) -> str:
         """The optimised HLO of every task, under its name."""
@@ -207,6 +293,8 @@ class CompiledPipeline:
         copied: list[bool] = []
         shape: list[tuple[tuple[int, Value], int]] = []
         for (mesh, value), refs in self._linked.given.items():
+            if mesh not in self._part.meshes:
+                continue
             for stage, ref in refs:
                 arrays.append(self._given(stage, ref, value.microbatch, by_var))
                 ports = self.stages[stage].program.inputs
@@ -242,13 +330,43 @@ class CompiledPipeline:
 
     def _transfer(self, arrays: Any, value: Value, source_mesh: int, target_mesh: int) -> Any:
         name = value.name
+        arrays = arrays.arrays() if isinstance(arrays, _Parcel) else arrays
         if name not in self._resharders:
-            targets = self._linked.targets[name]
-            arrays = arrays.arrays() if isinstance(arrays, _Parcel) else arrays
-            moves = [Move.of(x, target) for x, target in zip(arrays, targets, strict=True)]
-            self._resharders[name] = BatchResharder(moves)
+            self._resharders[name] = BatchResharder(self._moves(name, arrays, source_mesh))
         resharder = self._resharders[name]
+        if arrays is None:
+            arrays = [move.absent() for move in resharder.moves]
         return _Parcel(resharder, resharder.send(arrays))
+
+    def _moves(self, name: str, arrays: Sequence[Any] | None, source_mesh: int) -> list[Move]:
+        """What a transfer moves; where several processes take part, from what all of them know."""
+        targets = self._linked.targets[name]
+        if arrays is not None and not self._processes.several:
+            return [Move.of(x, target) for x, target in zip(arrays, targets, strict=True)]
+        shapes = [self._shape_of(stage, ref, source_mesh) for stage, ref in self._linked.carried[name]]
+        return [Move(x.shape, x.dtype, x.sharding, target) for x, target in zip(shapes, targets, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Processes:
+    """Which processes have devices of each mesh."""
+
+    of_mesh: tuple[frozenset[int], ...]
+    devices: tuple[jax.Device, ...]
+
+    @classmethod
+    def of(cls, stages: Sequence[PlannedStage]) -> _Processes:
+        devices: dict[int, Any] = {stage.mesh: stage.device_mesh.devices for stage in stages}
+        found = tuple(frozenset(d.process_index for d in devices[mesh].flat) for mesh in sorted(devices))
+        return cls(found, tuple(d for mesh in sorted(devices) for d in devices[mesh].flat))
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        return tuple(sorted(frozenset().union(*self.of_mesh)))
+
+    @property
+    def several(self) -> bool:
+        return len(self.all) > 1
 
 
 class _Parcel:
@@ -274,6 +392,7 @@ class _Links:
     given: dict[tuple[int, Value], tuple[tuple[int, Ref], ...]]
     outputs: dict[tuple[int, Value], tuple[tuple[int, Ref], ...]]
     targets: dict[str, list[NamedSharding]]
+    carried: dict[str, tuple[tuple[int, Ref], ...]]
 
 
 class _Linker:
@@ -288,6 +407,7 @@ class _Linker:
         self.given: dict[tuple[int, Value], tuple[tuple[int, Ref], ...]] = {}
         self.outputs: dict[tuple[int, Value], tuple[tuple[int, Ref], ...]] = {}
         self.targets: dict[str, list[NamedSharding]] = {}
+        self.carried: dict[str, tuple[tuple[int, Ref], ...]] = {}
 
     def link(self) -> _Links:
         for name in self.nodes:
@@ -312,6 +432,7 @@ class _Linker:
             self.given,
             self.outputs,
             self.targets,
+            self.carried,
         )
 
     def _ordered(self) -> list[tuple[str, _Node]]:
@@ -375,6 +496,7 @@ class _Linker:
             for name in names:
                 self.reads[name].append(group)
             self.targets[slot.name] = [sharding for _, _, sharding in found]
+            self.carried[slot.name] = group.refs
             if source in self.nodes:
                 self.writes[source].append(group)
             else:
@@ -472,7 +594,7 @@ def _there(array: Any, sharding: NamedSharding) -> Any:
     """The array in the sharding that an executable wants; between stages on one mesh they may differ."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
-    return jax.device_put(array, sharding)
+    return jax.device_put(array, sharding) if are_here(sharding.device_set) else reshard(array, sharding)
 
 
 def _placed(arrays: Sequence[Any], shardings: Sequence[NamedSharding], copied: Sequence[bool]) -> list[Any]:
@@ -484,8 +606,12 @@ def _placed(arrays: Sequence[Any], shardings: Sequence[NamedSharding], copied: S
     moving = []
     for i, (array, sharding) in enumerate(zip(arrays, shardings, strict=True)):
         given = getattr(array, "sharding", None)
-        if not (isinstance(given, NamedSharding) and given.is_equivalent_to(sharding, array.ndim)):
+        if isinstance(given, NamedSharding) and given.is_equivalent_to(sharding, array.ndim):
+            continue
+        if are_here(sharding.device_set):
             moving.append(i)
+        else:
+            result[i] = from_host(array, sharding)
     sources = [arrays[i].copy() if copied[i] and isinstance(arrays[i], jax.Array) else arrays[i] for i in moving]
     moved = jax.device_put(sources, [shardings[i] for i in moving])
     for i, array in zip(moving, moved, strict=True):

@@ -28,6 +28,7 @@ import jax
 from autopar.errors import ArgumentError
 from autopar.runtime.failures import Failure, report
 from autopar.runtime.instructions import Free, Instruction, InstructionList, Receive, Run, Send, Value
+from autopar.runtime.launch_order import Part
 from autopar.runtime.machine import MeshMachine
 from autopar.runtime.timeline import Span, Timeline
 
@@ -39,6 +40,8 @@ WAKE = -1  # in place of a transfer's number: look whether the step is over
 # Nobody waits longer without looking up: a mesh, should a second Ctrl-C prevent the first from waking it; the calling thread,
 # because Python does not notice a signal that comes between its last look and a wait.
 POLL_S = 0.5
+# A thread that waits in XLA for another process cannot be woken up.
+LEAVE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,21 @@ class _Step:
     wait: bool
     over: bool = False
     abandoned: bool = False
+    turn: int = 0
+    turned: threading.Condition = field(default_factory=threading.Condition)
+
+    def is_turn(self, turn: int) -> bool:
+        """Wait until all earlier instructions that other processes share have been launched; False if the step is over."""
+        with self.turned:
+            while self.turn != turn and not self.over:
+                self.turned.wait(POLL_S)
+        return not self.over
+
+    def pass_turn(self) -> None:
+        """The instruction whose turn it was has been launched."""
+        with self.turned:
+            self.turn += 1
+            self.turned.notify_all()
 
     def end(self) -> None:
         """Let every mesh find out before its next instruction, and wake up those that wait."""
@@ -100,6 +118,8 @@ class Driver:
         transfer: Transfer,
         *,
         synchronous: bool = False,
+        part: Part | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> None:
         """Prepare to run `program`.
 
@@ -107,6 +127,10 @@ class Driver:
         of the same program. `transfer(array, value, source_mesh, target_mesh)` starts a copy and returns the array on the
         target mesh; it is called in the source mesh's thread. Both are called from threads that do not see the caller's JAX
         context managers, so tasks should be compiled. `synchronous` waits for each task before the next one of its mesh.
+
+        `part` is what this process does of a program that several run: inputs and outputs are those of its meshes, and
+        `transfer` gets None in place of arrays that lie on none of them. `watch` is called now and then while threads work; it
+        raises if another process has failed. Then threads that wait for that process are left behind.
         """
         needed = {i.task for i in program.instructions if isinstance(i, Run)}
         if missing := sorted(needed - set(callables)):
@@ -116,7 +140,10 @@ class Driver:
         self._transfer = transfer
         self._synchronous = synchronous
         self._timeline: Timeline | None = None
-        self._inputs = frozenset(program.inputs)
+        self._part = part or Part.whole(program)
+        self._turn_of = {place: turn for turn, place in enumerate(self._part.turns)}
+        self._watch = watch
+        self._inputs = frozenset((mesh, value) for mesh, value in program.inputs if mesh in self._part.meshes)
         self._place_of: list[dict[Value, int]] = [{} for _ in range(program.num_meshes)]
         for mesh, value in program.inputs:
             self._place_of[mesh].setdefault(value, len(self._place_of[mesh]))
@@ -142,7 +169,8 @@ class Driver:
                 raise report(self._program, failures)
             if record:
                 self._timeline = self._gather(workers)
-            return {(m, value): workers[m].arrays[self._place_of[m][value]] for m, value in self._program.outputs}
+            wanted = [(m, value) for m, value in self._program.outputs if m in self._part.meshes]
+            return {(m, value): workers[m].arrays[self._place_of[m][value]] for m, value in wanted}
         finally:
             for worker in workers:
                 worker.clear()
@@ -166,13 +194,17 @@ class Driver:
             _Worker(mesh, [None] * len(places), MeshMachine(self._program.of(mesh)))
             for mesh, places in enumerate(self._place_of)
         ]
+        for mesh in self._part.meshes:
+            for instruction in self._program.of(mesh):
+                if isinstance(instruction, Receive) and instruction.number in self._part.remote:
+                    workers[mesh].machine.arrived(instruction.number)
         for (mesh, value), array in inputs.items():
             workers[mesh].arrays[self._place_of[mesh][value]] = array
         return workers
 
     def _work(self, step: _Step) -> list[Failure]:
-        """Run all meshes to their end. No thread is left when this returns or raises."""
-        if len(step.workers) == 1:
+        """Run this process's meshes to their end. No thread is left when this returns or raises, unless `watch` raises."""
+        if len(step.workers) == 1 and self._watch is None:
             return self._drive(step, 0)
         ended: SimpleQueue[list[Failure]] = SimpleQueue()
 
@@ -180,8 +212,8 @@ class Driver:
             ended.put(self._drive(step, mesh))
 
         threads = [
-            threading.Thread(target=target, args=(worker.mesh,), name=f"autopar mesh {worker.mesh}", daemon=True)
-            for worker in step.workers
+            threading.Thread(target=target, args=(mesh,), name=f"autopar mesh {mesh}", daemon=True)
+            for mesh in self._part.meshes
         ]
         found: list[list[Failure]] = []
         try:
@@ -190,13 +222,16 @@ class Driver:
             while len(found) < len(threads):
                 with contextlib.suppress(Empty):
                     found.append(ended.get(timeout=POLL_S))
+                    continue
+                if self._watch is not None:
+                    self._watch()
         finally:
             step.over = step.abandoned = True  # first and not by a call: a second Ctrl-C may come with any call
             if len(found) < len(threads):
                 step.end()
             for thread in threads:
                 if thread.is_alive():
-                    thread.join()
+                    thread.join(None if self._watch is None else LEAVE_S)
         return list(itertools.chain.from_iterable(found))
 
     def _drive(self, step: _Step, mesh: int) -> list[Failure]:
@@ -225,10 +260,15 @@ class Driver:
                 if position is None:
                     _accept(worker)
                     continue
+                turn = self._turn_of.get((mesh, position))
+                if turn is not None and not step.is_turn(turn):
+                    continue
                 started = time.perf_counter()
                 machine.start()
                 self._perform(machine.instructions[position], self._places[mesh][position], step)
                 machine.finish()
+                if turn is not None:
+                    step.pass_turn()
                 worker.spans.append((position, started, time.perf_counter()))
         except BaseException as error:  # noqa: BLE001 - every failure of a mesh is raised by `run`
             if machine.state == "running":
@@ -244,13 +284,20 @@ class Driver:
         elif isinstance(instruction, Send):
             source, target = instruction.source_mesh, instruction.target_mesh
             array = self._transfer(arrays[places.reads[0]], instruction.value, source, target)
-            step.workers[target].inbox.put((instruction.number, array))
+            if target in self._part.meshes:
+                step.workers[target].inbox.put((instruction.number, array))
         elif isinstance(instruction, Receive):
-            arrays[places.writes[0]] = worker.arrivals.pop(instruction.number)
+            arrays[places.writes[0]] = self._received(instruction, worker)
             if step.wait:
                 jax.block_until_ready(arrays[places.writes[0]])
         else:
             arrays[places.gone[0]] = None
+
+    def _received(self, receive: Receive, worker: _Worker) -> Array:
+        """What has arrived; what comes from a mesh of other processes alone is fetched by this side's half of the transfer."""
+        if receive.number not in self._part.remote:
+            return worker.arrivals.pop(receive.number)
+        return self._transfer(None, receive.value, receive.source_mesh, receive.target_mesh)
 
     def _call(self, run: Run, places: _Places, worker: _Worker, *, wait: bool) -> None:
         """Donated arrays are let go before the call: they are not there afterwards, whatever happens."""

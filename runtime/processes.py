@@ -10,17 +10,19 @@ What can go wrong: host values that differ; nothing compares them, and each proc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 
 def processes_of(sharding: Sharding) -> frozenset[int]:
     """The processes that have devices of a sharding."""
-    return frozenset(device.process_index for device in sharding.device_set)
+    devices: Iterable[Any] = sharding.device_set
+    return frozenset(device.process_index for device in devices)
 
 
 def is_here(sharding: Sharding) -> bool:
@@ -28,7 +30,7 @@ def is_here(sharding: Sharding) -> bool:
     return jax.process_index() in processes_of(sharding)
 
 
-def are_here(devices: Sequence[jax.Device]) -> bool:
+def are_here(devices: Iterable[Any]) -> bool:
     """Whether all devices are of this process."""
     here = jax.process_index()
     return all(device.process_index == here for device in devices)
@@ -49,14 +51,25 @@ def is_global(value: Any) -> bool:
     return isinstance(value, jax.Array) and not isinstance(value.sharding, SingleDeviceSharding)
 
 
+def as_host(value: Any) -> Any:
+    """A host value that is committed to no device, so that every process may pass it to a program of all."""
+    if not isinstance(value, jax.Array) or is_global(value):
+        return value
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(value)), impl=jax.random.key_impl(value))
+    return np.asarray(value)
+
+
 def from_host(value: Any, sharding: Sharding) -> jax.Array:
     """The array of a host value, on devices of any processes: each makes its own part; PRNG keys as their words."""
     if not is_here(sharding):
         return absent(np.shape(value), jax.typeof(value).dtype, sharding)
-    if are_here([*sharding.device_set]):
-        return jax.device_put(value, sharding)
-    if isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if are_here(sharding.device_set):
+        placed: jax.Array = jax.device_put(value, sharding)
+        return placed
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         words = from_host(np.asarray(jax.random.key_data(value)), sharding)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
+        keys: jax.Array = jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
+        return keys
     numbers = np.asarray(value, jax.typeof(value).dtype)
     return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])

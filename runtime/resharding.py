@@ -201,14 +201,14 @@ class BatchResharder:
             self._outgoing.update({parcel: route.on_device(parcel.send.receiver) for parcel in route.parcels})
 
     @property
+    def moves(self) -> tuple[Move, ...]:
+        """What was prepared for, array by array."""
+        return tuple(route.move for route in self._routes)
+
+    @property
     def plans(self) -> tuple[ReshardPlan, ...]:
         """What crosses which link, array by array."""
         return tuple(route.plan for route in self._routes)
-
-    @property
-    def processes(self) -> frozenset[int]:
-        """The processes that have to make the calls together, none if each array's devices are those of one process."""
-        return frozenset().union(*(route.move.processes for route in self._exchanged))
 
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
         """The arrays under their target shardings, in order; does not wait for them to be computed."""

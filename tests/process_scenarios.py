@@ -93,6 +93,29 @@ def one_mesh_global_batch():
     return trained(autopar.parallelize(step, mesh_shape=(8,), num_microbatches=2), spread)
 
 
+def stage_each():
+    """Each process has one stage; meshes and layouts of the two differ."""
+    constraints = {"state/params/0/w": P("x", "y"), "state/params/3/w": P(None, "x")}
+    return trained(
+        autopar.parallelize(
+            step, mesh_shape=[(2, 2), (4,)], num_microbatches=4, constraints=constraints, schedule="1f1b"
+        )
+    )
+
+
+def interleaved_devices():
+    """Each of two stages has devices of both processes."""
+    devices = [device for pair in zip(jax.devices()[:4], jax.devices()[4:], strict=True) for device in pair]
+    return trained(
+        autopar.parallelize(step, devices=devices, mesh_shape=[(4,), (2, 2)], num_microbatches=4, schedule="gpipe")
+    )
+
+
+def four_stages():
+    """Each process has two stages."""
+    return trained(autopar.parallelize(step, mesh_shape=(2,), num_stages=4, num_microbatches=4, schedule="zb-h1"))
+
+
 def main(name, rank, port, folder):
     """Join the others, run the scenario, write its numbers."""
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank, initialization_timeout=60)

@@ -70,7 +70,9 @@ def check(scenario, folder):
     for found in numbers_of(scenario, folder):
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
-            np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-5 * max(1e-2, np.abs(value).max()), err_msg=name)
+            np.testing.assert_allclose(
+                found[name], value, rtol=1e-5, atol=1e-5 * max(1e-2, np.abs(value).max()), err_msg=name
+            )
 
 
 def test_two_processes_on_one_mesh_train_as_one_does(tmp_path):
@@ -80,3 +82,9 @@ def test_two_processes_on_one_mesh_train_as_one_does(tmp_path):
 @pytest.mark.slow
 def test_a_batch_that_lies_on_all_processes_is_laid_out_anew(tmp_path):
     check("one_mesh_global_batch", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["stage_each", "interleaved_devices", "four_stages"])
+def test_a_pipeline_over_two_processes_trains_as_one_does(scenario, tmp_path):
+    check(scenario, tmp_path)

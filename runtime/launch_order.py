@@ -1,0 +1,199 @@
+"""What one of several processes does of a program, and an order of launches in which no two processes wait for each other.
+
+In: an `InstructionList`, and the processes that have devices of each mesh. Out: the same instructions in another global order,
+and the `Part` of one process. Some instructions are *shared*: a run on a mesh of several processes, and a transfer between
+meshes that are not of one and the same process, which is one program on both sides (`autopar.runtime.exchange`). A process
+launches the shared ones in the global order, whichever thread they come from, and every shared transfer is one event there: its
+receive follows its send at once. Then no process ever waits in vain. For take the first instruction of the global order that is
+not done: all that it needs lies before it and is done, and each process that takes part either has launched it or has
+nothing before it that is not done.
+
+A shared transfer keeps the devices of both sides until both have come to it. So it is placed where its value is made, before
+what the two meshes do next, by a simulated clock. What can go wrong: a value that would have to arrive before its older version
+is let go, which needs that transfer to happen first; `ScheduleError` names it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.errors import ScheduleError
+from autopar.runtime.check import check_instructions
+from autopar.runtime.instructions import Instruction, InstructionList, Receive, Run, Send, Value
+
+DURATIONS: Mapping[str, float] = {"forward": 1.0, "backward": 2.0}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process does. `meshes`: of which it has devices; `turns`: the shared instructions in its threads, in their order.
+
+    `sends` are the numbers of shared transfers; those in `remote` come from meshes of which the process has no device.
+    """
+
+    meshes: tuple[int, ...]
+    turns: tuple[tuple[int, int], ...]
+    remote: frozenset[int]
+
+    @classmethod
+    def whole(cls, program: InstructionList) -> Part:
+        """All meshes are this process's alone."""
+        return cls(tuple(range(program.num_meshes)), (), frozenset())
+
+
+def part_of(program: InstructionList, processes: Sequence[frozenset[int]], process: int) -> Part:
+    """The part of one process; `processes[mesh]` are those with devices of a mesh. The program is in launch order."""
+    meshes = tuple(mesh for mesh, those in enumerate(processes) if process in those)
+    shared = shared_transfers(program, processes)
+    remote = frozenset(
+        i.number
+        for i in program.instructions
+        if isinstance(i, Send) and i.number in shared and i.source_mesh not in meshes and i.target_mesh in meshes
+    )
+    turns = []
+    positions: dict[int, int] = defaultdict(int)
+    for instruction in program.instructions:
+        mesh = instruction.mesh
+        if mesh in meshes and _is_launched_together(instruction, processes, shared=shared, remote=remote):
+            turns.append((mesh, positions[mesh]))
+        positions[mesh] += 1
+    return Part(meshes, tuple(turns), remote)
+
+
+def shared_transfers(program: InstructionList, processes: Sequence[frozenset[int]]) -> frozenset[int]:
+    """The numbers of the transfers in which devices of several processes take part."""
+    return frozenset(
+        i.number
+        for i in program.instructions
+        if isinstance(i, Send) and len(processes[i.source_mesh] | processes[i.target_mesh]) > 1
+    )
+
+
+def _is_launched_together(
+    instruction: Instruction, processes: Sequence[frozenset[int]], *, shared: frozenset[int], remote: frozenset[int]
+) -> bool:
+    if isinstance(instruction, Run):
+        return len(processes[instruction.mesh]) > 1
+    if isinstance(instruction, Send):
+        return instruction.number in shared
+    return isinstance(instruction, Receive) and instruction.number in remote
+
+
+def in_launch_order(program: InstructionList, processes: Sequence[frozenset[int]]) -> InstructionList:
+    """The program in an order in which several processes can launch it; `ScheduleError` if there is none."""
+    shared = shared_transfers(program, processes)
+    ordered = InstructionList(
+        program.num_meshes,
+        tuple(_ordered(program, shared)),
+        program.inputs,
+        program.outputs,
+        program.consumable,
+    )
+    check_instructions(ordered)
+    check_launch_order(ordered, processes)
+    return ordered
+
+
+def check_launch_order(program: InstructionList, processes: Sequence[frozenset[int]]) -> None:
+    """Raise `ScheduleError` unless the receive of every shared transfer follows its send at once."""
+    shared = shared_transfers(program, processes)
+    for n, instruction in enumerate(program.instructions):
+        if isinstance(instruction, Receive) and instruction.number in shared:
+            before = program.instructions[n - 1] if n else None
+            if not isinstance(before, Send) or before.number != instruction.number:
+                raise ScheduleError(
+                    f"Instruction {n}, `{instruction}` of mesh {instruction.mesh}, does not follow its send at once: meshes "
+                    f"{instruction.source_mesh} and {instruction.target_mesh} are not of one process, and their processes would "
+                    "launch it in different orders and wait for each other."
+                )
+
+
+def _ordered(program: InstructionList, shared: frozenset[int]) -> list[Instruction]:
+    """Instructions by simulated time, as far as what must come first allows; a shared transfer is one event."""
+    instructions = program.instructions
+    sends = {i.number: n for n, i in enumerate(instructions) if isinstance(i, Send)}
+    event = [
+        sends[i.number] if isinstance(i, Receive) and i.number in shared else n for n, i in enumerate(instructions)
+    ]
+    after = _edges(instructions, event, shared=shared)
+    missing: dict[int, int] = defaultdict(int)
+    for targets in after.values():
+        for target in targets:
+            missing[target] += 1
+    times = _times(instructions)
+    ready = [(times[n], n) for n in dict.fromkeys(event) if not missing[n]]
+    heapq.heapify(ready)
+    receives = {i.number: i for i in instructions if isinstance(i, Receive)}
+    found: list[Instruction] = []
+    while ready:
+        _, n = heapq.heappop(ready)
+        one = instructions[n]
+        found.append(one)
+        if isinstance(one, Send) and one.number in shared:
+            found.append(receives[one.number])
+        for target in after[n]:
+            missing[target] -= 1
+            if not missing[target]:
+                heapq.heappush(ready, (times[target], target))
+    if len(found) < len(instructions):
+        stuck = next(instructions[n] for n in event if missing[n] and isinstance(instructions[n], Send))
+        raise ScheduleError(
+            f"No order of launches suits all processes: `{stuck}` of mesh {stuck.mesh} has to wait for an older version of the "
+            "value to be let go, and that for the transfer. Put the two meshes into one process, or use another schedule."
+        )
+    return found
+
+
+def _edges(
+    instructions: Sequence[Instruction], event: Sequence[int], *, shared: frozenset[int]
+) -> dict[int, tuple[int, ...]]:
+    """What must come first: on a mesh the instruction before, for a shared receive only those that touch its value."""
+    sends = {i.number: n for n, i in enumerate(instructions) if isinstance(i, Send)}
+    after: dict[int, dict[int, None]] = defaultdict(dict)
+    latest: dict[int, int] = {}
+    touched: dict[tuple[int, Value], int] = {}
+    arrived: dict[tuple[int, Value], int] = {}
+    for n, instruction in enumerate(instructions):
+        mesh = instruction.mesh
+        if isinstance(instruction, Receive):
+            key = (mesh, instruction.value)
+            if key in touched:
+                after[touched[key]][event[n]] = None
+            if instruction.number in shared:
+                arrived[key] = event[n]
+                continue
+            after[sends[instruction.number]][n] = None
+        if mesh in latest:
+            after[latest[mesh]][n] = None
+        for value in _values(instruction):
+            if (mesh, value) in arrived:
+                after[arrived.pop((mesh, value))][n] = None
+            touched[mesh, value] = n
+        latest[mesh] = n
+    return {n: tuple(target for target in targets if target != n) for n, targets in after.items()} | {
+        n: () for n in range(len(instructions)) if n not in after
+    }
+
+
+def _values(instruction: Instruction) -> tuple[Value, ...]:
+    return (*instruction.reads, *instruction.writes) if isinstance(instruction, Run) else (instruction.value,)
+
+
+def _times(instructions: Sequence[Instruction]) -> list[tuple[float, int]]:
+    """When each would be performed if transfers took no time: (start, 1), and (end of the run before, 0) for transfers."""
+    clock: dict[int, float] = defaultdict(float)
+    sent: dict[int, float] = {}
+    times = []
+    for instruction in instructions:
+        mesh = instruction.mesh
+        if isinstance(instruction, Send):
+            sent[instruction.number] = clock[mesh]
+        elif isinstance(instruction, Receive):
+            clock[mesh] = max(clock[mesh], sent[instruction.number])
+        times.append((clock[mesh], int(isinstance(instruction, Run))))
+        if isinstance(instruction, Run):
+            clock[mesh] += DURATIONS.get(instruction.kind, 1.0)
+    return times

@@ -1,0 +1,82 @@
+"""Tells the other processes of a failure here, and this one of failures elsewhere.
+
+In: the processes that run one program together. Out: a note in JAX's coordination service when this one fails, and a
+`PipelineError` with the note's words in those that look. The idea: a process that waits for another one waits inside XLA,
+without end and without a sign; so threads wait, and the calling thread looks for notes. What can go wrong: what waits inside
+XLA cannot be cancelled, so after a note the processes have lost step, and all have to be started again. The notes stay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import jax
+
+from autopar.compat import coordination
+from autopar.errors import PipelineError
+
+LOOK_S = 0.5
+MAX_NOTE = 2000
+
+
+class Watch:
+    """One process's view of the others; made by each of `processes`."""
+
+    def __init__(self, processes: Sequence[int]) -> None:
+        self._processes = tuple(sorted(processes))
+        self._topic = f"autopar/failed/{'-'.join(map(str, self._processes))}/"
+        self._lost: str | None = None
+
+    def post(self, error: BaseException) -> None:
+        """Tell the others that this process has failed; the first failure counts."""
+        if self._lost is None:
+            first = str(error).partition("\n")[0]
+            self._lost = f"process {jax.process_index()} failed: {type(error).__name__}: {first}"[:MAX_NOTE]
+            service = coordination()
+            assert service is not None
+            service.key_value_set_bytes(f"{self._topic}{jax.process_index()}", self._lost.encode())
+
+    def refuse_if_lost(self) -> None:
+        """Raise PipelineError if this process has failed before, or heard of a failure."""
+        if self._lost is not None:
+            raise PipelineError(self._lost_words())
+
+    def look(self) -> None:
+        """Raise PipelineError if a process has failed."""
+        service = coordination()
+        assert service is not None
+        for _, note in service.key_value_dir_get_bytes(self._topic):
+            self._lost = note.decode()
+            raise PipelineError(self._lost_words())
+
+    def wait(self, arrays: Any) -> None:
+        """Wait until arrays are computed, or until a process fails."""
+        ended: SimpleQueue[BaseException | None] = SimpleQueue()
+
+        def target() -> None:
+            try:
+                jax.block_until_ready(arrays)
+                ended.put(None)
+            except BaseException as error:  # noqa: BLE001 - raised below, in the calling thread
+                ended.put(error)
+
+        threading.Thread(target=target, name="autopar results", daemon=True).start()
+        while True:
+            try:
+                error = ended.get(timeout=LOOK_S)
+            except Empty:
+                self.look()
+                continue
+            if error is not None:
+                raise error
+            return
+
+    def _lost_words(self) -> str:
+        listed = ", ".join(map(str, self._processes))
+        return (
+            f"{self._lost}\nThe step runs on processes {listed} together, and they have lost step with each other: what waits "
+            "for another process cannot be cancelled. End all of them, and start again from saved state."
+        )
