@@ -80,10 +80,10 @@ class MixtureOfExperts(nn.Module):
         down = self.param("down", INIT, (experts, wide, hidden))
         tokens = x.reshape(-1, config.group, hidden)
         gates = nn.softmax(nn.Dense(experts, use_bias=False, kernel_init=INIT, name="gate")(tokens))
-        routing = top2_routing(gates, config.capacity)
-        arrived = jnp.einsum("gtec,gth->egch", routing.dispatch, tokens)
+        routing = top2_routing(gates.astype(jnp.float32), config.capacity)  # places are counted, which needs 24 bits
+        arrived = jnp.einsum("gtec,gth->egch", routing.dispatch.astype(x.dtype), tokens)
         computed = jnp.einsum("egcf,efh->egch", nn.gelu(jnp.einsum("egch,ehf->egcf", arrived, up)), down)
-        mixed = jnp.einsum("gtec,egch->gth", routing.combine, computed)
+        mixed = jnp.einsum("gtec,egch->gth", routing.combine.astype(x.dtype), computed)
         return mixed.reshape(x.shape), routing.balance_loss
 
 

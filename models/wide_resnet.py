@@ -20,18 +20,19 @@ EXPANSION = 4
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions with BatchNorm, added to the input."""
+    """1x1, 3x3 and 1x1 convolutions with BatchNorm, added to the input; `entry`: results of the first one, `width` if None."""
 
     channels: int
     width: int
     stride: int
+    entry: int | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         """Map (B, h, w, any) to (B, h/stride, w/stride, 4 * channels)."""
         norm = partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
         conv = partial(nn.Conv, use_bias=False)
-        y = nn.relu(norm(name="norm_in")(conv(self.width, (1, 1), name="conv_in")(x)))
+        y = nn.relu(norm(name="norm_in")(conv(self.entry or self.width, (1, 1), name="conv_in")(x)))
         y = conv(self.width, (3, 3), strides=self.stride, name="conv_mid")(y)
         y = nn.relu(norm(name="norm_mid")(y))
         y = norm(name="norm_out")(conv(EXPANSION * self.channels, (1, 1), name="conv_out")(y))

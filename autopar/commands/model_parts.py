@@ -4,12 +4,13 @@ In: a `Part` of a training job (a block, the embedding or the head), the ZeRO st
 function of a state, its shapes, the logical mesh, the `Constraints`. The step runs the part forward and backward once on all
 data ranks' samples and adds the gradients to accumulators:
 
-    state   params, grads, taken (what the part is given), given (the gradient of what it gives back), ids (tokens or targets)
-    result  the same with what the part gives back in the place of what it was given, and the gradients likewise
+    state   params, grads, taken (what the part takes), given (the gradient of what it gives), ids (tokens or targets)
+    result  the same with the gradient of what it took in the place of that, and what it gave in the place of its gradient
 
-so that a value enters and leaves in one layout, as between the layers of a stack. The plan is stated on the leaves: samples
-split over the data (and expert) axes, tokens over the tensor axis under sequence parallelism, matrices as in Megatron, experts
-over theirs; with ZeRO 1 and more gradients, with ZeRO 3 parameters too, over the data axis. Nothing inside the part is stated.
+so that values and their gradients enter and leave in one layout, as between the layers of a stack. The plan is stated on the
+leaves: samples split over the data (and expert) axes, tokens over the tensor axis under sequence parallelism, matrices as in
+Megatron, experts over theirs; with ZeRO 1 and more gradients, with ZeRO 3 parameters too, over the data axis. Nothing inside the
+part is stated.
 What can go wrong: a size that `models/` cannot take; the error names the column.
 """
 
@@ -25,37 +26,44 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from autopar.cost_model.residual_network import BlockSplit
 from autopar.cost_model.training_job import Part
 from autopar.cost_model.transformer import LayerSplit
 from autopar.cost_model.transformer_shape import TransformerShape
-from autopar.models import bert, gpt, llama, moe, objective, sizes, t5, transformer
+from autopar.models import bert, gpt, llama, moe, objective, sizes, t5, transformer, wide_resnet
 from autopar.options import Constraints, Rule, SplitBatch
 
 Apply = Callable[[Any, Mapping[str, jax.Array], Mapping[str, jax.Array]], jax.Array]
-"""(parameters, what the part is given, ids) -> what it gives back: hidden states, or the loss."""
+"""(parameters, what the part takes, ids) -> what it gives: hidden states, or the loss."""
 
 DATA, EXPERT, TENSOR = "data", "expert", "tensor"
 _DTYPES = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32}
-# How Megatron splits each matrix, by its place in the model; what is not listed is whole on every tensor rank.
+# How Megatron splits each matrix, and `residual_network` each convolution, by its place in the model; what is not listed is
+# whole on every tensor rank.
 _SPLIT: Mapping[str, tuple[str | None, ...]] = {
-    "*qkv/kernel": (None, None, TENSOR, None),
-    "*qkv/bias": (None, TENSOR, None),
-    "*query/kernel": (None, TENSOR, None),
-    "*query/bias": (TENSOR, None),
-    "*key/kernel": (None, TENSOR, None),
-    "*key/bias": (TENSOR, None),
-    "*value/kernel": (None, TENSOR, None),
-    "*value/bias": (TENSOR, None),
-    "*out/kernel": (TENSOR, None, None),
-    "*up/kernel": (None, TENSOR),
-    "*up/bias": (TENSOR,),
-    "*ffn/gate/kernel": (None, TENSOR),
-    "*down/kernel": (TENSOR, None),
-    "*moe/up": (EXPERT, None, TENSOR),
-    "*moe/down": (EXPERT, TENSOR, None),
-    "*tokens/embedding": (TENSOR, None),
-    "*output_bias": (TENSOR,),
-    "*vocabulary/kernel": (None, TENSOR),
+    "*/qkv/kernel": (None, None, TENSOR, None),
+    "*/qkv/bias": (None, TENSOR, None),
+    "*/query/kernel": (None, TENSOR, None),
+    "*/query/bias": (TENSOR, None),
+    "*/key/kernel": (None, TENSOR, None),
+    "*/key/bias": (TENSOR, None),
+    "*/value/kernel": (None, TENSOR, None),
+    "*/value/bias": (TENSOR, None),
+    "*/out/kernel": (TENSOR, None, None),
+    "*/up/kernel": (None, TENSOR),
+    "*/up/bias": (TENSOR,),
+    "*/ffn/gate/kernel": (None, TENSOR),
+    "*/down/kernel": (TENSOR, None),
+    "*/moe/up": (EXPERT, None, TENSOR),
+    "*/moe/down": (EXPERT, TENSOR, None),
+    "*/tokens/embedding": (TENSOR, None),
+    "*/output_bias": (TENSOR,),
+    "*/vocabulary/kernel": (None, TENSOR),
+    "*/conv_in/kernel": (None, None, TENSOR, None),
+    "*/conv_mid/kernel": (None, None, None, TENSOR),
+    "*/norm_mid/*": (TENSOR,),
+    "*/conv_out/kernel": (None, None, TENSOR, None),
+    "*/conv_skip/kernel": (None, None, TENSOR, None),
 }
 
 
@@ -75,71 +83,46 @@ class PartStep:
 
 @dataclasses.dataclass(frozen=True)
 class _Model:
-    """A part of a model: how to make its parameters, how to apply it, and the shapes of what it is given."""
+    """A part of a model: how to make its parameters and apply it, and the shapes of what it takes and gives; None is a loss."""
 
     init: Callable[[jax.Array], Any]
     apply: Apply
-    taken: Mapping[str, tuple[int, ...]]
+    takes: Mapping[str, tuple[int, ...]]
+    gives: tuple[int, ...] | None
     ids: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    gives_loss: bool = False
 
 
 def part_step(part: Part, *, zero_stage: int, precision: str) -> PartStep:
-    """The step of a part of a transformer. Raises UnbuildablePart."""
-    if not isinstance(part.shape, TransformerShape) or not isinstance(part.split, LayerSplit):
-        raise UnbuildablePart(
-            "column 'family' is 'wide_resnet': its published network widens another convolution than models/ does; there is a "
-            "closed form only"
-        )
-    axes = _axes(part, part.split)
-    model = _model(part, part.shape, part.split)
-    apply = jax.checkpoint(model.apply) if part.split.recompute == "full" and model.taken else model.apply
+    """The step of a part. Raises UnbuildablePart."""
+    split = part.split
+    transformer_split = isinstance(split, LayerSplit)
+    model = _model(part, part.shape, split) if isinstance(part.shape, TransformerShape) else _residual(part)
+    recomputed = split.recompute == "full" if transformer_split else split.recompute
+    apply = jax.checkpoint(model.apply) if recomputed and model.takes and model.gives else model.apply
     dtype = _DTYPES[precision]
     shapes = jax.eval_shape(model.init, jax.ShapeDtypeStruct((2,), jnp.uint32))
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
-    gradient = {4: jnp.float32, 2: dtype}[part.split.gradient_bytes]
+    gradient = dtype if transformer_split and split.gradient_bytes == 2 else jnp.float32
     state = {
-        "params": params,
+        "params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes),
         "grads": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, gradient), shapes),
-        "taken": {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in model.taken.items()},
+        "taken": {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in model.takes.items()},
+        "given": {} if model.gives is None else {"x": jax.ShapeDtypeStruct(model.gives, dtype)},
+        "ids": {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in model.ids.items()},
     }
-    if not model.gives_loss:
-        samples = (_batch(part), part.shape.seq_len, part.shape.hidden)
-        state["given"] = {"x": jax.ShapeDtypeStruct(samples, dtype)}
-        state["result"] = {} if model.taken else {"x": jax.ShapeDtypeStruct(samples, dtype)}
-    state["ids"] = {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in model.ids.items()}
-    return PartStep(
-        _loss_step(apply) if model.gives_loss else _block_step(apply),
-        state,
-        axes,
-        _constraints(part, part.split, state, axes, zero_stage),
-    )
+    axes = _axes(part)
+    return PartStep(_step(apply), state, axes, _constraints(part, state, axes, zero_stage))
 
 
-def _block_step(apply: Apply) -> Callable[..., Any]:
-    """Forward, and backward from the given gradient; an embedding takes nothing, and its result has a place of its own."""
+def _step(apply: Apply) -> Callable[..., Any]:
+    """Forward, and backward from the given gradient, or from the loss."""
 
-    def step(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def step(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, jax.Array]]:
         ids = state["ids"]
         y, backward = jax.vjp(lambda params, taken: apply(params, taken, ids), state["params"], state["taken"])
-        grads, d_taken = backward(state["given"]["x"])
-        new = {"params": state["params"], "grads": _accumulated(state["grads"], grads), "ids": ids}
-        if not state["taken"]:
-            return new | {"taken": {}, "given": state["given"], "result": {"x": y}}
-        return new | {"taken": d_taken | {"x": y}, "given": {"x": d_taken["x"]}, "result": {}}
-
-    return step
-
-
-def _loss_step(apply: Apply) -> Callable[..., Any]:
-    """Forward to the loss, and backward; the gradient of what was given takes its place."""
-
-    def step(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], jax.Array]:
-        ids = state["ids"]
-        loss, backward = jax.vjp(lambda params, taken: apply(params, taken, ids), state["params"], state["taken"])
-        grads, d_taken = backward(jnp.ones_like(loss))
-        grads = _accumulated(state["grads"], grads)
-        return {"params": state["params"], "grads": grads, "taken": d_taken, "ids": ids}, loss
+        grads, d_taken = backward(state["given"]["x"] if state["given"] else jnp.ones_like(y))
+        given = {"x": y} if state["given"] else {}
+        new = {"params": state["params"], "grads": _accumulated(state["grads"], grads), "taken": d_taken, "ids": ids}
+        return new | {"given": given}, {} if given else {"loss": y}
 
     return step
 
@@ -152,13 +135,14 @@ def _batch(part: Part) -> int:
     return round(part.split.samples * part.data_ranks)
 
 
-def _axes(part: Part, split: LayerSplit) -> dict[str, int]:
+def _axes(part: Part) -> dict[str, int]:
     """The mesh axes longer than 1, the outermost first."""
-    lengths = {DATA: part.data_ranks // split.expert_ranks, EXPERT: split.expert_ranks, TENSOR: split.tensor_ranks}
+    experts = part.split.expert_ranks if isinstance(part.split, LayerSplit) else 1
+    lengths = {DATA: part.data_ranks // experts, EXPERT: experts, TENSOR: part.split.tensor_ranks}
     return {name: length for name, length in lengths.items() if length > 1} or {DATA: 1}
 
 
-def _model(part: Part, shape: TransformerShape, split: LayerSplit) -> _Model:
+def _model(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit) -> _Model:
     config = _config(part, shape, split)
     x = (config.batch, config.seq, config.hidden)
     if part.kind == "embedding":
@@ -167,7 +151,7 @@ def _model(part: Part, shape: TransformerShape, split: LayerSplit) -> _Model:
         return _head(shape, config)
     assert isinstance(part.kind, str)
     block, arguments = _block(part.kind, shape, config)
-    taken = {"x": x, "memory": x} if part.kind == "decoder" else {"x": x}
+    takes = {"x": x, "memory": x} if part.kind == "decoder" else {"x": x}
 
     def apply(params: Any, given: Mapping[str, jax.Array], ids: Mapping[str, jax.Array]) -> jax.Array:
         result: Any = block.apply({"params": params}, given["x"], None, *arguments(given))
@@ -175,10 +159,33 @@ def _model(part: Part, shape: TransformerShape, split: LayerSplit) -> _Model:
         return y
 
     def init(key: jax.Array) -> Any:
-        zeros = {name: jnp.zeros(size) for name, size in taken.items()}
+        zeros = {name: jnp.zeros(size) for name, size in takes.items()}
         return block.init(key, zeros["x"], None, *arguments(zeros))["params"]
 
-    return _Model(init, apply, taken)
+    return _Model(init, apply, takes, x)
+
+
+def _residual(part: Part) -> _Model:
+    """A bottleneck of a residual network; its running statistics are neither read nor kept."""
+    block, images = part.kind, _batch(part)
+    if isinstance(block, str):
+        raise UnbuildablePart(f"a residual network's {block} has a closed form only")
+    module = wide_resnet.Bottleneck(block.channels, block.width, block.stride, entry=block.channels)
+    taken = (images, block.size, block.size, block.incoming)
+    given = (images, block.size // block.stride, block.size // block.stride, block.outgoing)
+
+    def variables(key: jax.Array) -> Any:
+        return module.init(key, jnp.zeros((1, *taken[1:])), True)
+
+    statistics = jax.eval_shape(variables, jax.ShapeDtypeStruct((2,), jnp.uint32))["batch_stats"]
+
+    def apply(params: Any, taken: Mapping[str, jax.Array], ids: Mapping[str, jax.Array]) -> jax.Array:
+        zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), statistics)
+        result: Any = module.apply({"params": params, "batch_stats": zeros}, taken["x"], True, mutable=["batch_stats"])
+        y: jax.Array = result[0]
+        return y
+
+    return _Model(lambda key: variables(key)["params"], apply, {"x": taken}, given)
 
 
 Arguments = Callable[[Mapping[str, jax.Array]], Sequence[jax.Array]]
@@ -193,17 +200,17 @@ def _block(kind: str, shape: TransformerShape, config: Any) -> tuple[Any, Argume
         case "moe", _:
             return (moe.MoEBlock if kind == "expert" else gpt.Block)(config), lambda given: ()
         case "llama", _:
-            angles = llama.rotary_angles
-            return llama.Block(config), lambda given: (angles(config.seq, config.head_depth, config.theta),)
+            angles = llama.rotary_angles(config.seq, config.head_depth, config.theta)
+            return llama.Block(config), lambda given: (angles.astype(given["x"].dtype),)
         case "bert", _:
             return bert.Block(config), lambda given: (everything,)
         case _, "decoder":
-            return t5.DecoderBlock(config), lambda given: (_no_bias(config), given["memory"], everything)
-    return t5.EncoderBlock(config), lambda given: (everything, _no_bias(config))
+            return t5.DecoderBlock(config), lambda given: (_no_bias(config, given), given["memory"], everything)
+    return t5.EncoderBlock(config), lambda given: (everything, _no_bias(config, given))
 
 
-def _no_bias(config: Any) -> jax.Array:
-    return jnp.zeros((config.heads, config.seq, config.seq))
+def _no_bias(config: Any, given: Mapping[str, jax.Array]) -> jax.Array:
+    return jnp.zeros((config.heads, config.seq, config.seq), given["x"].dtype)
 
 
 def _tables(shape: TransformerShape, config: Any) -> Any:
@@ -224,7 +231,7 @@ def _embedding(shape: TransformerShape, config: Any) -> _Model:
     def init(key: jax.Array) -> Any:
         return tables.init(key, jnp.zeros(tokens, jnp.int32), method=embed)["params"]
 
-    return _Model(init, apply, {}, {"tokens": tokens})
+    return _Model(init, apply, {}, (*tokens, config.hidden), {"tokens": tokens})
 
 
 def _head(shape: TransformerShape, config: Any) -> _Model:
@@ -239,10 +246,10 @@ def _head(shape: TransformerShape, config: Any) -> _Model:
     def init(key: jax.Array) -> Any:
         return {"vocabulary": {"kernel": jnp.zeros((config.hidden, config.vocab))}}
 
-    return _Model(init, apply, {"x": x}, {"targets": (config.batch, config.seq)}, gives_loss=True)
+    return _Model(init, apply, {"x": x}, None, {"targets": (config.batch, config.seq)})
 
 
-def _config(part: Part, shape: TransformerShape, split: LayerSplit) -> Any:
+def _config(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit) -> Any:
     """The sizes as `models/` takes them; a vocabulary is padded to a multiple of the tensor ranks, as Megatron does."""
     vocab = math.ceil(shape.vocab / split.tensor_ranks) * split.tensor_ranks
     common: dict[str, Any] = {
@@ -274,18 +281,14 @@ def _config(part: Part, shape: TransformerShape, split: LayerSplit) -> Any:
     return sizes.BertConfig(**common) if shape.family == "bert" else sizes.GPTConfig(**common)
 
 
-def _constraints(
-    part: Part, split: LayerSplit, state: Mapping[str, Any], axes: Mapping[str, int], zero_stage: int
-) -> Constraints:
+def _constraints(part: Part, state: Mapping[str, Any], axes: Mapping[str, int], zero_stage: int) -> Constraints:
     """The row's plan, leaf by leaf."""
     samples = tuple(name for name in (DATA, EXPERT) if axes.get(name, 1) > 1)
-    tokens = TENSOR if split.sequence_parallel and TENSOR in axes else None
-    rules = [
-        Rule("state/taken/*", SplitBatch(samples, PartitionSpec(tokens, None)), must_match=False),
-        Rule("state/given/*", SplitBatch(samples, PartitionSpec(tokens, None)), must_match=False),
-        Rule("state/result/*", SplitBatch(samples, PartitionSpec(tokens, None)), must_match=False),
-        Rule("state/ids/*", SplitBatch(samples), must_match=False),
-    ]
+    spread = TENSOR if part.split.sequence_parallel and TENSOR in axes else None
+    images = not isinstance(part.shape, TransformerShape)  # of which channels are spread, as tokens of texts are
+    between = SplitBatch(samples, PartitionSpec(None, None, spread) if images else PartitionSpec(spread, None))
+    rules = [Rule(f"state/{place}/*", between, must_match=False) for place in ("taken", "given")]
+    rules.append(Rule("state/ids/*", SplitBatch(samples), must_match=False))
     for place, since in (("params", 3), ("grads", 1)):
         for path, leaf in jax.tree_util.tree_flatten_with_path(state[place])[0]:
             name = jax.tree_util.keystr(tuple(path), simple=True, separator="/")

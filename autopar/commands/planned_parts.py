@@ -22,7 +22,7 @@ from autopar.catalogue import PlannerOptions
 from autopar.commands.model_parts import DATA, EXPERT, TENSOR, PartStep, part_step
 from autopar.cost_model.machine import Cluster
 from autopar.cost_model.operations import Exchange, ExchangeKind, Group, MatrixProduct, Operation, Timed, Work
-from autopar.cost_model.prices import FITTED
+from autopar.cost_model.prices import DTYPES, FITTED
 from autopar.cost_model.training_job import JobPrediction, Part, TrainingJob, predict_with
 from autopar.cost_model.transformer import LayerSplit, attention_core
 from autopar.cost_model.transformer_shape import TransformerShape
@@ -40,6 +40,8 @@ _KINDS: dict[str, ExchangeKind] = {
     "all-to-all": "all-to-all",
     "collective-permute": "permute",
 }
+_CLOSED = ("stem", "classifier")
+"""Parts of a residual network that are not planned: 2 % of its work."""
 _GROUPS: dict[str, Group] = {TENSOR: "tensor", EXPERT: "expert", DATA: "data"}
 
 
@@ -73,8 +75,11 @@ class PartPlanner:
 
     def work(self, cluster: Cluster, job: TrainingJob, part: Part, closed: Work) -> Work:
         """The closed form's work with the plan's seconds and collectives in the place of its own."""
+        if part.kind in _CLOSED:
+            return closed
         planned = self.plan(cluster, part, job)
-        seconds = planned.contraction_s / FITTED.matrix + planned.other_s / FITTED.memory
+        contraction_s = planned.contraction_s * _as_convolutions(cluster, part, job)
+        seconds = contraction_s / FITTED.matrix + planned.other_s / FITTED.memory
         whole = (*closed.forward, *closed.recomputed, *closed.backward)
         share = _flops(closed.forward) / _flops(whole) if _flops(whole) else 0.5
         exchanges = tuple(exchange for exchange, count in planned.exchanges for _ in range(count))
@@ -98,6 +103,14 @@ def planned_prediction(planner: PartPlanner, cluster: Cluster, job: TrainingJob)
         return predict_with(cluster, job, functools.partial(planner.work, cluster, job)), ""
     except (ValueError, AutoparError) as error:
         return None, str(error)
+
+
+def _as_convolutions(cluster: Cluster, part: Part, job: TrainingJob) -> float:
+    """How much longer convolutions take than the products as which the planner prices them."""
+    device, dtype = cluster.device, DTYPES[job.precision]
+    if isinstance(part.shape, TransformerShape):
+        return 1.0
+    return device.efficiency_of(dtype).best / device.convolution_efficiency_of(dtype).best
 
 
 def _has_kernel(part: Part) -> bool:
