@@ -158,7 +158,7 @@ class CompiledPipeline:
             self._linked.callables,
             self._transfer,
             part=self._part,
-            watch=self._watch and self._watch.look,
+            watch=None if self._watch is None else self._watch.look,
         )
 
     def _lent_on(self, mesh: int) -> frozenset[Var]:

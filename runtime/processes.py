@@ -56,7 +56,8 @@ def as_host(value: Any) -> Any:
     if not isinstance(value, jax.Array) or is_global(value):
         return value
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(value)), impl=jax.random.key_impl(value))
+        words = jnp.asarray(np.asarray(jax.random.key_data(value)))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
     return np.asarray(value)
 
 
