@@ -171,7 +171,8 @@ def parallelize(
     `Split`, and presets such as `data_parallel()`. cluster: what the machine can do: a preset's name, a
     `Cluster`, or a cluster file such as `python -m autopar calibrate` writes. allow_redundant_compute: let devices
     repeat contractions. collectives: the kinds the plan may use (all if None). plan: use this plan instead of searching.
-    follow: reuse the mesh and the layouts that another step's last plan gave to leaves of the same path.
+    follow: reuse the mesh, or the stages, and the layouts that another step's last plan gave to leaves of the same path, so that
+    its state goes in as it is; microbatches and schedule are the follower's own.
     num_microbatches: into how many parts the batch is cut, one after the other, with the same results; "auto" takes the
     least number that fits the memory, and up to four per stage of a pipeline.
     num_stages: on how many meshes the step runs as a pipeline; "auto" is one, or one per shape if mesh_shape is a list of shapes.

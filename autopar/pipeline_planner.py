@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from autopar.errors import ArgumentError, AutoparWarning, OutOfMemoryError, PlanError, UnsupportedProgramError
+from autopar.following import Following, homes_of
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
@@ -44,7 +45,10 @@ ONCE = ("update", "weights")
 
 @dataclasses.dataclass(frozen=True)
 class PipelineWishes:
-    """What the user fixed of a pipeline. `num_stages` counts meshes; each has `virtual_stages` stages."""
+    """What the user fixed of a pipeline. `num_stages` counts meshes; each has `virtual_stages` stages.
+
+    `following`: the leaves' homes and layouts are those of another step.
+    """
 
     num_stages: int
     num_microbatches: Literal["auto"] | int = "auto"
@@ -52,6 +56,7 @@ class PipelineWishes:
     virtual_stages: int = 1
     stage_meshes: tuple[LogicalMesh, ...] | None = None
     recompute: Recompute = "auto"
+    following: Following | None = None
 
     def named_schedule(self) -> str:
         """The schedule that was asked for, or the usual one for so many virtual stages."""
@@ -72,6 +77,10 @@ def plan_pipeline(
     limit = request.memory_limit_bytes
     shared = dataclasses.replace(request, memory_limit_bytes=None if limit is None else limit // wishes.virtual_stages)
     wanted = StageRequest(meshes, chunks, schedule.num_microbatches, in_flight)
+    if wishes.following is not None:
+        following = wishes.following
+        scan_cuts = following.scan_cuts(traced)
+        wanted = dataclasses.replace(wanted, scan_cuts=scan_cuts, homes=following.homes, following=following)
     try:
         staged = _with_recomputation(traced, wanted, shared, wishes.recompute)
     except UnsupportedProgramError as error:
@@ -132,7 +141,14 @@ def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanReques
             f"{traced.fingerprint}. Shapes, types, the model or JAX's version differ; plan again."
         )
     wanted = StageRequest(
-        (), plan.num_stages, plan.num_microbatches, (), plan.cuts, recompute=plan.recompute, scan_cuts=plan.scan_cuts
+        (),
+        plan.num_stages,
+        plan.num_microbatches,
+        (),
+        plan.cuts,
+        recompute=plan.recompute,
+        scan_cuts=plan.scan_cuts,
+        homes=homes_of(plan),
     )
     return restore_stages(traced, [s.plan for s in plan.stages], wanted, request)
 

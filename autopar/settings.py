@@ -23,6 +23,7 @@ from autopar.catalogue import PlannerOptions, itemsize_of
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster, preset, preset_for_device_kind
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError
+from autopar.following import Following
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import in_microbatches, microbatch_counts
 from autopar.options import Constraints, Rule
@@ -37,6 +38,7 @@ from autopar.spmd import Assignment
 from autopar.stage_search import machine_shape
 from autopar.staging import Staged
 from autopar.trace import CallSignature, TracedStep
+from autopar.whereabouts import takes_gradients
 
 Shape = Sequence[int] | Mapping[str, int]
 MeshShape = Literal["auto"] | Shape | Sequence[Shape]
@@ -107,6 +109,10 @@ class Settings:
         """The plan for a step: the given one, a pipeline if stages were asked for, else one mesh."""
         if isinstance(self.plan, PipelinePlan):
             return InStages(traced, self.plan, restore_pipeline(traced, self.plan, self._request(())))
+        leader = self._leader_in_stages()
+        if self.plan is None and leader is not None:
+            wishes = self._wishes_after(leader, traced)
+            return InStages(traced, *plan_pipeline(traced, wishes, self._request(()), devices=self._count()))
         stages = self._stages()
         wishes = PipelineWishes(
             stages,
@@ -139,7 +145,9 @@ class Settings:
 
     def _question(self, traced: TracedStep, name: str) -> str:
         """What is planned, in words that are the same on every process if the step and the options are."""
-        batch = ", ".join(f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in traced.inputs if leaf.role == "batch")
+        batch = ", ".join(
+            f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in traced.inputs if leaf.role == "batch"
+        )
         meshes = self.meshes if self.meshes == "auto" else [mesh.shape for mesh in self.meshes]
         given = "" if self.plan is None else f", plan={hashlib.sha256(self.plan.to_json().encode()).hexdigest()[:8]}"
         return (
@@ -147,6 +155,31 @@ class Settings:
             f"memory_limit_bytes={self.memory_limit_bytes}, num_microbatches={self.num_microbatches}, "
             f"num_stages={self.num_stages}, schedule={self.schedule!r}, virtual_stages={self.virtual_stages}, "
             f"recompute={self.recompute!r}{given})"
+        )
+
+    def _leader_in_stages(self) -> PipelinePlan | None:
+        """The plan of the step that this one follows, if that runs in stages."""
+        plan = None if self.follow is None else self.follow.last_plan()
+        return plan if isinstance(plan, PipelinePlan) else None
+
+    def _wishes_after(self, leader: PipelinePlan, traced: TracedStep) -> PipelineWishes:
+        """A pipeline on the stages of another one; forward only, if the step takes no gradients."""
+        if self.meshes != "auto" or self.num_stages != "auto" or self.virtual_stages != 1:
+            raise ArgumentError(
+                f"follow= takes over the stages of the step that it follows, {leader.num_stages} of them: leave out num_stages, "
+                "virtual_stages and mesh_shape, or plan the step without follow= and bring the state with step.gather(state)"
+            )
+        following = Following.of(leader)
+        following.check(traced)
+        schedule = "inference" if self.schedule == "auto" and not takes_gradients(traced) else self.schedule
+        return PipelineWishes(
+            len(following.meshes),
+            self.num_microbatches,
+            schedule,
+            following.virtual_stages,
+            following.meshes,
+            self.recompute,
+            following,
         )
 
     def _refuse_what_is_for_stages(self) -> None:
@@ -272,13 +305,10 @@ class Settings:
         return logical_meshes(self._count())
 
     def _followed(self) -> Plan:
+        """The plan of the step that this one follows on one mesh."""
         assert self.follow is not None
         plan = self.follow.last_plan()
-        if isinstance(plan, PipelinePlan):
-            raise ArgumentError(
-                "follow= needs a step on one mesh, and this one runs in pipeline stages: bring its state together with "
-                "step.gather(state), or plan the other step in stages of its own"
-            )
+        assert isinstance(plan, Plan)
         return plan
 
     def _count(self) -> int:
@@ -303,7 +333,7 @@ class Settings:
         return preset_for_device_kind(device.platform, device.device_kind)
 
     def _constraints(self) -> Constraints:
-        if self.follow is None:
+        if self.follow is None or self._leader_in_stages() is not None:
             return self.constraints
         plan = self._followed()
         layouts = tuple(Rule(v.path, v.partition_spec, must_match=False) for v in plan.inputs if v.role == "state")

@@ -31,7 +31,7 @@ from autopar.rules import flops_of
 from autopar.updates import Updates
 from autopar.whereabouts import Kinds, Whereabouts
 
-__all__ = ["ForwardEquation", "Piece", "PieceName", "StageCut", "check", "cut_stages", "forward_chain"]
+__all__ = ["ForwardEquation", "Piece", "PieceName", "StageCut", "check", "cut_stages", "forward_chain", "place_stages"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +70,21 @@ def _work(loop: TimeLoop, eqn: Equation) -> float:
 
 def cut_stages(loop: TimeLoop, cuts: Sequence[int]) -> StageCut:
     """The pieces of `len(cuts) + 1` stages; `cuts` are ascending places in `forward_chain`. Raises PlanError."""
-    return _Cutter(loop, cuts).cut()
+    return place_stages(loop, [sum(i >= c for c in cuts) for i in range(len(Kinds.of(loop).forward()))], {})
+
+
+def place_stages(loop: TimeLoop, stages: Sequence[int], homes: Mapping[Var, int]) -> StageCut:
+    """The pieces of stages from 0 to the highest of `stages`, those of the equations in `forward_chain`. Raises PlanError.
+
+    `homes`: the stages of leaves that are to live elsewhere than on the first stage that uses them.
+    """
+    return _Cutter(loop, stages, homes).cut()
 
 
 class _Cutter:
-    def __init__(self, loop: TimeLoop, cuts: Sequence[int]) -> None:
-        self.loop, self.cuts = loop, tuple(cuts)
-        self.num_stages = len(cuts) + 1
+    def __init__(self, loop: TimeLoop, stages: Sequence[int], homes: Mapping[Var, int]) -> None:
+        self.loop, self.stages, self.homes = loop, tuple(stages), homes
+        self.num_stages = max(stages, default=0) + 1
         self.kinds = Kinds.of(loop)
         self.prologue = {v: eqn for eqn in loop.plan.of_phase("prologue") for v in eqn.outvars}
         self.body_of = {v: eqn for eqn in self.kinds.body for v in eqn.outvars}
@@ -86,7 +94,7 @@ class _Cutter:
         self._place_forward()
         self._place_backward()
         self._place_loners()
-        homes = self._homes_of_the_body()
+        homes = {**self._homes_of_the_body(), **self.homes}
         updates = Updates(self.loop, homes, prologue=self.prologue, body_of=self.body_of, piece_of=self.piece_of)
         updates.place()
         pieces, made_by = self._pieces(updates)
@@ -95,8 +103,8 @@ class _Cutter:
         return cut
 
     def _place_forward(self) -> None:
-        for place, eqn in enumerate(self.kinds.forward()):
-            self.piece_of[eqn] = PieceName(sum(place >= c for c in self.cuts), "forward")
+        for stage, eqn in zip(self.stages, self.kinds.forward(), strict=True):
+            self.piece_of[eqn] = PieceName(stage, "forward")
 
     def _place_backward(self) -> None:
         """Where the cotangents are, or further down, if an operand of forward is only there."""

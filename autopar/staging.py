@@ -22,6 +22,7 @@ from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.constraints import allowed_layouts
 from autopar.errors import ArgumentError, AutoparWarning, OutOfMemoryError, UnsupportedProgramError
+from autopar.following import Following, leaves_at, placed_by_leaves
 from autopar.mesh import Layout, LogicalMesh
 from autopar.microbatch import TimeLoop, uneven_leaves
 from autopar.options import Constraints
@@ -33,7 +34,7 @@ from autopar.split_scans import SplitStep, split_scans
 from autopar.spmd import Assignment, planned_moves
 from autopar.stacks import ScanCuts, cuts_for_stages
 from autopar.stage_program import StageProgram, stage_program
-from autopar.stages import ForwardEquation, StageCut, cut_stages, forward_chain
+from autopar.stages import ForwardEquation, StageCut, cut_stages, forward_chain, place_stages
 from autopar.time_axis import MixedExamples, plan_time
 from autopar.trace import TracedStep
 
@@ -48,6 +49,7 @@ class StageRequest:
     """How many stages on how many meshes, which logical shapes each mesh may have, and the microbatches in flight per stage.
 
     `cuts`, `scan_cuts`, and `split` with its `loop`, if they are known already. `recompute`: backward does forward work again.
+    `homes`: the stages of leaves by path, if they are known; `following`: what is taken over from another step.
     """
 
     meshes: tuple[tuple[LogicalMesh, ...], ...]
@@ -59,6 +61,8 @@ class StageRequest:
     recompute: bool = False
     scan_cuts: ScanCuts | None = None
     split: SplitStep | None = None
+    homes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    following: Following | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,15 +179,27 @@ def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) 
     allowed_layouts([leaf.one for leaf in traced.inputs], wanted.meshes[0][0], request.constraints)
     split = _split(traced, wanted)
     loop = wanted.loop if wanted.loop is not None else time_loop(split.step, wanted.num_microbatches)
-    cuts = wanted.cuts if wanted.cuts is not None else chosen_cuts(forward_chain(loop), wanted.num_stages)
-    cut = recomputed(cut_stages(loop, cuts)) if wanted.recompute else cut_stages(loop, cuts)
+    cuts = wanted.cuts
+    if cuts is None and wanted.following is None:
+        cuts = chosen_cuts(forward_chain(loop), wanted.num_stages)
+    cut = _cut(loop, cuts or (), wanted)
+    cut = recomputed(cut) if wanted.recompute else cut
     rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
     stages = []
     for stage in range(wanted.num_stages):
         meshes = wanted.meshes[stage % len(wanted.meshes)]
-        own = dataclasses.replace(request, meshes=meshes, constraints=Constraints(rules))
+        layouts = wanted.following.layouts[stage] if wanted.following is not None else ()
+        own = dataclasses.replace(request, meshes=meshes, constraints=Constraints((*layouts, *rules)))
         stages.append(_plan_stage(stage_program(cut, stage), own, wanted.in_flight[stage]))
-    return Staged(cut, cuts, tuple(stages), split, wanted.recompute)
+    return Staged(cut, cuts or (), tuple(stages), split, wanted.recompute)
+
+
+def _cut(loop: TimeLoop, cuts: tuple[int, ...], wanted: StageRequest) -> StageCut:
+    """The stages between these cuts; several stages without cuts are those where another step keeps the leaves."""
+    if cuts or wanted.num_stages == 1:
+        return cut_stages(loop, cuts)
+    homes = leaves_at(wanted.homes, loop)
+    return place_stages(loop, placed_by_leaves(loop, homes, wanted.num_stages), homes)
 
 
 def _split(traced: TracedStep, wanted: StageRequest) -> SplitStep:
@@ -199,7 +215,7 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     """The stages that a plan describes, without solving."""
     assert wanted.cuts is not None
     split = _split(traced, wanted)
-    cut = cut_stages(time_loop(split.step, wanted.num_microbatches), wanted.cuts)
+    cut = _cut(time_loop(split.step, wanted.num_microbatches), wanted.cuts, wanted)
     cut = recomputed(cut) if wanted.recompute else cut
     stages = []
     for number, plan in enumerate(plans):

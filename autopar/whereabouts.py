@@ -20,6 +20,11 @@ def _is_transposed(eqn: Equation) -> bool:
     return "transpose(" in stack or "rematted_computation" in stack
 
 
+def takes_gradients(traced: TracedStep) -> bool:
+    """Whether a step has a backward pass."""
+    return any(_is_transposed(eqn) for eqn in traced.program.equations)
+
+
 class Kinds:
     """What each equation of the body depends on, also through the prologue."""
 

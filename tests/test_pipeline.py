@@ -21,7 +21,7 @@ from autopar.errors import (
 )
 from tests import pipeline_steps, zoo
 from tests.oracles import assert_same_as_jit, assert_trees_close
-from tests.pipeline_steps import RATE, descended, errors, forward, layers, mean_error, rows
+from tests.pipeline_steps import RATE, descended, forward, layers, mean_error, rows
 
 MIXED = [(1,), (1,), (2,)]
 
@@ -190,14 +190,6 @@ def test_a_plan_of_stages_is_for_its_own_step_and_needs_its_devices():
         autopar.parallelize(pipeline_steps.masked_loss()[0], plan=plan).plan(state, batch)
     with pytest.raises(ArgumentError, match="the 2 stages need 2 devices, there are 1"):
         autopar.parallelize(step, plan=plan, devices=jax.devices()[:1]).compile(state, batch)
-
-
-def test_a_step_in_stages_cannot_be_followed():
-    step, state, batch = pipeline_steps.plain()
-    leader = in_stages(step)
-    leader.plan(state, batch)
-    with pytest.raises(ArgumentError, match=r"follow= needs a step on one mesh, .* step\.gather"):
-        autopar.parallelize(lambda params, batch: errors(params, batch), follow=leader).plan(state, batch)
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
