@@ -8,6 +8,7 @@ them are reported at once.
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -17,6 +18,8 @@ from autopar.errors import ConstraintError
 from autopar.mesh import Axes, Layout, LogicalMesh
 from autopar.options import Constraints, LeafLayout, Replicated, Rule, Split, SplitBatch
 from autopar.relayout import all_layouts
+
+_PIECE = re.compile(r"(?P<whole>.*)\[(?::, )*\d+:\d+\]")
 
 
 class Leaf(Protocol):
@@ -67,8 +70,15 @@ def batch_axes(leaves: Sequence[Leaf], mesh: LogicalMesh, constraints: Constrain
     return found
 
 
+def whole_path(path: str) -> str:
+    """The path of the leaf of which this is a piece, such as `state/w` for `state/w[0:2]`; others are whole already."""
+    found = _PIECE.fullmatch(path)
+    return found["whole"] if found else path
+
+
 def _matches(rule: Rule, leaf: Leaf) -> bool:
-    return (rule.role is None or rule.role == leaf.role) and fnmatch.fnmatchcase(leaf.path, rule.glob)
+    paths = (leaf.path, whole_path(leaf.path))
+    return (rule.role is None or rule.role == leaf.role) and any(fnmatch.fnmatchcase(p, rule.glob) for p in paths)
 
 
 def _no_such_leaf(rule: Rule, leaves: Sequence[Leaf]) -> str:

@@ -158,14 +158,12 @@ def _shapes(shape: Sequence[int], pieces: LeafPieces) -> list[tuple[int, ...]]:
 
 
 def _leaf_pieces(leaf: Leaf, pieces: LeafPieces) -> list[Leaf]:
-    """A leaf's pieces; their paths end in what they are of the whole, such as [0:2]."""
+    """A leaf's pieces; their paths end in what they are of the whole, such as [0:2]: `constraints.whole_path` undoes it."""
     if not pieces.bounds:
         return [leaf]
     head = f"{leaf.path}[{':, ' * pieces.dim}"
     parts = zip(itertools.pairwise(pieces.bounds), _shapes(leaf.shape, pieces), strict=True)
-    return [
-        dataclasses.replace(leaf, path=f"{head}{a}:{b}]", shape=shape, piece_of=leaf.path) for (a, b), shape in parts
-    ]
+    return [dataclasses.replace(leaf, path=f"{head}{a}:{b}]", shape=shape) for (a, b), shape in parts]
 
 
 def _is_opaque(v: Var) -> bool:

@@ -31,8 +31,7 @@ Role = Literal["state", "batch", "other", "const", "output"]
 class Leaf:
     """One input or output array: its path, role, shape and type.
 
-    A leaf that enters as `microbatches` slices has a leading dimension of that size, which the caller's array lacks. One that is
-    a part of the caller's array, such as some of its layers, is a `piece_of` the path of that.
+    A leaf that enters as `microbatches` slices has a leading dimension of that size, which the caller's array lacks.
     """
 
     path: str
@@ -41,7 +40,6 @@ class Leaf:
     dtype: Any
     donated: bool = False
     microbatches: int = 1
-    piece_of: str = ""
 
     @property
     def given_shape(self) -> tuple[int, ...]:
@@ -52,9 +50,8 @@ class Leaf:
 
     @property
     def one(self) -> Leaf:
-        """The leaf as one microbatch sees it, under the caller's path."""
-        shape = self.shape if self.microbatches == 1 else self.shape[1:]
-        return dataclasses.replace(self, path=self.piece_of or self.path, shape=shape, microbatches=1)
+        """The leaf as one microbatch sees it."""
+        return self if self.microbatches == 1 else dataclasses.replace(self, shape=self.shape[1:], microbatches=1)
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.compat import Literal, name_stack
+from autopar.constraints import whole_path
 from autopar.errors import ArgumentError
 from autopar.evaluate import bound
 from autopar.merged_scans import merged
@@ -263,7 +264,10 @@ def test_a_stack_that_the_user_sees_is_one_leaf_and_its_pieces_have_paths():
         "state/w[2:5]",
     ]
     assert split.step.state_of_output == (0, 1, 2, 3, None)
-    assert [leaf.one.path for leaf in split.step.inputs[:2]] == ["state/b", "state/b"]
+    assert [whole_path(leaf.path) for leaf in split.step.inputs[:5]] == ["state/b"] * 2 + ["state/w"] * 2 + [
+        "batch/mask"
+    ]
+    assert whole_path("state/w[:, :, 3:5]") == "state/w"
     assert split.whole.inputs[0].path == "state/b"
 
 
