@@ -81,17 +81,17 @@ class PipelinePlan:
         return max(sum(s.peak_bytes for s in self.stages if s.mesh == mesh) for mesh in meshes)
 
     def input(self, path: str) -> ValuePlan:
-        """The input leaf with this path, on the first stage that has it; PlanError if there is none."""
+        """The input leaf with this path, on the first stage that has it or a piece of it; PlanError if there is none."""
         for stage in self.stages:
             for value in stage.plan.inputs:
-                if value.path == path:
+                if _is_or_has(path, value.path):
                     return value
         raise PlanError(f"no leaf {path!r} on any of the {len(self.stages)} stages")
 
     def stage_of(self, path: str) -> int:
-        """The stage where a leaf lives; PlanError if there is no such leaf."""
+        """The stage where a leaf, or its first piece, lives; PlanError if there is no such leaf."""
         for stage in self.stages:
-            if path in stage.leaves:
+            if any(_is_or_has(path, leaf) for leaf in stage.leaves):
                 return stage.stage
         raise PlanError(f"no leaf {path!r} lives on any of the {len(self.stages)} stages")
 
@@ -119,6 +119,11 @@ class PipelinePlan:
         fields["cuts"] = tuple(fields["cuts"])
         fields["scan_cuts"] = tuple(tuple(cuts) for cuts in fields["scan_cuts"])
         return cls(**fields)
+
+
+def _is_or_has(path: str, leaf: str) -> bool:
+    """Whether a leaf is the one with this path, or a piece of it, such as `path[0:2]`."""
+    return leaf == path or leaf.startswith(f"{path}[")
 
 
 def _stage(fields: dict[str, Any]) -> StagePlan:

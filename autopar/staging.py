@@ -140,9 +140,12 @@ def boundaries(chain: Sequence[ForwardEquation]) -> tuple[int, ...]:
     return tuple(i for i in marked if i > 0 and i - 1 not in marked)
 
 
-def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, ...]:
-    """Cuts of equal work: at the user's layer boundaries if there are any, else where few bytes cross."""
-    _warn_of_indivisible_work(chain, num_stages)
+def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int, *, divided: bool = False) -> tuple[int, ...]:
+    """Cuts of equal work: at the user's layer boundaries if there are any, else where few bytes cross.
+
+    `divided`: scans over layers have been divided as evenly as their layers allow.
+    """
+    _warn_of_indivisible_work([place for place in chain if not (divided and place.equation.loop)], chain, num_stages)
     marked = boundaries(chain)
     if not marked or num_stages == 1:
         return even_cuts(chain, num_stages)
@@ -160,10 +163,12 @@ def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int,
     return tuple(cuts)
 
 
-def _warn_of_indivisible_work(chain: Sequence[ForwardEquation], num_stages: int) -> None:
-    """One warning if a single operation, such as a scan over layers, is much more than a stage's share."""
+def _warn_of_indivisible_work(
+    places: Sequence[ForwardEquation], chain: Sequence[ForwardEquation], num_stages: int
+) -> None:
+    """One warning if one of these operations, such as a scan over time, is much more than a stage's share of the chain."""
     total = sum(place.flops for place in chain)
-    largest = max(chain, key=lambda place: place.flops, default=None)
+    largest = max(places, key=lambda place: place.flops, default=None)
     if largest is not None and num_stages > 1 and largest.flops > 1.5 * total / num_stages:
         warnings.warn(
             f"{largest.flops / total:.0%} of the forward work is one operation, {largest.equation.primitive.name} at "
@@ -181,7 +186,7 @@ def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) 
     loop = wanted.loop if wanted.loop is not None else time_loop(split.step, wanted.num_microbatches)
     cuts = wanted.cuts
     if cuts is None and wanted.following is None:
-        cuts = chosen_cuts(forward_chain(loop), wanted.num_stages)
+        cuts = chosen_cuts(forward_chain(loop), wanted.num_stages, divided=any(split.cuts))
     cut = _cut(loop, cuts or (), wanted)
     cut = recomputed(cut) if wanted.recompute else cut
     rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)

@@ -333,6 +333,8 @@ def test_constraints_name_the_whole_leaf():
     assert [plan.input(path).partition_spec for path in ("state/w[0:3]", "state/w[3:5]")] == [
         PartitionSpec(None, None, "x")
     ] * 2
+    assert plan.input("state/w").path == "state/w[0:3]"
+    assert [plan.stage_of(path) for path in ("state/w", "state/w[0:3]", "state/w[3:5]")] == [0, 0, 1]
 
 
 # --- one leaf to the user ---------------------------------------------------------------------------------------------
