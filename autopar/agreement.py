@@ -1,10 +1,10 @@
 """One plan for all processes: the first makes it, the others take it over.
 
 In: what each process asks for, and a function that plans. Out: on every process the same plan as text. JAX's coordination service
-carries it: each process counts the plans it asks for, and the first process publishes its n-th answer with the question. So
-nobody searches twice, and a search that the clock ends cannot end differently elsewhere. What can go wrong: processes that ask
-for different things, or in another order; each is told both questions. A process that never asks is waited for no longer than
-`ANSWER_S`.
+carries it: each process counts the plans it asks for, and publishes its n-th question; the first process publishes the answer,
+and goes on when all have asked the same. So nobody searches twice, and a search that the clock ends cannot end differently
+elsewhere. What can go wrong: processes that ask for different things, or in another order; each is told both questions. A
+process that never asks is waited for no longer than `ANSWER_S`.
 """
 
 from __future__ import annotations
@@ -37,51 +37,57 @@ def agreed(question: str, devices: Sequence[jax.Device], plan: Callable[[], str]
     processes = sorted({device.process_index for device in devices})
     service = coordination()
     assert service is not None, "several processes without jax.distributed"
+    here, leader = jax.process_index(), processes[0]
     group = "-".join(map(str, processes))
-    number = service.key_value_increment(f"autopar/asked/{group}/{jax.process_index()}", 1)
+    number = service.key_value_increment(f"autopar/asked/{group}/{here}", 1)
     topic = f"autopar/plan/{group}/{number}"
-    if jax.process_index() == processes[0]:
-        return _answer(service, topic, question, plan)
-    return _await(service, topic, question, leader=processes[0])
+    if here == leader:
+        return _answer(service, topic, question, plan, others=processes[1:])
+    _publish(service, f"{topic}/question {here}", {"question": question})
+    answer = _await(service, f"{topic}/answer", question, of=leader)
+    if "error" in answer:
+        raise PlanError(f"process {leader} could not plan {question}: {answer['error']}")
+    return answer["plan"]
 
 
-def _answer(service: Coordination, topic: str, question: str, plan: Callable[[], str]) -> str:
+def _answer(service: Coordination, topic: str, question: str, plan: Callable[[], str], *, others: Sequence[int]) -> str:
     try:
         text = plan()
     except AutoparError as error:
-        _publish(service, topic, {"question": question, "error": f"{type(error).__name__}: {error}"})
+        _publish(service, f"{topic}/answer", {"question": question, "error": f"{type(error).__name__}: {error}"})
         raise
-    _publish(service, topic, {"question": question, "plan": text})
+    _publish(service, f"{topic}/answer", {"question": question, "plan": text})
+    for other in others:
+        _await(service, f"{topic}/question {other}", question, of=other)
     return text
 
 
-def _publish(service: Coordination, topic: str, answer: dict[str, str]) -> None:
-    packed = zlib.compress(json.dumps(answer).encode())
+def _publish(service: Coordination, key: str, message: dict[str, str]) -> None:
+    packed = zlib.compress(json.dumps(message).encode())
     chunks = [packed[at : at + CHUNK_BYTES] for at in range(0, len(packed), CHUNK_BYTES)]
     for n, chunk in enumerate(chunks):
-        service.key_value_set_bytes(f"{topic}/{n}", chunk)
-    service.key_value_set_bytes(f"{topic}/count", str(len(chunks)).encode())
+        service.key_value_set_bytes(f"{key}/{n}", chunk)
+    service.key_value_set_bytes(f"{key}/count", str(len(chunks)).encode())
 
 
-def _await(service: Coordination, topic: str, question: str, *, leader: int) -> str:
-    began = time.monotonic()
+def _await(service: Coordination, key: str, question: str, *, of: int) -> dict[str, str]:
+    """What another process publishes; PlanError if it is about another question."""
+    began, here = time.monotonic(), jax.process_index()
     count = None
     while count is None:
         try:
-            count = int(service.blocking_key_value_get_bytes(f"{topic}/count", int(LOOK_S * 1000)))
+            count = int(service.blocking_key_value_get_bytes(f"{key}/count", int(LOOK_S * 1000)))
         except jax.errors.JaxRuntimeError as error:
             if time.monotonic() - began > ANSWER_S:
                 raise PlanError(
-                    f"process {leader} has not planned {question} within {ANSWER_S:.0f} s, and process {jax.process_index()} "
-                    "waits for it: every process has to make the same calls in the same order"
+                    f"process {here} plans {question}, and process {of} has not done so within {ANSWER_S:.0f} s: every process "
+                    "has to make the same calls in the same order"
                 ) from error
-    packed = b"".join(service.blocking_key_value_get_bytes(f"{topic}/{n}", 60_000) for n in range(count))
-    answer = json.loads(zlib.decompress(packed))
-    if answer["question"] != question:
+    packed = b"".join(service.blocking_key_value_get_bytes(f"{key}/{n}", 60_000) for n in range(count))
+    message: dict[str, str] = json.loads(zlib.decompress(packed))
+    if message["question"] != question:
         raise PlanError(
-            f"process {jax.process_index()} plans {question}, process {leader} plans {answer['question']}: every process has to "
-            "make the same calls in the same order, with steps of the same code, shapes and options"
+            f"process {here} plans {question}, process {of} plans {message['question']}: every process has to make the same "
+            "calls in the same order, with steps of the same code, shapes and options"
         )
-    if "error" in answer:
-        raise PlanError(f"process {leader} could not plan {question}: {answer['error']}")
-    return str(answer["plan"])
+    return message

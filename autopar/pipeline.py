@@ -189,6 +189,8 @@ class CompiledPipeline:
 
     def run(self, leaves: Sequence[Any], *, record: bool = False) -> Any:
         """One step on the flat leaves of its arguments; results as a tree, each on the stage that made it."""
+        if self._watch is not None:
+            self._watch.refuse_if_lost()
         refuse_consumed(self.signature.name, self.traced, leaves)
         if self._watch is None:
             flat = self._results(self._driver.run(self._supplied(self._leaves(leaves)), record=record))
@@ -198,7 +200,6 @@ class CompiledPipeline:
 
     def _run_with_others(self, leaves: Sequence[Any], watch: Watch, *, record: bool) -> list[Any]:
         """The same where other processes have stages; scalars come to each of them, and a failure is told to all."""
-        watch.refuse_if_lost()
         try:
             supplied = self._supplied(self._leaves(self._brought(leaves)))
             flat = self._results(self._driver.run(supplied, record=record))

@@ -30,6 +30,7 @@ from autopar.runtime.failures import Failure, report
 from autopar.runtime.instructions import Free, Instruction, InstructionList, Receive, Run, Send, Value
 from autopar.runtime.launch_order import Part
 from autopar.runtime.machine import MeshMachine
+from autopar.runtime.processes import wait_until_ready
 from autopar.runtime.timeline import Span, Timeline
 
 Array = Any  # whatever the callables pass to each other: jax.Array, or a group of them
@@ -241,7 +242,7 @@ class Driver:
         if failures:
             step.end()
         if not step.abandoned and not any(isinstance(f.error, KeyboardInterrupt) for f in failures):
-            late = _late_failure(step.workers[mesh])
+            late = _late_failure(step.workers[mesh], None if self._watch is None else step)
             if late is not None:
                 failures.append(late)
                 step.end()
@@ -345,10 +346,15 @@ def _places(instruction: Instruction, place_of: dict[Value, int]) -> _Places:
     )
 
 
-def _late_failure(worker: _Worker) -> Failure | None:
-    """The first instruction of a mesh whose result holds an error; waits for all that the mesh has started."""
+def _late_failure(worker: _Worker, shared: _Step | None) -> Failure | None:
+    """The first instruction of a mesh whose result holds an error; waits for all that the mesh has started.
+
+    In a step that is shared with other processes, which may never do their part, not beyond the step's end.
+    """
     for position, witness in worker.witnesses:
         try:
+            if shared is not None and not wait_until_ready(witness, lambda: shared.abandoned):
+                return None
             jax.block_until_ready(witness)
         except BaseException as error:  # noqa: BLE001 - every failure of a mesh is raised by `run`
             return Failure(worker.mesh, position, error)

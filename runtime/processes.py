@@ -10,13 +10,16 @@ What can go wrong: host values that differ; nothing compares them, and each proc
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
+
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 5e-5, 2e-3
 
 
 def processes_of(sharding: Sharding) -> frozenset[int]:
@@ -74,3 +77,17 @@ def from_host(value: Any, sharding: Sharding) -> jax.Array:
         return keys
     numbers = np.asarray(value, jax.typeof(value).dtype)
     return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
+
+
+def wait_until_ready(array: jax.Array, given_up: Callable[[], bool]) -> bool:
+    """Wait for an array in Python, where a waiting thread can be told to stop; False if it was given up.
+
+    What waits in XLA for another process cannot be woken up, and ends the process badly when the interpreter exits.
+    """
+    pause_s = SHORTEST_PAUSE_S
+    while not array.is_ready():
+        if given_up():
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    return True

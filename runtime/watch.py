@@ -2,21 +2,20 @@
 
 In: the processes that run one program together. Out: a note in JAX's coordination service when this one fails, and a
 `PipelineError` with the note's words in those that look. The idea: a process that waits for another one waits inside XLA,
-without end and without a sign; so threads wait, and the calling thread looks for notes. What can go wrong: what waits inside
+without end and without a sign; so waiting is done here, with a look for notes now and then. What can go wrong: what waits inside
 XLA cannot be cancelled, so after a note the processes have lost step, and all have to be started again. The notes stay.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from queue import Empty, SimpleQueue
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
 
 import jax
 
 from autopar.compat import coordination
 from autopar.errors import PipelineError
+from autopar.runtime.processes import wait_until_ready
 
 LOOK_S = 0.5
 MAX_NOTE = 2000
@@ -52,27 +51,16 @@ class Watch:
             self._lost = note.decode()
             raise PipelineError(self._lost_words())
 
-    def wait(self, arrays: Any) -> None:
-        """Wait until arrays are computed, or until a process fails."""
-        ended: SimpleQueue[BaseException | None] = SimpleQueue()
-
-        def target() -> None:
-            try:
-                jax.block_until_ready(arrays)
-                ended.put(None)
-            except BaseException as error:  # noqa: BLE001 - raised below, in the calling thread
-                ended.put(error)
-
-        threading.Thread(target=target, name="autopar results", daemon=True).start()
-        while True:
-            try:
-                error = ended.get(timeout=LOOK_S)
-            except Empty:
+    def wait(self, arrays: Sequence[jax.Array]) -> None:
+        """Wait until arrays are computed; PipelineError if a process fails before."""
+        for array in arrays:
+            while not wait_until_ready(array, self._time_to_look()):
                 self.look()
-                continue
-            if error is not None:
-                raise error
-            return
+        jax.block_until_ready(arrays)
+
+    def _time_to_look(self) -> Callable[[], bool]:
+        began = time.monotonic()
+        return lambda: time.monotonic() - began > LOOK_S
 
     def _lost_words(self) -> str:
         listed = ", ".join(map(str, self._processes))

@@ -3,7 +3,9 @@
 Each scenario returns numbers by name, which are written to FOLDER; the test compares them with those of one process.
 """
 
+import os
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -15,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.compat import make_mesh
+from autopar.errors import AutoparError, PipelineError, PlanError
 
 ROWS, WIDTH, STEPS = 16, 16, 3
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -116,9 +119,65 @@ def four_stages():
     return trained(autopar.parallelize(step, mesh_shape=(2,), num_stages=4, num_microbatches=4, schedule="zb-h1"))
 
 
+def caught(kind, run):
+    """The words of the exception that `run` has to raise."""
+    try:
+        run()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def plans_that_differ():
+    """The processes ask for plans of different batches; later, for one that no memory holds."""
+    shapes = jax.eval_shape(init_state, 0)
+    rows = {name: x[: 8 + 8 * jax.process_index()] for name, x in batch(0).items()}
+    parallel = autopar.parallelize(step, mesh_shape=(8,))
+    differ = caught(PlanError, lambda: parallel.plan(shapes, rows))
+    small = autopar.parallelize(step, mesh_shape=(8,), memory_limit_bytes=100)
+    return {"differ": differ, "memory": caught(AutoparError, lambda: small.plan(shapes, batch(0)))}
+
+
+def in_trouble(happens):
+    """A pipeline of which process 1, the second stage, gets into trouble in its second step; what each process is told."""
+    parallel = autopar.parallelize(step, mesh_shape=[(4,), (4,)], num_microbatches=2, schedule="gpipe")
+    compiled = parallel.compile(jax.eval_shape(init_state, 0), batch(0))
+    state = parallel.init_state(init_state, 0)
+    state, _, _ = parallel(state, batch(0))
+    if jax.process_index() == 1:
+        callables, real = compiled._driver._callables, compiled._driver._callables["backward 1"]
+        callables["backward 1"] = lambda groups: happens() or real(groups)
+    began = time.monotonic()
+    first = caught(PipelineError, lambda: parallel(state, batch(1)))
+    found = {"first": first, "again": caught(PipelineError, lambda: parallel(state, batch(1)))}
+    return found | {"waited_s": time.monotonic() - began}
+
+
+def broken():
+    """A failure between two launches."""
+    raise ValueError("broken on purpose")
+
+
+def stage_that_fails():
+    """The second stage raises; the first waits for what it would have sent."""
+    return in_trouble(broken)
+
+
+def process_that_dies():
+    """The process of the second stage ends without a word."""
+    return in_trouble(lambda: os._exit(3))
+
+
 def main(name, rank, port, folder):
     """Join the others, run the scenario, write its numbers."""
-    jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=rank, initialization_timeout=60)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}",
+        num_processes=2,
+        process_id=rank,
+        initialization_timeout=60,
+        heartbeat_timeout_seconds=10,
+        shutdown_timeout_seconds=20,
+    )
     found = globals()[name]()
     np.savez(Path(folder) / f"{rank}.npz", **found)
 

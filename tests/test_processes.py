@@ -4,6 +4,7 @@ The parent starts both on loopback, waits no longer than `LIMIT_S`, ends what it
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -88,3 +89,39 @@ def test_a_batch_that_lies_on_all_processes_is_laid_out_anew(tmp_path):
 @pytest.mark.parametrize("scenario", ["stage_each", "interleaved_devices", "four_stages"])
 def test_a_pipeline_over_two_processes_trains_as_one_does(scenario, tmp_path):
     check(scenario, tmp_path)
+
+
+@pytest.mark.slow
+def test_processes_that_plan_different_things_are_told_both(tmp_path):
+    found = numbers_of("plans_that_differ", tmp_path)
+    for here, there in ((0, 1), (1, 0)):
+        words = str(found[here]["differ"])
+        rows = [f"batch/x float32[{8 + 8 * process}, 16]" for process in (here, there)]
+        assert re.search(
+            f"process {here} plans step .*{re.escape(rows[0])}.*process {there} plans .*{re.escape(rows[1])}", words
+        )
+        assert "same calls in the same order" in words
+    assert "memory" in str(found[0]["memory"])
+    assert "process 0 could not plan step" in str(found[1]["memory"])
+    assert "OutOfMemoryError" in str(found[1]["memory"])
+
+
+@pytest.mark.slow
+def test_a_stage_that_fails_in_one_process_is_reported_by_all(tmp_path):
+    zero, one = numbers_of("stage_that_fails", tmp_path)
+    told = r"Stage 1, microbatch 0: the backward failed on mesh 1 .*ValueError: broken on purpose"
+    assert re.match(told, str(one["first"]))
+    assert re.match(f"process 1 failed: PipelineError: {told}", str(zero["first"]))
+    for words in (zero["first"], zero["again"], one["again"]):
+        assert "processes 0, 1 together, and they have lost step" in str(words)
+    assert max(zero["waited_s"], one["waited_s"]) < 20
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_does_not_leave_the_other_waiting(tmp_path):
+    codes = ended(started("process_that_dies", tmp_path))
+    assert codes[1] == 3
+    assert codes[0] is not None, said(tmp_path)
+    found = dict(np.load(tmp_path / "0.npz"))
+    assert re.search(r"failed.*on mesh 0(.|\n)*", str(found["first"])), found["first"]
+    assert found["waited_s"] < 20
