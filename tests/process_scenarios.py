@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.compat import make_mesh
 from autopar.errors import AutoparError, PipelineError, PlanError
+from autopar.split_array import SplitArray
 
 ROWS, WIDTH, STEPS = 16, 16, 3
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -117,6 +118,59 @@ def interleaved_devices():
 def four_stages():
     """Each process has two stages."""
     return trained(autopar.parallelize(step, mesh_shape=(2,), num_stages=4, num_microbatches=4, schedule="zb-h1"))
+
+
+def init_stack(seed):
+    """Four layers in one stack, and a key for dropout."""
+    key = jax.random.key(seed)
+    return {"w": jax.random.normal(key, (4, WIDTH, WIDTH)) / 4, "key": jax.random.fold_in(key, 1)}
+
+
+def stack_step(state, batch):
+    """The layers under a scan, with dropout."""
+    key, mask_key = jax.random.split(state["key"])
+
+    def loss_fn(w):
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        kept = jax.random.bernoulli(mask_key, 0.8, batch["x"].shape)
+        x, _ = jax.lax.scan(layer, jnp.where(kept, batch["x"], 0), w)
+        return ((x - batch["y"]) ** 2).mean()
+
+    loss, gradient = jax.value_and_grad(loss_fn)(state["w"])
+    return {"w": state["w"] - 0.5 * gradient, "key": key}, loss
+
+
+def stack_expected():
+    """The numbers of one process under `jax.jit`."""
+    state, run, found = init_stack(0), jax.jit(stack_step), {}
+    for n in range(STEPS + 1):
+        state, loss = run(state, batch(n))
+        found[f"loss{n}"] = np.asarray(loss)
+    return found | {"w": np.asarray(state["w"]), "key": np.asarray(jax.random.key_data(state["key"]))}
+
+
+def stack_in_two_processes():
+    """A stack divided between stages of both processes; a step on one mesh before, and a restart from gathered arrays."""
+    shapes, found = jax.eval_shape(init_stack, 0), {}
+    whole = autopar.parallelize(stack_step, mesh_shape=(2, 4))
+    staged = autopar.parallelize(stack_step, mesh_shape=[(4,), (4,)], num_stages=2, num_microbatches=2)
+    whole.plan(shapes, batch(0))
+    state, loss = whole(whole.init_state(init_stack, 0), batch(0))
+    found["loss0"] = np.asarray(loss)
+    state, loss = staged(state, batch(1))
+    found["loss1"] = np.asarray(loss)
+    state, loss = staged(state, batch(2))
+    found["loss2"] = np.asarray(loss)
+    assert isinstance(state["w"], SplitArray)
+    saved = staged.gather(state)
+    assert {len(leaf.devices()) for leaf in jax.tree.leaves(saved)} == {1}
+    state = staged.init_state(lambda saved: saved, saved)
+    state, loss = staged(state, batch(3))
+    found["loss3"] = np.asarray(loss)
+    last = staged.gather(state)
+    return found | {"w": np.asarray(last["w"]), "key": np.asarray(jax.random.key_data(last["key"]))}
 
 
 def caught(kind, run):

@@ -66,8 +66,8 @@ def numbers_of(scenario, folder):
     return [dict(np.load(folder / f"{rank}.npz")) for rank in range(2)]
 
 
-def check(scenario, folder):
-    wanted = process_scenarios.expected()
+def check(scenario, folder, expected=process_scenarios.expected):
+    wanted = expected()
     for found in numbers_of(scenario, folder):
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
@@ -89,6 +89,11 @@ def test_a_batch_that_lies_on_all_processes_is_laid_out_anew(tmp_path):
 @pytest.mark.parametrize("scenario", ["stage_each", "interleaved_devices", "four_stages"])
 def test_a_pipeline_over_two_processes_trains_as_one_does(scenario, tmp_path):
     check(scenario, tmp_path)
+
+
+@pytest.mark.slow
+def test_state_goes_from_one_mesh_to_stages_of_both_processes_and_starts_again_from_what_was_gathered(tmp_path):
+    check("stack_in_two_processes", tmp_path, process_scenarios.stack_expected)
 
 
 @pytest.mark.slow
