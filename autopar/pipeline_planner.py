@@ -15,6 +15,7 @@ from typing import Literal
 
 from autopar.errors import ArgumentError, AutoparWarning, OutOfMemoryError, PlanError, UnsupportedProgramError
 from autopar.following import Following, homes_of
+from autopar.merged_scans import merged
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
@@ -23,6 +24,8 @@ from autopar.runtime.check import microbatches_in_flight
 from autopar.runtime.instructions import Run
 from autopar.runtime.schedules import Schedule, make_schedule
 from autopar.runtime.simulate import simulate_schedule
+from autopar.split_scans import split_scans
+from autopar.stacks import every_layer
 from autopar.stage_search import machine_shape, search_stages
 from autopar.staging import (
     Staged,
@@ -102,7 +105,8 @@ def search_pipeline(
     count = wishes.num_microbatches
     most = max(2, machine_shape(request.cluster, devices)[0])
     microbatches = default_microbatches(counts, most) if count == "auto" else count
-    loop = time_loop(traced, microbatches)
+    split = split_scans(traced, every_layer(traced))
+    loop = time_loop(split.step, microbatches)
     name = wishes.named_schedule()
     if name == "interleaved":
         raise ArgumentError(
@@ -114,7 +118,8 @@ def search_pipeline(
         return None
     schedule = make_schedule(name, num_meshes=stages, num_microbatches=microbatches)
     meshes = tuple(logical_meshes(size) if size > 1 else (LogicalMesh.of((1,)),) for size in found.sizes)
-    wanted = StageRequest(meshes, stages, microbatches, microbatches_in_flight(schedule), found.cuts, loop)
+    split, loop, cuts = merged(split, loop, found.cuts)
+    wanted = StageRequest(meshes, stages, microbatches, microbatches_in_flight(schedule), cuts, loop, split=split)
     staged = _with_recomputation(traced, wanted, request, wishes.recompute)
     plan = _describe(traced, staged, schedule, request)
     return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged

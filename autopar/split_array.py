@@ -139,7 +139,7 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
 def _place(piece: jax.Array) -> str:
     if piece.is_deleted():
         return "deleted"
-    numbers = sorted(device.id for device in piece.sharding.device_set)
+    numbers = sorted(int(device.id) for device in piece.devices())
     return f"on device{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 

@@ -17,6 +17,7 @@ from autopar.constraints import whole_path
 from autopar.errors import ArgumentError
 from autopar.evaluate import bound
 from autopar.merged_scans import merged
+from autopar.pipeline_plan import PipelinePlan
 from autopar.split_array import SplitArray, in_pieces, joined
 from autopar.split_scans import split_scans
 from autopar.stacks import cuts_for_stages, every_layer, find_stacks
@@ -27,6 +28,7 @@ from tests import scanned_steps
 from tests.oracles import assert_same_as_jit, assert_trees_close
 from tests.pipeline_steps import ROWS, WIDTH, rows, trained_on
 from tests.scanned_steps import LAYERS
+from tests.test_stage_search import two_nodes
 
 
 def traced(step, state, batch):
@@ -425,3 +427,19 @@ def test_a_saved_plan_divides_the_scan_where_it_was(trained):
     assert read == plan
     assert read.scan_cuts == ((3,),)
     assert_trees_close(autopar.parallelize(scanned_steps.clipped_adamw()[0], plan=read)(state, batch), once)
+
+
+def test_a_search_for_stages_cuts_between_scanned_layers_and_keeps_as_few_pieces_as_it_needs():
+    def loss_of(weights, batch):
+        return jnp.mean(
+            lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch["x"] @ jnp.ones((WIDTH, 256)), weights)[0] ** 2
+        )
+
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(4, 256, 256)) / 16, jnp.float32)
+    step, weights, batch = trained_on(loss_of, weights, rows())
+    parallel = autopar.parallelize(step, devices=jax.devices()[:4], cluster=two_nodes(), num_microbatches=4)
+    plan = parallel.plan(weights, batch)
+    assert isinstance(plan, PipelinePlan)
+    pieces = [leaf for stage in plan.stages for leaf in stage.leaves if leaf.startswith("state[")]
+    assert len(pieces) == len(plan.scan_cuts[0]) + 1 == plan.num_stages
+    assert_same_as_jit(step, parallel, weights, batch)
