@@ -163,13 +163,14 @@ def _of_kind(kind: str, plan: Plan, costs: MeshCosts) -> RepricedKind:
     return RepricedKind(
         kind=kind,
         planned_s=sum(item.count * item.predicted_s for item in items),
-        seconds=sum(item.count * _seconds(item, plan.axis_names, costs) for item in items),
+        seconds=sum(item.count * collective_s(item, plan.axis_names, costs) for item in items),
         bytes=sum(item.count * item.bytes for item in items),
         count=sum(item.count for item in items),
     )
 
 
-def _seconds(item: CollectivePlan, axis_names: Sequence[str], costs: MeshCosts) -> float:
+def collective_s(item: CollectivePlan, axis_names: Sequence[str], costs: MeshCosts) -> float:
+    """Seconds of a planned collective, once, on the links of `costs`."""
     axes = [axis_names.index(name) for name in item.axes]
     price = {
         "all-reduce": costs.all_reduce_s,

@@ -11,6 +11,7 @@ import autopar
 from autopar.__main__ import main
 from autopar.commands.error_summary import rank_correlation
 from autopar.commands.rows import NEEDED, Row, RowError, read_table
+from autopar.cost_model.hardware import preset
 from autopar.cost_model.training_job import TrainingJob, predict
 from autopar.errors import ArgumentError
 from autopar.models import build
@@ -365,6 +366,9 @@ def test_a_pipeline_is_priced_stage_by_stage(tmp_path, capsys):
     assert sent["bytes"] == sum(item.count * item.bytes for item in plan.transfers)
     assert sent["seconds"] == pytest.approx(sent["planned_s"])
     assert here["peak_bytes"] == plan.peak_bytes
+    (sends,) = [kind for kind in here["overlap"] if kind["kind"] == "pipeline"]
+    assert sends["seconds"] == pytest.approx(sent["seconds"])
+    assert 0 < sends["overlap_ratio"] <= 0.5
 
 
 def test_a_priced_plan_is_shown_against_the_memory_of_the_device(plan_file, capsys):
@@ -395,3 +399,36 @@ def test_arguments_that_do_not_go_together_are_told(arguments, text, capsys):
 def test_an_unknown_cluster_for_a_plan_lists_the_presets(plan_file, capsys):
     assert main(["simulate", "--plan", str(plan_file), "--cluster", "dgx-h10"]) == 2
     assert "no cluster preset 'dgx-h10'; there are: cpu," in capsys.readouterr().err
+
+
+def test_the_four_overlap_ratios_of_a_plan_are_reported(tmp_path, capsys):
+    """Data parallel, ZeRO-3 and tensor parallel on one mesh; a third of the gradient's time is exposed where 0.7 may hide."""
+    model = build("mlp", layers=2, inputs=4096, hidden=4096, outputs=4096, batch=8192)
+    state = jax.eval_shape(lambda: model.create_state(jax.random.key(0)))
+    cluster = preset("dgx-a100-80gb")
+    found = {}
+    for name, constraints in {"plain": autopar.data_parallel("x"), "zero3": autopar.zero3("x")}.items():
+        step = autopar.parallelize(
+            model.train_step, devices=4, mesh_shape=(4,), constraints=constraints, cluster=cluster
+        )
+        path = tmp_path / f"{name}.json"
+        path.write_text(step.plan(state, model.batch_shape()).to_json(), encoding="utf-8")
+        _, priced, _ = json_of(["--plan", str(path), "--cluster", "dgx-a100-80gb"], capsys)
+        assert [kind["kind"] for kind in priced["overlap"]] == ["data_parallel", "zero3", "tensor", "pipeline"]
+        found[name] = {kind["kind"]: kind for kind in priced["overlap"]}
+    plain, zero3 = found["plain"], found["zero3"]
+    assert 0.5 < plain["data_parallel"]["overlap_ratio"] <= 0.7
+    assert plain["data_parallel"]["exposed_s"] < plain["data_parallel"]["seconds"]
+    assert [plain[kind]["overlap_ratio"] for kind in ("zero3", "tensor", "pipeline")] == [None, None, None]
+    assert 0.5 < zero3["zero3"]["overlap_ratio"] <= 0.7
+    assert zero3["data_parallel"]["seconds"] < plain["data_parallel"]["seconds"]
+
+
+def test_a_tensor_parallel_plan_hides_what_its_cluster_lets_it(plan_file, capsys):
+    _, priced, _ = json_of(["--plan", str(plan_file), "--cluster", "tpu-v5p"], capsys)
+    ratios = {kind["kind"]: kind["overlap_ratio"] for kind in priced["overlap"]}
+    assert 0 < ratios["tensor"] <= 0.5
+    assert main(["show", str(plan_file)]) == 0
+    text = capsys.readouterr().out
+    assert "Overlap with compute" in text
+    assert "tensor parallel" in text

@@ -95,13 +95,12 @@ class _Model:
 def part_step(part: Part, *, zero_stage: int, precision: str) -> PartStep:
     """The step of a part. Raises UnbuildablePart."""
     split = part.split
-    transformer_split = isinstance(split, LayerSplit)
     model = _model(part, part.shape, split) if isinstance(part.shape, TransformerShape) else _residual(part)
-    recomputed = split.recompute == "full" if transformer_split else split.recompute
+    recomputed = split.recompute == "full" if isinstance(split, LayerSplit) else split.recompute
     apply = jax.checkpoint(model.apply) if recomputed and model.takes and model.gives else model.apply
     dtype = _DTYPES[precision]
     shapes = jax.eval_shape(model.init, jax.ShapeDtypeStruct((2,), jnp.uint32))
-    gradient = dtype if transformer_split and split.gradient_bytes == 2 else jnp.float32
+    gradient = dtype if isinstance(split, LayerSplit) and split.gradient_bytes == 2 else jnp.float32
     state = {
         "params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes),
         "grads": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, gradient), shapes),

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar.api import ParallelStep
+from autopar.commands.plan_overlap import overlap_of, overlap_table, own_cluster
 from autopar.commands.subject import FOR_PIPELINES, Subject, device_count, parallel, subject_of
 from autopar.errors import ArgumentError
 from autopar.explain import TEXT_WIDTH, show, standard_output
@@ -59,6 +60,10 @@ def show_plan(plan: Plan | PipelinePlan, console: Console, *, full: bool) -> Non
     """Print a plan; that of a pipeline with its schedule, if the picture is not too wide."""
     picture = schedule_grid(plan) if isinstance(plan, PipelinePlan) else ""
     show(plan, console, full=full, schedule_grid=picture)
+    cluster = own_cluster(plan)
+    if cluster is not None:
+        console.print()
+        console.print(overlap_table(overlap_of(plan, cluster)))
 
 
 def schedule_grid(plan: PipelinePlan) -> str:

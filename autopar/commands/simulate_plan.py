@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from autopar.commands.plan_overlap import overlap_of, overlap_rows, overlap_table
 from autopar.cost_model.hardware import Cluster, find_cluster
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
@@ -34,13 +35,18 @@ def simulate_plan(options: argparse.Namespace) -> int:
     try:
         cluster = find_cluster(options.cluster)
         before = find_cluster(options.planned_for) if options.planned_for else None
-        found = reprice(_read_plan(options.plan), cluster, planned_for=before)
+        plan = _read_plan(options.plan)
+        found = reprice(plan, cluster, planned_for=before)
+        overlap = overlap_of(plan, cluster, planned_for=before)
     except ValueError as error:
         raise ArgumentError(str(error)) from None
     if options.json:
-        print_json(dataclasses.asdict(found))
+        print_json(dataclasses.asdict(found) | {"overlap": overlap_rows(overlap)})
     else:
-        _print_plan(standard_output(), found, cluster)
+        console = standard_output()
+        _print_plan(console, found, cluster)
+        console.print()
+        console.print(overlap_table(overlap))
     return 0
 
 
