@@ -120,6 +120,20 @@ def four_stages():
     return trained(autopar.parallelize(step, mesh_shape=(2,), num_stages=4, num_microbatches=4, schedule="zb-h1"))
 
 
+def one_device_each():
+    """Each process has a single device, on which XLA runs programs in the thread that calls them."""
+    return trained(autopar.parallelize(step, mesh_shape=(1,), num_stages=2, num_microbatches=4, schedule="1f1b"))
+
+
+def evaluation():
+    """A step that follows a pipeline and takes its state."""
+    parallel = autopar.parallelize(step, mesh_shape=[(4,), (2, 2)], num_microbatches=2)
+    parallel.plan(jax.eval_shape(init_state, 0), batch(0))
+    state = parallel.init_state(init_state, 0)
+    loss = autopar.parallelize(lambda state, batch: step(state, batch)[1], follow=parallel)(state, batch(0))
+    return {"loss0": np.asarray(loss)}
+
+
 def init_stack(seed):
     """Four layers in one stack, and a key for dropout."""
     key = jax.random.key(seed)

@@ -23,11 +23,11 @@ def free_port():
         return server.getsockname()[1]
 
 
-def started(scenario, folder):
+def started(scenario, folder, devices=4):
     """Both processes, with their output in files."""
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     port, processes = free_port(), []
@@ -59,16 +59,16 @@ def said(folder):
     return "\n".join(f"--- process {rank}\n{(folder / f'{rank}.txt').read_text()[-6000:]}" for rank in range(2))
 
 
-def numbers_of(scenario, folder):
+def numbers_of(scenario, folder, devices=4):
     """What each process found."""
-    codes = ended(started(scenario, folder))
+    codes = ended(started(scenario, folder, devices))
     assert codes == [0, 0], f"exit codes {codes}\n{said(folder)}"
     return [dict(np.load(folder / f"{rank}.npz")) for rank in range(2)]
 
 
-def check(scenario, folder, expected=process_scenarios.expected):
+def check(scenario, folder, expected=process_scenarios.expected, devices=4):
     wanted = expected()
-    for found in numbers_of(scenario, folder):
+    for found in numbers_of(scenario, folder, devices):
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
             np.testing.assert_allclose(
@@ -86,9 +86,16 @@ def test_a_batch_that_lies_on_all_processes_is_laid_out_anew(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["stage_each", "interleaved_devices", "four_stages"])
+@pytest.mark.parametrize("scenario", ["stage_each", "interleaved_devices", "four_stages", "one_device_each"])
 def test_a_pipeline_over_two_processes_trains_as_one_does(scenario, tmp_path):
-    check(scenario, tmp_path)
+    check(scenario, tmp_path, devices=1 if scenario == "one_device_each" else 4)
+
+
+@pytest.mark.slow
+def test_an_evaluation_follows_a_pipeline_over_two_processes(tmp_path):
+    wanted = process_scenarios.expected()["loss0"]
+    for found in numbers_of("evaluation", tmp_path):
+        np.testing.assert_allclose(found["loss0"], wanted, rtol=1e-5)
 
 
 @pytest.mark.slow
