@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from autopar.pipeline_plan import PipelinePlan, plan_from_json
     from autopar.plan import Plan
     from autopar.rules import register_rule
+    from autopar.split_array import SplitArray
 
 __version__ = "0.1.0"
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Replicated",
     "RuleError",
     "Split",
+    "SplitArray",
     "UnsupportedProgramError",
     "data_parallel",
     "layer_boundary",
@@ -56,6 +58,7 @@ _WITH_JAX = {
     "Plan": "plan",
     "Replicated": "options",
     "Split": "options",
+    "SplitArray": "split_array",
     "data_parallel": "options",
     "layer_boundary": "boundary",
     "parallelize": "api",

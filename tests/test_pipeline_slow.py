@@ -64,6 +64,40 @@ def sampled():
     return cases
 
 
+def scanned():
+    """Models that scan over four layers: all of GPT's settings on one device per stage, a sample of the others'."""
+    draw = random.Random(1)
+    settings = [
+        (stages, microbatches, schedule, virtual, "one device")
+        for stages, microbatches, (schedule, virtual) in itertools.product((2, 4), (1, 4), SCHEDULES)
+        if is_possible("gpt", stages, microbatches, schedule, "one device")
+    ]
+    cases = [("gpt", {}, *setting) for setting in settings]
+    cases += [("gpt", {}, 2, 4, "1f1b", 1, layout) for layout in ("data parallel", "weights split", "mixed")]
+    for name, options in (("gpt", {"remat": True}), ("llama", {}), ("bert", {}), ("t5", {})):
+        cases += [(name, options, *setting) for setting in draw.sample(settings, 3)]
+    return cases
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options", "stages", "microbatches", "schedule", "virtual", "layout"), scanned())
+def test_a_model_whose_scan_over_layers_is_divided_computes_what_jit_computes(
+    name, options, stages, microbatches, schedule, virtual, layout
+):
+    model = build(name, **SMALL, **MORE.get(name, {}), layers=4, scan_layers=True, **options)
+    step, state, batch = model.train_step, model.create_state(jax.random.key(0)), next(model.data(0))
+    parallel = autopar.parallelize(
+        step,
+        num_stages=3 if layout == "mixed" else stages,
+        num_microbatches=microbatches,
+        schedule=schedule,
+        virtual_stages=virtual,
+        **LAYOUTS[layout](stages),
+    )
+    assert_same_as_jit(step, parallel, state, batch)
+    assert any(parallel.last_plan().scan_cuts) or (name, stages * virtual) == ("t5", 2)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*of the forward work is one operation")
 @pytest.mark.parametrize(("name", "stages", "microbatches", "schedule", "virtual", "layout"), sampled())
