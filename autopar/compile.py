@@ -177,6 +177,7 @@ class CompiledStep:
         donation would take that, so it is copied first. (`device_put(may_alias=False)` shares it all the same, 0.10-0.12.)
         """
         sharding, leaf = self.in_shardings[number], self.traced.inputs[number]
+        value = np.asarray(value) if isinstance(value, SplitArray) else value
         if leaf.microbatches > 1:
             return self._moved(_in_slices(value, leaf.shape), sharding)
         given = getattr(value, "sharding", None)

@@ -401,6 +401,13 @@ def cut_after_one(leaf):
     return SplitArray([jnp.asarray(leaf)[:1], jnp.asarray(leaf)[1:]]) if isinstance(leaf, SplitArray) else leaf
 
 
+def test_a_step_on_one_mesh_takes_the_state_of_a_pipeline(trained):
+    parallel, state, batch, _, twice = trained
+    state, _ = parallel(state, batch)
+    alone = autopar.parallelize(scanned_steps.clipped_adamw()[0], devices=jax.devices()[:2])
+    assert_trees_close(alone(state, batch), twice)
+
+
 def test_gathered_state_is_of_ordinary_arrays_on_one_device(trained):
     parallel, state, batch, once, _ = trained
     state, _ = parallel(state, batch)
