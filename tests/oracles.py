@@ -129,7 +129,9 @@ def assert_same_as_jit(step, parallel_step, state, batch, steps=3, rtol_of_scale
 
 def _copied(tree):
     """Fresh buffers, so that a step that donates its arguments can have them."""
-    return jax.tree.map(lambda leaf: jnp.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf, tree)
+    return jax.tree.map(
+        lambda leaf: jax.device_put(leaf, leaf.sharding, may_alias=False) if isinstance(leaf, jax.Array) else leaf, tree
+    )
 
 
 # --- what is communicated ---------------------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ so that another plan is best each time. Letters: B batch, S sequence, H hidden, 
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax.training import train_state
 
@@ -34,15 +36,29 @@ class StateWithStatistics(train_state.TrainState):
     batch_stats: Any
 
 
+def _variables(model, *inputs):
+    """What the model begins with. From numpy: to compile its initialisation takes as long as to compile its step."""
+    generator = np.random.default_rng(0)
+
+    def first(path, leaf):
+        if leaf.ndim < 2:
+            return np.full(leaf.shape, path[-1].key in ("scale", "var"), leaf.dtype)
+        deviation = math.sqrt(leaf.shape[-1] / math.prod(leaf.shape))
+        return (deviation * generator.standard_normal(leaf.shape)).astype(leaf.dtype)
+
+    shapes = jax.eval_shape(model.init, jax.random.key(0), *inputs)
+    return jax.device_put(jax.tree_util.tree_map_with_path(first, shapes))
+
+
 def _created(cls, model, params, tx, **more):
-    state = cls.create(apply_fn=model.apply, params=params, tx=tx, **more)
-    return state.replace(step=jnp.zeros((), jnp.int32))
+    first = jnp.zeros((), jnp.int32)
+    return cls(step=first, apply_fn=model.apply, params=params, tx=tx, opt_state=jax.jit(tx.init)(params), **more)
 
 
 def regression(model, inputs, outputs_shape, tx=None):
     """Mean squared error of `model(*inputs)` against noise; Adam unless `tx` says otherwise."""
-    batch = {"inputs": inputs, "targets": jax.random.normal(jax.random.key(2), outputs_shape)}
-    params = model.init(jax.random.key(0), *inputs)["params"]
+    batch = {"inputs": inputs, "targets": noise(*outputs_shape, seed=2)}
+    params = _variables(model, *inputs)["params"]
 
     def step(state, batch):
         def loss_of(params):
@@ -57,7 +73,7 @@ def regression(model, inputs, outputs_shape, tx=None):
 
 def noise(*shape, seed=1):
     """Standard normal float32."""
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 # --- perceptrons ------------------------------------------------------------------------------------------------------
@@ -97,7 +113,7 @@ def dropout_mlp(batch=32, seq=32, hidden=16):
     """A step that returns, beside the loss, which activations were dropped."""
     model = DropoutMLP(hidden)
     x, y = noise(batch, seq, hidden), noise(batch, seq, hidden, seed=2)
-    params = model.init(jax.random.key(0), x, jax.random.key(3))["params"]
+    params = _variables(model, x, jax.random.key(3))["params"]
 
     def step(state, batch):
         def loss_of(params):
@@ -211,10 +227,9 @@ class BertMaskedLM(nn.Module):
 def bert_masked_lm(batch, seq, hidden, vocabulary, heads=4, layers=2, tx=None):
     """Masked language modelling: cross-entropy over the labels above 0, averaged over them."""
     model = BertMaskedLM(layers, heads, hidden, vocabulary)
-    tokens = jax.random.randint(jax.random.key(1), (batch, seq), 0, vocabulary)
-    labels = jax.random.randint(jax.random.key(2), (batch, seq), 0, vocabulary)
+    tokens, labels = jax.device_put([*np.random.default_rng(1).integers(0, vocabulary, (2, batch, seq), np.int32)])
     data = {"tokens": tokens, "mask": jnp.ones((batch, seq), jnp.int32), "labels": labels}
-    params = model.init(jax.random.key(0), tokens, data["mask"])["params"]
+    params = _variables(model, tokens, data["mask"])["params"]
 
     def step(state, batch):
         def loss_of(params):
@@ -233,7 +248,7 @@ def attention_forward(batch, seq, hidden, heads):
     """Attention without training; the state carries the output, so its layout can be asked for."""
     model = SelfAttention(heads)
     x, mask = noise(batch, seq, hidden), jnp.ones((batch, seq), jnp.int32)
-    params = model.init(jax.random.key(0), x, mask)["params"]
+    params = _variables(model, x, mask)["params"]
 
     def step(state, batch):
         out = model.apply({"params": state["params"]}, batch["x"], batch["mask"])
@@ -340,7 +355,7 @@ class DepthwiseNet(nn.Module):
 
 def images(model, x, tx=None):
     """Mean squared error on images, with running statistics; SGD with momentum."""
-    variables = model.init(jax.random.key(0), x)
+    variables = _variables(model, x)
     out = jax.eval_shape(lambda v: model.apply(v, x, mutable=["batch_stats"])[0], variables)
     batch = {"x": x, "y": noise(*out.shape, seed=2)}
 
