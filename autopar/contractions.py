@@ -3,9 +3,9 @@
 In: a contraction. Out: whether each operand, and the result, can stay as it is; what cannot is written to a buffer of its own
 with its dimensions in another order. Matrix products: XLA leaves a product alone if each operand has its batch dimensions first
 and then two more; any other becomes one of two matrices per batch element, of the left operand as (batch, free, contracted)
-and of the right as (batch, contracted, free). Of an operand that is a plain matrix it turns rows and columns around while it
-multiplies. Convolutions take examples first and channels last, kernels with their features last. What can go wrong: an
-order that XLA gives the maker of the operand instead, so that there is no copy.
+and of the right as (batch, contracted, free). Rows and columns it can turn around while it multiplies. Convolutions take
+examples first and channels last, kernels with their features last. What can go wrong: an order that XLA gives the maker of
+the operand instead, so that there is no copy.
 """
 
 from __future__ import annotations
@@ -20,10 +20,27 @@ Order = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Orders:
-    """The order in which each operand's dimensions are read, None as they are; whether the result lies as it is made."""
+    """The order in which each operand's dimensions are read, None as they are; whether the result lies as it is made.
+
+    `turns_matrices`: of a matrix, or of each of several, rows and columns are turned around on reading.
+    """
 
     operands: tuple[Order | None, ...]
     is_result_in_order: bool = True
+    turns_matrices: bool = False
+
+    def copied(self, operand: int, shape: Sequence[int]) -> Order | None:
+        """The dimensions that are not trivial in the order of the copy that an operand of this shape is read from; None: no copy.
+
+        A batch dimension of one is dropped between the turning and the product, which then cannot turn by itself.
+        """
+        order = self.operands[operand]
+        if order is None:
+            return None
+        rank = len(shape)
+        is_turned = order == (*range(rank - 2), rank - 1, rank - 2) and all(size > 1 for size in shape[: rank - 2])
+        moved = tuple(d for d in order if shape[d] > 1)
+        return None if moved == tuple(sorted(moved)) or (self.turns_matrices and is_turned) else moved
 
 
 OrdersOf = Callable[[JaxprEqn], Orders]
@@ -38,10 +55,8 @@ def of_product(eqn: JaxprEqn) -> Orders:
     found = []
     for place, (rank, inner, batch) in enumerate(zip(ranks, contracted, batched, strict=True)):
         free = [d for d in range(rank) if d not in inner and d not in batch]
-        is_turned = not batch and len(inner) == len(free) == 1
-        order = (*batch, *free, *inner) if place == 0 else (*batch, *inner, *free)
-        found.append(None if is_turned or order == tuple(range(rank)) else tuple(order))
-    return Orders(tuple(found))
+        found.append((*batch, *free, *inner) if place == 0 else (*batch, *inner, *free))
+    return Orders(tuple(found), turns_matrices=True)
 
 
 def _is_plain(rank: int, contracted: Sequence[int], batched: Sequence[int]) -> bool:

@@ -3,8 +3,9 @@
 In: a strategy graph, and an `Assignment` or None. Out: a `DeviceProgram`. With an assignment, every value has its size on one
 device and every move is an operation, as the lowering performs them. Without one, there are no moves and values have the size
 of the whole: which buffers live together then is what all choices have in common, and `Value.key` says whose choice decides
-a buffer's size. What can go wrong: an operation that XLA's CPU compiler expands into several; those that matter are here
-(random bits, contractions and convolutions that want other dimension orders, loops).
+a buffer's size. Equal work is one operation, as XLA makes it. What can go wrong: an operation that XLA's CPU compiler expands
+into several; those that matter are here (random bits, operands that are repeated or wanted in another order, collectives
+over inner dimensions, loops). What a primitive's result needs is in the rule table (`rules.Making`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from autopar.program import Atom, Equation, Program, fan_out_p
 from autopar.relayout import LOCAL_KINDS, Move
 from autopar.rules import Making, entry_for
 from autopar.spmd import Assignment, is_gathered
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceProgram:
@@ -197,7 +199,7 @@ class _Region:
             return
         if entry.fused and not entry.free:
             operands = [self._spread(v, n, eqn, results) for v, n in zip(eqn.invars, operands, strict=True)]
-        same = _same_work(eqn, operands, results)
+        same = _same_work(eqn, operands, results) if eqn.after is None else None
         if same is not None and same in self.known:
             self.held.update(zip(eqn.outvars, self.known[same], strict=True))
             return
@@ -214,6 +216,8 @@ class _Region:
         elif is_gathered_input:  # if it is split
             self.walk.values[outputs[0]] = dataclasses.replace(self.walk.values[outputs[0]], is_copy=True)
             self.emit(Kind.WHOLE, operands, outputs)
+        elif eqn.after is not None and eqn.after in self.held:
+            self.emit(Kind.CHEAP, (*operands, self.held[eqn.after].value), outputs)
         elif self._is_renaming(entry.making, operands, outputs):
             self.emit(Kind.ALIAS, operands[:1], outputs)
         else:
@@ -231,7 +235,9 @@ class _Region:
             size = lies.local_bytes(out.aval.shape, given.itemsize, self.walk.mesh)
             if size == given.bytes:
                 return value
-            spread = dataclasses.replace(given, shape=tuple(out.aval.shape), bytes=size, key=_key(self.graph.sources.get(out)))
+            spread = dataclasses.replace(
+                given, shape=tuple(out.aval.shape), bytes=size, key=_key(self.graph.sources.get(out))
+            )
             self.walk.values.append(spread)
             self.known[key] = [_Held(len(self.walk.values) - 1, lies)]
             self.emit(Kind.CHEAP, (value,), (self.known[key][0].value,), by_library=True)
@@ -246,10 +252,11 @@ class _Region:
         orders: Orders,
     ) -> None:
         """A product or convolution, which reads operands with their dimensions in the order that it wants."""
-        read = [
-            self._turned(value, order, self.walk._layout(layout, v.aval).local_shape(v.aval.shape, self.walk.mesh))
-            for value, order, layout, v in zip(operands, orders.operands, wanted, eqn.invars, strict=True)
-        ]
+        read = []
+        for place, (value, layout, v) in enumerate(zip(operands, wanted, eqn.invars, strict=True)):
+            shape = self.walk._layout(layout, v.aval).local_shape(v.aval.shape, self.walk.mesh)
+            order = orders.copied(place, shape)
+            read.append(value if value < 0 or order is None else self._turned(value, order))
         outputs = self._outputs(eqn, results)
         if orders.is_result_in_order:
             self.emit(Kind.WHOLE, read, outputs)
@@ -258,12 +265,9 @@ class _Region:
         self.emit(Kind.WHOLE, read, (made,))
         self.emit(Kind.MOVED, (made,), outputs)
 
-    def _turned(self, value: int, order: Sequence[int] | None, shape: Sequence[int]) -> int:
+    def _turned(self, value: int, order: tuple[int, ...]) -> int:
         """The value with its dimensions in another order, which XLA writes once to a buffer of its own."""
-        moved = [d for d in order or () if shape[d] > 1]
-        if value < 0 or moved == sorted(moved):
-            return value
-        key = (value, tuple(moved))
+        key = (value, order)
         if key not in self.walk.turned:
             self.walk.turned[key] = self._like(value)
             self.emit(Kind.MOVED, (value,), (self.walk.turned[key],))

@@ -1,17 +1,19 @@
 """What XLA's CPU compiler keeps in memory while it runs a list of operations, and from when to when.
 
 In: the `Operation`s of one device with their values. Out: `Span`s, the buffers with the first and last step of each, in the
-order in which XLA runs the steps. What is modelled, as read from XLA's buffer assignments:
+order in which XLA runs the steps. What is modelled, as XLA's sources say and its buffer assignments show:
 
     - pointwise work is folded into what reads it and has no buffer, unless a reader takes only whole buffers (a contraction, a
-      collective, a loop, the end), or it is costly and read more than once; a cheap value of one operand that has a buffer for
-      such a reader is still computed again by its other readers, which then hold on to what it was computed from;
+      collective, a loop, the end), or it is costly and would be computed in two places or often; a cheap value of one large
+      operand that has a buffer all the same is still computed again by its other readers, which hold on to that operand;
+    - a large reduction is left to a library, which reads buffers; what only leads to it the library computes too;
     - steps run breadth first, each as soon as its operands are there: a gather of a parameter, random bits, or a part that
       is recomputed without waiting for the backward pass run at the very start, wherever they stand in the program;
     - pointwise work writes over an operand of its size that nobody reads again; a loop writes over what it starts from;
     - a loop's body comes on top of what is alive around it.
 
-What can go wrong: offsets. Buffers of different sizes leave gaps, which are not modelled: see `memory.LIMIT_MARGIN`.
+What can go wrong: offsets. Buffers of different sizes leave gaps of up to 4 %, which are not modelled: see
+`memory.TEMPORARIES_MARGIN`.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 class Kind(enum.Enum):
     """How an operation is run.
 
-    ALIAS: not at all. CHEAP: folded into its readers. MOVED: so too, but it reads elements elsewhere than it writes them. COSTLY:
-    folded if one operation reads it. REDUCE: by itself, reading what is folded. LIBRARY: a REDUCE that a library does if it is large
-    enough. WHOLE: by itself, from buffers.
+    ALIAS: not at all. CHEAP: folded into its readers. MOVED: so too, but it reads elements elsewhere than it writes them.
+    COSTLY: folded if one operation reads it. REDUCE: by itself, reading what is folded. LIBRARY: a REDUCE that a library does
+    if it is large enough. WHOLE: by itself, from buffers.
     """
 
     ALIAS = "alias"
@@ -222,7 +224,13 @@ class _Folding:
             while waiting:
                 v = self.original(waiting.pop())
                 maker = self.maker.get(v)
-                if maker is None or maker in found or not maker.by_library or v in self.ends or not self._is_large(maker):
+                if (
+                    maker is None
+                    or maker in found
+                    or not maker.by_library
+                    or v in self.ends
+                    or not self._is_large(maker)
+                ):
                     continue
                 if maker.kind in FOLDED and all(found.get(user) is op for user in self.users[v]):
                     found[maker] = op

@@ -110,8 +110,12 @@ def _distinct(request: PlanRequest) -> list[LogicalMesh]:
 
 @dataclasses.dataclass(frozen=True)
 class _Infeasible:
+    """A mesh on which no plan was found to fit. `bound_bytes`: no plan on it needs less; `tried_bytes`: what the least of the
+    plans that were tried needs, None if the bound left nothing to try; `tensors` are alive together whatever the choice."""
+
     mesh: LogicalMesh
-    least_bytes: int
+    bound_bytes: int
+    tried_bytes: int | None
     tensors: tuple[Resident, ...]
 
 
@@ -152,9 +156,12 @@ def _plan_on(
     graph = graph_for(traced, mesh, request, allowed, batch=_batch_split(traced, mesh, request))
     memory = _memory_model(traced, graph)
     search = functools.partial(choose, graph.costs, graph.edges, classes=_classes(graph, request), cutoff_s=cutoff_s)
+    bound = memory.bound()
+    if request.memory_limit_bytes is not None and bound > request.memory_limit_bytes:
+        return _Infeasible(mesh, bound, None, memory.least()[1])
     found = _choose_within(graph, memory, request.memory_limit_bytes, search)
-    if found is None:
-        return _Infeasible(mesh, *memory.least())
+    if isinstance(found, int):
+        return _Infeasible(mesh, bound, found, memory.least()[1])
     choice, copy_span = found
     if not np.isfinite(choice.lower_bound_s):
         raise ConstraintError(
@@ -229,44 +236,62 @@ def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | N
 
 def _choose_within(
     graph: StrategyGraph, memory: MemoryModel, limit: int | None, search: Callable[..., Choice | None]
-) -> tuple[Choice, int | None] | None:
+) -> tuple[Choice, int | None] | int:
     """(the best choice that requires no more than the limit, its `copy_span`); a choice without numbers where the search ended.
 
-    Gathered copies stay until their last use; only where nothing fits so are they dropped and gathered again.
+    Gathered copies stay until their last use; only where nothing fits so are they dropped and gathered again. Where nothing fits
+    at all: the least bytes that a choice that was tried requires.
     """
     free = search()
     assert free is not None
-    if limit is None or not free.numbers or memory.required(free.numbers) <= limit:
+    if limit is None or not free.numbers:
+        return free, None
+    least = memory.required(free.numbers)
+    if least <= limit:
         return free, None
     rows = memory.rows(free.numbers)
+    excess = max(0.0, max(row.used(free.numbers) for row in rows) - least)
     for span in (None, copy_span_of(graph.program)):
-        choice = _choose_with_copies(functools.partial(search, rows=rows, free=free), memory, limit, span)
-        if choice is not None:
-            return choice, span
-    return None
+        found = _choose_with_copies(
+            functools.partial(search, rows=rows, free=free), memory, limit, span=span, excess=excess
+        )
+        if isinstance(found, Choice):
+            return found, span
+        if found is None:
+            break
+        least = min(least, found)
+    return least
 
 
 def _choose_with_copies(
-    search: Callable[..., Choice | None], memory: MemoryModel, limit: int, span: int | None
-) -> Choice | None:
-    """The best choice within the limit if copies stay as `span` says.
+    search: Callable[..., Choice | None], memory: MemoryModel, limit: int, *, span: int | None, excess: float
+) -> Choice | int | None:
+    """The best choice within the limit if copies stay as `span` says; else the least bytes that one tried requires, if one was.
+
+    `excess`: by how much the rows say more than is required, where both are known; the search begins that far above the limit.
 
     The rows of the planner's model leave out what depends on pairs of choices, such as a gathered operand. Where the peak of
     a choice says that this mattered, the rows' limit is lowered by the excess, twice as far each time, and the search repeated.
+    Where nothing keeps even the rows within the limit, there is nothing to repeat.
     """
-    row_limit, too_low = float(limit), 0.0
+    highest = limit + excess
+    row_limit, too_low = highest, 0.0
+    least: int | None = None
     for tries in range(MEMORY_ROUNDS):
         choice = search(limit_bytes=row_limit)
         if choice is not None and not choice.numbers:
             return choice
         if choice is None:
-            too_low, row_limit = row_limit, (row_limit + limit) / 2
+            if row_limit >= highest:
+                return None
+            too_low, row_limit = row_limit, (row_limit + highest) / 2
             continue
-        excess = memory.required(choice.numbers, copy_span=span) - limit
-        if excess <= 0:
+        required = memory.required(choice.numbers, copy_span=span)
+        if required <= limit:
             return choice
-        row_limit = max(row_limit - excess * 2**tries, (too_low + row_limit) / 2)
-    return None
+        least = required if least is None else min(least, required)
+        row_limit = max(row_limit - (required - limit) * 2**tries, (too_low + row_limit) / 2)
+    return least
 
 
 def _describe(
@@ -363,19 +388,19 @@ def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None
 
 
 def _out_of_memory(traced: TracedStep, request: PlanRequest, failures: Sequence[_Infeasible]) -> OutOfMemoryError:
-    best = min(failures, key=lambda f: f.least_bytes)
+    best = min(failures, key=lambda f: f.bound_bytes if f.tried_bytes is None else f.tried_bytes)
     limit = request.memory_limit_bytes or 0
-    total = sum(t.bytes for t in best.tensors)
-    together = (
-        f"the tensors that are alive together take at least {_size(total)} per device"
-        if total > limit
-        else f"each layout that the tensors alive together could take ({_size(total)} per device at the least) needs others "
-        "that exceed it, so the search found none"
+    tried = [f.tried_bytes for f in failures if f.tried_bytes is not None]
+    known = (
+        f"the least that a plan was found to need is memory_limit_bytes={min(tried):_}"
+        if tried
+        else "this is a bound that no choice of layouts goes below, so none was searched for"
     )
     lines = [
-        f"no plan fits {_size(limit)} per device on {best.mesh.size} devices: on mesh {best.mesh.shape} {together}. "
+        f"no plan fits {_size(limit)} per device on {best.mesh.size} devices: on mesh {best.mesh.shape} every plan needs at "
+        f"least {_size(best.bound_bytes)} per device; {known}. "
         f"A limit must leave room for {1 / TEMPORARIES_MARGIN - 1:.0%} more temporaries than predicted, which XLA may need. "
-        "The largest:",
+        "The largest tensors that are alive together:",
         *(f"  {_size(t.bytes):>12}  {t.name}  {t.dtype}{list(t.shape)}" for t in best.tensors[:6]),
         "Ways out: more devices; a smaller batch; recompute activations in the backward pass (jax.checkpoint on the layers); "
         "a smaller type for state or activations; or a higher memory_limit_bytes.",

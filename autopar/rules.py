@@ -26,11 +26,11 @@ Rule = Callable[[JaxprEqn], FactorRule]
 class Making(enum.Enum):
     """How XLA's CPU compiler makes a primitive's result; `footprint` reckons from it which results have memory of their own.
 
-    WHOLE: by itself, from whole buffers to a whole buffer. NAME: it is another name of its operand. SAME: so it is where size and
-    type stay, else CHEAP. CHEAP: inside whatever reads it, again for each reader. MOVED: so too, with elements in other places. COSTLY: inside its reader where it has only one.
-    QUOTIENT: COSTLY; by a constant CHEAP, because XLA multiplies by the inverse. REDUCTION: by itself, reading what is CHEAP without
-    a buffer. LIBRARY: a REDUCTION that, from a size on, a library does, which reads only buffers. IN_PLACE: into the memory of its
-    first operand if nobody reads that again.
+    WHOLE: by itself, from whole buffers to a whole buffer. NAME: it is another name of its operand. SAME: so it is where size
+    and type stay, else CHEAP. CHEAP: inside whatever reads it, again for each reader. MOVED: so too, with elements in other
+    places. COSTLY: inside its reader where it has only one. QUOTIENT: COSTLY; by a constant CHEAP, because XLA multiplies by
+    the inverse. REDUCTION: by itself, reading what is CHEAP without a buffer. LIBRARY: a REDUCTION that, from a size on, a
+    library does, which reads only buffers. IN_PLACE: into the memory of its first operand if nobody reads that again.
     """
 
     WHOLE = "whole"
@@ -48,9 +48,9 @@ class Making(enum.Enum):
 @dataclasses.dataclass(frozen=True)
 class PrimitiveRule:
     """How one primitive shards. `heavy`: a contraction whose work must be divided; `fused`: XLA folds it into its users;
-    `free`: it computes nothing; `random`: it draws random bits, which cost too much to draw again for every reader; `making`: what
-    memory its result takes; `library`: the library that does reductions does it too, on its way to one; `orders`: for a contraction,
-    the orders of dimensions that need no copy."""
+    `free`: it computes nothing; `random`: it draws random bits, which cost too much to draw again for every reader;
+    `making`: what memory its result takes; `library`: the library that does reductions does it too, on its way to one;
+    `orders`: for a contraction, the orders of dimensions that need no copy."""
 
     rule: Rule
     local: local.Local = local.unchanged
