@@ -101,6 +101,14 @@ def test_a_mesh_passes_a_microbatch_on_before_it_takes_up_the_next():
     assert [line[:14] for line in lines[:sent] if line.startswith("run")] == ["run forward0@0"]
 
 
+def test_a_mesh_takes_what_is_ready_before_it_begins_something_long():
+    """At time 2 mesh 0 has made x1@1 and mesh 1 can begin a backward: mesh 0 is not kept waiting for the end of that."""
+    program = chain(make_schedule("1f1b", num_meshes=2, num_microbatches=4)).emit()
+    lines = [str(i) for i in in_launch_order(program, homes(2, {0}, {1})).instructions]
+    backward = next(n for n, line in enumerate(lines) if line.startswith("run backward1@0"))
+    assert lines.index("send x1@1 to mesh 1 (transfer 1)") < backward
+
+
 def test_transfers_within_one_process_stay_where_they_were():
     program = chain(make_schedule("1f1b", num_meshes=3, num_microbatches=4)).emit()
     assert part_of(program, homes(3, {0}), 0).turns == ()
