@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import jax
 
 from autopar.compat import Coordination, coordination
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import PlanError
 
 ANSWER_S = 1800.0
 LOOK_S = 5.0
@@ -53,7 +53,7 @@ def agreed(question: str, devices: Sequence[jax.Device], plan: Callable[[], str]
 def _answer(service: Coordination, topic: str, question: str, plan: Callable[[], str], *, others: Sequence[int]) -> str:
     try:
         text = plan()
-    except AutoparError as error:
+    except BaseException as error:
         _publish(service, f"{topic}/answer", {"question": question, "error": f"{type(error).__name__}: {error}"})
         raise
     _publish(service, f"{topic}/answer", {"question": question, "plan": text})
