@@ -1,5 +1,7 @@
 """A step in microbatches computes what the step computes, and says so when it cannot."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,8 +46,15 @@ def mixing(step, count, *args):
 @pytest.mark.parametrize("count", [2, 4, 8])
 @pytest.mark.parametrize("name", ZOO)
 def test_every_model_of_the_zoo_computes_the_same_in_microbatches(name, count):
+    (step, state, batch), expected = with_result(name)
+    assert_trees_close(run_in_microbatches(step, count, state, batch), expected)
+
+
+@functools.cache
+def with_result(name):
+    """A model of the zoo and what its step returns; to build and compile it takes longest here, and every count needs it."""
     step, state, batch = ZOO[name]()
-    assert_trees_close(run_in_microbatches(step, count, state, batch), jax.jit(step)(state, batch))
+    return (step, state, batch), jax.jit(step)(state, batch)
 
 
 def linear(rows=8, width=6):
