@@ -120,6 +120,20 @@ def four_stages():
     return trained(autopar.parallelize(step, mesh_shape=(2,), num_stages=4, num_microbatches=4, schedule="zb-h1"))
 
 
+def callers_arrays():
+    """The state comes as arrays on one device of each process, and stays the caller's, although steps donate it."""
+    options = [{"mesh_shape": (8,)}, {"mesh_shape": [(4,), (2, 2)], "num_stages": 2, "num_microbatches": 2}]
+    found = {}
+    for n, chosen in enumerate(options):
+        state = jax.device_put(init_state(0), jax.local_devices()[1])
+        before = jax.tree.map(np.array, state)
+        parallel = autopar.parallelize(step, **chosen)
+        last = parallel(state, batch(0))[0]
+        found |= {f"{n}{path}": x for path, x in flat(parallel.gather(last)).items()}
+        jax.tree.map(np.testing.assert_array_equal, state, before)
+    return found
+
+
 def one_device_each():
     """Each process has a single device, on which XLA runs programs in the thread that calls them."""
     return trained(autopar.parallelize(step, mesh_shape=(1,), num_stages=2, num_microbatches=4, schedule="1f1b"))

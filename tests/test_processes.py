@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -89,6 +90,18 @@ def test_a_batch_that_lies_on_all_processes_is_laid_out_anew(tmp_path):
 @pytest.mark.parametrize("scenario", ["stage_each", "interleaved_devices", "four_stages", "one_device_each"])
 def test_a_pipeline_over_two_processes_trains_as_one_does(scenario, tmp_path):
     check(scenario, tmp_path, devices=1 if scenario == "one_device_each" else 4)
+
+
+@pytest.mark.slow
+def test_state_on_one_device_of_each_process_is_laid_out_and_stays_the_callers(tmp_path):
+    wanted = process_scenarios.flat(
+        jax.jit(process_scenarios.step)(process_scenarios.init_state(0), process_scenarios.batch(0))[0]
+    )
+    for found in numbers_of("callers_arrays", tmp_path):
+        assert found.keys() == {f"{n}{path}" for n in range(2) for path in wanted}
+        for name, value in found.items():
+            scale = max(1e-2, np.abs(wanted[name[1:]]).max())
+            np.testing.assert_allclose(value, wanted[name[1:]], rtol=1e-5, atol=1e-5 * scale, err_msg=name)
 
 
 @pytest.mark.slow
