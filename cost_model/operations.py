@@ -47,13 +47,15 @@ class FusedGroup:
 class Exchange:
     """A collective of a group; `full_bytes` is the larger side on one device.
 
-    `behind`: the work that does not wait for it ("product": an independent matrix product of the same layer).
+    `behind`: the work that does not wait for it ("product": an independent matrix product of the same layer). `seconds`, where
+    somebody else, such as a plan, has priced it.
     """
 
     kind: ExchangeKind
     group: Group
     full_bytes: float
     behind: Literal["nothing", "product"] = "nothing"
+    seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,6 +59,8 @@ class StagePrices:
                 return self.product_s(operation)
             case FusedGroup():
                 return self.fused_s(operation.moved_bytes)
+            case Exchange(seconds=float(known)):
+                return known
             case Exchange():
                 return self.exchange_s(operation.kind, operation.full_bytes, operation.group)
             case Timed():

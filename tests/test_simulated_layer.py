@@ -1,65 +1,249 @@
-"""The layer that `simulate` prices against the layer that the planner plans under the same plan, stated as constraints."""
+"""A row's parts, built from `models/` and planned under the row's plan as constraints, against their closed forms."""
 
+import csv
+import dataclasses
 from collections import Counter
+from pathlib import Path
 
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import autopar
-from autopar.cost_model.hardware import Cluster
-from autopar.cost_model.operations import Exchange
-from autopar.cost_model.transformer import LayerSplit, block_work
+from autopar.__main__ import main
+from autopar.commands.model_parts import PartStep, UnbuildablePart, part_step
+from autopar.commands.planned_parts import PartPlanner, PlannedPart, planned_prediction
+from autopar.commands.rows import Row, read_table
+from autopar.constraints import allowed_layouts
+from autopar.cost_model.hardware import preset
+from autopar.cost_model.operations import Exchange, MatrixProduct, Work
+from autopar.cost_model.prices import InTraining, StagePrices
+from autopar.cost_model.residual_network import BlockSplit, ResidualNetworkShape, bottleneck_work
+from autopar.cost_model.training_job import Part, TrainingJob, predict, predict_with
+from autopar.cost_model.transformer import LayerSplit, block_work, head_work
 from autopar.cost_model.transformer_shape import TransformerShape
-from autopar.models import build
-from autopar.plan import Plan
+from autopar.mesh import LogicalMesh
+from autopar.options import SplitBatch
+from tests.test_simulate import FAMILIES, GOOD, SMALL_PLAN, json_of, table
 
-BATCH, SEQ, HIDDEN, DATA, TENSOR, ITEMSIZE = 16, 64, 256, 2, 4, 4
-MEGATRON = {
-    "state/params/*/qkv/kernel": P(None, None, "tensor", None),
-    "state/params/*/out/kernel": P("tensor", None, None),
-    "state/params/*/up/kernel": P(None, "tensor"),
-    "state/params/*/down/kernel": P("tensor", None),
-    "batch/*": P("data"),
-}
-
-
-def planned(layers: int) -> Plan:
-    """A GPT on (data, tensor), its matrices split by column and row; latency decides, so that few collectives are best."""
-    model = build("gpt", layers=layers, hidden=HIDDEN, heads=4, seq=SEQ, batch=BATCH, vocab=256, dropout=0.0)
-    state = jax.eval_shape(lambda: model.create_state(jax.random.key(0)))
-    cluster = Cluster.uniform((1.0, 1.0), (1e-9, 1e-9))
-    mesh = {"data": DATA, "tensor": TENSOR}
-    step = autopar.parallelize(model.train_step, devices=8, mesh_shape=mesh, constraints=MEGATRON, cluster=cluster)
-    return step.plan(state, model.batch_shape())
+YARDSTICK = Path(__file__).parent / "data" / "yardstick" / "published_steps.csv"
+CLUSTER = preset("dgx-a100-80gb")
+HIDDEN, SEQ, SAMPLES, DATA, TENSOR = 1024, 512, 4, 2, 4
+SHAPE = TransformerShape("gpt", 1, HIDDEN, 8, 8, 4 * HIDDEN, 51200, SEQ)
+SPLIT = LayerSplit(samples=SAMPLES, tensor_ranks=TENSOR)
+BOUNDARY = 2 * SAMPLES * SEQ * HIDDEN
 
 
-def collectives(plan: Plan, axes: tuple[str, ...]) -> Counter[tuple[str, int]]:
-    """Kind and bytes of the collectives over exactly these axes."""
-    found: Counter[tuple[str, int]] = Counter()
-    for item in plan.collectives:
-        if item.axes == axes:
-            found[item.kind, item.bytes] += round(item.count)
-    return found
+def job(split: LayerSplit, *, zero_stage: int = 0, precision: str = "fp16") -> TrainingJob:
+    """A job of one stage whose parts are split so."""
+    return TrainingJob(
+        SHAPE, DATA * split.tensor_ranks, SAMPLES * DATA, SAMPLES, DATA, split.tensor_ranks, 1, 1,
+        zero_stage=zero_stage, precision=precision,
+    )  # fmt: skip
+
+
+def planned(kind: str, split: LayerSplit, *, zero_stage: int = 0) -> PlannedPart:
+    return PartPlanner().plan(CLUSTER, Part(kind, SHAPE, split, DATA), job(split, zero_stage=zero_stage))
+
+
+def listed(work: Work) -> Counter[tuple[str, float]]:
+    """Kind and bytes of the exchanges of a closed form."""
+    operations = (*work.forward, *work.recomputed, *work.backward)
+    return Counter((op.kind, op.full_bytes) for op in operations if isinstance(op, Exchange))
+
+
+def exchanged(part: PlannedPart) -> Counter[tuple[str, float]]:
+    return Counter({(exchange.kind, exchange.full_bytes): count for exchange, count in part.exchanges})
+
+
+def test_a_planned_layer_under_sequence_parallelism_communicates_as_megatron_does():
+    """Four reduce-scatters; four gathers where the closed form has six, for the planner keeps what it gathered forward."""
+    split = dataclasses.replace(SPLIT, sequence_parallel=True)
+    found = exchanged(planned("plain", split))
+    assert found == {("all-gather", BOUNDARY): 4, ("reduce-scatter", BOUNDARY): 4}
+    closed = listed(block_work(SHAPE, split))
+    assert closed == {("all-gather", BOUNDARY): 6, ("reduce-scatter", BOUNDARY): 4}
+
+
+def test_without_it_each_sum_of_the_closed_form_is_an_all_reduce_or_its_two_halves():
+    found = exchanged(planned("plain", SPLIT))
+    assert listed(block_work(SHAPE, SPLIT)) == {("all-reduce", BOUNDARY): 4}
+    sums = sum(count for (kind, _), count in found.items() if kind in ("all-reduce", "reduce-scatter"))
+    assert sums == 4
+    assert all(size <= BOUNDARY for _, size in found)
+
+
+def test_the_planners_contractions_take_what_the_closed_forms_products_take():
+    """One roofline prices both, with a launch for each; recomputation adds a forward pass but for its last product."""
+    part, again = planned("plain", SPLIT), planned("plain", dataclasses.replace(SPLIT, recompute="full"))
+    products = [op for op in _compute(block_work(SHAPE, SPLIT)) if isinstance(op, MatrixProduct)]
+    in_a_loop = StagePrices(CLUSTER, "float16", 2, (1, DATA, 1, TENSOR), InTraining())
+    assert part.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, products)), rel=0.02)
+    assert 1.2 < again.contraction_s / part.contraction_s < 4 / 3
+
+
+def _compute(work: Work) -> tuple[object, ...]:
+    return (*work.forward, *work.recomputed, *work.backward)
+
+
+def test_gradients_of_a_planned_layer_are_reduced_once_over_data_ranks():
+    """Parameters of the closed form, two bytes each: the planner sums before it widens them for the accumulators."""
+    assert planned("plain", SPLIT).gradient_bytes == pytest.approx(2 * block_work(SHAPE, SPLIT).parameters, rel=0.01)
+    alone = dataclasses.replace(SPLIT, tensor_ranks=1)
+    assert planned("head", alone).gradient_bytes == pytest.approx(2 * head_work(SHAPE, alone).parameters, rel=0.01)
+
+
+def stated(step: PartStep) -> dict[str, tuple[tuple[str, ...], ...]]:
+    """The one layout that the constraints leave each leaf of the step's state."""
+    mesh = LogicalMesh.of(step.axes)
+
+    @dataclasses.dataclass(frozen=True)
+    class Leaf:
+        path: str
+        shape: tuple[int, ...]
+        role: str = "state"
+
+    leaves = [
+        Leaf("state/" + jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(step.state)[0]
+    ]
+    allowed = allowed_layouts(leaves, mesh, step.constraints)
+    return {
+        leaf.path: layouts[0].spec(mesh)
+        for leaf, layouts in zip(leaves, allowed, strict=True)
+        if layouts is not None and len(layouts) == 1
+    }
+
+
+def test_a_rows_plan_is_stated_on_every_leaf():
+    split = dataclasses.replace(SPLIT, sequence_parallel=True)
+    plain = stated(part_step(Part("plain", SHAPE, split, DATA), zero_stage=0, precision="fp16"))
+    zero3 = stated(part_step(Part("plain", SHAPE, split, DATA), zero_stage=3, precision="fp16"))
+    assert plain["state/taken/x"] == plain["state/given/x"] == (("data",), ("tensor",), ())
+    assert plain["state/params/attention/qkv/kernel"] == ((), (), ("tensor",), ())
+    assert plain["state/params/attention/out/kernel"] == (("tensor",), (), ())
+    assert plain["state/params/ffn/up/kernel"] == ((), ("tensor",))
+    assert plain["state/grads/ffn/down/kernel"] == (("tensor",), ())
+    assert plain["state/params/ffn_norm/scale"] == ((),)
+    assert zero3["state/params/ffn/up/kernel"] == (("data",), ("tensor",))
+    assert zero3["state/grads/ffn/down/kernel"] == (("tensor", "data"), ())
+    assert zero3["state/params/ffn_norm/scale"] == (("data",),)
+    assert len(plain) == len(
+        jax.tree.leaves(part_step(Part("plain", SHAPE, split, DATA), zero_stage=0, precision="fp16").state)
+    )
+
+
+def test_experts_stand_on_an_axis_of_their_own():
+    shape = dataclasses.replace(SHAPE, family="moe", experts=8, expert_group=SEQ)
+    split = dataclasses.replace(SPLIT, expert_ranks=2, tensor_ranks=2)
+    step = part_step(Part("expert", shape, split, 4), zero_stage=0, precision="bf16")
+    assert step.axes == {"data": 2, "expert": 2, "tensor": 2}
+    layouts = stated(step)
+    assert layouts["state/params/moe/up"] == (("expert",), (), ("tensor",))
+    assert layouts["state/taken/x"] == (("data", "expert"), (), ())
+
+
+def test_a_leading_dimension_may_be_split_with_the_rest():
+    """`SplitBatch.rest` states the other dimensions."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Leaf:
+        path: str = "batch/x"
+        role: str = "batch"
+        shape: tuple[int, ...] = (8, 16, 4)
+
+    from autopar.options import Constraints, Rule
+
+    mesh = LogicalMesh.of({"data": 2, "tensor": 4})
+    rule = Rule("batch/*", SplitBatch(("data",), P("tensor", None)))
+    ((layout,),) = (found for found in allowed_layouts([Leaf()], mesh, Constraints((rule,))) if found)
+    assert layout.spec(mesh) == (("data",), ("tensor",), ())
+
+
+def test_a_bottleneck_is_planned_as_the_published_network_has_it():
+    """One without a stride: where there is one, the planner counts the zeros between an input's gradients as work."""
+    block = ResidualNetworkShape(50, 160, 2, 224, 1024).blocks[1]
+    split = BlockSplit(samples=16)
+    part = Part(block, ResidualNetworkShape(50, 160, 2, 224, 1024), split, 2)
+    images = TrainingJob(part.shape, 2, 32, 16, 2, 1, 1, 1, precision="fp32", optimizer="momentum")
+    cluster = preset("p3.16xlarge")
+    found = PartPlanner().plan(cluster, part, images)
+    work = bottleneck_work(block, split)
+    assert found.gradient_bytes == pytest.approx(4 * work.parameters, rel=0.02)
+    in_a_loop = StagePrices(cluster, "float32", 4, (1, 2, 1, 1), InTraining())
+    products = [dataclasses.replace(op, convolution=False) for op in _compute(work) if isinstance(op, MatrixProduct)]
+    assert found.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, products)), rel=0.05)
+    assert found.exchanges == ()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_planner_and_the_closed_form_are_near_each_other_for_every_family(family, tmp_path, capsys):
+    large = {
+        "hidden": "2048",
+        "heads": "16",
+        "kv_heads": "16",
+        "ffn_hidden": "8192",
+        "seq_len": "1024",
+        "recompute": "full",
+    }
+    own = FAMILIES[family] | ({"ffn_hidden": "5632"} if family == "llama" else {})
+    row = GOOD | SMALL_PLAN | ({} if family == "wide_resnet" else large) | {"family": family} | own
+    status, found, errors = json_of(["--table", str(table(tmp_path / "rows.csv", row)), "--planner"], capsys)
+    assert (status, errors) == (0, "")
+    (priced,) = found["rows"]
+    assert priced["planner_note"] == ""
+    assert abs(priced["planner_apart"]) < 0.35
+    assert priced["planner_step_s"] == pytest.approx(priced["predicted_step_s"] * (1 + priced["planner_apart"]))
+    assert found["summary"]["planned"] == 1
+
+
+def test_equal_layers_of_several_rows_are_planned_once():
+    planner = PartPlanner()
+    rows = {row.id: row for row in read_table(YARDSTICK) if isinstance(row, Row)}
+    for name in ("korth-175B-full", "korth-175B-selective", "korth-175B-full"):
+        row = rows[name]
+        found, note = planned_prediction(planner, row.cluster, predict(row.cluster, row.job).job)
+        assert note == ""
+        assert found is not None
+        assert found.step.step_s == pytest.approx(row.step_s, rel=0.2)
+    assert len(planner._known) == 6  # two kinds of layer, embedding and head, each of two rows
+
+
+def test_a_part_that_models_cannot_build_leaves_the_closed_form_and_says_why(tmp_path, capsys):
+    grouped = GOOD | {"id": "grouped", "kv_heads": "8"}
+    odd = GOOD | {"id": "odd", "ffn_hidden": "32768"}
+    rows = table(tmp_path / "rows.csv", grouped, odd)
+    status, found, _ = json_of(["--table", str(rows), "--planner"], capsys)
+    assert status == 0
+    notes = [row["planner_note"] for row in found["rows"]]
+    assert "column 'kv_heads' is 8: models/ builds a gpt with as many as heads = 96" in notes[0]
+    assert (
+        "column 'ffn_hidden' is 32768: models/ builds a gpt whose feed-forward is a multiple of hidden = 12288"
+        in notes[1]
+    )
+    assert [row["planner_step_s"] for row in found["rows"]] == [None, None]
+    assert main(["simulate", "--table", str(rows), "--planner"]) == 0
+    assert "models/ builds a gpt" in capsys.readouterr().out
+
+
+def test_a_stem_alone_is_no_part_to_plan():
+    shape = ResidualNetworkShape(50, 160, 2, 224, 1024)
+    with pytest.raises(UnbuildablePart, match="a residual network's stem has a closed form only"):
+        part_step(Part("stem", shape, BlockSplit(samples=4), 1), zero_stage=0, precision="fp32")
+
+
+def test_the_closed_form_is_what_a_timing_that_changes_nothing_gives():
+    with YARDSTICK.open(encoding="utf-8", newline="") as file:
+        assert len(list(csv.DictReader(file))) == 39
+    row = next(row for row in read_table(YARDSTICK) if isinstance(row, Row) and row.id == "sc21-1008.0B")
+    found = predict(row.cluster, row.job)
+    assert predict_with(row.cluster, found.job, lambda part, work: work).step == found.step
 
 
 @pytest.mark.slow
-def test_a_planned_layer_communicates_what_the_analytic_layer_lists():
-    one_more, fewer = planned(3), planned(2)
-    shape = TransformerShape("gpt", 1, HIDDEN, 4, 4, 4 * HIDDEN, 256, SEQ)
-    split = LayerSplit(samples=BATCH / DATA, tensor_ranks=TENSOR, element_bytes=ITEMSIZE, gradient_bytes=ITEMSIZE)
-    work = block_work(shape, split)
-    listed = Counter(
-        (op.kind, int(op.full_bytes)) for op in (*work.forward, *work.backward) if isinstance(op, Exchange)
-    )
-    activation_bytes = BATCH // DATA * SEQ * HIDDEN * ITEMSIZE
-    assert listed == {("all-reduce", activation_bytes): 4}
-    reduced = collectives(one_more, ("tensor",)) - collectives(fewer, ("tensor",))
-    assert {key: count for key, count in reduced.items() if key[0] == "all-reduce"} == listed
-
-    gradients = collectives(one_more, ("data",)) - collectives(fewer, ("data",))
-    matrices = sum(
-        size * count for (kind, size), count in gradients.items() if kind == "all-reduce" and size > HIDDEN * ITEMSIZE
-    )
-    assert matrices == 12 * HIDDEN**2 // TENSOR * ITEMSIZE
-    assert work.parameters * ITEMSIZE == pytest.approx(matrices, rel=0.01)
+def test_the_planners_path_holds_over_the_published_table(capsys):
+    _, found, _ = json_of(["--table", str(YARDSTICK), "--planner"], capsys)
+    assert found["summary"]["planned"] == 39
+    assert found["summary"]["planner_mean_apart"] < 0.15
+    assert found["summary"]["planner_mean_absolute_error"] < 0.15
+    large = [row for row in found["rows"] if row["source"].startswith("Megatron-LM SC21")]
+    assert sum(abs(row["planner_error"]) for row in large) / len(large) < 0.10

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from autopar.catalogue import PlannerOptions
-from autopar.commands.model_parts import DATA, EXPERT, TENSOR, PartStep, part_step
+from autopar.commands.model_parts import DATA, EXPERT, PartStep, part_step
 from autopar.cost_model.machine import Cluster
 from autopar.cost_model.operations import Exchange, ExchangeKind, Group, MatrixProduct, Operation, Timed, Work
 from autopar.cost_model.prices import DTYPES, FITTED
@@ -42,7 +42,6 @@ _KINDS: dict[str, ExchangeKind] = {
 }
 _CLOSED = ("stem", "classifier")
 """Parts of a residual network that are not planned: 2 % of its work."""
-_GROUPS: dict[str, Group] = {TENSOR: "tensor", EXPERT: "expert", DATA: "data"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +129,7 @@ def _planned(cluster: Cluster, part: Part, step: PartStep) -> PlannedPart:
     for equation, each, trips in assignment.seconds:
         if not (_has_kernel(part) and _touches_scores(equation, part)):
             seconds[entry_for(equation).heavy] += each * trips
-    exchanges, gradients = _exchanges(plan.collectives, _widest_vector(step))
+    exchanges, gradients = _exchanges(plan.collectives, jax.tree.leaves(step.state["grads"]))
     return PlannedPart(seconds[True], seconds[False], exchanges, gradients, len(traced.program.equations))
 
 
@@ -142,25 +141,26 @@ def _touches_scores(equation: Any, part: Part) -> bool:
     return any(len(shape) == 4 and shape[1:] == scores for shape in shapes)
 
 
-def _widest_vector(step: PartStep) -> int:
-    """Bytes of the longest bias or norm: no collective of hidden states is that small."""
-    leaves = jax.tree.leaves(step.state["grads"])
-    return max((leaf.size * leaf.dtype.itemsize for leaf in leaves if len(leaf.shape) == 1), default=0)
+def _exchanges(
+    collectives: Sequence[CollectivePlan], gradients: Sequence[Any]
+) -> tuple[tuple[tuple[Exchange, int], ...], float]:
+    """Collectives of a microbatch as the plan prices them, and the bytes of gradients that are reduced over data ranks.
 
-
-def _exchanges(collectives: Sequence[CollectivePlan], widest: int) -> tuple[tuple[tuple[Exchange, int], ...], float]:
-    """Collectives of a microbatch, and the bytes of gradients that are reduced over data ranks.
-
-    Sums over data ranks are gradients. So are the sums of biases and norms over tensor ranks that have tokens of their own; they
-    too come once a step, and no frontend counts them.
+    Sums over data ranks are gradients. A gather over them of what has a parameter's shape is the other half of such a sum, or
+    ZeRO 3's. Sums of biases and norms over tensor ranks that have tokens of their own are gradients as well; they come once a
+    step, and no framework counts them.
     """
+    shapes = {",".join(map(str, leaf.shape)) for leaf in gradients}
+    widest = max((leaf.size * leaf.dtype.itemsize for leaf in gradients if len(leaf.shape) == 1), default=0)
     found: Counter[Exchange] = Counter()
-    gradients = 0.0
+    reduced = 0.0
     for item in collectives:
         over_data = bool({DATA, EXPERT} & set(item.axes)) and item.kind != "all-to-all"
-        if over_data:
-            gradients += item.bytes * item.count if item.kind in ("all-reduce", "reduce-scatter") else 0.0
-        elif item.bytes > widest:
-            for axis in item.axes[-1:]:
-                found[Exchange(_KINDS[item.kind], _GROUPS[axis], float(item.bytes))] += round(item.count)
-    return tuple(sorted(found.items(), key=lambda pair: (pair[0].kind, pair[0].full_bytes))), gradients
+        of_parameter = item.operand.partition("[")[2].rstrip("]") in shapes
+        if over_data and item.kind in ("all-reduce", "reduce-scatter"):
+            reduced += item.bytes * item.count
+        elif item.bytes > widest and not (over_data and of_parameter):
+            group: Group = "expert" if EXPERT in item.axes else "data" if DATA in item.axes else "tensor"
+            exchange = Exchange(_KINDS[item.kind], group, float(item.bytes), seconds=float(item.predicted_s))
+            found[exchange] += round(item.count)
+    return tuple(sorted(found.items(), key=lambda pair: (pair[0].kind, pair[0].full_bytes))), reduced
