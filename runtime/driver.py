@@ -205,8 +205,8 @@ class Driver:
 
     def _work(self, step: _Step) -> list[Failure]:
         """Run this process's meshes to their end. No thread is left when this returns or raises, unless `watch` raises."""
-        if len(step.workers) == 1 and self._watch is None:
-            return self._drive(step, 0)
+        if len(self._part.meshes) == 1 and self._watch is None:
+            return self._drive(step, self._part.meshes[0])
         ended: SimpleQueue[list[Failure]] = SimpleQueue()
 
         def target(mesh: int) -> None:

@@ -100,6 +100,11 @@ def brought_here(values: Sequence[Any], devices: Sequence[jax.Device]) -> list[A
     first: dict[int, jax.Device] = {}
     for device in devices:
         first.setdefault(device.process_index, device)
+    if jax.process_index() not in first:
+        raise ArgumentError(
+            f"process {jax.process_index()} has none of the {len(devices)} devices of the step, they are those of processes "
+            f"{', '.join(map(str, sorted(first)))}: gather there, and pass on what is wanted elsewhere"
+        )
     mesh = jax.sharding.Mesh(np.array(list(first.values())), ("process",))
     numbers = [n for n, value in enumerate(values) if is_global(value)]
     found = list(values)
