@@ -36,8 +36,11 @@ from autopar.settings import (
     checked_cluster,
     checked_devices,
     checked_kinds,
+    checked_leader,
+    checked_memory_limit,
     checked_meshes,
     checked_microbatches,
+    checked_plan,
     checked_recompute,
     checked_schedule,
     checked_stages,
@@ -60,6 +63,7 @@ class ParallelStep:
         """Run one step; results equal those of the undecorated function."""
         bound = bind_arguments(self._signature, args, kwargs)
         leaves = jax.tree_util.tree_leaves((bound.dynamic, dict(bound.kwargs)))
+        _refuse_tracers(self._signature.name, leaves)
         return self._compile(bound).run(leaves)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan | PipelinePlan:
@@ -132,6 +136,16 @@ class ParallelStep:
         return planned.compiled(self._signature, self._settings.jax_devices())
 
 
+def _refuse_tracers(name: str, leaves: Sequence[Any]) -> None:
+    traced = sum(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if traced:
+        raise ArgumentError(
+            f"{name} is called inside a function that JAX traces (jit, grad, vmap, scan, ...): {traced} of its {len(leaves)} "
+            "arrays have no values yet. A parallelized step is a program of its own on all devices: call it outside, with "
+            "arrays, and take gradients inside the step. Its undecorated function can be called anywhere."
+        )
+
+
 def _key(bound: BoundArguments) -> Any:
     leaves, tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
     shapes = tuple(
@@ -182,19 +196,15 @@ def parallelize(
 
     Raises ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, from the first call or `.plan`.
     """
-    if memory_limit_bytes is not None and memory_limit_bytes <= 0:
-        raise ArgumentError(
-            f"memory_limit_bytes={memory_limit_bytes}: a positive number of bytes per device is expected"
-        )
     settings = Settings(
         checked_devices(devices),
         checked_meshes(mesh_shape),
-        memory_limit_bytes,
+        checked_memory_limit(memory_limit_bytes),
         as_constraints(constraints),
         checked_cluster(cluster),
         PlannerOptions(allow_redundant_compute, checked_kinds(collectives)),
-        plan,
-        follow,
+        checked_plan(plan),
+        checked_leader(follow),
         checked_microbatches(num_microbatches),
         checked_stages(num_stages, virtual_stages),
         checked_schedule(schedule),

@@ -12,6 +12,7 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -396,12 +397,45 @@ def numbers(what: str, given: Any) -> tuple[int, ...]:
     return numbers
 
 
+def checked_memory_limit(limit: Any) -> int | None:
+    """Bytes per device, or None."""
+    if limit is not None and (isinstance(limit, bool | str) or not isinstance(limit, Real) or limit <= 0):
+        raise ArgumentError(
+            f"memory_limit_bytes={limit!r}: a positive number of bytes per device is expected, such as 16e9"
+        )
+    return limit  # type: ignore[return-value]
+
+
+def checked_plan(plan: Any) -> Plan | PipelinePlan | None:
+    """A plan, or None."""
+    if plan is not None and not isinstance(plan, Plan | PipelinePlan):
+        raise ArgumentError(
+            f"plan={plan!r} is of type {type(plan).__name__}: a plan is expected; "
+            "autopar.plan_from_json(pathlib.Path(FILE).read_text()) reads one from a file"
+        )
+    return plan
+
+
+def checked_leader(follow: Any) -> Leader | None:
+    """A step that has a plan, or None."""
+    if follow is not None and not hasattr(follow, "last_plan"):
+        raise ArgumentError(
+            f"follow={follow!r} is of type {type(follow).__name__}: a step that `parallelize` returned is expected, not the "
+            "function that it was made of"
+        )
+    return follow  # type: ignore[no-any-return]
+
+
 def checked_meshes(shape: Any) -> Literal["auto"] | tuple[LogicalMesh, ...]:
     """One mesh, or one per stage; ArgumentError for anything else."""
     if isinstance(shape, str):
         if shape != "auto":
             raise ArgumentError(f"mesh_shape={shape!r}: 'auto', sizes, or a list of sizes, one per stage, is expected")
         return "auto"
+    if not isinstance(shape, Mapping | tuple | list):
+        raise ArgumentError(
+            f"mesh_shape={shape!r}: the size of each axis is expected, such as (8,), (2, 4) or {{'data': 2, 'model': 4}}"
+        )
     several = isinstance(shape, tuple | list) and len(shape) > 0 and not isinstance(shape[0], int | np.integer)
     if several and all(isinstance(one, Mapping | tuple | list) for one in shape):
         return tuple(LogicalMesh.of(one) for one in shape)

@@ -172,16 +172,47 @@ def test_a_mesh_larger_than_a_given_number_of_devices_is_refused_when_planning()
         ({"devices": ["cpu:0"]}, "devices=['cpu:0']: a list of JAX devices"),
         ({"mesh_shape": (0, 8)}, "every axis needs a positive whole size, 0 is not one"),
         ({"mesh_shape": "best"}, "mesh_shape='best': 'auto', sizes, or a list of sizes, one per stage, is expected"),
+        ({"mesh_shape": 8}, "mesh_shape=8: the size of each axis is expected, such as (8,), (2, 4) or {'data': 2"),
         ({"mesh_shape": ()}, "a mesh has 1 to 6 axes, this has 0"),
         ({"cluster": "dgx-z9"}, "no cluster preset 'dgx-z9'; there are: cpu"),
         ({"cluster": 8}, "cluster=8: 'auto', the name of a preset or a Cluster is expected"),
         ({"collectives": ["all-reduce", "broadcast"]}, "collectives=['broadcast']: no such kind; there are all-reduce"),
         ({"memory_limit_bytes": 0}, "memory_limit_bytes=0: a positive number of bytes"),
+        (
+            {"memory_limit_bytes": "16GB"},
+            "memory_limit_bytes='16GB': a positive number of bytes per device is expected",
+        ),
+        (
+            {"plan": "plan.json"},
+            "plan='plan.json' is of type str: a plan is expected; autopar.plan_from_json(pathlib.Path",
+        ),
+        ({"follow": print}, "is of type builtin_function_or_method: a step that `parallelize` returned is expected"),
         ({"donate_argnums": "all"}, "donate_argnums='all': a number, or a list of numbers"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_where_it_is_given(options, words):
     refused(ArgumentError, lambda: autopar.parallelize(train_step, **options), words)
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda step: jax.jit(step)(make_state(), make_batch()),
+        lambda step: jax.grad(lambda params: step(make_state() | {"params": params}, make_batch())[1])(
+            make_state()["params"]
+        ),
+        lambda step: jax.eval_shape(step, make_state(), make_batch()),
+    ],
+)
+def test_a_step_inside_a_function_that_jax_traces_is_refused_before_it_is_planned(inside):
+    step = autopar.parallelize(train_step)
+    refused(
+        ArgumentError,
+        lambda: inside(step),
+        "train_step is called inside a function that JAX traces (jit, grad, vmap, scan, ...): ",
+        "call it outside, with arrays, and take gradients inside the step",
+    )
+    refused(PlanError, step.last_plan, "has not been planned yet")
 
 
 def test_what_is_not_a_function_is_refused():
