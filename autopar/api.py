@@ -191,8 +191,9 @@ def parallelize(
     least number that fits the memory, and up to four per stage of a pipeline.
     num_stages: on how many meshes the step runs as a pipeline; "auto" is one, or one per shape if mesh_shape is a list of shapes.
     schedule: "gpipe", "1f1b", "interleaved", "zb-h1" or "inference"; virtual_stages: stages per mesh, for "interleaved".
-    recompute: "layer" does the forward work of a stage again in its backward, so that a microbatch in flight keeps only what the
-    stage received; "auto" where nothing else fits. On one mesh put `jax.checkpoint` on the layers instead.
+    recompute: "layer" does forward work again in the backward pass, with the same results: of a stage, so that a microbatch in
+    flight keeps only what the stage received; on one mesh, of each layer in turn. "auto" does so where nothing else fits; on
+    one mesh it is compared with microbatches by predicted time.
 
     Raises ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, from the first call or `.plan`.
     """

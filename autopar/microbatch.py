@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -56,6 +56,10 @@ class StepLowering(Lowering):
         """One equation, under the user's source line."""
         with attributed_to(eqn):
             return super().operation(eqn, scope)
+
+    def held_back(self, array: Any, late: Any) -> Any:
+        """As a barrier, which the program that is traced here keeps."""
+        return jax.lax.optimization_barrier((array, late))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,12 +311,16 @@ def microbatch_counts(traced: TracedStep) -> tuple[int, ...]:
 def microbatched(traced: TracedStep, plan: TimePlan) -> TracedStep:
     """The step as one program with the loop inside; see the module's text."""
     loop = TimeLoop(traced, plan)
-    leaves = loop.inputs()
+    return dataclasses.replace(retraced(traced, loop.inputs(), loop.run), microbatches=plan.microbatches)
+
+
+def retraced(traced: TracedStep, leaves: Sequence[Leaf], run: Callable[..., Any]) -> TracedStep:
+    """The step computed by another function of its leaves and constants, which may have other shapes."""
     avals = [
         jax.ShapeDtypeStruct(leaf.shape, var.aval.dtype, weak_type=bool(getattr(var.aval, "weak_type", False)))
         for leaf, var in zip(leaves, traced.program.invars, strict=True)
     ]
-    program, constants = program_of(jax.make_jaxpr(loop.run)(*avals))
+    program, constants = program_of(jax.make_jaxpr(run)(*avals))
     added = tuple(
         Leaf(f"constant/{len(traced.constants) + i}", "const", tuple(v.aval.shape), v.aval.dtype)
         for i, v in enumerate(program.invars[len(leaves) :])
@@ -323,5 +331,4 @@ def microbatched(traced: TracedStep, plan: TimePlan) -> TracedStep:
         constants=(*traced.constants, *constants),
         inputs=(*leaves, *added),
         fingerprint=fingerprint_of(program),
-        microbatches=plan.microbatches,
     )

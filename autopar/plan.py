@@ -80,7 +80,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """See the module's text. Times in seconds, sizes in bytes per device."""
+    """See the module's text. Times in seconds, sizes in bytes per device. `recompute`: backward repeats layers' forward work."""
 
     fingerprint: str
     cluster: str
@@ -101,6 +101,7 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     copy_span: int | None = None
     num_microbatches: int = 1
+    recompute: bool = False
     version: int = VERSION
 
     @property
@@ -157,6 +158,7 @@ class Plan:
             raise PlanError("not a plan: a JSON object with a 'version' is expected")
         if fields["version"] != VERSION:
             raise PlanError(f"plan of version {fields['version']}, this autopar reads version {VERSION}: plan again")
+        fields.setdefault("recompute", False)  # plans of version 1 from before it could be done on one mesh
         _check_fields(cls, fields, "")
         nested = {"inputs": ValuePlan, "outputs": ValuePlan, "collectives": CollectivePlan}
         nested |= {"peak_tensors": LiveTensor, "candidates": Candidate}

@@ -3,7 +3,7 @@
 In: a ClosedJaxpr. Out: a `Program` that computes the same outputs and is in the form the planner and the lowering share:
 
     - calls (jit, custom derivatives, recomputation) are inlined; recomputation keeps its barrier, so that it is not
-      merged with the forward pass;
+      merged with the forward pass, and waits for the cotangents (`Equation.after`), so that it is not done early;
     - scan, while and cond are equations with nested programs (`regions`); what a nested program closes over is an operand;
     - a value with several users passes through one `fan_out` equation: the place where it may change layout once for all;
     - every input of a nested program has exactly one user, a `fan_out`, and every output has a producer of its own.
@@ -15,13 +15,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend.core import Primitive
+from jax.lax import optimization_barrier_p
 
 from autopar import compat
 from autopar.compat import JaxprEqn, Literal, Var
@@ -54,7 +56,8 @@ class Program:
 class Equation:
     """One operation; quacks like a JaxprEqn. `loop` describes how the operands of nested programs are grouped.
 
-    `task` names the piece of a pipeline stage that the operation belongs to: see `task_scope`.
+    `task` names the piece of a pipeline stage that the operation belongs to: see `task_scope`. `after`: a value that the
+    operation does not read, and that is there before its results are.
     """
 
     primitive: Primitive
@@ -65,6 +68,7 @@ class Equation:
     regions: tuple[Program, ...] = ()
     loop: Loop | None = None
     task: str = ""
+    after: Var | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +99,8 @@ CALLS = {
     "checkpoint": "jaxpr",
     "custom_lin": "call_jaxpr",
 }
+SMALL_BYTES = 1024
+"""An argument of the program up to this size, such as a random key, also waits at a barrier; larger ones are only kept apart."""
 WHILE_TRIPS = 8
 """What planning assumes of a loop whose length is not known before it runs."""
 
@@ -168,7 +174,7 @@ class _Builder:
     def _call(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
         closed = eqn.params[CALLS[eqn.primitive.name]]
         if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
-            operands = [self._barrier(eqn, v) for v in operands]
+            operands = self._barrier(eqn, operands)
         outer, name = self.task, eqn.params.get("name", "")
         self.task = name.removeprefix(TASK_PREFIX) if name.startswith(TASK_PREFIX) else outer
         results = self.inline(compat.open_jaxpr(closed), self._constants(closed), operands)
@@ -182,18 +188,28 @@ class _Builder:
         self.constants.extend(zip(fresh, values, strict=True))
         return list(fresh)
 
-    def _barrier(self, eqn: JaxprEqn, operand: Atom) -> Atom:
-        if isinstance(operand, Literal) or not isinstance(operand.aval.dtype, np.dtype):
-            return operand
-        from jax.lax import optimization_barrier_p
+    def _barrier(self, eqn: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
+        """Operands that are there only together: one copy each, which waits for the operand that is made last."""
+        made = {v: number for number, e in enumerate(self.equations) for v in e.outvars}
+        last = max((v for v in operands if v in made and can_be_awaited(v)), key=made.__getitem__, default=None)
+        return [self._kept_apart(eqn, v, None if v is last or not self._waits(v, made) else last) for v in operands]
 
+    def _waits(self, operand: Atom, made: Mapping[Var, int]) -> bool:
+        """Whether a copy that waits is worth its memory: not of a large argument, which is there all the time."""
+        return operand in made or _bytes(operand) <= SMALL_BYTES
+
+    def _kept_apart(self, eqn: JaxprEqn, operand: Atom, after: Var | None) -> Atom:
+        if isinstance(operand, Literal):
+            return operand
         out = Var(operand.aval)
-        self.equations.append(Equation(optimization_barrier_p, (operand,), (out,), {}, eqn.source_info, task=self.task))
+        self.equations.append(
+            Equation(optimization_barrier_p, (operand,), (out,), {}, eqn.source_info, task=self.task, after=after)
+        )
         return out
 
     def _operation(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-        if eqn.primitive.name == "optimization_barrier":
-            return [self._barrier(eqn, v) for v in operands]
+        if eqn.primitive is optimization_barrier_p:
+            return self._barrier(eqn, operands)
         outs = [Var(v.aval) for v in eqn.outvars]
         opened = _OPENERS.get(eqn.primitive.name)
         regions: tuple[Program, ...] = ()
@@ -296,6 +312,16 @@ def _with_fan_outs(program: Program, *, nested: bool) -> Program:
             atom = copy
         outvars.append(atom)
     return Program(program.invars, tuple(equations), tuple(outvars))
+
+
+def can_be_awaited(v: Var) -> bool:
+    """Whether it has elements, and they are real numbers."""
+    return bool(v.aval.size) and jnp.issubdtype(v.aval.dtype, jnp.floating)
+
+
+def _bytes(v: Var) -> int:
+    dtype = v.aval.dtype
+    return int(v.aval.size) * (dtype.itemsize if isinstance(dtype, np.dtype) else 1)
 
 
 def _variables(atoms: Sequence[Atom]) -> list[Var]:

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -23,8 +24,9 @@ from autopar.agreement import agreed, is_needed
 from autopar.catalogue import PlannerOptions, itemsize_of
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster, preset, preset_for_device_kind
-from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError
+from autopar.errors import ArgumentError, AutoparWarning, ConstraintError, OutOfMemoryError, UnsupportedProgramError
 from autopar.following import Following
+from autopar.layer_recompute import recomputed_step
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import in_microbatches, microbatch_counts
 from autopar.options import Constraints, Rule
@@ -185,10 +187,6 @@ class Settings:
 
     def _refuse_what_is_for_stages(self) -> None:
         """Raise ArgumentError for wishes that one mesh cannot meet."""
-        if self.recompute == "layer":
-            raise ArgumentError(
-                "recompute='layer' is for pipeline stages (num_stages=2 or more); on one mesh put jax.checkpoint on the layers"
-            )
         if self.virtual_stages > 1:
             raise ArgumentError(
                 f"virtual_stages={self.virtual_stages} are stages of each mesh of a pipeline: give num_stages, the number of "
@@ -246,21 +244,36 @@ class Settings:
         return self.meshes * stages if len(self.meshes) == 1 else self.meshes
 
     def _on_one_mesh(self, traced: TracedStep, request: PlanRequest) -> OnOneMesh:
-        """In as many microbatches as were asked for, or, by default, as the memory needs."""
+        """In as many microbatches as were asked for, and with recomputation if it was; by default, as the memory needs."""
         if isinstance(self.plan, Plan):
-            cut = in_microbatches(traced, self.plan.num_microbatches)
+            step = recomputed_step(traced) if self.plan.recompute else traced
+            cut = in_microbatches(step, self.plan.num_microbatches)
             return OnOneMesh(cut, self.plan, restore(cut, self.plan, request))
-        if self.num_microbatches != "auto":
-            cut = in_microbatches(traced, self.num_microbatches)
-            return OnOneMesh(cut, *plan_step(cut, request))
+        step = _recomputed(traced) if self.recompute == "layer" else traced
+        count = 1 if self.num_microbatches == "auto" else self.num_microbatches
+        again = step is not traced
         try:
-            return OnOneMesh(traced, *plan_step(traced, request))
+            return _planned(in_microbatches(step, count), request, again=again)
         except OutOfMemoryError as error:
-            hopeless = self._state_is_too_large(traced, request)
-            smaller = None if hopeless else self._in_least_microbatches(traced, request)
-            if smaller is None:
+            if self._state_is_too_large(traced, request):
                 raise error from None
-            return smaller
+            found = [self._in_least_microbatches(step, request, again=again)]
+            if self.recompute == "auto":
+                found.append(self._doing_again(traced, request, count))
+            fitting = [one for one in found if one is not None]
+            if not fitting:
+                raise error from None
+            return min(fitting, key=lambda one: one.plan.step_s)
+
+    def _doing_again(self, traced: TracedStep, request: PlanRequest, count: int) -> OnOneMesh | None:
+        """With recomputation, in as many microbatches as that needs; None if nothing can be done again, or it does not fit."""
+        step = recomputed_step(traced)
+        if step is traced:
+            return None
+        try:
+            return _planned(in_microbatches(step, count), request, again=True)
+        except OutOfMemoryError:
+            return self._in_least_microbatches(step, request, again=True)
 
     def _state_is_too_large(self, traced: TracedStep, request: PlanRequest) -> bool:
         """Whether the state alone, spread evenly over all devices, exceeds the memory: then nothing helps but more of it."""
@@ -268,14 +281,14 @@ class Settings:
         limit = request.memory_limit_bytes
         return limit is not None and held > limit * self._count()
 
-    def _in_least_microbatches(self, traced: TracedStep, request: PlanRequest) -> OnOneMesh | None:
-        """The plan with the fewest microbatches that fits the memory, None if none does."""
-        for count in microbatch_counts(traced)[1:]:
-            cut = in_microbatches(traced, count)
+    def _in_least_microbatches(self, step: TracedStep, request: PlanRequest, *, again: bool) -> OnOneMesh | None:
+        """The plan with the fewest microbatches that fits the memory, None if none does or their number was given."""
+        for count in microbatch_counts(step)[1:] if self.num_microbatches == "auto" else ():
+            cut = in_microbatches(step, count)
             if cut.microbatches != count:
                 return None
             try:
-                return OnOneMesh(cut, *plan_step(cut, request))
+                return _planned(cut, request, again=again)
             except (OutOfMemoryError, ConstraintError):  # constraints that no slice of so few examples can meet
                 continue
         return None
@@ -339,6 +352,25 @@ class Settings:
         plan = self._followed()
         layouts = tuple(Rule(v.path, v.partition_spec, must_match=False) for v in plan.inputs if v.role == "state")
         return Constraints((*layouts, *self.constraints.rules))
+
+
+def _planned(step: TracedStep, request: PlanRequest, *, again: bool) -> OnOneMesh:
+    """The plan of a step for one mesh; `again`: it does forward work again in backward."""
+    plan, assignment = plan_step(step, request)
+    return OnOneMesh(step, dataclasses.replace(plan, recompute=again), assignment)
+
+
+def _recomputed(traced: TracedStep) -> TracedStep:
+    """The step with layers' forward work done again; a warning where nothing can be."""
+    step = recomputed_step(traced)
+    if step is traced:
+        warnings.warn(
+            "recompute='layer' finds no layers whose forward work could be done again in the backward pass with less memory; a "
+            "scan over layers is one operation: put jax.checkpoint on its body",
+            AutoparWarning,
+            stacklevel=6,
+        )
+    return step
 
 
 def checked_devices(devices: Any) -> tuple[jax.Device, ...] | int | None:

@@ -221,7 +221,13 @@ class Lowering:
         operands = tuple(scope.get(v, layout) for v, layout in zip(eqn.invars, strategy.inputs, strict=True))
         call = LocalCall(eqn, operands, rule, dict(strategy.factor_axes), self.mesh)
         results = entry_for(eqn).local(call)
+        if eqn.after is not None and eqn.after in scope.values:
+            results = [self.held_back(array, scope.values[eqn.after].array) for array in results]
         return [Placed(array, layout) for array, layout in zip(results, strategy.outputs, strict=True)]
+
+    def held_back(self, array: Any, late: Any) -> Any:
+        """The array, not before `late` is there."""
+        return waiting_for(late, array) if late.size else array
 
     def needs(self, eqn: Equation) -> tuple[Layout, ...]:
         """The layouts in which an equation takes its operands."""
@@ -465,6 +471,9 @@ def waiting_for(late: jax.Array, array: jax.Array) -> jax.Array:
     XLA's CPU compiler of JAX 0.10 drops barriers, and runs at once whatever has its operands. So the array depends on a
     condition that is never true, a square below -1, which XLA does not know.
     """
+    if is_opaque(jax.typeof(array)):
+        words = waiting_for(late, jax.random.key_data(array))
+        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
     number = jnp.ravel(late)[0]
     return jnp.where(number * number < -1, jnp.zeros_like(array), array)
 

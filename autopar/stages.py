@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
@@ -31,7 +31,17 @@ from autopar.rules import flops_of
 from autopar.updates import Updates
 from autopar.whereabouts import Kinds, Whereabouts
 
-__all__ = ["ForwardEquation", "Piece", "PieceName", "StageCut", "check", "cut_stages", "forward_chain", "place_stages"]
+__all__ = [
+    "ForwardEquation",
+    "Piece",
+    "PieceName",
+    "StageCut",
+    "chain_of",
+    "check",
+    "cut_stages",
+    "forward_chain",
+    "place_stages",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +55,12 @@ class ForwardEquation:
 
 def forward_chain(loop: TimeLoop) -> tuple[ForwardEquation, ...]:
     """The forward equations of the step in order, with the work of each and what a cut before it sends per microbatch."""
-    chain = Kinds.of(loop).forward()
+    return chain_of(Kinds.of(loop), lambda eqn: _work(loop, eqn))
+
+
+def chain_of(kinds: Kinds, work: Callable[[Equation], float]) -> tuple[ForwardEquation, ...]:
+    """The forward equations of a step whose operations are of these kinds."""
+    chain = kinds.forward()
     place = {eqn: i for i, eqn in enumerate(chain)}
     last: dict[Var, int] = {}
     for eqn in chain:
@@ -57,7 +72,7 @@ def forward_chain(loop: TimeLoop) -> tuple[ForwardEquation, ...]:
             change[place[eqn] + 1] += bytes_of(v)
             change[last.get(v, place[eqn]) + 1] -= bytes_of(v)
     crossing = list(itertools.accumulate(change))
-    return tuple(ForwardEquation(eqn, _work(loop, eqn), crossing[i]) for i, eqn in enumerate(chain))
+    return tuple(ForwardEquation(eqn, work(eqn), crossing[i]) for i, eqn in enumerate(chain))
 
 
 def _work(loop: TimeLoop, eqn: Equation) -> float:

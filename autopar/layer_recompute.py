@@ -1,0 +1,165 @@
+"""Recomputation per layer as a rewriting of the step: backward does a layer's forward work again instead of keeping its results.
+
+In: a traced step. Out: the same step whose program has, before the backward of each layer but the last,
+
+    the values that the layer received, as copies that wait for the cotangent;  the layer's forward work again, on these
+
+and whose backward reads the new results. So between forward and backward there is what layers hand on, and the results of one
+layer at a time. Operations and operands are the same, so are the results: a dropout mask comes from the same key. Layers are
+those of `layers.cluster`; of several numbers of layers the one that keeps the fewest bytes counts:
+
+    kept(n) = the bytes that cross n layers' boundaries + the most that backward reads of one layer's results
+
+The last layer is left alone, because its backward begins at once. What can go wrong: a scan over layers is one operation, and
+doing it again saves nothing; put `jax.checkpoint` on its body.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.compat import Literal, Var, attributed_to
+from autopar.evaluate import bound
+from autopar.layers import cluster
+from autopar.microbatch import retraced
+from autopar.pieces import bytes_of, operands_of
+from autopar.program import Equation, can_be_awaited
+from autopar.stacks import forward_work
+from autopar.stages import chain_of
+from autopar.trace import TracedStep
+from autopar.whereabouts import Kinds
+
+COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
+"""Numbers of layers that are tried."""
+SMALL_BYTES = 1024
+"""Results up to this size are kept."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """Forward work that is done again: `results` are what backward reads of it, `equations` make these, in order."""
+
+    equations: tuple[Equation, ...]
+    results: frozenset[Var]
+
+
+def recomputed_step(traced: TracedStep, *, small_bytes: int = SMALL_BYTES) -> TracedStep:
+    """The step with layers' forward work done again in backward; itself if there is nothing that pays."""
+    layers = layers_to_recompute(traced, small_bytes=small_bytes)
+    if not layers:
+        return traced
+    return retraced(traced, traced.inputs, _Evaluation(traced, layers).run)
+
+
+def layers_to_recompute(traced: TracedStep, *, small_bytes: int = SMALL_BYTES) -> tuple[Layer, ...]:
+    """The layers, in the order of forward; see the module's text. Results of at most `small_bytes` are kept."""
+    divided = _Division(traced, small_bytes)
+    most = sum(map(bytes_of, divided.read_by_backward))
+    found: list[tuple[float, tuple[Layer, ...]]] = [(most, ())]
+    for count in COUNTS:
+        if most and 2 * count <= len(divided.chain):
+            found.append(divided.at(cluster(divided.chain, max_layers=count)))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
+class _Division:
+    """What backward reads of forward, and what of it is kept where the forward chain is cut."""
+
+    def __init__(self, traced: TracedStep, small_bytes: int) -> None:
+        self.small_bytes = small_bytes
+        self.kinds = Kinds(traced, (), traced.program.equations)
+        flops = {work.equation: work.flops for work in forward_work(traced, ())}
+        self.chain = chain_of(self.kinds, flops.__getitem__)
+        self.forward = [eqn for eqn in self.kinds.body if eqn not in self.kinds.backward]
+        self.maker = {v: eqn for eqn in self.forward for v in eqn.outvars}
+        backward = (v for eqn in self.kinds.body if eqn in self.kinds.backward for v in operands_of(eqn))
+        self.read_by_backward = [v for v in dict.fromkeys(backward) if v in self.maker]
+
+    def at(self, cuts: Sequence[int]) -> tuple[float, tuple[Layer, ...]]:
+        """(kept bytes, layers to recompute) for layers that begin at these places."""
+        layer_of = self._layers(cuts)
+        wanted: dict[int, list[Var]] = {}
+        for v in self.read_by_backward:
+            at = layer_of.get(v, frozenset())
+            if len(at) == 1 and bytes_of(v) > self.small_bytes:
+                wanted.setdefault(next(iter(at)), []).append(v)
+        layers = {k: self._layer(found, layer_of) for k, found in sorted(wanted.items()) if k < len(cuts)}
+        layers = {k: layer for k, layer in layers.items() if not any(eqn.regions for eqn in layer.equations)}
+        crossing = sum(
+            bytes_of(v) for v, at in layer_of.items() if len(at) > 1 and v in self.maker and self._is_anchored(v)
+        )
+        left = sum(bytes_of(v) for k, found in wanted.items() if k not in layers for v in found)
+        most = max((sum(map(bytes_of, wanted[k])) for k in layers), default=0.0)
+        return crossing + left + most, tuple(layers.values())
+
+    def _is_anchored(self, v: Var) -> bool:
+        return self.kinds.is_anchored(self.maker[v])
+
+    def _layers(self, cuts: Sequence[int]) -> dict[Var, frozenset[int]]:
+        """For each value of forward the layers that make or read it, also through what depends on no example or no weight."""
+        own = {place.equation: bisect.bisect_right(cuts, i) for i, place in enumerate(self.chain)}
+        found: dict[Var, set[int]] = {}
+        for eqn in reversed(self.forward):
+            layers = {own[eqn]} if eqn in own else set().union(*(found.get(v, set()) for v in eqn.outvars))
+            for v in (*operands_of(eqn), *(eqn.outvars if eqn in own else ())):
+                found.setdefault(v, set()).update(layers)
+        return {v: frozenset(layers) for v, layers in found.items()}
+
+    def _layer(self, results: Sequence[Var], layer_of: Mapping[Var, frozenset[int]]) -> Layer:
+        """The equations behind results, back to what several layers use, and to arguments."""
+        needed, chosen = set(results), []
+        for eqn in reversed(self.forward):
+            if any(v in needed for v in eqn.outvars):
+                chosen.append(eqn)
+                needed.update(v for v in operands_of(eqn) if v in self.maker and len(layer_of[v]) == 1)
+        return Layer(tuple(reversed(chosen)), frozenset(results))
+
+
+class _Evaluation:
+    """Runs the step's equations, and each layer's again before the first backward equation that reads its results."""
+
+    def __init__(self, traced: TracedStep, layers: Iterable[Layer]) -> None:
+        self.program = traced.program
+        self.layer_of = {v: layer for layer in layers for v in layer.results}
+        self.backward = Kinds(traced, (), traced.program.equations).backward
+
+    def run(self, *arrays: Any) -> list[Any]:
+        """The step's flat outputs."""
+        values: dict[Var, Any] = dict(zip(self.program.invars, arrays, strict=True))
+        again: dict[Var, Any] = {}
+        late: Any = None
+        for eqn in self.program.equations:
+            is_backward = eqn in self.backward
+            for v in operands_of(eqn) if is_backward else ():
+                if v in self.layer_of and v not in again:
+                    again.update(_done_again(self.layer_of[v], values, late))
+            with attributed_to(eqn):
+                results = bound(eqn, [_value(v, values, again if is_backward else {}) for v in eqn.invars])
+            values.update(zip(eqn.outvars, results, strict=True))
+            if is_backward:
+                late = next((values[v] for v in reversed(eqn.outvars) if can_be_awaited(v)), late)
+        return [_value(v, values, {}) for v in self.program.outvars]
+
+
+def _done_again(layer: Layer, values: Mapping[Var, Any], late: Any) -> dict[Var, Any]:
+    """A layer's results, made again of what it received, when `late` is there."""
+    made = {v for eqn in layer.equations for v in eqn.outvars}
+    received = dict.fromkeys(v for eqn in layer.equations for v in operands_of(eqn) if v not in made)
+    waiting = [values[v] for v in received] + ([] if late is None else [late])
+    own = dict(zip(received, jax.lax.optimization_barrier(waiting), strict=False))
+    for eqn in layer.equations:
+        with attributed_to(eqn):
+            own.update(zip(eqn.outvars, bound(eqn, [_value(v, own, {}) for v in eqn.invars]), strict=True))
+    return {v: own[v] for v in layer.results}
+
+
+def _value(atom: Any, values: Mapping[Var, Any], again: Mapping[Var, Any]) -> Any:
+    if isinstance(atom, Literal):
+        return jnp.asarray(atom.val, atom.aval.dtype)
+    return again[atom] if atom in again else values[atom]

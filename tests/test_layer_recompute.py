@@ -1,0 +1,184 @@
+"""Recomputation per layer on one mesh: the same numbers to the last dropout mask, less memory in XLA's own account."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.catalogue import PlannerOptions
+from autopar.compile import CompiledStep
+from autopar.cost_model.hardware import preset
+from autopar.errors import OutOfMemoryError
+from autopar.layer_recompute import layers_to_recompute, recomputed_step
+from autopar.mesh import LogicalMesh
+from autopar.options import Constraints
+from autopar.pieces import operands_of
+from autopar.plan import Plan
+from autopar.planner import PlanRequest, plan_step
+from autopar.trace import CallSignature, bind_arguments, trace
+from tests import pipeline_steps, zoo
+from tests.oracles import assert_same_as_jit, assert_trees_close
+
+
+def arguments(width=32, layers=6, batch=512):
+    """Two weights a layer, the second one four times as wide, and a key; examples that need far more memory than these."""
+    draw = np.random.default_rng(0)
+
+    def weight(rows, columns):
+        return jnp.asarray(draw.normal(size=(rows, columns)) / rows**0.5, jnp.float32)
+
+    weights = [(weight(width, 4 * width), weight(4 * width, width)) for _ in range(layers)]
+    return (weights, jax.random.key(1)), jnp.asarray(draw.normal(size=(batch, width)), jnp.float32)
+
+
+def step(state, x):
+    """Residual layers with dropout, whose masks come from a key in the state."""
+    weights, key = state
+
+    def layer(h, number, w):
+        inner = jnp.tanh(jnp.sin(h @ w[0]))
+        kept = jax.random.bernoulli(jax.random.fold_in(key, number), 0.7, inner.shape)
+        return h + jnp.tanh(jnp.where(kept, inner / 0.7, 0) @ w[1])
+
+    def loss(weights):
+        h = x
+        for number, w in enumerate(weights):
+            h = layer(h, number, w)
+        return jnp.mean(h**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return (jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), jax.random.fold_in(key, 7)), value
+
+
+def signature_of(fun):
+    return CallSignature(fun, (1,), (), "auto")
+
+
+def traced(fun, *args):
+    return trace(signature_of(fun), bind_arguments(signature_of(fun), args, {}))
+
+
+def temporaries(parallel, *args):
+    return parallel.compile(*args).memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("mesh_shape", [(1,), (2, 2)])
+def test_a_step_that_recomputes_needs_less_than_half_the_temporaries_as_predicted(mesh_shape):
+    plain = autopar.parallelize(step, mesh_shape=mesh_shape, recompute="none")
+    again = autopar.parallelize(step, mesh_shape=mesh_shape, recompute="layer")
+    before, after = plain.plan(*arguments()), again.plan(*arguments())
+    assert (before.recompute, after.recompute) == (False, True)
+    assert after.compute_s > before.compute_s
+    assert temporaries(again, *arguments()) < 0.5 * temporaries(plain, *arguments())
+    account = again.compile(*arguments()).memory_analysis()
+    real = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
+    assert after.peak_bytes == pytest.approx(real + account.temp_size_in_bytes, rel=0.15)
+    assert_same_as_jit(step, again, *arguments())
+
+
+def test_masks_are_those_of_the_step_to_the_last_bit():
+    """Losses and gradients on one device do not even differ by rounding: the operations are the same on the same operands."""
+
+    def gradients(state, x):
+        new, value = step(state, x)
+        return jax.tree.map(lambda a, b: a - b, state[0], new[0]), value
+
+    again = autopar.parallelize(gradients, mesh_shape=(1,), recompute="layer")
+    assert again.plan(*arguments()).recompute
+    plain = autopar.parallelize(gradients, mesh_shape=(1,), recompute="none")
+    assert_trees_close(again(*arguments()), plain(*arguments()), rtol_of_scale=1e-6)
+    dropped = [np.asarray(f(*arguments())[0][0][1] == 0) for f in (again, plain, jax.jit(gradients))]
+    assert np.array_equal(dropped[0], dropped[1])
+    assert np.array_equal(dropped[0], dropped[2])
+
+
+@pytest.mark.parametrize("name", ["clipped_adamw", "tied_weights", "metrics", "long_skips", "transformer"])
+def test_what_is_hard_to_cut_is_recomputed_with_the_same_results(name):
+    """These are a few hundred bytes a value, which would be kept."""
+    fun, state, batch = getattr(pipeline_steps, name)()
+    once = traced(fun, state, batch)
+    again = recomputed_step(once, small_bytes=0)
+    assert len(again.program.equations) > len(once.program.equations) + 4
+    request = PlanRequest((LogicalMesh.of((2,)),), preset("cpu"), None, Constraints(), PlannerOptions())
+    plan, assignment = plan_step(again, request)
+    compiled = CompiledStep(signature_of(fun), again, assignment, plan, jax.devices()[:2])
+    assert_same_as_jit(fun, compiled, state, batch, steps=2, adam_lr=1e-2 if name == "clipped_adamw" else None)
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet"])
+def test_models_of_the_zoo_are_recomputed_with_the_same_results(name):
+    fun, state, batch = getattr(zoo, f"build_{name}")()
+    assert layers_to_recompute(traced(fun, state, batch))
+    assert_same_as_jit(fun, autopar.parallelize(fun, mesh_shape=(2,), recompute="layer"), state, batch, adam_lr=1e-2)
+
+
+def test_a_layer_is_done_again_from_what_it_received():
+    """Of six layers the first ones are done again, each from the stream, its weights and the key; masks are made again."""
+    layers = layers_to_recompute(traced(step, *arguments()))
+    assert 3 <= len(layers) <= 5
+    for layer in layers:
+        made = {v for eqn in layer.equations for v in eqn.outvars}
+        assert layer.results <= made
+        received = {v for eqn in layer.equations for v in operands_of(eqn)} - made
+        assert {v.aval.shape for v in received} <= {(512, 32), (32, 128), (128, 32), ()}
+        assert "random_bits" in {eqn.primitive.name for eqn in layer.equations}
+
+
+def test_a_step_without_gradients_is_left_alone():
+    def evaluate(weights, x):
+        return jnp.mean(jnp.tanh(x @ weights))
+
+    one = traced(evaluate, jnp.ones((8, 8)), jnp.ones((8, 8)))
+    assert recomputed_step(one) is one
+    parallel = autopar.parallelize(evaluate, mesh_shape=(1,), recompute="layer")
+    with pytest.warns(autopar.AutoparWarning, match=r"finds no layers .* put jax\.checkpoint on its body"):
+        assert not parallel.plan(jnp.ones((8, 8)), jnp.ones((8, 8))).recompute
+
+
+def test_recomputation_is_chosen_where_memory_is_short_if_it_is_the_faster_way():
+    free = autopar.parallelize(step, mesh_shape=(2,), recompute="none").plan(*arguments())
+    assert not autopar.parallelize(step, mesh_shape=(2,)).plan(*arguments()).recompute
+    limit = int(0.6 * free.peak_bytes)
+    options = {"mesh_shape": (2,), "memory_limit_bytes": limit}
+    with pytest.raises(OutOfMemoryError):
+        autopar.parallelize(step, recompute="none", num_microbatches=1, **options).plan(*arguments())
+    only = autopar.parallelize(step, num_microbatches=1, **options)
+    assert only.plan(*arguments()).recompute
+    assert only.plan(*arguments()).peak_bytes <= limit
+    open_plan = autopar.parallelize(step, **options).plan(*arguments())
+    slices = autopar.parallelize(step, recompute="none", **options).plan(*arguments())
+    assert open_plan.step_s == min(slices.step_s, only.plan(*arguments()).step_s)
+
+
+def test_a_plan_that_recomputes_can_be_used_again():
+    plan = autopar.parallelize(step, mesh_shape=(2,), recompute="layer", num_microbatches=2).plan(*arguments())
+    restored = autopar.parallelize(step, plan=Plan.from_json(plan.to_json()))
+    assert restored.plan(*arguments()).recompute
+    assert_same_as_jit(step, restored, *arguments(), steps=1)
+
+
+def test_the_users_own_checkpoints_save_as_much_in_plan_and_account():
+    """Their barriers wait for the cotangents, so that nothing is done again early."""
+
+    def checkpointed(weights, x):
+        def layer(h, w):
+            return h + jnp.tanh(jnp.tanh(jnp.sin(h @ w[0])) @ w[1])
+
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = jax.checkpoint(layer)(h, w)
+            return jnp.mean(h**2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    (weights, _), x = arguments()
+    parallel = autopar.parallelize(checkpointed, mesh_shape=(2,))
+    account = parallel.compile(weights, x).memory_analysis()
+    real = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
+    assert parallel.plan(weights, x).peak_bytes == pytest.approx(real + account.temp_size_in_bytes, rel=0.15)
+    residuals = 6 * 512 * (3 * 32 + 4 * 128) * 4 // 2
+    assert account.temp_size_in_bytes < 0.5 * residuals
+    assert_same_as_jit(checkpointed, parallel, weights, x)
