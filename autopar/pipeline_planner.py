@@ -19,7 +19,7 @@ from autopar.merged_scans import merged
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
-from autopar.planner import PlanRequest, logical_meshes
+from autopar.planner import PlanRequest
 from autopar.runtime.check import microbatches_in_flight
 from autopar.runtime.instructions import Run
 from autopar.runtime.schedules import Schedule, make_schedule
@@ -117,9 +117,8 @@ def search_pipeline(
     if stages == 1:
         return None
     schedule = make_schedule(name, num_meshes=stages, num_microbatches=microbatches)
-    meshes = tuple(logical_meshes(size) if size > 1 else (LogicalMesh.of((1,)),) for size in found.sizes)
     split, loop, cuts = merged(split, loop, found.cuts)
-    wanted = StageRequest(meshes, stages, microbatches, microbatches_in_flight(schedule), cuts, loop, split=split)
+    wanted = StageRequest(found.meshes, stages, microbatches, microbatches_in_flight(schedule), cuts, loop, split=split)
     staged = _with_recomputation(traced, wanted, request, wishes.recompute)
     plan = _describe(traced, staged, schedule, request)
     return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged

@@ -19,10 +19,11 @@ import numpy as np
 from autopar.catalogue import Catalogues, PlannerOptions, itemsize_of
 from autopar.constraints import allowed_layouts, batch_axes
 from autopar.cost_model.hardware import Cluster
+from autopar.deep import ChoiceProblem
 from autopar.errors import AutoparWarning, ConstraintError, OutOfMemoryError, PlanError
 from autopar.graph import BatchSplit, StrategyGraph, build_graph
 from autopar.interchange import class_numbers, equal_axes
-from autopar.intra_op import Choice, choose
+from autopar.intra_op import Choice
 from autopar.memory import TEMPORARIES_MARGIN, MemoryModel, Resident
 from autopar.mesh import Layout, LogicalMesh
 from autopar.options import Constraints
@@ -155,11 +156,11 @@ def _plan_on(
     allowed = _allowed_inputs(traced, mesh, request)
     graph = graph_for(traced, mesh, request, allowed, batch=_batch_split(traced, mesh, request))
     memory = _memory_model(traced, graph)
-    search = functools.partial(choose, graph.costs, graph.edges, classes=_classes(graph, request), cutoff_s=cutoff_s)
     bound = memory.bound()
     if request.memory_limit_bytes is not None and bound > request.memory_limit_bytes:
         return _Infeasible(mesh, bound, None, memory.least()[1])
-    found = _choose_within(graph, memory, request.memory_limit_bytes, search)
+    problem = ChoiceProblem(graph.costs, graph.edges, classes=_classes(graph, request), cutoff_s=cutoff_s)
+    found = _choose_within(graph, memory, request.memory_limit_bytes, problem.choose)
     if isinstance(found, int):
         return _Infeasible(mesh, bound, found, memory.least()[1])
     choice, copy_span = found

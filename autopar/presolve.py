@@ -53,6 +53,10 @@ class Reduced:
             full[step.node] = int(step.choices[int(np.argmin(total))])
         return [full[node] for node in range(len(full))]
 
+    def restricted(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Of a choice of every original node, what it chooses for the nodes left, numbered as their open choices."""
+        return {v: int(np.searchsorted(self.open_choices[v], numbers[v])) for v in self.nodes}
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Step:

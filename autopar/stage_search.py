@@ -9,6 +9,7 @@ early; so the chosen stages are planned again as wholes, and their own figures a
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import numpy as np
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import (
+    ChosenStage,
     CostTable,
     Manual,
     ScheduleName,
@@ -44,10 +46,14 @@ LAYER_COUNTS = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What the search chose: places of the cuts in the forward chain, and the devices of each stage."""
+    """What the search chose: places of the cuts in the forward chain, the devices of each stage, and their logical meshes.
+
+    A stage's meshes are those that are best for one of its layers.
+    """
 
     cuts: tuple[int, ...]
     sizes: tuple[int, ...]
+    meshes: tuple[tuple[LogicalMesh, ...], ...]
     choice: StageChoice
 
 
@@ -80,7 +86,8 @@ def search_stages(
     )
     choice = choose_stages(problem, manual=Manual(num_stages=num_stages))
     cuts = tuple(places[stage.first_layer - 1] for stage in choice.stages[1:])
-    return Found(cuts, tuple(math.prod(stage.submesh) for stage in choice.stages), choice)
+    sizes = tuple(math.prod(stage.submesh) for stage in choice.stages)
+    return Found(cuts, sizes, tuple(map(layers.meshes, choice.stages)), choice)
 
 
 def _clustered(chain: tuple[ForwardEquation, ...]) -> tuple[int, ...]:
@@ -126,6 +133,13 @@ class _Layers:
             arrays[1][z], arrays[3][z], arrays[4][z] = (np.where(planned, ranges[:, :, k], 0.0) for k in (1, 2, 3))
             arrays[2][z] = np.where(planned, self._transfer_s(devices)[None, :], 0.0)
         return CostTable(*arrays)
+
+    def meshes(self, stage: ChosenStage) -> tuple[LogicalMesh, ...]:
+        """The logical meshes that the layers of a stage were planned on, the most frequent first."""
+        devices = math.prod(stage.submesh)
+        planned = (self._stage(layer, devices) for layer in range(stage.first_layer, stage.end_layer))
+        count = collections.Counter(one.assignment.mesh for one in planned if one is not None)
+        return tuple(mesh for mesh, _ in count.most_common())
 
     def _transfer_s(self, devices: int) -> np.ndarray:
         """Seconds to send what crosses after each layer, and its gradient back."""

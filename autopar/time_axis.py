@@ -32,8 +32,8 @@ from autopar.catalogue import Catalogue, PlannerOptions, RuleBook, is_opaque, it
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.cost_model.hardware import Cluster
+from autopar.deep import ChoiceProblem
 from autopar.graph import Node, StrategyGraph, Use, build_graph
-from autopar.intra_op import choose
 from autopar.mesh import Layout, LogicalMesh
 from autopar.program import Equation, Program
 from autopar.rules import entry_for
@@ -99,7 +99,7 @@ def plan_time(traced: TracedStep, microbatches: int, *, late_sums: bool = False)
     )
     examples = example_factors(traced, rules)
     problem = _Problem(graph, microbatches, examples, late_sums=late_sums)
-    found = choose(problem.costs(), problem.edges())
+    found = ChoiceProblem(problem.costs(), problem.edges(), is_proven=False).choose()
     assert found is not None
     if not np.isfinite(found.seconds):
         raise AssertionError("a step can always run whole, before the loop")
