@@ -137,7 +137,8 @@ class Catalogue:
         avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
         flops = self.rules.flops(eqn)
         dtypes = tuple(a.dtype for a in avals)
-        key = (rule, carried, entry.heavy, entry.fused, entry.free, flops, dtypes)
+        orders = entry.orders(eqn) if entry.orders is not None else None
+        key = (rule, carried, entry.heavy, entry.fused, entry.free, entry.random, orders, flops, dtypes)
         if key not in self._sets:
             strategies = strategies_of(rule, self.mesh, monoids=tuple(sorted(carried)))
             if entry.heavy and not self.options.allow_redundant_compute and not self.options.every_strategy:
@@ -214,6 +215,20 @@ class Catalogue:
             dtype=dtype,
             launched=not entry.fused,
             sizes=self._product_sizes(eqn, strategy) if entry.heavy else None,
+            reordered_bytes=self._reordered_bytes(eqn, entry, strategy),
+            random_bytes=self._out_bytes(eqn, strategy) if entry.random else 0.0,
+        )
+
+    def _reordered_bytes(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy) -> int:
+        """Bytes per device of a contraction's operands that are copied with their dimensions in another order."""
+        if entry.orders is None or not self.cluster.device.reorder_s_per_byte:
+            return 0
+        orders = entry.orders(eqn)
+        operands = zip(eqn.invars, strategy.inputs, strict=True)
+        return sum(
+            layout.local_bytes(v.aval.shape, itemsize_of(v.aval), self.mesh)
+            for place, (v, layout) in enumerate(operands)
+            if orders.copied(place, layout.local_shape(v.aval.shape, self.mesh)) is not None
         )
 
     def _product_sizes(self, eqn: Equation, strategy: ShardingStrategy) -> tuple[float, float, float] | None:

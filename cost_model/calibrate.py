@@ -5,6 +5,8 @@ a `Cluster`, and how far each kind of sample lies from what the cluster says of 
 samples span four orders of magnitude, and no figure may be negative:
 
     product      2 m n k / (peak (m/(m+hm)) (n/(n+hn)) (k/(k+hk))) + launch     peak, hm, hn, hk
+    reordered    what the products take + r x bytes of operands in another order   r
+    random       bytes / bandwidth + launch + d x bytes                         d
     operation    launch, of operations that do next to nothing                  launch
     pointwise    bytes that the equations of a fused chain write / bandwidth    bandwidth
     collective   a + a1 n + (b + b1 n) x bytes each rank sends                  a, a1, b, b1 for each kind
@@ -21,13 +23,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from autopar.cost_model.algorithms import bytes_sent
+from autopar.cost_model.compute import matrix_product_s, memory_bound_s
 from autopar.cost_model.machine import Cluster, Device, MatrixEfficiency
-from autopar.cost_model.measurements import COLLECTIVES, Collective, Sample, pointwise_equations
+from autopar.cost_model.measurements import (
+    COLLECTIVES,
+    REPEATS,
+    Case,
+    Collective,
+    Sample,
+    pointwise_equations,
+)
 from autopar.cost_model.topology import MeasuredCollective
 
 HALF_LENGTHS = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
@@ -70,6 +81,13 @@ def calibrated_cluster(
         {dtype: curve for dtype, (_, curve) in curves.items()},
         launch_s=launch_s,
     )
+    reorder_s_per_byte, errors["reordered"] = _beside(
+        by_kind["reordered"], [_mixtures_s(fitted, sample.case) for sample in by_kind["reordered"]]
+    )
+    random_s_per_byte, errors["random"] = _beside(
+        by_kind["random"], [_drawn_s(fitted, sample.case) for sample in by_kind["random"]]
+    )
+    fitted = dataclasses.replace(fitted, reorder_s_per_byte=reorder_s_per_byte, random_s_per_byte=random_s_per_byte)
     first = preset.tiers[0]
     holds_all = first.devices is None or first.devices >= devices
     tiers = (dataclasses.replace(first, measured=measured if holds_all else {}), *preset.tiers[1:])
@@ -89,6 +107,8 @@ def slowed(cluster: Cluster, factor: float) -> Cluster:
             peak_flops_per_s={dtype: peak / factor for dtype, peak in device.peak_flops_per_s.items()},
             memory_bytes_per_s=device.memory_bytes_per_s / factor,
             launch_s=device.launch_s * factor,
+            reorder_s_per_byte=device.reorder_s_per_byte * factor,
+            random_s_per_byte=device.random_s_per_byte * factor,
         ),
     )
 
@@ -98,6 +118,34 @@ def _pointwise(samples: Sequence[Sample]) -> tuple[float, float]:
     written = [float(pointwise_equations() * sample.case.sizes[0]) for sample in samples]
     (s_per_byte,), error = nonnegative_fit([(size,) for size in written], [s.seconds for s in samples])
     return max(s_per_byte, 1e-15), error
+
+
+def _mixtures_s(device: Device, case: Case) -> tuple[float, float]:
+    """(seconds of the products of attention, bytes of the three operands in another order), of one repetition."""
+    examples, positions, heads, width = case.sizes
+    itemsize = ITEM_BYTES[case.dtype]
+    seconds = sum(
+        matrix_product_s(device, positions, n, k, dtype=case.dtype, itemsize=itemsize, batch=examples * heads)
+        for n, k in ((positions, width), (width, positions))
+    )
+    return seconds, 3.0 * itemsize * math.prod(case.sizes)
+
+
+def _drawn_s(device: Device, case: Case) -> tuple[float, float]:
+    """(seconds of writing random bits, their bytes), of one repetition."""
+    written = float(case.sizes[0])
+    return memory_bound_s(device, written), written
+
+
+def _beside(samples: Sequence[Sample], known: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(seconds per byte beside what is known, error): the median over the samples; `known`: seconds and bytes of each."""
+    measured = [sample.seconds / REPEATS for sample in samples]
+    found = [(wanted - seconds) / size for wanted, (seconds, size) in zip(measured, known, strict=True)]
+    s_per_byte = max(0.0, statistics.median(found))
+    errors = [
+        abs((seconds + s_per_byte * size) / wanted - 1) for wanted, (seconds, size) in zip(measured, known, strict=True)
+    ]
+    return s_per_byte, statistics.fmean(errors)
 
 
 def _calls(samples: Sequence[Sample]) -> tuple[float, float, float]:
@@ -117,15 +165,15 @@ def _collective(kind: Collective, samples: Sequence[Sample]) -> tuple[MeasuredCo
 
 
 def _products(samples: Sequence[Sample], launch_s: float) -> tuple[float, tuple[float, float, float], float]:
-    """(peak, half lengths, error). A sample is the pair (m, k) x (k, n) and (m, n) x (n, k).
+    """(peak, half lengths, error). A sample is (m, k) x (k, n), and the gradients of both operands.
 
     For given half lengths the best peak is the median of what each sample asks for; the half lengths are tried one by one.
     """
-    pairs = [sample.case.sizes for sample in samples]
-    seconds = np.array([max(sample.seconds - 2 * launch_s, 0.5 * sample.seconds) for sample in samples])
+    shapes = [sample.case.sizes for sample in samples]
+    seconds = np.array([max(sample.seconds - 3 * launch_s, 0.5 * sample.seconds) for sample in samples])
 
     def error_of(half: tuple[float, float, float]) -> tuple[float, float]:
-        work = np.array([_work(m, n, k, half) + _work(m, k, n, half) for m, n, k in pairs])
+        work = np.array([_work(m, n, k, half) + _work(m, k, n, half) + _work(k, n, m, half) for m, n, k in shapes])
         peak = float(np.median(work / seconds))
         return float(np.mean(np.abs(np.log(work / peak / seconds)))), peak
 

@@ -1,8 +1,8 @@
 """Seconds of one operation on one device: the roofline, with the efficiency that a matrix product of that shape reaches.
 
 In: floating-point operations, bytes read and written, the number format, and for products their shape. Out: seconds, the larger
-of arithmetic and memory traffic plus the launch of the operation. What can go wrong: an operation with several launches
-priced as one.
+of arithmetic and memory traffic plus the launch of the operation, plus what copying operands into order and drawing random
+bits take. What can go wrong: an operation with several launches priced as one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ def roofline_s(
     dtype: str,
     launched: bool,
     sizes: tuple[float, float, float] | None = None,
+    reordered_bytes: float = 0.0,
+    random_bytes: float = 0.0,
 ) -> float:
     """max(flops / reached, bytes / bandwidth), plus the launch time of an operation that is not fused into another.
 
     `sizes`: elements of the left operand, the right operand and the result, of an operation that multiplies matrices or
-    convolves; its efficiency then depends on its shape.
+    convolves; its efficiency then depends on its shape. `reordered_bytes` of its operands are copied first, in another order of
+    dimensions; `random_bytes` of its result are drawn.
     """
     device = cluster.device
     arithmetic_s = flops / device.flops_per_s_of(dtype)
@@ -32,7 +35,8 @@ def roofline_s(
         _, m, n, k = product_shape(flops, *sizes)
         arithmetic_s = flops / (device.peak_of(dtype) * device.efficiency_of(dtype).of(m, n, k))
     memory_s = moved_bytes / device.sustained_bytes_per_s
-    return max(arithmetic_s, memory_s) + (device.launch_s if launched else 0.0)
+    beside_s = reordered_bytes * device.reorder_s_per_byte + random_bytes * device.random_s_per_byte
+    return max(arithmetic_s, memory_s) + beside_s + (device.launch_s if launched else 0.0)
 
 
 def product_shape(flops: float, left: float, right: float, result: float) -> tuple[float, float, float, float]:

@@ -42,6 +42,8 @@ class Device:
     A format that is not listed runs as float32. `convolution_efficiency` is that of convolutions as matrix products, where it
     differs from `matrix_efficiency`. `memory_efficiency` is the part of the bandwidth that large copies reach,
     `reserved_bytes` what the driver and the libraries keep, `launch_s` what each operation costs before it starts.
+    `reorder_s_per_byte` is what a product adds for operands that have to be copied with their dimensions in another order,
+    `random_s_per_byte` what drawing random bits adds to writing them.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Device:
     reserved_bytes: float = 0.0
     launch_s: float = 0.0
     convolution_efficiency: Mapping[str, MatrixEfficiency] = dataclasses.field(default_factory=dict)
+    reorder_s_per_byte: float = 0.0
+    random_s_per_byte: float = 0.0
 
     def efficiency_of(self, dtype: str) -> MatrixEfficiency:
         """The efficiency of matrix products in `dtype`."""
@@ -229,6 +233,8 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         tightest.reserved_bytes,
         max(device.launch_s for device in devices),
         {dtype: device.convolution_efficiency_of(dtype) for dtype, device in weakest.items()},
+        max(device.reorder_s_per_byte for device in devices),
+        max(device.random_s_per_byte for device in devices),
     )
 
 

@@ -1,23 +1,28 @@
 """What the devices at hand take for products, pointwise work, collectives and calls: compiled cases, timed in rounds.
 
 In: JAX devices and a time limit. Out: `Sample`s, the least seconds of each case over the rounds. All devices do the same at the
-same time, as in an SPMD step, so that devices which share cores or a link are seen sharing them. Each case is one program with a
-loop inside, whose count is an argument, so that calling it costs little beside what is measured. Rounds go through all cases in
+same time, as in an SPMD step, so that devices which share cores or a link are seen sharing them. Most cases are one program with
+a loop inside, whose count is an argument, so that calling it costs little beside what is measured. Those that XLA compiles
+otherwise inside a loop, copies into another order and random bits, are programs without one. Rounds go through all cases in
 turn and the least time of each counts.
 
 Virtual CPU devices share the cores and keep them busy, so a step takes the processor seconds of all threads over the cores.
 That is what is measured there: it hardly changes while other programs run, and on a quiet machine it is the time on the clock.
-What can go wrong elsewhere: a busy machine; `spread` tells how unsteady the rounds were.
+What can go wrong elsewhere: a busy machine; `spread` tells how unsteady the rounds were. And on Linux an allocator that gives
+freed buffers back to the system: every step then pays for new pages again, up to a third of its time and not the same from
+process to process; `keep_freed_memory` asks it not to.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import math
 import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -28,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
-Kind = Literal["product", "pointwise", "operation", "dispatch"] | Collective
+Kind = Literal["product", "reordered", "random", "pointwise", "operation", "dispatch"] | Collective
 CASE_S = 0.02
 """A case is repeated inside its program until a call takes about this long."""
 PRODUCTS_CPU = (
@@ -46,16 +51,23 @@ PRODUCTS = (
     (512, 4096, 4096),
     (4096, 128, 4096),
 )
+ATTENTION_CPU = ((2, 64, 8, 32), (1, 128, 4, 64), (4, 128, 8, 16))
+ATTENTION = ((4, 1024, 16, 64), (8, 2048, 16, 128))
 COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 
 
 CHAINS, CHAIN_LENGTH = 4, 16
 """Small operations are measured in so many chains side by side, each of so many."""
+REPEATS = 4
+"""How often a program without a loop does what it measures."""
+_MALLOPT = {"trim threshold": (-1, 2**31 - 1), "top pad": (-2, 2**26), "mapped regions": (-4, 0), "arenas": (-8, 1)}
+"""glibc's options by number: free memory beyond which it gives back, what it takes at once, mappings and arenas at most."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing to measure. `sizes`: m, n, k of a product; bytes; ranks and bytes; small operations; arrays of a call."""
+    """One thing to measure. `sizes`: m, n, k of a product; examples, positions, heads and width of products that need their
+    operands reordered; bytes; ranks and bytes; small operations; arrays of a call."""
 
     kind: Kind
     sizes: tuple[int, ...]
@@ -92,12 +104,24 @@ class _Prepared:
         return Sample(self.case, seconds, float(np.median(self.times_s)) / least)
 
 
+def keep_freed_memory() -> bool:
+    """Have this process keep the memory that it frees, if its allocator is glibc's; call it before devices are first used.
+
+    Returns whether it will.
+    """
+    if sys.platform != "linux" or not hasattr(library := ctypes.CDLL(None), "mallopt"):
+        return False
+    return all(library.mallopt(option, value) == 1 for option, value in _MALLOPT.values())
+
+
 def cases_for(platform: str, devices: int) -> tuple[Case, ...]:
     """What is worth measuring on this many devices of a platform."""
     on_cpu = platform == "cpu"
     formats = ("float32",) if on_cpu else ("bfloat16", "float16", "float32")
     shapes = PRODUCTS_CPU if on_cpu else PRODUCTS
     cases = [Case("product", shape, dtype) for dtype in formats for shape in shapes]
+    cases += [Case("reordered", sizes, formats[0]) for sizes in (ATTENTION_CPU if on_cpu else ATTENTION)]
+    cases += [Case("random", (size,), "uint32") for size in ((2**16, 2**18) if on_cpu else (2**22, 2**26))]
     lengths = (2**12, 2**16, 2**20, 2**23) if on_cpu else (2**16, 2**22, 2**26, 2**29)
     cases += [Case("pointwise", (length,)) for length in lengths]
     cases += [Case("operation", (CHAINS * CHAIN_LENGTH,))]
@@ -140,6 +164,11 @@ def step_clock(devices: Sequence[jax.Device]) -> Callable[[], float]:
     return lambda: time.process_time() / busy
 
 
+def undisturbed_s(times_s: Sequence[float]) -> float:
+    """What a step takes when little else runs: the lower decile of its times, the second least of fifteen."""
+    return sorted(times_s)[len(times_s) // 10]
+
+
 def _timed(run: Callable[[int], None], count: int, clock: Callable[[], float]) -> float:
     started = clock()
     run(count)
@@ -148,7 +177,7 @@ def _timed(run: Callable[[int], None], count: int, clock: Callable[[], float]) -
 
 def _prepare(case: Case, devices: Sequence[jax.Device]) -> _Prepared:
     """Compile a case and find how often to repeat it."""
-    run = _calls(case, devices) if case.kind == "dispatch" else _loop(case, devices)
+    run = _PREPARED.get(case.kind, _loop)(case, devices)
     # One thread of the host calls a step, whatever the devices do: the wall's clock.
     clock = time.perf_counter if case.kind == "dispatch" else step_clock(devices)
     run(1)
@@ -198,6 +227,50 @@ def _loop(case: Case, devices: Sequence[jax.Device]) -> Callable[[int], None]:
     return lambda count: _wait(program(jnp.int32(count), *operands))
 
 
+def _straight(case: Case, devices: Sequence[jax.Device]) -> Callable[[int], None]:
+    """Calls of a program without a loop that does the case on each device, `REPEATS` times."""
+    body, shapes = _reordered(case) if case.kind == "reordered" else _drawn(case)
+    mesh, spec = Mesh(np.array(devices), ("device",)), P("device")
+    operands = [
+        jax.device_put(
+            np.full((len(devices) * shape[0], *shape[1:]), 1 / 64, jnp.dtype(case.dtype)), NamedSharding(mesh, spec)
+        )
+        for shape in shapes
+    ]
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            _wait(program(*operands))
+
+    return run
+
+
+def _reordered(case: Case) -> tuple[Callable[..., Any], list[tuple[int, ...]]]:
+    """Scores and mixtures of attention: three operands have heads behind positions, and the products want them in front."""
+
+    def body(*operands: jax.Array) -> Any:
+        return [_mixed(*operands[3 * i : 3 * i + 3]) for i in range(REPEATS)]
+
+    return body, [case.sizes] * (3 * REPEATS)
+
+
+def _mixed(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+    """(examples, positions, heads, width) each -> (examples, heads, positions, width)."""
+    scores = lax.dot_general(queries, keys, (((3,), (3,)), ((0, 2), (0, 2))))
+    return lax.dot_general(scores, values, (((3,), (1,)), ((0, 1), (0, 2))))
+
+
+def _drawn(case: Case) -> tuple[Callable[..., Any], list[tuple[int, ...]]]:
+    """Random bits, each draw under a key of its own."""
+    shape = (case.sizes[0] // 4,)
+
+    def body(*keys: jax.Array) -> Any:
+        return [jax.random.bits(jax.random.wrap_key_data(key, impl="threefry2x32"), shape) for key in keys]
+
+    return body, [(2,)] * REPEATS
+
+
 def _wait(values: Any) -> None:
     jax.block_until_ready(values)
 
@@ -206,7 +279,7 @@ def _body(case: Case, ranks: int) -> tuple[Callable[..., tuple[Any, ...]], list[
     """One repetition as a function of what it carries, and the shapes of that on one device."""
     if case.kind == "product":
         m, n, k = case.sizes
-        return _two_products, [(m, k), (k, n), (n, k)]
+        return _layer, [(m, k), (k, n), (k, n)]
     length = max(ranks * ranks, case.sizes[-1] // jnp.dtype(case.dtype).itemsize)
     length = ranks * math.ceil(length / ranks)
     match case.kind:
@@ -227,9 +300,14 @@ def _body(case: Case, ranks: int) -> tuple[Callable[..., tuple[Any, ...]], list[
             return lambda x: (lax.ppermute(x, "rank", around),), [(length,)]
 
 
-def _two_products(x: jax.Array, up: jax.Array, down: jax.Array) -> tuple[Any, ...]:
-    """(m, k) x (k, n), then (m, n) x (n, k): each feeds the next and nothing else is computed."""
-    return jnp.dot(jnp.dot(x, up), down), up, down
+def _layer(x: jax.Array, weights: jax.Array, _: jax.Array) -> tuple[Any, ...]:
+    """(m, k) x (k, n), and the two products of its backward pass: the gradients of x and of the weights."""
+    y = jnp.dot(x, weights)
+    return (
+        lax.dot_general(y, weights, (((1,), (1,)), ((), ()))),
+        weights,
+        lax.dot_general(x, y, (((0,), (0,)), ((), ()))),
+    )
 
 
 def _activations(x: jax.Array) -> tuple[Any, ...]:
@@ -259,3 +337,10 @@ def _scattered(part: int, x: jax.Array) -> tuple[Any, ...]:
     """The rank's part of the sum is written into the operand, in place, so that the next repetition has to wait for it."""
     own = lax.psum_scatter(x, "rank", tiled=True) * 0.5
     return (lax.dynamic_update_slice(x, own, (0,)),)
+
+
+_PREPARED: Mapping[str, Callable[[Case, Sequence[jax.Device]], Callable[[int], None]]] = {
+    "dispatch": _calls,
+    "reordered": _straight,
+    "random": _straight,
+}

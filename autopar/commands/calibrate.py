@@ -12,10 +12,10 @@ import dataclasses
 import math
 import os
 import platform
-import statistics
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -27,24 +27,34 @@ from autopar.commands.devices import ask_for_virtual_devices, devices_for
 from autopar.cost_model.calibrate import Calibrated, calibrated_cluster, slowed
 from autopar.cost_model.cluster_files import save_cluster
 from autopar.cost_model.hardware import Cluster, preset_for_device_kind
-from autopar.cost_model.measurements import Case, Sample, cases_for, measure, step_clock
+from autopar.cost_model.measurements import (
+    Case,
+    Sample,
+    cases_for,
+    keep_freed_memory,
+    measure,
+    step_clock,
+    undisturbed_s,
+)
 from autopar.errors import ArgumentError, AutoparWarning
 from autopar.models import registry
+from autopar.plan import Plan
 
 WHOLE_STEPS: Mapping[str, Mapping[str, int]] = {
     "bert": {"layers": 1, "hidden": 256, "heads": 8, "seq": 64, "batch": 16},
     "unet": {"base_channels": 32, "image_size": 16, "batch": 32},
 }
 """Models whose whole steps are held against the sum of their parts: large enough that operations are not all launch."""
-PARTS = 0.6
+PARTS = 0.5
 """The part of the time that goes to measuring parts."""
-STEPS = 9
+WARM_STEPS, STEPS = 2, 15
 UNSTEADY = 1.5
 """Where the median round takes this many times the least, the machine counts as busy."""
 
 
 def calibrate(options: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
+    keep_freed_memory()
     if options.devices is not None or jax.config.jax_platforms in (None, "", "cpu"):  # type: ignore[attr-defined]
         ask_for_virtual_devices(options.devices or 8)
     calibrate_to_file(options.output, seconds=options.seconds, count=options.devices, console=Console())
@@ -68,7 +78,7 @@ def calibrate_to_file(path: Path, *, seconds: float, console: Console, count: in
         memory_bytes=_memory_bytes(devices),
         devices=len(devices),
     )
-    ratios = {name: _whole_step_ratio(name, found.cluster, devices) for name in WHOLE_STEPS}
+    ratios = _whole_step_ratios(found.cluster, devices, console)
     factor = math.prod(ratios.values()) ** (1 / len(ratios))
     cluster = slowed(found.cluster, factor)
     about = f"{len(devices)} devices {first.device_kind!r} of {platform.machine()}, measured by `autopar calibrate`"
@@ -91,8 +101,32 @@ def calibrate_to_file(path: Path, *, seconds: float, console: Console, count: in
     return dataclasses.replace(found, cluster=cluster)
 
 
-def _whole_step_ratio(name: str, cluster: Cluster, devices: Sequence[jax.Device]) -> float:
-    """Seconds that a data-parallel step of a small model computes, over those that the cluster says."""
+@dataclasses.dataclass
+class _WholeStep:
+    """A data-parallel step ready to run: what the cluster says that it computes and does beside that, and its times."""
+
+    name: str
+    step: Callable[[Any, Any], tuple[Any, Any]]
+    state: Any
+    batch: Any
+    computed_s: float
+    beside_s: float
+    times_s: list[float] = dataclasses.field(default_factory=list)
+
+    def run(self, clock: Callable[[], float]) -> None:
+        """Make one step."""
+        started = clock()
+        self.state, _ = jax.block_until_ready(self.step(self.state, self.batch))
+        self.times_s.append(clock() - started)
+
+    def ratio(self) -> float:
+        """Seconds that the step computed, over those that the cluster says."""
+        computed_s = undisturbed_s(self.times_s) - self.beside_s
+        return max(computed_s, 0.1 * self.beside_s) / self.computed_s
+
+
+def _whole_step(name: str, cluster: Cluster, devices: Sequence[jax.Device]) -> _WholeStep:
+    """Plan and compile a step of a small model."""
     model = registry.build(name, **WHOLE_STEPS[name])
     step = parallelize(
         model.train_step,
@@ -105,15 +139,26 @@ def _whole_step_ratio(name: str, cluster: Cluster, devices: Sequence[jax.Device]
     state = jax.device_get(jax.jit(model.create_state)(jax.random.key(0)))
     batch = next(model.data(0))
     plan = step.plan(state, batch)
+    assert isinstance(plan, Plan)
+    beside_s = plan.comm_s + cluster.dispatch_s(len(plan.inputs))
+    return _WholeStep(name, step, state, batch, plan.step_s - beside_s, beside_s)
+
+
+def _whole_step_ratios(cluster: Cluster, devices: Sequence[jax.Device], console: Console) -> dict[str, float]:
+    """What whole steps take over what the cluster says, for each model; they take turns, so that all see the same machine."""
     clock = step_clock(devices)
-    times_s = []
-    for _ in range(STEPS):
-        started = clock()
-        state, _ = jax.block_until_ready(step(state, batch))
-        times_s.append(clock() - started)
-    known_s = plan.comm_s + cluster.dispatch_s(len(plan.inputs))
-    computed_s = statistics.median(times_s[2:]) - known_s
-    return float(max(computed_s, 0.1 * known_s) / (plan.step_s - known_s))
+    with console.status("planning whole steps") as status:
+        steps = []
+        for name in WHOLE_STEPS:
+            status.update(f"planning and compiling a step of {name}")
+            steps.append(_whole_step(name, cluster, devices))
+        for turn in range(WARM_STEPS + STEPS):
+            status.update(f"whole steps, round {turn + 1} of {WARM_STEPS + STEPS}")
+            for step in steps:
+                step.run(clock)
+    for step in steps:
+        del step.times_s[:WARM_STEPS]
+    return {step.name: step.ratio() for step in steps}
 
 
 def _measured(devices: Sequence[jax.Device], cases: Sequence[Case], seconds: float, console: Console) -> list[Sample]:
@@ -152,6 +197,8 @@ def _table(found: Calibrated, samples: Sequence[Sample]) -> Table:
         half = ", ".join(f"{length:.0f}" for length in device.efficiency_of(dtype).half)
         row(f"products, {dtype}", f"{peak / 1e9:,.1f} GFLOP/s, half lengths {half}", f"product {dtype}")
     row("pointwise equations", f"{device.memory_bytes_per_s / 1e9:.2f} GB/s written", "pointwise")
+    row("operands in another order", f"{device.reorder_s_per_byte * 1e9:.2f} ns a byte", "reordered")
+    row("random bits", f"{device.random_s_per_byte * 1e9:.2f} ns a byte", "random")
     table.add_row("launch of an operation", f"{device.launch_s * 1e6:.1f} us")
     row("calls", f"{cluster.call_s * 1e6:.0f} us + {cluster.call_s_per_array * 1e6:.1f} us an array", "dispatch")
     for kind, figures in cluster.tiers[0].measured.items():
