@@ -63,6 +63,7 @@ TRANSFERS = (
     TransferPlan(0, 1, "forward", 1024, 4, 1e-3),
     TransferPlan(1, 0, "backward", 2048, 4, 2e-3),
     TransferPlan(0, 1, "update", 4, 1, 1e-6),
+    TransferPlan(0, 1, "weights", 512, 1, 1e-4),
 )
 
 
@@ -125,9 +126,9 @@ def test_the_fullest_mesh_and_the_longest_update_are_named():
 def test_what_crosses_is_summed_by_the_pass_that_reads_it():
     text = explain(pipeline_of(*two_stages(), transfers=TRANSFERS))
     assert (
-        "- between meshes cross per step: 4.0 KiB for forward passes; 8.0 KiB for backward passes; 4 B once, for the update"
-        in text
-    )
+        "- between meshes cross per step: 4.0 KiB for forward passes; 8.0 KiB for backward passes; 4 B once, for the update; "
+        "512 B once, for shared weights\n"
+    ) in text
     assert "- nothing crosses between meshes" in explain(pipeline_of(*two_stages()))
 
 
@@ -154,7 +155,8 @@ def test_the_table_of_transfers_holds_each_and_their_sum():
         ["stage 0", "stage 1", "forward", "4", "1.0 KiB", "4.0 KiB", "1.00 ms", "4.00 ms"],
         ["stage 1", "stage 0", "backward", "4", "2.0 KiB", "8.0 KiB", "2.00 ms", "8.00 ms"],
         ["stage 0", "stage 1", "update", "1", "4 B", "4 B", "1.00 us", "1.00 us"],
-        ["all", "9", "12.0 KiB", "12.0 ms"],
+        ["stage 0", "stage 1", "shared weights", "1", "512 B", "512 B", "100 us", "100 us"],
+        ["all", "10", "12.5 KiB", "12.1 ms"],
     ]
     assert "Transfers" not in explain(pipeline_of(*two_stages()))
 
@@ -192,10 +194,18 @@ def test_full_adds_the_tables_of_each_stage():
 
 def test_a_picture_of_the_schedule_is_printed_as_it_is_given():
     picture = "mesh 0 | F0 [bold] " + "F1 " * 60 + "\n"
-    assert f"\nSchedule (columns are not to scale)\n{picture.rstrip()}\n" in explain(
-        pipeline_of(*two_stages()), schedule_grid=picture
-    )
-    assert "Schedule (" not in explain(pipeline_of(*two_stages()))
+    title = "Schedule: F0 is the forward of microbatch 0 (columns are not to scale)"
+    assert f"\n{title}\n{picture.rstrip()}\n" in explain(pipeline_of(*two_stages()), schedule_grid=picture)
+    assert "Schedule" not in explain(pipeline_of(*two_stages()))
+
+
+def test_the_letters_in_a_picture_of_the_schedule_are_explained():
+    picture = "mesh 0 | F0 .  B0 -  W0\n"
+    text = explain(pipeline_of(*two_stages(), virtual_stages=2), schedule_grid=picture)
+    assert (
+        " Schedule: F0 is the forward of microbatch 0, B0 its backward, W0 its weight gradient, F0b its forward on the mesh's "
+        "second stage, - goes on, . waits (columns are not to scale) "
+    ) in " ".join(text.split())
 
 
 def test_microbatches_on_one_mesh_are_told():

@@ -28,7 +28,7 @@ _READERS = {
     "forward": "for forward passes",
     "backward": "for backward passes",
     "update": "once, for the update",
-    "weights": "once, lent",
+    "weights": "once, for shared weights",
 }
 _SMALLER_BUBBLE = {
     "gpipe": "; more microbatches make it smaller",
@@ -65,6 +65,17 @@ def pipeline_findings(plan: PipelinePlan) -> tuple[str, ...]:
 def pipeline_tables(plan: PipelinePlan) -> tuple[Table, ...]:
     """The table of stages and that of transfers, which may have no rows."""
     return _stage_table(plan), _transfer_table(plan)
+
+
+def schedule_title(plan: PipelinePlan, grid: str) -> str:
+    """What the letters in a picture of the schedule mean."""
+    words = ["F0 is the forward of microbatch 0"]
+    words += ["B0 its backward"] if "B" in grid else []
+    words += ["W0 its weight gradient"] if "W" in grid else []
+    words += ["F0b its forward on the mesh's second stage"] if plan.virtual_stages > 1 else []
+    words += ["- goes on"] if "-" in grid else []
+    words += [". waits"] if "." in grid else []
+    return f"Schedule: {', '.join(words)} (columns are not to scale)"
 
 
 def mesh_text(plan: Plan) -> str:
@@ -243,7 +254,7 @@ def _patterns(names: Iterable[str]) -> list[str]:
 
 def _transfer_table(plan: PipelinePlan) -> Table:
     numbers = ("times", "bytes each", "bytes in all", "predicted each", "predicted in all")
-    table = new_table("Transfers between meshes per step", "from", "to", "read by", *numbers, numbers=numbers)
+    table = new_table("Transfers between meshes per step", "from", "to", "for", *numbers, numbers=numbers)
     for transfer in plan.transfers:
         table.add_row(f"stage {transfer.source}", f"stage {transfer.target}", *map(Text, _transfer_cells(transfer)))
     if plan.transfers:
@@ -257,7 +268,7 @@ def _transfer_table(plan: PipelinePlan) -> Table:
 
 def _transfer_cells(transfer: TransferPlan) -> tuple[str, ...]:
     return (
-        transfer.what,
+        "shared weights" if transfer.what == "weights" else transfer.what,
         str(transfer.count),
         bytes_text(transfer.bytes),
         bytes_text(transfer.bytes * transfer.count),

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explain.pipeline import mesh_text, pipeline_findings, pipeline_header, pipeline_tables
+from autopar.explain.pipeline import mesh_text, pipeline_findings, pipeline_header, pipeline_tables, schedule_title
 from autopar.explain.strategies import findings, traffic
 from autopar.explain.tables import tables
 from autopar.explain.units import bytes_text, percent_text, seconds_text
@@ -62,7 +62,7 @@ def _show_pipeline(plan: PipelinePlan, console: Console, schedule_grid: str, *, 
     _print_tables(console, pipeline_tables(plan))
     if schedule_grid:
         console.print()
-        console.print(Text("Schedule (columns are not to scale)", style="bold"))
+        console.print(Text(schedule_title(plan, schedule_grid), style="bold"))
         console.print(Text(schedule_grid.rstrip("\n")), no_wrap=True, overflow="ignore", crop=False)
     if full:
         for stage in plan.stages:
