@@ -79,7 +79,7 @@ def from_host(value: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
 
 
-def wait_until_ready(array: jax.Array, given_up: Callable[[], bool]) -> bool:
+def wait_until_ready(array: Any, given_up: Callable[[], bool]) -> bool:
     """Wait for an array in Python, where a waiting thread can be told to stop; False if it was given up.
 
     What waits in XLA for another process cannot be woken up, and ends the process badly when the interpreter exits.

@@ -15,7 +15,7 @@ import pytest
 
 from tests import process_scenarios
 
-LIMIT_S = 120
+LIMIT_S = 180
 
 
 def free_port():
