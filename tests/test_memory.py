@@ -1,20 +1,31 @@
 """Predicted peak memory against XLA's own account, limits that hold in it, and programs that can be reckoned by hand.
 
-XLA's account is arguments + outputs - aliased + temporaries of one device. Measured ratios of prediction to it are 0.85 to 1.03
-here, on both JAX ends; limits leave room for what is missing (`memory.TEMPORARIES_MARGIN`).
+XLA's account is arguments + outputs - aliased + temporaries of one device. Predictions are within a tenth of it on both JAX
+ends, `benchmarks/memory_error.py` has many more plans; limits leave room for what is missing (`memory.TEMPORARIES_MARGIN`).
 """
+
+import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import OutOfMemoryError, data_parallel, zero3
-from autopar.memory import TEMPORARIES_MARGIN
+from autopar.catalogue import PlannerOptions
+from autopar.contractions import of_product
+from autopar.cost_model.hardware import PRESETS
+from autopar.footprint import LIBRARY_ELEMENTS, Block, Kind, Operation, Value, footprint_of
+from autopar.graph import build_graph
+from autopar.memory import TEMPORARIES_MARGIN, MemoryModel
+from autopar.mesh import LogicalMesh
 from autopar.models.registry import build
+from autopar.program import program_of
 
-LEAST_RATIO, MOST_RATIO = 0.83, 1.1
+LEAST_RATIO, MOST_RATIO = 0.9, 1.1
 FLOAT = 4
 
 
@@ -49,8 +60,15 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("plan", PLANS)
+FAST = {("mlp", plan) for plan in PLANS} | {("gpt", "data parallel")}
+NEAR = [
+    pytest.param(name, plan, marks=() if (name, plan) in FAST else pytest.mark.slow)
+    for name in MODELS
+    for plan in PLANS
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), NEAR)
 def test_the_predicted_peak_is_near_what_xla_allocates(name, plan):
     model = MODELS[name]()
     compiled = autopar.parallelize(model.train_step, **PLANS[plan]).compile(*shapes_of(model))
@@ -65,7 +83,9 @@ ADMITTED = {
 }
 
 
-@pytest.mark.parametrize("name", ADMITTED)
+@pytest.mark.parametrize(
+    "name", ["mlp", pytest.param("gpt", marks=pytest.mark.slow), pytest.param("wide_resnet", marks=pytest.mark.slow)]
+)
 def test_the_least_limit_that_admits_a_plan_is_not_exceeded_by_xla(name):
     model = ADMITTED[name]()
     given = {"devices": jax.devices()[:4], "mesh_shape": (4,), "constraints": zero3(), "num_microbatches": 1}
@@ -76,6 +96,7 @@ def test_the_least_limit_that_admits_a_plan_is_not_exceeded_by_xla(name):
     assert real_bytes(compiled) <= limit
 
 
+@pytest.mark.slow
 def test_a_limit_that_data_parallelism_cannot_keep_leads_to_another_plan_within_it():
     model = ADMITTED["mlp"]()
     four = {"devices": jax.devices()[:4], "mesh_shape": (4,), "num_microbatches": 1}
@@ -104,8 +125,44 @@ def test_a_limit_below_what_must_be_resident_is_refused():
     step = autopar.parallelize(
         model.train_step, devices=8, mesh_shape=(8,), memory_limit_bytes=resident, num_microbatches=1
     )
-    with pytest.raises(OutOfMemoryError, match="no plan fits"):
+    with pytest.raises(
+        OutOfMemoryError, match="a bound that no choice of layouts goes below, so none was searched for"
+    ):
         step.plan(state, batch)
+
+
+def test_a_limit_below_what_any_plan_needs_is_refused_with_the_bytes_that_do():
+    model = ADMITTED["mlp"]()
+
+    def planned(limit):
+        step = autopar.parallelize(model.train_step, devices=1, num_microbatches=1, memory_limit_bytes=limit)
+        return step.plan(*shapes_of(model))
+
+    free = planned(None)
+    with pytest.raises(OutOfMemoryError) as refused:
+        planned(free.peak_bytes)
+    (found,) = re.findall(r"found to need is memory_limit_bytes=([\d_]+)", str(refused.value))
+    assert free.peak_bytes < int(found) < 1.5 * free.peak_bytes
+    assert planned(int(found)).memory_limit_bytes == int(found)
+    with pytest.raises(OutOfMemoryError, match=found):
+        planned(int(found) - 1)
+
+
+def test_no_choice_of_layouts_needs_less_than_the_bound():
+    def step(state, batch):
+        return state - jnp.sum(jnp.tanh(batch @ state) @ state.T)
+
+    closed = jax.make_jaxpr(step)(square(64), square(64))
+    program, _ = program_of(closed)
+    free = [None] * 2
+    graph = build_graph(
+        program, LogicalMesh.of((4,)), PRESETS["cpu"], PlannerOptions(), input_layouts=free, output_layouts=free[:1]
+    )
+    memory = MemoryModel(graph, input_names=["state", "batch"], aliased_outputs=frozenset())
+    rng = np.random.default_rng(0)
+    choices = [[int(rng.integers(len(node.choices.strategies))) for node in graph.nodes] for _ in range(20)]
+    quarter = 64 * 64 * FLOAT // 4
+    assert 4 * quarter <= memory.bound() <= min(memory.required(choice) for choice in choices)
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
@@ -180,3 +237,73 @@ def test_the_tensors_at_the_peak_are_named_largest_first():
     sizes = [tensor.bytes_per_device for tensor in found.peak_tensors]
     assert sizes == sorted(sizes, reverse=True)
     assert {"state", "batch"} <= {tensor.name for tensor in found.peak_tensors}
+
+
+# --- what has a buffer ------------------------------------------------------------------------------------------------
+
+
+def values(*elements):
+    return [Value(f"v{i}", (n,), "float32", n * FLOAT, None, FLOAT) for i, n in enumerate(elements)]
+
+
+def buffers(operations, given, *, outputs=()):
+    return sorted(span.value for span in footprint_of(Block(tuple(operations), tuple(outputs)), given).spans)
+
+
+def test_costly_work_that_two_readers_would_repeat_has_a_buffer_though_one_cheap_value_lies_between():
+    costly = Operation(Kind.COSTLY, (0,), (1,))
+    between = Operation(Kind.CHEAP, (1,), (2,))
+    first, second = Operation(Kind.REDUCE, (2,), (3,)), Operation(Kind.REDUCE, (2,), (4,))
+    given = values(64, 64, 64, 1, 1)
+    assert buffers([costly, between, first, second], given, outputs=(3, 4)) == [1, 3, 4]
+    assert buffers([costly, between, first], given, outputs=(3,)) == [3]
+    cheap = dataclasses.replace(costly, kind=Kind.CHEAP)
+    assert buffers([cheap, between, first, second], given, outputs=(3, 4)) == [3, 4]
+
+
+def test_costly_work_is_not_done_again_for_every_repetition_of_its_result():
+    costly, spread = Operation(Kind.COSTLY, (0,), (1,)), Operation(Kind.CHEAP, (1,), (2,))
+    assert buffers([costly, spread], values(8, 8, 64), outputs=(2,)) == [1, 2]
+
+
+@pytest.mark.parametrize(("elements", "expected"), [(LIBRARY_ELEMENTS, [1, 3]), (LIBRARY_ELEMENTS - 1, [3])])
+def test_a_large_sum_is_left_to_a_library_which_reads_buffers_and_multiplies_by_itself(elements, expected):
+    select = Operation(Kind.CHEAP, (0,), (1,))
+    product = Operation(Kind.CHEAP, (1,), (2,), by_library=True)
+    total = Operation(Kind.LIBRARY, (2,), (3,))
+    assert buffers([select, product, total], values(elements, elements, elements, 1), outputs=(3,)) == expected
+
+
+def test_the_result_takes_the_place_of_its_operand_unless_elements_move():
+    def peak_of(kind):
+        made, turned = Operation(Kind.WHOLE, (0,), (1,)), Operation(kind, (1,), (2,))
+        read = Operation(Kind.WHOLE, (2,), (3,))
+        given = values(64, 64, 64, 1)
+        spans = footprint_of(Block((made, turned, read), (3,)), given).spans
+        return max(sum(given[s.value].elements for s in spans if s.first <= at <= s.last) for at in range(3))
+
+    assert peak_of(Kind.CHEAP) == 65
+    assert peak_of(Kind.MOVED) == 128
+
+
+def product(left, right, contracted, batched=((), ())):
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (left, right)]
+    numbers = (contracted, batched)
+    (eqn,) = jax.make_jaxpr(lambda a, b: jax.lax.dot_general(a, b, numbers))(*shapes).eqns
+    orders = of_product(eqn)
+    return [orders.copied(place, shape) for place, shape in enumerate((left, right))]
+
+
+def test_a_product_copies_only_operands_whose_dimensions_it_cannot_read_in_place():
+    assert product((8, 4), (4, 6), ((1,), (0,))) == [None, None]
+    assert product((8, 4), (8, 6), ((0,), (0,))) == [None, None]
+    assert product((2, 8, 4), (4, 6), ((2,), (0,))) == [None, None]
+    assert product((2, 8, 4), (6, 4), ((2,), (1,))) == [None, None]
+    assert product((2, 8, 4), (2, 8, 6), ((0, 1), (0, 1))) == [(2, 0, 1), None]
+    assert product((2, 8, 4), (3, 2, 4), ((2,), (2,))) == [None, (2, 0, 1)]
+
+
+def test_a_batch_of_matrices_is_turned_while_it_is_multiplied_but_not_a_batch_of_one():
+    batched = ((0,), (0,))
+    assert product((4, 2, 8, 3), (4, 6, 3), ((3,), (2,)), batched) == [None, None]
+    assert product((1, 2, 8, 3), (1, 6, 3), ((3,), (2,)), batched) == [None, (2, 1)]
