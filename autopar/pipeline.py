@@ -162,9 +162,13 @@ class CompiledPipeline:
         )
 
     def _lent_on(self, mesh: int) -> frozenset[Var]:
-        """Leaves that stages on a mesh are lent, by stages on the same mesh or others."""
-        programs = [stage.program for stage in self.stages if stage.mesh == mesh]
-        return frozenset(port.var for program in programs for port in program.inputs if port.source == "lent")
+        """Leaves that updates on a mesh are lent by any stage; what the loop is lent it has read before the updates."""
+        found: set[Var] = set()
+        for program in (stage.program for stage in self.stages if stage.mesh == mesh):
+            updates = [piece for piece in program.cut.of_stage(program.stage) if piece.name.kind == "update"]
+            late = program.cut.loop.leaves_of([v for piece in updates for v in piece.reads])
+            found |= {port.var for port in program.inputs if port.source == "lent" and port.var in late}
+        return frozenset(found)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on arguments of the traced structure, shapes and types; ArgumentError names those that differ."""

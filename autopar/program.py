@@ -2,8 +2,8 @@
 
 In: a ClosedJaxpr. Out: a `Program` that computes the same outputs and is in the form the planner and the lowering share:
 
-    - calls (jit, custom derivatives, recomputation) are inlined; recomputation keeps its barrier, so that it is not
-      merged with the forward pass, and waits for the cotangents (`Equation.after`), so that it is not done early;
+    - calls (jit, custom derivatives, recomputation, a branch per platform) are inlined; recomputation keeps its barrier, so
+      that it is not merged with the forward pass, and waits for the cotangents (`Equation.after`), so that it is not done early;
     - scan, while and cond are equations with nested programs (`regions`); what a nested program closes over is an operand;
     - a value with several users passes through one `fan_out` equation: the place where it may change layout once for all;
     - every input of a nested program has exactly one user, a `fan_out`, and every output has a producer of its own.
@@ -99,6 +99,8 @@ CALLS = {
     "checkpoint": "jaxpr",
     "custom_lin": "call_jaxpr",
 }
+INSIDE_KERNELS = "mosaic"
+"""The platform of code inside a Pallas kernel, for which JAX's own functions, such as `jnp.diagonal`, have a branch."""
 SMALL_BYTES = 1024
 """An argument of the program up to this size, such as a random key, also waits at a barrier; larger ones are only kept apart."""
 WHILE_TRIPS = 8
@@ -150,6 +152,16 @@ def refuse_side_effects(jaxpr: Any) -> None:
             )
 
 
+def _called(eqn: JaxprEqn) -> Any:
+    """The jaxpr that an equation stands for: that of a call, or the branch that is for every kind of device; None otherwise."""
+    if eqn.primitive.name in CALLS:
+        return eqn.params[CALLS[eqn.primitive.name]]
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None or any(named is not None and set(named) != {INSIDE_KERNELS} for named in platforms):
+        return None
+    return eqn.params["branches"][platforms.index(None)]
+
+
 class _Builder:
     """Equations of one scope while jaxprs are inlined into it."""
 
@@ -166,13 +178,13 @@ class _Builder:
 
         for eqn in jaxpr.eqns:
             operands = [read(v) for v in eqn.invars]
-            inlined = eqn.primitive.name in CALLS
-            results = self._call(eqn, operands) if inlined else self._operation(eqn, operands)
+            called = _called(eqn)
+            results = self._operation(eqn, operands) if called is None else self._call(eqn, called, operands)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
-    def _call(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-        closed = eqn.params[CALLS[eqn.primitive.name]]
+    def _call(self, eqn: JaxprEqn, closed: Any, operands: list[Atom]) -> list[Atom]:
+        operands = operands[len(operands) - len(compat.open_jaxpr(closed).invars) :]
         if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
             operands = self._barrier(eqn, operands)
         outer, name = self.task, eqn.params.get("name", "")
