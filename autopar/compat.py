@@ -89,10 +89,11 @@ def source_line(eqn: Any) -> str:
     return str(source_info_util.summarize(eqn.source_info))
 
 
-def attributed_to(eqn: Any) -> Any:
-    """A context in which traced operations carry an equation's source line and scopes."""
+def attributed_to(eqn: Any, *, mark: str = "") -> Any:
+    """A context in which traced operations carry an equation's source line and scopes, and inside these a mark."""
     info = eqn.source_info
-    return private_source_info.user_context(info.traceback, name_stack=info.name_stack)
+    scopes = info.name_stack.extend(mark) if mark else info.name_stack
+    return private_source_info.user_context(info.traceback, name_stack=scopes)
 
 
 def name_stack(eqn: Any) -> str:

@@ -15,7 +15,7 @@ from autopar.microbatch import TimeLoop
 from autopar.split_scans import SplitStep, split_scans
 from autopar.stacks import ForwardWork, ScanCuts, find_stacks, forward_work
 from autopar.stages import ForwardEquation, forward_chain
-from autopar.staging import time_loop
+from autopar.staging import divided_loop
 
 
 def merged(split: SplitStep, loop: TimeLoop, cuts: Sequence[int]) -> tuple[SplitStep, TimeLoop, tuple[int, ...]]:
@@ -25,7 +25,7 @@ def merged(split: SplitStep, loop: TimeLoop, cuts: Sequence[int]) -> tuple[Split
     if needed is None or needed == split.cuts:
         return split, loop, tuple(cuts)
     coarse = split_scans(split.whole, needed)
-    again = time_loop(coarse.step, loop.plan.microbatches)
+    again = divided_loop(coarse, loop.plan.microbatches)
     return coarse, again, _same_places(chain, forward_chain(again), cuts)
 
 

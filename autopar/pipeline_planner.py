@@ -32,10 +32,10 @@ from autopar.staging import (
     StagedStage,
     StageRequest,
     default_microbatches,
+    divided_loop,
     plan_stages,
     restore_stages,
     split_devices,
-    time_loop,
     transfer_bytes,
 )
 from autopar.trace import TracedStep
@@ -106,7 +106,7 @@ def search_pipeline(
     most = max(2, machine_shape(request.cluster, devices)[0])
     microbatches = default_microbatches(counts, most) if count == "auto" else count
     split = split_scans(traced, every_layer(traced))
-    loop = time_loop(split.step, microbatches)
+    loop = divided_loop(split, microbatches)
     name = wishes.named_schedule()
     if name == "interleaved":
         raise ArgumentError(

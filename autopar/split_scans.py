@@ -19,29 +19,37 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from autopar.compat import Literal, Var, attributed_to
+from autopar.compat import Literal, Var, attributed_to, name_stack
 from autopar.piecewise import Divided, Values, evaluate
-from autopar.program import Program, program_of
+from autopar.program import Equation, Program, program_of
 from autopar.split_array import LeafPieces, cut_at
 from autopar.stacks import ScanCuts, find_stacks
 from autopar.trace import Leaf, TracedStep, fingerprint_of
 
+_MARK = "autopar equation "
+_MARKED = re.compile(_MARK + r"(?P<number>\d+)")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SplitStep:
-    """See the module's text. `inputs` and `outputs` say for each leaf of `whole` which leaves of `step` hold it."""
+    """See the module's text. `inputs` and `outputs` say for each leaf of `whole` which leaves of `step` hold it.
+
+    `origins`: for operations of `step` the one of `whole` of which they do a part, or all; not of those that only cut and join.
+    """
 
     whole: TracedStep
     step: TracedStep
     cuts: ScanCuts
     inputs: tuple[LeafPieces, ...]
     outputs: tuple[LeafPieces, ...]
+    origins: Mapping[Equation, Equation] = dataclasses.field(default_factory=dict)
 
 
 def split_scans(traced: TracedStep, cuts: ScanCuts) -> SplitStep:
@@ -67,7 +75,8 @@ class _Splitter:
         leaves = self._numbered(self._leaves[: self._given])
         outputs = self._numbered(self._pieces_of_results())
         closed = jax.make_jaxpr(functools.partial(self._run, outputs))(*self._avals())
-        program, captured = program_of(closed)
+        marked, captured = program_of(closed)
+        program, origins = _with_origins(marked, self.traced.program)
         step = dataclasses.replace(
             self.traced,
             program=program,
@@ -76,7 +85,7 @@ class _Splitter:
             outputs=tuple(self._in_pieces(self.traced.outputs, outputs)),
             state_of_output=self._states(leaves, outputs),
         )
-        return SplitStep(self.traced, _without_unused_constants(step), cuts, leaves, outputs)
+        return SplitStep(self.traced, _without_unused_constants(step), cuts, leaves, outputs, origins)
 
     def _pieces_of_leaves(self) -> list[LeafPieces]:
         return [
@@ -141,13 +150,28 @@ class _Splitter:
                 values.set_parts(v, pieces.dim, parts)
             else:
                 values.set_whole(v, parts[0])
-        for eqn in self.traced.program.equations:
-            with attributed_to(eqn):
+        for number, eqn in enumerate(self.traced.program.equations):
+            with attributed_to(eqn, mark=f"{_MARK}{number}"):
                 evaluate(eqn, values)
         results: list[Any] = []
         for atom, held in zip(self.traced.program.outvars, outputs, strict=True):
             results += values.parts_between(atom, held.dim, held.bounds) if held.bounds else [values.whole(atom)]
         return results
+
+
+def _with_origins(marked: Program, whole: Program) -> tuple[Program, dict[Equation, Equation]]:
+    """The program without its marks, and what they say: which operation of the whole program each one comes from."""
+    equations: list[Equation] = []
+    origins: dict[Equation, Equation] = {}
+    for eqn in marked.equations:
+        found = _MARKED.search(name_stack(eqn))
+        if found:
+            origin = whole.equations[int(found["number"])]
+            eqn = dataclasses.replace(eqn, source_info=origin.source_info)
+            if eqn.primitive is origin.primitive:
+                origins[eqn] = origin
+        equations.append(eqn)
+    return dataclasses.replace(marked, equations=tuple(equations)), origins
 
 
 def _shapes(shape: Sequence[int], pieces: LeafPieces) -> list[tuple[int, ...]]:

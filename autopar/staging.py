@@ -35,7 +35,7 @@ from autopar.spmd import Assignment, planned_moves
 from autopar.stacks import ScanCuts, cuts_for_stages
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import ForwardEquation, StageCut, cut_stages, forward_chain, place_stages
-from autopar.time_axis import MixedExamples, plan_time
+from autopar.time_axis import MixedExamples, Phase, plan_time
 from autopar.trace import TracedStep
 
 SLACK = 0.3
@@ -102,12 +102,21 @@ def split_devices(devices: int, meshes: int) -> tuple[tuple[LogicalMesh, ...], .
     return (logical_meshes(share) if share > 1 else (LogicalMesh.of((1,)),),) * meshes
 
 
-def time_loop(traced: TracedStep, num_microbatches: int) -> TimeLoop:
+def divided_loop(split: SplitStep, num_microbatches: int) -> TimeLoop:
+    """A divided step as prologue, body and epilogue: each part of an operation where the whole one is. Raises as `time_loop`."""
+    whole = time_loop(split.whole, num_microbatches)
+    if split.step is split.whole:
+        return whole
+    known = {eqn: whole.plan.phases[origin] for eqn, origin in split.origins.items()}
+    return time_loop(split.step, num_microbatches, known=known)
+
+
+def time_loop(traced: TracedStep, num_microbatches: int, *, known: Mapping[Equation, Phase] | None = None) -> TimeLoop:
     """The step as prologue, body and epilogue. Raises ArgumentError, UnsupportedProgramError."""
     uneven = uneven_leaves(traced, num_microbatches)
     if uneven:
         raise ArgumentError(uneven)
-    plan = plan_time(traced, num_microbatches, late_sums=True)
+    plan = plan_time(traced, num_microbatches, late_sums=True, known=known)
     if isinstance(plan, MixedExamples):
         raise UnsupportedProgramError(
             f"the step cannot be cut into {num_microbatches} microbatches: {plan}. What one microbatch computes would not be "
@@ -183,7 +192,7 @@ def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) 
     """All stages, planned. Raises ConstraintError, OutOfMemoryError, and what `time_loop` raises."""
     allowed_layouts([leaf.one for leaf in traced.inputs], wanted.meshes[0][0], request.constraints)
     split = _split(traced, wanted)
-    loop = wanted.loop if wanted.loop is not None else time_loop(split.step, wanted.num_microbatches)
+    loop = wanted.loop if wanted.loop is not None else divided_loop(split, wanted.num_microbatches)
     cuts = wanted.cuts
     if cuts is None and wanted.following is None:
         cuts = chosen_cuts(forward_chain(loop), wanted.num_stages, divided=any(split.cuts))
@@ -220,7 +229,7 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     """The stages that a plan describes, without solving."""
     assert wanted.cuts is not None
     split = _split(traced, wanted)
-    cut = _cut(time_loop(split.step, wanted.num_microbatches), wanted.cuts, wanted)
+    cut = _cut(divided_loop(split, wanted.num_microbatches), wanted.cuts, wanted)
     cut = recomputed(cut) if wanted.recompute else cut
     stages = []
     for number, plan in enumerate(plans):

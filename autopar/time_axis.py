@@ -77,11 +77,17 @@ class TimePlan:
         return tuple(eqn for eqn in self.assignment.program.equations if self.phases[eqn] == phase)
 
 
-def plan_time(traced: TracedStep, microbatches: int, *, late_sums: bool = False) -> TimePlan | MixedExamples:
+def plan_time(
+    traced: TracedStep,
+    microbatches: int,
+    *,
+    late_sums: bool = False,
+    known: Mapping[Equation, Phase] | None = None,
+) -> TimePlan | MixedExamples:
     """The phases of a step, or why it has none.
 
     `late_sums`: terms are added up after the loop only, each in an accumulator of its own, as pipeline stages need it that hold
-    the terms of one sum (the gradient of a tied weight).
+    the terms of one sum (the gradient of a tied weight). `known`: phases of outermost equations that are not to be searched.
     """
     mesh = LogicalMesh((microbatches,), ("time",))
     program = traced.program
@@ -98,9 +104,11 @@ def plan_time(traced: TracedStep, microbatches: int, *, late_sums: bool = False)
         catalogue=Catalogue(mesh, machine, options, rules),
     )
     examples = example_factors(traced, rules)
-    problem = _Problem(graph, microbatches, examples, late_sums=late_sums)
+    problem = _Problem(graph, microbatches, examples, late_sums=late_sums, known=known or {})
     found = ChoiceProblem(problem.costs(), problem.edges(), is_proven=False).choose()
     assert found is not None
+    if not np.isfinite(found.seconds) and known:
+        return plan_time(traced, microbatches, late_sums=late_sums)
     if not np.isfinite(found.seconds):
         raise AssertionError("a step can always run whole, before the loop")
     phases = {n.equation: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.equation}
@@ -123,8 +131,9 @@ class _Problem:
         examples: Mapping[Equation, frozenset[str]],
         *,
         late_sums: bool,
+        known: Mapping[Equation, Phase],
     ) -> None:
-        self.graph, self.microbatches, self.late_sums = graph, microbatches, late_sums
+        self.graph, self.microbatches, self.late_sums, self._known = graph, microbatches, late_sums, known
         self._on_examples = {eqn for eqn, factors in examples.items() if factors}
         self._finish: dict[int, np.ndarray] = {}
         self._extended: dict[tuple[int, ...], np.ndarray] = {}
@@ -170,8 +179,15 @@ class _Problem:
                 inside = inside + forbidding * np.array(
                     [_adds_terms(node.equation, s) for s in node.choices.strategies]
                 )
-            costs.append(np.array([*inside, whole + PROLOGUE_BYTES, whole]))
+            costs.append(np.array([*inside, whole + PROLOGUE_BYTES, whole]) + self._excluded(node, len(inside)))
         return costs
+
+    def _excluded(self, node: Node, inside: int) -> np.ndarray:
+        """Infinity for the phases that a node with a known one cannot have."""
+        anchor = node.loop if node.loop is not None else node.equation
+        phase = None if anchor is None else self._known.get(anchor)
+        phases = [*["body"] * inside, "prologue", "epilogue"]
+        return np.array([0.0 if phase in (None, p) else np.inf for p in phases])
 
     def edges(self) -> dict[tuple[int, int], np.ndarray]:
         """Bytes per pair of choices; infinite where the first cannot feed the second."""

@@ -22,7 +22,7 @@ from autopar.split_array import SplitArray, in_pieces, joined
 from autopar.split_scans import split_scans
 from autopar.stacks import cuts_for_stages, every_layer, find_stacks
 from autopar.stages import forward_chain
-from autopar.staging import time_loop
+from autopar.staging import divided_loop
 from autopar.trace import CallSignature, bind_arguments, trace
 from tests import scanned_steps
 from tests.oracles import assert_same_as_jit, assert_trees_close
@@ -161,7 +161,7 @@ def test_single_layers_are_merged_to_the_pieces_that_stages_need():
     step = traced(*scanned_steps.values_per_layer())
     split = split_scans(step, every_layer(step))
     assert split.cuts == ((1, 2, 3, 4),)
-    loop = time_loop(split.step, 4)
+    loop = divided_loop(split, 4)
     chain = forward_chain(loop)
     coarse, again, cuts = merged(split, loop, (2, 3))
     assert coarse.cuts == ((2, 3),)
