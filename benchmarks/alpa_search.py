@@ -13,7 +13,8 @@ import itertools
 from alpa_rows import PublishedRun
 
 from autopar.cost_model.hardware import Cluster
-from autopar.cost_model.training_job import JobPrediction, StageLayout, TrainingJob, predict, stages_of, step_plan
+from autopar.cost_model.job_prediction import JobPrediction, predict, stages_of, step_plan
+from autopar.cost_model.training_job import StageLayout, TrainingJob
 from autopar.cost_model.training_step import StepPrediction, predict_step
 
 

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from autopar.commands.error_summary import PricedRow, rank_correlation
 from autopar.commands.rows import Row, read_table
-from autopar.cost_model import training_job
+from autopar.cost_model import job_prediction
 from autopar.cost_model.hardware import Cluster, preset
 from autopar.cost_model.prices import FITTED, InTraining
 
@@ -85,7 +85,7 @@ def errors_result(
 def published(folder: Path) -> list[PricedRow]:
     """Every row of the published steps, priced."""
     rows = [row for row in read_table(folder / "published_steps.csv") if isinstance(row, Row)]
-    return [PricedRow(row, training_job.predict(row.cluster, row.job)) for row in rows]
+    return [PricedRow(row, job_prediction.predict(row.cluster, row.job)) for row in rows]
 
 
 def step_results(rows: Sequence[PricedRow]) -> list[Result]:
@@ -106,7 +106,7 @@ def memory_results(folder: Path, rows: Sequence[PricedRow]) -> list[Result]:
         found = re.search(r"optimizer ([\d.]+) GiB, activations ([\d.]+|n/a)", notes.get(priced.row.id, ""))
         if not found:
             continue
-        stages = training_job.stages_of(priced.predicted.job)
+        stages = job_prediction.stages_of(priced.predicted.job)
         first = stages[0]
         layers = sum(work.parameters * count for work, count in first.layers)
         states.append((layers * 18 / 2**30, float(found[1])))
@@ -121,7 +121,7 @@ def memory_results(folder: Path, rows: Sequence[PricedRow]) -> list[Result]:
 def first_stage_layers_bytes(priced: PricedRow) -> float:
     """Activations that the layers of the first stage hold at its peak, without the embedding's dropout mask."""
     job = priced.predicted.job
-    first = training_job.stages_of(job)[0]
+    first = job_prediction.stages_of(job)[0]
     kept = sum(work.kept_bytes * count for work, count in first.layers) / first.layer_count
     return kept * job.layers_in_flight
 
@@ -199,7 +199,7 @@ def ablation_results(folder: Path, cluster: Cluster, console: Console, *, show: 
 
 def _fastest(cluster: Cluster, model: str, devices: int, method: str) -> float | None:
     jobs = ablation_jobs(model, devices, method)
-    found = [training_job.predict(cluster, job).step for job in jobs]
+    found = [job_prediction.predict(cluster, job).step for job in jobs]
     if model == "wresnet" and method == "auto_sharding":
         found += [hybrid(cluster, job) for job in jobs if job.tensor_ranks == 1]
     return min((step.step_s for step in found if step.fits), default=None)
@@ -222,7 +222,7 @@ def fit(folder: Path, console: Console) -> None:
     found = []
     for matrix, memory in itertools.product(range(80, 101), range(50, 101, 5)):
         reached = InTraining(matrix / 100, memory / 100)
-        predict = functools.partial(training_job.predict, reached=reached)
+        predict = functools.partial(job_prediction.predict, reached=reached)
         priced = [PricedRow(row, predict(row.cluster, row.job)) for row in mine]
         found.append((sum(abs(row.error or 0.0) for row in priced) / len(priced), reached))
     for error, reached in sorted(found, key=lambda pair: pair[0])[:5]:

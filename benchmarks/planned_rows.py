@@ -24,7 +24,8 @@ from rich.console import Console
 from autopar.commands.planned_parts import PartPlanner, planned_prediction
 from autopar.commands.rows import Row, read_table
 from autopar.cost_model.hardware import Cluster, preset
-from autopar.cost_model.training_job import TrainingJob, predict
+from autopar.cost_model.job_prediction import predict
+from autopar.cost_model.training_job import TrainingJob
 from autopar.cost_model.transformer_shape import TransformerShape
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -12,7 +12,8 @@ from autopar.__main__ import main
 from autopar.commands.error_summary import rank_correlation
 from autopar.commands.rows import NEEDED, Row, RowError, read_table
 from autopar.cost_model.hardware import preset
-from autopar.cost_model.training_job import TrainingJob, predict
+from autopar.cost_model.job_prediction import predict
+from autopar.cost_model.training_job import TrainingJob
 from autopar.errors import ArgumentError
 from autopar.models import build
 
@@ -141,6 +142,53 @@ BAD = [
         {"family": "wide_resnet", "layers": "49"},
         "column 'layers' is 49: a residual network has a depth of 26, 50, 101, 152",
     ),
+    (
+        {
+            "family": "wide_resnet",
+            "layers": "50",
+            "hidden": "160",
+            "recompute": "none",
+            "seq_len": "224",
+            "tp": "64",
+            "pp": "1",
+            "virtual_stages": "1",
+            "sequence_parallel": "0",
+        },
+        "column 'tp' is 64, which does not divide the base channels, hidden = 160: use one of 80, 40, 32, 20",
+    ),
+    (
+        {"family": "wide_resnet", "layers": "50", "hidden": "160", "seq_len": "224", "virtual_stages": "1"},
+        "column 'recompute' is 'selective', but a residual network has no attention to recompute: use none or full",
+    ),
+    (
+        {
+            "family": "wide_resnet",
+            "layers": "26",
+            "hidden": "160",
+            "recompute": "none",
+            "seq_len": "224",
+            "pp": "64",
+            "tp": "1",
+            "virtual_stages": "1",
+        },
+        "column 'pp' is 64, but the network has 8 blocks: use at most 8",
+    ),
+    (
+        {"ffn_hidden": "49151"},
+        "column 'tp' is 8, which does not divide ffn_hidden = 49151: use one of 1, 23, 2137, 49151",
+    ),
+    (
+        {"pp": "1", "devices": "8"},
+        "column 'virtual_stages' is 3, but there is one pipeline stage: use 1, or more stages",
+    ),
+    (
+        {"family": "moe", "note": "6 experts", "dp": "4", "ep": "4", "devices": "256"},
+        "column 'ep' is 4, which does not divide the 6 experts: use one of 3, 2, 6, 1",
+    ),
+    (
+        {"cluster": "nowhere/ours.json"},
+        "column 'cluster' is 'nowhere/ours.json': cluster file nowhere/ours.json: No such file",
+    ),
 ]
 
 
@@ -259,6 +307,34 @@ def test_a_cluster_may_be_a_file(tmp_path, capsys):
     assert (status, len(found["rows"])) == (1, 1)
     assert "column 'cluster'" in errors
     assert "is not JSON" in errors
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda fields: fields.pop("tiers"), "the file lacks 'tiers'"),
+        (lambda fields: fields["device"].pop("memory_bytes"), "device lacks 'memory_bytes'"),
+        (lambda fields: fields["device"].update(memory_efficiency=1.5), "device.memory_efficiency is 1.5; at most 1"),
+        (lambda fields: fields["device"].update(peak_flop_per_s={}), "did you mean peak_flops_per_s?"),
+        (lambda fields: fields["tiers"][0].update(topology="mesh"), 'tiers.0.topology is "mesh"; one of'),
+        (lambda fields: fields["overlap"]["hidden"].update(tensor="much"), 'overlap.hidden.tensor is "much"; number'),
+    ],
+)
+def test_a_bad_cluster_file_is_an_error_of_its_rows_with_the_place_in_the_file(change, text, tmp_path, capsys):
+    source = Path(__file__).parent.parent / "cost_model" / "clusters" / "dgx-h100.json"
+    fields = json.loads(source.read_text(encoding="utf-8"))
+    change(fields)
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    rows = table(tmp_path / "rows.csv", GOOD | {"id": "ours", "cluster": str(path)}, GOOD)
+    status, found, errors = json_of(["--table", str(rows)], capsys)
+    assert (status, [row["id"] for row in found["rows"]]) == (1, ["good"])
+    assert f"rows.csv: row 1 (ours): column 'cluster' is '{path}': {path}" in errors
+    assert text in errors
+    assert main(["simulate", "--table", str(rows)]) == 1  # tables as well as JSON
+    captured = capsys.readouterr()
+    assert "good" in captured.out
+    assert "row 1 (ours)" in captured.err
 
 
 def test_runs_that_ran_out_of_memory_are_flagged_or_not(tmp_path, capsys):

@@ -15,10 +15,11 @@ from autopar.commands.planned_parts import PartPlanner, PlannedPart, planned_pre
 from autopar.commands.rows import Row, read_table
 from autopar.constraints import allowed_layouts
 from autopar.cost_model.hardware import preset
+from autopar.cost_model.job_prediction import Part, predict, predict_with
 from autopar.cost_model.operations import Exchange, MatrixProduct, Work
 from autopar.cost_model.prices import InTraining, StagePrices
 from autopar.cost_model.residual_network import BlockSplit, ResidualNetworkShape, bottleneck_work
-from autopar.cost_model.training_job import Part, TrainingJob, predict, predict_with
+from autopar.cost_model.training_job import TrainingJob
 from autopar.cost_model.transformer import LayerSplit, block_work, head_work
 from autopar.cost_model.transformer_shape import TransformerShape
 from autopar.mesh import LogicalMesh

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.commands.rows import Row
-from autopar.cost_model.training_job import JobPrediction
+from autopar.cost_model.job_prediction import JobPrediction
 
 GIGA = 1e9
 

@@ -26,8 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from autopar.cost_model.job_prediction import Part
 from autopar.cost_model.residual_network import BlockSplit
-from autopar.cost_model.training_job import Part
 from autopar.cost_model.transformer import LayerSplit
 from autopar.cost_model.transformer_shape import TransformerShape
 from autopar.models import bert, gpt, llama, moe, objective, sizes, t5, transformer, wide_resnet

@@ -20,10 +20,11 @@ import jax
 
 from autopar.catalogue import PlannerOptions
 from autopar.commands.model_parts import DATA, EXPERT, PartStep, part_step
+from autopar.cost_model.job_prediction import JobPrediction, Part, predict_with
 from autopar.cost_model.machine import Cluster
 from autopar.cost_model.operations import Exchange, ExchangeKind, Group, MatrixProduct, Operation, Timed, Work
 from autopar.cost_model.prices import DTYPES, FITTED
-from autopar.cost_model.training_job import JobPrediction, Part, TrainingJob, predict_with
+from autopar.cost_model.training_job import TrainingJob
 from autopar.cost_model.transformer import LayerSplit, attention_core
 from autopar.cost_model.transformer_shape import TransformerShape
 from autopar.errors import AutoparError

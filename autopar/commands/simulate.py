@@ -23,8 +23,8 @@ from autopar.commands.error_summary import GIGA, ErrorSummary, PricedRow, summar
 from autopar.commands.planned_parts import PartPlanner, planned_prediction
 from autopar.commands.rows import Row, RowError, read_table
 from autopar.commands.simulate_plan import print_json, simulate_plan, titled_table
+from autopar.cost_model.job_prediction import predict
 from autopar.cost_model.overlap import Kind, overlap_ratio
-from autopar.cost_model.training_job import predict
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
 from autopar.explain.units import bytes_text, seconds_text
