@@ -179,7 +179,9 @@ def test_a_bottleneck_is_planned_as_the_published_network_has_it():
     assert found.exchanges == ()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "gpt" else pytest.mark.slow) for name in FAMILIES]
+)
 def test_the_planner_and_the_closed_form_are_near_each_other_for_every_family(family, tmp_path, capsys):
     large = {
         "hidden": "2048",
