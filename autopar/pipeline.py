@@ -27,7 +27,8 @@ from autopar.runtime.emit import emit
 from autopar.runtime.instructions import Slot, TaskSpec, Value
 from autopar.runtime.launch_order import in_launch_order, part_of
 from autopar.runtime.processes import absent_like, are_here, from_host, is_global
-from autopar.runtime.resharding import BatchResharder, Move, brought_here, reshard
+from autopar.runtime.resharding import BatchResharder, brought_here, reshard
+from autopar.runtime.routes import Move
 from autopar.runtime.schedules import Schedule
 from autopar.runtime.watch import Watch
 from autopar.split_array import SplitArray, SplitSharding, held_in, in_pieces, joined

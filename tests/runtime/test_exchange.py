@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from jax.sharding import PartitionSpec as P
 
 from autopar.runtime.exchange import Exchange, Passage
-from autopar.runtime.resharding import BatchResharder, Move
+from autopar.runtime.routes import Move, Route
 from tests.runtime.test_resharding import moves, numbers, sharding_on
 
 
@@ -16,7 +16,7 @@ def check_exchange(values, sources, targets):
     """All arrays in one program."""
     arrays = [jax.device_put(value, source) for value, source in zip(values, sources, strict=True)]
     batch = [Move.of(array, target) for array, target in zip(arrays, targets, strict=True)]
-    routes = BatchResharder(batch)._routes
+    routes = [Route(number, move, None) for number, move in enumerate(batch)]
     devices = {number: device for move in batch for number, device in move.devices.items()}
     exchange = Exchange([Passage(route.plan, route.frames, route.words.dtype) for route in routes], devices)
     held = [{shard.device.id: shard.data for shard in array.addressable_shards} for array in arrays]

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.compat import make_mesh
 from autopar.errors import ArgumentError
-from autopar.runtime.resharding import BatchResharder, Move, Resharder, reshard
+from autopar.runtime.resharding import BatchResharder, Resharder, reshard
+from autopar.runtime.routes import Move
 from autopar.runtime.tiles import Links, Tiling
 
 # (source mesh, first source device) -> (target mesh, first target device)
