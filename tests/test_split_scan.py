@@ -22,7 +22,7 @@ from autopar.split_array import SplitArray, in_pieces, joined
 from autopar.split_scans import split_scans
 from autopar.stacks import cuts_for_stages, every_layer, find_stacks
 from autopar.stages import forward_chain
-from autopar.staging import divided_loop
+from autopar.staging import divided_loop, time_loop
 from autopar.trace import CallSignature, bind_arguments, trace
 from tests import scanned_steps
 from tests.oracles import assert_same_as_jit, assert_trees_close
@@ -450,3 +450,13 @@ def test_a_search_for_stages_cuts_between_scanned_layers_and_keeps_as_few_pieces
     pieces = [leaf for stage in plan.stages for leaf in stage.leaves if leaf.startswith("state[")]
     assert len(pieces) == len(plan.scan_cuts[0]) + 1 == plan.num_stages
     assert_same_as_jit(step, parallel, weights, batch)
+
+
+def test_parts_of_an_operation_are_in_the_phase_of_the_whole_and_keep_its_source():
+    split = cut_at(scanned_steps.clipped_adamw(), 2)
+    loop, whole = divided_loop(split, 4), time_loop(split.whole, 4)
+    assert {loop.plan.phases[part] == whole.plan.phases[origin] for part, origin in split.origins.items()} == {True}
+    assert {part.source_info is origin.source_info for part, origin in split.origins.items()} == {True}
+    assert not any("autopar" in name_stack(eqn) for eqn in split.step.program.walk())
+    pieces = [eqn for eqn in split.step.program.equations if eqn.loop is not None]
+    assert [split.origins[eqn].params["reverse"] for eqn in pieces] == [False, False, True, True]
