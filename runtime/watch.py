@@ -8,6 +8,7 @@ XLA cannot be cancelled, so after a note the processes have lost step, and all h
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -36,7 +37,8 @@ class Watch:
             self._lost = f"process {jax.process_index()} failed: {type(error).__name__}: {first}"[:MAX_NOTE]
             service = coordination()
             assert service is not None
-            service.key_value_set_bytes(f"{self._topic}{jax.process_index()}", self._lost.encode())
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone: JAX tells the others
+                service.key_value_set_bytes(f"{self._topic}{jax.process_index()}", self._lost.encode())
 
     def refuse_if_lost(self) -> None:
         """Raise PipelineError if this process has failed before, or heard of a failure."""
