@@ -326,14 +326,45 @@ def _merged(block: Block, values: Sequence[Value]) -> Block:
             members = open_groups[op.group] = []
             merged.append(members)
         members.append(op)
+    operations = _joined(block.operations, merged)
+    if not _has_order(
+        operations
+    ):  # members of two groups read from each other: only groups that keep an order are joined
+        kept: list[list[Operation]] = []
+        for members in merged:
+            if _has_order(_joined(block.operations, [*kept, members])):
+                kept.append(members)
+        operations = _joined(block.operations, kept)
+    return dataclasses.replace(block, operations=_sorted(operations))
+
+
+def _joined(operations: Sequence[Operation], merged: Sequence[Sequence[Operation]]) -> list[Operation]:
+    """The operations with each group of `merged` as one, in the place of its first member."""
     replaced: dict[Operation, Operation | None] = {}
     for members in merged:
         inputs = tuple(dict.fromkeys(v for m in members for v in m.inputs))
         whole = dataclasses.replace(members[0], inputs=inputs, outputs=tuple(v for m in members for v in m.outputs))
         replaced.update(dict.fromkeys(members))
         replaced[members[0]] = whole
-    operations = [replaced.get(op, op) for op in block.operations]
-    return dataclasses.replace(block, operations=_sorted([op for op in operations if op is not None]))
+    return [op for op in (replaced.get(op, op) for op in operations) if op is not None]
+
+
+def _has_order(operations: Sequence[Operation]) -> bool:
+    """Whether no operation reads, through others, from itself."""
+    maker = {v: i for i, op in enumerate(operations) for v in op.outputs}
+    readers: list[list[int]] = [[] for _ in operations]
+    waits = [0] * len(operations)
+    for i, op in enumerate(operations):
+        for source in {maker[v] for v in op.inputs if v in maker}:
+            readers[source].append(i)
+            waits[i] += 1
+    ready = [i for i, count in enumerate(waits) if not count]
+    for i in ready:
+        for reader in readers[i]:
+            waits[reader] -= 1
+            if not waits[reader]:
+                ready.append(reader)
+    return len(ready) == len(operations)
 
 
 def _sorted(operations: Sequence[Operation]) -> tuple[Operation, ...]:

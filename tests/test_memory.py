@@ -307,3 +307,16 @@ def test_a_batch_of_matrices_is_turned_while_it_is_multiplied_but_not_a_batch_of
     batched = ((0,), (0,))
     assert product((4, 2, 8, 3), (4, 6, 3), ((3,), (2,)), batched) == [None, None]
     assert product((1, 2, 8, 3), (1, 6, 3), ((3,), (2,)), batched) == [None, (2, 1)]
+
+
+def test_reductions_that_read_from_each_other_crosswise_are_not_all_merged():
+    """a1 -> b1 and b2 -> a2: with both pairs merged each would wait for the other. One pair is."""
+    x, a1, b1, b2, a2, total = range(6)
+    reductions = [
+        Operation(Kind.WHOLE, (source,), (result,), group=group)
+        for source, result, group in ((x, a1, "a"), (a1, b1, "b"), (x, b2, "b"), (b2, a2, "a"))
+    ]
+    last = Operation(Kind.WHOLE, (b1, a2), (total,))
+    found = footprint_of(Block((*reductions, last), (total,)), values(*[64] * 6))
+    assert {span.value for span in found.spans} == {a1, b1, b2, a2, total}
+    assert found.steps == 4
