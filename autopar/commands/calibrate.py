@@ -40,11 +40,15 @@ from autopar.errors import ArgumentError, AutoparWarning
 from autopar.models import registry
 from autopar.plan import Plan
 
-WHOLE_STEPS: Mapping[str, Mapping[str, int]] = {
+WHOLE_STEPS_CPU: Mapping[str, Mapping[str, int]] = {
     "bert": {"layers": 1, "hidden": 256, "heads": 8, "seq": 64, "batch": 16},
     "unet": {"base_channels": 32, "image_size": 16, "batch": 32},
 }
-"""Models whose whole steps are held against the sum of their parts: large enough that operations are not all launch."""
+WHOLE_STEPS: Mapping[str, Mapping[str, int]] = {
+    "bert": {"layers": 2, "hidden": 2048, "heads": 16, "seq": 512, "batch": 16},
+    "unet": {"base_channels": 128, "image_size": 64, "batch": 32},
+}
+"""Models whose whole steps are held against the sum of their parts: so large that an accelerator does not just launch kernels."""
 PARTS = 0.5
 """The part of the time that goes to measuring parts."""
 WARM_STEPS, STEPS = 2, 15
@@ -125,9 +129,9 @@ class _WholeStep:
         return max(computed_s, 0.1 * self.beside_s) / self.computed_s
 
 
-def _whole_step(name: str, cluster: Cluster, devices: Sequence[jax.Device]) -> _WholeStep:
-    """Plan and compile a step of a small model."""
-    model = registry.build(name, **WHOLE_STEPS[name])
+def _whole_step(name: str, sizes: Mapping[str, int], cluster: Cluster, devices: Sequence[jax.Device]) -> _WholeStep:
+    """Plan a data-parallel step of a model, ready to run."""
+    model = registry.build(name, **sizes)
     step = parallelize(
         model.train_step,
         devices=devices,
@@ -147,11 +151,12 @@ def _whole_step(name: str, cluster: Cluster, devices: Sequence[jax.Device]) -> _
 def _whole_step_ratios(cluster: Cluster, devices: Sequence[jax.Device], console: Console) -> dict[str, float]:
     """What whole steps take over what the cluster says, for each model; they take turns, so that all see the same machine."""
     clock = step_clock(devices)
+    models = WHOLE_STEPS_CPU if devices[0].platform == "cpu" else WHOLE_STEPS
     with console.status("planning whole steps") as status:
         steps = []
-        for name in WHOLE_STEPS:
+        for name, sizes in models.items():
             status.update(f"planning and compiling a step of {name}")
-            steps.append(_whole_step(name, cluster, devices))
+            steps.append(_whole_step(name, sizes, cluster, devices))
         for turn in range(WARM_STEPS + STEPS):
             status.update(f"whole steps, round {turn + 1} of {WARM_STEPS + STEPS}")
             for step in steps:
