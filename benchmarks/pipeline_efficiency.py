@@ -4,12 +4,15 @@ In: stages, microbatches, milliseconds. Each stage has one device, whose compute
 cores cannot compute four stages at once, and can sleep for as many as you like. The callback sleeps for what is left of the
 task's time since its launch, or since the end of the task before it. A forward of a mesh takes `--task-ms`, an input gradient
 and a weight gradient the same each, so a whole backward takes twice as long; with v chunks per mesh a task takes the v-th
-part. Out: the makespan of the simulator (transfers and dispatch take no time there), the median and least measured one, and
-the ratio of median to ideal; then the peak of live bytes on the first device in a step without sleep, whose residuals are
-the only large arrays: in the proportion of the microbatches in flight, m for GPipe and p for 1F1B. What can go wrong: other
-work on the machine delays threads; the least of the rounds tells what the driver costs, the median what the machine allows.
+part. Out: the makespan of the simulator (transfers and dispatch take no time there), the median measured one with its quartiles
+and the least, and the ratio of median to ideal. The schedules take turns, a step each, so that other work on the machine meets
+all of them alike. The time that JAX takes to launch a program counts as part of the task, as it would behind the task before it
+on a real device; what the driver adds between two tasks does not. Then the peak of live bytes on the first device in a step
+without sleep, whose residuals are the only large arrays: in the proportion of the microbatches in flight, m for GPipe and p for
+1F1B. What can go wrong: other work on the machine delays threads. The least of the rounds tells what the driver costs, the
+median what the machine allows; where the quartiles lie far apart, neither says anything about the driver.
 
-    python benchmarks/pipeline_efficiency.py [--stages 4] [--microbatches 8] [--task-ms 10] [--rounds 7] [--json FILE]
+    python benchmarks/pipeline_efficiency.py [--stages 4] [--microbatches 8] [--task-ms 10] [--rounds 15] [--json FILE]
 """
 
 from __future__ import annotations
@@ -96,8 +99,10 @@ class Row:
     schedule: str
     ideal_ms: float
     median_ms: float
+    quartiles_ms: tuple[float, float]
     least_ms: float
     ratio: float
+    least_ratio: float
     in_flight: int
     peak_bytes: int
 
@@ -173,30 +178,42 @@ def device_bytes(device: jax.Device) -> int:
     return sum(buffers.values())
 
 
-def measure(schedule: Schedule, *, task_s: float, rounds: int, residual_bytes: int) -> tuple[Row, Timeline]:
-    """Time `rounds` steps after a warm-up, then watch the first device's memory in one more."""
-    emulation = emulate(schedule, task_s=task_s, residual_bytes=32)
-    driver = emulation.driver()
-    driver.run(emulation.inputs())
-    seconds = []
-    for _ in range(rounds):
-        inputs = emulation.inputs()
-        jax.block_until_ready(list(inputs.values()))
-        started = time.perf_counter()
-        jax.block_until_ready(list(driver.run(inputs).values()))
-        seconds.append(time.perf_counter() - started)
-    driver.run(emulation.inputs(), record=True)
-    median_s = statistics.median(seconds)
-    row = Row(
+def one_step(emulation: Emulation, driver: Driver) -> float:
+    """Seconds of one step."""
+    inputs = emulation.inputs()
+    jax.block_until_ready(list(inputs.values()))
+    started = time.perf_counter()
+    jax.block_until_ready(list(driver.run(inputs).values()))
+    return time.perf_counter() - started
+
+
+def measure(schedules: Sequence[Schedule], *, task_s: float, rounds: int) -> tuple[list[list[float]], list[Timeline]]:
+    """Seconds of `rounds` steps of each schedule, in turns after a warm-up, and a timeline of one more."""
+    emulations = [emulate(schedule, task_s=task_s, residual_bytes=32) for schedule in schedules]
+    pairs = [(emulation, emulation.driver()) for emulation in emulations]
+    for pair in pairs:
+        one_step(*pair)
+    turns = [[one_step(*pair) for pair in pairs] for _ in range(rounds)]
+    for emulation, driver in pairs:
+        driver.run(emulation.inputs(), record=True)
+    return [list(seconds) for seconds in zip(*turns, strict=True)], [driver.timeline() for _, driver in pairs]
+
+
+def row_of(schedule: Schedule, seconds: Sequence[float], *, task_s: float, residual_bytes: int) -> Row:
+    """The figures of one schedule."""
+    ideal_s = emulate(schedule, task_s=task_s, residual_bytes=32).ideal_s
+    quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
+    return Row(
         schedule=schedule.name,
-        ideal_ms=emulation.ideal_s * 1e3,
-        median_ms=median_s * 1e3,
+        ideal_ms=ideal_s * 1e3,
+        median_ms=statistics.median(seconds) * 1e3,
+        quartiles_ms=(quartiles[0] * 1e3, quartiles[2] * 1e3),
         least_ms=min(seconds) * 1e3,
-        ratio=median_s / emulation.ideal_s,
+        ratio=statistics.median(seconds) / ideal_s,
+        least_ratio=min(seconds) / ideal_s,
         in_flight=microbatches_in_flight(schedule)[0],
         peak_bytes=_peak_bytes(schedule, residual_bytes=residual_bytes),
     )
-    return row, driver.timeline()
 
 
 def _peak_bytes(schedule: Schedule, *, residual_bytes: int) -> int:
@@ -228,16 +245,20 @@ def print_table(rows: Sequence[Row], *, stages: int, microbatches: int, task_ms:
         "schedule",
         "ideal ms",
         "median ms",
+        "quartiles ms",
         "least ms",
         "median / ideal",
+        "least / ideal",
         "in flight, stage 0",
         "peak MB, device 0",
     ):
         table.add_column(column, justify="left" if column == "schedule" else "right")
     for row in rows:
-        figures = (f"{row.ideal_ms:.0f}", f"{row.median_ms:.1f}", f"{row.least_ms:.1f}", f"{row.ratio:.3f}")
+        spread = f"{row.quartiles_ms[0]:.1f} to {row.quartiles_ms[1]:.1f}"
+        measured = (f"{row.median_ms:.1f}", spread, f"{row.least_ms:.1f}")
+        figures = (f"{row.ideal_ms:.0f}", *measured, f"{row.ratio:.3f}", f"{row.least_ratio:.3f}")
         table.add_row(row.schedule, *figures, str(row.in_flight), f"{row.peak_bytes / 1e6:.2f}")
-    Console(width=120).print(table)
+    Console(width=140).print(table)
 
 
 def main() -> None:
@@ -246,29 +267,25 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=4, help="number of meshes, one device each; at most 8")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--task-ms", type=float, default=10.0)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--residual-kb", type=int, default=1024, help="what a forward keeps for its backward")
     parser.add_argument("--traces", type=Path, help="a folder for one Chrome trace per schedule, measured")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    rows = []
-    for name, virtual_stages in SCHEDULES:
-        schedule = make_schedule(
-            name,
-            num_meshes=arguments.stages,
-            num_microbatches=arguments.microbatches,
-            virtual_stages=virtual_stages,
-        )
-        row, timeline = measure(
-            schedule,
-            task_s=arguments.task_ms / 1e3,
-            rounds=arguments.rounds,
-            residual_bytes=arguments.residual_kb * 1024,
-        )
-        rows.append(row)
+    schedules = [
+        make_schedule(name, num_meshes=arguments.stages, num_microbatches=arguments.microbatches, virtual_stages=v)
+        for name, v in SCHEDULES
+    ]
+    task_s, residual_bytes = arguments.task_ms / 1e3, arguments.residual_kb * 1024
+    seconds, timelines = measure(schedules, task_s=task_s, rounds=arguments.rounds)
+    rows = [
+        row_of(schedule, own, task_s=task_s, residual_bytes=residual_bytes)
+        for schedule, own in zip(schedules, seconds, strict=True)
+    ]
+    for schedule, timeline in zip(schedules, timelines, strict=True):
         if arguments.traces:
             arguments.traces.mkdir(parents=True, exist_ok=True)
-            timeline.save(arguments.traces / f"{name}.json", name)
+            timeline.save(arguments.traces / f"{schedule.name}.json", schedule.name)
     print_table(rows, stages=arguments.stages, microbatches=arguments.microbatches, task_ms=arguments.task_ms)
     if arguments.json:
         arguments.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
