@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.__main__ import main
 from autopar.commands.model_parts import PartStep, UnbuildablePart, part_step
-from autopar.commands.planned_parts import PartPlanner, PlannedPart, planned_prediction
+from autopar.commands.planned_parts import PartPlanner, PlannedPart, exchanges_of, planned_prediction
 from autopar.commands.rows import Row, read_table
 from autopar.constraints import allowed_layouts
 from autopar.cost_model.hardware import preset
@@ -23,7 +23,8 @@ from autopar.cost_model.training_job import TrainingJob
 from autopar.cost_model.transformer import LayerSplit, block_work, head_work
 from autopar.cost_model.transformer_shape import TransformerShape
 from autopar.mesh import LogicalMesh
-from autopar.options import SplitBatch
+from autopar.options import Constraints, Rule, SplitBatch
+from autopar.plan import CollectivePlan
 from tests.test_simulate import FAMILIES, GOOD, SMALL_PLAN, json_of, table
 
 YARDSTICK = Path(__file__).parent / "data" / "yardstick" / "published_steps.csv"
@@ -93,6 +94,48 @@ def test_gradients_of_a_planned_layer_are_reduced_once_over_data_ranks():
     assert planned("head", alone).gradient_bytes == pytest.approx(2 * head_work(SHAPE, alone).parameters, rel=0.01)
 
 
+def test_collectives_are_a_microbatchs_or_a_steps_by_what_they_move():
+    """Gradients over data ranks and small sums over tensor ranks are a step's; the rest is a microbatch's, at the plan's price."""
+    gradients = [jax.ShapeDtypeStruct((64, 256), "float32"), jax.ShapeDtypeStruct((256,), "float32")]
+
+    def collective(kind: str, axes: tuple[str, ...], size: int, operand: str) -> CollectivePlan:
+        return CollectivePlan(kind, axes, size, 2.0, operand, "a line", 0.5)
+
+    found, reduced = exchanges_of(
+        [
+            collective("all-reduce", ("data",), 65536, "float16[64,256]"),
+            collective("all-gather", ("data", "tensor"), 65536, "float32[64,256]"),
+            collective("all-reduce", ("tensor",), 1024, "float32[256]"),
+            collective("reduce-scatter", ("tensor",), 8192, "float16[8,16,32]"),
+            collective("all-gather", ("data",), 4096, "float16[8,16,16]"),
+            collective("all-to-all", ("expert",), 2048, "float16[4,16,16]"),
+        ],
+        gradients,
+    )
+    assert reduced == 131072
+    assert {(one.kind, one.group, one.full_bytes, one.seconds, count) for one, count in found} == {
+        ("reduce-scatter", "tensor", 8192, 0.5, 2),
+        ("all-gather", "data", 4096, 0.5, 2),
+        ("all-to-all", "expert", 2048, 0.5, 2),
+    }
+
+
+def test_a_kernel_that_fuses_attention_replaces_what_touches_the_scores():
+    """Hidden states as long as they are wide look like scores, and are none: every product of the linear layers stays."""
+    shape = dataclasses.replace(SHAPE, hidden=SEQ, ffn_hidden=4 * SEQ)
+    split = dataclasses.replace(SPLIT, tensor_ranks=1, fused_attention=True)
+    part, fused = Part("plain", shape, split, 1), dataclasses.replace(job(split), shape=shape, fused_attention=True)
+    found = PartPlanner().plan(CLUSTER, part, fused)
+    in_a_loop = StagePrices(CLUSTER, "float16", 2, (1, 1, 1, 1), InTraining())
+    closed = block_work(shape, split)
+    linear = [op for op in _compute(closed) if isinstance(op, MatrixProduct) and op.batch == 1.0]
+    assert len(linear) == 12
+    assert found.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, linear)), rel=0.02)
+    work = PartPlanner().work(CLUSTER, fused, part, closed)
+    kernels = [op for op in (*work.forward, *work.backward) if isinstance(op, MatrixProduct)]
+    assert [kernel.batch for kernel in kernels] == [2 * SAMPLES * 8, 5 * SAMPLES * 8]
+
+
 def stated(step: PartStep) -> dict[str, tuple[tuple[str, ...], ...]]:
     """The one layout that the constraints leave each leaf of the step's state."""
     mesh = LogicalMesh.of(step.axes)
@@ -152,8 +195,6 @@ def test_a_leading_dimension_may_be_split_with_the_rest():
         role: str = "batch"
         shape: tuple[int, ...] = (8, 16, 4)
 
-    from autopar.options import Constraints, Rule
-
     mesh = LogicalMesh.of({"data": 2, "tensor": 4})
     rule = Rule("batch/*", SplitBatch(("data",), P("tensor", None)))
     ((layout,),) = (found for found in allowed_layouts([Leaf()], mesh, Constraints((rule,))) if found)
@@ -211,7 +252,7 @@ def test_equal_layers_of_several_rows_are_planned_once():
         assert note == ""
         assert found is not None
         assert found.step.step_s == pytest.approx(row.step_s, rel=0.2)
-    assert len(planner._known) == 6  # two kinds of layer, embedding and head, each of two rows
+    assert planner.plans == 6  # two kinds of layer, embedding and head, each of two rows
 
 
 def test_a_part_that_models_cannot_build_leaves_the_closed_form_and_says_why(tmp_path, capsys):

@@ -73,6 +73,11 @@ class PartPlanner:
             self._known[key] = _planned(cluster, one, step)
         return self._known[key]
 
+    @property
+    def plans(self) -> int:
+        """How many distinct parts were planned."""
+        return len(self._known)
+
     def work(self, cluster: Cluster, job: TrainingJob, part: Part, closed: Work) -> Work:
         """The closed form's work with the plan's seconds and collectives in the place of its own."""
         if part.kind in _CLOSED:
@@ -130,7 +135,7 @@ def _planned(cluster: Cluster, part: Part, step: PartStep) -> PlannedPart:
     for equation, each, trips in assignment.seconds:
         if not (_has_kernel(part) and _touches_scores(equation, part)):
             seconds[entry_for(equation).heavy] += each * trips
-    exchanges, gradients = _exchanges(plan.collectives, jax.tree.leaves(step.state["grads"]))
+    exchanges, gradients = exchanges_of(plan.collectives, jax.tree.leaves(step.state["grads"]))
     return PlannedPart(seconds[True], seconds[False], exchanges, gradients, len(traced.program.equations))
 
 
@@ -142,7 +147,7 @@ def _touches_scores(equation: Any, part: Part) -> bool:
     return any(len(shape) == 4 and shape[1:] == scores for shape in shapes)
 
 
-def _exchanges(
+def exchanges_of(
     collectives: Sequence[CollectivePlan], gradients: Sequence[Any]
 ) -> tuple[tuple[tuple[Exchange, int], ...], float]:
     """Collectives of a microbatch as the plan prices them, and the bytes of gradients that are reduced over data ranks.
