@@ -95,7 +95,7 @@ def test_gradients_of_a_planned_layer_are_reduced_once_over_data_ranks():
 
 
 def test_collectives_are_a_microbatchs_or_a_steps_by_what_they_move():
-    """Gradients over data ranks and small sums over tensor ranks are a step's; the rest is a microbatch's, at the plan's price."""
+    """Gradients over data ranks and small sums over tensor ranks are a step's; the rest, as priced, is a microbatch's."""
     gradients = [jax.ShapeDtypeStruct((64, 256), "float32"), jax.ShapeDtypeStruct((256,), "float32")]
 
     def collective(kind: str, axes: tuple[str, ...], size: int, operand: str) -> CollectivePlan:
