@@ -60,8 +60,9 @@ CHAINS, CHAIN_LENGTH = 4, 16
 """Small operations are measured in so many chains side by side, each of so many."""
 REPEATS = 4
 """How often a program without a loop does what it measures."""
-_MALLOPT = {"trim threshold": (-1, 2**31 - 1), "top pad": (-2, 2**26), "mapped regions": (-4, 0), "arenas": (-8, 1)}
-"""glibc's options by number: free memory beyond which it gives back, what it takes at once, mappings and arenas at most."""
+_MALLOPT = {"trim threshold": (-1, 2**31 - 1), "top pad": (-2, 2**28), "mapped regions": (-4, 0)}
+"""glibc's options by number: free memory beyond which it gives back, what it keeps spare (more than a heap of 64 MB, which is
+then never given back whole), regions of their own for large buffers."""
 
 
 @dataclasses.dataclass(frozen=True)
