@@ -415,8 +415,18 @@ def _same_work(eqn: Equation, operands: Sequence[int], results: Sequence[Layout 
     read = tuple(
         (str(v.aval), str(v.val)) if isinstance(v, Literal) else n for v, n in zip(eqn.invars, operands, strict=True)
     )
-    params = tuple(sorted((name, str(value)) for name, value in eqn.params.items()))
+    params = tuple((name, _comparable(value)) for name, value in eqn.params.items())
     return eqn.primitive, read, tuple(results), params
+
+
+def _comparable(value: Any) -> Hashable:
+    """A parameter of an equation, or what it prints where it cannot be a key."""
+    key: Hashable = value
+    try:
+        hash(key)
+    except TypeError:
+        return str(value)
+    return key
 
 
 def _kind_of(eqn: Equation) -> Kind:

@@ -20,6 +20,7 @@ from autopar.contractions import of_product
 from autopar.cost_model.hardware import PRESETS
 from autopar.footprint import LIBRARY_ELEMENTS, Block, Kind, Operation, Value, footprint_of
 from autopar.graph import build_graph
+from autopar.intra_op import GOOD_ENOUGH
 from autopar.memory import TEMPORARIES_MARGIN, MemoryModel
 from autopar.mesh import LogicalMesh
 from autopar.models.registry import build
@@ -50,6 +51,7 @@ def shapes_of(model):
 MODELS = {
     "mlp": lambda: build("mlp"),
     "wide_mlp": lambda: build("mlp", hidden=128, layers=3, batch=64),
+    "small_gpt": lambda: build("gpt", layers=1, hidden=64, seq=32),
     "gpt": lambda: build("gpt", layers=2, hidden=64),
 }
 PLANS = {
@@ -60,7 +62,7 @@ PLANS = {
 }
 
 
-FAST = {("mlp", plan) for plan in PLANS} | {("gpt", "data parallel")}
+FAST = {("mlp", plan) for plan in PLANS} | {("small_gpt", "data parallel")}
 NEAR = [
     pytest.param(name, plan, marks=() if (name, plan) in FAST else pytest.mark.slow)
     for name in MODELS
@@ -116,6 +118,7 @@ def test_a_limit_on_zero_3_makes_xla_need_less():
     tight = autopar.parallelize(model.train_step, memory_limit_bytes=limit, **four).compile(*shapes_of(model))
     assert real_bytes(tight) <= limit
     assert real_bytes(tight) < real_bytes(free)
+    assert tight.plan.step_s >= (1 - GOOD_ENOUGH) * free.plan.step_s  # a limit gains nothing
 
 
 def test_a_limit_below_what_must_be_resident_is_refused():
