@@ -473,7 +473,8 @@ def waiting_for(late: jax.Array, array: jax.Array) -> jax.Array:
     """
     if is_opaque(jax.typeof(array)):
         words = waiting_for(late, jax.random.key_data(array))
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
+        key: jax.Array = jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
+        return key
     number = jnp.ravel(late)[0]
     return jnp.where(number * number < -1, jnp.zeros_like(array), array)
 
