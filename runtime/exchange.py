@@ -9,7 +9,7 @@ of one device each travel together, values arrive in each other's place without 
 
 What can go wrong: the processes launch their programs in different orders and wait for each other for ever. Nothing here can
 see that; who calls this has to keep one order (`autopar.runtime.launch_order`). A device that sends nothing takes part with
-zeros in place of a tile: they are made once, and occupy as much memory as a source's tile.
+zeros in place of a tile, which occupy as much memory as a source's tile; equal ones of one exchange are one array.
 """
 
 from __future__ import annotations
@@ -44,9 +44,14 @@ class Passage:
 class Exchange:
     """Moves the tiles of several arrays at once; every process with a device of either side has to call it."""
 
-    def __init__(self, passages: Sequence[Passage], devices: Mapping[int, jax.Device]) -> None:
-        """Prepare the program; it is compiled at the first call. `devices` are those of both sides, by id."""
-        self._passages = tuple(passages)
+    def __init__(
+        self, passages: Sequence[Passage], devices: Mapping[int, jax.Device], *, is_rare: bool = False
+    ) -> None:
+        """Prepare the program; it is compiled at the first call. `devices` are those of both sides, by id.
+
+        One that `is_rare` makes its zeros anew each time, and holds no memory between two calls.
+        """
+        self._passages, self._is_rare = tuple(passages), is_rare
         self._devices = tuple(devices[number] for number in sorted(devices))
         auto = (jax.sharding.AxisType.Auto,)
         self._sharding = NamedSharding(Mesh(np.array(self._devices), (AXIS,), axis_types=auto), PartitionSpec(AXIS))
@@ -60,19 +65,22 @@ class Exchange:
 
     def __call__(self, tiles: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
         """This process's received tiles by device, from its source tiles by device, array by array; does not wait."""
-        operands = [self._operand(n, held) for n, held in enumerate(tiles)]
+        zeros = self._zeros() if self._is_rare else self._kept_zeros
+        operands = [self._operand(n, held, zeros) for n, held in enumerate(tiles)]
         return [self._received(n, result) for n, result in enumerate(self._run(*operands))]
 
-    def _operand(self, number: int, held: Mapping[int, Array]) -> Array:
+    def _operand(self, number: int, held: Mapping[int, Array], zeros: Mapping[tuple[int, int], Array]) -> Array:
         shape = self._journeys[number].tile
         tiles = [
-            held[device.id].reshape(shape) if device.id in held else self._zeros[number, device.id]
-            for device in self._local
+            held[device.id].reshape(shape) if device.id in held else zeros[number, device.id] for device in self._local
         ]
         whole = (len(self._devices) * shape[0], *shape[1:])
         return jax.make_array_from_single_device_arrays(whole, self._sharding, tiles)
 
     @functools.cached_property
+    def _kept_zeros(self) -> dict[tuple[int, int], Array]:
+        return self._zeros()
+
     def _zeros(self) -> dict[tuple[int, int], Array]:
         """What devices that are no source put in; equal ones are one array."""
         made: dict[tuple[tuple[int, ...], Any, int], Array] = {}

@@ -34,6 +34,7 @@ from autopar.runtime.routes import Key, Move, Route, tiles_by_device
 from autopar.runtime.tiles import Links
 
 Array = jax.Array
+PORTION_ARRAYS, PORTION_BYTES = 64, 1 << 28
 
 
 def reshard(array: Array, target: NamedSharding) -> Array:
@@ -57,18 +58,31 @@ def brought_here(values: Sequence[Any], devices: Sequence[jax.Device]) -> list[A
             f"{', '.join(map(str, sorted(first)))}: gather there, and pass on what is wanted elsewhere"
         )
     mesh = jax.sharding.Mesh(np.array(list(first.values())), ("process",))
-    numbers = [n for n, value in enumerate(values) if is_global(value)]
     found = list(values)
-    copies = reshard_all([values[n] for n in numbers], [NamedSharding(mesh, PartitionSpec())] * len(numbers))
-    for n, array in zip(numbers, copies, strict=True):
-        found[n] = array.addressable_data(0)
+    for numbers in _portions([n for n, value in enumerate(values) if is_global(value)], values):
+        copies = reshard_all([values[n] for n in numbers], [NamedSharding(mesh, PartitionSpec())] * len(numbers))
+        for n, array in zip(numbers, copies, strict=True):
+            found[n] = array.addressable_data(0)
     return found
+
+
+def _portions(numbers: Sequence[int], values: Sequence[Array]) -> list[list[int]]:
+    """The numbers in groups of limited size: an exchange takes memory and time to compile for all that it moves."""
+    portions: list[list[int]] = []
+    left = 0
+    for n in numbers:
+        if not portions or len(portions[-1]) == PORTION_ARRAYS or values[n].nbytes > left:
+            portions.append([])
+            left = PORTION_BYTES
+        portions[-1].append(n)
+        left -= values[n].nbytes
+    return portions
 
 
 # Keeps compiled programs and no results, as `jax.jit` does.
 @functools.lru_cache(maxsize=1024)
 def _prepared(moves: tuple[Move, ...]) -> BatchResharder:
-    return BatchResharder(moves)
+    return BatchResharder(moves, is_rare=True)
 
 
 class Resharder:
@@ -106,14 +120,14 @@ class Sent:
 class BatchResharder:
     """Moves several arrays together: all copies are one call of `jax.device_put`."""
 
-    def __init__(self, moves: Sequence[Move], *, links: Links | None = None) -> None:
-        """Plan every move and prepare the programs; they are compiled at the first call."""
+    def __init__(self, moves: Sequence[Move], *, links: Links | None = None, is_rare: bool = False) -> None:
+        """Plan every move and prepare the programs; they are compiled at the first call. See `Exchange` for `is_rare`."""
         self._routes = tuple(Route(number, move, links) for number, move in enumerate(moves))
         self._tiled = tuple(route for route in self._routes if route.kind == "tiles")
         self._cuts = cutters(self._tiled)
         self._joins = joiners(self._tiled)
         self._exchanged = tuple(route for route in self._routes if route.kind == "exchange")
-        self._exchange = _exchange(self._exchanged) if self._exchanged else None
+        self._exchange = _exchange(self._exchanged, is_rare=is_rare) if self._exchanged else None
         arriving = (route for route in self._routes if route.kind in ("copy", "tiles", "exchange"))
         self._gathers = gatherers([route for route in arriving if route.plan.cuts and is_here(route.target)])
         self._outgoing: dict[Key, Sharding] = {
@@ -170,6 +184,7 @@ class BatchResharder:
         return [route.closed(values.get(route.number)) for route in self._routes]
 
 
-def _exchange(routes: Sequence[Route]) -> Exchange:
+def _exchange(routes: Sequence[Route], *, is_rare: bool) -> Exchange:
     devices = {number: device for route in routes for number, device in route.move.devices.items()}
-    return Exchange([Passage(route.plan, route.frames, route.words.dtype) for route in routes], devices)
+    passages = [Passage(route.plan, route.frames, route.words.dtype) for route in routes]
+    return Exchange(passages, devices, is_rare=is_rare)

@@ -1,5 +1,7 @@
 """The program that moves tiles between processes, on the devices of one: every device gets the box that the plan says."""
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,3 +55,20 @@ def test_arrays_of_several_shapes_travel_together_and_scalars_among_them():
 
 def test_a_device_may_be_on_both_sides_and_keep_a_part():
     check_exchange([numbers((24, 2))], [sharding_on((4,), 0, P("x"))], [sharding_on((3,), 2, P("x"))])
+
+
+@pytest.mark.parametrize("is_rare", [False, True])
+def test_only_what_is_used_again_and_again_keeps_its_zeros(is_rare):
+    """Four devices receive a tile of 8 numbers and put in as many zeros."""
+    value, devices = numbers((32,)), jax.devices()
+    source, target = sharding_on((4,), 0, P("x")), sharding_on((4,), 4, P("x"))
+    array = jax.device_put(value, source)
+    route = Route(0, Move.of(array, target), None)
+    exchange = Exchange([Passage(route.plan, route.frames, array.dtype)], {d.id: d for d in devices}, is_rare=is_rare)
+    held = [{shard.device.id: shard.data for shard in array.addressable_shards}]
+    gc.collect()
+    before = len(jax.live_arrays())
+    for tiles in [exchange(held) for _ in range(2)]:
+        del tiles
+    gc.collect()
+    assert len(jax.live_arrays()) - before == (0 if is_rare else 4)
