@@ -11,8 +11,9 @@ one stage, with the values that it reads and writes. The rules:
     anywhere    what depends on no example or on no parameter is computed again in each piece that reads it, unless it is
                 heavy or random: then it belongs to the first piece that reads it
 
-A leaf lives on the first stage that uses it; other stages are lent it (tied weights). What can go wrong: a value that would flow
-against the order of the stages; `check` refuses the cut and names it.
+A scan over layers is divided before (`split_scans.py`): its pieces are links of the chain like others. A leaf lives on the first
+stage that uses it; other stages are lent it (tied weights). What can go wrong: a value that would flow against the order of the
+stages; `check` refuses the cut and names it.
 """
 
 from __future__ import annotations

@@ -214,21 +214,22 @@ def with_while_loop():
 
 
 def along_the_layers():
-    """Frozen scales and rates per layer, a transposed stack, and operations of the update between the layers."""
+    """Frozen scales and rates, numbers and noise per layer, a transposed stack, an update with operations between the layers."""
     rates = np.linspace(0.1, 0.05, LAYERS, dtype=np.float32)
 
     def step(state, batch):
         def loss_of(params):
             def layer(x, given):
-                p, scale, rate = given
-                return block(x, p) * scale + rate * x, None
+                p, scale, rate, number = given
+                return block(x, p) * scale + rate * x * number, None
 
             matrices = {"w": jnp.moveaxis(params["w"], 1, 0), "b": params["b"]}
-            return error(lax.scan(layer, batch["x"], (matrices, state["scale"], rates))[0], batch)
+            return error(lax.scan(layer, batch["x"], (matrices, state["scale"], rates, jnp.arange(LAYERS)))[0], batch)
 
         loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+        noise = jax.random.normal(jax.random.key(3), gradients["w"].shape)
         params = {
-            "w": state["params"]["w"] - gradients["w"] * rates[:, None],
+            "w": state["params"]["w"] - gradients["w"] * rates[:, None] + 0.01 * noise,
             "b": state["params"]["b"] - gradients["b"] + 1e-3 * jnp.cumsum(gradients["b"], axis=0),
         }
         found = {
