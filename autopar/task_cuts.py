@@ -18,9 +18,10 @@ import jax
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.mesh import Layout
-from autopar.program import Atom, Equation, Loop, Program, fan_out_p
+from autopar.program import Atom, Equation, fan_out_p
 from autopar.spmd import Assignment, Lowering
 from autopar.stage_program import PROLOGUE, StageProgram
+from autopar.task_owners import LoopedProgram, task_owners, update_level, variables
 
 RefKind = Literal["input", "row", "value", "accumulator", "slice", "send", "output", "number"]
 
@@ -101,96 +102,17 @@ class _Cutter:
         split_backward: bool,
         kept: Set[Var],
     ) -> None:
-        self.kept = kept
-        self.stage, self.assignment, self.lowering = stage, assignment, lowering
-        self.program = assignment.program
-        self.loop = next(e for e in self.program.equations if e.loop is not None and not e.task)
-        assert self.loop.loop is not None
-        self.counts: Loop = self.loop.loop
-        self.region: Program = self.loop.regions[0]
-        self._maker = {v: e for program in (self.program, self.region) for e in program.equations for v in e.outvars}
-        self._users: dict[Var, list[Equation]] = {}
-        for eqn in self.program.equations:
-            for v in _variables(eqn):
-                self._users.setdefault(v, []).append(eqn)
+        self.stage, self.assignment, self.lowering, self.kept = stage, assignment, lowering, kept
+        self.split_backward = split_backward
+        self.shape = shape = LoopedProgram.of(stage, assignment.program)
+        self.program, self.loop, self.region, self.counts = shape.program, shape.loop, shape.region, shape.counts
         self._entries = {
             e.outvars[0]: assignment.strategies[e].outputs[0] for e in self.region.equations[: len(self.region.invars)]
         }
-        self.task_of: dict[Equation, str] = {}
+        self.task_of = task_owners(shape, split_backward=split_backward)
         self.home: dict[Var, Slot] = {}
-        self._tag_outside()
-        self._tag_inside(split_backward)
         self._find_homes()
-        self.split_backward = split_backward
         self._passed_on = self._find_passed_on()
-
-    # Which task an equation belongs to.
-
-    def _tag_outside(self) -> None:
-        late: set[Var] = set(self.loop.outvars)
-        untagged: list[Equation] = []
-        for eqn in self.program.equations:
-            if eqn is self.loop:
-                continue
-            if eqn.task:
-                self.task_of[eqn] = eqn.task
-                if eqn.task != PROLOGUE:
-                    late.update(eqn.outvars)
-            elif any(v in late for v in _variables(eqn)):
-                untagged.append(eqn)
-                late.update(eqn.outvars)
-            else:
-                self.task_of[eqn] = PROLOGUE
-        for eqn in reversed(untagged):
-            owners = [self.task_of[e] for v in eqn.outvars for e in self._users.get(v, ()) if e in self.task_of]
-            returned = [
-                str(port.piece)
-                for port, atom in zip(self.stage.outputs, self.program.outvars, strict=True)
-                if atom in eqn.outvars and port.source != "received"
-            ]
-            self.task_of[eqn] = (owners + returned + [PROLOGUE])[0]
-
-    def _tag_inside(self, split_backward: bool) -> None:
-        for eqn in self.region.equations[len(self.region.invars) :]:
-            if eqn.task:
-                self.task_of[eqn] = eqn.task
-        if split_backward:
-            self._split_backward()
-
-    def _split_backward(self) -> None:
-        """Backward into what the stage before waits for, the input gradients, and the rest, the weight gradients."""
-        needed = {self._before_copy(atom) for atom in self._sent_atoms()}
-        for eqn in reversed(self.region.equations):
-            task = self.task_of.get(eqn, "")
-            if task.startswith("backward "):
-                first = any(v in needed for v in eqn.outvars)
-                if first:
-                    needed.update(v for v in _variables(eqn))
-                kind = "input_gradient" if first else "weight_gradient"
-                self.task_of[eqn] = f"{kind} {task.removeprefix('backward ')}"
-
-    def _sent_atoms(self) -> list[Atom]:
-        """What the region returns for other stages."""
-        return [
-            self.region.outvars[self.loop.outvars.index(self._before_fan_out(atom))] for atom in self._sends().values()
-        ]
-
-    def _sends(self) -> dict[int, Var]:
-        return {
-            i: atom
-            for i, (port, atom) in enumerate(zip(self.stage.outputs, self.program.outvars, strict=True))
-            if port.source == "received"
-        }
-
-    def _before_fan_out(self, atom: Atom) -> Atom:
-        """The value that a chain of fan_outs outside the loop copies."""
-        while not isinstance(atom, JaxLiteral) and atom in self._maker and self._maker[atom].primitive is fan_out_p:
-            atom = self._maker[atom].invars[0]
-        return atom
-
-    def _before_copy(self, atom: Atom) -> Atom:
-        """The value that the region's last fan_out for an output copies."""
-        return atom if isinstance(atom, JaxLiteral) else self._maker[atom].invars[0]
 
     # Where values are between tasks.
 
@@ -222,7 +144,7 @@ class _Cutter:
             elif i == loop.consts + loop.carries:
                 self.home[inner] = Slot(Ref("number", None, True), Layout.replicated(0), inner.aval)
             else:
-                self.home[inner] = self.home[self._before_fan_out(atom)]
+                self.home[inner] = self.home[self.shape.before_fan_out(atom)]
         for eqn in self.region.equations[count:]:
             for v, layout in zip(eqn.outvars, self.lowering.gives(eqn), strict=True):
                 self.home[v] = Slot(Ref("value", v, True), layout, v.aval)
@@ -231,7 +153,7 @@ class _Cutter:
             if i < loop.carries:
                 self.home[v] = Slot(Ref("accumulator", i), heads[loop.consts + i].inputs[0], v.aval)
             else:
-                layout = self.assignment.strategies[self._maker[atom]].outputs[0]
+                layout = self.assignment.strategies[self.shape.maker[atom]].outputs[0]
                 self.home[v] = Slot(Ref("slice", i, True), layout, atom.aval)
 
     def _constant(self, atom: Atom, layout: Layout) -> Slot:
@@ -245,7 +167,7 @@ class _Cutter:
 
     def _resolved(self, var: Var) -> Slot:
         """The slot of a value; a fan_out that moves nothing is what it copies."""
-        maker = self._maker.get(var)
+        maker = self.shape.maker.get(var)
         if maker is not None and maker.primitive is fan_out_p and not maker.task:
             inner = self._resolved(maker.invars[0]) if not isinstance(maker.invars[0], JaxLiteral) else None
             if inner is not None and inner.layout == self.assignment.strategies[maker].outputs[0]:
@@ -262,7 +184,7 @@ class _Cutter:
         order = {"forward": 0, "backward": 1, "input_gradient": 1, "weight_gradient": 2}
         moving = sorted(dict.fromkeys(inside), key=lambda t: order[t.split()[0]])
         tasks = [self._inside(name) for name in moving]
-        tasks += [self._outside(name) for name in sorted(updates, key=_level)]
+        tasks += [self._outside(name) for name in sorted(updates, key=update_level)]
         read = {ref for task in tasks for ref in task.reads}
         prologue = self._prologue(read)
         return (prologue, *tasks) if prologue is not None else tuple(tasks)
@@ -272,20 +194,20 @@ class _Cutter:
         equations = [e for e in self.region.equations if self.task_of.get(e) == name]
         made = {v for e in equations for v in e.outvars}
         others = [e for e in self.region.equations if e in self.task_of and self.task_of[e] != name]
-        read_elsewhere = {v for e in others for v in _variables(e)}
+        read_elsewhere = {v for e in others for v in variables(e)}
         reads = _operands_from_outside(equations, made)
         writes: list[Write] = []
         for v in dict.fromkeys(v for e in equations for v in e.outvars):
             if v in read_elsewhere:
                 writes.append(Write(self.home[v].ref, v, (self.home[v].layout,)))
-        sends = {self.loop.outvars.index(self._before_fan_out(v)): i for i, v in self._sends().items()}
+        sends = {self.loop.outvars.index(self.shape.before_fan_out(v)): i for i, v in self.shape.sends().items()}
         for i, atom in enumerate(self.region.outvars):
-            source = self._before_copy(atom)
+            source = self.shape.before_copy(atom)
             passed_on = self._passed_on.get(i) == name
             if isinstance(source, JaxLiteral) or not (source in made or passed_on):
                 continue
             reads += [source] if passed_on and source not in reads else []
-            through = self.assignment.strategies[self._maker[atom]].inputs[0]
+            through = self.assignment.strategies[self.shape.maker[atom]].inputs[0]
             if i < self.counts.carries:
                 slot = self.home[self.loop.outvars[i]]
                 writes.append(Write(slot.ref, source, (through, slot.layout)))
@@ -301,13 +223,13 @@ class _Cutter:
         """Results of the loop that no task makes, such as what a stage receives for another one; the task that hands them on."""
         backward = "input_gradient" if self.split_backward else "backward"
         pieces = {
-            self.loop.outvars.index(self._before_fan_out(v)): self.stage.outputs[i].piece
-            for i, v in self._sends().items()
+            self.loop.outvars.index(self.shape.before_fan_out(v)): self.stage.outputs[i].piece
+            for i, v in self.shape.sends().items()
         }
         found: dict[int, str] = {}
         for place in range(self.counts.carries, len(self.region.outvars)):
-            source = self._before_copy(self.region.outvars[place])
-            if not isinstance(source, JaxLiteral) and self._maker.get(source) not in self.task_of:
+            source = self.shape.before_copy(self.region.outvars[place])
+            if not isinstance(source, JaxLiteral) and self.shape.maker.get(source) not in self.task_of:
                 piece = pieces.get(place)
                 kind = backward if piece is not None and piece.kind == "backward" else "forward"
                 found[place] = f"{kind} {self.stage.stage}"
@@ -315,8 +237,8 @@ class _Cutter:
 
     def _is_joined(self, number: int) -> bool:
         """Whether an update reads the stack of a value; other stages read it through fan_outs alone."""
-        users = self._users.get(self.loop.outvars[number], [])
-        return any(e.primitive is not fan_out_p or e.task or self._users.get(e.outvars[0]) for e in users)
+        users = self.shape.users.get(self.loop.outvars[number], [])
+        return any(e.primitive is not fan_out_p or e.task or self.shape.users.get(e.outvars[0]) for e in users)
 
     def _outside(self, name: str) -> TaskCut:
         """An update."""
@@ -324,7 +246,7 @@ class _Cutter:
         made = {v for e in equations for v in e.outvars}
         writes: list[Write] = []
         others = [e for e in self.program.equations if e in self.task_of and self.task_of[e] not in (name, PROLOGUE)]
-        read_elsewhere = {v for e in others for v in _variables(e)}
+        read_elsewhere = {v for e in others for v in variables(e)}
         for v in dict.fromkeys(v for e in equations for v in e.outvars):
             if v in read_elsewhere:
                 writes.append(Write(self.home[v].ref, v, (self.home[v].layout,)))
@@ -358,7 +280,7 @@ class _Cutter:
         for eqn in reversed(equations):
             if any(v in needed for v in eqn.outvars):
                 chosen.append(eqn)
-                needed.update(v for v in _variables(eqn))
+                needed.update(v for v in variables(eqn))
         reads = [v for v in self.program.invars if v in needed and v not in made]
         return self._task(f"{PROLOGUE} {self.stage.stage}", chosen[::-1], reads, writes)
 
@@ -396,21 +318,12 @@ class _Cutter:
     def _read_by_later_updates(self, ref: Ref, name: str) -> bool:
         """Whether an update after this one reads an input, or returns it unchanged."""
         for eqn in self.program.equations:
-            if _level(self.task_of.get(eqn, PROLOGUE)) > _level(name):
-                operands = _variables(eqn)
+            if update_level(self.task_of.get(eqn, PROLOGUE)) > update_level(name):
+                operands = variables(eqn)
                 if any(self._resolved(v).ref == ref for v in operands):
                     return True
         returned = [v for v in self.program.outvars if not isinstance(v, JaxLiteral)]
         return any(self._resolved(v).ref == ref for v in returned)
-
-
-def _level(task: str) -> int:
-    """Which of the updates of a stage a task is; -1 for others."""
-    return int(task.rpartition(".")[2]) if task.startswith("update ") else -1
-
-
-def _variables(eqn: Equation) -> list[Var]:
-    return [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
 
 
 def _without_leading(aval: Any) -> Any:
@@ -418,5 +331,5 @@ def _without_leading(aval: Any) -> Any:
 
 
 def _operands_from_outside(equations: Sequence[Equation], made: set[Var]) -> list[Var]:
-    used = (v for e in equations for v in _variables(e))
+    used = (v for e in equations for v in variables(e))
     return list(dict.fromkeys(v for v in used if v not in made))
