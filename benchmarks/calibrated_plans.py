@@ -1,13 +1,14 @@
 """Predicted against measured step time of 12 plans of three models, on this machine as `autopar calibrate` found it.
 
-In: a cluster file (`--cluster FILE`), or none, and then the machine is calibrated first. GPT, MoE and Wide-ResNet at the sizes of
-`intra_op_plans.py`, each under four plans that differ in mesh and constraints, on 8 virtual CPU devices. Out: per plan the
-planner's prediction and what its step takes; the errors, their mean and largest, and the rank correlation over all plans and
-within each model. All plans take turns, one step each a round, and of a plan's steps the lower decile counts: what it takes when
-nothing disturbs. Measured is the clock that calibration goes by, processor seconds of all threads over the cores, which is the
-wall's time on a quiet machine; the errors by the wall's clock are shown too. The process keeps the memory that it frees, while it
-calibrates as well: page faults otherwise add up to a third to steps, other ones in every process. What can go wrong: a machine
-so busy that caches are lost all the time; every step then takes more than when it was calibrated.
+In: a cluster file (`--cluster FILE`), or none, and then the machine is calibrated first. GPT, MoE and Wide-ResNet at the
+sizes of `intra_op_plans.py`, each under four plans that differ in mesh and constraints, on 8 virtual CPU devices. Out: per plan
+the planner's prediction and what its step takes; the errors, their mean and largest, and the rank correlation over all plans and
+within each model. All plans take turns, two steps each a round, the second timed, and of a plan's times the lower decile
+counts: what it takes when nothing disturbs. Measured is the clock that calibration goes by, processor seconds of all threads
+over the cores, which is the wall's time on a quiet machine; the errors by the wall's clock are shown too. The process keeps the
+memory that it frees, while it calibrates as well: page faults otherwise add up to a third to steps, other ones in every
+process. What can go wrong: a machine so busy that caches are lost all the time; every step then takes more than when it was
+calibrated.
 
     python benchmarks/calibrated_plans.py [--cluster FILE] [--rounds 21] [--json FILE]
 """
@@ -103,6 +104,8 @@ def timed(variants: Sequence[Variant], rounds: int, console: Console) -> dict[st
             status.update(f"measuring, round {turn + 1} of {rounds}")
             start = turn % len(variants)
             for variant in (*variants[start:], *variants[:start]):
+                one_step(variant)  # in training a step follows one of its own, whose code and operands are near
+                variant.times_s.pop()
                 started = clock()
                 one_step(variant)
                 steps[variant.name].append(clock() - started)
