@@ -243,7 +243,7 @@ def test_only_keys_made_whole_are_cut_for_dropout():
 
 
 def test_only_operations_between_layers_see_them_all_at_once():
-    # A sum along the layers, the median of all entries, and a result of the step that has an entry per layer.
+    # A sum along the layers, a sort of all entries, and a result of the step that has an entry per layer.
     joined = [kind for kind, _ in operations(cut_at(scanned_steps.along_the_layers(), 3), "concatenate")]
     assert joined == ["float32[5,8]", "float32[40]", "float32[5]"]
 
