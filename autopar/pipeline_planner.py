@@ -112,14 +112,15 @@ def search_pipeline(
         raise ArgumentError(
             "num_stages='auto' does not search interleaved schedules; give num_stages and virtual_stages"
         )
-    found = search_stages(loop, request, devices=devices, schedule=name)  # type: ignore[arg-type]
+    again = {"auto": (False, True), "none": (False,), "layer": (True,)}[wishes.recompute]
+    found = search_stages(loop, request, devices=devices, schedule=name, recompute=again)  # type: ignore[arg-type]
     stages = len(found.sizes)
     if stages == 1:
         return None
     schedule = make_schedule(name, num_meshes=stages, num_microbatches=microbatches)
     split, loop, cuts = merged(split, loop, found.cuts)
     wanted = StageRequest(found.meshes, stages, microbatches, microbatches_in_flight(schedule), cuts, loop, split=split)
-    staged = _with_recomputation(traced, wanted, request, wishes.recompute)
+    staged = _with_recomputation(traced, wanted, request, "layer" if found.recompute else wishes.recompute)
     plan = _describe(traced, staged, schedule, request)
     return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged
 

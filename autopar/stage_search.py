@@ -38,8 +38,10 @@ from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import ForwardEquation, cut_stages, forward_chain
 from autopar.staging import StagedStage, boundaries, measured_stage
 
+TOLERANCE = 1e-3
+"""Relative gain below which the search over stages lets go; layers' costs are less exact."""
 LAYER_AXES = 2
-"""Layers are priced on logical meshes of up to so many axes; the stages that are chosen are planned on all."""
+"""Layers, and so stages, are planned on logical meshes of up to so many axes."""
 LAYER_COUNTS = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
 """Numbers of layers into which a step may be clustered: the one whose cuts send the least, the most layers among equals."""
 
@@ -48,13 +50,14 @@ LAYER_COUNTS = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
 class Found:
     """What the search chose: places of the cuts in the forward chain, the devices of each stage, and their logical meshes.
 
-    A stage's meshes are those that are best for one of its layers.
+    A stage's meshes are those that are best for one of its layers. `recompute`: backward does forward's work again.
     """
 
     cuts: tuple[int, ...]
     sizes: tuple[int, ...]
     meshes: tuple[tuple[LogicalMesh, ...], ...]
     choice: StageChoice
+    recompute: bool
 
 
 def machine_shape(machine: Cluster, devices: int) -> tuple[int, int]:
@@ -66,28 +69,38 @@ def machine_shape(machine: Cluster, devices: int) -> tuple[int, int]:
 
 
 def search_stages(
-    loop: TimeLoop, request: PlanRequest, *, devices: int, schedule: ScheduleName, num_stages: int | None = None
+    loop: TimeLoop,
+    request: PlanRequest,
+    *,
+    devices: int,
+    schedule: ScheduleName,
+    num_stages: int | None = None,
+    recompute: Sequence[bool] = (False,),
 ) -> Found:
-    """The best stages for so many microbatches. Raises OutOfMemoryError, ArgumentError."""
+    """The best stages for so many microbatches, with or without recomputation. Raises OutOfMemoryError, ArgumentError."""
     chain = forward_chain(loop)
     places = boundaries(chain) or _clustered(chain)
     shape = machine_shape(request.cluster, devices)
     options = submeshes(*shape)
     layers = _Layers(loop, places, chain, request)
-    table = layers.table(options)
-    limit = request.memory_limit_bytes
-    problem = StageProblem(
-        table,
-        options,
-        shape,
-        loop.plan.microbatches,
-        schedule,
-        memory_bytes=math.inf if limit is None else float(limit),
-    )
-    choice = choose_stages(problem, manual=Manual(num_stages=num_stages))
-    cuts = tuple(places[stage.first_layer - 1] for stage in choice.stages[1:])
-    sizes = tuple(math.prod(stage.submesh) for stage in choice.stages)
-    return Found(cuts, sizes, tuple(map(layers.meshes, choice.stages)), choice)
+    limit = math.inf if request.memory_limit_bytes is None else float(request.memory_limit_bytes)
+    found: list[Found] = []
+    failed: OutOfMemoryError | None = None
+    for again in recompute:
+        table = layers.table(options, recompute=again)
+        problem = StageProblem(table, options, shape, loop.plan.microbatches, schedule, memory_bytes=limit)
+        try:
+            choice = choose_stages(problem, manual=Manual(num_stages=num_stages), tolerance=TOLERANCE)
+        except OutOfMemoryError as error:
+            failed = error
+            continue
+        cuts = tuple(places[stage.first_layer - 1] for stage in choice.stages[1:])
+        sizes = tuple(math.prod(stage.submesh) for stage in choice.stages)
+        found.append(Found(cuts, sizes, tuple(map(layers.meshes, choice.stages)), choice, again))
+    if not found:
+        assert failed is not None
+        raise failed
+    return min(found, key=lambda one: one.choice.step_s)
 
 
 def _clustered(chain: tuple[ForwardEquation, ...]) -> tuple[int, ...]:
@@ -101,6 +114,33 @@ def _clustered(chain: tuple[ForwardEquation, ...]) -> tuple[int, ...]:
             if sent < least:
                 best, least = places, sent
     return best
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerFigures:
+    """What a layer costs on some devices: seconds per microbatch, of the update per step, and bytes as in `StageMemory`."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    once_s: float = 0.0
+    kept_bytes: float = 0.0
+    passing_bytes: float = 0.0
+    residual_bytes: float = 0.0
+    received_bytes: float = 0.0
+
+
+def _ranges(values: Sequence[float]) -> np.ndarray:
+    """[i, j]: the sum of values i to j - 1; 0 where there are none."""
+    before = np.concatenate([[0.0], np.cumsum(values)])
+    return np.triu(before[None, :] - before[:-1, None], 1)
+
+
+def _largest(values: Sequence[float]) -> np.ndarray:
+    """[i, j]: the largest of values i to j - 1."""
+    largest = np.zeros((len(values), len(values) + 1))
+    for i in range(len(values)):
+        largest[i, i + 1 :] = np.maximum.accumulate(values[i:])
+    return largest
 
 
 class _Layers:
@@ -117,21 +157,32 @@ class _Layers:
         self._programs: dict[int, StageProgram] = {}
         self._planned: dict[tuple[int, int], StagedStage | None] = {}
 
-    def table(self, options: Sequence[Submesh]) -> CostTable:
-        """Costs of all ranges of layers on all submeshes: sums over the layers of a range, by prefix sums."""
+    def table(self, options: Sequence[Submesh], *, recompute: bool) -> CostTable:
+        """Costs of all ranges of layers on all submeshes, from those of the layers.
+
+        Seconds, weights and what is in flight add up; what comes and goes within a task does not, the largest counts. With
+        `recompute` a microbatch in flight keeps what the first layer received, and backward, which takes a forward more, makes
+        the rest again.
+        """
         count = len(self._first)
-        shape = (len(options), count, count + 1)
-        arrays = [np.zeros(shape) for _ in range(5)]
-        later = np.arange(count + 1)[None, :] > np.arange(count)[:, None]
+        arrays = [np.zeros((len(options), count, count + 1)) for _ in range(5)]
+        later = _ranges([1.0] * count) > 0
         for z, submesh in enumerate(options):
             devices = math.prod(submesh)
-            figures = np.array([self._figures(layer, devices) for layer in range(count)])
-            before = np.concatenate([np.zeros((1, 5)), np.cumsum(figures, axis=0)])
-            ranges = before[None, :, :] - before[:-1, None, :]
-            planned = later & (ranges[:, :, 4] == 0)
-            arrays[0][z] = np.where(planned, ranges[:, :, 0], np.inf)
-            arrays[1][z], arrays[3][z], arrays[4][z] = (np.where(planned, ranges[:, :, k], 0.0) for k in (1, 2, 3))
-            arrays[2][z] = np.where(planned, self._transfer_s(devices)[None, :], 0.0)
+            figures = [self._figures(layer, devices) for layer in range(count)]
+            can = (_ranges([float(f is None) for f in figures]) == 0) & later
+            known = [f or _LayerFigures() for f in figures]
+            forward, backward, once, kept, residual = (
+                _ranges([getattr(f, name) for f in known])
+                for name in ("forward_s", "backward_s", "once_s", "kept_bytes", "residual_bytes")
+            )
+            received = np.array([f.received_bytes for f in known])[:, None]
+            weights = kept + _largest([f.passing_bytes for f in known]) + recompute * (residual - received)
+            arrays[0][z] = np.where(can, (1.0 + recompute) * forward + backward, np.inf)
+            arrays[1][z] = np.where(can, once, 0.0)
+            arrays[2][z] = np.where(can, self._transfer_s(devices)[None, :], 0.0)
+            arrays[3][z] = np.where(can, weights, 0.0)
+            arrays[4][z] = np.where(can, received if recompute else residual, 0.0)
         return CostTable(*arrays)
 
     def meshes(self, stage: ChosenStage) -> tuple[LogicalMesh, ...]:
@@ -147,13 +198,21 @@ class _Layers:
         sent = np.array(self._boundary_bytes)
         return np.where(sent > 0, 2 * (link.alpha_s + sent / devices * link.beta_s_per_byte), 0.0)
 
-    def _figures(self, layer: int, devices: int) -> tuple[float, float, float, float, float]:
-        """Seconds per microbatch and per step, bytes of weights and of activations, and 1 if there is no plan."""
+    def _figures(self, layer: int, devices: int) -> _LayerFigures | None:
+        """What a layer costs on so many devices, None if there is no plan."""
         stage = self._stage(layer, devices)
         if stage is None:
-            return (0.0, 0.0, 0.0, 0.0, 1.0)
-        weights = max(0, stage.plan.peak_bytes - stage.residual_bytes)
-        return (stage.forward_s + stage.backward_s, stage.once_s, float(weights), float(stage.residual_bytes), 0.0)
+            return None
+        memory = stage.memory
+        return _LayerFigures(
+            stage.forward_s,
+            stage.backward_s,
+            stage.once_s,
+            memory.kept_bytes,
+            memory.passing_bytes,
+            memory.residual_bytes,
+            memory.received_bytes,
+        )
 
     def _stage(self, layer: int, devices: int) -> StagedStage | None:
         key = (self._first[layer], devices)

@@ -12,18 +12,16 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from autopar.boundary import layer_boundary_p
 from autopar.catalogue import itemsize_of
-from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.constraints import allowed_layouts
 from autopar.errors import ArgumentError, AutoparWarning, OutOfMemoryError, UnsupportedProgramError
 from autopar.following import Following, leaves_at, placed_by_leaves
-from autopar.mesh import Layout, LogicalMesh
+from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop, uneven_leaves
 from autopar.options import Constraints
 from autopar.plan import Plan
@@ -33,6 +31,7 @@ from autopar.recompute import recomputed
 from autopar.split_scans import SplitStep, split_scans
 from autopar.spmd import Assignment, planned_moves
 from autopar.stacks import ScanCuts, cuts_for_stages
+from autopar.stage_memory import StageMemory, stage_memory
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import ForwardEquation, StageCut, cut_stages, forward_chain, place_stages
 from autopar.time_axis import MixedExamples, Phase, plan_time
@@ -40,7 +39,7 @@ from autopar.trace import TracedStep
 
 SLACK = 0.3
 """By what part of a stage's work a cut may move to where fewer bytes cross."""
-MEMORY_ROUNDS = 3
+MEMORY_ROUNDS = 4
 """How often a stage is planned again for the microbatches in flight before it counts as too large."""
 
 
@@ -75,7 +74,7 @@ class StagedStage:
     forward_s: float
     backward_s: float
     once_s: float
-    residual_bytes: int
+    memory: StageMemory
     peak_bytes: int
 
 
@@ -245,8 +244,7 @@ def measured_stage(program: StageProgram, request: PlanRequest) -> StagedStage:
 
 def _plan_stage(program: StageProgram, request: PlanRequest, in_flight: int) -> StagedStage:
     """One stage, within what its microbatches in flight leave of the memory."""
-    limit = request.memory_limit_bytes
-    room = limit
+    limit, room = request.memory_limit_bytes, None
     for _ in range(MEMORY_ROUNDS):
         try:
             plan, assignment = plan_step(program.step, dataclasses.replace(request, memory_limit_bytes=room))
@@ -257,13 +255,13 @@ def _plan_stage(program: StageProgram, request: PlanRequest, in_flight: int) -> 
         stage = _measured(program, dataclasses.replace(plan, memory_limit_bytes=limit), assignment, in_flight)
         if limit is None or stage.peak_bytes <= limit:
             return stage
-        room = limit - (in_flight - 1) * stage.residual_bytes
+        room = limit + stage.memory.stack_bytes - (in_flight - 1) * stage.memory.residual_bytes
         if room <= 0:
             break
     raise OutOfMemoryError(
         f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is {limit:,}: "
-        f"{in_flight} microbatches in flight keep {stage.residual_bytes:,} bytes each. Use more microbatches, fewer stages, more "
-        "devices, or the 1f1b schedule, which keeps fewer in flight."
+        f"{in_flight} microbatches in flight keep {stage.memory.residual_bytes:,} bytes each. Use more microbatches, fewer "
+        "stages, more devices, or the 1f1b schedule, which keeps fewer in flight."
     )
 
 
@@ -271,12 +269,13 @@ def _measured(program: StageProgram, plan: Plan, assignment: Assignment, in_flig
     task_of = _tasks(assignment)
     seconds = _task_seconds(program, assignment, task_of)
     m = program.cut.loop.plan.microbatches
-    residual = _residual_bytes(assignment, task_of)
     forward_s = sum(s for task, s in seconds.items() if task.startswith("forward")) / m
     backward_s = sum(s for task, s in seconds.items() if task.startswith("backward")) / m
     once_s = sum(seconds.values()) - m * (forward_s + backward_s)
-    peak = plan.peak_bytes + (in_flight - 1) * residual
-    return StagedStage(program, plan, assignment, forward_s, backward_s, once_s, residual, peak)
+    memory = stage_memory(program, plan, assignment, task_of)
+    return StagedStage(
+        program, plan, assignment, forward_s, backward_s, once_s, memory, memory.with_in_flight(in_flight)
+    )
 
 
 def _tasks(assignment: Assignment) -> dict[Equation, str]:
@@ -304,23 +303,6 @@ def _task_seconds(program: StageProgram, assignment: Assignment, task_of: Mappin
         each = assignment.spaces.network.seconds(planned.move, shape, itemsize)
         seconds[task] = seconds.get(task, 0.0) + each * planned.trips
     return seconds
-
-
-def _residual_bytes(assignment: Assignment, task_of: Mapping[Equation, str]) -> int:
-    """Bytes per device that forward leaves for backward in one microbatch."""
-    loop = next((e for e in assignment.program.equations if e.loop is not None and not e.task), None)
-    if loop is None:
-        return 0
-    made: dict[Any, Layout] = {}
-    total = 0
-    for eqn in loop.regions[0].equations:
-        if task_of[eqn].startswith("forward") and eqn.loop is None:
-            made.update(zip(eqn.outvars, assignment.strategies[eqn].outputs, strict=True))
-        elif task_of[eqn].startswith("backward"):
-            for v in eqn.invars:
-                if not isinstance(v, JaxLiteral) and v in made:
-                    total += made.pop(v).local_bytes(v.aval.shape, itemsize_of(v.aval), assignment.mesh)
-    return total
 
 
 def default_microbatches(counts: Sequence[int], num_stages: int) -> int:
