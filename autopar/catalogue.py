@@ -138,7 +138,7 @@ class Catalogue:
         flops = self.rules.flops(eqn)
         dtypes = tuple(a.dtype for a in avals)
         orders = entry.orders(eqn) if entry.orders is not None else None
-        key = (rule, carried, entry.heavy, entry.fused, entry.free, entry.random, orders, flops, dtypes)
+        key = (rule, carried, entry.heavy, entry.fused, entry.free, entry.picks, entry.random, orders, flops, dtypes)
         if key not in self._sets:
             strategies = strategies_of(rule, self.mesh, monoids=tuple(sorted(carried)))
             if entry.heavy and not self.options.allow_redundant_compute and not self.options.every_strategy:
@@ -200,12 +200,11 @@ class Catalogue:
     def _seconds(self, eqn: Equation, entry: PrimitiveRule, flops: float, strategy: ShardingStrategy) -> float:
         if entry.free:
             return 0.0
-        moved = self._out_bytes(eqn, strategy)
-        if not entry.fused:
-            moved += sum(
-                layout.local_bytes(v.aval.shape, itemsize_of(v.aval), self.mesh)
-                for v, layout in zip(eqn.invars, strategy.inputs, strict=True)
-            )
+        made = self._out_bytes(eqn, strategy)
+        read = [] if entry.fused else self._in_bytes(eqn, strategy)
+        if entry.picks and read:
+            read[0] = min(read[0], made)
+        moved = made + sum(read)
         dtype = str(eqn.outvars[0].aval.dtype)
         flops = flops / strategy.ways if entry.heavy else 0.0
         return roofline_s(
@@ -241,6 +240,12 @@ class Catalogue:
             for v, layout in zip((*eqn.invars, *eqn.outvars), layouts, strict=True)
         )
         return left, right, result
+
+    def _in_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> list[int]:
+        return [
+            layout.local_bytes(v.aval.shape, itemsize_of(v.aval), self.mesh)
+            for v, layout in zip(eqn.invars, strategy.inputs, strict=True)
+        ]
 
     def _out_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> int:
         return sum(

@@ -28,7 +28,7 @@ from autopar.graph import StrategyGraph
 from autopar.intra_op import MemoryRow
 from autopar.program import Equation, Program
 from autopar.rules import Making, entry_for
-from autopar.spmd import assign
+from autopar.spmd import Assignment, assign
 from autopar.strategies import ShardingStrategy
 
 TEMPORARIES_MARGIN = 0.75
@@ -51,17 +51,34 @@ class Resident:
     is_kept: bool
 
 
+@dataclasses.dataclass(frozen=True)
+class Streams:
+    """Numbers of the inputs and outputs that are stacks of `microbatches` slices of which one is there at a time."""
+
+    microbatches: int = 1
+    inputs: frozenset[int] = frozenset()
+    outputs: frozenset[int] = frozenset()
+
+
 class MemoryModel:
     """Memory of one graph's choices. `aliased_outputs` are those that take the place of a donated input."""
 
-    def __init__(self, graph: StrategyGraph, *, input_names: Sequence[str], aliased_outputs: frozenset[int]) -> None:
+    def __init__(
+        self,
+        graph: StrategyGraph,
+        *,
+        input_names: Sequence[str],
+        aliased_outputs: frozenset[int],
+        streams: Streams | None = None,
+    ) -> None:
         self.graph, self.input_names, self.aliased = graph, tuple(input_names), aliased_outputs
+        self.streams = streams or Streams()
         self._bytes: dict[tuple[Key, tuple[int, ...]], np.ndarray] = {}
 
     def peak(self, choice: Sequence[int], *, copy_span: int | None = None) -> tuple[int, tuple[Resident, ...]]:
         """(bytes per device, the tensors alive then, largest first) of a finished choice; `copy_span` as in `spmd.assign`."""
         assignment = assign(self.graph, choice, copy_span=copy_span)
-        program = device_program(self.graph, self.input_names, assignment)
+        program = self._program(assignment)
         return self._peak(program, self._footprint(program), [v.bytes for v in program.values])
 
     def required(self, choice: Sequence[int], *, copy_span: int | None = None) -> int:
@@ -73,7 +90,7 @@ class MemoryModel:
     def bound(self) -> int:
         """Bytes per device below which `required` is for no choice: least inputs and results, and the least that one operation
         takes at once: what it makes, and what is handed to it if something else made that."""
-        program = device_program(self.graph, self.input_names, None)
+        program = self._program(None)
         kept = sum(int(self._sizes(program.values[v]).min()) for v in self._kept(program))
         there = _there_anyway(self.graph.program)
         most = 0
@@ -93,13 +110,13 @@ class MemoryModel:
 
     def least(self) -> tuple[int, tuple[Resident, ...]]:
         """The peak if every value could take its smallest layout, and the largest tensors even so."""
-        program = device_program(self.graph, self.input_names, None)
+        program = self._program(None)
         sizes = [int(self._sizes(v).min()) for v in program.values]
         return self._peak(program, self._footprint(program), sizes)
 
     def rows(self, choice: Sequence[int]) -> list[MemoryRow]:
         """What a limit must offer at the points that need most under `choice`, one of each stretch, without moved copies."""
-        program = device_program(self.graph, self.input_names, None)
+        program = self._program(None)
         footprint = self._footprint(program)
         sizes = [float(self._sizes(v)[0 if v.key is None else choice[v.key[0]]]) for v in program.values]
         totals = _totals(footprint, sizes)
@@ -141,6 +158,21 @@ class MemoryModel:
             self._bytes[known] = np.array(share, dtype=float) / max(math.prod(value.shape), 1)
         sizes = self._bytes[known] * value.bytes
         return sizes - sizes.min() if value.is_copy else sizes
+
+    def _program(self, assignment: Assignment | None) -> DeviceProgram:
+        """What one device runs; of a stream, and of what loops stack up for one, a slice takes memory."""
+        program = device_program(self.graph, self.input_names, assignment)
+        microbatches, streams = self.streams.microbatches, self.streams
+        if not streams.inputs and not streams.outputs:
+            return program
+        passing = {program.inputs[i] for i in streams.inputs} | {program.outputs[i] for i in streams.outputs}
+        values = tuple(
+            dataclasses.replace(value, bytes=value.bytes // microbatches)
+            if number in passing or (value.key is not None and value.key[2] and value.shape[:1] == (microbatches,))
+            else value
+            for number, value in enumerate(program.values)
+        )
+        return dataclasses.replace(program, values=values)
 
     def _kept(self, program: DeviceProgram) -> list[int]:
         """Inputs, and outputs that have memory of their own: there from the first step to the last."""

@@ -96,9 +96,18 @@ def plan_pipeline(
     return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class SearchedPipeline:
+    """What the search found; `one_stage_s`: what one stage on all devices would take by the sum of its layers."""
+
+    plan: PipelinePlan
+    staged: Staged
+    one_stage_s: float
+
+
 def search_pipeline(
     traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int
-) -> tuple[PipelinePlan, Staged] | None:
+) -> SearchedPipeline | None:
     """The best pipeline with as many stages as pay; None if one stage is best. Raises what `plan_pipeline` raises."""
     started = time.perf_counter()
     counts = microbatch_counts(traced)
@@ -122,7 +131,8 @@ def search_pipeline(
     wanted = StageRequest(found.meshes, stages, microbatches, microbatches_in_flight(schedule), cuts, loop, split=split)
     staged = _with_recomputation(traced, wanted, request, "layer" if found.recompute else wishes.recompute)
     plan = _describe(traced, staged, schedule, request)
-    return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged
+    plan = dataclasses.replace(plan, planning_s=time.perf_counter() - started)
+    return SearchedPipeline(plan, staged, found.one_stage_s)
 
 
 def _with_recomputation(traced: TracedStep, wanted: StageRequest, request: PlanRequest, recompute: Recompute) -> Staged:

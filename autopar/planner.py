@@ -24,7 +24,7 @@ from autopar.errors import AutoparWarning, ConstraintError, OutOfMemoryError, Pl
 from autopar.graph import BatchSplit, StrategyGraph, build_graph
 from autopar.interchange import class_numbers, equal_axes
 from autopar.intra_op import Choice
-from autopar.memory import TEMPORARIES_MARGIN, MemoryModel, Resident
+from autopar.memory import TEMPORARIES_MARGIN, MemoryModel, Resident, Streams
 from autopar.mesh import Layout, LogicalMesh
 from autopar.options import Constraints
 from autopar.plan import Candidate, CollectivePlan, LiveTensor, Plan, ValuePlan
@@ -214,7 +214,12 @@ def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:
     aliased = frozenset(
         i for i, source in enumerate(traced.state_of_output) if source is not None and traced.inputs[source].donated
     )
-    return MemoryModel(graph, input_names=names, aliased_outputs=aliased)
+    streams = Streams(
+        traced.microbatches,
+        frozenset(i for i, leaf in enumerate(traced.inputs) if leaf.streamed),
+        frozenset(i for i, leaf in enumerate(traced.outputs) if leaf.streamed),
+    )
+    return MemoryModel(graph, input_names=names, aliased_outputs=aliased, streams=streams)
 
 
 def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | None:

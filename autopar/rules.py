@@ -50,7 +50,8 @@ class PrimitiveRule:
     """How one primitive shards. `heavy`: a contraction whose work must be divided; `fused`: XLA folds it into its users;
     `free`: it computes nothing; `random`: it draws random bits, which cost too much to draw again for every reader;
     `making`: what memory its result takes; `library`: the library that does reductions does it too, on its way to one;
-    `orders`: for a contraction, the orders of dimensions that need no copy."""
+    `orders`: for a contraction, the orders of dimensions that need no copy; `picks`: of its first operand it reads no more than
+    it returns."""
 
     rule: Rule
     local: local.Local = local.unchanged
@@ -61,6 +62,7 @@ class PrimitiveRule:
     making: Making = Making.WHOLE
     library: bool = False
     orders: contractions.OrdersOf | None = None
+    picks: bool = False
 
 
 def _fused(rule: Rule, run: local.Local = local.unchanged, *, making: Making = Making.CHEAP) -> PrimitiveRule:
@@ -117,10 +119,10 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("cumsum", PrimitiveRule(operators.cumulative_sum)),
     **_names("div", _fused(operators.pointwise_quotient, making=Making.QUOTIENT)),
     **_names("dot_general", PrimitiveRule(operators.dot_general, heavy=True, orders=contractions.of_product)),
-    **_names("dynamic_slice", _moving(indexing.dynamic_slice, local.dynamic_slice)),
+    **_names("dynamic_slice", dataclasses.replace(_moving(indexing.dynamic_slice, local.dynamic_slice), picks=True)),
     **_names("dynamic_update_slice", _in_place(indexing.dynamic_update_slice, local.dynamic_update_slice)),
     **_names("fan_out", _free(operators.pointwise_copy, local.identity)),
-    **_names("gather", PrimitiveRule(indexing.gather, indexing.gather_local, making=Making.COSTLY)),
+    **_names("gather", PrimitiveRule(indexing.gather, indexing.gather_local, making=Making.COSTLY, picks=True)),
     **_names("iota", _free(operators.iota, local.iota, making=Making.CHEAP)),
     **_names("layer_boundary", _free(operators.pointwise_copy, local.identity)),
     **_names("mul", _fused(operators.pointwise_product)),
@@ -151,7 +153,7 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("select_and_scatter_add", PrimitiveRule(windows.select_and_scatter_add)),
     **_names("select_n", _fused(operators.select)),
     **_names("sharding_constraint", _free(operators.pointwise_copy, local.identity)),
-    **_names("slice", _moving(operators.slice_, local.slice_)),
+    **_names("slice", dataclasses.replace(_moving(operators.slice_, local.slice_), picks=True)),
     **_names("sort", PrimitiveRule(operators.sort)),
     **_names("split", _moving(operators.split)),
     **_names("squeeze", _free(operators.squeeze)),

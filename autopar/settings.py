@@ -32,7 +32,14 @@ from autopar.microbatch import in_microbatches, microbatch_counts
 from autopar.options import Constraints, Rule
 from autopar.pipeline import CompiledPipeline, compile_pipeline
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
-from autopar.pipeline_planner import PipelineWishes, Recompute, plan_pipeline, restore_pipeline, search_pipeline
+from autopar.pipeline_planner import (
+    PipelineWishes,
+    Recompute,
+    SearchedPipeline,
+    plan_pipeline,
+    restore_pipeline,
+    search_pipeline,
+)
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.relayout import KINDS
@@ -46,6 +53,8 @@ from autopar.whereabouts import takes_gradients
 Shape = Sequence[int] | Mapping[str, int]
 MeshShape = Literal["auto"] | Shape | Sequence[Shape]
 Count = Literal["auto"] | int
+SURELY_SLOWER = 1.3
+"""One stage over several nodes is not planned if the sum of its layers exceeds the best stages by this factor."""
 
 
 class Leader(Protocol):
@@ -205,27 +214,34 @@ class Settings:
         return is_open and self._count() > 1 and max(microbatch_counts(traced)) > 1
 
     def _best_of(self, traced: TracedStep, wishes: PipelineWishes) -> Planned:
-        """One mesh, or stages: where one node holds the step, one mesh; else the faster of the two by prediction."""
+        """One mesh, or stages: where one node holds the step, one mesh; else the faster of the two by prediction.
+
+        Across nodes the search prices one stage too, by the sum of its layers: if that is far slower, it is not planned.
+        """
         request = self._request(self._one_mesh())
-        one: OnOneMesh | OutOfMemoryError
+        nodes, _ = machine_shape(request.cluster, self._count())
+        found = self._in_stages(traced, wishes, request) if nodes > 1 else None
+        if found is not None and found.one_stage_s > SURELY_SLOWER * found.plan.step_s:
+            return InStages(traced, found.plan, found.staged)
         try:
             one = self._on_one_mesh(traced, request)
-        except OutOfMemoryError as error:
-            one = error
-        nodes, _ = machine_shape(request.cluster, self._count())
-        if isinstance(one, OnOneMesh) and nodes == 1:
-            return one
-        if isinstance(one, OutOfMemoryError) and self._state_is_too_large(traced, request):
-            raise one
+        except OutOfMemoryError:
+            if found is None and nodes == 1 and not self._state_is_too_large(traced, request):
+                found = self._in_stages(traced, wishes, request)
+            if found is None:
+                raise
+            return InStages(traced, found.plan, found.staged)
+        is_faster = found is not None and found.plan.step_s < one.plan.step_s
+        return InStages(traced, found.plan, found.staged) if found is not None and is_faster else one
+
+    def _in_stages(self, traced: TracedStep, wishes: PipelineWishes, request: PlanRequest) -> SearchedPipeline | None:
+        """The best pipeline of several stages, None if there is none or one stage is better."""
+        if self._state_is_too_large(traced, request):
+            return None
         try:
-            found = search_pipeline(traced, wishes, request, devices=self._count())
+            return search_pipeline(traced, wishes, request, devices=self._count())
         except (OutOfMemoryError, UnsupportedProgramError):
-            found = None
-        if found is not None and (isinstance(one, OutOfMemoryError) or found[0].step_s < one.plan.step_s):
-            return InStages(traced, *found)
-        if isinstance(one, OutOfMemoryError):
-            raise one
-        return one
+            return None
 
     def _stages(self) -> int:
         """The number of meshes: what was asked for, or one for each shape; one otherwise."""

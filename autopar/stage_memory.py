@@ -1,25 +1,24 @@
 """What a planned stage keeps on each of its devices, by how long: for the whole step, or as long as a microbatch is in flight.
 
-In: a `StageProgram`, its plan and assignment. Out: `StageMemory`. The program of a stage has one axis of microbatches on
-everything that it gets from other stages or makes for them; the running stage has only those in flight, so these stacks count
-as one microbatch here. What can go wrong: a value that forward keeps twice, in two layouts; it counts in the one that it was
-made in.
+In: a `StageProgram`, its plan and assignment. Out: `StageMemory`. The plan counts one microbatch of what passes between stages
+(`Leaf.streamed`) and of what forward leaves for backward; each one more in flight adds the same again. What can go wrong: a
+value that forward keeps twice, in two layouts; it counts in the one that it was made in.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from autopar.catalogue import itemsize_of
 from autopar.compat import Literal, Var
 from autopar.mesh import Layout
 from autopar.pieces import PieceName
-from autopar.plan import Plan, ValuePlan
+from autopar.plan import Plan
 from autopar.program import Equation
 from autopar.spmd import Assignment
-from autopar.stage_program import Port, StageProgram
+from autopar.stage_program import StageProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,15 +26,14 @@ class StageMemory:
     """Bytes per device.
 
     `peak_bytes`: with one microbatch in flight. `kept_bytes`: of the peak, weights, optimizer state and accumulators.
-    `residual_bytes`: what a microbatch in flight keeps between forward and backward; `received_bytes` of it came from other
-    stages. `stack_bytes`: what the plan of the stage's program counts too much, see the module's text.
+    `residual_bytes`: what a microbatch in flight keeps between forward and backward. `received_bytes`: what it gets from the
+    forward of other stages.
     """
 
     peak_bytes: int
     kept_bytes: int
     residual_bytes: int
     received_bytes: int
-    stack_bytes: int
 
     def with_in_flight(self, microbatches: int) -> int:
         """The peak with so many microbatches in flight."""
@@ -52,29 +50,21 @@ def stage_memory(
 ) -> StageMemory:
     """The memory of a planned stage; `task_of`: the task of every equation."""
     microbatches = program.cut.loop.plan.microbatches
-    ports = [
-        *zip(program.inputs, plan.inputs, strict=False),
-        *zip(program.outputs, plan.outputs, strict=False),
-    ]
-    stacks = sum(value.bytes_per_device for port, value in ports if port.source == "received")
-    received = _received(program, zip(program.inputs, plan.inputs, strict=False)) // microbatches
-    kept = sum(v.bytes_per_device for p, v in zip(program.inputs, plan.inputs, strict=False) if p.source != "received")
-    loop = next((e for e in assignment.program.equations if e.loop is not None and not e.task), None)
-    made = 0 if loop is None else _made(loop, assignment, task_of)
-    kept += 0 if loop is None else _accumulators(loop, assignment)
-    beyond = stacks - stacks // microbatches
-    return StageMemory(plan.peak_bytes - beyond, kept, made + received, received, beyond)
-
-
-def _received(program: StageProgram, ports: Iterable[tuple[Port, ValuePlan]]) -> int:
-    """Bytes that other stages' forward sent and that backward reads, for all microbatches."""
+    ports = list(zip(program.inputs, plan.inputs, strict=False))
     backward = program.cut.pieces.get(PieceName(program.stage, "backward"))
     read = set() if backward is None else set(backward.reads)
-    return sum(
-        value.bytes_per_device
+    received = [
+        (port.var in read, value.bytes_per_device // microbatches)
         for port, value in ports
-        if port.source == "received" and port.piece is not None and port.piece.kind == "forward" and port.var in read
-    )
+        if port.source == "received" and port.piece is not None and port.piece.kind == "forward"
+    ]
+    kept = sum(value.bytes_per_device for port, value in ports if port.source != "received")
+    residual = sum(size for is_read, size in received if is_read)
+    loop = next((e for e in assignment.program.equations if e.loop is not None and not e.task), None)
+    if loop is not None:
+        kept += _accumulators(loop, assignment)
+        residual += _made(loop, assignment, task_of)
+    return StageMemory(plan.peak_bytes, kept, residual, sum(size for _, size in received))
 
 
 def _accumulators(loop: Equation, assignment: Assignment) -> int:

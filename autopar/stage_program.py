@@ -169,15 +169,19 @@ class _Tracer:
     def _leaf(self, port: Port, aval: Any) -> Leaf:
         if port.source in ("received", "exchanged"):
             microbatches = self.microbatches if port.source == "received" else 1
-            return Leaf(self._path(port), "other", tuple(aval.shape), aval.dtype, microbatches=microbatches)
+            shape = tuple(aval.shape)
+            is_stack = port.source == "received"
+            return Leaf(self._path(port), "other", shape, aval.dtype, microbatches=microbatches, streamed=is_stack)
         leaf = self.leaf_of[port.var]
         microbatches = self.microbatches if port.source == "rows" else 1
         donated = leaf.donated and port.source == "leaf"
         return dataclasses.replace(leaf, shape=tuple(aval.shape), microbatches=microbatches, donated=donated)
 
     def _output_leaf(self, port: Port, aval: Any) -> Leaf:
-        microbatches = self.microbatches if port.source == "received" else 1
-        return Leaf(self._path(port), "output", tuple(aval.shape), aval.dtype, microbatches=microbatches)
+        is_stack = port.source == "received"
+        microbatches = self.microbatches if is_stack else 1
+        shape = tuple(aval.shape)
+        return Leaf(self._path(port), "output", shape, aval.dtype, microbatches=microbatches, streamed=is_stack)
 
     def _aval(self, port: Port) -> Any:
         aval = port.var.aval

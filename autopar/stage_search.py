@@ -51,6 +51,7 @@ class Found:
     """What the search chose: places of the cuts in the forward chain, the devices of each stage, and their logical meshes.
 
     A stage's meshes are those that are best for one of its layers. `recompute`: backward does forward's work again.
+    `one_stage_s`: the least time of one stage on all devices, infinite if that does not fit.
     """
 
     cuts: tuple[int, ...]
@@ -58,6 +59,7 @@ class Found:
     meshes: tuple[tuple[LogicalMesh, ...], ...]
     choice: StageChoice
     recompute: bool
+    one_stage_s: float
 
 
 def machine_shape(machine: Cluster, devices: int) -> tuple[int, int]:
@@ -84,23 +86,34 @@ def search_stages(
     options = submeshes(*shape)
     layers = _Layers(loop, places, chain, request)
     limit = math.inf if request.memory_limit_bytes is None else float(request.memory_limit_bytes)
-    found: list[Found] = []
-    failed: OutOfMemoryError | None = None
-    for again in recompute:
-        table = layers.table(options, recompute=again)
-        problem = StageProblem(table, options, shape, loop.plan.microbatches, schedule, memory_bytes=limit)
-        try:
-            choice = choose_stages(problem, manual=Manual(num_stages=num_stages), tolerance=TOLERANCE)
-        except OutOfMemoryError as error:
-            failed = error
-            continue
-        cuts = tuple(places[stage.first_layer - 1] for stage in choice.stages[1:])
-        sizes = tuple(math.prod(stage.submesh) for stage in choice.stages)
-        found.append(Found(cuts, sizes, tuple(map(layers.meshes, choice.stages)), choice, again))
-    if not found:
-        assert failed is not None
-        raise failed
-    return min(found, key=lambda one: one.choice.step_s)
+    problems = {
+        again: StageProblem(
+            layers.table(options, recompute=again), options, shape, loop.plan.microbatches, schedule, memory_bytes=limit
+        )
+        for again in recompute
+    }
+    chosen = {again: _chosen(problem, num_stages) for again, problem in problems.items()}
+    choices = {again: choice for again, choice in chosen.items() if not isinstance(choice, OutOfMemoryError)}
+    if not choices:
+        raise next(error for error in list(chosen.values())[::-1] if isinstance(error, OutOfMemoryError))
+    again = min(choices, key=lambda a: choices[a].step_s)
+    choice = choices[again]
+    alone = [one.step_s for p in problems.values() if isinstance(one := _chosen(p, 1), StageChoice)]
+    return Found(
+        tuple(places[stage.first_layer - 1] for stage in choice.stages[1:]),
+        tuple(math.prod(stage.submesh) for stage in choice.stages),
+        tuple(map(layers.meshes, choice.stages)),
+        choice,
+        again,
+        min(alone, default=math.inf),
+    )
+
+
+def _chosen(problem: StageProblem, num_stages: int | None) -> StageChoice | OutOfMemoryError:
+    try:
+        return choose_stages(problem, manual=Manual(num_stages=num_stages), tolerance=TOLERANCE)
+    except OutOfMemoryError as error:
+        return error
 
 
 def _clustered(chain: tuple[ForwardEquation, ...]) -> tuple[int, ...]:
@@ -177,7 +190,7 @@ class _Layers:
                 for name in ("forward_s", "backward_s", "once_s", "kept_bytes", "residual_bytes")
             )
             received = np.array([f.received_bytes for f in known])[:, None]
-            weights = kept + _largest([f.passing_bytes for f in known]) + recompute * (residual - received)
+            weights = kept + _largest([f.passing_bytes for f in known]) + recompute * residual
             arrays[0][z] = np.where(can, (1.0 + recompute) * forward + backward, np.inf)
             arrays[1][z] = np.where(can, once, 0.0)
             arrays[2][z] = np.where(can, self._transfer_s(devices)[None, :], 0.0)

@@ -12,6 +12,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -21,10 +22,11 @@ from autopar.compat import Var, source_line
 from autopar.constraints import allowed_layouts
 from autopar.errors import ArgumentError, AutoparWarning, OutOfMemoryError, UnsupportedProgramError
 from autopar.following import Following, leaves_at, placed_by_leaves
+from autopar.layers import identical
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop, uneven_leaves
 from autopar.options import Constraints
-from autopar.plan import Plan
+from autopar.plan import Plan, ValuePlan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.program import Equation
 from autopar.recompute import recomputed
@@ -35,7 +37,7 @@ from autopar.stage_memory import StageMemory, stage_memory
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import ForwardEquation, StageCut, cut_stages, forward_chain, place_stages
 from autopar.time_axis import MixedExamples, Phase, plan_time
-from autopar.trace import TracedStep
+from autopar.trace import Leaf, TracedStep
 
 SLACK = 0.3
 """By what part of a stage's work a cut may move to where fewer bytes cross."""
@@ -198,13 +200,43 @@ def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) 
     cut = _cut(loop, cuts or (), wanted)
     cut = recomputed(cut) if wanted.recompute else cut
     rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
-    stages = []
+    first = identical(loop, cuts) if cuts else range(wanted.num_stages)
+    stages: list[StagedStage] = []
     for stage in range(wanted.num_stages):
         meshes = wanted.meshes[stage % len(wanted.meshes)]
         layouts = wanted.following.layouts[stage] if wanted.following is not None else ()
         own = dataclasses.replace(request, meshes=meshes, constraints=Constraints((*layouts, *rules)))
-        stages.append(_plan_stage(stage_program(cut, stage), own, wanted.in_flight[stage]))
+        program, in_flight = stage_program(cut, stage), wanted.in_flight[stage]
+        same = [stages[other] for other in range(stage) if first[other] == first[stage]]
+        alike = None if own.constraints.rules else _planned_alike(program, same, own, in_flight)
+        stages.append(alike or _plan_stage(program, own, in_flight))
     return Staged(cut, cuts or (), tuple(stages), split, wanted.recompute)
+
+
+def _planned_alike(
+    program: StageProgram, planned: Sequence[StagedStage], request: PlanRequest, in_flight: int
+) -> StagedStage | None:
+    """The plan of an earlier stage that differs by the names of its leaves alone, if it fits here too."""
+    kind = _kind(program.step)
+    for stage in planned:
+        mesh, limit = stage.assignment.mesh, request.memory_limit_bytes
+        fits = limit is None or stage.memory.with_in_flight(in_flight) <= limit
+        if fits and mesh in request.meshes and _kind(stage.program.step) == kind:
+            inputs = _renamed(stage.plan.inputs, program.step.inputs)
+            outputs = _renamed(stage.plan.outputs, program.step.outputs)
+            plan = dataclasses.replace(stage.plan, inputs=inputs, outputs=outputs)
+            return _measured(program, plan, restore(program.step, plan, request), in_flight)
+    return None
+
+
+def _kind(step: TracedStep) -> tuple[Any, ...]:
+    """What two stages' programs have in common if one's plan is the other's."""
+    leaves = [dataclasses.replace(leaf, path="") for leaf in (*step.inputs, *step.outputs)]
+    return step.fingerprint, leaves, step.state_of_output
+
+
+def _renamed(values: Sequence[ValuePlan], leaves: Sequence[Leaf]) -> tuple[ValuePlan, ...]:
+    return tuple(dataclasses.replace(v, path=leaf.path) for v, leaf in zip(values, leaves, strict=True))
 
 
 def _cut(loop: TimeLoop, cuts: tuple[int, ...], wanted: StageRequest) -> StageCut:
@@ -244,7 +276,8 @@ def measured_stage(program: StageProgram, request: PlanRequest) -> StagedStage:
 
 def _plan_stage(program: StageProgram, request: PlanRequest, in_flight: int) -> StagedStage:
     """One stage, within what its microbatches in flight leave of the memory."""
-    limit, room = request.memory_limit_bytes, None
+    limit = request.memory_limit_bytes
+    room = limit
     for _ in range(MEMORY_ROUNDS):
         try:
             plan, assignment = plan_step(program.step, dataclasses.replace(request, memory_limit_bytes=room))
@@ -255,7 +288,7 @@ def _plan_stage(program: StageProgram, request: PlanRequest, in_flight: int) -> 
         stage = _measured(program, dataclasses.replace(plan, memory_limit_bytes=limit), assignment, in_flight)
         if limit is None or stage.peak_bytes <= limit:
             return stage
-        room = limit + stage.memory.stack_bytes - (in_flight - 1) * stage.memory.residual_bytes
+        room = limit - (in_flight - 1) * stage.memory.residual_bytes
         if room <= 0:
             break
     raise OutOfMemoryError(

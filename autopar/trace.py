@@ -31,7 +31,8 @@ Role = Literal["state", "batch", "other", "const", "output"]
 class Leaf:
     """One input or output array: its path, role, shape and type.
 
-    A leaf that enters as `microbatches` slices has a leading dimension of that size, which the caller's array lacks.
+    A leaf that enters as `microbatches` slices has a leading dimension of that size, which the caller's array lacks. If it is
+    `streamed`, slices come and go one by one, and never are all there.
     """
 
     path: str
@@ -40,6 +41,7 @@ class Leaf:
     dtype: Any
     donated: bool = False
     microbatches: int = 1
+    streamed: bool = False
 
     @property
     def given_shape(self) -> tuple[int, ...]:
