@@ -156,11 +156,12 @@ def _plan_on(
     allowed = _allowed_inputs(traced, mesh, request)
     graph = graph_for(traced, mesh, request, allowed, batch=_batch_split(traced, mesh, request))
     memory = _memory_model(traced, graph)
-    bound = memory.bound()
-    if request.memory_limit_bytes is not None and bound > request.memory_limit_bytes:
+    limit = request.memory_limit_bytes
+    bound = 0 if limit is None else memory.bound()
+    if limit is not None and bound > limit:
         return _Infeasible(mesh, bound, None, memory.least()[1])
     problem = ChoiceProblem(graph.costs, graph.edges, classes=_classes(graph, request), cutoff_s=cutoff_s)
-    found = _choose_within(graph, memory, request.memory_limit_bytes, problem.choose)
+    found = _choose_within(graph, memory, limit, problem.choose)
     if isinstance(found, int):
         return _Infeasible(mesh, bound, found, memory.least()[1])
     choice, copy_span = found

@@ -25,13 +25,15 @@ from autopar.stage_program import StageProgram
 class StageMemory:
     """Bytes per device.
 
-    `peak_bytes`: with one microbatch in flight. `kept_bytes`: of the peak, weights, optimizer state and accumulators.
+    `peak_bytes`: with one microbatch in flight. Of it, `kept_bytes`: weights and optimizer state; `accumulator_bytes`: what the
+    microbatches add up.
     `residual_bytes`: what a microbatch in flight keeps between forward and backward. `received_bytes`: what it gets from the
     forward of other stages.
     """
 
     peak_bytes: int
     kept_bytes: int
+    accumulator_bytes: int
     residual_bytes: int
     received_bytes: int
 
@@ -41,8 +43,8 @@ class StageMemory:
 
     @property
     def passing_bytes(self) -> int:
-        """What is neither kept nor residual: it comes and goes within a task."""
-        return max(0, self.peak_bytes - self.kept_bytes - self.residual_bytes)
+        """What comes and goes within a task."""
+        return max(0, self.peak_bytes - self.kept_bytes - self.accumulator_bytes - self.residual_bytes)
 
 
 def stage_memory(
@@ -61,10 +63,9 @@ def stage_memory(
     kept = sum(value.bytes_per_device for port, value in ports if port.source != "received")
     residual = sum(size for is_read, size in received if is_read)
     loop = next((e for e in assignment.program.equations if e.loop is not None and not e.task), None)
-    if loop is not None:
-        kept += _accumulators(loop, assignment)
-        residual += _made(loop, assignment, task_of)
-    return StageMemory(plan.peak_bytes, kept, residual, sum(size for _, size in received))
+    accumulators = 0 if loop is None else _accumulators(loop, assignment)
+    residual += 0 if loop is None else _made(loop, assignment, task_of)
+    return StageMemory(plan.peak_bytes, kept, accumulators, residual, sum(size for _, size in received))
 
 
 def _accumulators(loop: Equation, assignment: Assignment) -> int:

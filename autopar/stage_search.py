@@ -2,9 +2,11 @@
 
 In: a traced step, the number of devices, the machine, the microbatches and the schedule. Out: a `StageRequest` with cuts and
 meshes for `staging.plan_stages`. The forward chain is clustered into layers (`layers.py`); every distinct layer is planned like a
-stage of its own on every submesh size, a range of layers costs the sum of its layers, and the dynamic program (`inter_op.py`)
-chooses. What can go wrong: the sum leaves out what layers share, such as a relayout at a boundary saved or an activation freed
-early; so the chosen stages are planned again as wholes, and their own figures are the plan's.
+stage of its own on every submesh size that may matter, a range of layers costs the sum of its layers, and the dynamic program
+(`inter_op.py`) chooses. Submeshes of several nodes begin with a bound, which perfect division of a smaller one gives; those that
+are chosen at their bound are planned, until none is. What can go wrong: the sum leaves out what layers share, such as a relayout
+at a boundary saved or an activation freed early; so the chosen stages are planned again as wholes, and their own figures are
+the plan's.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from autopar.inter_op import (
     submeshes,
 )
 from autopar.layers import cluster, identical
+from autopar.memory import TEMPORARIES_MARGIN
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
 from autopar.options import Constraints
@@ -40,6 +43,8 @@ from autopar.staging import StagedStage, boundaries, measured_stage
 
 TOLERANCE = 1e-3
 """Relative gain below which the search over stages lets go; layers' costs are less exact."""
+ROOM = 0.92
+"""Part of the memory that stages may take by the sum of their layers, so that they fit as wholes."""
 LAYER_AXES = 2
 """Layers, and so stages, are planned on logical meshes of up to so many axes."""
 LAYER_COUNTS = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
@@ -70,6 +75,15 @@ def machine_shape(machine: Cluster, devices: int) -> tuple[int, int]:
     return (devices // per_node, per_node)
 
 
+def layer_meshes(devices: int, machine: Cluster) -> tuple[LogicalMesh, ...]:
+    """The meshes on which layers are planned: up to `LAYER_AXES` axes, where nodes are several the last within a node."""
+    if devices == 1:
+        return (LogicalMesh.of((1,)),)
+    nodes, per_node = machine_shape(machine, devices)
+    meshes = (mesh for mesh in logical_meshes(devices) if len(mesh.shape) <= LAYER_AXES)
+    return tuple(mesh for mesh in meshes if nodes == 1 or len(mesh.shape) == 1 or per_node % mesh.shape[-1] == 0)
+
+
 def search_stages(
     loop: TimeLoop,
     request: PlanRequest,
@@ -84,20 +98,29 @@ def search_stages(
     places = boundaries(chain) or _clustered(chain)
     shape = machine_shape(request.cluster, devices)
     options = submeshes(*shape)
-    layers = _Layers(loop, places, chain, request)
-    limit = math.inf if request.memory_limit_bytes is None else float(request.memory_limit_bytes)
-    problems = {
-        again: StageProblem(
-            layers.table(options, recompute=again), options, shape, loop.plan.microbatches, schedule, memory_bytes=limit
-        )
-        for again in recompute
-    }
-    chosen = {again: _chosen(problem, num_stages) for again, problem in problems.items()}
-    choices = {again: choice for again, choice in chosen.items() if not isinstance(choice, OutOfMemoryError)}
-    if not choices:
-        raise next(error for error in list(chosen.values())[::-1] if isinstance(error, OutOfMemoryError))
-    again = min(choices, key=lambda a: choices[a].step_s)
-    choice = choices[again]
+    layers = _Layers(loop, places, chain, request, options)
+    limit = math.inf if request.memory_limit_bytes is None else ROOM * request.memory_limit_bytes
+    while True:
+        problems = {
+            again: StageProblem(
+                layers.table(options, recompute=again),
+                options,
+                shape,
+                loop.plan.microbatches,
+                schedule,
+                memory_bytes=limit,
+            )
+            for again in recompute
+        }
+        chosen = {again: _chosen(problem, num_stages) for again, problem in problems.items()}
+        choices = {again: choice for again, choice in chosen.items() if isinstance(choice, StageChoice)}
+        if not choices and not layers.plan_more(options):
+            raise next(error for error in list(chosen.values())[::-1] if isinstance(error, OutOfMemoryError))
+        if choices:
+            again = min(choices, key=lambda a: choices[a].step_s)
+            choice = choices[again]
+            if not layers.plan_more([stage.submesh for stage in choice.stages]):
+                break
     alone = [one.step_s for p in problems.values() if isinstance(one := _chosen(p, 1), StageChoice)]
     return Found(
         tuple(places[stage.first_layer - 1] for stage in choice.stages[1:]),
@@ -160,7 +183,12 @@ class _Layers:
     """Costs of layers on submeshes; equal layers are planned once."""
 
     def __init__(
-        self, loop: TimeLoop, places: tuple[int, ...], chain: tuple[ForwardEquation, ...], request: PlanRequest
+        self,
+        loop: TimeLoop,
+        places: tuple[int, ...],
+        chain: tuple[ForwardEquation, ...],
+        request: PlanRequest,
+        options: Sequence[Submesh],
     ) -> None:
         self._cut = cut_stages(loop, places)
         self._first = identical(loop, places)
@@ -169,12 +197,14 @@ class _Layers:
         self._boundary_bytes = [0.0, *(chain[place].cut_bytes / loop.plan.microbatches for place in places), 0.0]
         self._programs: dict[int, StageProgram] = {}
         self._planned: dict[tuple[int, int], StagedStage | None] = {}
+        per_node = request.cluster.devices_per_node or math.inf
+        self._sizes = {size for size in map(math.prod, options) if size <= per_node}
 
     def table(self, options: Sequence[Submesh], *, recompute: bool) -> CostTable:
         """Costs of all ranges of layers on all submeshes, from those of the layers.
 
-        Seconds, weights and what is in flight add up; what comes and goes within a task does not, the largest counts. With
-        `recompute` a microbatch in flight keeps what the first layer received, and backward, which takes a forward more, makes
+        Temporaries count with the margin that a limit must leave for them. Seconds, weights and what is in flight add up; what
+        comes and goes within a task does not, the largest counts. With `recompute` a microbatch in flight keeps what the first layer received, and backward, which takes a forward more, makes
         the rest again.
         """
         count = len(self._first)
@@ -190,7 +220,9 @@ class _Layers:
                 for name in ("forward_s", "backward_s", "once_s", "kept_bytes", "residual_bytes")
             )
             received = np.array([f.received_bytes for f in known])[:, None]
-            weights = kept + _largest([f.passing_bytes for f in known]) + recompute * residual
+            passing = _largest([f.passing_bytes for f in known]) / TEMPORARIES_MARGIN
+            first = residual / TEMPORARIES_MARGIN - (0.0 if recompute else residual)
+            weights = kept + passing + first
             arrays[0][z] = np.where(can, (1.0 + recompute) * forward + backward, np.inf)
             arrays[1][z] = np.where(can, once, 0.0)
             arrays[2][z] = np.where(can, self._transfer_s(devices)[None, :], 0.0)
@@ -211,8 +243,30 @@ class _Layers:
         sent = np.array(self._boundary_bytes)
         return np.where(sent > 0, 2 * (link.alpha_s + sent / devices * link.beta_s_per_byte), 0.0)
 
+    def plan_more(self, submeshes: Sequence[Submesh]) -> bool:
+        """Plan layers on these submeshes from now on; whether one of them is new."""
+        new = {math.prod(submesh) for submesh in submeshes} - self._sizes
+        self._sizes |= new
+        return bool(new)
+
     def _figures(self, layer: int, devices: int) -> _LayerFigures | None:
-        """What a layer costs on so many devices, None if there is no plan."""
+        """What a layer costs on so many devices, None if there is no plan.
+
+        On a submesh that is not planned yet, the least that it can cost: as if work, state and all else of a smaller one were
+        divided evenly among more devices.
+        """
+        if devices in self._sizes:
+            return self._planned_figures(layer, devices)
+        smaller = [size for size in self._sizes if size < devices]
+        known = {size: self._planned_figures(layer, size) for size in smaller}
+        divided = [
+            [size / devices * figure for figure in dataclasses.astuple(figures)]
+            for size, figures in known.items()
+            if figures is not None
+        ]
+        return _LayerFigures(*(max(one) for one in zip(*divided, strict=True))) if divided else _LayerFigures()
+
+    def _planned_figures(self, layer: int, devices: int) -> _LayerFigures | None:
         stage = self._stage(layer, devices)
         if stage is None:
             return None
@@ -221,7 +275,7 @@ class _Layers:
             stage.forward_s,
             stage.backward_s,
             stage.once_s,
-            memory.kept_bytes,
+            memory.kept_bytes + memory.accumulator_bytes / TEMPORARIES_MARGIN,
             memory.passing_bytes,
             memory.residual_bytes,
             memory.received_bytes,
@@ -233,8 +287,7 @@ class _Layers:
             number = key[0]
             if number not in self._programs:
                 self._programs[number] = stage_program(self._cut, number)
-            meshes = tuple(mesh for mesh in logical_meshes(devices) if len(mesh.shape) <= LAYER_AXES)
-            meshes = meshes if devices > 1 else (LogicalMesh.of((1,)),)
+            meshes = layer_meshes(devices, self._request.cluster)
             request = dataclasses.replace(self._request, meshes=meshes)
             try:
                 self._planned[key] = measured_stage(self._programs[number], request)
