@@ -36,7 +36,7 @@ class SplitBatch:
     `rest`: how the other dimensions are split, by other axes; whole if nothing is said."""
 
     axes: tuple[str, ...] | None = None
-    rest: PartitionSpec = PartitionSpec()
+    rest: PartitionSpec = dataclasses.field(default_factory=PartitionSpec)
 
 
 LeafLayout = PartitionSpec | Replicated | Split | SplitBatch

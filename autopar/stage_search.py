@@ -204,8 +204,8 @@ class _Layers:
         """Costs of all ranges of layers on all submeshes, from those of the layers.
 
         Temporaries count with the margin that a limit must leave for them. Seconds, weights and what is in flight add up; what
-        comes and goes within a task does not, the largest counts. With `recompute` a microbatch in flight keeps what the first layer received, and backward, which takes a forward more, makes
-        the rest again.
+        comes and goes within a task does not, the largest counts. With `recompute` a microbatch in flight keeps what the first
+        layer received, and backward, which takes a forward more, makes the rest again.
         """
         count = len(self._first)
         arrays = [np.zeros((len(options), count, count + 1)) for _ in range(5)]
