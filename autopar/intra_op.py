@@ -360,7 +360,7 @@ def _priced(problem: _Problem, reduced: Reduced, free: Choice) -> Choice | None:
         seconds = value_of(costs, edges, trial.numbers)
         if (over <= 0).all() and (best is None or seconds < best.seconds):
             best = Choice(trial.numbers, seconds, lower)
-        if best is not None and best.seconds - lower <= GAP * best.seconds:
+        if best is not None and best.seconds - lower <= GOOD_ENOUGH * best.seconds:
             break
         target = (best.seconds if best is not None else 2 * free.seconds) - lower
         norm = float((over[over > 0] ** 2).sum()) or float((over[prices > 0] ** 2).sum())

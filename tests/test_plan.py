@@ -153,7 +153,7 @@ def test_a_plan_from_a_file_gives_the_same_program_without_solving(monkeypatch):
     def no_solver(*args, **kwargs):
         raise AssertionError("the solver was asked")
 
-    monkeypatch.setattr(planner, "choose", no_solver)
+    monkeypatch.setattr(planner, "ChoiceProblem", no_solver)
     restored = autopar.parallelize(train_step, plan=Plan.from_json(plan.to_json()))
     texts = [step.compile(make_state(), make_batch()).as_text() for step in (solved, restored)]
     assert texts[0] == texts[1]
