@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar import stage_search, staging
 from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
 from autopar.options import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
-from autopar.planner import PlanRequest
-from autopar.stage_search import machine_shape, search_stages
+from autopar.planner import PlanRequest, plan_step
+from autopar.stage_search import ROOM, machine_shape, search_stages
 from autopar.staging import time_loop
 from autopar.trace import CallSignature, bind_arguments, trace
 from tests.oracles import assert_same_as_jit
@@ -89,3 +90,57 @@ def test_across_nodes_the_faster_of_one_mesh_and_stages_is_taken_and_runs_like_j
     )
     assert plan_from_json(plan.to_json()) == plan
     assert_same_as_jit(step, parallel, weights, x)
+
+
+def test_stages_that_are_equal_are_planned_once_and_run_like_jit(monkeypatch):
+    planned = []
+
+    def counted(traced, request):
+        planned.append(traced.fingerprint)
+        return plan_step(traced, request)
+
+    monkeypatch.setattr(staging, "plan_step", counted)
+    weights, x = arguments(32, layers=4)
+    parallel = autopar.parallelize(step, devices=4, num_stages=4, num_microbatches=4, mesh_shape=[(1,)] * 4)
+    plan = parallel.plan(weights, x)
+    assert len(planned) == len(set(planned)) == 3, "the first, one of the two in the middle, the last"
+    assert [stage.leaves for stage in plan.stages] == [(f"weights/{i}",) for i in range(4)]
+    assert_same_as_jit(step, parallel, weights, x)
+
+
+def test_the_search_recomputes_where_activations_alone_are_too_large():
+    weights, x = arguments(16, layers=4, batch=4096)
+    signature = CallSignature(step, (1,), (), "auto")
+    loop = time_loop(trace(signature, bind_arguments(signature, (weights, x), {})), 4)
+
+    def found(limit, recompute):
+        request = PlanRequest((), two_nodes(), limit, Constraints(), PlannerOptions())
+        return search_stages(loop, request, devices=4, schedule="gpipe", num_stages=2, recompute=recompute)
+
+    def fits(limit):
+        try:
+            found(limit, (False,))
+        except OutOfMemoryError:
+            return False
+        return True
+
+    free = found(None, (False, True))
+    assert not free.recompute
+    need = max(stage.peak_bytes for stage in free.choice.stages) / ROOM
+    limit = next(int(need * part) for part in np.arange(1.0, 0.1, -0.02) if not fits(int(need * part)))
+    short = found(limit, (False, True))
+    assert short.recompute
+    assert short.choice.step_s > free.choice.step_s
+
+
+def test_a_submesh_of_several_nodes_is_planned_only_where_it_may_pay(monkeypatch):
+    """Even perfect division over two nodes gains less than the slow network costs; then four devices are never planned."""
+    sizes = []
+
+    def counted(program, request):
+        sizes.extend(mesh.size for mesh in request.meshes)
+        return staging.measured_stage(program, request)
+
+    monkeypatch.setattr(stage_search, "measured_stage", counted)
+    assert searched(64, 4, two_nodes(), num_stages=2).sizes == (2, 2)
+    assert set(sizes) == {1, 2}

@@ -86,12 +86,15 @@ def assert_whole(program, pattern):
     assert not split, f"not replicated: {split}"
 
 
-def assert_split(program, pattern, ways):
-    """Every input leaf of more than one element whose path begins with `pattern` is divided `ways` ways."""
+def assert_split(program, pattern, ways, *, least_bytes=0):
+    """Every input leaf of more than one element whose path begins with `pattern` is divided `ways` ways.
+
+    Leaves of fewer than `least_bytes` may be whole.
+    """
     sizes = {
         v.path: (v.bytes_per_device, math.prod(v.shape) * np.dtype(v.dtype).itemsize) for v in _leaves(program, pattern)
     }
-    wrong = {path: spec for path, spec in sizes.items() if spec[0] * ways != spec[1]}
+    wrong = {path: spec for path, spec in sizes.items() if spec[0] * ways != spec[1] and spec[1] >= least_bytes}
     assert not wrong, f"bytes per device and in all, not split {ways} ways: {wrong}"
 
 

@@ -196,7 +196,10 @@ def test_case_7_short_of_memory_zero_3_gathers_kernels_forward_and_backward():
 
 
 def test_case_7_a_memory_limit_alone_leads_to_zero_3():
-    """A limit of what ZeRO-3 needs, which the best plan without one exceeds; XLA's own account is within it."""
+    """A limit of what ZeRO-3 needs, which the best plan without one exceeds; XLA's own account is within it.
+
+    Biases, 128 bytes, may be whole if the limit leaves room for them.
+    """
     problem = mlp(256, 32)
     zero3 = compiled(problem, (4, 1), constraints=autopar.zero3())
     free = compiled(problem, (4, 1), num_microbatches=1)
@@ -206,8 +209,8 @@ def test_case_7_a_memory_limit_alone_leads_to_zero_3():
         assert_split(free, "state/params", 4)
     program = compiled(problem, (4, 1), memory_limit_bytes=limit, num_microbatches=1)
     assert xla_bytes(program) <= limit
-    assert_split(program, "state/params", 4)
-    assert_split(program, "state/opt_state", 4)
+    assert_split(program, "state/params", 4, least_bytes=4096)
+    assert_split(program, "state/opt_state", 4, least_bytes=4096)
     assert not census(program).bytes_of("all-reduce")
 
 
