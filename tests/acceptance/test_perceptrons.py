@@ -198,7 +198,7 @@ def test_case_7_short_of_memory_zero_3_gathers_kernels_forward_and_backward():
 def test_case_7_a_memory_limit_alone_leads_to_zero_3():
     """A limit of what ZeRO-3 needs, which the best plan without one exceeds; XLA's own account is within it.
 
-    Biases, 128 bytes, may be whole if the limit leaves room for them.
+    Biases, 128 bytes, may be whole if the limit leaves room for them, and their gradients added up whole.
     """
     problem = mlp(256, 32)
     zero3 = compiled(problem, (4, 1), constraints=autopar.zero3())
@@ -211,7 +211,7 @@ def test_case_7_a_memory_limit_alone_leads_to_zero_3():
     assert xla_bytes(program) <= limit
     assert_split(program, "state/params", 4, least_bytes=4096)
     assert_split(program, "state/opt_state", 4, least_bytes=4096)
-    assert not census(program).bytes_of("all-reduce")
+    assert max(census(program).bytes_of("all-reduce"), default=0) <= 128
 
 
 def test_case_8_two_axes_with_zero_2_split_the_optimizer_four_ways():
