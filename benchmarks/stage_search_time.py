@@ -35,7 +35,7 @@ from autopar.pipeline_planner import PipelineWishes, SearchedPipeline, search_pi
 from autopar.planner import PlanRequest
 from autopar.trace import CallSignature, bind_arguments, trace
 
-SIZES = {"hidden": 8192, "heads": 64, "seq": 1024, "vocab": 51200}
+SIZES = {"hidden": 8192, "heads": 64, "seq": 1024, "vocab": 51200, "dropout": 0.0}
 
 
 class Laps:
