@@ -47,8 +47,8 @@ def arguments(width, layers=4, batch=8):
     return weights, jnp.asarray(rng.normal(size=(batch, width)), jnp.float32)
 
 
-def searched(width, devices, machine, limit=None, **options):
-    weights, x = arguments(width)
+def searched(width, devices, machine, limit=None, batch=8, **options):
+    weights, x = arguments(width, batch=batch)
     signature = CallSignature(step, (1,), (), "auto")
     loop = time_loop(trace(signature, bind_arguments(signature, (weights, x), {})), 4)
     request = PlanRequest((), machine, limit, Constraints(), PlannerOptions())
@@ -126,6 +126,7 @@ def test_the_search_recomputes_where_activations_alone_are_too_large():
 
     free = found(None, (False, True))
     assert not free.recompute
+    assert found(None, (True,)).choice.step_s > free.choice.step_s, "backward takes a forward more"
     need = max(stage.peak_bytes for stage in free.choice.stages) / ROOM
     limit = next(int(need * part) for part in np.arange(1.0, 0.1, -0.02) if not fits(int(need * part)))
     short = found(limit, (False, True))
@@ -144,3 +145,10 @@ def test_a_submesh_of_several_nodes_is_planned_only_where_it_may_pay(monkeypatch
     monkeypatch.setattr(stage_search, "measured_stage", counted)
     assert searched(64, 4, two_nodes(), num_stages=2).sizes == (2, 2)
     assert set(sizes) == {1, 2}
+
+
+def test_a_submesh_of_several_nodes_is_chosen_where_communication_is_free():
+    """Its bound, perfect division, must not keep it from being planned: one stage has no bubble."""
+    machine = two_nodes()
+    free = tuple(dataclasses.replace(tier, latency_s=0.0, bytes_per_s=1e18) for tier in machine.tiers)
+    assert searched(512, 4, dataclasses.replace(machine, tiers=free), batch=8192).sizes == (4,)

@@ -11,18 +11,16 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from autopar.commands.plan_overlap import overlap_of, overlap_rows, overlap_table
+from autopar.commands.planning import read_plan
 from autopar.cost_model.hardware import Cluster, find_cluster
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
 from autopar.explain.units import bytes_text, percent_text, seconds_text
-from autopar.pipeline_plan import PipelinePlan, plan_from_json
-from autopar.plan import Plan
 from autopar.reprice import RepricedPlan, reprice
 
 
@@ -35,7 +33,7 @@ def simulate_plan(options: argparse.Namespace) -> int:
     try:
         cluster = find_cluster(options.cluster)
         before = find_cluster(options.planned_for) if options.planned_for else None
-        plan = _read_plan(options.plan)
+        plan = read_plan(options.plan)
         found = reprice(plan, cluster, planned_for=before)
         overlap = overlap_of(plan, cluster, planned_for=before)
     except ValueError as error:
@@ -48,15 +46,6 @@ def simulate_plan(options: argparse.Namespace) -> int:
         console.print()
         console.print(overlap_table(overlap))
     return 0
-
-
-def _read_plan(path: Path) -> Plan | PipelinePlan:
-    try:
-        return plan_from_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:
-        raise ArgumentError(f"{path} is not a plan that `autopar plan -o` wrote: {error}") from None
 
 
 def _print_plan(console: Console, found: RepricedPlan, cluster: Cluster) -> None:
