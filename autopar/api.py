@@ -20,19 +20,9 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from autopar.catalogue import PlannerOptions
-from autopar.compile import CompiledStep, create_sharded, gathered
-from autopar.cost_model.hardware import Cluster
-from autopar.errors import ArgumentError, PlanError
-from autopar.options import ConstraintsLike, as_constraints
-from autopar.pipeline import CompiledPipeline
-from autopar.pipeline_plan import PipelinePlan
-from autopar.plan import Plan
-from autopar.settings import (
+from autopar.arguments import (
     Count,
     MeshShape,
-    Planned,
-    Settings,
     checked_cluster,
     checked_devices,
     checked_kinds,
@@ -46,6 +36,15 @@ from autopar.settings import (
     checked_stages,
     numbers,
 )
+from autopar.catalogue import PlannerOptions
+from autopar.compile import CompiledStep, create_sharded, gathered
+from autopar.cost_model.hardware import Cluster
+from autopar.errors import ArgumentError, PlanError
+from autopar.options import ConstraintsLike, as_constraints
+from autopar.pipeline import CompiledPipeline
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
+from autopar.settings import Planned, Settings
 from autopar.trace import BoundArguments, CallSignature, bind_arguments, require_state, trace
 
 

@@ -1,0 +1,166 @@
+"""The arguments of `parallelize`, checked one by one.
+
+In: what a user wrote. Out: the same in the one form that `settings.py` works with. What can go wrong: something else was written;
+the error names the argument, what was given and what it may be. What two arguments mean together is for `settings.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import jax
+import numpy as np
+
+from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster
+from autopar.errors import ArgumentError
+from autopar.mesh import LogicalMesh
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipeline_planner import Recompute
+from autopar.plan import Plan
+from autopar.relayout import KINDS
+from autopar.runtime.schedules import SCHEDULES
+
+Shape = Sequence[int] | Mapping[str, int]
+MeshShape = Literal["auto"] | Shape | Sequence[Shape]
+Count = Literal["auto"] | int
+
+
+class Leader(Protocol):
+    """A step whose mesh and layouts another one follows."""
+
+    def last_plan(self) -> Plan | PipelinePlan:
+        """Its plan."""
+
+    def jax_devices(self) -> list[jax.Device]:
+        """Its devices."""
+
+    def cluster(self) -> Cluster:
+        """Its machine."""
+
+
+def checked_devices(devices: Any) -> tuple[jax.Device, ...] | int | None:
+    """The devices, or their number; ArgumentError for anything else."""
+    if devices is None:
+        return None
+    if isinstance(devices, int) and not isinstance(devices, bool):
+        if devices < 1:
+            raise ArgumentError(f"devices={devices}: at least one device is needed")
+        return devices
+    listed = tuple(devices) if isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str) else ()
+    if not listed and isinstance(devices, list | tuple):
+        raise ArgumentError(f"devices={devices!r}: at least one device is needed")
+    if not listed or not all(isinstance(device, jax.Device) for device in listed):
+        raise ArgumentError(
+            f"devices={devices!r}: a list of JAX devices such as jax.devices(), or their number, is expected"
+        )
+    return listed
+
+
+def checked_cluster(cluster: Any) -> Literal["auto"] | Cluster:
+    """A cluster by name, file or value; ArgumentError names the known ones."""
+    if cluster == "auto" or isinstance(cluster, Cluster):
+        return cluster  # type: ignore[no-any-return]
+    if not isinstance(cluster, str | os.PathLike):
+        raise ArgumentError(
+            f"cluster={cluster!r}: 'auto', the name of a preset or a Cluster is expected, or the path of a file"
+        )
+    try:
+        return find_cluster(cluster) if isinstance(cluster, str) else load_cluster(Path(cluster))
+    except ValueError as error:
+        raise ArgumentError(f"cluster={cluster!r}: {error}") from None
+
+
+def checked_microbatches(count: Any) -> Literal["auto"] | int:
+    """A number of microbatches or 'auto'."""
+    if count != "auto" and (type(count) is not int or count < 1):
+        raise ArgumentError(f"num_microbatches={count!r}: 'auto' or a positive whole number is expected")
+    return count  # type: ignore[no-any-return]
+
+
+def checked_kinds(collectives: Sequence[str] | None) -> frozenset[str]:
+    """The kinds of collectives that may be used."""
+    given = KINDS if collectives is None else (collectives,) if isinstance(collectives, str) else collectives
+    unknown = sorted(set(given) - set(KINDS))
+    if unknown:
+        raise ArgumentError(f"collectives={unknown}: no such kind; there are {', '.join(KINDS)}")
+    return frozenset(given)
+
+
+def numbers(what: str, given: Any) -> tuple[int, ...]:
+    """Positions of arguments, as a tuple."""
+    numbers = (given,) if isinstance(given, int | str) else tuple(given)
+    if not all(isinstance(number, int) for number in numbers):
+        raise ArgumentError(f"{what}={given!r}: a number, or a list of numbers, of positional arguments is expected")
+    return numbers
+
+
+def checked_memory_limit(limit: Any) -> int | None:
+    """Bytes per device, or None."""
+    if limit is not None and (isinstance(limit, bool | str) or not isinstance(limit, Real) or limit <= 0):
+        raise ArgumentError(
+            f"memory_limit_bytes={limit!r}: a positive number of bytes per device is expected, such as 16e9"
+        )
+    return limit  # type: ignore[return-value]
+
+
+def checked_plan(plan: Any) -> Plan | PipelinePlan | None:
+    """A plan, or None."""
+    if plan is not None and not isinstance(plan, Plan | PipelinePlan):
+        raise ArgumentError(
+            f"plan={plan!r} is of type {type(plan).__name__}: a plan is expected; "
+            "autopar.plan_from_json(pathlib.Path(FILE).read_text()) reads one from a file"
+        )
+    return plan
+
+
+def checked_leader(follow: Any) -> Leader | None:
+    """A step that has a plan, or None."""
+    if follow is not None and not hasattr(follow, "last_plan"):
+        raise ArgumentError(
+            f"follow={follow!r} is of type {type(follow).__name__}: a step that `parallelize` returned is expected, not the "
+            "function that it was made of"
+        )
+    return follow  # type: ignore[no-any-return]
+
+
+def checked_meshes(shape: Any) -> Literal["auto"] | tuple[LogicalMesh, ...]:
+    """One mesh, or one per stage; ArgumentError for anything else."""
+    if isinstance(shape, str):
+        if shape != "auto":
+            raise ArgumentError(f"mesh_shape={shape!r}: 'auto', sizes, or a list of sizes, one per stage, is expected")
+        return "auto"
+    if not isinstance(shape, Mapping | tuple | list):
+        raise ArgumentError(
+            f"mesh_shape={shape!r}: the size of each axis is expected, such as (8,), (2, 4) or {{'data': 2, 'model': 4}}"
+        )
+    several = isinstance(shape, tuple | list) and len(shape) > 0 and not isinstance(shape[0], int | np.integer)
+    if several and all(isinstance(one, Mapping | tuple | list) for one in shape):
+        return tuple(LogicalMesh.of(one) for one in shape)
+    return (LogicalMesh.of(shape),)
+
+
+def checked_stages(num_stages: Any, virtual_stages: Any) -> Count:
+    """A number of stages or 'auto'."""
+    if num_stages != "auto" and (type(num_stages) is not int or num_stages < 1):
+        raise ArgumentError(f"num_stages={num_stages!r}: 'auto' or a positive whole number is expected")
+    if type(virtual_stages) is not int or virtual_stages < 1:
+        raise ArgumentError(f"virtual_stages={virtual_stages!r}: a positive whole number is expected")
+    return num_stages  # type: ignore[no-any-return]
+
+
+def checked_schedule(schedule: Any) -> str:
+    """A schedule's name or 'auto'."""
+    if schedule != "auto" and schedule not in SCHEDULES:
+        raise ArgumentError(f"schedule={schedule!r}: 'auto' or one of {', '.join(SCHEDULES)} is expected")
+    return str(schedule)
+
+
+def checked_recompute(recompute: Any) -> Recompute:
+    """What is done again in backward."""
+    if recompute not in get_args(Recompute):
+        raise ArgumentError(f"recompute={recompute!r}: one of {', '.join(map(repr, get_args(Recompute)))} is expected")
+    return recompute  # type: ignore[no-any-return]
