@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.chain_cuts import boundaries
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import (
@@ -39,7 +40,7 @@ from autopar.options import Constraints
 from autopar.planner import PlanRequest, logical_meshes
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import ForwardEquation, cut_stages, forward_chain
-from autopar.staging import StagedStage, boundaries, measured_stage
+from autopar.staging import StagedStage, measured_stage
 
 TOLERANCE = 1e-3
 """Relative gain below which the search over stages lets go; layers' costs are less exact."""

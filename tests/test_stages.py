@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from autopar.catalogue import PlannerOptions
+from autopar.chain_cuts import even_cuts
 from autopar.compat import Literal
 from autopar.compile import device_mesh
 from autopar.cost_model.hardware import preset
@@ -14,7 +15,7 @@ from autopar.mesh import LogicalMesh
 from autopar.options import Constraints
 from autopar.planner import PlanRequest
 from autopar.stages import PieceName, check, cut_stages, forward_chain
-from autopar.staging import StageRequest, even_cuts, plan_stages, time_loop
+from autopar.staging import StageRequest, plan_stages, time_loop
 from autopar.tasks import stage_tasks
 from autopar.trace import CallSignature, bind_arguments, trace
 from tests import pipeline_steps, zoo

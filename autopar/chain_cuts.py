@@ -1,0 +1,84 @@
+"""Where to cut the chain of forward operations into stages of equal work, if nothing else says it.
+
+In: the forward chain (`stages.forward_chain`) and how many stages. Out: places of the chain, at the user's layer boundaries if
+there are any, else near equal shares of the work where few bytes cross. What can go wrong: one operation is much more than a
+stage's share; a warning names it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.boundary import layer_boundary_p
+from autopar.compat import source_line
+from autopar.errors import ArgumentError, AutoparWarning
+from autopar.stages import ForwardEquation
+
+SLACK = 0.3
+"""By what part of a stage's work a cut may move to where fewer bytes cross."""
+
+
+def even_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, ...]:
+    """Places that share the work equally, moved by at most `SLACK` of a share to where the fewest bytes cross."""
+    done = np.cumsum([0.0, *(e.flops for e in chain)])
+    share = done[-1] / num_stages
+    cuts: list[int] = []
+    for k in range(1, num_stages):
+        first = cuts[-1] + 1 if cuts else 1
+        window = [i for i in range(first, len(chain)) if abs(done[i] - k * share) <= SLACK * share]
+        if not window:
+            window = [min(range(first, len(chain)), key=lambda i: abs(done[i] - k * share), default=0)]
+        if window == [0] or len(chain) - window[0] < num_stages - k:
+            raise ArgumentError(
+                f"the step has {len(chain)} forward operations, too few for {num_stages} stages of equal work; use fewer stages"
+            )
+        cuts.append(min(window, key=lambda i: (chain[i].cut_bytes, abs(done[i] - k * share))))
+    return tuple(cuts)
+
+
+def boundaries(chain: Sequence[ForwardEquation]) -> tuple[int, ...]:
+    """Places of the user's layer boundaries; several in a row, of one tree, are one."""
+    marked = [i for i, place in enumerate(chain) if place.equation.primitive is layer_boundary_p]
+    return tuple(i for i in marked if i > 0 and i - 1 not in marked)
+
+
+def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int, *, divided: bool = False) -> tuple[int, ...]:
+    """Cuts of equal work: at the user's layer boundaries if there are any, else where few bytes cross.
+
+    `divided`: scans over layers have been divided as evenly as their layers allow.
+    """
+    _warn_of_indivisible_work([place for place in chain if not (divided and place.equation.loop)], chain, num_stages)
+    marked = boundaries(chain)
+    if not marked or num_stages == 1:
+        return even_cuts(chain, num_stages)
+    if len(marked) < num_stages - 1:
+        raise ArgumentError(
+            f"the step has {len(marked)} layer boundaries, {num_stages} stages need {num_stages - 1}; add calls of "
+            "layer_boundary, or remove them all to let autopar choose"
+        )
+    done = np.cumsum([0.0, *(e.flops for e in chain)])
+    cuts: list[int] = []
+    for k in range(1, num_stages):
+        left = [i for i in marked if not cuts or i > cuts[-1]]
+        left = left[: len(left) - (num_stages - 1 - k)]
+        cuts.append(min(left, key=lambda i: abs(done[i] - k * done[-1] / num_stages)))
+    return tuple(cuts)
+
+
+def _warn_of_indivisible_work(
+    places: Sequence[ForwardEquation], chain: Sequence[ForwardEquation], num_stages: int
+) -> None:
+    """One warning if one of these operations, such as a scan over time, is much more than a stage's share of the chain."""
+    total = sum(place.flops for place in chain)
+    largest = max(places, key=lambda place: place.flops, default=None)
+    if largest is not None and num_stages > 1 and largest.flops > 1.5 * total / num_stages:
+        warnings.warn(
+            f"{largest.flops / total:.0%} of the forward work is one operation, {largest.equation.primitive.name} at "
+            f"{source_line(largest.equation) or 'an unknown line'}, which stays on one of {num_stages} stages: the others will "
+            "wait for it. Only scans over stacked layers can be cut inside; write other loops as operations one after the other.",
+            AutoparWarning,
+            stacklevel=6,
+        )

@@ -1,0 +1,69 @@
+"""Which processes have devices of a pipeline's meshes, and how a call's leaves come to where each can take its part of them.
+
+In: the stages on their devices; a step's leaves. Out: `PipelineProcesses`; leaves that lie where tasks want them, or on one
+device of every process. What can go wrong: processes that decide differently and wait for each other; what is done depends on
+shardings alone, which are the same in every process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from autopar.compile import gathered
+from autopar.pipeline_tasks import PlannedStage
+from autopar.runtime.processes import is_global
+from autopar.split_array import LeafPieces, SplitArray
+from autopar.step_inputs import StepInputs
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineProcesses:
+    """Which processes have devices of each mesh, and all devices."""
+
+    of_mesh: tuple[frozenset[int], ...]
+    devices: tuple[jax.Device, ...]
+
+    @classmethod
+    def of(cls, stages: Sequence[PlannedStage]) -> PipelineProcesses:
+        """Those of these stages."""
+        devices: dict[int, Any] = {stage.mesh: stage.device_mesh.devices for stage in stages}
+        found = tuple(frozenset(d.process_index for d in devices[mesh].flat) for mesh in sorted(devices))
+        return cls(found, tuple(d for mesh in sorted(devices) for d in devices[mesh].flat))
+
+    @property
+    def all(self) -> tuple[int, ...]:
+        """Every process that has a device of some mesh."""
+        return tuple(sorted(frozenset().union(*self.of_mesh)))
+
+    @property
+    def are_several(self) -> bool:
+        """Whether more than one process runs the step."""
+        return len(self.all) > 1
+
+
+def brought(
+    leaves: Sequence[Any], held: Sequence[LeafPieces], inputs: StepInputs, *, devices: Sequence[jax.Device]
+) -> list[Any]:
+    """The leaves as every process can take them apart: arrays that lie elsewhere than they are wanted come here."""
+    ready = [_lies_well(leaf, pieces, inputs) for leaf, pieces in zip(leaves, held, strict=True)]
+    moved = iter(gathered([leaf for leaf, is_ready in zip(leaves, ready, strict=True) if not is_ready], devices))
+    return [leaf if is_ready else next(moved) for leaf, is_ready in zip(leaves, ready, strict=True)]
+
+
+def _lies_well(leaf: Any, pieces: LeafPieces, inputs: StepInputs) -> bool:
+    """Whether a leaf is a host value, or all its parts are where every task wants them."""
+    if isinstance(leaf, SplitArray):
+        parts = leaf.pieces if (leaf.dim, leaf.bounds) == (pieces.dim, pieces.bounds) else ()
+    elif not is_global(leaf):
+        return True
+    else:
+        parts = () if pieces.bounds else (leaf,)
+    return bool(parts) and all(
+        wanted is not None and part.sharding.is_equivalent_to(wanted, part.ndim)
+        for k, part in enumerate(parts)
+        for wanted in inputs.wanted[pieces.first + k]
+    )

@@ -1,0 +1,80 @@
+"""What the driver's transfers do: groups of arrays go from the mesh of the task that makes them to that of their readers.
+
+In: for every slot the shardings in which its readers want its arrays, and their shapes where they are made. Out: `Transfers`,
+which the driver calls in the sending mesh's thread; it returns a `Parcel` that the receiving mesh's thread opens. What can go
+wrong: the processes of a transfer prepare for different things; where there are several, the plan alone says what for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from autopar.runtime.instructions import Value
+from autopar.runtime.processes import are_here
+from autopar.runtime.resharding import BatchResharder, reshard
+from autopar.runtime.routes import Move
+
+
+class Parcel:
+    """Arrays under way; the receiving mesh's thread finishes the transfer, once."""
+
+    def __init__(self, resharder: BatchResharder, sent: Any) -> None:
+        self._resharder, self._sent = resharder, sent
+        self._arrays: list[Any] | None = None
+
+    def arrays(self) -> list[Any]:
+        """The arrays on the receiving mesh."""
+        if self._arrays is None:
+            self._arrays = self._resharder.receive(self._sent)
+            self._sent = None
+        return self._arrays
+
+
+def opened(group: Any) -> Any:
+    """The arrays of a group, which may be a parcel."""
+    return group.arrays() if isinstance(group, Parcel) else group
+
+
+def there(array: Any, sharding: NamedSharding) -> Any:
+    """The array in the sharding that an executable wants; between stages on one mesh they may differ."""
+    if array.sharding.is_equivalent_to(sharding, array.ndim):
+        return array
+    return jax.device_put(array, sharding) if are_here(sharding.device_set) else reshard(array, sharding)
+
+
+class Transfers:
+    """Starts the transfers of a step; each slot's is prepared at its first."""
+
+    def __init__(
+        self,
+        targets: Mapping[str, Sequence[NamedSharding]],
+        shapes: Callable[[str, int], Sequence[jax.ShapeDtypeStruct]],
+        *,
+        several_processes: bool,
+    ) -> None:
+        """`targets` by slot; `shapes(slot, mesh)` are those of the slot's arrays on a mesh, with shardings."""
+        self._targets, self._shapes = targets, shapes
+        self._several = several_processes
+        self._resharders: dict[str, BatchResharder] = {}
+
+    def __call__(self, group: Any, value: Value, source_mesh: int, target_mesh: int) -> Parcel:
+        """Start to move a group of arrays; None in place of arrays that lie on no device of this process."""
+        arrays = opened(group)
+        if value.name not in self._resharders:
+            self._resharders[value.name] = BatchResharder(self._moves(value.name, arrays, source_mesh))
+        resharder = self._resharders[value.name]
+        if arrays is None:
+            arrays = [move.absent() for move in resharder.moves]
+        return Parcel(resharder, resharder.send(arrays))
+
+    def _moves(self, slot: str, arrays: Sequence[Any] | None, source_mesh: int) -> list[Move]:
+        """What a transfer moves; where several processes take part, from what all of them know."""
+        targets = self._targets[slot]
+        if arrays is not None and not self._several:
+            return [Move.of(x, target) for x, target in zip(arrays, targets, strict=True)]
+        shapes = self._shapes(slot, source_mesh)
+        return [Move(x.shape, x.dtype, x.sharding, target) for x, target in zip(shapes, targets, strict=True)]
