@@ -7,14 +7,13 @@ stage's share; a warning names it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import numpy as np
 
 from autopar.boundary import layer_boundary_p
 from autopar.compat import source_line
-from autopar.errors import ArgumentError, AutoparWarning
+from autopar.errors import ArgumentError, warn
 from autopar.stages import ForwardEquation
 
 SLACK = 0.3
@@ -75,10 +74,8 @@ def _warn_of_indivisible_work(
     total = sum(place.flops for place in chain)
     largest = max(places, key=lambda place: place.flops, default=None)
     if largest is not None and num_stages > 1 and largest.flops > 1.5 * total / num_stages:
-        warnings.warn(
+        warn(
             f"{largest.flops / total:.0%} of the forward work is one operation, {largest.equation.primitive.name} at "
             f"{source_line(largest.equation) or 'an unknown line'}, which stays on one of {num_stages} stages: the others will "
-            "wait for it. Only scans over stacked layers can be cut inside; write other loops as operations one after the other.",
-            AutoparWarning,
-            stacklevel=6,
+            "wait for it. Only scans over stacked layers can be cut inside; write other loops as operations one after the other."
         )

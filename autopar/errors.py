@@ -1,9 +1,15 @@
 """What a user is told: the fact with its numbers, the reason, and what to try.
 
-Every exception that autopar raises on purpose is an `AutoparError`; warnings are `AutoparWarning`.
+Every exception that autopar raises on purpose is an `AutoparError`; warnings are `AutoparWarning`, shown at the user's own line.
 """
 
 from __future__ import annotations
+
+import sys
+import warnings
+
+_PASSED_OVER = ("autopar", "jax")
+"""Packages whose lines a warning does not name: the user wrote the line that called them."""
 
 
 class AutoparError(Exception):
@@ -44,3 +50,11 @@ class PipelineError(AutoparError, RuntimeError):
 
 class AutoparWarning(UserWarning):
     """Something works, though not as well as it could; the message says how to improve it."""
+
+
+def warn(message: str) -> None:
+    """An `AutoparWarning` at the line from which a user's code came here, however many passes, of JAX too, lie between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, AutoparWarning, stacklevel=level)

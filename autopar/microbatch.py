@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -23,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compat import Literal, Var, attributed_to
-from autopar.errors import ArgumentError, AutoparWarning
+from autopar.errors import ArgumentError, warn
 from autopar.mesh import Layout, LogicalMesh
 from autopar.program import Equation, program_of
 from autopar.spmd import Lowering, Placed, Scope, neutral_element
@@ -279,11 +278,9 @@ def in_microbatches(traced: TracedStep, count: int) -> TracedStep:
         raise ArgumentError(uneven)
     plan = plan_time(traced, count)
     if isinstance(plan, MixedExamples):
-        warnings.warn(
+        warn(
             f"the step runs with one microbatch instead of {count}: {plan}. What one microbatch computes would not be what the "
-            "full batch does. Normalise, count or compare within an example or a fixed group of examples to use microbatches.",
-            AutoparWarning,
-            stacklevel=5,
+            "full batch does. Normalise, count or compare within an example or a fixed group of examples to use microbatches."
         )
         return traced
     return microbatched(traced, plan)

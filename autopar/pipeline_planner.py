@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import warnings
 from collections.abc import Sequence
 from typing import Literal
 
-from autopar.errors import ArgumentError, AutoparWarning, OutOfMemoryError, PlanError, UnsupportedProgramError
+from autopar.errors import ArgumentError, OutOfMemoryError, PlanError, UnsupportedProgramError, warn
 from autopar.following import Following, homes_of
 from autopar.merged_scans import merged
 from autopar.mesh import LogicalMesh
@@ -89,7 +88,7 @@ def plan_pipeline(
     except UnsupportedProgramError as error:
         if wishes.num_microbatches != "auto" or schedule.num_microbatches == 1:
             raise
-        warnings.warn(f"the stages run with one microbatch, one after the other: {error}", AutoparWarning, stacklevel=5)
+        warn(f"the stages run with one microbatch, one after the other: {error}")
         return plan_pipeline(traced, dataclasses.replace(wishes, num_microbatches=1), request, devices=devices)
     _check_backward(staged, schedule)
     plan = _describe(traced, staged, schedule, request)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from autopar.catalogue import Catalogues, PlannerOptions, itemsize_of
 from autopar.constraints import allowed_layouts, batch_axes
 from autopar.cost_model.hardware import Cluster
 from autopar.deep import ChoiceProblem
-from autopar.errors import AutoparWarning, ConstraintError, OutOfMemoryError, PlanError
+from autopar.errors import ConstraintError, OutOfMemoryError, PlanError, warn
 from autopar.graph import BatchSplit, StrategyGraph, build_graph
 from autopar.interchange import class_numbers, equal_axes
 from autopar.intra_op import Choice
@@ -284,8 +283,9 @@ def _choose_with_copies(
     highest = limit + excess
     row_limit, too_low = highest, 0.0
     least: int | None = None
+    tried: tuple[tuple[int, ...], ...] = ()
     for tries in range(MEMORY_ROUNDS):
-        choice = search(limit_bytes=row_limit)
+        choice = search(limit_bytes=row_limit, tried=tried)
         if choice is not None and not choice.numbers:
             return choice
         if choice is None:
@@ -293,6 +293,7 @@ def _choose_with_copies(
                 return None
             too_low, row_limit = row_limit, (row_limit + highest) / 2
             continue
+        tried = choice.tried
         required = memory.required(choice.numbers, copy_span=span)
         if required <= limit:
             return choice
@@ -385,12 +386,10 @@ def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None
     uneven = [leaf for leaf in leaves if all(leaf.shape[0] % size for size in sizes)]
     if uneven:
         listed = ", ".join(f"{leaf.path} has {leaf.shape[0]} examples (shape {leaf.shape})" for leaf in uneven[:4])
-        warnings.warn(
+        warn(
             f"the batch of {listed}{', ...' if len(uneven) > 4 else ''}, which no mesh axis of size "
             f"{', '.join(map(str, sizes))} divides: it cannot be split, so the plan has no data parallelism over it. "
-            f"Pad or drop examples to a multiple of {sizes[0]}.",
-            AutoparWarning,
-            stacklevel=4,
+            f"Pad or drop examples to a multiple of {sizes[0]}."
         )
 
 

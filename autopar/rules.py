@@ -12,12 +12,11 @@ import dataclasses
 import enum
 import math
 import types
-import warnings
 from collections.abc import Callable, Mapping
 
 from autopar import contractions, indexing, local, operators, windows
 from autopar.compat import JaxprEqn, source_line
-from autopar.errors import AutoparWarning, RuleError
+from autopar.errors import RuleError, warn
 from autopar.factors import FactorRule, parse
 
 Rule = Callable[[JaxprEqn], FactorRule]
@@ -51,7 +50,7 @@ class PrimitiveRule:
     `free`: it computes nothing; `random`: it draws random bits, which cost too much to draw again for every reader;
     `making`: what memory its result takes; `library`: the library that does reductions does it too, on its way to one;
     `orders`: for a contraction, the orders of dimensions that need no copy; `picks`: of its first operand it reads no more than
-    it returns."""
+    it returns; `reduces`: it reduces whole dimensions, those in its parameter `axes`."""
 
     rule: Rule
     local: local.Local = local.unchanged
@@ -63,6 +62,7 @@ class PrimitiveRule:
     library: bool = False
     orders: contractions.OrdersOf | None = None
     picks: bool = False
+    reduces: bool = False
 
 
 def _fused(rule: Rule, run: local.Local = local.unchanged, *, making: Making = Making.CHEAP) -> PrimitiveRule:
@@ -79,7 +79,7 @@ def _moving(rule: Rule, run: local.Local = local.unchanged) -> PrimitiveRule:
 
 
 def _reduction(rule: Rule, *, making: Making = Making.REDUCTION) -> PrimitiveRule:
-    return PrimitiveRule(rule, making=making)
+    return PrimitiveRule(rule, making=making, reduces=True)
 
 
 def _in_place(rule: Rule, run: local.Local) -> PrimitiveRule:
@@ -105,7 +105,7 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names(_POINTWISE, _fused(operators.pointwise)),
     **_names(_COSTLY, _fused(operators.pointwise, making=Making.COSTLY)),
     **_names("add add_any sub", _fused(operators.pointwise_sum)),
-    **_names("argmax argmin", PrimitiveRule(operators.reduce_whole)),
+    **_names("argmax argmin", PrimitiveRule(operators.reduce_whole, reduces=True)),
     **_names("bitcast_convert_type", _fused(operators.bitcast)),
     **_names("broadcast_in_dim", _free(operators.broadcast_in_dim, local.broadcast_in_dim, making=Making.SAME)),
     **_names("concatenate", _moving(operators.concatenate)),
@@ -217,12 +217,10 @@ def warn_of_missing_rules(eqns: list[JaxprEqn]) -> None:
             missing.setdefault(eqn.primitive.name, source_line(eqn))
     if missing:
         listed = "; ".join(f"{name} at {line}" for name, line in sorted(missing.items()))
-        warnings.warn(
+        warn(
             f"no factor rule for {listed}. These operations run whole on every device, which is correct but not "
             "parallel. autopar.register_rule(primitive, notation) adds a rule, e.g. "
-            'autopar.register_rule("my_kernel", "b s c, c e -> b s e | sum: c").',
-            AutoparWarning,
-            stacklevel=3,
+            'autopar.register_rule("my_kernel", "b s c, c e -> b s e | sum: c").'
         )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -22,7 +21,7 @@ from autopar.arguments import Count, Leader
 from autopar.catalogue import PlannerOptions, itemsize_of
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
-from autopar.errors import ArgumentError, AutoparWarning, ConstraintError, OutOfMemoryError, UnsupportedProgramError
+from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
 from autopar.following import Following
 from autopar.layer_recompute import recomputed_step
 from autopar.mesh import LogicalMesh
@@ -360,10 +359,8 @@ def _recomputed(traced: TracedStep) -> TracedStep:
     """The step with layers' forward work done again; a warning where nothing can be."""
     step = recomputed_step(traced)
     if step is traced:
-        warnings.warn(
+        warn(
             "recompute='layer' finds no layers whose forward work could be done again in the backward pass with less memory; a "
-            "scan over layers is one operation: put jax.checkpoint on its body",
-            AutoparWarning,
-            stacklevel=6,
+            "scan over layers is one operation: put jax.checkpoint on its body"
         )
     return step

@@ -12,7 +12,6 @@ import dataclasses
 import math
 import os
 import platform
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from autopar.cost_model.measurements import (
     step_clock,
     undisturbed_s,
 )
-from autopar.errors import ArgumentError, AutoparWarning
+from autopar.errors import ArgumentError, warn
 from autopar.models import registry
 from autopar.plan import Plan
 
@@ -218,9 +217,7 @@ def _warn_if_busy(samples: Sequence[Sample]) -> None:
     spreads = sorted(sample.spread for sample in samples)
     typical = spreads[len(spreads) // 2]
     if typical > UNSTEADY:
-        warnings.warn(
+        warn(
             f"the machine was busy while it was measured: a typical round took {typical:.1f} times the least one. Close other "
-            "programs and calibrate again, or give more time with --seconds",
-            AutoparWarning,
-            stacklevel=2,
+            "programs and calibrate again, or give more time with --seconds"
         )
