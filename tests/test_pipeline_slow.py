@@ -79,6 +79,14 @@ def scanned():
     return cases
 
 
+def in_stages(step, stages, microbatches, *, layout, **options):
+    """The step as a pipeline in one of the layouts; mixed meshes are three."""
+    stages_here = 3 if layout == "mixed" else stages
+    return autopar.parallelize(
+        step, num_stages=stages_here, num_microbatches=microbatches, **LAYOUTS[layout](stages), **options
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "stages", "microbatches", "schedule", "virtual", "layout"), scanned())
 def test_a_model_whose_scan_over_layers_is_divided_computes_what_jit_computes(
@@ -86,14 +94,7 @@ def test_a_model_whose_scan_over_layers_is_divided_computes_what_jit_computes(
 ):
     model = build(name, **SMALL, **MORE.get(name, {}), layers=4, scan_layers=True, **options)
     step, state, batch = model.train_step, model.create_state(jax.random.key(0)), next(model.data(0))
-    parallel = autopar.parallelize(
-        step,
-        num_stages=3 if layout == "mixed" else stages,
-        num_microbatches=microbatches,
-        schedule=schedule,
-        virtual_stages=virtual,
-        **LAYOUTS[layout](stages),
-    )
+    parallel = in_stages(step, stages, microbatches, schedule=schedule, virtual_stages=virtual, layout=layout)
     assert_same_as_jit(step, parallel, state, batch)
     assert any(parallel.last_plan().scan_cuts) or (name, stages * virtual) == ("t5", 2)
 
@@ -104,12 +105,5 @@ def test_a_model_whose_scan_over_layers_is_divided_computes_what_jit_computes(
 def test_a_model_in_a_pipeline_computes_what_jit_computes(name, stages, microbatches, schedule, virtual, layout):
     make, which = MODELS[name]
     step, state, batch = make(which)
-    parallel = autopar.parallelize(
-        step,
-        num_stages=3 if layout == "mixed" else stages,
-        num_microbatches=microbatches,
-        schedule=schedule,
-        virtual_stages=virtual,
-        **LAYOUTS[layout](stages),
-    )
+    parallel = in_stages(step, stages, microbatches, schedule=schedule, virtual_stages=virtual, layout=layout)
     assert_same_as_jit(step, parallel, state, batch)
