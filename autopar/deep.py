@@ -17,7 +17,8 @@ import numpy as np
 
 from autopar.bounds import bound_problem
 from autopar.interchange import Classes
-from autopar.intra_op import GOOD_ENOUGH, SWEEPS, Choice, Costs, Edges, MemoryRow, choose
+from autopar.intra_op import GOOD_ENOUGH, SWEEPS, Choice, Costs, Edges, choose, mixed
+from autopar.memory_prices import MemoryRow
 from autopar.presolve import reduce_problem
 from autopar.symmetry import Tied, tied
 
@@ -40,11 +41,16 @@ class ChoiceProblem:
     is_proven: bool = True
 
     def choose(
-        self, *, rows: Sequence[MemoryRow] = (), limit_bytes: float = np.inf, free: Choice | None = None
+        self,
+        *,
+        rows: Sequence[MemoryRow] = (),
+        limit_bytes: float = np.inf,
+        free: Choice | None = None,
+        tried: Sequence[tuple[int, ...]] = (),
     ) -> Choice | None:
         """The best choice within the limit, as `intra_op.choose` says."""
         if self._ties is None:
-            return self._whole(rows, limit_bytes, free)
+            return self._whole(rows, limit_bytes, free, tried)
         if any(row.least() > limit_bytes for row in rows):
             return None
         lower = free.lower_bound_s if free is not None else self._lower_bound()
@@ -58,17 +64,38 @@ class ChoiceProblem:
             free=None if free is None else self._ties.restrict(free),
             classes=None if self.classes is None else self._ties.representatives(self.classes),
             cutoff_s=self.cutoff_s,
+            tried=tuple(tuple(self._ties.representatives(numbers)) for numbers in tried),
         )
         if found is None or not found.numbers:
             return found if found is None else Choice((), np.inf, lower)
-        whole = dataclasses.replace(found, numbers=self._ties.extend(found.numbers))
+        whole = self._untied(found, rows, limit_bytes, lower)
         if free is None and np.isfinite(whole.seconds):
             lower = max(lower, self._lower_bound(whole))
             if self.is_proven and whole.seconds - lower > GOOD_ENOUGH * whole.seconds:
-                return self._whole(rows, limit_bytes, None)
+                return self._whole(rows, limit_bytes, None, tried)
         return dataclasses.replace(whole, lower_bound_s=min(lower, whole.seconds))
 
-    def _whole(self, rows: Sequence[MemoryRow], limit_bytes: float, free: Choice | None) -> Choice | None:
+    def _untied(self, found: Choice, rows: Sequence[MemoryRow], limit_bytes: float, lower: float) -> Choice:
+        """The choice of the whole problem; where memory is short alike layers may differ, and take turns in using it."""
+        assert self._ties is not None
+        extended = self._ties.extend
+        tried = tuple(map(extended, found.tried))
+        whole = dataclasses.replace(found, numbers=extended(found.numbers), tried=tried)
+        if not tried or found.seconds - lower <= GOOD_ENOUGH * found.seconds:
+            return whole
+        taken = tuple(dict.fromkeys([whole.numbers, *tried]))
+        other = mixed(self.costs, self.edges, rows=rows, limit_bytes=limit_bytes, tried=taken)
+        if other is None or other.seconds >= whole.seconds:
+            return whole
+        return dataclasses.replace(other, tried=tried)
+
+    def _whole(
+        self,
+        rows: Sequence[MemoryRow],
+        limit_bytes: float,
+        free: Choice | None,
+        tried: Sequence[tuple[int, ...]],
+    ) -> Choice | None:
         return choose(
             self.costs,
             self.edges,
@@ -77,6 +104,7 @@ class ChoiceProblem:
             free=free,
             classes=self.classes,
             cutoff_s=self.cutoff_s,
+            tried=tried,
         )
 
     @functools.cached_property

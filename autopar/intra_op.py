@@ -10,18 +10,15 @@ and a proven lower bound. In order, each step exact:
 
 Where the linear relaxation has no gap, as for most training steps, step 3 meets the bound at once.
 
-If the result breaks the memory limit the same is done with prices on memory (a Lagrangian): with lambda_t >= 0 per live set t,
-
-    L(lambda) = min_s  cost(s) + sum_t lambda_t (bytes_t(s) - limit)   <=   the constrained optimum,
-
-subgradient steps raise the prices where memory is short, every trial that fits is a candidate, and an integer program with
-the memory rows decides among the choices left open. Problems small enough skip the prices and are solved outright. What can
-go wrong: nothing fits; the caller names the tensors.
+If the result breaks the memory limit, small problems are solved with their memory rows by the integer program. For the others
+memory gets prices (memory_prices.py), and where these leave a gap the choices met are mixed: an integer program with the memory
+rows decides, node by node, between what they choose. What can go wrong: nothing fits; the caller names the tensors.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -29,6 +26,7 @@ import numpy as np
 from autopar import ilp
 from autopar.bounds import Bounded, bound_problem
 from autopar.interchange import Classes, least_of_classes, merged_edges
+from autopar.memory_prices import MemoryRow, Priced, Pricing
 from autopar.presolve import Reduced, reduce_problem
 
 Costs = Sequence[np.ndarray]
@@ -54,30 +52,17 @@ DIRECT_PAIRS = 30_000
 """And those with at most this many if the bound does not meet a choice."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class MemoryRow:
-    """The values alive at one program point: bytes of every choice, by node; `fixed_bytes` are alive whatever is chosen."""
-
-    name: str
-    bytes_of: Mapping[int, np.ndarray]
-    fixed_bytes: float = 0.0
-
-    def used(self, choice: Sequence[int]) -> float:
-        """Bytes under a choice."""
-        return self.fixed_bytes + sum(float(b[choice[v]]) for v, b in self.bytes_of.items())
-
-    def least(self) -> float:
-        """Bytes that no choice can avoid."""
-        return self.fixed_bytes + sum(float(b.min()) for b in self.bytes_of.values())
-
-
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A choice per node, its objective, and the proven lower bound; no numbers where the search was cut off."""
+    """A choice per node, its objective, and the proven lower bound; no numbers where the search was cut off.
+
+    `tried`: other choices met on the way to one that fits, which may be cheaper and too large; a start for other limits.
+    """
 
     numbers: tuple[int, ...]
     seconds: float
     lower_bound_s: float
+    tried: tuple[tuple[int, ...], ...] = ()
 
 
 def choose(
@@ -89,12 +74,14 @@ def choose(
     free: Choice | None = None,
     classes: Classes | None = None,
     cutoff_s: float = np.inf,
+    tried: Sequence[tuple[int, ...]] = (),
 ) -> Choice | None:
     """The best choice within the limit; None if there is none. `free` is the best choice without a limit, if it is known.
 
     `classes`: choices of a mesh with equal axes, of which the merged problem (interchange.py) rules out most. `cutoff_s`: only
     choices below it matter. Where there are none the search ends early, and where there is little to gain (`GOOD_ENOUGH`) or
-    too much to search (`SEARCHED_PAIRS`) it does not begin: the result then has no numbers, and the bound says which it was.
+    too much to search (`SEARCHED_PAIRS`) it does not begin: the result then has no numbers, and the bound says which it was. `tried`: what another limit's `Choice`
+    says of it.
     """
     if any(row.least() > limit_bytes for row in rows):
         return None
@@ -105,7 +92,7 @@ def choose(
         return Choice((), np.inf, free.lower_bound_s)
     if all(row.used(free.numbers) <= limit_bytes for row in rows):
         return free
-    return _solve_within(_Problem(costs, edges, rows, limit_bytes, cutoff_s), free)
+    return _solve_within(_Problem(costs, edges, rows, limit_bytes, cutoff_s), free, tried)
 
 
 def value_of(costs: Costs, edges: Edges, choice: Sequence[int]) -> float:
@@ -139,6 +126,24 @@ class _Problem:
         ]
         costs = [least_of_classes(cost, number) for cost, number in zip(self.costs, classes, strict=True)]
         return dataclasses.replace(self, costs=costs, edges=merged_edges(self.edges, classes), rows=rows)
+
+    def reduced(self) -> Reduced:
+        """What is left of it after the reductions that memory allows."""
+        usage = _usage(self.costs, self.rows)
+        varying = frozenset(v for v, used in enumerate(usage) if np.ptp(used, axis=0).any())
+        return reduce_problem(self.costs, self.edges, keep=varying, usage=usage)
+
+    def priced(self, free: Choice, tried: Sequence[tuple[int, ...]]) -> Priced:
+        """What prices on memory lead to."""
+
+        def solve(costs: list[np.ndarray]) -> tuple[tuple[int, ...], float]:
+            found = _solve(costs, self.edges)
+            return found.numbers, found.lower_bound_s
+
+        value = functools.partial(value_of, self.costs, self.edges)
+        pricing = Pricing(self.costs, self.rows, self.limit_bytes, solve, value)
+        known = [free.numbers, *tried]
+        return pricing.run(known, free.lower_bound_s, cutoff_s=self.cutoff_s, good_enough=GOOD_ENOUGH)
 
     def choose(self, free: Choice | None = None) -> Choice | None:
         """`choose` of this problem."""
@@ -296,35 +301,71 @@ def _value(costs: Mapping[int, np.ndarray], edges: Edges, choice: Mapping[int, i
 # Within memory.
 
 
-def _solve_within(problem: _Problem, free: Choice) -> Choice | None:
-    costs, edges, rows, limit = problem.costs, problem.edges, problem.rows, problem.limit_bytes
-    usage = _usage(costs, rows)
-    varying = frozenset(v for v, b in usage.items() if np.ptp(b) > 0)
-    whole = [usage.get(v, np.zeros(len(c))) for v, c in enumerate(costs)]
-    reduced = reduce_problem(costs, edges, keep=varying, usage=whole)
+def _solve_within(problem: _Problem, free: Choice, tried: Sequence[tuple[int, ...]]) -> Choice | None:
+    reduced = problem.reduced()
     if _pairs(reduced) <= DIRECT_PAIRS:
-        return _direct(costs, edges, reduced, rows, limit)
-    return _priced(problem, reduced, free)
+        return _direct(problem, reduced, gap=GAP / 10)
+    priced = problem.priced(free, tried)
+    if priced.lower_bound_s >= problem.cutoff_s:
+        return Choice((), np.inf, priced.lower_bound_s)
+    met = tuple(trial.numbers for trial in priced.trials)
+    best = None
+    if priced.best is not None:
+        best = Choice(priced.best.numbers, priced.best.seconds, min(priced.lower_bound_s, priced.best.seconds), met)
+        if best.seconds - best.lower_bound_s <= GOOD_ENOUGH * best.seconds:
+            return best
+    better = _mixed(problem, met)
+    if better is not None and (best is None or better.seconds < best.seconds):
+        best = dataclasses.replace(better, lower_bound_s=min(priced.lower_bound_s, better.seconds), tried=met)
+    if best is None and _pairs(reduced) <= 20 * DIRECT_PAIRS:
+        return _direct(problem, reduced, gap=GAP / 10)
+    return best
 
 
-def _usage(costs: Costs, rows: Sequence[MemoryRow]) -> dict[int, np.ndarray]:
-    usage: dict[int, np.ndarray] = {}
+def mixed(
+    costs: Costs,
+    edges: Edges,
+    *,
+    rows: Sequence[MemoryRow],
+    limit_bytes: float,
+    tried: Sequence[tuple[int, ...]],
+) -> Choice | None:
+    """The best choice within the limit that takes at every node what one of the choices `tried` takes; None if there is none.
+
+    Its bound is one of these mixtures only.
+    """
+    return _mixed(_Problem(costs, edges, rows, limit_bytes, np.inf), tried)
+
+
+def _mixed(problem: _Problem, tried: Sequence[tuple[int, ...]]) -> Choice | None:
+    left = [np.unique(taken) for taken in zip(*tried, strict=True)]
+    rest = problem.restricted(left)
+    reduced = rest.reduced()
+    found = _direct(rest, reduced, gap=GOOD_ENOUGH / 2) if _pairs(reduced) <= DIRECT_PAIRS else None
+    if found is None:
+        return None
+    return dataclasses.replace(found, numbers=tuple(int(n[p]) for n, p in zip(left, found.numbers, strict=True)))
+
+
+def _usage(costs: Costs, rows: Sequence[MemoryRow]) -> list[np.ndarray]:
+    """Bytes of every node's choices, one column for each different amount that they take in some row."""
+    columns: list[dict[bytes, np.ndarray]] = [{} for _ in costs]
     for row in rows:
-        usage.update(row.bytes_of)
-    return usage
+        for v, used in row.bytes_of.items():
+            columns[v].setdefault(used.tobytes(), used)
+    return [np.stack(list(c.values()), 1) if c else np.zeros((len(n), 1)) for c, n in zip(columns, costs, strict=True)]
 
 
-def _direct(costs: Costs, edges: Edges, reduced: Reduced, rows: Sequence[MemoryRow], limit: float) -> Choice | None:
-    solution = ilp.solve(
-        reduced.costs, reduced.edges, _live_sets(reduced, rows, limit), node_limit=10 * NODE_LIMIT, gap=GAP / 10
-    )
+def _direct(problem: _Problem, reduced: Reduced, *, gap: float) -> Choice | None:
+    rows = _live_sets(reduced, problem.rows, problem.limit_bytes)
+    solution = ilp.solve(reduced.costs, reduced.edges, rows, node_limit=10 * NODE_LIMIT, gap=gap)
     if solution.choice is None:
         return None
     chosen = {v: int(reduced.open_choices[v][p]) for v, p in solution.choice.items()}
-    gap = max(0.0, _value(reduced.costs, reduced.edges, solution.choice) - solution.lower)
+    slack = max(0.0, _value(reduced.costs, reduced.edges, solution.choice) - solution.lower)
     numbers = reduced.extend(chosen)
-    seconds = value_of(costs, edges, numbers)
-    return Choice(tuple(numbers), seconds, seconds - gap)
+    seconds = value_of(problem.costs, problem.edges, numbers)
+    return Choice(tuple(numbers), seconds, seconds - slack)
 
 
 def _live_sets(reduced: Reduced, rows: Sequence[MemoryRow], limit: float) -> list[ilp.LiveSet]:
@@ -336,38 +377,3 @@ def _live_sets(reduced: Reduced, rows: Sequence[MemoryRow], limit: float) -> lis
         bytes_of = {v: b[reduced.open_choices[v]] for v, b in row.bytes_of.items() if v in left}
         live.append(ilp.LiveSet(row.name, bytes_of, limit - gone))
     return live
-
-
-def _priced(problem: _Problem, reduced: Reduced, free: Choice) -> Choice | None:
-    """Prices on memory; see the module's text."""
-    costs, edges, rows, limit = problem.costs, problem.edges, problem.rows, problem.limit_bytes
-    prices = np.zeros(len(rows))
-    best: Choice | None = None
-    lower = free.lower_bound_s
-    step = 2.0
-    for _ in range(24):
-        priced = [np.array(c, dtype=float) for c in costs]
-        for price, row in zip(prices, rows, strict=True):
-            if price > 0:
-                for v, b in row.bytes_of.items():
-                    priced[v] = priced[v] + price * b
-        trial = _solve(priced, edges)
-        over = np.array([row.used(trial.numbers) - limit for row in rows])
-        room = np.array([limit - row.fixed_bytes for row in rows])
-        lower = max(lower, trial.lower_bound_s - float(prices @ room))
-        if lower >= problem.cutoff_s:
-            return Choice((), np.inf, lower)
-        seconds = value_of(costs, edges, trial.numbers)
-        if (over <= 0).all() and (best is None or seconds < best.seconds):
-            best = Choice(trial.numbers, seconds, lower)
-        if best is not None and best.seconds - lower <= GOOD_ENOUGH * best.seconds:
-            break
-        target = (best.seconds if best is not None else 2 * free.seconds) - lower
-        norm = float((over[over > 0] ** 2).sum()) or float((over[prices > 0] ** 2).sum())
-        if norm == 0:
-            break
-        prices = np.maximum(0.0, prices + step * max(target, 1e-3 * free.seconds) * over / norm)
-        step *= 0.85
-    if best is None:
-        best = _direct(costs, edges, reduced, rows, limit) if _pairs(reduced) <= 20 * DIRECT_PAIRS else None
-    return None if best is None else dataclasses.replace(best, lower_bound_s=min(lower, best.seconds))

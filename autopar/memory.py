@@ -25,7 +25,7 @@ from autopar.compat import Literal, Var
 from autopar.device_program import DeviceProgram, device_program
 from autopar.footprint import Footprint, Value, footprint_of
 from autopar.graph import StrategyGraph
-from autopar.intra_op import MemoryRow
+from autopar.memory_prices import MemoryRow
 from autopar.program import Equation, Program
 from autopar.rules import Making, entry_for
 from autopar.spmd import Assignment, assign

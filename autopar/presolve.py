@@ -16,7 +16,7 @@ left extends to an optimal choice for everything. The reductions, each exact:
 
 Chains of operations with one user each, which other planners merge into followers by rule of thumb, are what degree 1
 and 2 remove. Nodes named in `keep` stay: their choice matters beyond the objective (memory); dominance among them also
-asks that p uses no more memory than p' (`usage`). What can go wrong: rounding; a dominance within 1e-12 of the costs'
+asks that p uses no more memory than p' (`usage`, choices x amounts). What can go wrong: rounding; a dominance within 1e-12 of the costs'
 scale keeps the earlier choice, so the optimum is reached up to that.
 """
 
@@ -222,7 +222,7 @@ class _Reducer:
         beaten = excess >= -self.tolerance
         if v in self.keep and self.usage is not None:
             used = self.usage[v][self.choices[v]]
-            beaten &= used[:, None] >= used[None, :]
+            beaten &= (used[:, None, :] >= used[None, :, :]).all(axis=2)
         np.fill_diagonal(beaten, False)
         alive = np.ones(len(cost), dtype=bool)
         for p in range(len(cost) - 1, -1, -1):

@@ -5,7 +5,8 @@ import pytest
 
 from autopar import deep
 from autopar.deep import ChoiceProblem
-from autopar.intra_op import MemoryRow, choose, value_of
+from autopar.intra_op import choose, value_of
+from autopar.memory_prices import MemoryRow
 from autopar.symmetry import alike, tied
 
 KINDS = 3

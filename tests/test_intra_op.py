@@ -17,7 +17,8 @@ from autopar.bounds import bound_problem
 from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import PRESETS
 from autopar.graph import build_graph
-from autopar.intra_op import MemoryRow, choose, value_of
+from autopar.intra_op import choose, value_of
+from autopar.memory_prices import MemoryRow
 from autopar.mesh import LogicalMesh
 from autopar.presolve import min_plus, reduce_problem
 from autopar.program import program_of
@@ -127,7 +128,7 @@ def test_reductions_keep_the_nodes_that_they_are_told_to_keep(data):
     costs, edges = data.draw(problems(most_nodes=6))
     keep = frozenset(data.draw(st.lists(st.sampled_from(range(len(costs))), unique=True)))
     usage = [np.array([float(data.draw(st.integers(0, 5))) for _ in c]) for c in costs]
-    reduced = reduce_problem(costs, edges, keep=keep, usage=usage)
+    reduced = reduce_problem(costs, edges, keep=keep, usage=[u[:, None] for u in usage])
     assert keep <= set(reduced.nodes)
     assert all((np.diff(reduced.open_choices[v]) > 0).all() for v in reduced.nodes)
 
