@@ -9,8 +9,9 @@ not done: all that it needs lies before it and is done, and each process that ta
 nothing before it that is not done.
 
 A shared transfer keeps the devices of both sides until both have come to it. So it is placed where its value is made, before
-what the two meshes do next, by a simulated clock. What can go wrong: a value that would have to arrive before its older version
-is let go, which needs that transfer to happen first; `ScheduleError` names it.
+what the two meshes do next, by a simulated clock; at one time the lower mesh comes first. So the order follows from what each
+mesh does in its own order, and not from how the list that comes in interleaves the meshes. What can go wrong: a value that would
+have to arrive before its older version is let go, which needs that transfer to happen first; `ScheduleError` names it.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ def _ordered(program: InstructionList, shared: frozenset[int]) -> list[Instructi
     for targets in after.values():
         for target in targets:
             missing[target] += 1
-    times = _times(instructions)
-    ready = [(times[n], n) for n in dict.fromkeys(event) if not missing[n]]
+    ranks = _ranks(instructions)
+    ready = [(ranks[n], n) for n in dict.fromkeys(event) if not missing[n]]
     heapq.heapify(ready)
     receives = {i.number: i for i in instructions if isinstance(i, Receive)}
     found: list[Instruction] = []
@@ -137,7 +138,7 @@ def _ordered(program: InstructionList, shared: frozenset[int]) -> list[Instructi
         for target in after[n]:
             missing[target] -= 1
             if not missing[target]:
-                heapq.heappush(ready, (times[target], target))
+                heapq.heappush(ready, (ranks[target], target))
     if len(found) < len(instructions):
         stuck = next(instructions[n] for n in event if missing[n] and isinstance(instructions[n], Send))
         raise ScheduleError(
@@ -182,18 +183,18 @@ def _values(instruction: Instruction) -> tuple[Value, ...]:
     return (*instruction.reads, *instruction.writes) if isinstance(instruction, Run) else (instruction.value,)
 
 
-def _times(instructions: Sequence[Instruction]) -> list[tuple[float, int]]:
-    """When each would be performed if transfers took no time: (start, 1), and (end of the run before, 0) for transfers."""
+def _ranks(instructions: Sequence[Instruction]) -> list[tuple[float, bool, int]]:
+    """(When each is performed if transfers take no time, whether it is a run, its mesh); transfers when their mesh is free."""
     clock: dict[int, float] = defaultdict(float)
     sent: dict[int, float] = {}
-    times = []
+    ranks = []
     for instruction in instructions:
         mesh = instruction.mesh
         if isinstance(instruction, Send):
             sent[instruction.number] = clock[mesh]
         elif isinstance(instruction, Receive):
             clock[mesh] = max(clock[mesh], sent[instruction.number])
-        times.append((clock[mesh], int(isinstance(instruction, Run))))
+        ranks.append((clock[mesh], isinstance(instruction, Run), mesh))
         if isinstance(instruction, Run):
             clock[mesh] += DURATIONS.get(instruction.kind, 1.0)
-    return times
+    return ranks

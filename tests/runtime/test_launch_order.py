@@ -2,7 +2,15 @@
 
 The oracle performs the parts of all processes in the most cautious way: what is shared blocks its thread until every process
 that takes part has come to it. It must reach the end, whatever the schedule and whichever processes have the meshes.
+
+`golden/launch_order.txt` shows one program on two meshes of two processes. After a change that is meant, write it anew with
+`AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/runtime/test_launch_order.py -k golden` and read the difference.
 """
+
+import dataclasses
+import os
+import random
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +20,8 @@ from autopar.runtime.instructions import Free, InstructionList, Receive, Run, Se
 from autopar.runtime.launch_order import check_launch_order, in_launch_order, part_of
 from autopar.runtime.schedules import make_schedule
 from tests.runtime.chains import small_schedules
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "launch_order.txt"
 
 
 def homes(num_meshes, *sets):
@@ -81,6 +91,38 @@ def test_processes_that_share_meshes_or_transfers_reach_the_end_of_every_schedul
         processes = homes(schedule.num_meshes, *sets)
         ordered = in_launch_order(program, processes)
         assert Processes(ordered, processes).reach_the_end(), f"{schedule}\n{ordered}"
+
+
+def interleaved_anew(program, draw):
+    """The same instructions, each mesh in its own order, in another valid global order."""
+    rows = [list(program.of(mesh)) for mesh in range(program.num_meshes)]
+    sent, found = set(), []
+    while any(rows):
+        ready = [row for row in rows if row and not (isinstance(row[0], Receive) and row[0].number not in sent)]
+        found.append(draw.choice(ready).pop(0))
+        if isinstance(found[-1], Send):
+            sent.add(found[-1].number)
+    return dataclasses.replace(program, instructions=tuple(found))
+
+
+@pytest.mark.parametrize("sets", HOMES, ids=str)
+def test_the_order_is_the_same_however_the_list_interleaves_the_meshes(sets):
+    draw = random.Random(0)
+    for schedule in small_schedules(max_meshes=4, max_microbatches=4, max_virtual=2):
+        program = chain(schedule).emit()
+        processes = homes(schedule.num_meshes, *sets)
+        ordered = str(in_launch_order(program, processes))
+        for _ in range(3):
+            assert str(in_launch_order(interleaved_anew(program, draw), processes)) == ordered, str(schedule)
+
+
+def test_the_order_is_that_of_the_golden_file():
+    """A forward takes one unit of time, a backward two; at one time transfers come before runs, lower meshes before higher."""
+    program = chain(make_schedule("1f1b", num_meshes=2, num_microbatches=3)).emit()
+    text = str(in_launch_order(program, homes(2, {0}, {1})))
+    if os.environ.get("AUTOPAR_WRITE_GOLDEN"):
+        GOLDEN.write_text(text)
+    assert text == GOLDEN.read_text()
 
 
 def test_every_mesh_does_the_same_in_the_same_order_but_for_earlier_receives():
