@@ -115,7 +115,8 @@ def _pipeline(plan: PipelinePlan, cluster: Cluster, before: Cluster) -> Repriced
         peak_bytes=plan.peak_bytes,
         usable_memory_bytes=cluster.usable_memory_bytes,
         fits=plan.peak_bytes <= cluster.usable_memory_bytes,
-        basis=f"{len(stages)} stages: compute is that of the slowest one, communication that of all; {stages[0].basis}",
+        basis=f"{len(stages)} stages: compute is that of the slowest one, communication that of all; the step waits for the "
+        f"transfers of one microbatch, those of the others run beside compute and may add up to more; {stages[0].basis}",
     )
 
 

@@ -126,7 +126,9 @@ def test_equal_layers_share_a_pattern_and_differing_ones_do_not():
 
 def test_the_header_states_mesh_times_memory_and_proof():
     text = explain(plan_of(BATCH))
-    assert "mesh x=2, y=4 (8 devices) on cluster cpu" in text
+    assert text.startswith("mesh x=2, y=4 (8 devices) on cluster cpu\n")
+    again = explain(plan_of(BATCH, num_microbatches=2, recompute=True))
+    assert "on cluster cpu, in 2 microbatches, backward repeats layers' forward work\n" in again
     assert "predicted step 150 ms = 100 ms compute + 50.0 ms communication" in text
     assert "peak memory 3.0 GiB per device of 12.0 GiB (25%)" in text
     assert "planned in 1.50 s, proven optimal under the cost model" in text

@@ -76,6 +76,8 @@ def test_the_header_of_a_pipeline_states_stages_schedule_bubble_and_memory():
         "planned in 1.50 s\n"
     )
     assert "3.0 GiB per device, no limit" in explain(pipeline_of(*two_stages(), memory_limit_bytes=None))
+    again = explain(pipeline_of(*two_stages(), recompute=True))
+    assert "\n4 microbatches, schedule 1f1b, backward repeats forward work\n" in again
 
 
 def test_one_microbatch_is_written_in_the_singular():

@@ -40,12 +40,13 @@ _SMALLER_BUBBLE = {
 
 def pipeline_header(plan: PipelinePlan) -> str:
     """Stages, devices, schedule, and the predictions for the whole step."""
+    again = ", backward repeats forward work" if plan.recompute else ""
     limit = plan.memory_limit_bytes
     of_limit = f" of {bytes_text(limit)} ({percent_text(plan.peak_bytes, limit)})" if limit else ", no limit"
     return "\n".join(
         (
             f"{_stages_text(plan)} on cluster {plan.cluster}",
-            f"{_count(plan.num_microbatches, 'microbatch')}, schedule {plan.schedule}",
+            f"{_count(plan.num_microbatches, 'microbatch')}, schedule {plan.schedule}{again}",
             f"predicted step {seconds_text(plan.step_s)}, bubble {plan.bubble:.1%}; peak memory "
             f"{bytes_text(plan.peak_bytes)} per device{of_limit}",
             f"planned in {seconds_text(plan.planning_s)}",
