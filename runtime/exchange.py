@@ -49,16 +49,16 @@ class Exchange:
     ) -> None:
         """Prepare the program; it is compiled at the first call. `devices` are those of both sides, by id.
 
-        One that `is_rare` makes its zeros anew each time, and holds no memory between two calls.
+        `self.devices` are the same in the order of the program's mesh, which has to be that of all processes: by id. One that `is_rare` makes its zeros anew each time, and holds no memory between two calls.
         """
         self._passages, self._is_rare = tuple(passages), is_rare
-        self._devices = tuple(devices[number] for number in sorted(devices))
+        self.devices = tuple(devices[number] for number in sorted(devices))
         auto = (jax.sharding.AxisType.Auto,)
-        self._sharding = NamedSharding(Mesh(np.array(self._devices), (AXIS,), axis_types=auto), PartitionSpec(AXIS))
-        place = {device.id: n for n, device in enumerate(self._devices)}
+        self._sharding = NamedSharding(Mesh(np.array(self.devices), (AXIS,), axis_types=auto), PartitionSpec(AXIS))
+        place = {device.id: n for n, device in enumerate(self.devices)}
         self._journeys = tuple(_journey(passage, place) for passage in self._passages)
         here = jax.process_index()
-        self._local = tuple(device for device in self._devices if device.process_index == here)
+        self._local = tuple(device for device in self.devices if device.process_index == here)
         specs = (PartitionSpec(AXIS),) * len(self._journeys)
         traced = jax.shard_map(self._body, mesh=self._sharding.mesh, in_specs=specs, out_specs=specs, check_vma=False)
         self._run = jax.jit(traced, out_shardings=(self._sharding,) * len(self._journeys))
@@ -74,7 +74,7 @@ class Exchange:
         tiles = [
             held[device.id].reshape(shape) if device.id in held else zeros[number, device.id] for device in self._local
         ]
-        whole = (len(self._devices) * shape[0], *shape[1:])
+        whole = (len(self.devices) * shape[0], *shape[1:])
         return jax.make_array_from_single_device_arrays(whole, self._sharding, tiles)
 
     @functools.cached_property

@@ -48,9 +48,21 @@ def test_numbers_of_every_kind_travel(dtype):
 
 
 def test_arrays_of_several_shapes_travel_together_and_scalars_among_them():
-    sources = [sharding_on((4,), 0, spec) for spec in (P("x"), P(), P(None, "x"))]
-    targets = [sharding_on((2, 2), 4, spec) for spec in (P(None, "y"), P(), P())]
-    check_exchange([numbers((8, 4)), np.float32(7), numbers((3, 8), np.int32)], sources, targets)
+    """The last has tiles of the first one's shape, and another type."""
+    sources = [sharding_on((4,), 0, spec) for spec in (P("x"), P(), P(None, "x"), P("x"))]
+    targets = [sharding_on((2, 2), 4, spec) for spec in (P(None, "y"), P(), P(), P("x"))]
+    values = [numbers((8, 4)), np.float32(7), numbers((3, 8), np.int32), numbers((8, 4), np.int32)]
+    check_exchange(values, sources, targets)
+
+
+def test_all_processes_have_the_devices_in_one_order():
+    """Those of a sharding are a set, which each process walks through in its own order."""
+    source, target = sharding_on((2,), 4, P("x")), sharding_on((2,), 0, P("x"))
+    route = Route(0, Move((8,), np.dtype(np.float32), source, target), None)
+    for numbers_in_a_row in ((5, 0, 4, 1), (1, 4, 0, 5)):
+        devices = {number: jax.devices()[number] for number in numbers_in_a_row}
+        exchange = Exchange([Passage(route.plan, route.frames, route.words.dtype)], devices)
+        assert [device.id for device in exchange.devices] == [0, 1, 4, 5]
 
 
 def test_a_device_may_be_on_both_sides_and_keep_a_part():
@@ -59,13 +71,14 @@ def test_a_device_may_be_on_both_sides_and_keep_a_part():
 
 @pytest.mark.parametrize("is_rare", [False, True])
 def test_only_what_is_used_again_and_again_keeps_its_zeros(is_rare):
-    """Four devices receive a tile of 8 numbers and put in as many zeros."""
+    """Of two alike arrays four devices receive a tile of 8 numbers each; they put in as many zeros, for both the same."""
     value, devices = numbers((32,)), jax.devices()
     source, target = sharding_on((4,), 0, P("x")), sharding_on((4,), 4, P("x"))
     array = jax.device_put(value, source)
     route = Route(0, Move.of(array, target), None)
-    exchange = Exchange([Passage(route.plan, route.frames, array.dtype)], {d.id: d for d in devices}, is_rare=is_rare)
-    held = [{shard.device.id: shard.data for shard in array.addressable_shards}]
+    passages = [Passage(route.plan, route.frames, array.dtype)] * 2
+    exchange = Exchange(passages, {d.id: d for d in devices}, is_rare=is_rare)
+    held = [{shard.device.id: shard.data for shard in array.addressable_shards}] * 2
     gc.collect()
     before = len(jax.live_arrays())
     for tiles in [exchange(held) for _ in range(2)]:
