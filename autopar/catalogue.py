@@ -18,6 +18,7 @@ from autopar.cost_model.compute import roofline_s
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError
 from autopar.factors import FactorRule
+from autopar.fusion import Traffic
 from autopar.mesh import Layout, LogicalMesh
 from autopar.program import Equation
 from autopar.relayout import KINDS, LayoutSpace, Network
@@ -25,13 +26,21 @@ from autopar.rules import PrimitiveRule, entry_for, flops_of, rule_for
 from autopar.strategies import ShardingStrategy, strategies_of, undivided_dropped
 
 
+_TIE = 1e-3
+"""Of the bytes that an operation inside a kernel gives, the part that counts although it stays in registers."""
+
+
 @dataclasses.dataclass(frozen=True)
 class PlannerOptions:
-    """What the search may do. `every_strategy` keeps even those that never pay: for tests."""
+    """What the search may do. `every_strategy` keeps even those that never pay: for tests.
+
+    `held`: numbers of inputs that operations take in the layout in which they come, and never in another.
+    """
 
     allow_redundant_compute: bool = False
     kinds: frozenset[str] = frozenset(KINDS)
     every_strategy: bool = False
+    held: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,21 +140,27 @@ class Catalogue:
             return (Layout.replicated(len(aval.shape)),)
         return tuple(la for la in self.spaces.of(aval, ()).layouts if is_ascending(la))
 
-    def choices(self, eqn: Equation, rule: FactorRule, carried: frozenset[str]) -> StrategySet:
-        """What an equation may choose; `carried`: monoids under which its linear operands may be partial."""
+    def choices(
+        self, eqn: Equation, rule: FactorRule, carried: frozenset[str], *, traffic: Traffic | None = None
+    ) -> StrategySet:
+        """What an equation may choose; `carried`: monoids under which its linear operands may be partial.
+
+        `traffic`: what it reads and writes as a part of its kernel; None where each equation is priced by itself.
+        """
         entry = entry_for(eqn)
         avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
         flops = self.rules.flops(eqn)
         dtypes = tuple(a.dtype for a in avals)
         orders = entry.orders(eqn) if entry.orders is not None else None
         key = (rule, carried, entry.heavy, entry.fused, entry.free, entry.picks, entry.random, orders, flops, dtypes)
+        key = (*key, traffic)
         if key not in self._sets:
             strategies = strategies_of(rule, self.mesh, monoids=tuple(sorted(carried)))
             if entry.heavy and not self.options.allow_redundant_compute and not self.options.every_strategy:
                 strategies = undivided_dropped(strategies)
             if not self.options.every_strategy:
                 strategies = tuple(s for s in strategies if all(is_ascending(la) for la in (*s.inputs, *s.outputs)))
-            seconds = np.array([self._seconds(eqn, entry, flops, s) for s in strategies])
+            seconds = np.array([self._seconds(eqn, entry, flops, s, traffic=traffic) for s in strategies])
             out_bytes = np.array([self._out_bytes(eqn, s) for s in strategies], dtype=float)
             self._sets[key] = StrategySet(strategies, seconds, out_bytes)
         return self._sets[key]
@@ -170,15 +185,16 @@ class Catalogue:
         *,
         stacked: tuple[bool, bool] = (False, False),
         flipped: bool = False,
+        held: bool = False,
     ) -> np.ndarray:
         """Seconds of relayout for every pair of choices of who gives a value and who takes it; `flipped`: transposed.
 
-        stacked: whether what is given, and what is taken, are the parts of a stack like `aval`.
+        stacked: whether what is given, and what is taken, are the parts of a stack like `aval`. held: only equal layouts go together.
         """
-        key = (id(giver), output, id(taker), operand, stacked, tuple(aval.shape), itemsize_of(aval), flipped)
+        key = (id(giver), output, id(taker), operand, stacked, tuple(aval.shape), itemsize_of(aval), flipped, held)
         if key not in self._matrices:
             if flipped:
-                matrix = self.passed(aval, giver, output, taker, operand, stacked=stacked).T
+                matrix = self.passed(aval, giver, output, taker, operand, stacked=stacked, held=held).T
             else:
                 gives = [s.outputs[output] for s in giver.strategies]
                 needs = [s.inputs[operand] for s in taker.strategies]
@@ -187,6 +203,8 @@ class Catalogue:
                     [la.prepend() for la in gives] if stacked[0] else gives,
                     [la.prepend() for la in needs] if stacked[1] else needs,
                 )
+                if held:
+                    matrix = np.where([[give == need for need in needs] for give in gives], matrix, np.inf)
             self._matrices[key] = matrix
         return self._matrices[key]
 
@@ -197,14 +215,24 @@ class Catalogue:
             self._sums[key] = np.asarray(sum(trips * matrix for trips, matrix in parts))
         return self._sums[key]
 
-    def _seconds(self, eqn: Equation, entry: PrimitiveRule, flops: float, strategy: ShardingStrategy) -> float:
+    def _seconds(
+        self,
+        eqn: Equation,
+        entry: PrimitiveRule,
+        flops: float,
+        strategy: ShardingStrategy,
+        *,
+        traffic: Traffic | None,
+    ) -> float:
+        if traffic is not None and not entry.heavy:
+            return self._kernel_s(eqn, entry, strategy, traffic)
         if entry.free:
             return 0.0
         made = self._out_bytes(eqn, strategy)
         read = [] if entry.fused else self._in_bytes(eqn, strategy)
         if entry.picks and read:
             read[0] = min(read[0], made)
-        moved = made + sum(read)
+        moved = made * (1.0 if traffic is None else traffic.writes[0]) + sum(read)
         dtype = str(eqn.outvars[0].aval.dtype)
         flops = flops / strategy.ways if entry.heavy else 0.0
         return roofline_s(
@@ -217,6 +245,16 @@ class Catalogue:
             reordered_bytes=self._reordered_bytes(eqn, entry, strategy),
             random_bytes=self._out_bytes(eqn, strategy) if entry.random else 0.0,
         )
+
+    def _kernel_s(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy, traffic: Traffic) -> float:
+        """Seconds of an equation's part of a kernel, which moves bytes; among equal choices the one that computes less is best."""
+        made = [part * size for part, size in zip(traffic.writes, self._each_out_bytes(eqn, strategy), strict=True)]
+        read = [part * size for part, size in zip(traffic.reads, self._in_bytes(eqn, strategy), strict=True)]
+        if entry.picks and read:
+            read[0] = min(read[0], float(self._out_bytes(eqn, strategy)))
+        computed = 0.0 if entry.free else _TIE * self._out_bytes(eqn, strategy)
+        device = self.cluster.device
+        return (sum(made) + sum(read) + computed) / device.sustained_bytes_per_s + traffic.kernels * device.launch_s
 
     def _reordered_bytes(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy) -> int:
         """Bytes per device of a contraction's operands that are copied with their dimensions in another order."""
@@ -248,10 +286,13 @@ class Catalogue:
         ]
 
     def _out_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> int:
-        return sum(
+        return sum(self._each_out_bytes(eqn, strategy))
+
+    def _each_out_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> list[int]:
+        return [
             layout.local_bytes(v.aval.shape, itemsize_of(v.aval), self.mesh)
             for v, layout in zip(eqn.outvars, strategy.outputs, strict=True)
-        )
+        ]
 
 
 class Catalogues:

@@ -17,14 +17,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jax.lax import optimization_barrier_p
 
 from autopar.catalogue import Catalogue, PlannerOptions, RuleBook, Spaces, StrategySet, is_opaque
 from autopar.compat import Literal, Var
 from autopar.cost_model.hardware import Cluster
 from autopar.factors import FactorRule
+from autopar.fusion import Traffic, traffic_of
 from autopar.mesh import Axes, Layout, LogicalMesh
 from autopar.operators import everything_whole
-from autopar.program import Equation, Program
+from autopar.program import Equation, Program, fan_out_p
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +126,12 @@ class _Builder:
         self.sources: dict[Var, Source] = {}
         self._pair_edges: dict[tuple[int, int], list[tuple[float, np.ndarray]]] = {}
         self._loop: Equation | None = None
+        self._traffic: Mapping[Equation, Traffic] = {}
+        self._held: set[int] = set()
 
     def build(self, program: Program, input_layouts: Sequence[Any], output_layouts: Sequence[Any]) -> StrategyGraph:
+        if self.catalogue.cluster.device.fuses:
+            self._traffic = traffic_of(program)
         sources: list[Source | None] = []
         for number, (var, allowed) in enumerate(zip(program.invars, input_layouts, strict=True)):
             layouts = tuple(allowed) if allowed is not None else self.catalogue.plain(var.aval)
@@ -133,6 +139,8 @@ class _Builder:
             if self.batch is not None and number in self.batch.dims:
                 self.examples[var] = frozenset({self.batch.dims[number]})
             sources.append(Source(self._add_input(layouts, f"input {number}", number), 0))
+            if number in self.catalogue.options.held:
+                self._held.add(len(self.nodes) - 1)
         outputs = self._region(program, sources, 1.0)
         final: list[Source | None] = []
         for number, (atom, source, wanted) in enumerate(zip(program.outvars, outputs, output_layouts, strict=True)):
@@ -292,7 +300,7 @@ class _Builder:
         if any(is_opaque(v.aval) and v.aval.shape for v in (*eqn.invars, *eqn.outvars)):
             rule = everything_whole(eqn)
         carried = self._carried(eqn, rule)
-        choices = self.catalogue.choices(eqn, rule, carried)
+        choices = self.catalogue.choices(eqn, rule, carried, traffic=self._traffic.get(eqn))
         label = f"{eqn.primitive.name}"
         number = self._add(Node(choices, trips, label, equation=eqn, rule=rule))
         if self.batch is not None:
@@ -364,12 +372,24 @@ class _Builder:
             operand,
             stacked=(source.stacked, stacked),
             flipped=source.node > target,
+            held=source.node in self._held,
         )
+        self._hold(source, target)
         if source.node == target:
             self.costs[target] = self.costs[target] + trips * np.diag(matrix)
             return
         pair = (source.node, target) if source.node < target else (target, source.node)
         self._pair_edges.setdefault(pair, []).append((trips, matrix))
+
+    def _hold(self, source: Source, target: int) -> None:
+        """Note that a node gives what is held: such an input, or one of these under another name."""
+        node = self.nodes[target]
+        if (
+            source.node in self._held
+            and node.equation is not None
+            and node.equation.primitive in (fan_out_p, optimization_barrier_p)
+        ):
+            self._held.add(target)
 
     def _finish_edges(self) -> None:
         self.edges = {pair: self.catalogue.summed(parts) for pair, parts in self._pair_edges.items()}

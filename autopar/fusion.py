@@ -1,0 +1,331 @@
+"""What a program reads and writes in memory where a compiler makes one kernel of a chain of operations.
+
+In: a `Program`. Out: for each of its equations a `Traffic`: how many times it reads each operand and writes each result, and how
+many kernels start with it. Summed over a program that is what its kernels move: a kernel reads what it takes once and writes what
+others need once, however many equations it has. The prices of single equations stay a sum over equations this way, so that a
+planner can choose layouts by them.
+
+Three kinds of operation. A *stream* computes element by element: pointwise operations, changes of type and order, and reductions
+of rows that fit into a multiprocessor (softmax, layer norm). A *sum* reduces anything else: it ends a kernel, whose other
+results may go on. Everything else, such as a matrix product, is a kernel of its own, between values in memory. With
+
+    level(e) = max over operands v of level(producer of v), plus 1 if that producer is no stream or e is a kernel of its own
+
+streams and sums of one level that hand values to each other, or read the same value, are one kernel: no way from one of them to
+another leads through a different kernel, since that would be on a higher level. A value that only a kernel of a higher
+level wants is either written or computed there again from what is in memory, whichever moves less (forward values in backward
+passes). A product whose result is only added to something else adds it itself, as BLAS does (accumulated gradients).
+What can go wrong: a compiler of less ability; `Device.fuses` says whether this holds for a device at all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.lax import optimization_barrier_p
+
+from autopar import operators
+from autopar.compat import Literal, Var
+from autopar.program import Equation, Program
+from autopar.rules import Making, entry_for
+
+ROW_BYTES = 128 * 1024
+"""The longest row that a kernel reduces without reading it twice: half of the 256 KiB of registers of a multiprocessor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """How often an equation reads each operand and writes each result, in parts of their bytes, and kernels that it starts."""
+
+    reads: tuple[float, ...]
+    writes: tuple[float, ...]
+    kernels: int = 0
+
+
+def traffic_of(program: Program) -> Mapping[Equation, Traffic]:
+    """The traffic of every equation, nested ones included."""
+    found: dict[Equation, Traffic] = {}
+    for scope in _scopes(program):
+        found.update(_Kernels(scope).traffic())
+    return found
+
+
+def _scopes(program: Program) -> Iterator[Program]:
+    yield program
+    for eqn in program.equations:
+        for region in eqn.regions:
+            yield from _scopes(region)
+
+
+class _Kernels:
+    """The kernels of one program without the nested ones. A value's *root* is the value of which it is another name."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.roots: dict[Var, Var] = {}
+        self.producers: dict[Var, Equation] = {}
+        self.levels: dict[Var, int] = {}
+        self.uses = self._counted()
+        self.absorbed: dict[Equation, Equation] = {}
+        self.order = {eqn: number for number, eqn in enumerate(program.equations)}
+        self._level_all()
+        self.written = self._needed_in_memory()
+        self.reads: dict[tuple[Equation, int], float] = defaultdict(float)
+        self.kernels: Counter[Equation] = Counter()
+
+    # Levels.
+
+    def _counted(self) -> Counter[Var]:
+        uses: Counter[Var] = Counter()
+        for eqn in self.program.equations:
+            if _is_alias(eqn):
+                self.roots[eqn.outvars[0]] = self.root(eqn.invars[0])
+            else:
+                uses.update({self.root(v) for v in _variables(eqn.invars)})
+        uses.update(self.root(v) for v in _variables(self.program.outvars))
+        return uses
+
+    def root(self, var: Var) -> Var:
+        return self.roots.get(var, var)
+
+    def _level_all(self) -> None:
+        for eqn in self.program.equations:
+            if _is_alias(eqn):
+                continue
+            level = max((self._after(v, eqn) for v in _variables((*eqn.invars, eqn.after))), default=0)
+            if _keeps_apart(eqn):
+                self.levels[eqn.outvars[0]] = level
+                continue
+            for var in eqn.outvars:
+                self.producers[var], self.levels[var] = eqn, level
+            self._absorb(eqn)
+
+    def _after(self, var: Var, eqn: Equation) -> int:
+        """The level that an equation has at least because it reads a value."""
+        producer = self.producers.get(self.root(var))
+        if producer is None:
+            return self.levels.get(self.root(var), -1) + 1
+        return self.levels[self.root(var)] + (0 if self._streams(producer) and _fuses(eqn) else 1)
+
+    def _streams(self, eqn: Equation) -> bool:
+        return eqn not in self.absorbed and _fuses(eqn) and not _sums(eqn)
+
+    def _absorb(self, eqn: Equation) -> None:
+        """If an equation adds a product, alone wanted for that, to what was there before: let the product do it."""
+        if not _adds(eqn):
+            return
+        for place, var in enumerate(eqn.invars):
+            chain = self._chain_to_product(var)
+            if chain is None:
+                continue
+            product, other = chain[-1], eqn.invars[1 - place]
+            level = self.levels[product.outvars[0]]
+            if isinstance(other, Var) and not self._there_before(other, level):
+                continue
+            for one in (eqn, *chain[:-1]):
+                self.absorbed[one] = product
+                self.levels[one.outvars[0]] = level
+            return
+
+    def _chain_to_product(self, var: Any) -> list[Equation] | None:
+        """Equations from a value back to the contraction that makes it, each result used once and of one size; or None."""
+        chain: list[Equation] = []
+        while isinstance(var, Var):
+            root = self.root(var)
+            eqn = self.producers.get(root)
+            if eqn is None or self.uses[root] != 1 or eqn in self.absorbed:
+                return None
+            chain.append(eqn)
+            if entry_for(eqn).heavy:
+                return chain
+            if not _fuses(eqn) or len(eqn.invars) != 1 or eqn.invars[0].aval.size != root.aval.size:
+                return None
+            var = eqn.invars[0]
+        return None
+
+    def _there_before(self, var: Var, level: int) -> bool:
+        """Whether a value is, or can be made on the way, of what is in memory before a kernel of that level starts."""
+        sources = self._sources(self.root(var))
+        return sources is not None and all(self.levels.get(v, -1) < level for v in sources)
+
+    def _sources(self, root: Var) -> frozenset[Var] | None:
+        """The values in memory of which a streamed value is made; None if it has to be written, as random bits have."""
+        producer = self.producers.get(root)
+        if producer is None or not self._streams(producer) or root in getattr(self, "written", ()):
+            return frozenset({root})
+        if entry_for(producer).random:
+            return None
+        found: set[Var] = set()
+        for var in _variables(producer.invars):
+            sources = self._sources(self.root(var))
+            if sources is None:
+                return None
+            found |= sources
+        return frozenset(found)
+
+    # What is in memory.
+
+    def _needed_in_memory(self) -> set[Var]:
+        """Values that are read by kernels of their own, or leave the program, or are results of such kernels."""
+        found = {self.root(v) for v in _variables((*self.program.invars, *self.program.outvars))}
+        for eqn in self.program.equations:
+            if _is_alias(eqn) or eqn in self.absorbed:
+                continue
+            if not _fuses(eqn):
+                found |= {self.root(v) for v in _variables(eqn.invars)}
+            if not self._streams(eqn):
+                found |= set(eqn.outvars)
+        return found | {eqn.outvars[0] for eqn in self.absorbed if _adds(eqn)}
+
+    # Kernels and what they move.
+
+    def traffic(self) -> dict[Equation, Traffic]:
+        """See `traffic_of`."""
+        for kernel in self._fused_kernels():
+            self._read_by(kernel)
+        return {eqn: self._traffic(eqn) for eqn in self.program.equations}
+
+    def _fused_kernels(self) -> list[list[Equation]]:
+        """Streams and sums by kernel, kernels by level."""
+        fused = [e for e in self.program.equations if _fuses(e) and not _is_alias(e) and e not in self.absorbed]
+        joined = _Joined(fused)
+        readers: dict[tuple[Var, int], Equation] = {}
+        for eqn in fused:
+            level = self.levels[eqn.outvars[0]]
+            for root in {self.root(v) for v in _variables(eqn.invars)}:
+                producer = self.producers.get(root)
+                if producer is not None and self._streams(producer) and self.levels[root] == level:
+                    joined.join(producer, eqn)
+                elif root in self.written and root.aval.size > 1:
+                    joined.join(readers.setdefault((root, level), eqn), eqn)
+        return sorted(joined.groups(), key=lambda group: (self.levels[group[0].outvars[0]], self.order[group[0]]))
+
+    def _read_by(self, kernel: Sequence[Equation]) -> None:
+        """Count what a kernel reads, and decide what it computes again."""
+        inside, have = set(kernel), set[Var]()
+        reads = False
+        for eqn in kernel:
+            for place, var in enumerate(eqn.invars):
+                if isinstance(var, Literal):
+                    continue
+                root = self.root(var)
+                if root not in self.written and self.producers[root] in inside:
+                    continue
+                if root in self.written and self.producers.get(root) in inside and self._streams(self.producers[root]):
+                    continue
+                wanted = self._wanted(root, have)
+                for source in wanted - have:
+                    self.reads[eqn, place] += _bytes(source) / max(_bytes(var), 1)
+                    reads = True
+                have |= wanted
+        if reads or any(v in self.written for eqn in kernel for v in eqn.outvars):
+            self.kernels[kernel[0]] = 1
+
+    def _wanted(self, root: Var, have: set[Var]) -> frozenset[Var]:
+        """What a kernel reads to have a value: the value itself, then written by its maker, or what it is made of."""
+        if root in self.written:
+            return frozenset({root})
+        sources = self._sources(root)
+        if sources is not None and sum(_bytes(v) for v in sources - have) <= 2 * _bytes(root):
+            return sources
+        self.written.add(root)
+        return frozenset({root})
+
+    def _traffic(self, eqn: Equation) -> Traffic:
+        none = (0.0,) * len(eqn.outvars)
+        if _is_alias(eqn) or _keeps_apart(eqn) or eqn in self.absorbed:
+            return Traffic((0.0,) * len(eqn.invars), none)
+        if _fuses(eqn):
+            reads = tuple(self.reads[eqn, place] for place in range(len(eqn.invars)))
+            return Traffic(reads, tuple(float(v in self.written) for v in eqn.outvars), self.kernels[eqn])
+        writes = (1.0,) * len(eqn.outvars)
+        adding = [one for one, product in self.absorbed.items() if product is eqn and _adds(one)]
+        if adding:
+            moved = sum(_bytes(v) for v in self._added(adding[0], eqn)) + _bytes(adding[0].outvars[0])
+            writes = (moved / max(_bytes(eqn.outvars[0]), 1),)
+        return Traffic((1.0,) * len(eqn.invars), writes, 1)
+
+    def _added(self, adding: Equation, product: Equation) -> frozenset[Var]:
+        """What a product reads to add it."""
+        own = {one.outvars[0] for one, by in self.absorbed.items() if by is product} | set(product.outvars)
+        found: set[Var] = set()
+        for var in _variables(adding.invars):
+            if self.root(var) not in own:
+                found |= self._sources(self.root(var)) or set()
+        return frozenset(found)
+
+
+class _Joined:
+    """Equations in sets that are joined one by one."""
+
+    def __init__(self, equations: Sequence[Equation]) -> None:
+        self._parents = {eqn: eqn for eqn in equations}
+
+    def _first(self, eqn: Equation) -> Equation:
+        while self._parents[eqn] is not eqn:
+            self._parents[eqn] = self._parents[self._parents[eqn]]
+            eqn = self._parents[eqn]
+        return eqn
+
+    def join(self, one: Equation, other: Equation) -> None:
+        self._parents[self._first(other)] = self._first(one)
+
+    def groups(self) -> list[list[Equation]]:
+        found: dict[Equation, list[Equation]] = {}
+        for eqn in self._parents:
+            found.setdefault(self._first(eqn), []).append(eqn)
+        return list(found.values())
+
+
+def _is_alias(eqn: Equation) -> bool:
+    """Whether the result is the operand under another name; what waits for something else is not."""
+    if not entry_for(eqn).free or len(eqn.invars) != 1 or isinstance(eqn.invars[0], Literal) or _keeps_apart(eqn):
+        return False
+    given, made = eqn.invars[0].aval, eqn.outvars[0].aval
+    return bool(given.size == made.size and given.dtype == made.dtype)
+
+
+def _keeps_apart(eqn: Equation) -> bool:
+    """Whether it gives a value in memory another name that no kernel sees through: recomputation starts from such."""
+    return eqn.primitive is optimization_barrier_p
+
+
+def _fuses(eqn: Equation) -> bool:
+    """Whether it is a stream or a sum."""
+    entry = entry_for(eqn)
+    if _keeps_apart(eqn):
+        return False
+    if any(not isinstance(v.aval.dtype, np.dtype) for v in (*eqn.invars, *eqn.outvars)):
+        return eqn.loop is None  # arithmetic with keys
+    plain = entry.fused or entry.random or entry.reduces or entry.making is Making.MOVED
+    return plain and not entry.heavy and eqn.loop is None
+
+
+def _sums(eqn: Equation) -> bool:
+    """Whether it is a reduction of more than a row that fits."""
+    if not entry_for(eqn).reduces:
+        return False
+    shape, axes = eqn.invars[0].aval.shape, set(eqn.params["axes"])
+    real = [d for d, size in enumerate(shape) if size > 1]
+    gone = [d for d in real if d in axes]
+    trailing = gone == real[len(real) - len(gone) :]
+    return not trailing or math.prod(shape[d] for d in gone) * eqn.invars[0].aval.dtype.itemsize > ROW_BYTES
+
+
+def _adds(eqn: Equation) -> bool:
+    """Whether it is the sum or the difference of two values, element by element."""
+    return entry_for(eqn).rule is operators.pointwise_sum
+
+
+def _variables(atoms: Sequence[Any]) -> list[Var]:
+    return [v for v in atoms if isinstance(v, Var)]
+
+
+def _bytes(var: Var) -> int:
+    dtype = var.aval.dtype
+    return int(var.aval.size) * (dtype.itemsize if isinstance(dtype, np.dtype) else 1)
