@@ -9,6 +9,7 @@ process that never asks is waited for no longer than `ANSWER_S`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 import zlib
@@ -21,7 +22,7 @@ from autopar.errors import PlanError
 
 ANSWER_S = 1800.0
 LOOK_S = 5.0
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES, CHUNK_MS = 1 << 20, 60_000
 
 
 def is_needed(devices: Callable[[], Sequence[jax.Device]]) -> bool:
@@ -34,32 +35,79 @@ def agreed(question: str, devices: Sequence[jax.Device], plan: Callable[[], str]
 
     An error of the first process is raised on all: its own there, a PlanError with its words elsewhere.
     """
-    processes = sorted({device.process_index for device in devices})
     service = coordination()
     assert service is not None, "several processes without jax.distributed"
-    here, leader = jax.process_index(), processes[0]
-    group = "-".join(map(str, processes))
-    number = service.key_value_increment(f"autopar/asked/{group}/{here}", 1)
-    topic = f"autopar/plan/{group}/{number}"
-    if here == leader:
-        return _answer(service, topic, question, plan, others=processes[1:])
-    _publish(service, f"{topic}/question {here}", {"question": question})
-    answer = _await(service, f"{topic}/answer", question, of=leader)
-    if "error" in answer:
-        raise PlanError(f"process {leader} could not plan {question}: {answer['error']}")
-    return answer["plan"]
+    processes = tuple(sorted({device.process_index for device in devices}))
+    return Group(service, jax.process_index(), processes).agreed(question, plan)
 
 
-def _answer(service: Coordination, topic: str, question: str, plan: Callable[[], str], *, others: Sequence[int]) -> str:
-    try:
-        text = plan()
-    except BaseException as error:
-        _publish(service, f"{topic}/answer", {"question": question, "error": f"{type(error).__name__}: {error}"})
-        raise
-    _publish(service, f"{topic}/answer", {"question": question, "plan": text})
-    for other in others:
-        _await(service, f"{topic}/question {other}", question, of=other)
-    return text
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The processes that plan together, as the process `here` sees them; the first is the one that plans."""
+
+    service: Coordination
+    here: int
+    processes: tuple[int, ...]
+    answer_s: float = ANSWER_S
+
+    def agreed(self, question: str, plan: Callable[[], str]) -> str:
+        """See `agreed`, the function."""
+        leader, *others = self.processes
+        group = "-".join(map(str, self.processes))
+        number = self.service.key_value_increment(f"autopar/asked/{group}/{self.here}", 1)
+        topic = f"autopar/plan/{group}/{number}"
+        if self.here == leader:
+            text = self._answer(topic, question, plan)
+            for other in others:
+                self._await(f"{topic}/question {other}", question, of=other)
+            return text
+        _publish(self.service, f"{topic}/question {self.here}", {"question": question})
+        answer = self._await(f"{topic}/answer", question, of=leader)
+        if "error" in answer:
+            raise PlanError(f"process {leader} could not plan {question}: {answer['error']}")
+        return answer["plan"]
+
+    def _answer(self, topic: str, question: str, plan: Callable[[], str]) -> str:
+        """Plan, and tell the others what came of it."""
+        try:
+            text = plan()
+        except BaseException as error:
+            words = f"{type(error).__name__}: {error}"
+            _publish(self.service, f"{topic}/answer", {"question": question, "error": words})
+            raise
+        _publish(self.service, f"{topic}/answer", {"question": question, "plan": text})
+        return text
+
+    def _await(self, key: str, question: str, *, of: int) -> dict[str, str]:
+        """What another process publishes; PlanError if it is about another question."""
+        count = self._count(key, question, of=of)
+        packed = b"".join(self.service.blocking_key_value_get_bytes(f"{key}/{n}", CHUNK_MS) for n in range(count))
+        message: dict[str, str] = json.loads(zlib.decompress(packed))
+        if message["question"] != question:
+            raise PlanError(
+                f"process {self.here} plans {question}, process {of} plans {message['question']}: every process has to make "
+                "the same calls in the same order, with steps of the same code, shapes and options"
+            )
+        return message
+
+    def _count(self, key: str, question: str, *, of: int) -> int:
+        """In how many chunks another process publishes; waits for it, with a look at the signals of this one now and then."""
+        began = time.monotonic()
+        while True:
+            try:
+                return int(self.service.blocking_key_value_get_bytes(f"{key}/count", int(LOOK_S * 1000)))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    first = str(error).partition("\n")[0]
+                    raise PlanError(
+                        f"process {self.here} plans {question}, and cannot hear of process {of}: JAX's coordination service, "
+                        f"which runs in process 0, does not answer ({first}). Start all processes again."
+                    ) from error
+                if time.monotonic() - began > self.answer_s:
+                    raise PlanError(
+                        f"process {self.here} plans {question}, and process {of} has not done so within "
+                        f"{self.answer_s:.0f} s: every process has to make the same calls in the same order"
+                    ) from error
 
 
 def _publish(service: Coordination, key: str, message: dict[str, str]) -> None:
@@ -68,26 +116,3 @@ def _publish(service: Coordination, key: str, message: dict[str, str]) -> None:
     for n, chunk in enumerate(chunks):
         service.key_value_set_bytes(f"{key}/{n}", chunk)
     service.key_value_set_bytes(f"{key}/count", str(len(chunks)).encode())
-
-
-def _await(service: Coordination, key: str, question: str, *, of: int) -> dict[str, str]:
-    """What another process publishes; PlanError if it is about another question."""
-    began, here = time.monotonic(), jax.process_index()
-    count = None
-    while count is None:
-        try:
-            count = int(service.blocking_key_value_get_bytes(f"{key}/count", int(LOOK_S * 1000)))
-        except jax.errors.JaxRuntimeError as error:
-            if time.monotonic() - began > ANSWER_S:
-                raise PlanError(
-                    f"process {here} plans {question}, and process {of} has not done so within {ANSWER_S:.0f} s: every process "
-                    "has to make the same calls in the same order"
-                ) from error
-    packed = b"".join(service.blocking_key_value_get_bytes(f"{key}/{n}", 60_000) for n in range(count))
-    message: dict[str, str] = json.loads(zlib.decompress(packed))
-    if message["question"] != question:
-        raise PlanError(
-            f"process {here} plans {question}, process {of} plans {message['question']}: every process has to make the same "
-            "calls in the same order, with steps of the same code, shapes and options"
-        )
-    return message

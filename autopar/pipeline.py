@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from autopar.compat import coordination
 from autopar.compile import checked_leaves, device_mesh, refuse_consumed
 from autopar.errors import ArgumentError
 from autopar.pipeline_plan import PipelinePlan
@@ -66,6 +67,15 @@ def compile_pipeline(
     return CompiledPipeline(signature, plan, stages, schedule, split_step=staged.split)
 
 
+def _watch_on(processes: PipelineProcesses) -> Watch | None:
+    """What tells of failures of the other processes; None if there are no others."""
+    if not processes.are_several:
+        return None
+    service = coordination()
+    assert service is not None, "several processes without jax.distributed"
+    return Watch(processes.all, service)
+
+
 class CompiledPipeline:
     """A step compiled into pipeline stages. Calling it runs one step; results stay on the stages that make them."""
 
@@ -98,7 +108,7 @@ class CompiledPipeline:
         if self._processes.are_several:
             self.instructions = in_launch_order(self.instructions, self._processes.of_mesh)
         self._part = part_of(self.instructions, self._processes.of_mesh, jax.process_index())
-        self._watch = Watch(self._processes.all) if self._processes.are_several else None
+        self._watch = _watch_on(self._processes)
         self._driver = Driver(
             self.instructions,
             self._linked.callables,

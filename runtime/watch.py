@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from autopar.compat import coordination
+from autopar.compat import Coordination
 from autopar.errors import PipelineError
 from autopar.runtime.processes import wait_until_ready
 
@@ -25,7 +25,8 @@ MAX_NOTE = 2000
 class Watch:
     """One process's view of the others; made by each of `processes`."""
 
-    def __init__(self, processes: Sequence[int]) -> None:
+    def __init__(self, processes: Sequence[int], service: Coordination) -> None:
+        self._service = service
         self._processes = tuple(sorted(processes))
         self._topic = f"autopar/failed/{'-'.join(map(str, self._processes))}/"
         self._lost: str | None = None
@@ -35,10 +36,8 @@ class Watch:
         if self._lost is None:
             first = str(error).partition("\n")[0]
             self._lost = f"process {jax.process_index()} failed: {type(error).__name__}: {first}"[:MAX_NOTE]
-            service = coordination()
-            assert service is not None
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone: JAX tells the others
-                service.key_value_set_bytes(f"{self._topic}{jax.process_index()}", self._lost.encode())
+                self._service.key_value_set_bytes(f"{self._topic}{jax.process_index()}", self._lost.encode())
 
     def refuse_if_lost(self) -> None:
         """Raise PipelineError if this process has failed before, or heard of a failure."""
@@ -47,9 +46,7 @@ class Watch:
 
     def look(self) -> None:
         """Raise PipelineError if a process has failed."""
-        service = coordination()
-        assert service is not None
-        for _, note in service.key_value_dir_get_bytes(self._topic):
+        for _, note in self._service.key_value_dir_get_bytes(self._topic):
             self._lost = note.decode()
             raise PipelineError(self._lost_words())
 

@@ -1,0 +1,39 @@
+"""JAX's coordination service in one process: a table that threads share, each of which plays a process."""
+
+import collections
+import threading
+
+import jax
+
+
+class Table:
+    """What `autopar.compat.Coordination` asks for; `get` raises what JAX raises."""
+
+    def __init__(self):
+        self.entries, self.numbers = {}, collections.Counter()
+        self.changed = threading.Condition()
+        self.trouble = None
+
+    def key_value_increment(self, key, increment):
+        with self.changed:
+            self.numbers[key] += increment
+            return self.numbers[key]
+
+    def key_value_set_bytes(self, key, value):
+        with self.changed:
+            if key in self.entries:
+                raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: key {key} already exists.")
+            self.entries[key] = value
+            self.changed.notify_all()
+
+    def blocking_key_value_get_bytes(self, key, timeout_in_ms):
+        with self.changed:
+            if self.trouble is not None:
+                raise jax.errors.JaxRuntimeError(self.trouble)
+            if not self.changed.wait_for(lambda: key in self.entries, timeout_in_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: GetKeyValue() timed out with key: {key}")
+            return self.entries[key]
+
+    def key_value_dir_get_bytes(self, key):
+        with self.changed:
+            return [(name, value) for name, value in self.entries.items() if name.startswith(key)]

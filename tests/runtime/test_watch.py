@@ -1,0 +1,93 @@
+"""Failures are told to the other processes, once, and nobody waits on."""
+
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from autopar.errors import PipelineError
+from autopar.runtime.processes import LONGEST_PAUSE_S, wait_until_ready
+from autopar.runtime.watch import LOOK_S, MAX_NOTE, Watch
+from tests.process_table import Table
+
+TOGETHER = "The step runs on processes 0, 3 together, and they have lost step with each other"
+
+
+class Slow:
+    """An array that is computed after some time."""
+
+    def __init__(self, seconds):
+        self.ready_at = time.monotonic() + seconds
+        self.looks = 0
+
+    def is_ready(self):
+        self.looks += 1
+        return time.monotonic() >= self.ready_at
+
+    def block_until_ready(self):
+        return self
+
+
+def test_nothing_is_refused_before_a_failure():
+    watch = Watch((3, 0), Table())
+    watch.look()
+    watch.refuse_if_lost()
+    watch.wait([jnp.ones(3)])
+
+
+def test_a_failure_is_told_by_its_first_line_to_all_who_look_and_refused_afterwards():
+    table = Table()
+    here, there = Watch((0, 3), table), Watch((3, 0), table)
+    here.post(ValueError("broken\nin detail"))
+    for raises in (here.refuse_if_lost, there.look, there.refuse_if_lost):
+        with pytest.raises(PipelineError) as caught:
+            raises()
+        assert str(caught.value).startswith(f"process 0 failed: ValueError: broken\n{TOGETHER}")
+
+
+def test_the_first_failure_counts_and_what_was_heard_is_not_told_again():
+    table = Table()
+    here, there = Watch((0, 3), table), Watch((0, 3), table)
+    here.post(ValueError("first"))
+    here.post(ValueError("second"))
+    with pytest.raises(PipelineError) as caught:
+        there.look()
+    there.post(caught.value)
+    assert list(table.entries.values()) == [b"process 0 failed: ValueError: first"]
+
+
+def test_a_long_note_is_cut_and_one_of_other_processes_is_not_heard():
+    table = Table()
+    Watch((0, 3), table).post(ValueError("x" * 2 * MAX_NOTE))
+    assert [len(note) for note in table.entries.values()] == [MAX_NOTE]
+    Watch((0, 30), table).look()
+
+
+def test_a_second_step_of_a_process_that_has_told_a_failure_tells_it_again_without_an_error():
+    """The note is there already: both steps run on the same processes."""
+    table = Table()
+    for words in ("first", "second"):
+        Watch((0, 3), table).post(ValueError(words))
+    assert list(table.entries.values()) == [b"process 0 failed: ValueError: first"]
+
+
+def test_who_waits_looks_for_notes():
+    table = Table()
+    watch = Watch((0, 3), table)
+    table.entries["autopar/failed/0-3/3"] = b"process 3 failed: broken"
+    with pytest.raises(PipelineError, match="process 3 failed: broken"):
+        watch.wait([Slow(3 * LOOK_S)])
+
+
+def test_an_array_that_needs_longer_than_a_look_is_waited_for():
+    array = Slow(1.5 * LOOK_S)
+    Watch((0, 3), Table()).wait([array])
+    assert array.is_ready()
+
+
+def test_waiting_is_given_up_when_told_and_costs_little():
+    assert wait_until_ready(Slow(0.0), lambda: True)
+    assert not wait_until_ready(Slow(10.0), lambda: True)
+    array = Slow(0.1)
+    assert wait_until_ready(array, lambda: False)
+    assert array.looks <= 10 + 0.1 / LONGEST_PAUSE_S
