@@ -71,6 +71,15 @@ def regression(model, inputs, outputs_shape, tx=None):
     return Problem(step, _created(train_state.TrainState, model, params, tx or optax.adam(1e-2)), batch)
 
 
+def in_float64(problem):
+    """The same problem with float64 for float32; to be used where 64 bits are enabled."""
+
+    def wide(tree):
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if leaf.dtype == jnp.float32 else leaf, tree)
+
+    return dataclasses.replace(problem, state=wide(problem.state), batch=wide(problem.batch))
+
+
 def noise(*shape, seed=1):
     """Standard normal float32."""
     return jax.device_put(np.random.default_rng(seed).standard_normal(shape, np.float32))
