@@ -180,13 +180,18 @@ def stack_expected():
 
 
 def stack_in_two_processes():
-    """A stack divided between stages of both processes; a step on one mesh before, and a restart from gathered arrays."""
+    """A stack divided between stages of both processes; a step on one mesh before, and a restart from gathered arrays.
+
+    The first state comes as each process's own copy, whose key has to be spread too, and is made on the devices.
+    """
     shapes, found = jax.eval_shape(init_stack, 0), {}
     whole = autopar.parallelize(stack_step, mesh_shape=(2, 4))
     staged = autopar.parallelize(stack_step, mesh_shape=[(4,), (4,)], num_stages=2, num_microbatches=2)
     whole.plan(shapes, batch(0))
+    _, of_own_copy = whole(init_stack(0), batch(0))
     state, loss = whole(whole.init_state(init_stack, 0), batch(0))
     found["loss0"] = np.asarray(loss)
+    assert found["loss0"] == np.asarray(of_own_copy)
     state, loss = staged(state, batch(1))
     found["loss1"] = np.asarray(loss)
     state, loss = staged(state, batch(2))

@@ -45,15 +45,22 @@ def test_a_failure_is_told_by_its_first_line_to_all_who_look_and_refused_afterwa
         assert str(caught.value).startswith(f"process 0 failed: ValueError: broken\n{TOGETHER}")
 
 
-def test_the_first_failure_counts_and_what_was_heard_is_not_told_again():
+def test_of_several_failures_the_first_counts():
+    watch = Watch((0, 3), Table())
+    watch.post(ValueError("first"))
+    watch.post(ValueError("second"))
+    with pytest.raises(PipelineError, match="ValueError: first"):
+        watch.refuse_if_lost()
+
+
+def test_what_was_heard_is_not_told_again():
     table = Table()
-    here, there = Watch((0, 3), table), Watch((0, 3), table)
-    here.post(ValueError("first"))
-    here.post(ValueError("second"))
-    with pytest.raises(PipelineError) as caught:
-        there.look()
-    there.post(caught.value)
-    assert list(table.entries.values()) == [b"process 0 failed: ValueError: first"]
+    table.entries["autopar/failed/0-3/3"] = b"process 3 failed: broken"
+    watch = Watch((0, 3), table)
+    with pytest.raises(PipelineError, match="process 3 failed: broken") as caught:
+        watch.look()
+    watch.post(caught.value)
+    assert list(table.entries.values()) == [b"process 3 failed: broken"]
 
 
 def test_a_long_note_is_cut_and_one_of_other_processes_is_not_heard():
