@@ -24,16 +24,15 @@ from autopar.arguments import (
     Count,
     MeshShape,
     checked_cluster,
+    checked_count,
     checked_devices,
     checked_kinds,
     checked_leader,
     checked_memory_limit,
     checked_meshes,
-    checked_microbatches,
     checked_plan,
     checked_recompute,
     checked_schedule,
-    checked_stages,
     numbers,
 )
 from autopar.catalogue import PlannerOptions
@@ -172,7 +171,7 @@ def parallelize(
     num_microbatches: Count = "auto",
     num_stages: Count = "auto",
     schedule: str = "auto",
-    virtual_stages: int = 1,
+    virtual_stages: Count = "auto",
     recompute: str = "auto",
 ) -> Any:
     """Run a step on all devices under a plan that autopar finds; usable as a decorator with and without arguments.
@@ -205,10 +204,10 @@ def parallelize(
         PlannerOptions(allow_redundant_compute, checked_kinds(collectives)),
         checked_plan(plan),
         checked_leader(follow),
-        checked_microbatches(num_microbatches),
-        checked_stages(num_stages, virtual_stages),
+        checked_count("num_microbatches", num_microbatches),
+        checked_count("num_stages", num_stages),
         checked_schedule(schedule),
-        virtual_stages,
+        checked_count("virtual_stages", virtual_stages),
         checked_recompute(recompute),
     )
     batch, static = numbers("batch_argnums", batch_argnums), numbers("static_argnums", static_argnums)

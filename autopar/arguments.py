@@ -74,10 +74,10 @@ def checked_cluster(cluster: Any) -> Literal["auto"] | Cluster:
         raise ArgumentError(f"cluster={cluster!r}: {error}") from None
 
 
-def checked_microbatches(count: Any) -> Literal["auto"] | int:
-    """A number of microbatches or 'auto'."""
+def checked_count(name: str, count: Any) -> Count:
+    """A number of microbatches, stages or virtual stages, or 'auto'."""
     if count != "auto" and (type(count) is not int or count < 1):
-        raise ArgumentError(f"num_microbatches={count!r}: 'auto' or a positive whole number is expected")
+        raise ArgumentError(f"{name}={count!r}: 'auto' or a positive whole number is expected")
     return count  # type: ignore[no-any-return]
 
 
@@ -141,15 +141,6 @@ def checked_meshes(shape: Any) -> Literal["auto"] | tuple[LogicalMesh, ...]:
     if several and all(isinstance(one, Mapping | tuple | list) for one in shape):
         return tuple(LogicalMesh.of(one) for one in shape)
     return (LogicalMesh.of(shape),)
-
-
-def checked_stages(num_stages: Any, virtual_stages: Any) -> Count:
-    """A number of stages or 'auto'."""
-    if num_stages != "auto" and (type(num_stages) is not int or num_stages < 1):
-        raise ArgumentError(f"num_stages={num_stages!r}: 'auto' or a positive whole number is expected")
-    if type(virtual_stages) is not int or virtual_stages < 1:
-        raise ArgumentError(f"virtual_stages={virtual_stages!r}: a positive whole number is expected")
-    return num_stages  # type: ignore[no-any-return]
 
 
 def checked_schedule(schedule: Any) -> str:

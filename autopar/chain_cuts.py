@@ -49,7 +49,7 @@ def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int, *, divided: b
 
     `divided`: scans over layers have been divided as evenly as their layers allow.
     """
-    _warn_of_indivisible_work([place for place in chain if not (divided and place.equation.loop)], chain, num_stages)
+    _warn_of_indivisible_work(chain, num_stages, divided=divided)
     marked = boundaries(chain)
     if not marked or num_stages == 1:
         return even_cuts(chain, num_stages)
@@ -67,13 +67,22 @@ def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int, *, divided: b
     return tuple(cuts)
 
 
-def _warn_of_indivisible_work(
-    places: Sequence[ForwardEquation], chain: Sequence[ForwardEquation], num_stages: int
-) -> None:
-    """One warning if one of these operations, such as a scan over time, is much more than a stage's share of the chain."""
+def indivisible_work(
+    chain: Sequence[ForwardEquation], num_stages: int, *, divided: bool = False
+) -> ForwardEquation | None:
+    """An operation that is much more than a stage's share of the chain, such as a scan over time; `divided` as `chosen_cuts`."""
+    places = [place for place in chain if not (divided and place.equation.loop)]
     total = sum(place.flops for place in chain)
     largest = max(places, key=lambda place: place.flops, default=None)
-    if largest is not None and num_stages > 1 and largest.flops > 1.5 * total / num_stages:
+    is_too_large = largest is not None and num_stages > 1 and largest.flops > 1.5 * total / num_stages
+    return largest if is_too_large else None
+
+
+def _warn_of_indivisible_work(chain: Sequence[ForwardEquation], num_stages: int, *, divided: bool) -> None:
+    """One warning if there is such an operation."""
+    largest = indivisible_work(chain, num_stages, divided=divided)
+    if largest is not None:
+        total = sum(place.flops for place in chain)
         warn(
             f"{largest.flops / total:.0%} of the forward work is one operation, {largest.equation.primitive.name} at "
             f"{source_line(largest.equation) or 'an unknown line'}, which stays on one of {num_stages} stages: the others will "

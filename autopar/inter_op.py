@@ -2,10 +2,11 @@
 
 In: a `StageProblem`: what layers i..j-1 cost on each submesh that may be used, the cluster, the microbatches, the schedule.
 Out: a `StageChoice`: the stages in order, their submeshes, the predicted seconds of a step. Letters: B microbatches, S stages,
-t seconds of a stage per microbatch (forward, backward, and the transfer to the next stage), o its seconds once per step
-(reduction of gradients, update; all stages do theirs at the same time, so the slowest counts), n its devices, D all. Then
+t seconds of a stage per microbatch (forward and backward), c of the transfer to the next stage and back (all but the first are
+hidden), o its seconds once per step (reduction of gradients, update; all stages do theirs at the same time, so the slowest
+counts), n its devices, D all. Then
 
-    T = a sum t + b(S) max t + max o
+    T = a sum t + sum c + b(S) max t + max o
 
               gpipe, 1f1b, inference   a = 1    b = B - 1
               interleaved, v chunks    a = 1/v  b = v B - 1     a "stage" is a chunk, S = p v, all meshes equal, p divides B
@@ -16,8 +17,8 @@ which for equal stages gives the bubbles (p - 1)/B, (p - 1)/(v B) and, for zb-h1
 weights + f activations <= memory, f the microbatches in flight of its place in the schedule. Under limits max t <= x, max o <= y
 
     F(r, k, d; x, y) = min over j > k and submeshes z, t(k, j, z) <= x, o(k, j, z) <= y, which fit as the r-th stage from the end,
-                       of t(k, j, z) + F(r - 1, j, d - n(z); x, y)                    F(0, L, 0) = 0
-    T = min over y of (y + min over x of min over S of a F(S, 0, D; x, y) + b(S) x)
+                       of a t(k, j, z) + c(k, j, z) + F(r - 1, j, d - n(z); x, y)     F(0, L, 0) = 0
+    T = min over y of (y + min over x of min over S of F(S, 0, D; x, y) + b(S) x)
 
 x: bisection over the distinct stage times between the least that any choice reaches and the largest that can still pay; an
 interval goes when a F at its upper end plus b times its lower end is worse than the best known. A bound for F that leaves out
@@ -93,7 +94,7 @@ class StageCost:
     """What some layers cost on a submesh; bytes are per device.
 
     `seconds_per_microbatch`: forward and backward. `once_s`: reduction of gradients and update. `transfer_s`: to the next
-    stage and back, what of it is not hidden. `weight_bytes`: parameters, optimizer state, accumulators. `activation_bytes`:
+    stage and back. `weight_bytes`: parameters, optimizer state, accumulators. `activation_bytes`:
     what one microbatch in flight keeps.
     """
 
@@ -327,11 +328,13 @@ class _Family:
         return np.asarray((costs.weight_bytes[..., None] + kept) * self.chunks)
 
     def stage_s(self, places: np.ndarray) -> np.ndarray:
-        """t (option, k, j, r - 1), infinite outside `places`; the last stage sends nothing."""
-        t = self.problem.costs.seconds + np.where(np.arange(self.problem.layers + 1) < self.problem.layers, 1, 0) * (
-            self.problem.costs.transfer_s
-        )
-        return np.where(places, t[..., None], np.inf)
+        """t (option, k, j, r - 1), infinite outside `places`."""
+        return np.where(places, self.problem.costs.seconds[..., None], np.inf)
+
+    @property
+    def transfer_s(self) -> np.ndarray:
+        """c (option, k, j); the last stage sends nothing."""
+        return np.where(np.arange(self.problem.layers + 1) < self.problem.layers, self.problem.costs.transfer_s, 0)
 
 
 def _families(problem: StageProblem, manual: Manual) -> Iterator[_Family]:
@@ -476,6 +479,7 @@ class _Search:
         self.table = self.strict_table(family.least_in_flight())
         self.quick = self.table.min(axis=3)
         self.once = family.problem.costs.once_s * family.chunks
+        self.transfer = family.transfer_s
         self.least_b = min(family.slowest)
         self.least_once = _quick(np.where(np.isfinite(self.quick), self.once, np.inf), family, np.maximum)
 
@@ -512,15 +516,16 @@ class _Search:
         """T without max o."""
         count = len(stages)
         times = [float(self.table[z, i, j, count - 1 - s]) for s, (i, j, z) in enumerate(stages)]
-        return self.family.fill * sum(times) + self._b(count) * max(times)
+        sent = sum(float(self.transfer[z, i, j]) for i, j, z in stages)
+        return self.family.fill * sum(times) + sent + self._b(count) * max(times)
 
     def _b(self, count: int) -> float:
         return self.family.slowest[self.family.counts.index(count)]
 
     def limited(self, table: np.ndarray, *, stage_s: float, once_s: float) -> np.ndarray:
-        """A table with what exceeds the limits taken out."""
-        once = self.once if table.ndim == 3 else self.once[..., None]
-        return np.where((table <= stage_s) & (once <= once_s), table, np.inf)
+        """a t + c of a table of t, with what exceeds the limits taken out."""
+        once, transfer = (one if table.ndim == 3 else one[..., None] for one in (self.once, self.transfer))
+        return np.where((table <= stage_s) & (once <= once_s), self.family.fill * table + transfer, np.inf)
 
 
 class _Round:
@@ -548,7 +553,7 @@ class _Round:
         return self.stages
 
     def _bisect(self, floor: float) -> None:
-        """`floor`, of an interval of times without its ends: what `fill` F is at least there."""
+        """`floor`, of an interval of times without its ends: what F is at least there."""
         times, b = self.search.times, self.search.least_b
         waiting = [(0, len(times), floor)]
         while waiting:
@@ -563,17 +568,17 @@ class _Round:
             waiting += [(middle, high, floor), (low, middle, max(here, floor))]
 
     def _floor(self, stage_s: float) -> float:
-        return self.family.fill * _quick(self._limited(self.search.quick, stage_s), self.family, np.add)
+        return _quick(self._limited(self.search.quick, stage_s), self.family, np.add)
 
     def _try(self, stage_s: float) -> float:
-        """Offer the best choices under a limit of t; what `fill` F is at least under it."""
+        """Offer the best choices under a limit of t; what F is at least under it."""
         floor = self._floor(stage_s)
         if not math.isfinite(floor) or floor + self.search.least_b * stage_s > self._worth:
             return floor
         table = self._limited(self.search.table, stage_s)
         best = _exact(table, self.family, np.add)
         counts, slowest = self.family.counts, np.array(self.family.slowest)
-        sums = self.family.fill * best[0, list(counts), self.family.total]
+        sums = best[0, list(counts), self.family.total].copy()
         alone: dict[int, Stages] = {}
         while (values := sums + slowest * stage_s).min() <= self._worth and math.isfinite(values.min()):
             at = int(np.argmax(values <= values.min() * (1 + TIE)))
@@ -586,10 +591,10 @@ class _Round:
         return float(sums.min())
 
     def _alone(self, count: int, stage_s: float) -> tuple[float, Stages]:
-        """`fill` F of one S with its own microbatches in flight, and the stages."""
+        """F of one S with its own microbatches in flight, and the stages."""
         table = self._limited(self.search.strict_table(self.family.in_flight[count]), stage_s)
         best = _exact(table, self.family, np.add)
-        value = float(self.family.fill * best[0, count, self.family.total])
+        value = float(best[0, count, self.family.total])
         if not math.isfinite(value):
             return value, ()
         return value, _stages_of(best, table, family=self.family, count=count, combine=np.add)
@@ -627,7 +632,7 @@ def _chosen(stages: Stages, family: _Family) -> tuple[ChosenStage, ...]:
             mesh=s % (count // family.chunks),
             option=z,
             submesh=problem.options[z],
-            stage_s=float(costs.seconds[z, i, j] + (costs.transfer_s[z, i, j] if j < problem.layers else 0)),
+            stage_s=float(costs.seconds[z, i, j]),
             once_s=float(costs.once_s[z, i, j]),
             in_flight=family.in_flight[count][count - 1 - s],
             weight_bytes=float(costs.weight_bytes[z, i, j]),

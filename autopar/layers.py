@@ -31,6 +31,7 @@ from autopar.errors import ArgumentError
 from autopar.microbatch import TimeLoop
 from autopar.program import Equation
 from autopar.stages import ForwardEquation, forward_chain
+from autopar.whereabouts import Kinds
 
 EXACT_PLACES = 1024
 """Up to this many equations every place is a candidate."""
@@ -172,7 +173,7 @@ def identical(loop: TimeLoop, layers: Sequence[int]) -> tuple[int, ...]:
 
     The same: a renaming of variables turns one list of equations into the other, with equal primitives, parameters,
     literals, shapes and types; what comes from outside is of the same kind (a leaf of the same role, a value made before the
-    loop or in it), and the same results are read outside. Exact: signatures are compared, not digests.
+    loop, or in it with or without weights), and the same results are read outside. Exact: signatures are compared, not digests.
     """
     equations = [place.equation for place in forward_chain(loop)]
     bounds = [0, *layers, len(equations)]
@@ -186,10 +187,14 @@ def identical(loop: TimeLoop, layers: Sequence[int]) -> tuple[int, ...]:
 
 
 def _origins(loop: TimeLoop) -> dict[Var, str]:
-    """The kind of every value of the step."""
+    """The kind of every value of the step; what the body makes without weights has no gradient, and is a kind of its own."""
     leaves = {v: leaf.role for v, leaf in zip(loop.program.invars, loop.traced.inputs, strict=True)}
-    made = {v: phase for phase in ("prologue", "body") for eqn in loop.plan.of_phase(phase) for v in eqn.outvars}
-    return {**leaves, **made}
+    before = {v: "prologue" for eqn in loop.plan.of_phase("prologue") for v in eqn.outvars}
+    kinds = Kinds.of(loop)
+    within = {
+        v: "body" if kinds.is_anchored(eqn) else "aside" for eqn in loop.plan.of_phase("body") for v in eqn.outvars
+    }
+    return {**leaves, **before, **within}
 
 
 def _readers(loop: TimeLoop) -> dict[Var, set[Equation | None]]:

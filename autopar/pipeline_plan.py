@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.plan import Plan, ValuePlan
+from autopar.plan import Alternative, Plan, ValuePlan
 
 VERSION = 1
 
@@ -51,6 +51,7 @@ class PipelinePlan:
     """See the module's text. `cuts` are places in the chain of forward equations; `recompute`: backward repeats forward work.
 
     `scan_cuts`: for each stack of layers that is scanned over, the layers at which the scan is divided before that.
+    `compared`: numbers of microbatches and schedules, if several were.
     """
 
     fingerprint: str
@@ -67,6 +68,7 @@ class PipelinePlan:
     planning_s: float
     recompute: bool = False
     scan_cuts: tuple[tuple[int, ...], ...] = ()
+    compared: tuple[Alternative, ...] = ()
     version: int = VERSION
 
     @property
@@ -113,7 +115,9 @@ class PipelinePlan:
                 f"plan of version {fields.get('version')}, this autopar reads version {VERSION}: plan again"
             )
         fields.setdefault("scan_cuts", ())  # plans of version 1 from before scans were divided
+        fields.setdefault("compared", ())  # and from before timetables were compared
         _check(cls, fields)
+        fields["compared"] = tuple(_alternative(one) for one in fields["compared"])
         fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])
         fields["transfers"] = tuple(TransferPlan(**transfer) for transfer in fields["transfers"])
         fields["cuts"] = tuple(fields["cuts"])
@@ -124,6 +128,11 @@ class PipelinePlan:
 def _is_or_has(path: str, leaf: str) -> bool:
     """Whether a leaf is the one with this path, or a piece of it, such as `path[0:2]`."""
     return leaf == path or leaf.startswith(f"{path}[")
+
+
+def _alternative(fields: dict[str, Any]) -> Alternative:
+    _check(Alternative, fields)
+    return Alternative(**fields)
 
 
 def _stage(fields: dict[str, Any]) -> StagePlan:

@@ -1,8 +1,8 @@
 """From a traced step and a user's wishes to a `PipelinePlan`.
 
-In: how many stages, microbatches and virtual stages, which schedule, which meshes; what is left open is chosen here. Out: the
-plan, with the step time that the runtime's simulator predicts from the stages' seconds, and the `Staged` programs behind it.
-What can go wrong: wishes that exclude each other; the errors name the numbers that would do.
+In: how many stages, microbatches and virtual stages, which schedule, which meshes; for `search_pipeline`, what is left open of
+that. Out: the plan, with the step time that the runtime's simulator predicts from the stages' seconds, and the `Staged` programs
+behind it. What can go wrong: wishes that exclude each other; the errors name the numbers that would do.
 """
 
 from __future__ import annotations
@@ -10,89 +10,139 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, cast
 
-from autopar.errors import ArgumentError, OutOfMemoryError, PlanError, UnsupportedProgramError, warn
+from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
 from autopar.following import Following, homes_of
+from autopar.inter_op import ScheduleName
+from autopar.layer_costs import machine_shape
 from autopar.merged_scans import merged
 from autopar.mesh import LogicalMesh
-from autopar.microbatch import microbatch_counts
+from autopar.microbatch import TimeLoop, microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
+from autopar.plan import Alternative
 from autopar.planner import PlanRequest
 from autopar.runtime.check import microbatches_in_flight
 from autopar.runtime.instructions import Run
 from autopar.runtime.schedules import Schedule, make_schedule
-from autopar.runtime.simulate import simulate_schedule
+from autopar.runtime.simulate import Simulation, simulate_schedule
 from autopar.split_scans import split_scans
 from autopar.stacks import every_layer
-from autopar.stage_search import machine_shape, search_stages
+from autopar.stage_search import search_stages
 from autopar.staging import (
     Staged,
     StagedStage,
     StageRequest,
-    default_microbatches,
     divided_loop,
     plan_stages,
     restore_stages,
     split_devices,
+    time_loop,
     transfer_bytes,
 )
+from autopar.timetables import Open, Timetable, counts_around, timetables, usual_microbatches
 from autopar.trace import TracedStep
+from autopar.whereabouts import takes_gradients
 
 Recompute = Literal["auto", "none", "layer"]
-DEFAULT_SCHEDULE = "1f1b"
 ONCE = ("update", "weights")
 """Transfers that happen once per step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineWishes:
-    """What the user fixed of a pipeline. `num_stages` counts meshes; each has `virtual_stages` stages.
+    """What the user fixed of a pipeline, and left open. `num_stages` counts meshes; each has `virtual_stages` stages.
 
     `following`: the leaves' homes and layouts are those of another step.
     """
 
     num_stages: int
-    num_microbatches: Literal["auto"] | int = "auto"
+    num_microbatches: Open = "auto"
     schedule: str = "auto"
-    virtual_stages: int = 1
+    virtual_stages: Open = "auto"
     stage_meshes: tuple[LogicalMesh, ...] | None = None
     recompute: Recompute = "auto"
     following: Following | None = None
 
-    def named_schedule(self) -> str:
-        """The schedule that was asked for, or the usual one for so many virtual stages."""
-        if self.schedule != "auto":
-            return self.schedule
-        return DEFAULT_SCHEDULE if self.virtual_stages == 1 else "interleaved"
+    def timetables(self, traced: TracedStep, num_stages: int) -> tuple[Timetable, ...]:
+        """What is left open of the timetable of about so many stages: the usual one first."""
+        counts, given = microbatch_counts(traced), self.num_microbatches
+        if self.schedule == "interleaved":
+            counts = tuple(m for m in counts if m % self.num_stages == 0) or counts
+        usual = usual_microbatches(counts, num_stages) if given == "auto" else given
+        return timetables(
+            counts_around(counts, usual) if given == "auto" else (given,),
+            usual=usual,
+            schedule=self.schedule,
+            virtual_stages=self.virtual_stages,
+            gradients=takes_gradients(traced),
+        )
 
 
 def plan_pipeline(
-    traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int
+    traced: TracedStep, wishes: PipelineWishes, timetable: Timetable, request: PlanRequest, *, devices: int
 ) -> tuple[PipelinePlan, Staged]:
-    """The plan of a pipeline on so many devices. Raises ArgumentError, ConstraintError, OutOfMemoryError and others."""
+    """The plan of a pipeline with this timetable. Raises ArgumentError, ConstraintError, OutOfMemoryError and others."""
     started = time.perf_counter()
-    schedule = _schedule(traced, wishes)
+    schedule = _schedule(timetable, wishes.num_stages)
     meshes = _meshes(wishes, devices)
-    chunks = wishes.num_stages * wishes.virtual_stages
-    in_flight = microbatches_in_flight(schedule)
-    limit = request.memory_limit_bytes
-    shared = dataclasses.replace(request, memory_limit_bytes=None if limit is None else limit // wishes.virtual_stages)
-    wanted = StageRequest(meshes, chunks, schedule.num_microbatches, in_flight)
+    wanted = StageRequest(meshes, schedule.num_stages, schedule.num_microbatches, microbatches_in_flight(schedule))
     if wishes.following is not None:
         following = wishes.following
         scan_cuts = following.scan_cuts(traced)
         wanted = dataclasses.replace(wanted, scan_cuts=scan_cuts, homes=following.homes, following=following)
-    try:
-        staged = _with_recomputation(traced, wanted, shared, wishes.recompute)
-    except UnsupportedProgramError as error:
-        if wishes.num_microbatches != "auto" or schedule.num_microbatches == 1:
-            raise
-        warn(f"the stages run with one microbatch, one after the other: {error}")
-        return plan_pipeline(traced, dataclasses.replace(wishes, num_microbatches=1), request, devices=devices)
+    staged = _with_recomputation(traced, wanted, _shared(request, schedule), wishes.recompute)
     _check_backward(staged, schedule)
     plan = _describe(traced, staged, schedule, request)
     return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged
+
+
+def in_other_schedules(
+    traced: TracedStep, staged: Staged, now: Timetable, timetables: Sequence[Timetable], request: PlanRequest
+) -> dict[Timetable, tuple[PipelinePlan, Staged]]:
+    """The same stages in those of the other timetables that differ by the schedule alone and fit the memory."""
+    like = [t for t in timetables if t != now and dataclasses.replace(t, schedule=now.schedule) == now]
+    found = {t: _in_timetable(traced, staged, t, request) for t in like}
+    return {t: one for t, one in found.items() if one is not None}
+
+
+def _in_timetable(
+    traced: TracedStep, staged: Staged, timetable: Timetable, request: PlanRequest
+) -> tuple[PipelinePlan, Staged] | None:
+    schedule = _schedule(timetable, len(staged.stages) // timetable.virtual_stages)
+    in_flight = microbatches_in_flight(schedule)
+    stages = tuple(
+        dataclasses.replace(stage, peak_bytes=stage.memory.with_in_flight(kept))
+        for stage, kept in zip(staged.stages, in_flight, strict=True)
+    )
+    limit = _shared(request, schedule).memory_limit_bytes
+    if limit is not None and any(stage.peak_bytes > limit for stage in stages):
+        return None
+    staged = dataclasses.replace(staged, stages=stages)
+    return _describe(traced, staged, schedule, request), staged
+
+
+def as_planned(plan: PipelinePlan) -> Alternative:
+    """A planned pipeline among what was compared."""
+    return Alternative(
+        plan.num_stages,
+        plan.num_microbatches,
+        plan.schedule,
+        plan.virtual_stages,
+        recompute=plan.recompute,
+        step_s=plan.step_s,
+    )
+
+
+def timetable_of(one: Alternative) -> Timetable:
+    """The timetable of something that was compared."""
+    return Timetable(one.num_microbatches, cast(ScheduleName, one.schedule), one.virtual_stages)
+
+
+def _shared(request: PlanRequest, schedule: Schedule) -> PlanRequest:
+    """The request of one stage: those on one mesh share its memory."""
+    limit = request.memory_limit_bytes
+    return dataclasses.replace(request, memory_limit_bytes=None if limit is None else limit // schedule.virtual_stages)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,28 +159,31 @@ def search_pipeline(
 ) -> SearchedPipeline | None:
     """The best pipeline with as many stages as pay; None if one stage is best. Raises what `plan_pipeline` raises."""
     started = time.perf_counter()
-    counts = microbatch_counts(traced)
-    count = wishes.num_microbatches
-    most = max(2, machine_shape(request.cluster, devices)[0])
-    microbatches = default_microbatches(counts, most) if count == "auto" else count
+    tables = wishes.timetables(traced, max(2, machine_shape(request.cluster, devices)[0]))
     split = split_scans(traced, every_layer(traced))
-    loop = divided_loop(split, microbatches)
-    name = wishes.named_schedule()
-    if name == "interleaved":
-        raise ArgumentError(
-            "num_stages='auto' does not search interleaved schedules; give num_stages and virtual_stages"
-        )
+    first = divided_loop(split, tables[0].microbatches)
+
+    def loop_of(count: int) -> TimeLoop:
+        return first if count == tables[0].microbatches else time_loop(split.step, count, known=first.plan.phases)
+
     again = {"auto": (False, True), "none": (False,), "layer": (True,)}[wishes.recompute]
-    found = search_stages(loop, request, devices=devices, schedule=name, recompute=again)  # type: ignore[arg-type]
-    stages = len(found.sizes)
-    if stages == 1:
+    found = search_stages(loop_of, request, devices=devices, timetables=tables, recompute=again)
+    if len(found.sizes) == 1:
         return None
-    schedule = make_schedule(name, num_meshes=stages, num_microbatches=microbatches)
-    split, loop, cuts = merged(split, loop, found.cuts)
-    wanted = StageRequest(found.meshes, stages, microbatches, microbatches_in_flight(schedule), cuts, loop, split=split)
-    staged = _with_recomputation(traced, wanted, request, "layer" if found.recompute else wishes.recompute)
-    plan = _describe(traced, staged, schedule, request)
-    plan = dataclasses.replace(plan, planning_s=time.perf_counter() - started)
+    schedule = _schedule(found.timetable, len(found.sizes) // found.timetable.virtual_stages)
+    split, loop, cuts = merged(split, found.loop, found.cuts)
+    in_flight = microbatches_in_flight(schedule)
+    wanted = StageRequest(
+        found.meshes, schedule.num_stages, schedule.num_microbatches, in_flight, cuts, loop, split=split
+    )
+    recompute: Recompute = "layer" if found.recompute else wishes.recompute
+    staged = _with_recomputation(traced, wanted, _shared(request, schedule), recompute)
+    plans = {found.timetable: (_describe(traced, staged, schedule, request), staged)}
+    plans |= in_other_schedules(traced, staged, found.timetable, tables, request)
+    plan, staged = min(plans.values(), key=lambda one: one[0].step_s)
+    rows = {timetable_of(one): one for one in found.compared} | {t: as_planned(one[0]) for t, one in plans.items()}
+    compared = tuple(rows[t] for t in sorted(rows)) if len(rows) > 1 else ()
+    plan = dataclasses.replace(plan, planning_s=time.perf_counter() - started, compared=compared)
     return SearchedPipeline(plan, staged, found.one_stage_s)
 
 
@@ -177,17 +230,12 @@ def schedule_of(plan: PipelinePlan) -> Schedule:
     )
 
 
-def _schedule(traced: TracedStep, wishes: PipelineWishes) -> Schedule:
-    counts = microbatch_counts(traced)
-    name = wishes.named_schedule()
-    if name == "interleaved":
-        counts = tuple(m for m in counts if m % wishes.num_stages == 0) or counts
-    count = wishes.num_microbatches
+def _schedule(timetable: Timetable, num_meshes: int) -> Schedule:
     return make_schedule(
-        name,
-        num_meshes=wishes.num_stages,
-        num_microbatches=default_microbatches(counts, wishes.num_stages) if count == "auto" else count,
-        virtual_stages=wishes.virtual_stages,
+        timetable.schedule,
+        num_meshes=num_meshes,
+        num_microbatches=timetable.microbatches,
+        virtual_stages=timetable.virtual_stages,
     )
 
 
@@ -225,9 +273,7 @@ def _describe(traced: TracedStep, staged: Staged, schedule: Schedule, request: P
         for s, stage in enumerate(staged.stages)
     )
     transfers = _transfers(staged, schedule, request)
-    simulated = simulate_schedule(
-        schedule, lambda run: _seconds(run, staged.stages, "weight_gradient" in schedule.kinds)
-    )
+    simulation = simulated(schedule, [(stage.forward_s, stage.backward_s) for stage in staged.stages])
     fill_s = sum(t.predicted_s for t in transfers if t.what not in ONCE)
     once_s = max(stage.once_s for stage in staged.stages) + max(
         (t.predicted_s for t in transfers if t.what in ONCE), default=0
@@ -242,8 +288,8 @@ def _describe(traced: TracedStep, staged: Staged, schedule: Schedule, request: P
         recompute=staged.recompute,
         stages=stages,
         transfers=transfers,
-        step_s=simulated.makespan_s + fill_s + once_s,
-        bubble=simulated.bubble,
+        step_s=simulation.makespan_s + fill_s + once_s,
+        bubble=simulation.bubble,
         memory_limit_bytes=request.memory_limit_bytes,
         planning_s=0.0,
         scan_cuts=staged.split.cuts,
@@ -271,11 +317,15 @@ def _stage_plan(number: int, stage: StagedStage, first_device: int, meshes: int,
     )
 
 
-def _seconds(run: Run, stages: Sequence[StagedStage], split: bool) -> float:
-    stage = stages[run.stage]
-    if run.kind == "forward":
-        return stage.forward_s
-    return stage.backward_s / 2 if split else stage.backward_s
+def simulated(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> Simulation:
+    """The schedule with these seconds of forward and backward per stage; a divided backward in two equal parts."""
+    is_split = "weight_gradient" in schedule.kinds
+
+    def run_s(run: Run) -> float:
+        forward_s, backward_s = seconds[run.stage]
+        return forward_s if run.kind == "forward" else backward_s / 2 if is_split else backward_s
+
+    return simulate_schedule(schedule, run_s)
 
 
 def _transfers(staged: Staged, schedule: Schedule, request: PlanRequest) -> tuple[TransferPlan, ...]:

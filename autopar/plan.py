@@ -79,8 +79,27 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
+class Alternative:
+    """A way to run the step that was compared: `step_s` if it was planned, `estimate_s` if it was only estimated.
+
+    Neither: it cannot be, because nothing fits the memory or the step cannot be cut like this. `num_stages` counts virtual ones.
+    """
+
+    num_stages: int
+    num_microbatches: int
+    schedule: str = ""
+    virtual_stages: int = 1
+    recompute: bool = False
+    step_s: float | None = None
+    estimate_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
-    """See the module's text. Times in seconds, sizes in bytes per device. `recompute`: backward repeats layers' forward work."""
+    """See the module's text. Times in seconds, sizes in bytes per device. `recompute`: backward repeats layers' forward work.
+
+    `candidates`: the meshes that were compared; `compared`: numbers of microbatches and recomputation, if several were.
+    """
 
     fingerprint: str
     cluster: str
@@ -102,6 +121,7 @@ class Plan:
     copy_span: int | None = None
     num_microbatches: int = 1
     recompute: bool = False
+    compared: tuple[Alternative, ...] = ()
     version: int = VERSION
 
     @property
@@ -159,9 +179,10 @@ class Plan:
         if fields["version"] != VERSION:
             raise PlanError(f"plan of version {fields['version']}, this autopar reads version {VERSION}: plan again")
         fields.setdefault("recompute", False)  # plans of version 1 from before it could be done on one mesh
+        fields.setdefault("compared", [])  # and from before numbers of microbatches were compared
         _check_fields(cls, fields, "")
         nested = {"inputs": ValuePlan, "outputs": ValuePlan, "collectives": CollectivePlan}
-        nested |= {"peak_tensors": LiveTensor, "candidates": Candidate}
+        nested |= {"peak_tensors": LiveTensor, "candidates": Candidate, "compared": Alternative}
         for name, kind in nested.items():
             if not isinstance(fields[name], list) or not all(isinstance(item, dict) for item in fields[name]):
                 raise PlanError(f"not a plan of version {VERSION}: {name}: a list of objects is expected")

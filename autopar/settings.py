@@ -23,6 +23,7 @@ from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
 from autopar.following import Following
+from autopar.layer_costs import machine_shape
 from autopar.layer_recompute import recomputed_step
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import in_microbatches, microbatch_counts
@@ -33,14 +34,13 @@ from autopar.pipeline_planner import (
     PipelineWishes,
     Recompute,
     SearchedPipeline,
-    plan_pipeline,
     restore_pipeline,
     search_pipeline,
 )
+from autopar.pipeline_search import best_pipeline
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.spmd import Assignment
-from autopar.stage_search import machine_shape
 from autopar.staging import Staged
 from autopar.trace import CallSignature, TracedStep
 from autopar.whereabouts import takes_gradients
@@ -93,7 +93,7 @@ class Settings:
     num_microbatches: Count
     num_stages: Count
     schedule: str
-    virtual_stages: int
+    virtual_stages: Count
     recompute: Recompute = "auto"
 
     def planned(self, traced: TracedStep) -> Planned:
@@ -103,7 +103,7 @@ class Settings:
         leader = self._leader_in_stages()
         if self.plan is None and leader is not None:
             wishes = self._wishes_after(leader, traced)
-            return InStages(traced, *plan_pipeline(traced, wishes, self._request(()), devices=self._count()))
+            return InStages(traced, *best_pipeline(traced, wishes, self._request(()), devices=self._count()))
         stages = self._stages()
         wishes = PipelineWishes(
             stages,
@@ -114,7 +114,7 @@ class Settings:
             self.recompute,
         )
         if self.plan is None and stages > 1:
-            return InStages(traced, *plan_pipeline(traced, wishes, self._request(()), devices=self._count()))
+            return InStages(traced, *best_pipeline(traced, wishes, self._request(()), devices=self._count()))
         if self.plan is None:
             self._refuse_what_is_for_stages()
         if self.plan is None and self._may_search(traced):
@@ -155,7 +155,7 @@ class Settings:
 
     def _wishes_after(self, leader: PipelinePlan, traced: TracedStep) -> PipelineWishes:
         """A pipeline on the stages of another one; forward only, if the step takes no gradients."""
-        if self.meshes != "auto" or self.num_stages != "auto" or self.virtual_stages != 1:
+        if self.meshes != "auto" or self.num_stages != "auto" or self.virtual_stages not in ("auto", 1):
             raise ArgumentError(
                 f"follow= takes over the stages of the step that it follows, {leader.num_stages} of them: leave out num_stages, "
                 "virtual_stages and mesh_shape, or plan the step without follow= and bring the state with step.gather(state)"
@@ -175,7 +175,7 @@ class Settings:
 
     def _refuse_what_is_for_stages(self) -> None:
         """Raise ArgumentError for wishes that one mesh cannot meet."""
-        if self.virtual_stages > 1:
+        if self.virtual_stages not in ("auto", 1):
             raise ArgumentError(
                 f"virtual_stages={self.virtual_stages} are stages of each mesh of a pipeline: give num_stages, the number of "
                 "meshes"
@@ -187,9 +187,7 @@ class Settings:
 
     def _may_search(self, traced: TracedStep) -> bool:
         """Whether stages are left open, and the step has a batch to cut and the devices are several."""
-        is_open = (
-            self.num_stages == "auto" and self.meshes == "auto" and self.follow is None and self.virtual_stages == 1
-        )
+        is_open = self.num_stages == "auto" and self.meshes == "auto" and self.follow is None
         return is_open and self._count() > 1 and max(microbatch_counts(traced)) > 1
 
     def _best_of(self, traced: TracedStep, wishes: PipelineWishes) -> Planned:

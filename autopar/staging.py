@@ -270,11 +270,6 @@ def _task_seconds(program: StageProgram, assignment: Assignment, task_of: Mappin
     return seconds
 
 
-def default_microbatches(counts: Sequence[int], num_stages: int) -> int:
-    """The most microbatches up to four per stage, so that the bubble is at most a fifth of the step."""
-    return max((m for m in counts if m <= 4 * num_stages), default=1)
-
-
 def transfer_bytes(staged: Staged) -> dict[tuple[int, int, str], int]:
     """Bytes between stages by (source, target, what): of one microbatch for forward and backward, of one step for the rest.
 

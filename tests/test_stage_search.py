@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import stage_search, staging
+from autopar import layer_costs, staging
 from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
+from autopar.layer_costs import machine_shape
 from autopar.options import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.planner import PlanRequest, plan_step
-from autopar.stage_search import ROOM, machine_shape, search_stages
+from autopar.stage_search import ROOM, search_stages
 from autopar.staging import time_loop
+from autopar.timetables import Timetable
 from autopar.trace import CallSignature, bind_arguments, trace
 from tests.oracles import assert_same_as_jit
 
@@ -50,9 +52,10 @@ def arguments(width, layers=4, batch=8):
 def searched(width, devices, machine, limit=None, batch=8, **options):
     weights, x = arguments(width, batch=batch)
     signature = CallSignature(step, (1,), (), "auto")
-    loop = time_loop(trace(signature, bind_arguments(signature, (weights, x), {})), 4)
+    traced = trace(signature, bind_arguments(signature, (weights, x), {}))
     request = PlanRequest((), machine, limit, Constraints(), PlannerOptions())
-    return search_stages(loop, request, devices=devices, schedule="1f1b", **options)
+    options = {"timetables": [Timetable(4, "1f1b")], **options}
+    return search_stages(lambda count: time_loop(traced, count), request, devices=devices, **options)
 
 
 def test_devices_of_a_machine_are_counted_in_nodes():
@@ -111,11 +114,18 @@ def test_stages_that_are_equal_are_planned_once_and_run_like_jit(monkeypatch):
 def test_the_search_recomputes_where_activations_alone_are_too_large():
     weights, x = arguments(16, layers=4, batch=4096)
     signature = CallSignature(step, (1,), (), "auto")
-    loop = time_loop(trace(signature, bind_arguments(signature, (weights, x), {})), 4)
+    traced = trace(signature, bind_arguments(signature, (weights, x), {}))
 
     def found(limit, recompute):
         request = PlanRequest((), two_nodes(), limit, Constraints(), PlannerOptions())
-        return search_stages(loop, request, devices=4, schedule="gpipe", num_stages=2, recompute=recompute)
+        return search_stages(
+            lambda count: time_loop(traced, count),
+            request,
+            devices=4,
+            timetables=[Timetable(4, "gpipe")],
+            num_stages=2,
+            recompute=recompute,
+        )
 
     def fits(limit):
         try:
@@ -142,7 +152,7 @@ def test_a_submesh_of_several_nodes_is_planned_only_where_it_may_pay(monkeypatch
         sizes.extend(mesh.size for mesh in request.meshes)
         return staging.measured_stage(program, request)
 
-    monkeypatch.setattr(stage_search, "measured_stage", counted)
+    monkeypatch.setattr(layer_costs, "measured_stage", counted)
     assert searched(64, 4, two_nodes(), num_stages=2).sizes == (2, 2)
     assert set(sizes) == {1, 2}
 

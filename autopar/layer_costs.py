@@ -1,0 +1,296 @@
+"""What ranges of layers cost on submeshes, under several numbers of microbatches.
+
+In: a step, cut into numbers of microbatches as they are asked for, and the machine. Out: a `CostTable` for the dynamic program.
+The forward chain is clustered into layers (`layers.py`); every distinct layer is planned like a stage of its own, and a range of
+layers costs the sum of its layers. Planned at first are the submeshes of one node under one number of microbatches, and more when
+asked (`plan_more`). Of what is not planned there is a figure all the same: a larger submesh costs what perfect division of a
+smaller one gives, another number of microbatches what `timetables.py` carries over. What can go wrong: a figure that is no
+bound; whoever chooses by one has it planned and chooses again.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from autopar.chain_cuts import boundaries
+from autopar.cost_model.hardware import Cluster
+from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
+from autopar.inter_op import ChosenStage, CostTable, Submesh
+from autopar.layers import cluster, identical
+from autopar.memory import TEMPORARIES_MARGIN
+from autopar.mesh import LogicalMesh
+from autopar.microbatch import TimeLoop
+from autopar.options import Constraints
+from autopar.planner import PlanRequest, logical_meshes
+from autopar.stage_program import StageProgram, stage_program
+from autopar.stages import ForwardEquation, cut_stages, forward_chain
+from autopar.staging import StagedStage, measured_stage
+from autopar.timetables import latency_share, seconds_at
+
+LAYER_AXES = 2
+"""Layers, and so stages, are planned on logical meshes of up to so many axes."""
+LAYER_COUNTS = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
+"""Numbers of layers into which a step may be clustered: the one whose cuts send the least, the most layers among equals."""
+
+
+def machine_shape(machine: Cluster, devices: int) -> tuple[int, int]:
+    """(nodes, devices per node) that so many devices of a machine take."""
+    per_node = machine.devices_per_node
+    if per_node is None or devices <= per_node or devices % per_node:
+        return (1, devices)
+    return (devices // per_node, per_node)
+
+
+def layer_meshes(devices: int, machine: Cluster) -> tuple[LogicalMesh, ...]:
+    """The meshes on which layers are planned: up to `LAYER_AXES` axes, where nodes are several the last within a node."""
+    if devices == 1:
+        return (LogicalMesh.of((1,)),)
+    nodes, per_node = machine_shape(machine, devices)
+    meshes = (mesh for mesh in logical_meshes(devices) if len(mesh.shape) <= LAYER_AXES)
+    return tuple(mesh for mesh in meshes if nodes == 1 or len(mesh.shape) == 1 or per_node % mesh.shape[-1] == 0)
+
+
+def _clustered(chain: tuple[ForwardEquation, ...]) -> tuple[int, ...]:
+    """Where layers begin: at the ends of blocks, if the model is made of blocks."""
+    best: tuple[int, ...] = ()
+    least = math.inf
+    for count in LAYER_COUNTS:
+        if count < len(chain):
+            places = cluster(chain, max_layers=count, slack=1.0)
+            sent = max((chain[place].cut_bytes for place in places), default=math.inf)
+            if sent < least:
+                best, least = places, sent
+    return best
+
+
+@dataclasses.dataclass(frozen=True)
+class _LayerFigures:
+    """What a layer costs on some devices: seconds per microbatch, of the update per step, and bytes as in `StageMemory`."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    once_s: float = 0.0
+    kept_bytes: float = 0.0
+    passing_bytes: float = 0.0
+    residual_bytes: float = 0.0
+    received_bytes: float = 0.0
+
+
+def _ranges(values: Sequence[float]) -> np.ndarray:
+    """[i, j]: the sum of values i to j - 1; 0 where there are none."""
+    before = np.concatenate([[0.0], np.cumsum(values)])
+    return np.triu(before[None, :] - before[:-1, None], 1)
+
+
+def _largest(values: Sequence[float]) -> np.ndarray:
+    """[i, j]: the largest of values i to j - 1."""
+    largest = np.zeros((len(values), len(values) + 1))
+    for i in range(len(values)):
+        largest[i, i + 1 :] = np.maximum.accumulate(values[i:])
+    return largest
+
+
+class _Layers:
+    """Layers of the step in one number of microbatches, planned on demand; equal ones once."""
+
+    def __init__(self, loop: TimeLoop, places: tuple[int, ...], request: PlanRequest) -> None:
+        self.loop, self.places = loop, places
+        self._cut = cut_stages(loop, places)
+        self._first = identical(loop, places)
+        rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
+        self._request = dataclasses.replace(request, constraints=Constraints(rules), memory_limit_bytes=None)
+        self._programs: dict[int, StageProgram] = {}
+        self._planned: dict[tuple[int, int], StagedStage | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def meshes(self, stage: ChosenStage) -> tuple[LogicalMesh, ...]:
+        """The logical meshes that the layers of a stage were planned on, the most frequent first."""
+        devices = math.prod(stage.submesh)
+        planned = (self._stage(layer, devices) for layer in range(stage.first_layer, stage.end_layer))
+        count = collections.Counter(one.assignment.mesh for one in planned if one is not None)
+        return tuple(mesh for mesh, _ in count.most_common())
+
+    def figures(self, layer: int, devices: int) -> _LayerFigures | None:
+        """What a layer costs on so many devices, None if there is no plan."""
+        stage = self._stage(layer, devices)
+        if stage is None:
+            return None
+        memory = stage.memory
+        return _LayerFigures(
+            stage.forward_s,
+            stage.backward_s,
+            stage.once_s,
+            memory.kept_bytes + memory.accumulator_bytes / TEMPORARIES_MARGIN,
+            memory.passing_bytes,
+            memory.residual_bytes,
+            memory.received_bytes,
+        )
+
+    def _stage(self, layer: int, devices: int) -> StagedStage | None:
+        key = (self._first[layer], devices)
+        if key not in self._planned:
+            number = key[0]
+            if number not in self._programs:
+                self._programs[number] = stage_program(self._cut, number)
+            meshes = layer_meshes(devices, self._request.cluster)
+            request = dataclasses.replace(self._request, meshes=meshes)
+            try:
+                self._planned[key] = measured_stage(self._programs[number], request)
+            except OutOfMemoryError:
+                self._planned[key] = None
+        return self._planned[key]
+
+
+class LayerCosts:
+    """Costs of layers on submeshes under numbers of microbatches: of what has been planned, and estimates from it of the rest.
+
+    `impossible`: numbers of microbatches in which the step cannot be cut, or not into the same layers.
+    """
+
+    def __init__(
+        self, loop_of: Callable[[int], TimeLoop], count: int, request: PlanRequest, options: Sequence[Submesh]
+    ) -> None:
+        self._loop_of, self._request = loop_of, request
+        loop = loop_of(count)
+        self._chain = forward_chain(loop)
+        self._places = boundaries(self._chain) or _clustered(self._chain)
+        self._layers = {count: _Layers(loop, self._places, request)}
+        self._devices = max(map(math.prod, options))
+        per_node = request.cluster.devices_per_node or math.inf
+        self._sizes = {count: {size for size in map(math.prod, options) if size <= per_node}}
+        self._tables: dict[tuple[int, bool], CostTable] = {}
+        self.impossible: set[int] = set()
+
+    @property
+    def counts(self) -> frozenset[int]:
+        """Numbers of microbatches under which something has been planned."""
+        return frozenset(self._layers)
+
+    def of(self, count: int) -> _Layers:
+        """The layers under a number of microbatches that has been planned."""
+        return self._layers[count]
+
+    def plan_more(self, count: int, submeshes: Sequence[Submesh]) -> bool:
+        """Plan layers on these submeshes under so many microbatches from now on; whether that is new."""
+        if count not in self._layers and not self._cut(count):
+            self.impossible.add(count)
+            return True
+        known = self._sizes.setdefault(count, set())
+        new = {math.prod(submesh) for submesh in submeshes} - known
+        known |= new
+        if new:
+            self._tables.clear()
+        return bool(new)
+
+    def _cut(self, count: int) -> bool:
+        """Cut the step into so many microbatches and the same layers, if that can be done."""
+        try:
+            loop = self._loop_of(count)
+        except (ArgumentError, UnsupportedProgramError):
+            return False
+        if len(forward_chain(loop)) != len(self._chain):
+            return False
+        self._layers[count] = _Layers(loop, self._places, self._request)
+        return True
+
+    def table(self, count: int, options: Sequence[Submesh], *, recompute: bool) -> CostTable:
+        """Costs of all ranges of layers on all submeshes, from those of the layers."""
+        if (count, recompute) not in self._tables:
+            self._tables[count, recompute] = self._table(count, options, recompute=recompute)
+        return self._tables[count, recompute]
+
+    def _table(self, count: int, options: Sequence[Submesh], *, recompute: bool) -> CostTable:
+        """As `table`.
+
+        Temporaries count with the margin that a limit must leave for them. Seconds, weights and what is in flight add up; what
+        comes and goes within a task does not, the largest counts. With `recompute` a microbatch in flight keeps what the first
+        layer received, and backward, which takes a forward more, makes the rest again.
+        """
+        layers = len(self._places) + 1
+        arrays = [np.zeros((len(options), layers, layers + 1)) for _ in range(5)]
+        later = _ranges([1.0] * layers) > 0
+        for z, submesh in enumerate(options):
+            devices = math.prod(submesh)
+            figures = [self._figures(count, layer, devices) for layer in range(layers)]
+            can = (_ranges([float(f is None) for f in figures]) == 0) & later
+            known = [f or _LayerFigures() for f in figures]
+            forward, backward, once, kept, residual = (
+                _ranges([getattr(f, name) for f in known])
+                for name in ("forward_s", "backward_s", "once_s", "kept_bytes", "residual_bytes")
+            )
+            received = np.array([f.received_bytes for f in known])[:, None]
+            passing = _largest([f.passing_bytes for f in known]) / TEMPORARIES_MARGIN
+            first = residual / TEMPORARIES_MARGIN - (0.0 if recompute else residual)
+            weights = kept + passing + first
+            arrays[0][z] = np.where(can, (1.0 + recompute) * forward + backward, np.inf)
+            arrays[1][z] = np.where(can, once, 0.0)
+            arrays[2][z] = np.where(can, self._transfer_s(count, devices)[None, :], 0.0)
+            arrays[3][z] = np.where(can, weights, 0.0)
+            arrays[4][z] = np.where(can, received if recompute else residual, 0.0)
+        return CostTable(*arrays)
+
+    def _transfer_s(self, count: int, devices: int) -> np.ndarray:
+        """Seconds to send what crosses after each layer, and its gradient back."""
+        link = self._request.cluster.links_of((max(2, self._devices // devices), devices))[0]
+        sent = np.array([0.0, *(self._chain[place].cut_bytes / count for place in self._places), 0.0])
+        return np.where(sent > 0, 2 * (link.alpha_s + sent / devices * link.beta_s_per_byte), 0.0)
+
+    def _figures(self, count: int, layer: int, devices: int) -> _LayerFigures | None:
+        """What a layer costs on so many devices under so many microbatches, None if there is no plan.
+
+        Where only other numbers of microbatches are planned: carried over from them. Where no number is: the least that it can
+        cost, as if work, state and all else of a smaller submesh were divided evenly among more devices.
+        """
+        known = {m: self._layers[m].figures(layer, devices) for m, sizes in self._sizes.items() if devices in sizes}
+        if count in known:
+            return known[count]
+        planned = {m: figures for m, figures in known.items() if figures is not None}
+        if planned:
+            return _carried(planned, count, share=self._share(layer))
+        if known:
+            return None
+        smaller = {size for sizes in self._sizes.values() for size in sizes if size < devices}
+        each = {size: self._figures(count, layer, size) for size in smaller}
+        divided = [
+            [size / devices * figure for figure in dataclasses.astuple(figures)]
+            for size, figures in each.items()
+            if figures is not None
+        ]
+        return _LayerFigures(*(max(one) for one in zip(*divided, strict=True))) if divided else _LayerFigures()
+
+    def _share(self, layer: int) -> np.ndarray | float:
+        """What part of a layer's forward and backward is latency, from submeshes planned under several counts."""
+        shares = []
+        for devices in set[int]().union(*self._sizes.values()):
+            counts = [m for m, sizes in self._sizes.items() if devices in sizes]
+            known = {m: f for m in counts if (f := self._layers[m].figures(layer, devices)) is not None}
+            if len(known) > 1:
+                share = latency_share({m: _task_seconds(f) for m, f in known.items()}, next(iter(known)))
+                shares += [] if share is None else [share]
+        return np.asarray(np.mean(shares, axis=0)) if shares else 0.0
+
+
+def _task_seconds(figures: _LayerFigures) -> np.ndarray:
+    return np.array([figures.forward_s, figures.backward_s])
+
+
+def _carried(planned: Mapping[int, _LayerFigures], count: int, *, share: np.ndarray | float) -> _LayerFigures:
+    """Figures under another number of microbatches: seconds by their latency, what a microbatch keeps by its size."""
+    nearest = min(planned, key=lambda m: abs(math.log(m / count)))
+    near, smaller = planned[nearest], nearest / count
+    forward_s, backward_s = seconds_at({m: _task_seconds(f) for m, f in planned.items()}, count, share=share)
+    return dataclasses.replace(
+        near,
+        forward_s=float(forward_s),
+        backward_s=float(backward_s),
+        passing_bytes=smaller * near.passing_bytes,
+        residual_bytes=smaller * near.residual_bytes,
+        received_bytes=smaller * near.received_bytes,
+    )

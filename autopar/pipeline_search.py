@@ -1,0 +1,188 @@
+"""A pipeline on given meshes, in the best timetable: numbers of microbatches, schedules and virtual stages compared.
+
+In: a traced step, what the user fixed, devices. Out: the plan with the least predicted step, and the stages behind it. The usual
+timetable is planned first. From the seconds of its stages follow estimates of all others: the runtime's simulator for the
+schedule, `timetables.py` for the number of microbatches, even division for virtual stages. While one promises to be better than
+the best plan, it is planned; a second number of microbatches always is, if that is left open, so that latencies are known.
+What can go wrong: an estimate that is too high hides a better timetable; the table of what was compared says which figures are
+estimates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.chain_cuts import indivisible_work
+from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
+from autopar.pipeline_plan import PipelinePlan
+from autopar.pipeline_planner import (
+    ONCE,
+    PipelineWishes,
+    as_planned,
+    in_other_schedules,
+    plan_pipeline,
+    simulated,
+)
+from autopar.plan import Alternative
+from autopar.planner import PlanRequest
+from autopar.runtime.schedules import make_schedule
+from autopar.split_scans import split_scans
+from autopar.stacks import cuts_for_stages
+from autopar.stages import forward_chain
+from autopar.staging import Staged, divided_loop
+from autopar.timetables import WORTH, Timetable, latency_share, seconds_at
+from autopar.trace import TracedStep
+
+
+def best_pipeline(
+    traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int
+) -> tuple[PipelinePlan, Staged]:
+    """The best plan of a pipeline on so many devices. Raises ArgumentError, ConstraintError, OutOfMemoryError and others."""
+    started = time.perf_counter()
+    tables = [t for t in wishes.timetables(traced, wishes.num_stages) if _is_possible(t, wishes)]
+    comparison = _Comparison(traced, wishes, request, devices=devices, tables=tables)
+    try:
+        plan, staged = comparison.run()
+    except UnsupportedProgramError as error:
+        if wishes.num_microbatches != "auto" or tables[0].microbatches == 1:
+            raise
+        warn(f"the stages run with one microbatch, one after the other: {error}")
+        return best_pipeline(traced, dataclasses.replace(wishes, num_microbatches=1), request, devices=devices)
+    return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged
+
+
+def _is_possible(timetable: Timetable, wishes: PipelineWishes) -> bool:
+    """Whether interleaving is; where it was asked for, `make_schedule` says what is wrong."""
+    is_asked_for = wishes.schedule != "auto" and wishes.num_microbatches != "auto"
+    return is_asked_for or timetable.schedule != "interleaved" or timetable.microbatches % wishes.num_stages == 0
+
+
+class _Comparison:
+    """What is planned and what is not, of timetables in order of preference."""
+
+    def __init__(
+        self,
+        traced: TracedStep,
+        wishes: PipelineWishes,
+        request: PlanRequest,
+        *,
+        devices: int,
+        tables: Sequence[Timetable],
+    ) -> None:
+        self._traced, self._wishes, self._request = traced, wishes, request
+        self._devices, self._tables = devices, tuple(tables)
+        self._planned: dict[Timetable, tuple[PipelinePlan, Staged]] = {}
+        self._failed: dict[Timetable, Exception] = {}
+
+    def run(self) -> tuple[PipelinePlan, Staged]:
+        """The best plan. Raises what the first timetable does if no other one has a plan either."""
+        self._plan_one_that_fits()
+        while (chosen := self._most_promising() or self._second_count()) is not None:
+            self._plan(chosen)
+        plan, staged = self._planned[min(self._planned, key=lambda t: self._planned[t][0].step_s)]
+        compared = tuple(self._alternative(t) for t in sorted(self._tables)) if len(self._tables) > 1 else ()
+        return dataclasses.replace(plan, compared=compared), staged
+
+    def _plan_one_that_fits(self) -> None:
+        """The first timetable; where the memory is too small, the next one with more microbatches, which need less."""
+        first = self._tables[0]
+        larger = sorted(
+            t for t in self._tables if (t.schedule, t.virtual_stages) == (first.schedule, first.virtual_stages)
+        )
+        for timetable in (first, *(t for t in larger if t.microbatches > first.microbatches)):
+            self._plan(timetable)
+            if self._planned:
+                return
+            if not isinstance(self._failed[timetable], OutOfMemoryError | ConstraintError):
+                break
+        raise self._failed[first]
+
+    def _plan(self, timetable: Timetable) -> None:
+        """Plan the stages, and see what they take in other schedules."""
+        wishes = self._wishes
+        try:
+            if wishes.virtual_stages == "auto" and timetable.virtual_stages > 1:
+                self._check_layers(timetable)
+            plan, staged = plan_pipeline(self._traced, wishes, timetable, self._request, devices=self._devices)
+        except (ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError) as error:
+            self._failed[timetable] = error
+            return
+        self._planned[timetable] = plan, staged
+        self._planned |= in_other_schedules(self._traced, staged, timetable, self._open(), self._request)
+
+    def _check_layers(self, timetable: Timetable) -> None:
+        """Raise ArgumentError where an operation is too much for a stage, if there are so many of them."""
+        chunks = self._wishes.num_stages * timetable.virtual_stages
+        split = split_scans(self._traced, cuts_for_stages(self._traced, chunks))
+        chain = forward_chain(divided_loop(split, timetable.microbatches))
+        if indivisible_work(chain, chunks, divided=any(split.cuts)) is not None:
+            raise ArgumentError(f"the step has too few layers of equal work for {chunks} stages")
+
+    def _open(self) -> list[Timetable]:
+        return [t for t in self._tables if t not in self._planned and t not in self._failed]
+
+    def _most_promising(self) -> Timetable | None:
+        """The one with the least estimate among those that are not planned, if that is worth it."""
+        least_s = min(plan.step_s for plan, _ in self._planned.values())
+        estimates = {t: self._estimate_s(t) for t in self._open()}
+        best = min(estimates, key=lambda t: estimates[t], default=None)
+        return best if best is not None and estimates[best] < least_s * (1 - WORTH) else None
+
+    def _second_count(self) -> Timetable | None:
+        """The best one with the number of microbatches next to the only one that is planned."""
+        counts = {t.microbatches for t in (*self._planned, *self._failed)}
+        others = [t for t in self._open() if t.microbatches not in counts]
+        if len(counts) > 1 or not others:
+            return None
+        (count,) = counts
+        return min(others, key=lambda t: (abs(math.log(t.microbatches / count)), self._estimate_s(t)))
+
+    def _alternative(self, timetable: Timetable) -> Alternative:
+        if timetable in self._planned:
+            return as_planned(self._planned[timetable][0])
+        estimate_s = None if timetable in self._failed else self._estimate_s(timetable)
+        return Alternative(
+            self._wishes.num_stages * timetable.virtual_stages,
+            timetable.microbatches,
+            timetable.schedule,
+            timetable.virtual_stages,
+            estimate_s=estimate_s,
+        )
+
+    def _estimate_s(self, timetable: Timetable) -> float:
+        """What a step would take in a timetable that is not planned."""
+        count, chunks, meshes = timetable.microbatches, timetable.virtual_stages, self._wishes.num_stages
+        like = min({t.virtual_stages for t in self._planned}, key=lambda v: abs(v - chunks))
+        known = {t.microbatches: plan for t, (plan, _) in self._planned.items() if t.virtual_stages == like}
+        seconds = seconds_at({m: _task_seconds(plan) for m, plan in known.items()}, count, share=self._share())
+        nearest = known[min(known, key=lambda m: abs(math.log(m / count)))]
+        if nearest.recompute and self._wishes.recompute == "auto" and count > nearest.num_microbatches:
+            seconds = seconds - np.array([0.0, 1.0]) * seconds[:, :1]  # more microbatches may do without
+        if chunks != like:
+            seconds = np.tile(seconds.reshape(like, meshes, 2).sum(axis=0) / chunks, (chunks, 1))
+        schedule = make_schedule(timetable.schedule, num_meshes=meshes, num_microbatches=count, virtual_stages=chunks)
+        fill_s = sum(t.predicted_s for t in nearest.transfers if t.what not in ONCE)
+        fill_s *= (meshes * chunks - 1) / max(1, meshes * like - 1) * min(1.0, nearest.num_microbatches / count)
+        once_s = max(stage.once_s for stage in nearest.stages) + max(
+            (t.predicted_s for t in nearest.transfers if t.what in ONCE), default=0.0
+        )
+        return simulated(schedule, [tuple(one) for one in seconds.tolist()]).makespan_s + fill_s + once_s
+
+    def _share(self) -> float:
+        """What part of a stage's seconds is latency, where several numbers of microbatches are planned."""
+        for like in {t.virtual_stages for t in self._planned}:
+            known = {t.microbatches: plan for t, (plan, _) in self._planned.items() if t.virtual_stages == like}
+            share = latency_share({m: _task_seconds(plan).sum() for m, plan in known.items()}, next(iter(known)))
+            if share is not None:
+                return float(share)
+        return 0.0
+
+
+def _task_seconds(plan: PipelinePlan) -> np.ndarray:
+    """Seconds of (stage, forward or backward) per microbatch."""
+    return np.array([[stage.forward_s, stage.backward_s] for stage in plan.stages])
