@@ -25,7 +25,6 @@ from autopar.relayout import KINDS, LayoutSpace, Network
 from autopar.rules import PrimitiveRule, entry_for, flops_of, rule_for
 from autopar.strategies import ShardingStrategy, strategies_of, undivided_dropped
 
-
 _TIE = 1e-3
 """Of the bytes that an operation inside a kernel gives, the part that counts although it stays in registers."""
 
@@ -189,7 +188,8 @@ class Catalogue:
     ) -> np.ndarray:
         """Seconds of relayout for every pair of choices of who gives a value and who takes it; `flipped`: transposed.
 
-        stacked: whether what is given, and what is taken, are the parts of a stack like `aval`. held: only equal layouts go together.
+        stacked: whether what is given, and what is taken, are the parts of a stack like `aval`. held: only equal layouts go
+        together.
         """
         key = (id(giver), output, id(taker), operand, stacked, tuple(aval.shape), itemsize_of(aval), flipped, held)
         if key not in self._matrices:
@@ -247,7 +247,7 @@ class Catalogue:
         )
 
     def _kernel_s(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy, traffic: Traffic) -> float:
-        """Seconds of an equation's part of a kernel, which moves bytes; among equal choices the one that computes less is best."""
+        """Seconds of an equation's part of a kernel, which moves bytes; of equal choices the one that computes less is best."""
         made = [part * size for part, size in zip(traffic.writes, self._each_out_bytes(eqn, strategy), strict=True)]
         read = [part * size for part, size in zip(traffic.reads, self._in_bytes(eqn, strategy), strict=True)]
         if entry.picks and read:

@@ -51,7 +51,7 @@ def traffic_of(program: Program) -> Mapping[Equation, Traffic]:
     """The traffic of every equation, nested ones included."""
     found: dict[Equation, Traffic] = {}
     for scope in _scopes(program):
-        found.update(_Kernels(scope).traffic())
+        found.update(Kernels(scope).traffic())
     return found
 
 
@@ -62,11 +62,17 @@ def _scopes(program: Program) -> Iterator[Program]:
             yield from _scopes(region)
 
 
-class _Kernels:
-    """The kernels of one program without the nested ones. A value's *root* is the value of which it is another name."""
+class Kernels:
+    """The kernels of one program without the nested ones. A value's *root* is the value of which it is another name.
 
-    def __init__(self, program: Program) -> None:
+    `stage_of`, where given, says in which part of the program an equation runs: 0, 1, ...; no kernel has equations of two parts.
+    `readers`: for each value in memory the equations that read it.
+    """
+
+    def __init__(self, program: Program, stage_of: Mapping[Equation, int] | None = None) -> None:
         self.program = program
+        self.stage_of = stage_of or {}
+        self.readers: dict[Var, set[Equation]] = defaultdict(set)
         self.roots: dict[Var, Var] = {}
         self.producers: dict[Var, Equation] = {}
         self.levels: dict[Var, int] = {}
@@ -98,6 +104,7 @@ class _Kernels:
             if _is_alias(eqn):
                 continue
             level = max((self._after(v, eqn) for v in _variables((*eqn.invars, eqn.after))), default=0)
+            level = max(level, self.stage_of.get(eqn, 0) * len(self.program.equations))
             if _keeps_apart(eqn):
                 self.levels[eqn.outvars[0]] = level
                 continue
@@ -188,6 +195,10 @@ class _Kernels:
         """See `traffic_of`."""
         for kernel in self._fused_kernels():
             self._read_by(kernel)
+        for eqn in self.program.equations:
+            if not _fuses(eqn) and not _is_alias(eqn) and eqn not in self.absorbed:
+                for var in _variables(eqn.invars):
+                    self.readers[self.root(var)].add(eqn)
         return {eqn: self._traffic(eqn) for eqn in self.program.equations}
 
     def _fused_kernels(self) -> list[list[Equation]]:
@@ -221,6 +232,7 @@ class _Kernels:
                 wanted = self._wanted(root, have)
                 for source in wanted - have:
                     self.reads[eqn, place] += _bytes(source) / max(_bytes(var), 1)
+                    self.readers[source].add(eqn)
                     reads = True
                 have |= wanted
         if reads or any(v in self.written for eqn in kernel for v in eqn.outvars):

@@ -383,12 +383,9 @@ class _Builder:
 
     def _hold(self, source: Source, target: int) -> None:
         """Note that a node gives what is held: such an input, or one of these under another name."""
-        node = self.nodes[target]
-        if (
-            source.node in self._held
-            and node.equation is not None
-            and node.equation.primitive in (fan_out_p, optimization_barrier_p)
-        ):
+        equation = self.nodes[target].equation
+        renamed = equation is not None and equation.primitive in (fan_out_p, optimization_barrier_p)
+        if renamed and source.node in self._held:
             self._held.add(target)
 
     def _finish_edges(self) -> None:

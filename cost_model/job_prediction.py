@@ -88,9 +88,9 @@ def _priced(cluster: Cluster, job: TrainingJob, reached: InTraining) -> StepPred
     return predict_step(cluster, step_plan(job), stages_of(job), reached=reached)
 
 
-def predict_with(cluster: Cluster, job: TrainingJob, timing: Timing) -> JobPrediction:
+def predict_with(cluster: Cluster, job: TrainingJob, timing: Timing, *, reached: InTraining = FITTED) -> JobPrediction:
     """Price a job whose microbatch and virtual stages are known, its parts as `timing` says."""
-    return JobPrediction(job, predict_step(cluster, step_plan(job), stages_of(job, timing)))
+    return JobPrediction(job, predict_step(cluster, step_plan(job), stages_of(job, timing), reached=reached))
 
 
 def step_plan(job: TrainingJob) -> StepPlan:

@@ -33,6 +33,8 @@ class InTraining:
 # The only fitted constants of training steps: least mean error on the eight rows of Korthikanti et al. (2022), of matrix in
 # steps of 0.01 and memory in steps of 0.05 (`benchmarks/cost_model_error.py --fit`). They hold for every cluster.
 FITTED = InTraining(matrix=0.90, memory=0.95)
+FITTED_PLANS = InTraining(matrix=0.89, memory=0.80)
+"""The same where a planner's plans say what the parts of a step do."""
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 _DATA, _EXPERT, _TENSOR = 1, 2, 3
 _AXES: dict[Group, tuple[int, ...]] = {"tensor": (_TENSOR,), "expert": (_EXPERT,), "data": (_DATA, _EXPERT)}

@@ -33,8 +33,10 @@ from autopar.cost_model.transformer_shape import TransformerShape
 from autopar.models import bert, gpt, llama, moe, objective, sizes, t5, transformer, wide_resnet
 from autopar.options import Constraints, Rule, SplitBatch
 
-Apply = Callable[[Any, Mapping[str, jax.Array], Mapping[str, jax.Array]], jax.Array]
-"""(parameters, what the part takes, ids) -> what it gives: hidden states, or the loss."""
+Beside = Mapping[str, Any]
+"""What has no gradient: "ids", which are tokens and targets, and the dropout's "key"."""
+Apply = Callable[[Any, Mapping[str, jax.Array], Beside], jax.Array]
+"""(parameters, what the part takes, what has no gradient) -> what it gives: hidden states, or the loss."""
 
 DATA, EXPERT, TENSOR = "data", "expert", "tensor"
 _DTYPES = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32}
@@ -97,7 +99,6 @@ def part_step(part: Part, *, zero_stage: int, precision: str) -> PartStep:
     split = part.split
     model = _model(part, part.shape, split) if isinstance(part.shape, TransformerShape) else _residual(part)
     recomputed = split.recompute == "full" if isinstance(split, LayerSplit) else split.recompute
-    apply = jax.checkpoint(model.apply) if recomputed and model.takes and model.gives else model.apply
     dtype = _DTYPES[precision]
     shapes = jax.eval_shape(model.init, jax.ShapeDtypeStruct((2,), jnp.uint32))
     gradient = dtype if isinstance(split, LayerSplit) and split.gradient_bytes == 2 else jnp.float32
@@ -107,21 +108,26 @@ def part_step(part: Part, *, zero_stage: int, precision: str) -> PartStep:
         "taken": {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in model.takes.items()},
         "given": {} if model.gives is None else {"x": jax.ShapeDtypeStruct(model.gives, dtype)},
         "ids": {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in model.ids.items()},
+        "key": jax.ShapeDtypeStruct((2,), jnp.uint32),
     }
     axes = _axes(part)
-    return PartStep(_step(apply), state, axes, _constraints(part, state, axes, zero_stage))
+    twice = bool(recomputed and model.takes and model.gives)
+    return PartStep(_step(model.apply, twice=twice), state, axes, _constraints(part, state, axes, zero_stage))
 
 
-def _step(apply: Apply) -> Callable[..., Any]:
-    """Forward, and backward from the given gradient, or from the loss."""
+def _step(apply: Apply, *, twice: bool) -> Callable[..., Any]:
+    """Forward, and backward from the given gradient, or from the loss. `twice`: forward again before backward, all of it."""
 
     def step(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, jax.Array]]:
-        ids = state["ids"]
-        y, backward = jax.vjp(lambda params, taken: apply(params, taken, ids), state["params"], state["taken"])
+        beside = {"ids": state["ids"], "key": state["key"]}
+        taken = (state["params"], state["taken"], beside)
+        first = [apply(*taken)] if twice else []
+        params, inputs, again = jax.lax.optimization_barrier(taken) if twice else taken
+        y, backward = jax.vjp(lambda params, inputs: apply(params, inputs, again), params, inputs)
         grads, d_taken = backward(state["given"]["x"] if state["given"] else jnp.ones_like(y))
-        given = {"x": y} if state["given"] else {}
-        new = {"params": state["params"], "grads": _accumulated(state["grads"], grads), "taken": d_taken, "ids": ids}
-        return new | {"given": given}, {} if given else {"loss": y}
+        given = {"x": (*first, y)[0]} if state["given"] else {}
+        new = {"params": state["params"], "grads": _accumulated(state["grads"], grads), "taken": d_taken, **beside}
+        return new | {"given": given}, {"recomputed": y} if twice else {} if given else {"loss": y}
 
     return step
 
@@ -152,8 +158,8 @@ def _model(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit) 
     block, arguments = _block(part.kind, shape, config)
     takes = {"x": x, "memory": x} if part.kind == "decoder" else {"x": x}
 
-    def apply(params: Any, given: Mapping[str, jax.Array], ids: Mapping[str, jax.Array]) -> jax.Array:
-        result: Any = block.apply({"params": params}, given["x"], None, *arguments(given))
+    def apply(params: Any, given: Mapping[str, jax.Array], beside: Beside) -> jax.Array:
+        result: Any = block.apply({"params": params}, given["x"], beside["key"], *arguments(given))
         y: jax.Array = result[0] if isinstance(result, tuple) else result
         return y
 
@@ -178,7 +184,7 @@ def _residual(part: Part) -> _Model:
 
     statistics = jax.eval_shape(variables, jax.ShapeDtypeStruct((2,), jnp.uint32))["batch_stats"]
 
-    def apply(params: Any, taken: Mapping[str, jax.Array], ids: Mapping[str, jax.Array]) -> jax.Array:
+    def apply(params: Any, taken: Mapping[str, jax.Array], beside: Beside) -> jax.Array:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), statistics)
         result: Any = module.apply({"params": params, "batch_stats": zeros}, taken["x"], True, mutable=["batch_stats"])
         y: jax.Array = result[0]
@@ -224,8 +230,8 @@ def _embedding(shape: TransformerShape, config: Any) -> _Model:
     def embed(module: Any, numbers: jax.Array) -> Any:
         return module.embed(numbers, numbers) if shape.family == "bert" else module(numbers)
 
-    def apply(params: Any, given: Mapping[str, jax.Array], ids: Mapping[str, jax.Array]) -> Any:
-        return tables.apply({"params": params}, ids["tokens"], method=embed)
+    def apply(params: Any, given: Mapping[str, jax.Array], beside: Beside) -> Any:
+        return tables.apply({"params": params}, beside["ids"]["tokens"], method=embed)
 
     def init(key: jax.Array) -> Any:
         return tables.init(key, jnp.zeros(tokens, jnp.int32), method=embed)["params"]
@@ -237,9 +243,11 @@ def _head(shape: TransformerShape, config: Any) -> _Model:
     """The product with the token table, or the head's own, and the loss; the last norm is left to the closed form's rounding."""
     x = (config.batch, config.seq, config.hidden)
 
-    def apply(params: Any, given: Mapping[str, jax.Array], ids: Mapping[str, jax.Array]) -> jax.Array:
+    def apply(params: Any, given: Mapping[str, jax.Array], beside: Beside) -> jax.Array:
         logits = given["x"] @ params["vocabulary"]["kernel"]
-        loss, _ = objective.cross_entropy(config, logits.astype(jnp.float32), ids["targets"], evaluating=False)
+        loss, _ = objective.cross_entropy(
+            config, logits.astype(jnp.float32), beside["ids"]["targets"], evaluating=False
+        )
         return loss
 
     def init(key: jax.Array) -> Any:
@@ -258,7 +266,7 @@ def _config(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit)
         "heads": shape.heads,
         "seq": shape.seq_len,
         "vocab": vocab,
-        "dropout": 0.0,
+        "dropout": 0.1,
     }
     if shape.family == "llama":
         return sizes.LlamaConfig(**common, kv_heads=shape.kv_heads, ffn=shape.ffn_hidden)
@@ -285,7 +293,10 @@ def _constraints(part: Part, state: Mapping[str, Any], axes: Mapping[str, int], 
     samples = tuple(name for name in (DATA, EXPERT) if axes.get(name, 1) > 1)
     spread = TENSOR if part.split.sequence_parallel and TENSOR in axes else None
     images = not isinstance(part.shape, TransformerShape)  # of which channels are spread, as tokens of texts are
-    between = SplitBatch(samples, PartitionSpec(None, None, spread) if images else PartitionSpec(spread, None))
+    rest = (None, None, spread) if images else (spread, None)
+    # Between the ranks of a mixture samples change places, so only what enters and leaves it is split by them.
+    moved = part.kind == "expert" and EXPERT in samples
+    between = PartitionSpec(samples, *rest) if moved else SplitBatch(samples, PartitionSpec(*rest))
     rules = [Rule(f"state/{place}/*", between, must_match=False) for place in ("taken", "given")]
     rules.append(Rule("state/ids/*", SplitBatch(samples), must_match=False))
     for place, since in (("params", 3), ("grads", 1)):
