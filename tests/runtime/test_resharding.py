@@ -14,8 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.compat import make_mesh
 from autopar.errors import ArgumentError
+from autopar.runtime.boxes import cutters, joiners
 from autopar.runtime.resharding import BatchResharder, Resharder, reshard
-from autopar.runtime.routes import Move
+from autopar.runtime.routes import Move, Route
 from autopar.runtime.tiles import Links, Tiling
 
 # (source mesh, first source device) -> (target mesh, first target device)
@@ -106,6 +107,22 @@ ROUTES = [
     (sharding_on((4,), 0, P()), sharding_on((4,), 4, P()), "tiles", True),
     (sharding_on((4,), 0, P("x")), sharding_on((4,), 0, P(None, "x")), "tiles", False),
 ]
+
+
+@pytest.mark.parametrize(
+    ("target", "senders", "receivers"),
+    [
+        (sharding_on((2,), 4, P("x")), 0, 2),
+        (sharding_on((8,), 0, P("x")), 4, 0),
+        (sharding_on((3,), 4, P("x")), 2, 3),
+    ],
+    ids=["tiles joined", "tiles cut", "both"],
+)
+def test_programs_run_only_where_boxes_are_less_than_tiles(target, senders, receivers):
+    """24 numbers on four devices: a box that is all that its sender has, or its receiver is to have, needs no program there."""
+    route = Route(0, Move((24,), np.dtype(np.float32), sharding_on((4,), 0, P("x")), target), None)
+    assert route.kind == "tiles"
+    assert (len(cutters([route])), len(joiners([route]))) == (senders, receivers)
 
 
 @pytest.mark.parametrize(("source", "target", "kind", "gathers"), ROUTES)

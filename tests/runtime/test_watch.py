@@ -87,9 +87,10 @@ def test_who_waits_looks_for_notes():
 
 
 def test_an_array_that_needs_longer_than_a_look_is_waited_for():
-    array = Slow(1.5 * LOOK_S)
-    Watch((0, 3), Table()).wait([array])
+    array, table = Slow(1.5 * LOOK_S), Table()
+    Watch((0, 3), table).wait([array])
     assert array.is_ready()
+    assert table.looks == 1
 
 
 def test_waiting_is_given_up_when_told_and_costs_little():
