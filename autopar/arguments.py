@@ -19,10 +19,10 @@ from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster
 from autopar.errors import ArgumentError
 from autopar.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan
-from autopar.pipeline_planner import Recompute
 from autopar.plan import Plan
 from autopar.relayout import KINDS
 from autopar.runtime.schedules import SCHEDULES
+from autopar.timetables import Recompute
 
 Shape = Sequence[int] | Mapping[str, int]
 MeshShape = Literal["auto"] | Shape | Sequence[Shape]

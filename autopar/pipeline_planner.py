@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Literal, cast
+from typing import cast
 
 from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
 from autopar.following import Following, homes_of
@@ -40,11 +40,10 @@ from autopar.staging import (
     time_loop,
     transfer_bytes,
 )
-from autopar.timetables import Open, Timetable, counts_around, timetables, usual_microbatches
+from autopar.timetables import Open, Recompute, Timetable, counts_around, timetables, usual_microbatches
 from autopar.trace import TracedStep
 from autopar.whereabouts import takes_gradients
 
-Recompute = Literal["auto", "none", "layer"]
 ONCE = ("update", "weights")
 """Transfers that happen once per step."""
 

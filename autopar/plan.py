@@ -99,6 +99,7 @@ class Plan:
     """See the module's text. Times in seconds, sizes in bytes per device. `recompute`: backward repeats layers' forward work.
 
     `candidates`: the meshes that were compared; `compared`: numbers of microbatches and recomputation, if several were.
+    `unlimited_s`: seconds per step of the best plan without the memory limit, as far as that was searched.
     """
 
     fingerprint: str
@@ -122,6 +123,7 @@ class Plan:
     num_microbatches: int = 1
     recompute: bool = False
     compared: tuple[Alternative, ...] = ()
+    unlimited_s: float = 0.0
     version: int = VERSION
 
     @property
@@ -180,6 +182,7 @@ class Plan:
             raise PlanError(f"plan of version {fields['version']}, this autopar reads version {VERSION}: plan again")
         fields.setdefault("recompute", False)  # plans of version 1 from before it could be done on one mesh
         fields.setdefault("compared", [])  # and from before numbers of microbatches were compared
+        fields.setdefault("unlimited_s", 0.0)
         _check_fields(cls, fields, "")
         nested = {"inputs": ValuePlan, "outputs": ValuePlan, "collectives": CollectivePlan}
         nested |= {"peak_tensors": LiveTensor, "candidates": Candidate, "compared": Alternative}

@@ -76,6 +76,7 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignmen
     best: tuple[Plan, Assignment] | None = None
     failures: list[_Infeasible] = []
     candidates: list[Candidate] = []
+    found_s: list[float] = []
     for mesh in _distinct(request):
         outcome = _plan_on(traced, mesh, request, best[0].step_s if best is not None else np.inf)
         if isinstance(outcome, _Infeasible):
@@ -86,12 +87,14 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignmen
             candidates.append(Candidate(mesh.shape, None, outcome.lower_bound_s))
             continue
         candidates.append(Candidate(mesh.shape, outcome[0].step_s))
+        found_s.append(outcome[0].unlimited_s)
         if best is None or outcome[0].step_s < best[0].step_s * (1 - 1e-9):
             best = outcome
     if best is None:
         raise _out_of_memory(traced, request, failures)
     elapsed = time.perf_counter() - started
-    return dataclasses.replace(best[0], planning_s=elapsed, candidates=tuple(candidates)), best[1]
+    free_s = min(best[0].step_s, *found_s)
+    return dataclasses.replace(best[0], planning_s=elapsed, candidates=tuple(candidates), unlimited_s=free_s), best[1]
 
 
 def _distinct(request: PlanRequest) -> list[LogicalMesh]:
@@ -163,7 +166,7 @@ def _plan_on(
     found = _choose_within(graph, memory, limit, problem.choose)
     if isinstance(found, int):
         return _Infeasible(mesh, bound, found, memory.least()[1])
-    choice, copy_span = found
+    choice, copy_span, free_s = found
     if not np.isfinite(choice.lower_bound_s):
         raise ConstraintError(
             f"no plan on mesh {mesh.shape}: the kinds of collectives allowed ({', '.join(sorted(request.options.kinds))}) "
@@ -173,7 +176,8 @@ def _plan_on(
     if graph.nodes and not choice.numbers:
         return _LeftOff(choice.lower_bound_s)
     assignment = assign(graph, choice.numbers, copy_span=copy_span)
-    return _describe(traced, request, graph, memory, assignment, choice), assignment
+    plan = _describe(traced, request, graph, memory, assignment, choice)
+    return dataclasses.replace(plan, unlimited_s=plan.step_s - choice.seconds + free_s), assignment
 
 
 def _following(traced: TracedStep, mesh: LogicalMesh) -> list[Any]:
@@ -242,8 +246,8 @@ def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | N
 
 def _choose_within(
     graph: StrategyGraph, memory: MemoryModel, limit: int | None, search: Callable[..., Choice | None]
-) -> tuple[Choice, int | None] | int:
-    """(the best choice that requires no more than the limit, its `copy_span`); a choice without numbers where the search ended.
+) -> tuple[Choice, int | None, float] | int:
+    """(the best choice within the limit, its `copy_span`, seconds without limit); a choice without numbers where it ended.
 
     Gathered copies stay until their last use; only where nothing fits so are they dropped and gathered again. Where nothing fits
     at all: the least bytes that a choice that was tried requires.
@@ -251,10 +255,10 @@ def _choose_within(
     free = search()
     assert free is not None
     if limit is None or not free.numbers:
-        return free, None
+        return free, None, free.seconds
     least = memory.required(free.numbers)
     if least <= limit:
-        return free, None
+        return free, None, free.seconds
     rows = memory.rows(free.numbers)
     excess = max(0.0, max(row.used(free.numbers) for row in rows) - least)
     for span in (None, copy_span_of(graph.program)):
@@ -262,7 +266,7 @@ def _choose_within(
             functools.partial(search, rows=rows, free=free), memory, limit, span=span, excess=excess
         )
         if isinstance(found, Choice):
-            return found, span
+            return found, span, free.seconds
         if found is None:
             break
         least = min(least, found)

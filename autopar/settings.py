@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -18,30 +17,31 @@ import numpy as np
 
 from autopar.agreement import agreed, is_needed
 from autopar.arguments import Count, Leader
-from autopar.catalogue import PlannerOptions, itemsize_of
+from autopar.catalogue import PlannerOptions
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
-from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
+from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
 from autopar.following import Following
 from autopar.layer_costs import machine_shape
 from autopar.layer_recompute import recomputed_step
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import in_microbatches, microbatch_counts
+from autopar.one_mesh import plan_on_one_mesh, state_is_too_large
 from autopar.options import Constraints, Rule
 from autopar.pipeline import CompiledPipeline, compile_pipeline
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.pipeline_planner import (
     PipelineWishes,
-    Recompute,
     SearchedPipeline,
     restore_pipeline,
     search_pipeline,
 )
 from autopar.pipeline_search import best_pipeline
 from autopar.plan import Plan
-from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
+from autopar.planner import PlanRequest, logical_meshes, restore
 from autopar.spmd import Assignment
 from autopar.staging import Staged
+from autopar.timetables import Recompute
 from autopar.trace import CallSignature, TracedStep
 from autopar.whereabouts import takes_gradients
 
@@ -203,7 +203,7 @@ class Settings:
         try:
             one = self._on_one_mesh(traced, request)
         except OutOfMemoryError:
-            if found is None and nodes == 1 and not self._state_is_too_large(traced, request):
+            if found is None and nodes == 1 and not state_is_too_large(traced, request, self._count()):
                 found = self._in_stages(traced, wishes, request)
             if found is None:
                 raise
@@ -213,7 +213,7 @@ class Settings:
 
     def _in_stages(self, traced: TracedStep, wishes: PipelineWishes, request: PlanRequest) -> SearchedPipeline | None:
         """The best pipeline of several stages, None if there is none or one stage is better."""
-        if self._state_is_too_large(traced, request):
+        if state_is_too_large(traced, request, self._count()):
             return None
         try:
             return search_pipeline(traced, wishes, request, devices=self._count())
@@ -237,54 +237,19 @@ class Settings:
         return self.meshes * stages if len(self.meshes) == 1 else self.meshes
 
     def _on_one_mesh(self, traced: TracedStep, request: PlanRequest) -> OnOneMesh:
-        """In as many microbatches as were asked for, and with recomputation if it was; by default, as the memory needs."""
+        """By the given plan, or in as many microbatches and with the recomputation that were asked for or that are best."""
         if isinstance(self.plan, Plan):
             step = recomputed_step(traced) if self.plan.recompute else traced
             cut = in_microbatches(step, self.plan.num_microbatches)
             return OnOneMesh(cut, self.plan, restore(cut, self.plan, request))
-        step = _recomputed(traced) if self.recompute == "layer" else traced
-        count = 1 if self.num_microbatches == "auto" else self.num_microbatches
-        again = step is not traced
-        try:
-            return _planned(in_microbatches(step, count), request, again=again)
-        except OutOfMemoryError as error:
-            if self._state_is_too_large(traced, request):
-                raise error from None
-            found = [self._in_least_microbatches(step, request, again=again)]
-            if self.recompute == "auto":
-                found.append(self._doing_again(traced, request, count))
-            fitting = [one for one in found if one is not None]
-            if not fitting:
-                raise error from None
-            return min(fitting, key=lambda one: one.plan.step_s)
-
-    def _doing_again(self, traced: TracedStep, request: PlanRequest, count: int) -> OnOneMesh | None:
-        """With recomputation, in as many microbatches as that needs; None if nothing can be done again, or it does not fit."""
-        step = recomputed_step(traced)
-        if step is traced:
-            return None
-        try:
-            return _planned(in_microbatches(step, count), request, again=True)
-        except OutOfMemoryError:
-            return self._in_least_microbatches(step, request, again=True)
-
-    def _state_is_too_large(self, traced: TracedStep, request: PlanRequest) -> bool:
-        """Whether the state alone, spread evenly over all devices, exceeds the memory: then nothing helps but more of it."""
-        held = sum(math.prod(leaf.shape) * itemsize_of(leaf) for leaf in traced.inputs if leaf.role != "batch")
-        limit = request.memory_limit_bytes
-        return limit is not None and held > limit * self._count()
-
-    def _in_least_microbatches(self, step: TracedStep, request: PlanRequest, *, again: bool) -> OnOneMesh | None:
-        """The plan with the fewest microbatches that fits the memory, None if none does or their number was given."""
-        for count in microbatch_counts(step)[1:] if self.num_microbatches == "auto" else ():
-            cut = in_microbatches(step, count)
-            if cut.microbatches != count:
-                return None
-            try:
-                return _planned(cut, request, again=again)
-            except (OutOfMemoryError, ConstraintError):  # constraints that no slice of so few examples can meet
-                continue
-        return None
+        found = plan_on_one_mesh(
+            traced,
+            request,
+            num_microbatches=self.num_microbatches,
+            recompute=self.recompute,
+            devices=self._count(),
+        )
+        return OnOneMesh(found.traced, found.plan, found.assignment)
 
     def jax_devices(self) -> list[jax.Device]:
         """The devices to run on."""
@@ -345,20 +310,3 @@ class Settings:
         plan = self._followed()
         layouts = tuple(Rule(v.path, v.partition_spec, must_match=False) for v in plan.inputs if v.role == "state")
         return Constraints((*layouts, *self.constraints.rules))
-
-
-def _planned(step: TracedStep, request: PlanRequest, *, again: bool) -> OnOneMesh:
-    """The plan of a step for one mesh; `again`: it does forward work again in backward."""
-    plan, assignment = plan_step(step, request)
-    return OnOneMesh(step, dataclasses.replace(plan, recompute=again), assignment)
-
-
-def _recomputed(traced: TracedStep) -> TracedStep:
-    """The step with layers' forward work done again; a warning where nothing can be."""
-    step = recomputed_step(traced)
-    if step is traced:
-        warn(
-            "recompute='layer' finds no layers whose forward work could be done again in the backward pass with less memory; a "
-            "scan over layers is one operation: put jax.checkpoint on its body"
-        )
-    return step

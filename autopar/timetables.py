@@ -23,6 +23,7 @@ import numpy as np
 from autopar.inter_op import ScheduleName
 
 Open: TypeAlias = Literal["auto"] | int
+Recompute: TypeAlias = Literal["auto", "none", "layer"]
 VIRTUAL_STAGES = (2, 4)
 """How many stages per mesh interleaved schedules are tried with."""
 WIDEST = 8

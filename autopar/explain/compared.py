@@ -1,0 +1,92 @@
+"""Which numbers of microbatches and schedules were compared, and why the chosen one won.
+
+In: the `Alternative`s of a plan. Out: a table, fastest first, and a sentence. What was only estimated is marked: it was not
+planned, because the estimate promised no gain. What can go wrong: nothing was compared; then there is neither.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from autopar.explain.tables import new_table
+from autopar.explain.units import seconds_text
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Alternative, Plan
+
+MOST_ROWS = 10
+"""So many rows have the table unless all are asked for."""
+
+
+def compared_table(plan: Plan | PipelinePlan, *, full: bool = False) -> Table:
+    """One row per way that was compared, fastest first; no rows if none was."""
+    columns = ("stages", "microbatches", "schedule", "recompute", "step", "")
+    table = new_table("Compared (~: estimated)", *columns, numbers=("stages", "microbatches", "step"))
+    rows = sorted(plan.compared, key=_seconds)
+    for one in rows if full else rows[:MOST_ROWS]:
+        table.add_row(
+            str(one.num_stages),
+            str(one.num_microbatches),
+            _schedule_text(one),
+            "layers" if one.recompute else "-",
+            _step_text(one),
+            _verdict(one, plan),
+        )
+    if not full and len(rows) > MOST_ROWS:
+        table.add_row("", "", f"... {len(rows) - MOST_ROWS} more", "", "", "slower, or not possible")
+    return table
+
+
+def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:
+    """One sentence on what won against what, if several ways were compared."""
+    chosen = next((one for one in plan.compared if _is_chosen(one, plan)), None)
+    others = sorted((one for one in plan.compared if one is not chosen), key=_seconds)
+    if chosen is None or not others:
+        return
+    words = f"{_way_text(chosen)} is the fastest of {len(plan.compared)} ways compared"
+    if math.isfinite(_seconds(others[0])):
+        estimated = "" if others[0].step_s is not None else "an estimated "
+        yield f"{words}; next is {_way_text(others[0])}, {estimated}{_slower(others[0], plan)} slower"
+    else:
+        yield f"{words}: nothing else fits the memory"
+
+
+def _seconds(one: Alternative) -> float:
+    known = [s for s in (one.step_s, one.estimate_s) if s is not None]
+    return known[0] if known else math.inf
+
+
+def _is_chosen(one: Alternative, plan: Plan | PipelinePlan) -> bool:
+    mine: Sequence[object] = (plan.num_microbatches, plan.recompute, plan.step_s)
+    if isinstance(plan, PipelinePlan):
+        mine = (*mine, plan.schedule, plan.virtual_stages)
+        return mine == (one.num_microbatches, one.recompute, one.step_s, one.schedule, one.virtual_stages)
+    return mine == (one.num_microbatches, one.recompute, one.step_s)
+
+
+def _verdict(one: Alternative, plan: Plan | PipelinePlan) -> str:
+    if _is_chosen(one, plan):
+        return "chosen"
+    return "does not fit, or cannot be cut so" if math.isinf(_seconds(one)) else f"{_slower(one, plan)} slower"
+
+
+def _slower(one: Alternative, plan: Plan | PipelinePlan) -> str:
+    return f"{_seconds(one) / plan.step_s - 1:.1%}"
+
+
+def _step_text(one: Alternative) -> str:
+    if math.isinf(_seconds(one)):
+        return "-"
+    return seconds_text(_seconds(one)) if one.step_s is not None else f"~{seconds_text(_seconds(one))}"
+
+
+def _schedule_text(one: Alternative) -> str:
+    return f"{one.schedule or '-'}{f' x {one.virtual_stages}' if one.virtual_stages > 1 else ''}"
+
+
+def _way_text(one: Alternative) -> str:
+    noun = "microbatch" if one.num_microbatches == 1 else "microbatches"
+    schedule = f" in schedule {_schedule_text(one)}" if one.schedule else ""
+    return f"{one.num_microbatches} {noun}{schedule}{' with recomputation' if one.recompute else ''}"
