@@ -387,3 +387,27 @@ def top_k(eqn: JaxprEqn) -> FactorRule:
     axis = eqn.params.get("axis", len(shape_of(eqn.invars[0])) - 1)
     rank = len(shape_of(eqn.invars[0]))
     return kept_dimensions(eqn, [d != axis % rank for d in range(rank)], linear=(), any_monoid=False)
+
+
+def leading_dimensions(eqn: JaxprEqn, count: int, *, linear: Sequence[Sequence[int]] = ()) -> FactorRule:
+    """a b, a c -> a d | whole: b c d: the first `count` dimensions of all operands and results are the same, the others whole."""
+    factors, whole = Factors(), []
+    shared = tuple((factors.new(size),) for size in shape_of(eqn.invars[0])[:count])
+    sides: list[list[Operand]] = []
+    for side in (eqn.invars, eqn.outvars):
+        sides.append([])
+        for var in side:
+            rest = factors.operand(shape_of(var)[count:])
+            whole += [dim[0] for dim in rest]
+            sides[-1].append((*shared, *rest))
+    return make_rule(*sides, factors.sizes, whole=whole, linear=_groups(eqn, *linear))
+
+
+def fft(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a c | whole: b c | linear: 0: the last dimensions are transformed, the others are a batch."""
+    return leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - len(eqn.params["fft_lengths"]), linear=[(0,)])
+
+
+def matrices(eqn: JaxprEqn) -> FactorRule:
+    """a b c -> a b c | whole: b c: the last two dimensions are a matrix, the others a batch of such."""
+    return leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - 2)

@@ -108,6 +108,7 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("argmax argmin", PrimitiveRule(operators.reduce_whole, reduces=True)),
     **_names("bitcast_convert_type", _fused(operators.bitcast)),
     **_names("broadcast_in_dim", _free(operators.broadcast_in_dim, local.broadcast_in_dim, making=Making.SAME)),
+    **_names("cholesky", PrimitiveRule(operators.matrices)),
     **_names("concatenate", _moving(operators.concatenate)),
     **_names(
         "conv_general_dilated",
@@ -121,13 +122,17 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("dot_general", PrimitiveRule(operators.dot_general, heavy=True, orders=contractions.of_product)),
     **_names("dynamic_slice", dataclasses.replace(_moving(indexing.dynamic_slice, local.dynamic_slice), picks=True)),
     **_names("dynamic_update_slice", _in_place(indexing.dynamic_update_slice, local.dynamic_update_slice)),
+    **_names("eigh", PrimitiveRule(operators.matrices)),
     **_names("fan_out", _free(operators.pointwise_copy, local.identity)),
+    **_names("fft", PrimitiveRule(operators.fft)),
     **_names("gather", PrimitiveRule(indexing.gather, indexing.gather_local, making=Making.COSTLY, picks=True)),
     **_names("iota", _free(operators.iota, local.iota, making=Making.CHEAP)),
     **_names("layer_boundary", _free(operators.pointwise_copy, local.identity)),
+    **_names("lu", PrimitiveRule(operators.matrices)),
     **_names("mul", _fused(operators.pointwise_product)),
     **_names("neg", _fused(operators.pointwise_linear)),
     **_names("pad", _moving(operators.pad)),
+    **_names("qr", PrimitiveRule(operators.matrices)),
     **_names("random_bits", PrimitiveRule(operators.random_bits, local.random_bits, random=True)),
     **_names(
         "random_clone random_fold_in random_seed random_split",
@@ -158,9 +163,11 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("split", _moving(operators.split)),
     **_names("squeeze", _free(operators.squeeze)),
     **_names("stack", _moving(operators.stack)),
+    **_names("svd", PrimitiveRule(operators.matrices)),
     **_names("threefry2x32", PrimitiveRule(operators.pointwise, random=True)),
     **_names("top_k", PrimitiveRule(operators.top_k)),
     **_names("transpose", _moving(operators.transpose)),
+    **_names("triangular_solve", PrimitiveRule(operators.matrices)),
     **_names("unstack", _moving(operators.unstack)),
 }
 _LIBRARY = """
@@ -216,7 +223,9 @@ def warn_of_missing_rules(eqns: list[JaxprEqn]) -> None:
         if entry_for(eqn) is _FALLBACK:
             missing.setdefault(eqn.primitive.name, source_line(eqn))
     if missing:
-        listed = "; ".join(f"{name} at {line}" for name, line in sorted(missing.items()))
+        listed = "; ".join(
+            f"{name} at {line or 'a line that JAX did not keep'}" for name, line in sorted(missing.items())
+        )
         warn(
             f"no factor rule for {listed}. These operations run whole on every device, which is correct but not "
             "parallel. autopar.register_rule(primitive, notation) adds a rule, e.g. "

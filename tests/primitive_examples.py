@@ -112,6 +112,7 @@ def _max_pool_gradient():
 
 
 X, ROW, CUBE = floats(8, 12), floats(12), floats(4, 8, 12)
+MATRICES = floats(8, 4, 4) + floats(8, 4, 4).swapaxes(1, 2) + 4 * jnp.eye(4)
 
 _FLOATS = """
     abs acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor
@@ -140,6 +141,7 @@ EXAMPLES = {
         Example(lambda x: lax.broadcast_in_dim(x, (4, 8, 12), (1,)), (floats(8),)),
         Example(lambda x: lax.broadcast_in_dim(x, (4, 8, 12), (0, 2)), (floats(1, 12),)),
     ],
+    "cholesky": [Example(lax.linalg.cholesky, (MATRICES,))],
     "clamp": [Example(lambda x: lax.clamp(jnp.float32(0.2), x, jnp.float32(0.7)), (X,))],
     "concatenate": [Example(lambda x, y: lax.concatenate([x, y], 1), (X, floats(8, 4)))],
     "conv_general_dilated": [
@@ -163,12 +165,16 @@ EXAMPLES = {
     "dynamic_update_slice": [
         Example(lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i)), (X, floats(4, 12), jnp.uint32(3)))
     ],
+    "eigh": [Example(lax.linalg.eigh, (MATRICES,))],
+    "fft": [Example(jnp.fft.rfft, (CUBE,)), Example(jnp.fft.fft2, (lax.complex(CUBE, CUBE),))],
     "gather": [_gather(GatherScatterMode.FILL_OR_DROP), _gather(GatherScatterMode.CLIP), _batched_gather()],
     "integer_pow": [Example(lambda x: lax.integer_pow(x, 3), (X,))],
     "iota": [Example(lambda: lax.broadcasted_iota(jnp.int32, (8, 12), 1), ())],
+    "lu": [Example(lax.linalg.lu, (MATRICES,))],
     "not": [Example(lax.bitwise_not, (truths(8, 12),))],
     "optimization_barrier": [Example(lax.optimization_barrier, (X,))],
     "pad": [Example(lambda x: lax.pad(x, jnp.float32(0), ((0, 0, 0), (1, 3, 0))), (X,))],
+    "qr": [Example(lambda x: lax.linalg.qr(x, full_matrices=False), (MATRICES,))],
     "random_bits": [
         Example(lambda key: jax.random.bits(key, (8, 12), jnp.uint32), (jax.random.key(3),)),
         Example(lambda key: jax.random.bits(key, (4, 8, 4), jnp.uint8), (jax.random.key(3),)),
@@ -209,6 +215,7 @@ EXAMPLES = {
     "squeeze": [Example(lambda x: lax.squeeze(x, (1,)), (floats(8, 1, 12),))],
     "stack": [Example(lambda x, y: jnp.stack([x, y], axis=1), (X, X))],
     "stop_gradient": [Example(lax.stop_gradient, (X,))],
+    "svd": [Example(lambda x: lax.linalg.svd(x, full_matrices=False), (MATRICES,))],
     "threefry2x32": [
         Example(
             lambda high, low, x, y: jax.extend.random.threefry2x32_p.bind(high, low, x, y),
@@ -222,6 +229,9 @@ EXAMPLES = {
     ],
     "top_k": [Example(lambda x: lax.top_k(x, 4), (X,))],
     "transpose": [Example(lambda x: lax.transpose(x, (2, 0, 1)), (CUBE,))],
+    "triangular_solve": [
+        Example(lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), (MATRICES, floats(8, 4, 12)))
+    ],
     "unstack": [Example(lambda x: jnp.unstack(x, axis=1), (floats(8, 4, 12),))],
     "zeta": [Example(lax.zeta, (X + 1, X))],
 }
