@@ -60,7 +60,7 @@ def test_a_schedule_that_is_too_long_for_a_line_is_not_drawn(tmp_path):
 
 
 def test_a_backward_is_drawn_as_long_as_it_takes(tmp_path):
-    plan = planned_pipeline(tmp_path, *STAGES)
+    plan = planned_pipeline(tmp_path, "--schedule", "1f1b", *STAGES)
     for seconds, cell in ((1e-3, "B0"), (2e-3, "B0 -"), (9e-3, "B0 -  -")):
         stages = tuple(dataclasses.replace(s, forward_s=1e-3, backward_s=seconds) for s in plan.stages)
         line = planning.schedule_grid(dataclasses.replace(plan, stages=stages)).splitlines()[1]

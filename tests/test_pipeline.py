@@ -27,8 +27,9 @@ MIXED = [(1,), (1,), (2,)]
 
 
 def in_stages(step, num_stages=2, **options):
-    """The step as a pipeline, one device per stage if nothing else is said."""
+    """The step as a pipeline, one device per stage and in 1F1B if nothing else is said."""
     options.setdefault("mesh_shape", (1,))
+    options.setdefault("schedule", "1f1b")
     options.setdefault("num_microbatches", 4)
     return autopar.parallelize(step, num_stages=num_stages, **options)
 
@@ -161,7 +162,11 @@ def test_a_saved_plan_gives_the_same_pipeline(tmp_path):
             ArgumentError,
             "'inference' runs forward only, and this step computes gradients; use",
         ),
-        ({"schedule": "interleaved"}, ScheduleError, "virtual_stages=1 has nothing to interleave; use '1f1b', or two"),
+        (
+            {"schedule": "interleaved", "virtual_stages": 1},
+            ScheduleError,
+            "virtual_stages=1 has nothing to interleave; use '1f1b', or two",
+        ),
         (
             {"schedule": "interleaved", "virtual_stages": 2, "num_stages": 4, "num_microbatches": 2},
             ScheduleError,
