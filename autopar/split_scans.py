@@ -8,7 +8,7 @@ The pieces hand on what the scan carries, read their part of what it reads layer
 a scan that goes backwards runs its pieces from the last to the first. What is stacked stays in pieces through every operation
 whose factor rule allows it, exactly as it would be sharded: residuals, gradients, moments, updates. What reduces over the layers
 is combined from the pieces by its monoid. Anything else reads the whole stack, joined for it. Leaves of the step that are stacked
-become one leaf per piece. A sum that a backward scan carries along, as of the gradient of a weight that all layers share, is
+become one leaf per piece, and results that are stacked alike, such as returned gradients, one result per piece. A sum that a backward scan carries along, as of the gradient of a weight that all layers share, is
 taken in each piece from zero and added up after it: otherwise every stage would wait for the next one's sum.
 
 What can go wrong: an operation between two layers of a stack; it makes the stack whole where it runs, which is right but slow.
@@ -94,8 +94,20 @@ class _Splitter:
         ]
 
     def _pieces_of_results(self) -> list[LeafPieces]:
-        """A result that takes a leaf's place is held as the leaf is; others are whole."""
-        return [LeafPieces(0) if source is None else self._leaves[source] for source in self.traced.state_of_output]
+        """A result that takes a leaf's place is held as the leaf is; so is a stack of a leaf's shape, as a gradient is."""
+        pairs = zip(self.traced.program.outvars, self.traced.state_of_output, strict=True)
+        return [self._leaves[source] if source is not None else self._pieces_of_other(v) for v, source in pairs]
+
+    def _pieces_of_other(self, result: Any) -> LeafPieces:
+        """Of a result that is no state; a number per layer, and what has another shape than stacked leaves, is whole."""
+        if isinstance(result, Literal) or _is_opaque(result) or len(result.aval.shape) < 2:
+            return LeafPieces(0)
+        pieces = self._pieces_of(result)
+        alike = any(
+            leaf.shape == result.aval.shape and (held.dim, held.bounds) == (pieces.dim, pieces.bounds)
+            for leaf, held in zip(self.traced.inputs, self._leaves, strict=True)
+        )
+        return pieces if alike else LeafPieces(0)
 
     def _pieces_of(self, v: Var) -> LeafPieces:
         for divided in self.divided:

@@ -54,6 +54,17 @@ def clipped_adamw():
     return step, (stacked(), optimizer.init(stacked())), rows()
 
 
+def returned_gradients():
+    """Gradients go out beside the weights, and the norm of each layer's."""
+
+    def step(params, batch):
+        loss, gradients = jax.value_and_grad(lambda p: error(through(p, batch["x"]), batch))(params)
+        norms = jnp.sqrt(jnp.sum(gradients["w"] ** 2, axis=(1, 2)))
+        return descended(params, gradients), {"loss": loss, "gradients": gradients, "norms": norms}
+
+    return step, stacked(), rows()
+
+
 def dropout(key=None):
     """A random mask in every layer, from one key per layer."""
 

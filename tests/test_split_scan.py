@@ -380,6 +380,21 @@ def test_state_in_pieces_is_taken_back_without_copies_and_consumed(trained):
         parallel(state, batch)
 
 
+def test_returned_gradients_stay_with_their_layers_and_a_number_per_layer_is_one_array():
+    step, state, batch = scanned_steps.returned_gradients()
+    parallel = in_stages(step)
+    _, found = parallel(state, batch)
+    assert (
+        repr(found["gradients"]["w"])
+        == "SplitArray(float32[5, 8, 8], dimension 0: 0:3 on device 0, 3:5 on devices 1, 2)"
+    )
+    assert isinstance(found["gradients"]["b"], SplitArray)
+    assert isinstance(found["norms"], jax.Array)
+    assert_trees_close(found, jax.jit(step)(state, batch)[1])
+    joined = operations(cut_at((step, state, batch), 2), "concatenate")
+    assert [kind for kind, _ in joined] == ["float32[5]"]
+
+
 @pytest.mark.parametrize("kind", ["gathered", "pickled", "numpy", "copied", "cut elsewhere"])
 def test_other_forms_of_the_state_are_accepted(trained, kind):
     parallel, state, batch, once, twice = trained
