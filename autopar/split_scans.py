@@ -8,8 +8,9 @@ The pieces hand on what the scan carries, read their part of what it reads layer
 a scan that goes backwards runs its pieces from the last to the first. What is stacked stays in pieces through every operation
 whose factor rule allows it, exactly as it would be sharded: residuals, gradients, moments, updates. What reduces over the layers
 is combined from the pieces by its monoid. Anything else reads the whole stack, joined for it. Leaves of the step that are stacked
-become one leaf per piece, and results that are stacked alike, such as returned gradients, one result per piece. A sum that a backward scan carries along, as of the gradient of a weight that all layers share, is
-taken in each piece from zero and added up after it: otherwise every stage would wait for the next one's sum.
+become one leaf per piece, and results that are stacked alike, such as returned gradients, one result per piece. A sum that a
+backward scan carries along, as of the gradient of a weight that all layers share, is taken in each piece from zero and added up
+after it: otherwise every stage would wait for the next one's sum.
 
 What can go wrong: an operation between two layers of a stack; it makes the stack whole where it runs, which is right but slow.
 """
