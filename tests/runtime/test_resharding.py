@@ -125,12 +125,29 @@ def test_programs_run_only_where_boxes_are_less_than_tiles(target, senders, rece
     assert (len(cutters([route])), len(joiners([route]))) == (senders, receivers)
 
 
+def test_nothing_is_sent_of_an_array_of_size_zero():
+    move = Move((0, 4), np.dtype(np.int8), sharding_on((4,), 0, P()), sharding_on((2,), 4, P(None, "x")))
+    route = Route(0, move, None)
+    assert (route.kind, route.parcels) == ("empty", ())
+
+
 @pytest.mark.parametrize(("source", "target", "kind", "gathers"), ROUTES)
 def test_every_kind_of_plan_moves_a_large_array(source, target, kind, gathers):
     value = numbers((1024, 512))
     prepared = Resharder(value.shape, np.float32, source, target)
     assert prepared.plan.kind == kind
     assert bool(prepared.plan.cuts) == gathers
+    check(prepared(moved_from(source, value)), value, target)
+
+
+@pytest.mark.parametrize("source", [sharding_on((2,), 0, P("x")), sharding_on((2,), 0, P())], ids=["split", "whole"])
+@pytest.mark.parametrize("rows", [6, 10])
+def test_shares_of_a_tile_may_be_of_different_lengths(source, rows):
+    """Each of four devices takes a share over the slow link, the last ones less or nothing, and all gather the whole."""
+    value, target = numbers((rows, 512)), sharding_on((4,), 4, P())
+    links = Links({device.id: device.id // 4 for device in jax.devices()}, slack_bytes=0, call_bytes=0, message_bytes=0)
+    prepared = Resharder(value.shape, np.float32, source, target, links=links)
+    assert [cut.chunk * 4 > rows for cut in prepared.plan.cuts] == [True]
     check(prepared(moved_from(source, value)), value, target)
 
 
@@ -269,5 +286,7 @@ def test_an_array_that_a_transfer_was_not_prepared_for_is_refused():
     prepared = Resharder((8, 8), np.float32, source, target)
     with pytest.raises(ArgumentError, match=r"array 0 to move is int32\(8, 8\).*prepared for.*float32.*\(8, 8\)"):
         prepared(moved_from(source, numbers((8, 8), np.int32)))
+    with pytest.raises(ArgumentError, match=r"array 0 to move is float32\(8, 4\).*prepared for.*float32.*\(8, 8\)"):
+        prepared(moved_from(source, numbers((8, 4))))
     with pytest.raises(ArgumentError, match=r"has the sharding .*P\(None, 'x'\).*prepared for .*prepare another"):
         prepared(moved_from(sharding_on((4,), 0, P(None, "x")), numbers((8, 8))))
