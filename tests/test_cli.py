@@ -271,6 +271,13 @@ sys.exit(status)
         ("plan gtp", 2),
         ("plan gpt --mesh 2x", 2),
         ("plan gpt --cluster nosuch", 2),
+        ("plan mlp -o nowhere/plan.json", 2),
+        ("show nosuch.json", 2),
+        ("simulate", 2),
+        ("simulate --table nosuch.csv", 2),
+        ("simulate --table rows.csv --cluster v100", 2),
+        ("simulate --plan plan.json", 2),
+        ("simulate --plan plan.json --cluster p3 --csv out.csv", 2),
     ],
 )
 def test_help_and_arguments_that_cannot_be_read_are_answered_without_importing_jax(command, status):

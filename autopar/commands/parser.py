@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import autopar
 from autopar.commands import values
+from autopar.commands.checks import check_folder, check_readable, check_simulate
 from autopar.errors import ArgumentError
 
 _WITH_MODEL = ("plan", "train")
@@ -220,6 +221,7 @@ def _add_sizes(parser: argparse.ArgumentParser, model: str) -> None:
 
 
 def _run_plan(options: argparse.Namespace) -> int:
+    check_folder(options.output)
     from autopar.commands.planning import plan
 
     return plan(options)
@@ -232,6 +234,7 @@ def _run_calibrate(options: argparse.Namespace) -> int:
 
 
 def _run_show(options: argparse.Namespace) -> int:
+    check_readable(options.file)
     from autopar.commands.planning import show_file
 
     return show_file(options)
@@ -244,6 +247,7 @@ def _run_train(options: argparse.Namespace) -> int:
 
 
 def _run_simulate(options: argparse.Namespace) -> int:
+    check_simulate(options)
     from autopar.commands.simulate import simulate
 
     return simulate(options)

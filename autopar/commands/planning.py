@@ -27,8 +27,6 @@ _LONGEST_BACKWARD = 3
 def plan(options: argparse.Namespace) -> int:
     """Plan a step from shapes alone; print the plan and write it to `options.output`, if given."""
     output: Path | None = options.output
-    if output is not None and not output.parent.is_dir():
-        raise ArgumentError(f"cannot write {output}: there is no folder {output.parent}")
     count = device_count(options)
     subject = subject_of(options.model, options.sizes)
     with Console(stderr=True).status(f"planning for {count} devices"):

@@ -39,21 +39,11 @@ JSON_KEYS = (
 
 def simulate(options: argparse.Namespace) -> int:
     """Run `simulate`; 0 if everything asked for could be priced."""
-    if (options.table is None) == (options.plan is None):
-        raise ArgumentError(
-            "simulate takes a table of runs (--table rows.csv) or a saved plan (--plan plan.json --cluster NAME)"
-        )
-    if options.table is not None:
-        return _simulate_table(options)
-    return simulate_plan(options)
+    return simulate_plan(options) if options.table is None else _simulate_table(options)
 
 
 def _simulate_table(options: argparse.Namespace) -> int:
-    if options.cluster is not None:
-        raise ArgumentError("--cluster goes with --plan; the rows of a table name their clusters")
     output: Path | None = options.csv
-    if output is not None and not output.parent.is_dir():
-        raise ArgumentError(f"cannot write {output}: there is no folder {output.parent}")
     planner = PartPlanner() if options.planner else None
     found = [_priced(row, planner) if isinstance(row, Row) else row for row in read_table(options.table)]
     priced = [row for row in found if isinstance(row, PricedRow)]

@@ -26,10 +26,6 @@ from autopar.reprice import RepricedPlan, reprice
 
 def simulate_plan(options: argparse.Namespace) -> int:
     """Run `simulate --plan`; 0 if the plan could be priced."""
-    if options.cluster is None:
-        raise ArgumentError("--plan needs --cluster: the name of a preset, or the path of a cluster file")
-    if options.csv is not None:
-        raise ArgumentError("--csv goes with --table; for a plan use --json")
     try:
         cluster = find_cluster(options.cluster)
         before = find_cluster(options.planned_for) if options.planned_for else None

@@ -1,0 +1,43 @@
+"""What is wrong with a command line, as far as that can be known without JAX.
+
+In: the options of one command. Out: nothing, or an ArgumentError. These run before a command's own module is imported, which
+imports JAX: who mistyped a file's name should not wait for that. What can go wrong: a check that stands in a command's module
+instead; it holds as well, half a second later.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from autopar.errors import ArgumentError
+
+
+def check_readable(path: Path) -> None:
+    """ArgumentError if a file cannot be read."""
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
+
+
+def check_folder(path: Path | None) -> None:
+    """ArgumentError if the folder of a file to be written does not exist; None is no file."""
+    if path is not None and not path.parent.is_dir():
+        raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}")
+
+
+def check_simulate(options: argparse.Namespace) -> None:
+    """ArgumentError if the arguments of `simulate` do not go together or its file cannot be read."""
+    if (options.table is None) == (options.plan is None):
+        raise ArgumentError(
+            "simulate takes a table of runs (--table rows.csv) or a saved plan (--plan plan.json --cluster NAME)"
+        )
+    if options.table is not None and options.cluster is not None:
+        raise ArgumentError("--cluster goes with --plan; the rows of a table name their clusters")
+    if options.plan is not None and options.cluster is None:
+        raise ArgumentError("--plan needs --cluster: the name of a preset, or the path of a cluster file")
+    if options.plan is not None and options.csv is not None:
+        raise ArgumentError("--csv goes with --table; for a plan use --json")
+    check_folder(options.csv)
+    check_readable(options.plan if options.table is None else options.table)
