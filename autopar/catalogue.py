@@ -151,8 +151,8 @@ class Catalogue:
         flops = self.rules.flops(eqn)
         dtypes = tuple(a.dtype for a in avals)
         orders = entry.orders(eqn) if entry.orders is not None else None
-        key = (rule, carried, entry.heavy, entry.fused, entry.free, entry.picks, entry.random, orders, flops, dtypes)
-        key = (*key, traffic)
+        own = (rule, carried, entry.heavy, entry.fused, entry.free, entry.picks, entry.random, orders, flops, dtypes)
+        key = (*own, traffic)
         if key not in self._sets:
             strategies = strategies_of(rule, self.mesh, monoids=tuple(sorted(carried)))
             if entry.heavy and not self.options.allow_redundant_compute and not self.options.every_strategy:

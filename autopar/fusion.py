@@ -97,6 +97,7 @@ class Kernels:
         return uses
 
     def root(self, var: Var) -> Var:
+        """The value of which this is another name."""
         return self.roots.get(var, var)
 
     def _level_all(self) -> None:

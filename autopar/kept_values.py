@@ -1,9 +1,9 @@
 """What a training step of one part keeps in memory between forward and backward.
 
 In: an `Assignment` of a step that runs forward, forward again where that is recomputed, and backward; the inputs from which
-backward starts, and those that are parameters. Out: the values that are made, or given, before and read after, with their bytes on
-one device. Kernels are those of `fusion`: what is computed again on the way, because that moves less, is not kept. Forward again
-is what depends on a value kept apart (`optimization_barrier`) and backward what depends on a gradient that is given.
+backward starts, and those that are parameters. Out: the values that are made, or given, before and read after, with their bytes
+on one device. Kernels are those of `fusion`: what is computed again on the way, because that moves less, is not kept. Forward
+again is what depends on a value kept apart (`optimization_barrier`) and backward what depends on a gradient that is given.
 What can go wrong: a step whose backward does not start from an input; all of it is forward then, and nothing is kept.
 """
 

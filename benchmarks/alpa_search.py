@@ -13,7 +13,8 @@ import itertools
 from alpa_rows import PublishedRun
 
 from autopar.cost_model.hardware import Cluster
-from autopar.cost_model.job_prediction import JobPrediction, predict, stages_of, step_plan
+from autopar.cost_model.job_prediction import JobPrediction, Timing, as_it_is, predict, stages_of, step_plan
+from autopar.cost_model.prices import FITTED, InTraining
 from autopar.cost_model.training_job import StageLayout, TrainingJob
 from autopar.cost_model.training_step import StepPrediction, predict_step
 
@@ -69,25 +70,30 @@ def _improved(cluster: Cluster, job: TrainingJob) -> JobPrediction:
     return best
 
 
-def hybrid(cluster: Cluster, job: TrainingJob) -> StepPrediction:
+def hybrid(cluster: Cluster, job: TrainingJob) -> TrainingJob:
     """A residual network whose first blocks split images and whose last ones split channels, cut where that is fastest.
 
-    This is what the search inside operators finds for networks of small late images and large late weights. Both parts use all
-    devices, one after the other; between them each device gathers the images of the others.
+    This is what the search inside operators finds for networks of small late images and large late weights. The two layouts are
+    the result's stages, which `both_parts` prices as one.
     """
     pairs = [(job.devices // t, t) for t in range(1, job.devices + 1) if job.devices % t == 0]
     found = []
     for cut in range(1, job.block_count):
         for early, late in itertools.combinations(pairs, 2):
             layouts = (StageLayout(cut, *early), StageLayout(job.block_count - cut, *late))
-            found.append(_both_parts(cluster, dataclasses.replace(job, stage_layouts=layouts)))
-    return min(found, key=lambda step: (not step.fits, step.step_s))
+            tried = dataclasses.replace(job, stage_layouts=layouts)
+            step = both_parts(cluster, tried)
+            found.append((not step.fits, step.step_s, tried))
+    return min(found, key=lambda triple: triple[:2])[2]
 
 
-def _both_parts(cluster: Cluster, job: TrainingJob) -> StepPrediction:
+def both_parts(
+    cluster: Cluster, job: TrainingJob, *, timing: Timing = as_it_is, reached: InTraining = FITTED
+) -> StepPrediction:
+    """Two stages on all devices, one after the other; between them each device gathers the images of the others."""
     plan = step_plan(job)
-    first, second = stages_of(job)
-    one, two = (predict_step(cluster, plan, [part]) for part in (first, second))
+    first, second = stages_of(job, timing)
+    one, two = (predict_step(cluster, plan, [part], reached=reached) for part in (first, second))
     ranks = first.data_ranks // second.data_ranks
     whole = max(work.boundary_bytes for work, _ in first.layers[-1:]) * ranks
     gathered_s = cluster.mesh_costs((first.data_ranks // ranks, ranks)).all_gather_s(whole, (1,)) if ranks > 1 else 0.0

@@ -1,4 +1,4 @@
-"""How far the closed form of a row and the planner's own path are apart, row by row, for every family.
+"""How far the closed form of a row and the plans of its parts are apart, row by row, for every family.
 
 In: the yardstick's published steps, Alpa's runs whose plans are known (GPT, experts, residual networks), and one small row of
 each family under several plans. Out: a line per row (seconds of both, how far apart they are, the error of both where there is

@@ -20,12 +20,20 @@ GIGA = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class PricedRow:
-    """A row and what is predicted for it; `planned` by the planner's own path, or why not."""
+    """A row and what is predicted for it, by plans of its parts if they could be planned.
+
+    `closed`: the closed form beside it, where plans were asked for; `not_planned`: why it had to take their place.
+    """
 
     row: Row
     predicted: JobPrediction
-    planned: JobPrediction | None = None
+    closed: JobPrediction | None = None
     not_planned: str = ""
+
+    @property
+    def planned(self) -> bool:
+        """Whether plans say what is predicted."""
+        return self.closed is not None and not self.not_planned
 
     @property
     def measured_step_s(self) -> float | None:
@@ -44,15 +52,17 @@ class PricedRow:
         return None if not measured else self.predicted.step.step_s / measured - 1
 
     @property
-    def planned_error(self) -> float | None:
-        """The same of the planner's own path."""
+    def closed_error(self) -> float | None:
+        """The same of the closed form."""
         measured = self.measured_step_s
-        return None if not measured or self.planned is None else self.planned.step.step_s / measured - 1
+        return None if not measured or self.closed is None else self.closed.step.step_s / measured - 1
 
     @property
     def apart(self) -> float | None:
-        """(planner - closed form) / closed form."""
-        return None if self.planned is None else self.planned.step.step_s / self.predicted.step.step_s - 1
+        """(plans - closed form) / closed form; None where there are no plans."""
+        if self.closed is None or self.not_planned:
+            return None
+        return self.predicted.step.step_s / self.closed.step.step_s - 1
 
     @property
     def memory_error(self) -> float | None:
@@ -75,8 +85,8 @@ class ErrorSummary:
     out_of_memory_recall: float | None
     false_alarms: int
     planned: int = 0
-    planner_mean_apart: float | None = None
-    planner_mean_absolute_error: float | None = None
+    mean_apart: float | None = None
+    closed_form_mean_absolute_error: float | None = None
 
 
 def summarise(rows: Sequence[PricedRow]) -> ErrorSummary:
@@ -86,7 +96,7 @@ def summarise(rows: Sequence[PricedRow]) -> ErrorSummary:
     memory = [row.memory_error for row in rows if row.memory_error is not None and not row.row.out_of_memory]
     ran_out = [row for row in rows if row.row.out_of_memory]
     apart = [abs(row.apart) for row in rows if row.apart is not None]
-    planned = [abs(row.planned_error) for _, row in compared if row.planned_error is not None]
+    closed = [abs(row.closed_error) for _, row in compared if row.closed_error is not None]
     predicted = [row.predicted.step.step_s for _, row in compared]
     measured = [row.measured_step_s or math.nan for _, row in compared]
     return ErrorSummary(
@@ -100,8 +110,8 @@ def summarise(rows: Sequence[PricedRow]) -> ErrorSummary:
         out_of_memory_recall=_mean([float(not row.predicted.step.fits) for row in ran_out]),
         false_alarms=sum(not row.predicted.step.fits for _, row in compared),
         planned=len(apart),
-        planner_mean_apart=_mean(apart),
-        planner_mean_absolute_error=_mean(planned),
+        mean_apart=_mean(apart),
+        closed_form_mean_absolute_error=_mean(closed),
     )
 
 

@@ -118,7 +118,9 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", type=Path, metavar="FILE", help="runs as CSV, with the columns of published steps")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write each row's prediction as CSV")
     parser.add_argument(
-        "--planner", action="store_true", help="predict each row a second time, its layers planned under the row's plan"
+        "--closed-form",
+        action="store_true",
+        help="predict rows by formulas alone, without planning the layers of the real models",
     )
     parser.add_argument("--plan", type=Path, metavar="FILE", help="a plan that `plan -o` wrote, to price on --cluster")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="a preset or a cluster file, for --plan")

@@ -1,9 +1,9 @@
 """One part of a training job, planned: what its plan says of seconds, collectives and memory.
 
-In: a cluster, a part and its step (`model_parts`). Out: a `PlannedPart`. The ordinary planner plans the step under the row's plan,
-which is stated as constraints on leaves and, inside the part, as what is not allowed: tensor ranks use the part of a parameter
-that they have, and without sequence parallelism no half of an all-reduce leaves tokens split. A step is one microbatch; what its
-plan cannot say is told apart afterwards: sums over data ranks happen once a step, and gathered copies are not kept from forward to
+In: a cluster, a part and its step (`model_parts`). Out: a `PlannedPart`. The ordinary planner plans the step under the row's
+plan, stated as constraints on leaves and, inside the part, as what is not allowed: tensor ranks use the part of a parameter that
+they have, and without sequence parallelism no half of an all-reduce leaves tokens split. A step is one microbatch; what its plan
+cannot say is told apart afterwards: sums over data ranks happen once a step, and gathered copies are not kept from forward to
 backward. What can go wrong: a plan that the planner can state and the row's framework does not have, as where a residual network
 splits inside a block, which is left to the search.
 """

@@ -1,9 +1,9 @@
 """A training job's step as the ordinary planner plans its parts on a simulated cluster.
 
-In: a cluster, a job (`TrainingJob`) whose microbatch and virtual stages are known. Out: a `JobPrediction`: each part of a stage, a
-block, the embedding, the head, takes the seconds, the collectives and the memory of its own plan (`part_plans`). Equal parts of
-different rows are planned once. The closed form puts the parts together: the schedule, what happens once a step (the reduction of
-gradients, the optimizer, ZeRO's gathers), parameters and states, and what the ends keep. A kernel that fuses attention has no
+In: a cluster, a job (`TrainingJob`) whose microbatch and virtual stages are known. Out: a `JobPrediction`: each part of a stage,
+a block, the embedding, the head, takes the seconds, the collectives and the memory of its own plan (`part_plans`). Equal parts
+of different rows are planned once. The closed form puts the parts together: the schedule, what happens once a step (the reduction
+of gradients, the optimizer, ZeRO's gathers), parameters and states, and what the ends keep. A kernel that fuses attention has no
 primitive of its own: where the job has one, operations on the scores are taken out and the closed form's kernel put in.
 What can go wrong: `models/` cannot build the part; UnbuildablePart says why.
 """

@@ -1,9 +1,9 @@
 """`simulate`: what published or planned runs should cost on a cluster that one need not own.
 
 In: a table of runs (`--table`), or a saved plan and a cluster (`--plan`, `--cluster`: `simulate_plan`). Out: predicted against
-measured for each row and a summary of the errors. With `--planner` each row is predicted a second time, its parts planned by the
-ordinary planner under the row's plan, and the two are compared. A row that cannot be priced is an error on standard error, the
-other rows still run, and the exit status says so.
+measured for each row and a summary of the errors. The parts of a row's model are built and planned by the ordinary planner under
+the row's plan; the closed form is priced beside it as a cross-check, and alone with `--closed-form`. A row that cannot be priced
+is an error on standard error, the other rows still run, and the exit status says so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def simulate(options: argparse.Namespace) -> int:
 
 def _simulate_table(options: argparse.Namespace) -> int:
     output: Path | None = options.csv
-    planner = PartPlanner() if options.planner else None
+    planner = None if options.closed_form else PartPlanner()
     found = [_priced(row, planner) if isinstance(row, Row) else row for row in read_table(options.table)]
     priced = [row for row in found if isinstance(row, PricedRow)]
     failed = [row for row in found if isinstance(row, RowError)]
@@ -60,7 +60,7 @@ def _simulate_table(options: argparse.Namespace) -> int:
         console.print(_rows_table(priced))
         console.print(_parts_table(priced))
         if planner is not None:
-            console.print(_planner_table(priced))
+            console.print(_closed_form_table(priced))
         _print_summary(console, summary)
     for error in failed:
         sys.stderr.write(f"autopar: {options.table}: {error}\n")
@@ -69,10 +69,11 @@ def _simulate_table(options: argparse.Namespace) -> int:
 
 def _priced(row: Row, planner: PartPlanner | None) -> PricedRow | RowError:
     try:
-        predicted = predict(row.cluster, row.job)
+        closed = predict(row.cluster, row.job)
         if planner is None:
-            return PricedRow(row, predicted)
-        return PricedRow(row, predicted, *planned_prediction(planner, row.cluster, predicted.job))
+            return PricedRow(row, closed)
+        planned, reason = planned_prediction(planner, row.cluster, closed.job)
+        return PricedRow(row, planned or closed, closed, reason)
     except ValueError as error:
         return RowError(f"row {row.number} ({row.id}): column 'cluster' is {row.cluster_name!r}: {error}")
 
@@ -97,19 +98,19 @@ def json_row(row: PricedRow) -> dict[str, object]:
         "microbatch": job.microbatch,
         "virtual_stages": job.virtual_stages,
         **ratios,
-        **_planned_columns(row),
+        **_closed_columns(row),
     }
 
 
-def _planned_columns(row: PricedRow) -> dict[str, object]:
-    """What the planner's own path says of a row; nothing without `--planner`."""
-    if row.planned is None and not row.not_planned:
+def _closed_columns(row: PricedRow) -> dict[str, object]:
+    """What the closed form says of a row beside its plans; nothing where it was asked for alone."""
+    if row.closed is None:
         return {}
     return {
-        "planner_step_s": None if row.planned is None else row.planned.step.step_s,
-        "planner_apart": row.apart,
-        "planner_error": row.planned_error,
-        "planner_note": row.not_planned,
+        "closed_form_step_s": row.closed.step.step_s,
+        "closed_form_error": row.closed_error,
+        "apart": row.apart,
+        "not_planned": row.not_planned,
     }
 
 
@@ -153,28 +154,29 @@ def _rows_table(rows: Sequence[PricedRow]) -> Table:
     return table
 
 
-def _planner_table(rows: Sequence[PricedRow]) -> Table:
-    """The closed form against the plans of the parts; apart is planner over closed form."""
+def _closed_form_table(rows: Sequence[PricedRow]) -> Table:
+    """The plans of the parts against the closed form; apart is plans over closed form."""
     table = titled_table(
-        "Closed form against the planner's plan of each part",
-        "row", "closed form", "planner", "apart", "error", "planner's", "tensor", "planner's", "compute", "planner's", "",
+        "The plan of each part against the closed form",
+        "row", "plans", "closed form", "apart", "error", "closed form's", "tensor", "closed form's", "compute",
+        "closed form's", "",
         words=("row", ""),
     )  # fmt: skip
     for priced in rows:
-        closed, planned = priced.predicted.step, priced.planned
-        if planned is None:
-            table.add_row(priced.row.id, seconds_text(closed.step_s), *[""] * 8, Text(priced.not_planned))
+        assert priced.closed is not None
+        step, closed = priced.predicted.step, priced.closed.step
+        if not priced.planned:
+            table.add_row(priced.row.id, "-", seconds_text(closed.step_s), *[""] * 7, Text(priced.not_planned))
             continue
-        step = planned.step
         cells = (
             priced.row.id,
-            seconds_text(closed.step_s),
             seconds_text(step.step_s),
+            seconds_text(closed.step_s),
             _or_dash(priced.apart, "{:+.1%}".format),
             _or_dash(priced.error, "{:+.1%}".format),
-            _or_dash(priced.planned_error, "{:+.1%}".format),
-            *(seconds_text(one.communication["tensor"].total_s) for one in (closed, step)),
-            *(seconds_text(one.compute_s) for one in (closed, step)),
+            _or_dash(priced.closed_error, "{:+.1%}".format),
+            *(seconds_text(one.communication["tensor"].total_s) for one in (step, closed)),
+            *(seconds_text(one.compute_s) for one in (step, closed)),
             "",
         )
         table.add_row(*map(Text, cells))
@@ -224,10 +226,10 @@ def _print_summary(console: Console, summary: ErrorSummary) -> None:
     if summary.out_of_memory_recall is not None:
         lines.append(f"out of memory: {summary.out_of_memory_recall:.0%} of the runs that ran out are flagged")
     lines.append(f"{summary.false_alarms} runs that were measured are predicted not to fit")
-    if summary.planner_mean_apart is not None:
-        error = _or_dash(summary.planner_mean_absolute_error, "{:.1%}".format)
+    if summary.mean_apart is not None:
+        error = _or_dash(summary.closed_form_mean_absolute_error, "{:.1%}".format)
         lines.append(
-            f"the planner's own path: {summary.planned} rows, mean {summary.planner_mean_apart:.1%} apart from the closed form; "
+            f"{summary.planned} rows by plans of their parts, mean {summary.mean_apart:.1%} apart from the closed form; "
             f"its error of the step time: mean absolute {error}"
         )
     for line in lines:
