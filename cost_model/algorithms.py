@@ -72,7 +72,7 @@ def algorithms_for(kind: Kind, levels: Levels) -> dict[str, Affine]:
     if measured is not None and all(level.tier == levels[0].tier for level in levels):
         n = ranks(levels)
         per_byte = (measured.s_per_byte + measured.s_per_byte_per_rank * n) * bytes_sent(kind, n)
-        return {"measured": Affine(measured.latency_s + measured.latency_s_per_rank * n, per_byte)}
+        return {"measured": Affine(measured.before_first_byte_s(n), per_byte)}
     return {name: cost for name, cost in _TABLE[kind](levels).items() if cost is not None}
 
 

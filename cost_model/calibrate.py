@@ -11,6 +11,8 @@ samples span four orders of magnitude, and no figure may be negative:
     pointwise    bytes that the equations of a fused chain write / bandwidth    bandwidth
     collective   a + a1 n + (b + b1 n) x bytes each rank sends                  a, a1, b, b1 for each kind
     dispatch     c + c1 x arrays                                                c, c1
+    waiting      w n, beyond the latency of a collective among n ready ranks    w
+    merged       m k (latency + waiting) for k all-reduces at once              m
 
 The bandwidth is that of equations, not of copies: the planner prices each equation of a chain by what it writes, fused or not,
 and a chain as training steps have it (exponentials, divisions) takes longer than its traffic. `slowed` then makes up for what
@@ -39,7 +41,8 @@ from autopar.cost_model.measurements import (
     Sample,
     pointwise_equations,
 )
-from autopar.cost_model.topology import MeasuredCollective
+from autopar.cost_model.topology import MeasuredCollective, Tier
+from autopar.cost_model.waiting import Waited
 
 HALF_LENGTHS = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -95,6 +98,41 @@ def calibrated_cluster(
         preset, name=name, device=fitted, tiers=tiers, call_s=call_s, call_s_per_array=call_s_per_array
     )
     return Calibrated(cluster, errors)
+
+
+def with_waiting(cluster: Cluster, samples: Sequence[Waited]) -> Cluster:
+    """The cluster whose collectives also wait for ranks that share cores, as these samples did.
+
+    C(n, k) is the mean over the grains of what k all-reduces at once add among n ranks; with the latency a + a1 n of an
+    all-reduce among ready ranks, w = sum_n n (C(n, 1) - a - a1 n) / sum_n n^2, the least squares of a line through zero, and
+    m = C(n, k) / (k C(n, 1)) for all ranks and the k that was merged.
+    """
+    latency = cluster.tiers[0].measured["all-reduce"]
+    of: dict[tuple[int, int], list[float]] = {}
+    for sample in samples:
+        of.setdefault((sample.ranks, sample.merged), []).append(sample.seconds)
+    mean = {key: statistics.fmean(seconds) for key, seconds in of.items()}
+    beyond = {n: seconds - latency.before_first_byte_s(n) for (n, merged), seconds in mean.items() if merged == 1}
+    waiting_s = max(0.0, sum(n * seconds for n, seconds in beyond.items()) / sum(n * n for n in beyond))
+    (ranks, merged) = max(mean, key=lambda key: key[1])
+    part = mean[ranks, merged] / (merged * mean[ranks, 1])
+    return _waiting(dataclasses.replace(cluster, all_reduce_latency=min(1.0, max(0.0, part))), waiting_s)
+
+
+def without_waiting(cluster: Cluster) -> Cluster:
+    """The cluster as a clock of processor seconds sees it: ranks that wait use no core."""
+    return _waiting(cluster, 0.0)
+
+
+def _waiting(cluster: Cluster, waiting_s_per_rank: float) -> Cluster:
+    def changed(tier: Tier) -> Tier:
+        measured = {
+            kind: dataclasses.replace(figures, waiting_s_per_rank=waiting_s_per_rank)
+            for kind, figures in tier.measured.items()
+        }
+        return dataclasses.replace(tier, measured=measured)
+
+    return dataclasses.replace(cluster, tiers=tuple(map(changed, cluster.tiers)))
 
 
 def slowed(cluster: Cluster, factor: float) -> Cluster:

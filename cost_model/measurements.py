@@ -161,8 +161,14 @@ def step_clock(devices: Sequence[jax.Device]) -> Callable[[], float]:
     """The clock of steps on these devices, in seconds: the wall's, for virtual CPU devices processor seconds over cores."""
     if devices[0].platform != "cpu" or len(devices) == 1:
         return time.perf_counter
-    busy = min(len(os.sched_getaffinity(0)), len(devices)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    busy = cores_of(devices)
     return lambda: time.process_time() / busy
+
+
+def cores_of(devices: Sequence[jax.Device]) -> int:
+    """How many cores virtual CPU devices can keep busy: those that this process may use, at most one for each device."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable, len(devices))
 
 
 def undisturbed_s(times_s: Sequence[float]) -> float:

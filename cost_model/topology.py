@@ -23,15 +23,24 @@ Topology = Literal["switch", "ring", "torus", "hybrid-cube-mesh"]
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredCollective:
-    """A collective as measured: latency_s + latency_s_per_rank n + (s_per_byte + s_per_byte_per_rank n) x bytes sent.
+    """A collective as measured: what it takes when all n ranks are ready, and what it waits for them in a step.
 
-    Bytes sent are those of the ring: (n-1)/n S, twice that for an all-reduce, S for a permute.
+    ready:   latency_s + latency_s_per_rank n + (s_per_byte + s_per_byte_per_rank n) x bytes sent
+    waiting: waiting_s_per_rank n
+
+    Bytes sent are those of the ring: (n-1)/n S, twice that for an all-reduce, S for a permute. Ranks wait where devices share
+    cores: the last one comes when its thread has had its turn, and cores idle meanwhile.
     """
 
     latency_s: float
     s_per_byte: float
     latency_s_per_rank: float = 0.0
     s_per_byte_per_rank: float = 0.0
+    waiting_s_per_rank: float = 0.0
+
+    def before_first_byte_s(self, n: int) -> float:
+        """Seconds of a collective among n ranks that sends nothing: its latency and its waiting."""
+        return self.latency_s + (self.latency_s_per_rank + self.waiting_s_per_rank) * n
 
 
 @dataclasses.dataclass(frozen=True)

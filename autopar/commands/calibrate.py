@@ -12,7 +12,7 @@ import dataclasses
 import math
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from rich.table import Table
 
 from autopar import data_parallel, parallelize
 from autopar.commands.devices import ask_for_virtual_devices, devices_for
-from autopar.cost_model.calibrate import Calibrated, calibrated_cluster, slowed
+from autopar.cost_model.calibrate import Calibrated, calibrated_cluster, slowed, with_waiting, without_waiting
 from autopar.cost_model.cluster_files import save_cluster
 from autopar.cost_model.hardware import Cluster, preset_for_device_kind
 from autopar.cost_model.measurements import (
@@ -35,6 +35,7 @@ from autopar.cost_model.measurements import (
     step_clock,
     undisturbed_s,
 )
+from autopar.cost_model.waiting import Waited, measure_waiting, ranks_wait, steady
 from autopar.errors import ArgumentError, warn
 from autopar.models import registry
 from autopar.plan import Plan
@@ -81,26 +82,32 @@ def calibrate_to_file(path: Path, *, seconds: float, console: Console, count: in
         memory_bytes=_memory_bytes(devices),
         devices=len(devices),
     )
-    ratios = _whole_step_ratios(found.cluster, devices, console)
+    waited = _waited(devices, console)
+    waiting = with_waiting(found.cluster, waited) if steady(waited) else found.cluster
+    ratios = _whole_step_ratios(without_waiting(waiting), devices, console)
     factor = math.prod(ratios.values()) ** (1 / len(ratios))
-    cluster = slowed(found.cluster, factor)
+    cluster = slowed(waiting, factor)
     about = f"{len(devices)} devices {first.device_kind!r} of {platform.machine()}, measured by `autopar calibrate`"
     measured = f"measured by `autopar calibrate` with JAX {jax.__version__}"
     beside = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
     sources = {
         "device": f"{measured}, all devices busy at once; times in the ratio of whole steps to their parts, {factor:.2f} "
         f"({beside}); memory as the system tells",
-        "tiers": f"collectives {measured}; latency and bandwidth of other tiers from the preset of this device",
+        "tiers": f"collectives {measured}; {_waiting_source(waited)}; latency and bandwidth of other tiers from the preset "
+        "of this device",
         "overlap": "from the preset of this device",
-        "compiler": f"calls {measured}; the rest from the preset of this device",
+        "compiler": f"calls{' and all_reduce_latency' if steady(waited) else ''} {measured}; the rest from the preset of this "
+        "device",
     }
     save_cluster(path, cluster, about=about, sources=sources)
     console.print(_table(found, samples))
+    for line in _waiting_lines(cluster, waited):
+        console.print(line)
     console.print(
         f"whole steps take {factor:.2f} times the sum of their parts ({beside}); the file has it in the device's figures"
     )
     console.print(f"wrote {path}")
-    _warn_if_busy(samples)
+    _warn_if_busy(samples, waited)
     return dataclasses.replace(found, cluster=cluster)
 
 
@@ -179,6 +186,41 @@ def _measured(devices: Sequence[jax.Device], cases: Sequence[Case], seconds: flo
     return samples
 
 
+def _waited(devices: Sequence[jax.Device], console: Console) -> list[Waited]:
+    """What collectives between pieces of compute take, where devices share cores; nothing elsewhere."""
+    waited = []
+    if ranks_wait(devices):
+        with console.status("collectives between compute") as status:
+            for event in measure_waiting(devices):
+                if isinstance(event, Waited):
+                    waited.append(event)
+                else:
+                    status.update(event)
+    return waited
+
+
+def _waiting_source(waited: Sequence[Waited]) -> str:
+    if steady(waited):
+        return "waiting by the wall's clock, beside compute alone"
+    return "waiting was not measured: " + ("other programs ran" if waited else "each device has a core of its own")
+
+
+def _waiting_lines(cluster: Cluster, waited: Sequence[Waited]) -> Iterator[str]:
+    """What was found of waiting, in words."""
+    for sample in waited:
+        what = f"{sample.merged} all-reduces at once" if sample.merged > 1 else "an all-reduce"
+        yield (
+            f"{what} of {sample.ranks} ranks between {sample.grain.operation}s of {sample.compute_s * 1e3:.1f} ms: "
+            f"{sample.seconds * 1e6:.0f} us"
+        )
+    if steady(waited):
+        per_rank_s = cluster.tiers[0].measured["all-reduce"].waiting_s_per_rank
+        yield (
+            f"collectives wait {per_rank_s * 1e6:.1f} n us for ranks that share cores; one of many all-reduces pays "
+            f"{cluster.all_reduce_latency:.2f} of latency and waiting"
+        )
+
+
 def _memory_bytes(devices: Sequence[jax.Device]) -> float:
     """What the device's allocator may hand out; of a CPU, an equal part of the machine's memory."""
     stats = devices[0].memory_stats() or {}
@@ -213,7 +255,13 @@ def _table(found: Calibrated, samples: Sequence[Sample]) -> Table:
     return table
 
 
-def _warn_if_busy(samples: Sequence[Sample]) -> None:
+def _warn_if_busy(samples: Sequence[Sample], waited: Sequence[Waited]) -> None:
+    if waited and not steady(waited):
+        warn(
+            f"other programs ran: compute took {max(sample.disturbed for sample in waited):.1f} times its processor time, so what "
+            "collectives wait for their ranks could not be measured. Predicted steps are those of processor time, too fast where a "
+            "plan has many small collectives; close other programs and calibrate again",
+        )
     spreads = sorted(sample.spread for sample in samples)
     typical = spreads[len(spreads) // 2]
     if typical > UNSTEADY:
