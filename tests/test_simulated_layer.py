@@ -25,7 +25,7 @@ from autopar.cost_model.transformer_shape import TransformerShape
 from autopar.mesh import LogicalMesh
 from autopar.options import Constraints, Rule, SplitBatch
 from autopar.plan import CollectivePlan
-from tests.test_simulate import FAMILIES, GOOD, SMALL_PLAN, json_of, table
+from tests.run_tables import FAMILIES, GOOD, SMALL_PLAN, json_of, table
 
 YARDSTICK = Path(__file__).parent / "data" / "yardstick" / "published_steps.csv"
 CLUSTER = preset("dgx-a100-80gb")
