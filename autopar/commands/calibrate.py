@@ -258,9 +258,9 @@ def _table(found: Calibrated, samples: Sequence[Sample]) -> Table:
 def _warn_if_busy(samples: Sequence[Sample], waited: Sequence[Waited]) -> None:
     if waited and not steady(waited):
         warn(
-            f"other programs ran: compute took {max(sample.disturbed for sample in waited):.1f} times its processor time, so what "
-            "collectives wait for their ranks could not be measured. Predicted steps are those of processor time, too fast where a "
-            "plan has many small collectives; close other programs and calibrate again",
+            f"other programs ran: compute took {max(sample.disturbed for sample in waited):.1f} times its processor time, so "
+            "what collectives wait for their ranks could not be measured. Predicted steps are those of processor time, too fast "
+            "where a plan has many small collectives; close other programs and calibrate again"
         )
     spreads = sorted(sample.spread for sample in samples)
     typical = spreads[len(spreads) // 2]
