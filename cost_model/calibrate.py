@@ -42,7 +42,7 @@ from autopar.cost_model.measurements import (
     pointwise_equations,
 )
 from autopar.cost_model.topology import MeasuredCollective, Tier
-from autopar.cost_model.waiting import Waited
+from autopar.cost_model.waiting import Waited, steady
 
 HALF_LENGTHS = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -105,8 +105,11 @@ def with_waiting(cluster: Cluster, samples: Sequence[Waited]) -> Cluster:
 
     C(n, k) is the mean over the grains of what k all-reduces at once add among n ranks; with the latency a + a1 n of an
     all-reduce among ready ranks, w = sum_n n (C(n, 1) - a - a1 n) / sum_n n^2, the least squares of a line through zero, and
-    m = C(n, k) / (k C(n, 1)) for all ranks and the k that was merged.
+    m = C(n, k) / (k C(n, 1)) for all ranks and the k that was merged. Without samples, or if other programs ran beside them, the
+    cluster is returned as it is.
     """
+    if not steady(samples):
+        return cluster
     latency = cluster.tiers[0].measured["all-reduce"]
     of: dict[tuple[int, int], list[float]] = {}
     for sample in samples:
@@ -114,7 +117,7 @@ def with_waiting(cluster: Cluster, samples: Sequence[Waited]) -> Cluster:
     mean = {key: statistics.fmean(seconds) for key, seconds in of.items()}
     beyond = {n: seconds - latency.before_first_byte_s(n) for (n, merged), seconds in mean.items() if merged == 1}
     waiting_s = max(0.0, sum(n * seconds for n, seconds in beyond.items()) / sum(n * n for n in beyond))
-    (ranks, merged) = max(mean, key=lambda key: key[1])
+    ranks, merged = max(mean, key=lambda key: key[1])
     part = mean[ranks, merged] / (merged * mean[ranks, 1])
     return _waiting(dataclasses.replace(cluster, all_reduce_latency=min(1.0, max(0.0, part))), waiting_s)
 

@@ -83,7 +83,7 @@ def calibrate_to_file(path: Path, *, seconds: float, console: Console, count: in
         devices=len(devices),
     )
     waited = _waited(devices, console)
-    waiting = with_waiting(found.cluster, waited) if steady(waited) else found.cluster
+    waiting = with_waiting(found.cluster, waited)
     ratios = _whole_step_ratios(without_waiting(waiting), devices, console)
     factor = math.prod(ratios.values()) ** (1 / len(ratios))
     cluster = slowed(waiting, factor)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import math
 import platform
 import subprocess
@@ -28,6 +29,7 @@ from autopar.cost_model.measurements import (
     pointwise_equations,
     undisturbed_s,
 )
+from autopar.cost_model.waiting import ranks_wait
 from autopar.errors import AutoparWarning
 from autopar.models import registry
 
@@ -219,11 +221,21 @@ def test_calibrate_writes_a_file_that_plans_and_that_parallelize_accepts(tmp_pat
     path = tmp_path / "here.json"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutoparWarning)  # of a busy machine, which a test may well run on
-        assert main(["calibrate", "-o", str(path), "--seconds", "1", "--devices", "2"]) == 0
+        assert main(["calibrate", "-o", str(path), "--seconds", "1", "--devices", "4"]) == 0
     output = capsys.readouterr().out
     assert "wrote" in output
     assert "products, float32" in output
     cluster = load_cluster(path)
+    assert ("4 all-reduces at once of 4 ranks" in output) is ranks_wait(jax.devices()[:4])
+    waiting_s = {figures.waiting_s_per_rank for figures in cluster.tiers[0].measured.values()}
+    tiers_source = json.loads(path.read_text())["sources"]["tiers"]
+    if "collectives wait" in output:  # the machine was quiet
+        assert "waiting by the wall's clock" in tiers_source
+        assert f"collectives wait {waiting_s.pop() * 1e6:.1f} n us" in output
+        assert cluster.all_reduce_latency != preset("cpu").all_reduce_latency
+    else:
+        assert "waiting was not measured" in tiers_source
+        assert (waiting_s, cluster.all_reduce_latency) == ({0.0}, preset("cpu").all_reduce_latency)
     assert cluster.name == "here"
     assert 1e8 < cluster.device.peak_of("float32") < 1e13
     assert all(0 < figures.s_per_byte + figures.latency_s < 1 for figures in cluster.tiers[0].measured.values())

@@ -99,6 +99,8 @@ def test_samples_beside_other_programs_are_not_used():
     assert steady([quiet])
     assert not steady([quiet, busy])
     assert not steady([])
+    cluster = cluster_with(FIGURES, all_reduce_latency=0.3)
+    assert with_waiting(cluster, [busy]) == with_waiting(cluster, []) == cluster
 
 
 def test_ranks_wait_only_where_devices_share_cores():
