@@ -9,10 +9,10 @@ What can go wrong: a number of microbatches further up that is faster after all;
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from autopar.catalogue import itemsize_of
 from autopar.errors import ConstraintError, OutOfMemoryError, warn
@@ -47,23 +47,16 @@ def plan_on_one_mesh(
     traced: TracedStep, request: PlanRequest, *, num_microbatches: Open, recompute: Recompute, devices: int
 ) -> OneMeshStep:
     """The fastest way to run the step that fits. Raises ConstraintError, OutOfMemoryError."""
-    again = recomputed_step(traced) if recompute != "none" else traced
-    if recompute == "layer" and again is traced:
-        warn(
-            "recompute='layer' finds no layers whose forward work could be done again in the backward pass with less memory; a "
-            "scan over layers is one operation: put jax.checkpoint on its body"
-        )
-    step, is_again = (again, again is not traced) if recompute == "layer" else (traced, False)
-    search = _Search(request)
-    first = search.tried(in_microbatches(step, 1 if num_microbatches == "auto" else num_microbatches), is_again)
+    search, least = _Search(request), 1 if num_microbatches == "auto" else num_microbatches
+    step = _recomputed(traced) if recompute == "layer" else traced
+    first = search.tried(in_microbatches(step, least), step is not traced)
     if first is None and state_is_too_large(traced, request, devices):
         raise search.errors[0]
     if first is None or first.is_dear:
-        more = num_microbatches == "auto"
-        search.climb(_in_more(step) if more else iter(()), is_again, first)
-        if recompute == "auto" and again is not traced:
-            least = in_microbatches(again, 1 if num_microbatches == "auto" else num_microbatches)
-            search.climb(itertools.chain([least], _in_more(again) if more else ()), True, None)
+        search.climb(_in_more(step, num_microbatches), step is not traced, first)
+        again = recomputed_step(traced) if recompute == "auto" else traced
+        if again is not traced:
+            search.climb(chain([in_microbatches(again, least)], _in_more(again, num_microbatches)), True, None)
     return search.best()
 
 
@@ -74,9 +67,20 @@ def state_is_too_large(traced: TracedStep, request: PlanRequest, devices: int) -
     return limit is not None and held > limit * devices
 
 
-def _in_more(step: TracedStep) -> Iterator[TracedStep]:
-    """The step in two microbatches or more, as far as its batch allows; nothing if it mixes examples."""
-    for count in microbatch_counts(step)[1:]:
+def _recomputed(traced: TracedStep) -> TracedStep:
+    """The step with layers' forward work done again; a warning where nothing can be."""
+    step = recomputed_step(traced)
+    if step is traced:
+        warn(
+            "recompute='layer' finds no layers whose forward work could be done again in the backward pass with less memory; a "
+            "scan over layers is one operation: put jax.checkpoint on its body"
+        )
+    return step
+
+
+def _in_more(step: TracedStep, num_microbatches: Open) -> Iterator[TracedStep]:
+    """The step in two microbatches or more, as far as its batch allows; nothing if it mixes examples or their number is given."""
+    for count in microbatch_counts(step)[1:] if num_microbatches == "auto" else ():
         plan = plan_time(step, count)
         if isinstance(plan, MixedExamples):
             return

@@ -30,8 +30,8 @@ WIDEST = 8
 """Numbers of microbatches are compared from the usual one divided by this to the usual one times this."""
 MOST_COUNTS = 7
 """Of more numbers of microbatches than so many, those that grow evenly are compared."""
-WORTH = 0.01
-"""A timetable that promises a smaller gain than this is not planned."""
+WORTH = 0.03
+"""A timetable that promises a smaller gain than this is not planned; estimates are hardly more exact."""
 
 
 @dataclasses.dataclass(frozen=True, order=True)
