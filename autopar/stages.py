@@ -135,11 +135,13 @@ class _Cutter:
     def _sink_gradients(self, where: Whereabouts) -> None:
         """A gradient that no stage's operands hold, as of a bias, goes to its weight, if what it needs goes there anyway."""
         readers: dict[Var, list[Equation]] = {}
-        for eqn in self.kinds.backward & set(self.piece_of):
+        # In the program's order, not a set's: several processes cut alike.
+        backward = [eqn for eqn in self.kinds.body if eqn in self.kinds.backward and eqn in self.piece_of]
+        for eqn in backward:
             for v in operands_of(eqn):
                 readers.setdefault(v, []).append(eqn)
         home = self._stages_of_gradients(where)
-        for eqn in self.kinds.backward & set(self.piece_of):
+        for eqn in backward:
             targets = [home[v] for v in eqn.outvars if v in home and v not in readers]
             if targets and max(targets) < self.piece_of[eqn].stage:
                 for moved in self._reduced_there(eqn, max(targets), readers):

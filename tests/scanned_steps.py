@@ -273,6 +273,7 @@ def inference():
 
 
 ALL = (
+    returned_gradients,
     plain,
     clipped_adamw,
     dropout,

@@ -150,3 +150,31 @@ def test_a_process_that_dies_does_not_leave_the_other_waiting(tmp_path):
     found = dict(np.load(tmp_path / "0.npz"))
     assert re.search(r"failed.*on mesh 0(.|\n)*", str(found["first"])), found["first"]
     assert found["waited_s"] < 60
+
+
+PRINTED = """
+import jax, autopar
+from tests import pipeline_steps
+step, state, batch = pipeline_steps.clipped_adamw()
+compiled = autopar.parallelize(
+    step, num_stages=4, mesh_shape=(1,), num_microbatches=4, schedule="zb-h1", cluster="cpu"
+).compile(state, batch)
+print(*(stage.program.step.fingerprint for stage in compiled.stages), compiled.instructions, sep="\\n")
+"""
+
+
+@pytest.mark.slow
+def test_stages_and_instructions_are_the_same_in_every_process_whatever_the_order_of_its_sets():
+    """What a plan becomes is not sent to others: each process makes it again."""
+    found = []
+    for seed in ("1", "2"):
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        }
+        command = [sys.executable, "-c", PRINTED]
+        found.append(subprocess.run(command, env=environment, check=True, text=True, capture_output=True).stdout)
+    assert "run weight_gradient 0" in found[0]
+    assert found[0] == found[1]
