@@ -1,9 +1,9 @@
 """Errors of the cost model on measurements that others published: one run, one fixed file per cluster.
 
 In: the yardstick's tables. Out, once by plans of the parts of the real models and once by the closed form: per table predicted
-against measured, the mean, maximum and mean signed error, the rank correlation, the target and whether it is met; for Alpa also the
-order of methods within each model and size, and which runs that ran out of memory are flagged; for Korthikanti activation and
-state bytes. Then what was fitted on what, and how far Alpa's errors hang on the one figure of its cluster file that a document
+against measured, the mean, maximum and mean signed error, the rank correlation, the target and whether it is met; for Alpa also
+the order of methods within each model and size, and which runs that ran out of memory are flagged; for Korthikanti activation
+and state bytes. Then what was fitted on what, and how far Alpa's errors hang on the one figure of its cluster file that a document
 states and nobody measured. `--fit` searches the fitted pairs of constants on the rows of Korthikanti alone. With `--strict` the
 exit status is 1 if a target is missed. Where a run's plan was not published, the closed form chooses it for both. What can go
 wrong: a mean over rows hides a trend; `--rows` prints them.
@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.commands.error_summary import PricedRow, rank_correlation
-from autopar.commands.planned_parts import PartPlanner
+from autopar.commands.planned_parts import PartPlanner, planned_prediction
 from autopar.commands.rows import Row, read_table
 from autopar.cost_model import job_prediction
 from autopar.cost_model.hardware import Cluster, preset
@@ -98,8 +98,11 @@ class Way:
         return self.again(cluster, job_prediction.predict(cluster, job))
 
     def again(self, cluster: Cluster, found: JobPrediction) -> JobPrediction:
-        """What the closed form predicted, priced this way."""
-        return found if self.planner is None else self.planner.predict(cluster, found.job)
+        """What the closed form predicted, priced this way; unchanged where its parts cannot be planned."""
+        if self.planner is None:
+            return found
+        planned, _ = planned_prediction(self.planner, cluster, found.job)
+        return planned or found
 
     def timing(self, cluster: Cluster, job: TrainingJob) -> Timing:
         """What a part of a job does."""
@@ -164,11 +167,13 @@ def alpa_results(folder: Path, cluster: Cluster, console: Console, way: Way, *, 
     """End-to-end runs whose plans are known: step time of the searched plans, and who runs out of memory."""
     runs = end_to_end(folder)
     pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
-    recalled, ran_out, alarms, fitted = [], 0, [], 0
+    recalled, ran_out, alarms, fitted, left = [], 0, [], 0, list[str]()
     for run in runs:
         if run.job is None:
             continue
-        found = way.again(cluster, price(cluster, run))
+        closed = price(cluster, run)
+        found = way.again(cluster, closed)
+        left += [run.id] if way.planner and found is closed else []
         measured = measured_s(run, runs)
         if run.ran_out:
             ran_out += 1
@@ -188,6 +193,8 @@ def alpa_results(folder: Path, cluster: Cluster, console: Console, way: Way, *, 
         f"{model} {method} {_mean_error(found):.1%}" for (model, method), found in pairs.items() if method != "auto"
     ]
     console.print(f"Alpa: mean errors without a target, with runs that thrash between nodes: {', '.join(others)}")
+    if left:
+        console.print(f"Alpa: priced in closed form, more ranks than samples to split: {', '.join(left)}")
     unknown = sorted({f"{run.id}" for run in runs if run.ran_out and run.job is None})
     console.print(f"Alpa: out of memory, plan not published, not priced: {', '.join(unknown) or 'none'}")
     results = [

@@ -61,10 +61,11 @@ def test_the_cost_model_is_as_right_as_its_benchmark_says(tmp_path):
     environment = os.environ | {"PYTHONPATH": root}  # for a checkout that is not installed
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, env=environment)
     assert out.exists(), done.stderr
-    results = {result["claim"]: result for result in json.loads(out.read_text(encoding="utf-8"))}
-    assert len(results) == 19
-    assert [claim for claim, result in results.items() if not result["met"]] == []
-    assert results["Alpa wresnet auto: step time"]["mean"] < 0.08
-    assert "6 of 6 runs out of memory flagged" in done.stdout
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert set(found) == {"plans", "closed form"}
+    for results in found.values():
+        assert len(results) == 19
+        assert [result["claim"] for result in results if not result["met"]] == []
+    assert done.stdout.count("6 of 6 runs out of memory flagged") == 2
     assert "Fitted, on the eight rows of Korthikanti (A100) alone" in done.stdout
     assert "With the overlap that dgx2-v100-32gb estimates instead of none" in done.stdout
