@@ -1,0 +1,73 @@
+"""Which timetables are compared, and what one number of microbatches tells about another."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from autopar.timetables import (
+    MOST_COUNTS,
+    Timetable,
+    counts_around,
+    latency_share,
+    seconds_at,
+    timetables,
+    usual_microbatches,
+)
+
+
+def test_two_planned_numbers_tell_exactly_about_others_if_costs_are_latency_and_work():
+    latency, work = np.array([0.5, 2.0]), np.array([8.0, 24.0])
+    known = {m: latency + work / m for m in (2, 16)}
+    for count in (1, 2, 4, 8, 64):
+        np.testing.assert_allclose(seconds_at(known, count), latency + work / count)
+    np.testing.assert_allclose(latency_share(known, 16), latency / (latency + work / 16))
+
+
+def test_one_planned_number_is_divided_perfectly_but_for_the_share_of_latency_that_is_known():
+    known = {4: np.array([1.0])}
+    assert latency_share(known, 4) is None
+    assert seconds_at(known, 8) == 0.5
+    assert seconds_at(known, 8, share=0.5) == 0.75
+    assert seconds_at(known, 2, share=0.5) == 1.5
+
+
+def test_seconds_that_fall_faster_than_the_work_have_no_latency_below_zero():
+    assert latency_share({2: np.array([1.0]), 4: np.array([0.1])}, 2) == 0.0
+
+
+def test_a_layer_that_takes_no_time_has_no_latency():
+    assert latency_share({2: np.array([0.0]), 4: np.array([0.0])}, 2) == 0.0
+
+
+def test_numbers_around_the_usual_one_are_all_compared_if_they_are_few_and_evenly_if_many():
+    assert counts_around((1, 2, 4, 8, 16), 8) == (1, 2, 4, 8, 16)
+    assert counts_around((1, 3, 128), 8) == (1, 3)
+    many = counts_around(tuple(range(1, 721)), 30)
+    assert len(many) <= MOST_COUNTS + 1
+    assert (many[0], many[-1], 30 in many) == (4, 240, True)
+    assert all(1.5 < b / a < 2.5 for a, b in itertools.pairwise(many) if 30 not in (a, b))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)]),
+        ({"virtual_stages": 1}, [("1f1b", 1), ("zb-h1", 1)]),
+        ({"virtual_stages": 3}, [("interleaved", 3)]),
+        ({"schedule": "interleaved"}, [("interleaved", 2), ("interleaved", 4)]),
+        ({"schedule": "gpipe"}, [("gpipe", 1)]),
+        ({"gradients": False}, [("inference", 1)]),
+    ],
+)
+def test_what_is_decided_by_hand_is_not_compared(options, expected):
+    options = {"schedule": "auto", "virtual_stages": "auto", "gradients": True, **options}
+    found = timetables((2, 4, 8), usual=4, **options)
+    assert found[: len(expected)] == tuple(Timetable(4, name, v) for name, v in expected), "the usual number first"
+    assert {t.microbatches for t in found} == {2, 4, 8}
+    assert len(found) == 3 * len(expected)
+
+
+def test_the_usual_number_is_the_most_up_to_four_per_stage():
+    assert usual_microbatches((1, 2, 4, 8, 16, 32), 2) == 8
+    assert usual_microbatches((5, 25), 1) == 1
