@@ -123,8 +123,8 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __iter__(self) -> Iterator[Any]:
         return iter(np.asarray(self))
 
-    def __float__(self) -> float:
-        return float(np.asarray(self))
+    def __bool__(self) -> bool:
+        return bool(np.asarray(self))
 
     def __reduce__(self) -> Any:
         """Saved and copied as an ordinary numpy array, which the step accepts."""

@@ -164,6 +164,34 @@ def carried_sum():
     return trained_on(loss_of, stacked(), rows())
 
 
+def carried_weight():
+    """A weight goes through the layers unchanged and is used behind them: its gradient does not begin with zero."""
+
+    def loss_of(params, batch):
+        def layer(carried, p):
+            x, shared = carried
+            return (block(x, p) @ shared, shared), None
+
+        x, shared = lax.scan(layer, (batch["x"], params["shared"]), params["layers"])[0]
+        return error(x @ shared, batch)
+
+    return trained_on(loss_of, {"layers": stacked(), "shared": jnp.eye(WIDTH)}, rows())
+
+
+def merged_and_scattered():
+    """The layers as the minor part of a dimension, and a sum over layers into what is there already."""
+
+    def step(params, batch):
+        loss, gradients = jax.value_and_grad(lambda p: error(through(p, batch["x"]), batch))(params)
+        found = {
+            "merged": jnp.cumsum(jnp.ravel(gradients["b"].T)),
+            "scattered": jnp.ones(3).at[np.arange(LAYERS) % 3].add(jnp.sum(gradients["b"] ** 2, axis=1)),
+        }
+        return descended(params, gradients), loss, found
+
+    return step, stacked(), rows()
+
+
 def encoder_and_decoder():
     """Two stacks; every layer of the second reads what the first has made."""
 
@@ -273,9 +301,9 @@ def inference():
 
 
 ALL = (
-    returned_gradients,
     plain,
     clipped_adamw,
+    returned_gradients,
     dropout,
     raw_key_dropout,
     carried_key,
@@ -283,6 +311,8 @@ ALL = (
     shared_weights,
     values_per_layer,
     carried_sum,
+    carried_weight,
+    merged_and_scattered,
     encoder_and_decoder,
     nested,
     along_the_layers,
