@@ -1,0 +1,146 @@
+"""An array in pieces on several devices is, to who reads it, the NumPy array that it stands for."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from autopar.compat import make_mesh
+from autopar.split_array import (
+    LeafPieces,
+    SplitArray,
+    SplitSharding,
+    cut_at,
+    held_in,
+    in_pieces,
+    joined,
+    placed_apart,
+    taken_apart,
+)
+
+WHOLE = np.arange(24, dtype=np.float32).reshape(4, 6)
+
+
+def on(number):
+    """A sharding over one device."""
+    return NamedSharding(make_mesh(np.array(jax.devices()[number : number + 1]), ("x",)), P())
+
+
+def split(dim=1, bounds=(0, 1, 6), whole=WHOLE):
+    """The array cut along a dimension, its pieces on devices 0, 1, ..."""
+    parts = cut_at(whole, LeafPieces(0, dim, bounds))
+    return SplitArray([jax.device_put(part, on(n)) for n, part in enumerate(parts)], dim)
+
+
+@pytest.mark.parametrize(("dim", "bounds"), [(0, (0, 3, 4)), (1, (0, 1, 6)), (1, (0, 2, 3, 6))])
+def test_it_reads_as_the_array_that_it_stands_for(dim, bounds):
+    array = split(dim, bounds)
+    assert (array.shape, array.ndim, array.size, array.nbytes, array.dtype) == ((4, 6), 2, 24, 96, np.float32)
+    assert (array.dim, array.bounds, len(array)) == (dim, bounds, 4)
+    np.testing.assert_array_equal(np.asarray(array), WHOLE)
+    np.testing.assert_array_equal(array[1:, 2], WHOLE[1:, 2])
+    np.testing.assert_array_equal(list(array), list(WHOLE))
+    np.testing.assert_array_equal(jnp.asarray(array), WHOLE)
+    assert {device.id for device in array.devices()} == set(range(len(bounds) - 1))
+    assert array.sharding == SplitSharding(dim, bounds, tuple(on(n) for n in range(len(bounds) - 1)))
+    assert {device.id for device in array.sharding.device_set} == set(range(len(bounds) - 1))
+
+
+def test_it_computes_and_compares_with_arrays_of_every_kind():
+    array = split()
+    for other in (WHOLE, jnp.asarray(WHOLE), array, 2.0):
+        np.testing.assert_array_equal(array * other, WHOLE * np.asarray(other))
+        np.testing.assert_array_equal(other - array, np.asarray(other) - WHOLE)
+    assert (array == WHOLE).all()
+    assert np.add.reduce(array).tolist() == WHOLE.sum(axis=0).tolist()
+    with pytest.raises(ValueError, match="truth value of an array with more than one element is ambiguous"):
+        bool(array)
+
+
+def test_it_becomes_an_array_of_another_type_but_never_without_a_copy():
+    assert np.asarray(split(), np.int8).dtype == np.int8
+    np.testing.assert_array_equal(np.array(split(), copy=True), WHOLE)
+    with pytest.raises(ValueError, match="an array in pieces is copied when it becomes one array"):
+        np.array(split(), copy=False)
+
+
+@pytest.mark.parametrize("save", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])
+def test_what_is_saved_of_it_is_a_numpy_array(save):
+    saved = save(split())
+    assert type(saved) is np.ndarray
+    np.testing.assert_array_equal(saved, WHOLE)
+
+
+def test_it_says_where_its_pieces_are_and_which_are_gone():
+    array = split()
+    assert repr(array) == "SplitArray(float32[4, 6], dimension 1: 0:1 on device 0, 1:6 on device 1)"
+    assert not array.is_deleted()
+    array.copy_to_host_async()
+    assert array.block_until_ready() is array
+    array.pieces[1].delete()
+    assert repr(array) == "SplitArray(float32[4, 6], dimension 1: 0:1 on device 0, 1:6 deleted)"
+    assert array.is_deleted()
+    array.delete()
+    assert array.pieces[0].is_deleted()
+
+
+def test_of_leaves_that_are_held_in_pieces_those_cut_alike_are_taken_as_they_are():
+    array, host = split(), WHOLE + 1
+    held = [LeafPieces(0, 1, (0, 1, 6)), LeafPieces(2), LeafPieces(3, 0, (0, 2, 4))]
+    parts = in_pieces([array, host, host], held)
+    assert parts[0] is array.pieces[0]
+    assert parts[1] is array.pieces[1]
+    assert parts[2] is host
+    np.testing.assert_array_equal(parts[3], host[:2])
+    np.testing.assert_array_equal(parts[4], host[2:])
+
+
+@pytest.mark.parametrize(("dim", "bounds"), [(1, (0, 3, 6)), (0, (0, 1, 4))])
+def test_one_that_is_cut_elsewhere_is_cut_anew(dim, bounds):
+    parts = in_pieces([split()], [LeafPieces(0, dim, bounds)])
+    np.testing.assert_array_equal(np.concatenate(parts, axis=dim), WHOLE)
+    assert [part.shape[dim] for part in parts] == np.diff(bounds).tolist()
+
+
+def test_one_that_is_cut_alike_along_another_dimension_is_cut_anew():
+    square = WHOLE[:, :4]
+    parts = in_pieces([split(1, (0, 1, 4), square)], [LeafPieces(0, 0, (0, 1, 4))])
+    np.testing.assert_array_equal(parts[0], square[:1])
+    np.testing.assert_array_equal(parts[1], square[1:])
+
+
+@pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
+def test_arrays_of_every_kind_are_cut_along_any_dimension(kind):
+    left, right = cut_at(kind(WHOLE), LeafPieces(0, 1, (0, 2, 6)))
+    np.testing.assert_array_equal(left, WHOLE[:, :2])
+    np.testing.assert_array_equal(right, WHOLE[:, 2:])
+
+
+def test_one_is_read_whole_where_a_leaf_is_whole():
+    (part,) = in_pieces([split()], [LeafPieces(0)])
+    np.testing.assert_array_equal(part, WHOLE)
+
+
+def test_leaves_taken_apart_are_joined_again():
+    leaves = [split(), np.ones(3), split(0, (0, 3, 4))]
+    held, parts = taken_apart(leaves)
+    assert held == [LeafPieces(0, 1, (0, 1, 6)), LeafPieces(2), LeafPieces(3, 0, (0, 3, 4))]
+    assert [pieces.count for pieces in held] == [2, 1, 2]
+    again = joined(parts, held)
+    assert again[1] is leaves[1]
+    for found, leaf in ((again[0], leaves[0]), (again[2], leaves[2])):
+        assert (found.pieces, found.dim) == (leaf.pieces, leaf.dim)
+
+
+def test_shardings_of_leaves_are_those_of_their_parts_and_back():
+    shardings = [on(3), SplitSharding(1, (0, 1, 6), (on(0), on(1))), on(2)]
+    held, places = placed_apart(shardings)
+    assert places == [on(3), on(0), on(1), on(2)]
+    assert held == [LeafPieces(0), LeafPieces(1, 1, (0, 1, 6)), LeafPieces(3)]
+    assert held_in(held, dict(enumerate(places))) == dict(enumerate(shardings))
+    assert held_in([*held, LeafPieces(4)], dict(enumerate(places))).keys() == {0, 1, 2}
