@@ -18,7 +18,7 @@ from autopar.inter_op import ScheduleName
 from autopar.layer_costs import machine_shape
 from autopar.merged_scans import merged
 from autopar.mesh import LogicalMesh
-from autopar.microbatch import TimeLoop, microbatch_counts
+from autopar.microbatch import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import Alternative
 from autopar.planner import PlanRequest
@@ -33,11 +33,10 @@ from autopar.staging import (
     Staged,
     StagedStage,
     StageRequest,
-    divided_loop,
+    loops,
     plan_stages,
     restore_stages,
     split_devices,
-    time_loop,
     transfer_bytes,
 )
 from autopar.timetables import Open, Recompute, Timetable, counts_around, timetables, usual_microbatches
@@ -160,11 +159,7 @@ def search_pipeline(
     started = time.perf_counter()
     tables = wishes.timetables(traced, max(2, machine_shape(request.cluster, devices)[0]))
     split = split_scans(traced, every_layer(traced))
-    first = divided_loop(split, tables[0].microbatches)
-
-    def loop_of(count: int) -> TimeLoop:
-        return first if count == tables[0].microbatches else time_loop(split.step, count, known=first.plan.phases)
-
+    loop_of = loops(split, tables[0].microbatches)
     again = {"auto": (False, True), "none": (False,), "layer": (True,)}[wishes.recompute]
     found = search_stages(loop_of, request, devices=devices, timetables=tables, recompute=again)
     if len(found.sizes) == 1:

@@ -34,6 +34,8 @@ TOLERANCE = 1e-3
 """Relative gain below which the search over stages lets go; layers' costs are less exact."""
 ROOM = 0.92
 """Part of the memory that stages may take by the sum of their layers, so that they fit as wholes."""
+NEAR = 0.15
+"""By how much an estimate may exceed the best and be planned all the same, for a number of microbatches next to the best one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +109,7 @@ class _Search:
                 raise next(error for error in list(solved.values())[::-1] if isinstance(error, OutOfMemoryError))
             best = min(choices, key=lambda way: self._handicapped(way, choices[way]))
             sizes = [stage.submesh for stage in choices[best].stages]
-            if not self._costs.plan_more(best[0].microbatches, sizes) and not self._second_count(best, sizes):
+            if not self._costs.plan_more(best[0].microbatches, sizes) and not self._plan_neighbour(best, choices):
                 return self._found(best, choices)
 
     def _ways(self) -> list[_Way]:
@@ -139,13 +141,20 @@ class _Search:
         is_planned = way[0].microbatches in self._costs.counts
         return choice.step_s * (1.0 if is_planned else 1 + WORTH)
 
-    def _second_count(self, best: _Way, sizes: Sequence[Submesh]) -> bool:
-        """Plan a second number of microbatches, so that latencies are known; whether there was one to plan."""
+    def _plan_neighbour(self, best: _Way, choices: Mapping[_Way, StageChoice]) -> bool:
+        """Plan the number of microbatches below or above the best one if it is near by its estimate; whether there was one.
+
+        The first such number is planned in any case, so that latencies are known.
+        """
         count = best[0].microbatches
-        others = {t.microbatches for t in self._timetables} - self._costs.impossible - {count}
-        if not others or len(self._costs.counts) > 1:
-            return False
-        return self._costs.plan_more(min(others, key=lambda m: (abs(math.log(m / count)), m)), sizes)
+        numbers = sorted({way[0].microbatches for way in choices} | {count})
+        place = numbers.index(count)
+        for number in (*numbers[max(0, place - 1) : place], *numbers[place + 1 : place + 2]):
+            way = min((way for way in choices if way[0].microbatches == number), key=lambda way: choices[way].step_s)
+            is_near = len(self._costs.counts) == 1 or choices[way].step_s < (1 + NEAR) * choices[best].step_s
+            if number not in self._costs.counts and is_near:
+                return self._costs.plan_more(number, [stage.submesh for stage in choices[way].stages])
+        return False
 
     def _found(self, best: _Way, choices: Mapping[_Way, StageChoice]) -> Found:
         timetable, again = best

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.catalogue import itemsize_of
@@ -105,6 +105,12 @@ def divided_loop(split: SplitStep, num_microbatches: int) -> TimeLoop:
         return whole
     known = {eqn: whole.plan.phases[origin] for eqn, origin in split.origins.items()}
     return time_loop(split.step, num_microbatches, known=known)
+
+
+def loops(split: SplitStep, usual: int) -> Callable[[int], TimeLoop]:
+    """A divided step in any number of microbatches, its operations in the phases that they have in the usual number of them."""
+    first = divided_loop(split, usual)
+    return lambda count: first if count == usual else time_loop(split.step, count, known=first.plan.phases)
 
 
 def time_loop(traced: TracedStep, num_microbatches: int, *, known: Mapping[Equation, Phase] | None = None) -> TimeLoop:

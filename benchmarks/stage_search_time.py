@@ -41,7 +41,7 @@ SIZES = {"hidden": 8192, "heads": 64, "seq": 1024, "vocab": 51200, "dropout": 0.
 class Laps:
     """Processor seconds by phase, gathered around the functions of the search that do them."""
 
-    NAMES = ("divided_loop", "search_stages", "_with_recomputation")
+    NAMES = ("loops", "search_stages", "_with_recomputation")
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(self.NAMES, 0.0)
@@ -88,7 +88,7 @@ def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
     return {
         "layers": layers,
         "trace_s": trace_s,
-        "time_axis_s": laps.seconds["divided_loop"],
+        "time_axis_s": laps.seconds["loops"],
         "search_s": laps.seconds["search_stages"],
         "stages_s": laps.seconds["_with_recomputation"],
         "total_s": time.process_time() - started,

@@ -16,9 +16,10 @@ from autopar.layer_costs import machine_shape
 from autopar.options import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.planner import PlanRequest, plan_step
+from autopar.split_scans import split_scans
 from autopar.stage_search import ROOM, search_stages
-from autopar.staging import time_loop
-from autopar.timetables import Timetable
+from autopar.staging import loops, time_loop
+from autopar.timetables import WORTH, Timetable
 from autopar.trace import CallSignature, bind_arguments, trace
 from tests.oracles import assert_same_as_jit
 
@@ -52,10 +53,11 @@ def arguments(width, layers=4, batch=8):
 def searched(width, devices, machine, limit=None, batch=8, **options):
     weights, x = arguments(width, batch=batch)
     signature = CallSignature(step, (1,), (), "auto")
-    traced = trace(signature, bind_arguments(signature, (weights, x), {}))
+    split = split_scans(trace(signature, bind_arguments(signature, (weights, x), {})), ())
     request = PlanRequest((), machine, limit, Constraints(), PlannerOptions())
     options = {"timetables": [Timetable(4, "1f1b")], **options}
-    return search_stages(lambda count: time_loop(traced, count), request, devices=devices, **options)
+    loop_of = loops(split, options["timetables"][0].microbatches)
+    return search_stages(loop_of, request, devices=devices, **options)
 
 
 def test_devices_of_a_machine_are_counted_in_nodes():
@@ -162,3 +164,66 @@ def test_a_submesh_of_several_nodes_is_chosen_where_communication_is_free():
     machine = two_nodes()
     free = tuple(dataclasses.replace(tier, latency_s=0.0, bytes_per_s=1e18) for tier in machine.tiers)
     assert searched(512, 4, dataclasses.replace(machine, tiers=free), batch=8192).sizes == (4,)
+
+
+def timetables_of(counts):
+    shapes = (("1f1b", 1), ("zb-h1", 1), ("interleaved", 2))
+    return [Timetable(m, name, v) for m in counts for name, v in shapes if v == 1 or m % 2 == 0]
+
+
+@pytest.mark.parametrize(("width", "batch"), [(64, 8), (1024, 1024)])
+@pytest.mark.parametrize("num_stages", [None, 2])
+def test_the_search_over_timetables_finds_what_a_search_of_each_alone_finds(width, batch, num_stages):
+    """Alone, each number of microbatches is planned in full; together, some are only estimated."""
+    tables = timetables_of((4, 1, 2, 8))
+    alone = {t: searched(width, 4, two_nodes(), batch=batch, timetables=[t], num_stages=num_stages) for t in tables}
+    least_s = min(found.choice.step_s for found in alone.values())
+    found = searched(width, 4, two_nodes(), batch=batch, timetables=tables, num_stages=num_stages)
+    assert found.choice.step_s <= least_s * (1 + WORTH)
+    assert found.choice.step_s == pytest.approx(alone[found.timetable].choice.step_s, rel=0.02)
+
+
+def test_other_numbers_of_microbatches_are_planned_on_few_submeshes(monkeypatch):
+    planned = []
+
+    def counted(program, request):
+        planned.append((program.cut.loop.plan.microbatches, request.meshes[0].size))
+        return staging.measured_stage(program, request)
+
+    monkeypatch.setattr(layer_costs, "measured_stage", counted)
+    searched(64, 4, two_nodes(), timetables=timetables_of((4, 1, 2, 8)), num_stages=2)
+    sizes = {m: {size for count, size in planned if count == m} for m, _ in planned}
+    assert sizes[4] == {1, 2}
+    assert len(sizes) < 4, "not every number is planned"
+    assert all(len(of) == 1 for m, of in sizes.items() if m != 4)
+
+
+def test_a_number_in_which_the_step_cannot_be_cut_is_left_out():
+    weights, x = arguments(64)
+    signature = CallSignature(step, (1,), (), "auto")
+    traced = trace(signature, bind_arguments(signature, (weights, x), {}))
+    request = PlanRequest((), two_nodes(), None, Constraints(), PlannerOptions())
+    tables = [Timetable(m, "1f1b") for m in (4, 3)]
+    found = search_stages(lambda count: time_loop(traced, count), request, devices=4, timetables=tables, num_stages=2)
+    assert found.timetable == Timetable(4, "1f1b")
+    assert [one.num_microbatches for one in found.compared] == [4]
+
+
+def test_across_nodes_the_chosen_timetable_is_near_the_best_by_hand_and_says_what_it_beat():
+    weights, x = arguments(256, layers=8, batch=32)
+
+    def planned(**options):
+        options = {"devices": jax.devices()[:4], "cluster": two_nodes(), **options}
+        return autopar.parallelize(step, **options).plan(weights, x)
+
+    plan = planned()
+    by_hand = [
+        planned(num_stages=p, num_microbatches=m, schedule=s)
+        for p in (2, 4)
+        for m in (1, 2, 4, 8)
+        for s in ("1f1b", "zb-h1")
+    ]
+    assert isinstance(plan, PipelinePlan)
+    assert plan.step_s <= 1.05 * min(one.step_s for one in by_hand), "stages by the sum of their layers"
+    assert {one.num_microbatches for one in plan.compared} >= {1, 2, 4, 8}
+    assert {one.schedule for one in plan.compared} == {"1f1b", "zb-h1", "interleaved"}
