@@ -246,6 +246,9 @@ class Kernels:
         sources = self._sources(root)
         if sources is not None and sum(_bytes(v) for v in sources - have) <= 2 * _bytes(root):
             return sources
+        operands = {self.root(v) for v in _variables(self.producers[root].invars)}
+        if operands and not entry_for(self.producers[root]).random and sum(map(_bytes, operands)) < _bytes(root):
+            return frozenset(v for operand in operands for v in self._wanted(operand, have))
         self.written.add(root)
         return frozenset({root})
 
