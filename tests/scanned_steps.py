@@ -165,17 +165,31 @@ def carried_sum():
 
 
 def carried_weight():
-    """A weight goes through the layers unchanged and is used behind them: its gradient does not begin with zero."""
+    """A weight goes through the layers, read by each, and is used behind them: the sum of its gradient begins with that."""
 
     def loss_of(params, batch):
         def layer(carried, p):
             x, shared = carried
-            return (block(x, p) @ shared, shared), None
+            return (block(x, p) @ shared, shared + 0.01), None
 
         x, shared = lax.scan(layer, (batch["x"], params["shared"]), params["layers"])[0]
         return error(x @ shared, batch)
 
     return trained_on(loss_of, {"layers": stacked(), "shared": jnp.eye(WIDTH)}, rows())
+
+
+def frozen_scales():
+    """Layers that only scale, by numbers that are not trained: what backward carries is multiplied, and by nothing else read."""
+
+    def step(state, batch):
+        def loss_of(first):
+            return error(lax.scan(lambda x, scale: (x * scale, None), batch["x"] @ first, state["scale"])[0], batch)
+
+        loss, gradient = jax.value_and_grad(loss_of)(state["first"])
+        return state | {"first": descended(state["first"], gradient)}, loss
+
+    draw = np.random.default_rng(0)
+    return step, {"first": normal(draw, WIDTH, WIDTH), "scale": 1 + normal(draw, LAYERS, WIDTH)}, rows()
 
 
 def merged_and_scattered():
@@ -312,6 +326,7 @@ ALL = (
     values_per_layer,
     carried_sum,
     carried_weight,
+    frozen_scales,
     merged_and_scattered,
     encoder_and_decoder,
     nested,

@@ -257,6 +257,13 @@ def test_the_gradient_of_a_shared_weight_is_summed_in_each_piece_and_added_up_on
     assert [v.aval.shape for v in late.outvars] == [(WIDTH, WIDTH), (ROWS, WIDTH), (3, WIDTH), (3, WIDTH, WIDTH)]
 
 
+def test_a_sum_that_forward_carries_along_goes_with_the_activation():
+    split = cut_at(scanned_steps.carried_sum(), 2)
+    early, late = [e for e in split.step.program.equations if e.loop is not None and not e.params["reverse"]]
+    handed_on = [v.aval.shape for v in late.invars if v in set(early.outvars)]
+    assert handed_on == [(ROWS, WIDTH), ()]
+
+
 def test_a_stack_that_the_user_sees_is_one_leaf_and_its_pieces_have_paths():
     split = cut_at(scanned_steps.plain(), 2)
     assert [leaf.path for leaf in split.step.inputs[:4]] == [
