@@ -19,6 +19,11 @@ from autopar.stages import ForwardEquation
 SLACK = 0.3
 """By what part of a stage's work a cut may move to where fewer bytes cross."""
 
+ACCUMULATED_BY_HAND = (
+    ". If the step adds up gradients in a lax.scan over parts of the batch, compute the loss of the whole batch instead and "
+    "give num_microbatches"
+)
+
 
 def even_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, ...]:
     """Places that share the work equally, moved by at most `SLACK` of a share to where the fewest bytes cross."""
@@ -32,7 +37,8 @@ def even_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, .
             window = [min(range(first, len(chain)), key=lambda i: abs(done[i] - k * share), default=0)]
         if window == [0] or len(chain) - window[0] < num_stages - k:
             raise ArgumentError(
-                f"the step has {len(chain)} forward operations, too few for {num_stages} stages of equal work; use fewer stages"
+                f"the step has {len(chain)} forward operations, too few for {num_stages} stages of equal work; use fewer "
+                f"stages{'' if chain else ACCUMULATED_BY_HAND}"
             )
         cuts.append(min(window, key=lambda i: (chain[i].cut_bytes, abs(done[i] - k * share))))
     return tuple(cuts)

@@ -123,6 +123,7 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("dynamic_slice", dataclasses.replace(_moving(indexing.dynamic_slice, local.dynamic_slice), picks=True)),
     **_names("dynamic_update_slice", _in_place(indexing.dynamic_update_slice, local.dynamic_update_slice)),
     **_names("eigh", PrimitiveRule(operators.matrices)),
+    **_names("empty2", _free(operators.everything_whole, making=Making.CHEAP)),
     **_names("fan_out", _free(operators.pointwise_copy, local.identity)),
     **_names("fft", PrimitiveRule(operators.fft)),
     **_names("gather", PrimitiveRule(indexing.gather, indexing.gather_local, making=Making.COSTLY, picks=True)),
