@@ -168,8 +168,7 @@ def _in_pieces(eqn: Equation, rule: FactorRule, factor: str, divided: Divided, v
         if monoid is None:
             values.set_parts(v, factor_dims(operand, factor)[0], parts)
         else:
-            combine = COMBINE["or" if monoid == "sum" and v.aval.dtype == jnp.bool_ else monoid]
-            values.set_whole(v, functools.reduce(combine, parts))
+            values.set_whole(v, functools.reduce(COMBINE[monoid], parts))
 
 
 def _operand_parts(atom: Any, operand: Any, factor: str, divided: Divided, values: Values) -> Sequence[Any]:
