@@ -44,7 +44,11 @@ PRODUCTS_CPU = (
     (256, 64, 256),
     (1024, 256, 32),
     (16, 512, 512),
+    (4096, 4, 256),
+    (1024, 8, 512),
+    (4096, 16, 64),
 )
+"""The last three are narrow, as channels split over many devices make them: libraries compute whole tiles."""
 PRODUCTS = (
     *((size,) * 3 for size in (512, 1024, 2048, 4096, 8192)),
     (8192, 1024, 128),
