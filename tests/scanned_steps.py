@@ -85,6 +85,24 @@ def dropout(key=None):
     return step, {"params": stacked(), "key": jax.random.key(5) if key is None else key}, rows()
 
 
+def keys_per_layer():
+    """As `dropout`, with a key for each layer in the state."""
+
+    def step(state, batch):
+        def layer(x, given):
+            p, key = given
+            return jnp.where(jax.random.bernoulli(key, 0.8, x.shape), block(x, p) / 0.8, 0), None
+
+        def loss_of(params):
+            return error(lax.scan(layer, batch["x"], (params, state["keys"]))[0], batch)
+
+        loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(state["keys"])
+        return {"params": descended(state["params"], gradients), "keys": keys}, loss
+
+    return step, {"params": stacked(), "keys": jax.random.split(jax.random.key(5), LAYERS)}, rows()
+
+
 def raw_key_dropout():
     """As `dropout`, with a key of the old kind: two integers."""
     return dropout(jax.random.PRNGKey(5))
@@ -320,6 +338,7 @@ ALL = (
     clipped_adamw,
     returned_gradients,
     dropout,
+    keys_per_layer,
     raw_key_dropout,
     carried_key,
     recomputed,

@@ -280,6 +280,12 @@ def test_a_stack_that_the_user_sees_is_one_leaf_and_its_pieces_have_paths():
     assert split.whole.inputs[0].path == "state/b"
 
 
+def test_keys_of_layers_are_one_array_because_no_numpy_array_stands_for_pieces_of_them():
+    split = cut_at(scanned_steps.keys_per_layer(), 2)
+    assert [pieces.bounds for pieces in split.inputs[:3]] == [(), (0, 2, 5), (0, 2, 5)]
+    assert [leaf.path for leaf in split.step.inputs[:2]] == ["state/keys", "state/params/b[0:2]"]
+
+
 def test_without_cuts_the_step_is_as_it_was():
     step = traced(*scanned_steps.plain())
     assert split_scans(step, ((),)).step is step
