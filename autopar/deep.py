@@ -76,15 +76,18 @@ class ChoiceProblem:
         return dataclasses.replace(whole, lower_bound_s=min(lower, whole.seconds))
 
     def _untied(self, found: Choice, rows: Sequence[MemoryRow], limit_bytes: float, lower: float) -> Choice:
-        """The choice of the whole problem; where memory is short alike layers may differ, and take turns in using it."""
+        """The choice of the whole problem; where memory is short alike layers may differ, and take turns in using it.
+
+        Two choices are mixed: the one found, and the fastest that was tried, which is too large.
+        """
         assert self._ties is not None
         extended = self._ties.extend
         tried = tuple(map(extended, found.tried))
         whole = dataclasses.replace(found, numbers=extended(found.numbers), tried=tried)
-        if not tried or found.seconds - lower <= GOOD_ENOUGH * found.seconds:
+        if not tried or found.seconds - max(lower, found.lower_bound_s) <= GOOD_ENOUGH * found.seconds:
             return whole
-        taken = tuple(dict.fromkeys([whole.numbers, *tried]))
-        other = mixed(self.costs, self.edges, rows=rows, limit_bytes=limit_bytes, tried=taken)
+        both = (whole.numbers, tried[0])
+        other = mixed(self.costs, self.edges, rows=rows, limit_bytes=limit_bytes, tried=both)
         if other is None or other.seconds >= whole.seconds:
             return whole
         return dataclasses.replace(other, tried=tried)

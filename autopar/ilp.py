@@ -59,7 +59,7 @@ def solve(
     memory_fits(model, s, live_sets)
     options: dict[str, Any] = {"mip_max_nodes": node_limit, "random_seed": 0}
     solver = pulp.HiGHS(msg=False, threads=1, gapRel=gap, **options)
-    model.solve(solver)
+    _run(model, solver)
     values = {v: [pulp.value(x) for x in row] for v, row in s.items()}
     if any(x is None for row in values.values() for x in row):
         return Solution(None, np.inf)
@@ -69,6 +69,15 @@ def solve(
     highs = getattr(model, "solverModel", None)
     bound = float(highs.getInfo().mip_dual_bound) * scale if highs is not None else -np.inf
     return Solution(choice, bound)
+
+
+def _run(model: Any, solver: Any) -> None:
+    """Solve. PuLP 3 has no name for the status in which HiGHS ends at the limit of nodes; it has read the values by then."""
+    try:
+        model.solve(solver)
+    except KeyError as error:
+        if "kSolutionLimit" not in str(error):
+            raise
 
 
 def _scale(costs: Mapping[int, np.ndarray], edges: Edges) -> float:

@@ -44,6 +44,8 @@ GOOD_ENOUGH = 2e-3
 """A large problem is not pursued further once the best solution known, of this problem or of another mesh, is this near to the
 bound; the plan reports the bound."""
 NODE_LIMIT = 500
+MIXED_NODES = 50
+"""Where choices are mixed, branch and bound ends here: alike layers make it long, and the first solutions are good."""
 SEARCHED_PAIRS = 4_000_000
 """With a better choice to beat, a problem with more pairs of choices than this left open by its bound is not searched."""
 SMALL_PAIRS = 2_000
@@ -304,7 +306,7 @@ def _value(costs: Mapping[int, np.ndarray], edges: Edges, choice: Mapping[int, i
 def _solve_within(problem: _Problem, free: Choice, tried: Sequence[tuple[int, ...]]) -> Choice | None:
     reduced = problem.reduced()
     if _pairs(reduced) <= DIRECT_PAIRS:
-        return _direct(problem, reduced, gap=GAP / 10)
+        return _direct(problem, reduced)
     priced = problem.priced(free, tried)
     if priced.lower_bound_s >= problem.cutoff_s:
         return Choice((), np.inf, priced.lower_bound_s)
@@ -318,7 +320,7 @@ def _solve_within(problem: _Problem, free: Choice, tried: Sequence[tuple[int, ..
     if better is not None and (best is None or better.seconds < best.seconds):
         best = dataclasses.replace(better, lower_bound_s=min(priced.lower_bound_s, better.seconds), tried=met)
     if best is None and _pairs(reduced) <= 20 * DIRECT_PAIRS:
-        return _direct(problem, reduced, gap=GAP / 10)
+        return _direct(problem, reduced)
     return best
 
 
@@ -341,7 +343,9 @@ def _mixed(problem: _Problem, tried: Sequence[tuple[int, ...]]) -> Choice | None
     left = [np.unique(taken) for taken in zip(*tried, strict=True)]
     rest = problem.restricted(left)
     reduced = rest.reduced()
-    found = _direct(rest, reduced, gap=GOOD_ENOUGH / 2) if _pairs(reduced) <= DIRECT_PAIRS else None
+    if _pairs(reduced) > DIRECT_PAIRS:
+        return None
+    found = _direct(rest, reduced, gap=GOOD_ENOUGH / 2, node_limit=MIXED_NODES)
     if found is None:
         return None
     return dataclasses.replace(found, numbers=tuple(int(n[p]) for n, p in zip(left, found.numbers, strict=True)))
@@ -356,9 +360,11 @@ def _usage(costs: Costs, rows: Sequence[MemoryRow]) -> list[np.ndarray]:
     return [np.stack(list(c.values()), 1) if c else np.zeros((len(n), 1)) for c, n in zip(columns, costs, strict=True)]
 
 
-def _direct(problem: _Problem, reduced: Reduced, *, gap: float) -> Choice | None:
+def _direct(
+    problem: _Problem, reduced: Reduced, *, gap: float = GAP / 10, node_limit: int = 10 * NODE_LIMIT
+) -> Choice | None:
     rows = _live_sets(reduced, problem.rows, problem.limit_bytes)
-    solution = ilp.solve(reduced.costs, reduced.edges, rows, node_limit=10 * NODE_LIMIT, gap=gap)
+    solution = ilp.solve(reduced.costs, reduced.edges, rows, node_limit=node_limit, gap=gap)
     if solution.choice is None:
         return None
     chosen = {v: int(reduced.open_choices[v][p]) for v, p in solution.choice.items()}
