@@ -108,7 +108,7 @@ class _Ascent:
         for v in order:
             cost = self.cost[v]
             for _, m in (*ahead[v], *behind[v]):
-                least = m.min(axis=1)
+                least = np.minimum.reduce(m, axis=1)
                 cost += least
                 m -= least[:, None]
             if ahead[v]:

@@ -26,7 +26,7 @@ DEEP = 2500
 """Problems of up to so many nodes are solved whole."""
 WORTH = 0.6
 """Ties are used if they leave at most this part of the nodes."""
-NEAR = 1e-4
+NEAR = 1e-3
 """The dual ascent of a deep problem ends when solution and bound are this near (relative)."""
 
 

@@ -82,8 +82,8 @@ def choose(
 
     `classes`: choices of a mesh with equal axes, of which the merged problem (interchange.py) rules out most. `cutoff_s`: only
     choices below it matter. Where there are none the search ends early, and where there is little to gain (`GOOD_ENOUGH`) or
-    too much to search (`SEARCHED_PAIRS`) it does not begin: the result then has no numbers, and the bound says which it was. `tried`: what another limit's `Choice`
-    says of it.
+    too much to search (`SEARCHED_PAIRS`) it does not begin: the result then has no numbers, and the bound says which it was.
+    `tried`: what another limit's `Choice` says of it.
     """
     if any(row.least() > limit_bytes for row in rows):
         return None

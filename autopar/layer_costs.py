@@ -27,6 +27,7 @@ from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
 from autopar.options import Constraints
 from autopar.planner import PlanRequest, logical_meshes
+from autopar.program import Program
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import ForwardEquation, cut_stages, forward_chain
 from autopar.staging import StagedStage, measured_stage
@@ -34,6 +35,9 @@ from autopar.timetables import latency_share, seconds_at
 
 LAYER_AXES = 2
 """Layers, and so stages, are planned on logical meshes of up to so many axes."""
+SAME_MESHES = 1.1
+"""Where most layers are alike, the others are planned on the meshes that are best for those, or this near to it: a stage has one
+mesh for all its layers."""
 LAYER_COUNTS = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
 """Numbers of layers into which a step may be clustered: the one whose cuts send the least, the most layers among equals."""
 
@@ -81,6 +85,15 @@ class _LayerFigures:
     received_bytes: float = 0.0
 
 
+def _lengths(program: Program) -> frozenset[int]:
+    """The lengths of all dimensions of a program's values."""
+    found: set[int] = set()
+    for eqn in program.equations:
+        found.update(length for v in (*eqn.invars, *eqn.outvars) for length in v.aval.shape)
+        found.update(*(_lengths(region) for region in eqn.regions))
+    return frozenset(found) - {0}
+
+
 def _ranges(values: Sequence[float]) -> np.ndarray:
     """[i, j]: the sum of values i to j - 1; 0 where there are none."""
     before = np.concatenate([[0.0], np.cumsum(values)])
@@ -105,6 +118,7 @@ class _Layers:
         rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
         self._request = dataclasses.replace(request, constraints=Constraints(rules), memory_limit_bytes=None)
         self._programs: dict[int, StageProgram] = {}
+        self._lengths: dict[int, frozenset[int]] = {}
         self._planned: dict[tuple[int, int], StagedStage | None] = {}
 
     def __len__(self) -> int:
@@ -134,18 +148,46 @@ class _Layers:
         )
 
     def _stage(self, layer: int, devices: int) -> StagedStage | None:
-        key = (self._first[layer], devices)
+        number = self._first[layer]
+        key = (number, self._useful(number, devices))
         if key not in self._planned:
-            number = key[0]
-            if number not in self._programs:
-                self._programs[number] = stage_program(self._cut, number)
-            meshes = layer_meshes(devices, self._request.cluster)
-            request = dataclasses.replace(self._request, meshes=meshes)
+            request = dataclasses.replace(self._request, meshes=self._meshes_for(*key))
             try:
-                self._planned[key] = measured_stage(self._programs[number], request)
+                self._planned[key] = measured_stage(self._program(number), request)
             except OutOfMemoryError:
                 self._planned[key] = None
         return self._planned[key]
+
+    def _program(self, layer: int) -> StageProgram:
+        if layer not in self._programs:
+            self._programs[layer] = stage_program(self._cut, layer)
+        return self._programs[layer]
+
+    def _useful(self, layer: int, devices: int) -> int:
+        """How many of the devices a layer can use: without the prime factors that divide no dimension of its values."""
+        if layer not in self._lengths:
+            self._lengths[layer] = _lengths(self._program(layer).step.program)
+        rest, prime = devices, 2
+        while rest > 1:
+            if rest % prime:
+                prime += 1
+                continue
+            rest //= prime
+            if all(length % prime for length in self._lengths[layer]):
+                devices //= prime
+        return devices
+
+    def _meshes_for(self, layer: int, devices: int) -> tuple[LogicalMesh, ...]:
+        """The meshes to plan a layer on: all, unless most layers are of another kind."""
+        meshes = layer_meshes(devices, self._request.cluster)
+        (common, count), *_ = collections.Counter(self._first).most_common(1)
+        usual = self._stage(common, devices) if layer != common and count > len(self._first) / 2 else None
+        if usual is None:
+            return meshes
+        near = usual.plan.step_s * SAME_MESHES
+        times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in usual.plan.candidates}
+        good = {shape for shape, seconds in times.items() if seconds is not None and seconds <= near}
+        return tuple(mesh for mesh in meshes if mesh.shape in good)
 
 
 class LayerCosts:
@@ -178,16 +220,20 @@ class LayerCosts:
         return self._layers[count]
 
     def plan_more(self, count: int, submeshes: Sequence[Submesh]) -> bool:
-        """Plan layers on these submeshes under so many microbatches from now on; whether that is new."""
+        """Plan layers on the smallest of these submeshes that is new, under so many microbatches, from now on; whether one is.
+
+        What a larger one costs at least is known better then.
+        """
         if count not in self._layers and not self._cut(count):
             self.impossible.add(count)
             return True
         known = self._sizes.setdefault(count, set())
         new = {math.prod(submesh) for submesh in submeshes} - known
-        known |= new
-        if new:
-            self._tables.clear()
-        return bool(new)
+        if not new:
+            return False
+        known.add(min(new))
+        self._tables.clear()
+        return True
 
     def _cut(self, count: int) -> bool:
         """Cut the step into so many microbatches and the same layers, if that can be done."""

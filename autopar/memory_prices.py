@@ -6,9 +6,9 @@ lambda_t >= 0 per row, in seconds per limit,
     L(lambda) = min_s  cost(s) + sum_t lambda_t (used_t(s) / limit - 1)   <=   the constrained optimum.
 
 L is concave, and every choice s ever met bounds it from above, by a plane: the next prices are where the lowest of these planes
-is highest (cutting planes; Kelley 1960), within a box that grows while nothing fits. The solution at these prices is a new plane, a
-lower bound, and, if it fits, a candidate. Out: a `Priced`. What can go wrong: the best prices leave a gap, of the kind that a
-knapsack has: one choice is just too large, the next much too small. The choices met on the way, mixed node by node
+is highest (cutting planes; Kelley 1960), within a box that grows while nothing fits. The solution at these prices is a new
+plane, a lower bound, and, if it fits, a candidate. Out: a `Priced`. What can go wrong: the best prices leave a gap, of the kind
+that a knapsack has: one choice is just too large, the next much too small. The choices met on the way, mixed node by node
 (`intra_op.mixed`), then come close.
 """
 

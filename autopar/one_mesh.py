@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from autopar.catalogue import itemsize_of
+from autopar.collector import spared_collector
 from autopar.errors import ConstraintError, OutOfMemoryError, warn
 from autopar.layer_recompute import recomputed_step
 from autopar.microbatch import in_microbatches, microbatch_counts, microbatched
@@ -43,6 +44,7 @@ class OneMeshStep:
         return self.plan.step_s > (1 + DEAR) * self.plan.unlimited_s
 
 
+@spared_collector()
 def plan_on_one_mesh(
     traced: TracedStep, request: PlanRequest, *, num_microbatches: Open, recompute: Recompute, devices: int
 ) -> OneMeshStep:

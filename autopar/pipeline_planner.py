@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
+from autopar.collector import spared_collector
 from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
 from autopar.following import Following, homes_of
 from autopar.inter_op import ScheduleName
@@ -77,6 +78,7 @@ class PipelineWishes:
         )
 
 
+@spared_collector()
 def plan_pipeline(
     traced: TracedStep, wishes: PipelineWishes, timetable: Timetable, request: PlanRequest, *, devices: int
 ) -> tuple[PipelinePlan, Staged]:
@@ -152,6 +154,7 @@ class SearchedPipeline:
     one_stage_s: float
 
 
+@spared_collector()
 def search_pipeline(
     traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int
 ) -> SearchedPipeline | None:

@@ -16,8 +16,8 @@ left extends to an optimal choice for everything. The reductions, each exact:
 
 Chains of operations with one user each, which other planners merge into followers by rule of thumb, are what degree 1
 and 2 remove. Nodes named in `keep` stay: their choice matters beyond the objective (memory); dominance among them also
-asks that p uses no more memory than p' (`usage`, choices x amounts). What can go wrong: rounding; a dominance within 1e-12 of the costs'
-scale keeps the earlier choice, so the optimum is reached up to that.
+asks that p uses no more memory than p' (`usage`, choices x amounts). What can go wrong: rounding; a dominance within 1e-12 of
+the costs' scale keeps the earlier choice, so the optimum is reached up to that.
 """
 
 from __future__ import annotations
@@ -218,7 +218,8 @@ class _Reducer:
             excess = cost[:, None] - cost[None, :]  # where one edge forbids p and another p', neither beats the other
         for matrix in self.near[v].values():
             with np.errstate(invalid="ignore"):
-                excess = np.nan_to_num(excess + _least_difference(matrix), nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+                excess = excess + _least_difference(matrix)
+            excess[np.isnan(excess)] = -np.inf
         beaten = excess >= -self.tolerance
         if v in self.keep and self.usage is not None:
             used = self.usage[v][self.choices[v]]
@@ -239,7 +240,9 @@ def _least_difference(matrix: np.ndarray) -> np.ndarray:
     """D[p', p] = min_q matrix[p', q] - matrix[p, q], where both infinite count as equal."""
     with np.errstate(invalid="ignore"):
         difference = matrix[:, None, :] - matrix[None, :, :]
-    least: np.ndarray = np.nan_to_num(difference, nan=0.0, posinf=np.inf, neginf=-np.inf).min(axis=2)
+    if not np.isfinite(matrix).all():
+        np.nan_to_num(difference, copy=False, nan=0.0, posinf=np.inf, neginf=-np.inf)
+    least: np.ndarray = difference.min(axis=2)
     return least
 
 
