@@ -364,6 +364,8 @@ def _direct(
     problem: _Problem, reduced: Reduced, *, gap: float = GAP / 10, node_limit: int = 10 * NODE_LIMIT
 ) -> Choice | None:
     rows = _live_sets(reduced, problem.rows, problem.limit_bytes)
+    if any(sum(float(b.min()) for b in row.bytes_of.values()) > row.limit_bytes for row in rows):
+        return None
     solution = ilp.solve(reduced.costs, reduced.edges, rows, node_limit=node_limit, gap=gap)
     if solution.choice is None:
         return None

@@ -89,7 +89,7 @@ class Pricing:
         """Try prices until bound and best trial are within `good_enough` (relative), the bound reaches `cutoff_s`, or is as
         high as prices make it. `known`: choices met before, the first of them the best without a limit."""
         trials = [self._trial(numbers) for numbers in dict.fromkeys(known)]
-        scale = abs(trials[0].seconds)
+        scale = abs(trials[0].seconds) or 1.0
         box = FIRST * scale / max(float(trials[0].excess.max()), FIRST)
         lower = lower_bound_s
         for _ in range(ROUNDS):

@@ -81,14 +81,12 @@ def problems(draw, *, most_nodes=8, infinities=True):
 
 @st.composite
 def memory_rows(draw, costs):
-    """Up to three live sets over some of the nodes; a node needs the same in every live set."""
-    bytes_of = {v: np.array([float(draw(st.integers(0, 9))) for _ in c]) for v, c in enumerate(costs)}
+    """Up to three live sets over some of the nodes; what a node needs may differ between live sets."""
     rows = []
     for number in range(draw(st.integers(1, 3))):
         alive = draw(st.lists(st.sampled_from(range(len(costs))), min_size=1, unique=True))
-        rows.append(
-            MemoryRow(f"point {number}", {v: bytes_of[v] for v in sorted(alive)}, float(draw(st.integers(0, 3))))
-        )
+        bytes_of = {v: np.array([float(draw(st.integers(0, 9))) for _ in costs[v]]) for v in sorted(alive)}
+        rows.append(MemoryRow(f"point {number}", bytes_of, float(draw(st.integers(0, 3)))))
     return rows
 
 
