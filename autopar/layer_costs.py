@@ -36,7 +36,7 @@ from autopar.timetables import latency_share, seconds_at
 LAYER_AXES = 2
 """Layers, and so stages, are planned on logical meshes of up to so many axes."""
 SAME_MESHES = 1.1
-"""Where most layers are alike, the others are planned on the meshes that are best for those, or this near to it: a stage has one
+"""Where many layers are alike, the others are planned on the meshes that are best for those, or this near to it: a stage has one
 mesh for all its layers."""
 LAYER_COUNTS = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
 """Numbers of layers into which a step may be clustered: the one whose cuts send the least, the most layers among equals."""
@@ -178,10 +178,10 @@ class _Layers:
         return devices
 
     def _meshes_for(self, layer: int, devices: int) -> tuple[LogicalMesh, ...]:
-        """The meshes to plan a layer on: all, unless most layers are of another kind."""
+        """The meshes to plan a layer on: all, unless more than a third of the layers are of another kind."""
         meshes = layer_meshes(devices, self._request.cluster)
         (common, count), *_ = collections.Counter(self._first).most_common(1)
-        usual = self._stage(common, devices) if layer != common and count > len(self._first) / 2 else None
+        usual = self._stage(common, devices) if layer != common and 3 * count > len(self._first) else None
         if usual is None:
             return meshes
         near = usual.plan.step_s * SAME_MESHES

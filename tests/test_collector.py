@@ -8,16 +8,26 @@ import pytest
 from autopar.collector import BY_PYTHON, spared_collector
 
 
-def test_objects_are_frozen_within_and_not_afterwards_even_after_an_error() -> None:
-    kept = [[] for _ in range(2 * BY_PYTHON)]
-    with pytest.raises(KeyError), spared_collector():
+def fail_within() -> None:
+    with spared_collector():
+        raise KeyError
+
+
+def test_objects_are_frozen_within_and_not_afterwards() -> None:
+    kept: list[object] = [[] for _ in range(2 * BY_PYTHON)]
+    with spared_collector():
         assert gc.get_freeze_count() > BY_PYTHON
         with spared_collector():
             pass
         assert gc.get_freeze_count() > BY_PYTHON, "the inner one has thawed what the outer one froze"
-        raise KeyError
     assert gc.get_freeze_count() == 0
     assert len(kept) == 2 * BY_PYTHON
+
+
+def test_an_error_thaws_objects_too() -> None:
+    with pytest.raises(KeyError):
+        fail_within()
+    assert gc.get_freeze_count() == 0
 
 
 class Ring:

@@ -159,6 +159,45 @@ def test_a_submesh_of_several_nodes_is_planned_only_where_it_may_pay(monkeypatch
     assert set(sizes) == {1, 2}
 
 
+def test_devices_that_no_dimension_can_use_are_not_planned_for(monkeypatch):
+    """Three divides no dimension of this step: a layer on six devices is a layer on two."""
+    sizes = []
+
+    def counted(program, request):
+        sizes.extend(mesh.size for mesh in request.meshes)
+        return staging.measured_stage(program, request)
+
+    monkeypatch.setattr(layer_costs, "measured_stage", counted)
+    found = searched(64, 6, preset("cpu"))
+    assert {1, 2} <= set(sizes)
+    assert all(size % 3 for size in sizes)
+    assert sum(found.sizes) == 6
+    sizes.clear()
+    searched(96, 6, preset("cpu"))
+    assert any(size % 3 == 0 for size in sizes)
+
+
+def test_a_layer_that_repeats_decides_on_which_meshes_the_others_are_planned(monkeypatch):
+    shapes = {}
+
+    def counted(program, request):
+        shapes.setdefault(program.stage, []).append({mesh.shape for mesh in request.meshes if mesh.size == 4})
+        return staging.measured_stage(program, request)
+
+    monkeypatch.setattr(layer_costs, "measured_stage", counted)
+    monkeypatch.setattr(layer_costs, "SAME_MESHES", 1.0)
+    weights, x = arguments(64, layers=8, batch=4096)
+    signature = CallSignature(step, (1,), (), "auto")
+    traced = trace(signature, bind_arguments(signature, (weights, x), {}))
+    request = PlanRequest((), preset("cpu"), None, Constraints(), PlannerOptions())
+    search_stages(lambda m: time_loop(traced, m), request, devices=4, timetables=[Timetable(4, "1f1b")])
+    asked = {stage: max(of, key=len) for stage, of in shapes.items()}
+    (common,) = [stage for stage, of in asked.items() if len(of) > 1]
+    assert asked[common] >= {(4,), (2, 2)}
+    assert common not in (0, max(asked)), "the first and the last are of their own kind"
+    assert all(len(of) == 1 for stage, of in asked.items() if stage != common)
+
+
 def test_a_submesh_of_several_nodes_is_chosen_where_communication_is_free():
     """Its bound, perfect division, must not keep it from being planned: one stage has no bubble."""
     machine = two_nodes()
