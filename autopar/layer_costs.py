@@ -187,7 +187,7 @@ class _Layers:
         near = usual.plan.step_s * SAME_MESHES
         times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in usual.plan.candidates}
         good = {shape for shape, seconds in times.items() if seconds is not None and seconds <= near}
-        return tuple(mesh for mesh in meshes if mesh.shape in good)
+        return tuple(mesh for mesh in meshes if mesh.shape in good or mesh == usual.assignment.mesh)
 
 
 class LayerCosts:

@@ -185,7 +185,7 @@ def test_a_layer_that_repeats_decides_on_which_meshes_the_others_are_planned(mon
         return staging.measured_stage(program, request)
 
     monkeypatch.setattr(layer_costs, "measured_stage", counted)
-    monkeypatch.setattr(layer_costs, "SAME_MESHES", 1.0)
+    monkeypatch.setattr(layer_costs, "SAME_MESHES", 0.5)
     weights, x = arguments(64, layers=8, batch=4096)
     signature = CallSignature(step, (1,), (), "auto")
     traced = trace(signature, bind_arguments(signature, (weights, x), {}))
