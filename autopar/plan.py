@@ -99,7 +99,7 @@ class Plan:
     """See the module's text. Times in seconds, sizes in bytes per device. `recompute`: backward repeats layers' forward work.
 
     `candidates`: the meshes that were compared; `compared`: numbers of microbatches and recomputation, if several were.
-    `unlimited_s`: seconds per step of the best plan without the memory limit, as far as that was searched.
+    `unlimited_s`: about what the best plan without the memory limit would take, as far as that was searched.
     """
 
     fingerprint: str

@@ -177,7 +177,8 @@ def _plan_on(
         return _LeftOff(choice.lower_bound_s)
     assignment = assign(graph, choice.numbers, copy_span=copy_span)
     plan = _describe(traced, request, graph, memory, assignment, choice)
-    return dataclasses.replace(plan, unlimited_s=plan.step_s - choice.seconds + free_s), assignment
+    part = free_s / choice.seconds if choice.seconds > 0 else 1.0
+    return dataclasses.replace(plan, unlimited_s=plan.step_s * part), assignment
 
 
 def _following(traced: TracedStep, mesh: LogicalMesh) -> list[Any]:

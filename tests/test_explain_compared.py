@@ -22,7 +22,10 @@ def test_the_fastest_comes_first_and_what_was_not_planned_is_marked():
             Alternative(2, 1, "1f1b"),
         )
     )
-    assert "is the fastest of 4 ways compared; next is 16 microbatches in schedule zb-h1 with recomputation, 12.5% slower" in text
+    assert (
+        "is the fastest of 4 ways compared; next is 16 microbatches in schedule zb-h1 with recomputation, 12.5% slower"
+        in text
+    )
     table = text[text.index("Compared (~: estimated)") :].splitlines()[2:6]
     assert [line.split()[1] for line in table] == ["4", "16", "8", "1"]
     assert [line.split("  ")[-1] for line in table] == [
@@ -41,6 +44,8 @@ def test_many_rows_are_cut_short_unless_all_are_asked_for():
 
 
 def test_where_nothing_else_fits_the_report_says_so_and_where_nothing_was_compared_nothing():
-    assert "is the fastest of 2 ways compared: nothing else fits the memory" in explain(compared(Alternative(2, 1, "1f1b")))
+    assert "is the fastest of 2 ways compared: nothing else fits the memory" in explain(
+        compared(Alternative(2, 1, "1f1b"))
+    )
     assert "ways compared" not in explain(compared())
     assert "Compared" not in explain(pipeline_of(stage_of(0), stage_of(1)))

@@ -195,17 +195,16 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--microbatches",
         type=values.positive,
         metavar="N",
-        help="parts of the batch, one after the other; default: what the memory needs, and four per stage if possible",
+        help="parts of the batch, one after the other; default: on one mesh what the memory needs, in stages the fastest",
     )
     group.add_argument(
-        "--schedule", choices=("auto", *sorted(SCHEDULES)), default="auto", help="of a pipeline; default %(default)s"
+        "--schedule", choices=("auto", *sorted(SCHEDULES)), default="auto", help="of a pipeline; default: the fastest"
     )
     group.add_argument(
         "--virtual-stages",
         type=values.positive,
-        default=1,
         metavar="N",
-        help="stages per mesh, for the interleaved schedule; default %(default)s",
+        help="stages per mesh, for the interleaved schedule; default: as many as are fastest",
     )
 
 

@@ -43,7 +43,7 @@ def plan(options: argparse.Namespace) -> int:
 def planned(step: ParallelStep, subject: Subject, options: argparse.Namespace) -> Plan | PipelinePlan:
     """The plan of a step; ArgumentError if it has one mesh and a pipeline's options were given."""
     found = step.plan(subject.state, subject.batch)
-    if isinstance(found, Plan) and (options.schedule != "auto" or options.virtual_stages > 1):
+    if isinstance(found, Plan) and (options.schedule != "auto" or (options.virtual_stages or 1) > 1):
         raise ArgumentError(FOR_PIPELINES)
     return found
 

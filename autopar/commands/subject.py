@@ -124,7 +124,7 @@ def parallel(
 ) -> ParallelStep:
     """`parallelize` with the planning options of the command line; ArgumentError for a pipeline's options on one mesh."""
     meshes = options.stages or (len(options.mesh) if options.mesh is not None else None)
-    if (options.schedule != "auto" and meshes == 1) or (options.virtual_stages > 1 and meshes in (None, 1)):
+    if (options.schedule != "auto" and meshes == 1) or ((options.virtual_stages or 1) > 1 and meshes in (None, 1)):
         raise ArgumentError(FOR_PIPELINES)
     made: ParallelStep = parallelize(
         step,
@@ -137,7 +137,7 @@ def parallel(
         num_stages=options.stages or "auto",
         num_microbatches=options.microbatches or "auto",
         schedule=options.schedule,
-        virtual_stages=options.virtual_stages,
+        virtual_stages=options.virtual_stages or "auto",
     )
     return made
 

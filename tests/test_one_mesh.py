@@ -1,0 +1,54 @@
+"""Microbatches and recomputation on one mesh are taken where the memory asks for them, and then the cheaper of the two."""
+
+import pytest
+
+import autopar
+from autopar.errors import OutOfMemoryError
+from autopar.explain import explain
+from tests.test_stage_search import arguments, step, two_nodes
+
+
+def planned(weights, x, **options):
+    options = {"devices": 4, "mesh_shape": (4,), "cluster": two_nodes(), "num_stages": 1, **options}
+    return autopar.parallelize(step, **options).plan(weights, x)
+
+
+def test_without_a_limit_that_binds_there_is_one_microbatch_and_nothing_is_compared():
+    weights, x = arguments(32, batch=4096)
+    free = planned(weights, x)
+    assert (free.num_microbatches, free.compared) == (1, ())
+    assert free.unlimited_s == free.step_s
+    assert planned(weights, x, memory_limit_bytes=10**9).compared == ()
+
+
+@pytest.mark.parametrize("part", [0.9, 0.6])
+def test_under_a_limit_the_cheapest_way_that_fits_is_taken(part):
+    weights, x = arguments(32, batch=4096)
+    limit = int(part * planned(weights, x).peak_bytes)
+    by_hand = {}
+    for count in (1, 2, 4, 8):
+        for recompute in ("none", "layer"):
+            try:
+                plan = planned(weights, x, memory_limit_bytes=limit, num_microbatches=count, recompute=recompute)
+            except OutOfMemoryError:
+                continue
+            by_hand[count, recompute == "layer"] = plan.step_s
+    plan = planned(weights, x, memory_limit_bytes=limit)
+    assert plan.peak_bytes <= limit
+    assert plan.step_s == pytest.approx(min(by_hand.values()))
+    assert plan.num_microbatches > 1
+    tried = {(one.num_microbatches, one.recompute): one.step_s for one in plan.compared}
+    assert tried[1, False] is None
+    assert all(seconds == pytest.approx(by_hand[way]) for way, seconds in tried.items() if seconds is not None)
+    assert type(plan).from_json(plan.to_json()) == plan
+    assert f"{plan.num_microbatches} microbatches is the fastest of {len(tried)} ways compared" in explain(plan)
+
+
+def test_a_plan_that_the_limit_makes_dear_is_compared_with_other_ways():
+    weights, x = arguments(256, layers=2, batch=512)
+    free = planned(weights, x)
+    plan = planned(weights, x, memory_limit_bytes=free.peak_bytes)
+    assert plan.step_s > 1.2 * free.step_s
+    assert 0.5 * free.step_s < plan.unlimited_s < plan.step_s / 1.2
+    assert {(one.num_microbatches, one.recompute) for one in plan.compared} >= {(1, False), (2, False)}
+    assert plan.step_s == min(one.step_s for one in plan.compared if one.step_s is not None)
