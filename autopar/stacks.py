@@ -33,6 +33,9 @@ Node = tuple[Var, int] | Equation
 ScanCuts = tuple[tuple[int, ...], ...]
 """For each stack the layers, ascending, at which it is cut; none leave it whole."""
 
+MOST_PIECES = 64
+"""A search cuts a stack into at most so many pieces, so that a thousand layers take it hardly longer than sixty."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
@@ -114,8 +117,9 @@ def cuts_for_stages(traced: TracedStep, num_stages: int) -> ScanCuts:
 
 
 def every_layer(traced: TracedStep) -> ScanCuts:
-    """All stacks cut into single layers: every place where a search may cut."""
-    return tuple(tuple(range(1, stack.length)) for stack in find_stacks(traced))
+    """All stacks cut into single layers, long ones into at most `MOST_PIECES` equal groups: where a search may cut."""
+    lengths = [stack.length for stack in find_stacks(traced)]
+    return tuple(tuple(range(step, length, step)) for length in lengths for step in (-(-length // MOST_PIECES),))
 
 
 def is_scan(eqn: Equation) -> bool:

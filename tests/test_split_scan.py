@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import autopar
+from autopar import stacks
 from autopar.compat import Literal, name_stack
 from autopar.constraints import whole_path
 from autopar.errors import ArgumentError
@@ -169,6 +170,14 @@ def test_single_layers_are_merged_to_the_pieces_that_stages_need():
     assert [merged_chain[c].cut_bytes for c in cuts] == [chain[c].cut_bytes for c in (2, 3)]
     lengths = [link.equation.params["length"] for link in merged_chain if link.equation.loop is not None]
     assert lengths == [2, 1, 2]
+
+
+def test_long_stacks_are_offered_in_groups_of_layers(monkeypatch):
+    step = traced(*scanned_steps.values_per_layer())
+    monkeypatch.setattr(stacks, "MOST_PIECES", 2)
+    assert every_layer(step) == ((3,),)
+    monkeypatch.setattr(stacks, "MOST_PIECES", 3)
+    assert every_layer(step) == ((2, 4),)
 
 
 # --- the same function ------------------------------------------------------------------------------------------------
