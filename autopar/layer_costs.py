@@ -20,7 +20,6 @@ import numpy as np
 from autopar.chain_cuts import boundaries
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
-from autopar.inter_op import ChosenStage, CostTable, Submesh
 from autopar.layers import cluster, identical
 from autopar.memory import TEMPORARIES_MARGIN
 from autopar.mesh import LogicalMesh
@@ -28,9 +27,11 @@ from autopar.microbatch import TimeLoop
 from autopar.options import Constraints
 from autopar.planner import PlanRequest, logical_meshes
 from autopar.program import Program
+from autopar.stage_problem import ChosenStage, CostTable
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import ForwardEquation, cut_stages, forward_chain
 from autopar.staging import StagedStage, measured_stage
+from autopar.submeshes import Submesh
 from autopar.timetables import latency_share, seconds_at
 
 LAYER_AXES = 2

@@ -15,7 +15,6 @@ from typing import cast
 from autopar.collector import spared_collector
 from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
 from autopar.following import Following, homes_of
-from autopar.inter_op import ScheduleName
 from autopar.layer_costs import machine_shape
 from autopar.merged_scans import merged
 from autopar.mesh import LogicalMesh
@@ -29,6 +28,7 @@ from autopar.runtime.schedules import Schedule, make_schedule
 from autopar.runtime.simulate import Simulation, simulate_schedule
 from autopar.split_scans import split_scans
 from autopar.stacks import every_layer
+from autopar.stage_problem import ScheduleName
 from autopar.stage_search import search_stages
 from autopar.staging import (
     Staged,

@@ -15,19 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.inter_op import (
-    Manual,
-    StageChoice,
-    StageProblem,
-    Submesh,
-    choose_stages,
-    submeshes,
-)
+from autopar.inter_op import choose_stages
 from autopar.layer_costs import LayerCosts, machine_shape
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
 from autopar.plan import Alternative
 from autopar.planner import PlanRequest
+from autopar.stage_problem import Manual, StageChoice, StageProblem
+from autopar.submeshes import Submesh, submeshes
 from autopar.timetables import WORTH, Timetable
 
 TOLERANCE = 1e-3

@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias, cast
 
 import numpy as np
 
-from autopar.inter_op import ScheduleName
+from autopar.stage_problem import ScheduleName
 
 Open: TypeAlias = Literal["auto"] | int
 Recompute: TypeAlias = Literal["auto", "none", "layer"]

@@ -1,0 +1,203 @@
+"""Choices of stages that follow equal rules, and the least sums and maxima over them.
+
+In: a `StageProblem` and what the user has decided. Out: its `Family`s, each with the numbers of stages that are left, what a
+stage keeps in flight at each place, and the letters a and b of `inter_op.py`; and, for tables of what stages cost, the recursion
+F of `inter_op.py`, quickly without places (`quick`) or with them (`exact`). What can go wrong: `quick` is a bound, no choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from autopar.stage_problem import Manual, ScheduleName, StageProblem
+
+TIE = 1e-12
+"""Relative difference up to which two times are the same."""
+Stages: TypeAlias = tuple[tuple[int, int, int], ...]
+"""(first layer, end layer, option) of each."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Family:
+    """Choices of equal rules: `counts` are the S in it, `slowest` their b(S), `fill` is a.
+
+    `in_flight[S][r - 1]`: what the r-th stage from the end keeps. A mesh has `chunks`, each of which may have that part of the
+    memory.
+    """
+
+    problem: StageProblem
+    manual: Manual
+    counts: tuple[int, ...]
+    in_flight: Mapping[int, tuple[int, ...]]
+    fill: float
+    slowest: tuple[float, ...]
+    chunks: int = 1
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices of each option; where all meshes are equal, 1 per chunk, and options of another size never fit."""
+        if self.chunks == 1:
+            return self.problem.sizes
+        return tuple(1 if size == self._mesh_size else self.total + 1 for size in self.problem.sizes)
+
+    @property
+    def _mesh_size(self) -> int:
+        return self.problem.devices // (self.counts[0] // self.chunks)
+
+    @property
+    def total(self) -> int:
+        """D: devices, or chunks where all meshes are equal."""
+        return self.problem.devices if self.chunks == 1 else self.counts[0]
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether there is a choice, memory aside."""
+        return math.isfinite(quick(self.stage_s(self.open_places()).min(axis=3), self, np.add))
+
+    def least_in_flight(self) -> tuple[int, ...]:
+        """What a stage keeps at least, r-th from the end of a choice of any S."""
+        return tuple(
+            min(self.in_flight[count][r] for count in self.counts if count > r) for r in range(max(self.counts))
+        )
+
+    def open_places(self) -> np.ndarray:
+        """Booleans (option, k, j, r - 1): whether there is a plan, and whether the user's decisions leave it."""
+        layers, places = self.problem.layers, max(self.counts)
+        spans = np.zeros((layers, layers + 1, places), bool)
+        spans[:, layers, 0] = True
+        spans[:, 1:layers, 1:] = True
+        spans[0, :, [r for r in range(places) if r + 1 not in self.counts]] = False
+        spans[1:, :, places - 1] = False
+        if self.manual.cuts is not None:
+            bounds = [0, *self.manual.cuts, layers]
+            wanted = np.zeros((layers, layers + 1, 1), bool)
+            wanted[bounds[:-1], bounds[1:]] = True
+            spans &= wanted
+        allowed = np.ones((len(self.problem.options), places), bool)
+        if self.manual.submeshes is not None:
+            chosen = self.manual.submeshes * self.chunks
+            allowed = np.array([[option == submesh for submesh in chosen[::-1]] for option in self.problem.options])
+        has_plan = np.isfinite(self.problem.costs.seconds) & np.triu(np.ones((layers, layers + 1), bool), 1)
+        return np.asarray(spans[None] & allowed[:, None, None, :] & has_plan[..., None])
+
+    def bytes(self, in_flight: Sequence[int]) -> np.ndarray:
+        """Peak bytes per device (option, k, j, r - 1), as if all chunks of the mesh were like this one."""
+        costs = self.problem.costs
+        kept = costs.activation_bytes[..., None] * np.array(in_flight)
+        return np.asarray((costs.weight_bytes[..., None] + kept) * self.chunks)
+
+    def stage_s(self, places: np.ndarray) -> np.ndarray:
+        """t (option, k, j, r - 1), infinite outside `places`."""
+        return np.where(places, self.problem.costs.seconds[..., None], np.inf)
+
+    @property
+    def transfer_s(self) -> np.ndarray:
+        """c (option, k, j); the last stage sends nothing."""
+        return np.where(np.arange(self.problem.layers + 1) < self.problem.layers, self.problem.costs.transfer_s, 0)
+
+
+def families_of(problem: StageProblem, manual: Manual) -> Iterator[Family]:
+    """All families that the user's decisions leave; one stage first."""
+    batches, chunks = problem.microbatches, problem.virtual_stages
+    most = min(problem.layers, problem.devices // min(problem.sizes))
+
+    def is_left(meshes: int, stages: int) -> bool:
+        return (
+            stages <= most * chunks
+            and stages <= problem.layers
+            and manual.num_stages in (None, meshes)
+            and (manual.cuts is None or len(manual.cuts) + 1 == stages)
+            and (manual.submeshes is None or len(manual.submeshes) == meshes)
+        )
+
+    if is_left(1, 1):
+        yield Family(problem, manual, (1,), {1: (1,)}, 1.0, (batches - 1.0,))
+    counts = tuple(p for p in range(2, most + 1) if is_left(p, p * chunks))
+    if problem.schedule == "interleaved":
+        for p in counts:
+            if problem.devices % p == 0 and batches % p == 0:
+                in_flight = {p * chunks: interleaved_in_flight(p, microbatches=batches, chunks=chunks)[::-1]}
+                yield Family(problem, manual, (p * chunks,), in_flight, 1 / chunks, (chunks * batches - 1.0,), chunks)
+    elif counts:
+        in_flight = {p: scheduled_in_flight(problem.schedule, p, microbatches=batches) for p in counts}
+        split = problem.schedule == "zb-h1"
+        slowest = tuple(batches - 1 / 3 + max(0, p - batches) / 3 if split else batches - 1.0 for p in counts)
+        yield Family(problem, manual, counts, in_flight, 1 / 3 if split else 1.0, slowest)
+
+
+def scheduled_in_flight(schedule: ScheduleName, stages: int, *, microbatches: int) -> tuple[int, ...]:
+    """The most microbatches that stages keep, the last stage first."""
+    kept = {"gpipe": [microbatches] * stages, "inference": [1] * stages, "zb-h1": [stages] * stages}
+    return tuple(min(microbatches, k) for k in kept.get(schedule, range(1, stages + 1)))
+
+
+def interleaved_in_flight(meshes: int, *, microbatches: int, chunks: int) -> tuple[int, ...]:
+    """The most microbatches that each of p v chunks keeps under interleaved 1F1B, by counting through each mesh's row."""
+    total = microbatches * chunks
+    forward = np.arange(total) % (meshes * chunks) // meshes
+    kept = np.zeros((chunks, meshes), int)
+    for mesh in range(meshes):
+        ahead = min(total, 2 * (meshes - 1 - mesh) + (chunks - 1) * meshes)
+        for chunk in range(chunks):
+            started = np.concatenate([[0], np.cumsum(forward == chunk)])
+            finished = np.concatenate([[0], np.cumsum(forward == chunks - 1 - chunk)])
+            done = np.minimum(np.arange(total) + ahead + 1, total)
+            kept[chunk, mesh] = np.max(started[done] - finished[:total])
+    return tuple(int(f) for f in kept.ravel())
+
+
+def quick(table: np.ndarray, family: Family, combine: np.ufunc) -> float:
+    """F(any, 0, D) of a table (option, k, j): stages may stand at any place. With `np.maximum`: the least largest value."""
+    options, layers, _ = table.shape
+    total = family.total
+    rest = np.full((options, layers + 1, total + 1), np.inf)
+
+    def put(k: int, best: np.ndarray) -> None:
+        for z, size in enumerate(family.sizes):
+            if size <= total:
+                rest[z, k, size:] = best[: total + 1 - size]
+
+    best = np.where(np.arange(total + 1) == 0, 0.0, np.inf)
+    for k in range(layers, 0, -1):
+        put(k, best)
+        best = combine(table[:, k - 1, k:, None], rest[:, k:, :]).min(axis=(0, 1))
+    return float(best[total])
+
+
+def exact(table: np.ndarray, family: Family, combine: np.ufunc) -> np.ndarray:
+    """F[k, r, d] of a table (option, k, j, r - 1)."""
+    _, layers, ends, places = table.shape
+    total = family.total
+    best = np.full((layers + 1, places + 1, total + 1), np.inf)
+    best[layers, 0, 0] = 0.0
+    usable = np.isfinite(table).any(axis=3)
+    for k in range(layers - 1, -1, -1):
+        most = min(places, layers - k)
+        for z, size in enumerate(family.sizes):
+            if size > total or not usable[z, k].any():
+                continue
+            low, high = int(usable[z, k].argmax()), ends - int(usable[z, k, ::-1].argmax())
+            behind = best[low:high, :most, : total + 1 - size]
+            here = best[k, 1 : most + 1, size:]
+            np.minimum(here, combine(table[z, k, low:high, :most, None], behind).min(axis=0), out=here)
+    return best
+
+
+def stages_of(best: np.ndarray, table: np.ndarray, *, family: Family, count: int, combine: np.ufunc) -> Stages:
+    """The stages that attain F(count, 0, D): the earliest cut at each turn, then the earliest option."""
+    layers, k, d, found = table.shape[1], 0, family.total, []
+    for r in range(count, 0, -1):
+        options = [z for z, size in enumerate(family.sizes) if size <= d]
+        behind = np.stack([best[:, r - 1, d - family.sizes[z]] for z in options])
+        values = combine(table[options, k, :, r - 1], behind)
+        j, place_ = np.argwhere(best[k, r, d] * (1 + TIE) >= values.T)[0]
+        found.append((k, int(j), options[place_]))
+        k, d = int(j), d - family.sizes[options[place_]]
+    assert (k, d) == (layers, 0)
+    return tuple(found)

@@ -1,0 +1,145 @@
+"""The inter-operator problem and its answer, as data.
+
+In: what ranges of layers cost on submeshes (`CostTable`), the cluster, the microbatches, the schedule, and what the user has
+decided (`Manual`). Out: the stages chosen, and how much did not come into question (`StageChoice`). `inter_op.py` solves it.
+What can go wrong: arrays of a `CostTable` that disagree about which choices have a plan; `seconds` says it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from autopar.submeshes import Submesh
+
+ScheduleName = Literal["1f1b", "gpipe", "inference", "interleaved", "zb-h1"]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCost:
+    """What some layers cost on a submesh; bytes are per device.
+
+    `seconds_per_microbatch`: forward and backward. `once_s`: reduction of gradients and update. `transfer_s`: to the next
+    stage and back. `weight_bytes`: parameters, optimizer state, accumulators. `activation_bytes`:
+    what one microbatch in flight keeps.
+    """
+
+    seconds_per_microbatch: float
+    once_s: float = 0.0
+    transfer_s: float = 0.0
+    weight_bytes: float = 0.0
+    activation_bytes: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CostTable:
+    """Arrays (option, first layer, end layer) of the figures of `StageCost`; `seconds` is infinite where there is no plan."""
+
+    seconds: np.ndarray
+    once_s: np.ndarray
+    transfer_s: np.ndarray
+    weight_bytes: np.ndarray
+    activation_bytes: np.ndarray
+
+    @classmethod
+    def of(cls, layers: int, options: int, cost_of: Callable[[int, int, int], StageCost | None]) -> CostTable:
+        """From a function of (first layer, end layer, number of the option); None where there is no plan."""
+        arrays = np.zeros((5, options, layers, layers + 1))
+        arrays[0] = np.inf
+        for z in range(options):
+            for i in range(layers):
+                for j in range(i + 1, layers + 1):
+                    cost = cost_of(i, j, z)
+                    if cost is not None:
+                        arrays[:, z, i, j] = dataclasses.astuple(cost)
+        return cls(*arrays)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageProblem:
+    """See the module's text. `options` may list a submesh several times, for instance with and without recomputation."""
+
+    costs: CostTable
+    options: tuple[Submesh, ...]
+    cluster: Submesh
+    microbatches: int
+    schedule: ScheduleName = "1f1b"
+    virtual_stages: int = 1
+    memory_bytes: float = math.inf
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return int(self.costs.seconds.shape[1])
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Devices of each option."""
+        return tuple(nodes * part for nodes, part in self.options)
+
+    @property
+    def devices(self) -> int:
+        """Devices of the cluster."""
+        return math.prod(self.cluster)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manual:
+    """What the user has decided: the number of meshes, the first layers of all stages but the first, each mesh's submesh."""
+
+    num_stages: int | None = None
+    cuts: tuple[int, ...] | None = None
+    submeshes: tuple[Submesh, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ChosenStage:
+    """Layers `first_layer` to `end_layer` - 1 on a mesh; `option` is the number of the option taken."""
+
+    first_layer: int
+    end_layer: int
+    mesh: int
+    option: int
+    submesh: Submesh
+    stage_s: float
+    once_s: float
+    in_flight: int
+    weight_bytes: float
+    activation_bytes: float
+
+    @property
+    def peak_bytes(self) -> float:
+        """Bytes per device."""
+        return self.weight_bytes + self.in_flight * self.activation_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class RuledOut:
+    """How many of all (layers, submesh) did not come into question, each counted once, by the first reason that applies.
+
+    `decided`: the user's decisions or the schedule leave it out. `memory`: it does not fit at any place. `too_slow`: slower than
+    the slowest stage chosen.
+    """
+
+    considered: int
+    no_plan: int
+    decided: int
+    memory: int
+    too_slow: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StageChoice:
+    """Stages in order; `bottleneck` is the number of the slowest, `bound_s` a time that no choice beats."""
+
+    stages: tuple[ChosenStage, ...]
+    step_s: float
+    bound_s: float
+    bottleneck: int
+    ruled_out: RuledOut
+    devices: tuple[tuple[int, ...], ...]
+    """Of each mesh."""

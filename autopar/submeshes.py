@@ -1,0 +1,52 @@
+"""Which parts of a cluster stages may have, and where they lie.
+
+In: nodes and devices per node. Out: the sizes of submeshes that may be used, and for a choice of them the devices of each. What
+can go wrong: submeshes whose sizes add up and which still do not fill the nodes; `submeshes` offers only sizes that do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+Submesh: TypeAlias = tuple[int, int]
+"""(nodes, devices per node)."""
+
+
+def submeshes(nodes: int, devices_per_node: int) -> tuple[Submesh, ...]:
+    """The submeshes that may be used: parts of a node, each dividing the next, one node, and two to all nodes.
+
+    Parts: 1, then multiplied by the prime factors of a node in ascending order (8: 1, 2, 4, 8; 6: 1, 2, 6). That each divides
+    the next is what `tiles` needs: 3 + 3 and 2 + 2 + 2 would fill nodes of 6, but 15, 10, 10, 6, 6, 6, 6, 1 do not
+    fill two nodes of 30.
+    """
+    parts = [1]
+    while parts[-1] < devices_per_node:
+        rest = devices_per_node // parts[-1]
+        parts.append(parts[-1] * next(f for f in range(2, rest + 1) if rest % f == 0))
+    return (*((1, part) for part in parts), *((n, devices_per_node) for n in range(2, nodes + 1)))
+
+
+def place(choice: Sequence[Submesh], nodes: int, devices_per_node: int) -> tuple[tuple[int, ...], ...] | None:
+    """The devices of each submesh, contiguous, numbered row-major; None if they do not fill the cluster.
+
+    Larger ones first, each at the first node with room. Any choice from `submeshes` whose sizes add up to the cluster fits:
+    when a part of size s is placed, all placed before it are multiples of s, and so is a node; thus the free devices of each
+    node are a multiple of s, and a node that is not full has room. Whole nodes come before parts and find empty nodes.
+    """
+    free = [devices_per_node] * nodes
+    found: dict[int, tuple[int, ...]] = {}
+    for i in sorted(range(len(choice)), key=lambda i: (-choice[i][0] * choice[i][1], i)):
+        count, part = choice[i]
+        node = next((n for n in range(nodes - count + 1) if min(free[n : n + count]) >= part), None)
+        if node is None or (count > 1 and part != devices_per_node):
+            return None
+        start = (node + 1) * devices_per_node - free[node]
+        found[i] = tuple(range(start, start + count * part))
+        free[node : node + count] = [f - part for f in free[node : node + count]]
+    return None if any(free) else tuple(found[i] for i in range(len(choice)))
+
+
+def tiles(choice: Sequence[Submesh], nodes: int, devices_per_node: int) -> bool:
+    """Whether submeshes together fill the cluster, none straddling a node; see `place` for why equal sums are enough."""
+    return place(choice, nodes, devices_per_node) is not None
