@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 import warnings
 
-_PASSED_OVER = ("autopar", "jax")
-"""Packages whose lines a warning does not name: the user wrote the line that called them."""
+_PASSED_OVER = ("autopar", "jax", "contextlib", "functools")
+"""Packages whose lines a warning does not name: the user wrote the line that called them, also through a decorator."""
 
 
 class AutoparError(Exception):
