@@ -21,9 +21,9 @@ from jax.lax import optimization_barrier_p
 from autopar.catalogue import is_opaque, itemsize_of
 from autopar.compat import Literal, Var
 from autopar.contractions import Orders
-from autopar.footprint import Block, Kind, Operation, Value
 from autopar.graph import Source, StrategyGraph
 from autopar.mesh import Layout
+from autopar.operations import Block, Kind, Operation, Value
 from autopar.program import Atom, Equation, Program, fan_out_p
 from autopar.relayout import LOCAL_KINDS, Move
 from autopar.rules import Making, entry_for

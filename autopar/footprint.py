@@ -20,76 +20,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-
-class Kind(enum.Enum):
-    """How an operation is run.
-
-    ALIAS: not at all. CHEAP: folded into its readers. MOVED: so too, but it reads elements elsewhere than it writes them.
-    COSTLY: folded if one operation reads it. REDUCE: by itself, reading what is folded. LIBRARY: a REDUCE that a library does
-    if it is large enough. WHOLE: by itself, from buffers.
-    """
-
-    ALIAS = "alias"
-    CHEAP = "cheap"
-    MOVED = "moved"
-    COSTLY = "costly"
-    REDUCE = "reduce"
-    LIBRARY = "library"
-    WHOLE = "whole"
-
+from autopar.merged_groups import merged
+from autopar.operations import Block, Kind, Operation, Value
 
 FOLDED = (Kind.CHEAP, Kind.MOVED, Kind.COSTLY)
 LIBRARY_ELEMENTS = 4096
 """XLA's CPU compiler leaves reductions that read so many elements or more to YNNPACK (its `kMinElements`), from 0.10 to 0.12."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """A value of one device; `key` is the (node, output, stacked) of the strategy graph whose layout decides its size.
-
-    `is_copy`: it needs memory only as far as its layout is larger than the smallest, in which it is there anyway.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    bytes: int
-    key: tuple[int, int, bool] | None
-    itemsize: int
-    is_copy: bool = False
-
-    @property
-    def elements(self) -> int:
-        """How many elements a device holds."""
-        return self.bytes // max(self.itemsize, 1)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Operation:
-    """Inputs and outputs are numbers of values; `over[i]` is what output i takes the place of if nobody reads it again.
-
-    Operations of one `group` that do not wait for each other are merged, as XLA does with all-reduces. What is `by_library` the
-    library of a LIBRARY operation does too, on the way to it.
-    """
-
-    kind: Kind
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    over: tuple[int, ...] = ()
-    bodies: tuple[Block, ...] = ()
-    group: Hashable = None
-    by_library: bool = False
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Block:
-    """Operations in program order and what they compute; everything they read from elsewhere is there already."""
-
-    operations: tuple[Operation, ...]
-    outputs: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +49,7 @@ class Footprint:
 
 def footprint_of(block: Block, values: Sequence[Value], *, elsewhere: frozenset[int] = frozenset()) -> Footprint:
     """The buffers of a block; `elsewhere` are outputs that are written to memory that is there anyway."""
-    folding = _Folding(_merged(block, values), values)
+    folding = _Folding(merged(block), values)
     order = _breadth_first(folding)
     starts, steps, inner = _steps(order, values)
     place = {op: at for at, op in enumerate(order)}
@@ -303,98 +241,6 @@ class _Folding:
                 for source, is_in_place in self._sources[v].items():
                     found[source] = found.get(source, True) and is_in_place and op.kind is not Kind.MOVED
         return found
-
-
-def _merged(block: Block, values: Sequence[Value]) -> Block:
-    """The block with operations of one group merged: in depth-first order from the outputs, until one waits for another."""
-    if not any(op.group is not None for op in block.operations):
-        return block
-    maker = {v: op for op in block.operations for v in op.outputs}
-    number = {op: 1 << i for i, op in enumerate(op for op in block.operations if op.group is not None)}
-    before: dict[Operation, int] = {}
-    for op in block.operations:
-        before[op] = 0
-        for source in {maker[v] for v in op.inputs if v in maker}:
-            before[op] |= before[source] | number.get(source, 0)
-    open_groups: dict[Hashable, list[Operation]] = {}
-    merged: list[list[Operation]] = []
-    for op in _depth_first(block, maker):
-        if op.group is None:
-            continue
-        members = open_groups.get(op.group)
-        if members is None or any(before[op] & number[m] for m in members):
-            members = open_groups[op.group] = []
-            merged.append(members)
-        members.append(op)
-    operations = _joined(block.operations, merged)
-    if not _has_order(
-        operations
-    ):  # members of two groups read from each other: only groups that keep an order are joined
-        kept: list[list[Operation]] = []
-        for members in merged:
-            if _has_order(_joined(block.operations, [*kept, members])):
-                kept.append(members)
-        operations = _joined(block.operations, kept)
-    return dataclasses.replace(block, operations=_sorted(operations))
-
-
-def _joined(operations: Sequence[Operation], merged: Sequence[Sequence[Operation]]) -> list[Operation]:
-    """The operations with each group of `merged` as one, in the place of its first member."""
-    replaced: dict[Operation, Operation | None] = {}
-    for members in merged:
-        inputs = tuple(dict.fromkeys(v for m in members for v in m.inputs))
-        whole = dataclasses.replace(members[0], inputs=inputs, outputs=tuple(v for m in members for v in m.outputs))
-        replaced.update(dict.fromkeys(members))
-        replaced[members[0]] = whole
-    return [op for op in (replaced.get(op, op) for op in operations) if op is not None]
-
-
-def _has_order(operations: Sequence[Operation]) -> bool:
-    """Whether no operation reads, through others, from itself."""
-    maker = {v: i for i, op in enumerate(operations) for v in op.outputs}
-    readers: list[list[int]] = [[] for _ in operations]
-    waits = [0] * len(operations)
-    for i, op in enumerate(operations):
-        for source in {maker[v] for v in op.inputs if v in maker}:
-            readers[source].append(i)
-            waits[i] += 1
-    ready = [i for i, count in enumerate(waits) if not count]
-    for i in ready:
-        for reader in readers[i]:
-            waits[reader] -= 1
-            if not waits[reader]:
-                ready.append(reader)
-    return len(ready) == len(operations)
-
-
-def _sorted(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """Every operation after those that it reads from, else in the order given."""
-    maker = {v: op for op in operations for v in op.outputs}
-    done: dict[Operation, None] = {}
-    for start in operations:
-        _visit(start, maker, done)
-    return tuple(done)
-
-
-def _visit(start: Operation, maker: Mapping[int, Operation], done: dict[Operation, None]) -> None:
-    """Add an operation after all that it reads from."""
-    stack = [(start, False)]
-    while stack:
-        op, is_left = stack.pop()
-        if is_left:
-            done[op] = None
-        elif op not in done:
-            stack.append((op, True))
-            stack += [(maker[v], False) for v in reversed(op.inputs) if v in maker and maker[v] not in done]
-
-
-def _depth_first(block: Block, maker: Mapping[int, Operation]) -> list[Operation]:
-    """Operations after what they read, from the outputs on."""
-    done: dict[Operation, None] = {}
-    for v in block.outputs:
-        if v in maker:
-            _visit(maker[v], maker, done)
-    return list(done)
 
 
 def _breadth_first(folding: _Folding) -> list[Operation]:

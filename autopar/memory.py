@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
 from autopar.catalogue import itemsize_of
 from autopar.compat import Literal, Var
 from autopar.device_program import DeviceProgram, device_program
-from autopar.footprint import Footprint, Value, footprint_of
+from autopar.footprint import Footprint, footprint_of
 from autopar.graph import StrategyGraph
 from autopar.memory_prices import MemoryRow
+from autopar.operations import Value
 from autopar.program import Equation, Program
 from autopar.rules import Making, entry_for
 from autopar.spmd import Assignment, assign
@@ -33,7 +34,7 @@ from autopar.strategies import ShardingStrategy
 
 TEMPORARIES_MARGIN = 0.85
 """Predicted over actual temporaries at the worst, on the safe side: `benchmarks/memory_error.py` finds 0.936 at the least among
-its plans without a limit, and 0.91 among those under one, which drop and gather again."""
+its plans without a limit, and 0.90 among those under one."""
 ROWS = 48
 """How many program points a search watches at most; the peak of what it finds is checked over all of them."""
 
@@ -74,12 +75,18 @@ class MemoryModel:
         self.graph, self.input_names, self.aliased = graph, tuple(input_names), aliased_outputs
         self.streams = streams or Streams()
         self._bytes: dict[tuple[Key, tuple[int, ...]], np.ndarray] = {}
+        self._latest: tuple[Hashable, tuple[int, tuple[Resident, ...]]] | None = None
 
     def peak(self, choice: Sequence[int], *, copy_span: int | None = None) -> tuple[int, tuple[Resident, ...]]:
-        """(bytes per device, the tensors alive then, largest first) of a finished choice; `copy_span` as in `spmd.assign`."""
-        assignment = assign(self.graph, choice, copy_span=copy_span)
-        program = self._program(assignment)
-        return self._peak(program, self._footprint(program), [v.bytes for v in program.values])
+        """(bytes per device, the tensors alive then, largest first) of a finished choice; `copy_span` as in `spmd.assign`.
+
+        The latest is kept, because the choice that a search accepts is the one that is described next.
+        """
+        key = (tuple(choice), copy_span)
+        if self._latest is None or self._latest[0] != key:
+            program = self._program(assign(self.graph, choice, copy_span=copy_span))
+            self._latest = key, self._peak(program, self._footprint(program), [v.bytes for v in program.values])
+        return self._latest[1]
 
     def required(self, choice: Sequence[int], *, copy_span: int | None = None) -> int:
         """Bytes per device that a limit must offer for a finished choice, so that XLA's own figure is within it."""

@@ -393,14 +393,13 @@ def leading_dimensions(eqn: JaxprEqn, count: int, *, linear: Sequence[Sequence[i
     """a b, a c -> a d | whole: b c d: the first `count` dimensions of all operands and results are the same, the others whole."""
     factors, whole = Factors(), []
     shared = tuple((factors.new(size),) for size in shape_of(eqn.invars[0])[:count])
-    sides: list[list[Operand]] = []
-    for side in (eqn.invars, eqn.outvars):
-        sides.append([])
-        for var in side:
-            rest = factors.operand(shape_of(var)[count:])
-            whole += [dim[0] for dim in rest]
-            sides[-1].append((*shared, *rest))
-    return make_rule(*sides, factors.sizes, whole=whole, linear=_groups(eqn, *linear))
+    operands: list[Operand] = []
+    for var in (*eqn.invars, *eqn.outvars):
+        rest = factors.operand(shape_of(var)[count:])
+        whole += [dim[0] for dim in rest]
+        operands.append((*shared, *rest))
+    inputs, outputs = operands[: len(eqn.invars)], operands[len(eqn.invars) :]
+    return make_rule(inputs, outputs, factors.sizes, whole=whole, linear=_groups(eqn, *linear))
 
 
 def fft(eqn: JaxprEqn) -> FactorRule:

@@ -18,11 +18,12 @@ from autopar import OutOfMemoryError, data_parallel, zero3
 from autopar.catalogue import PlannerOptions
 from autopar.contractions import of_product
 from autopar.cost_model.hardware import PRESETS
-from autopar.footprint import LIBRARY_ELEMENTS, Block, Kind, Operation, Value, footprint_of
+from autopar.footprint import LIBRARY_ELEMENTS, footprint_of
 from autopar.graph import build_graph
 from autopar.memory import TEMPORARIES_MARGIN, MemoryModel
 from autopar.mesh import LogicalMesh
 from autopar.models.registry import build
+from autopar.operations import Block, Kind, Operation, Value
 from autopar.program import program_of
 
 LEAST_RATIO, MOST_RATIO = 0.9, 1.1
@@ -164,6 +165,9 @@ def test_no_choice_of_layouts_needs_less_than_the_bound():
     choices = [[int(rng.integers(len(node.choices.strategies))) for node in graph.nodes] for _ in range(20)]
     quarter = 64 * 64 * FLOAT // 4
     assert 4 * quarter <= memory.bound() <= min(memory.required(choice) for choice in choices)
+    peaks = [memory.peak(choice) for choice in choices]
+    assert memory.peak(choices[-1]) is peaks[-1]
+    assert [memory.peak(choice) for choice in choices] == peaks
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,73 @@
+"""What one device runs, as XLA's CPU compiler is taken to see it: operations on values, in blocks.
+
+`device_program` writes it, `footprint` reckons from it which buffers are there and when. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Hashable
+
+
+class Kind(enum.Enum):
+    """How an operation is run.
+
+    ALIAS: not at all. CHEAP: folded into its readers. MOVED: so too, but it reads elements elsewhere than it writes them.
+    COSTLY: folded if one operation reads it. REDUCE: by itself, reading what is folded. LIBRARY: a REDUCE that a library does
+    if it is large enough. WHOLE: by itself, from buffers.
+    """
+
+    ALIAS = "alias"
+    CHEAP = "cheap"
+    MOVED = "moved"
+    COSTLY = "costly"
+    REDUCE = "reduce"
+    LIBRARY = "library"
+    WHOLE = "whole"
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value of one device; `key` is the (node, output, stacked) of the strategy graph whose layout decides its size.
+
+    `is_copy`: it needs memory only as far as its layout is larger than the smallest, in which it is there anyway.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    key: tuple[int, int, bool] | None
+    itemsize: int
+    is_copy: bool = False
+
+    @property
+    def elements(self) -> int:
+        """How many elements a device holds."""
+        return self.bytes // max(self.itemsize, 1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+    """Inputs and outputs are numbers of values; `over[i]` is what output i takes the place of if nobody reads it again.
+
+    Operations of one `group` that do not wait for each other are merged, as XLA does with all-reduces. What is `by_library` the
+    library of a LIBRARY operation does too, on the way to it.
+    """
+
+    kind: Kind
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    over: tuple[int, ...] = ()
+    bodies: tuple[Block, ...] = ()
+    group: Hashable = None
+    by_library: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Block:
+    """Operations in program order and what they compute; everything they read from elsewhere is there already."""
+
+    operations: tuple[Operation, ...]
+    outputs: tuple[int, ...]
