@@ -81,7 +81,7 @@ class Kernels:
         self.order = {eqn: number for number, eqn in enumerate(program.equations)}
         self._level_all()
         self.written = self._needed_in_memory()
-        self.reads: dict[tuple[Equation, int], float] = defaultdict(float)
+        self.read_bytes: Counter[tuple[Equation, int]] = Counter()
         self.kernels: Counter[Equation] = Counter()
 
     # Levels.
@@ -218,25 +218,21 @@ class Kernels:
         return sorted(joined.groups(), key=lambda group: (self.levels[group[0].outvars[0]], self.order[group[0]]))
 
     def _read_by(self, kernel: Sequence[Equation]) -> None:
-        """Count what a kernel reads, and decide what it computes again."""
+        """Count what a kernel reads, and decide what it computes again: large values first, of which small ones are made."""
         inside, have = set(kernel), set[Var]()
-        reads = False
-        for eqn in kernel:
-            for place, var in enumerate(eqn.invars):
-                if isinstance(var, Literal):
-                    continue
-                root = self.root(var)
-                if root not in self.written and self.producers[root] in inside:
-                    continue
-                if root in self.written and self.producers.get(root) in inside and self._streams(self.producers[root]):
-                    continue
-                wanted = self._wanted(root, have)
-                for source in wanted - have:
-                    self.reads[eqn, place] += _bytes(source) / max(_bytes(var), 1)
-                    self.readers[source].add(eqn)
-                    reads = True
-                have |= wanted
-        if reads or any(v in self.written for eqn in kernel for v in eqn.outvars):
+        entering = [
+            (eqn, place, self.root(var))
+            for eqn in kernel
+            for place, var in enumerate(eqn.invars)
+            if isinstance(var, Var) and self.producers.get(self.root(var)) not in inside
+        ]
+        for eqn, place, root in sorted(entering, key=lambda one: (one[2] not in self.written, -_bytes(one[2]))):
+            wanted = self._wanted(root, have)
+            for source in wanted - have:
+                self.read_bytes[eqn, place] += _bytes(source)
+                self.readers[source].add(eqn)
+            have |= wanted
+        if have or any(v in self.written for eqn in kernel for v in eqn.outvars):
             self.kernels[kernel[0]] = 1
 
     def _wanted(self, root: Var, have: set[Var]) -> frozenset[Var]:
@@ -257,7 +253,10 @@ class Kernels:
         if _is_alias(eqn) or _keeps_apart(eqn) or eqn in self.absorbed:
             return Traffic((0.0,) * len(eqn.invars), none)
         if _fuses(eqn):
-            reads = tuple(self.reads[eqn, place] for place in range(len(eqn.invars)))
+            reads = tuple(
+                self.read_bytes[eqn, place] / max(_bytes(var), 1) if isinstance(var, Var) else 0.0
+                for place, var in enumerate(eqn.invars)
+            )
             return Traffic(reads, tuple(float(v in self.written) for v in eqn.outvars), self.kernels[eqn])
         writes = (1.0,) * len(eqn.outvars)
         adding = [one for one, product in self.absorbed.items() if product is eqn and _adds(one)]

@@ -48,8 +48,8 @@ def kept_values(assignment: Assignment, given: Collection[Var], parameters: Coll
     kernels = Kernels(program, stage_of)
     kernels.traffic()
     layouts = _layouts(assignment)
-    apart = (eqn.outvars[0] for eqn in program.equations if eqn.primitive is optimization_barrier_p)
-    others = {*given, *parameters, *apart}
+    apart = {eqn.outvars[0] for eqn in program.equations if eqn.primitive is optimization_barrier_p}
+    others = {*given, *apart, *_of_parameters(program, parameters)}
     made_in = {v: stage_of[eqn] for eqn in program.equations for v in eqn.outvars}
     found: dict[int, list[KeptValue]] = {FORWARD: [], AGAIN: []}
     for var, readers in kernels.readers.items():
@@ -59,6 +59,16 @@ def kept_values(assignment: Assignment, given: Collection[Var], parameters: Coll
             size = layouts[var].local_bytes(var.aval.shape, itemsize_of(var.aval), assignment.mesh)
             found[stage].append(KeptValue(tuple(var.aval.shape), size))
     return Kept(tuple(found[FORWARD]), tuple(found[AGAIN]))
+
+
+def _of_parameters(program: Program, parameters: Collection[Var]) -> set[Var]:
+    """Parameters, and what is made of nothing else, such as a kernel turned round: it is made when it is needed."""
+    found = set(parameters)
+    for eqn in program.equations:
+        operands = [v for v in eqn.invars if isinstance(v, Var)]
+        if operands and found.issuperset(operands):
+            found.update(eqn.outvars)
+    return found
 
 
 def stages_of_step(program: Program, given: Collection[Var]) -> Mapping[Equation, int]:

@@ -4,8 +4,7 @@ In: a cluster, a part and its step (`model_parts`). Out: a `PlannedPart`. The or
 plan, stated as constraints on leaves and, inside the part, as what is not allowed: tensor ranks use the part of a parameter that
 they have, and without sequence parallelism no half of an all-reduce leaves tokens split. A step is one microbatch; what its plan
 cannot say is told apart afterwards: sums over data ranks happen once a step, and gathered copies are not kept from forward to
-backward. What can go wrong: a plan that the planner can state and the row's framework does not have, as where a residual network
-splits inside a block, which is left to the search.
+backward. What can go wrong: a plan that the planner can state and the row's framework does not have.
 """
 
 from __future__ import annotations
@@ -137,13 +136,15 @@ def _are_scores(shape: Sequence[int], part: Part) -> bool:
 
 def _options(part: Part, zero_stage: int, paths: Sequence[str]) -> PlannerOptions:
     """What Megatron's plan does not do inside a part; see the module. ZeRO 3 gathers parameters."""
-    if not isinstance(part.shape, TransformerShape) or zero_stage >= 3:
+    if zero_stage >= 3:
         return PlannerOptions()
     held = frozenset(i for i, path in enumerate(paths) if path.startswith("state/params/"))
     forbidden: set[str] = set()
-    if part.split.tensor_ranks > 1 and not part.split.sequence_parallel:
-        # Tokens change places between the ranks of a mixture, and come back by a gather.
-        forbidden = {"reduce-scatter"} if part.kind == "expert" else {"reduce-scatter", "all-gather"}
+    text = isinstance(part.shape, TransformerShape)
+    if part.split.tensor_ranks > 1 and not (text and part.split.sequence_parallel):
+        # Tokens change places between the ranks of a mixture, channels of images between operations: both come back by a gather.
+        whole = text and part.kind != "expert"
+        forbidden = {"reduce-scatter", "all-gather"} if whole else {"reduce-scatter"}
     return PlannerOptions(kinds=frozenset(KINDS) - forbidden, held=held)
 
 
