@@ -49,7 +49,8 @@ class Exchange:
     ) -> None:
         """Prepare the program; it is compiled at the first call. `devices` are those of both sides, by id.
 
-        `self.devices` are the same in the order of the program's mesh, which has to be that of all processes: by id. One that `is_rare` makes its zeros anew each time, and holds no memory between two calls.
+        `self.devices` are the same in the order of the program's mesh, by id: it has to be one order in all processes. One that
+        `is_rare` makes its zeros anew each time, and holds no memory between two calls.
         """
         self._passages, self._is_rare = tuple(passages), is_rare
         self.devices = tuple(devices[number] for number in sorted(devices))
