@@ -206,19 +206,20 @@ def _waiting_source(waited: Sequence[Waited]) -> str:
 
 
 def _waiting_lines(cluster: Cluster, waited: Sequence[Waited]) -> Iterator[str]:
-    """What was found of waiting, in words."""
+    """What was found of waiting, in words; nothing if other programs ran."""
+    if not steady(waited):
+        return
     for sample in waited:
         what = f"{sample.merged} all-reduces at once" if sample.merged > 1 else "an all-reduce"
         yield (
             f"{what} of {sample.ranks} ranks between {sample.grain.operation}s of {sample.compute_s * 1e3:.1f} ms: "
             f"{sample.seconds * 1e6:.0f} us"
         )
-    if steady(waited):
-        per_rank_s = cluster.tiers[0].measured["all-reduce"].waiting_s_per_rank
-        yield (
-            f"collectives wait {per_rank_s * 1e6:.1f} n us for ranks that share cores; one of many all-reduces pays "
-            f"{cluster.all_reduce_latency:.2f} of latency and waiting"
-        )
+    per_rank_s = cluster.tiers[0].measured["all-reduce"].waiting_s_per_rank
+    yield (
+        f"collectives wait {per_rank_s * 1e6:.1f} n us for ranks that share cores; one of many all-reduces pays "
+        f"{cluster.all_reduce_latency:.2f} of latency and waiting"
+    )
 
 
 def _memory_bytes(devices: Sequence[jax.Device]) -> float:

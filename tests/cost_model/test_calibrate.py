@@ -226,10 +226,11 @@ def test_calibrate_writes_a_file_that_plans_and_that_parallelize_accepts(tmp_pat
     assert "wrote" in output
     assert "products, float32" in output
     cluster = load_cluster(path)
-    assert ("4 all-reduces at once of 4 ranks" in output) is ranks_wait(jax.devices()[:4])
     waiting_s = {figures.waiting_s_per_rank for figures in cluster.tiers[0].measured.values()}
     tiers_source = json.loads(path.read_text())["sources"]["tiers"]
     if "collectives wait" in output:  # the machine was quiet
+        assert ranks_wait(jax.devices()[:4])
+        assert "4 all-reduces at once of 4 ranks" in output
         assert "waiting by the wall's clock" in tiers_source
         assert f"collectives wait {waiting_s.pop() * 1e6:.1f} n us" in output
         assert cluster.all_reduce_latency != preset("cpu").all_reduce_latency
