@@ -55,12 +55,17 @@ def clipped_adamw():
 
 
 def returned_gradients():
-    """Gradients go out beside the weights, and the norm of each layer's."""
+    """Gradients go out beside the weights, the norm of each layer's, and a part of each."""
 
     def step(params, batch):
         loss, gradients = jax.value_and_grad(lambda p: error(through(p, batch["x"]), batch))(params)
         norms = jnp.sqrt(jnp.sum(gradients["w"] ** 2, axis=(1, 2)))
-        return descended(params, gradients), {"loss": loss, "gradients": gradients, "norms": norms}
+        return descended(params, gradients), {
+            "loss": loss,
+            "gradients": gradients,
+            "norms": norms,
+            "half": gradients["w"][:, :4],
+        }
 
     return step, stacked(), rows()
 

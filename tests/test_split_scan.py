@@ -402,7 +402,7 @@ def test_state_in_pieces_is_taken_back_without_copies_and_consumed(trained):
         parallel(state, batch)
 
 
-def test_returned_gradients_stay_with_their_layers_and_a_number_per_layer_is_one_array():
+def test_returned_gradients_stay_with_their_layers_and_what_has_another_shape_is_one_array():
     step, state, batch = scanned_steps.returned_gradients()
     parallel = in_stages(step)
     _, found = parallel(state, batch)
@@ -412,9 +412,10 @@ def test_returned_gradients_stay_with_their_layers_and_a_number_per_layer_is_one
     )
     assert isinstance(found["gradients"]["b"], SplitArray)
     assert isinstance(found["norms"], jax.Array)
+    assert isinstance(found["half"], jax.Array)
     assert_trees_close(found, jax.jit(step)(state, batch)[1])
     joined = operations(cut_at((step, state, batch), 2), "concatenate")
-    assert [kind for kind, _ in joined] == ["float32[5]"]
+    assert sorted(kind for kind, _ in joined) == ["float32[5,4,8]", "float32[5]"]
 
 
 @pytest.mark.parametrize("kind", ["gathered", "pickled", "numpy", "copied", "cut elsewhere"])
