@@ -1,12 +1,12 @@
 """Errors of the cost model on measurements that others published: one run, one fixed file per cluster.
 
-In: the yardstick's tables. Out, once by plans of the parts of the real models and once by the closed form: per table predicted
-against measured, the mean, maximum and mean signed error, the rank correlation, the target and whether it is met; for Alpa also
-the order of methods within each model and size, and which runs that ran out of memory are flagged; for Korthikanti activation
-and state bytes. Then what was fitted on what, and how far Alpa's errors hang on the one figure of its cluster file that a document
-states and nobody measured. `--fit` searches the fitted pairs of constants on the rows of Korthikanti alone. With `--strict` the
-exit status is 1 if a target is missed. Where a run's plan was not published, the closed form chooses it for both. What can go
-wrong: a mean over rows hides a trend; `--rows` prints them.
+In: the yardstick's tables. Out, once by plans of the parts of the real models and once by the closed form: per table
+predicted against measured, the mean, maximum and mean signed error, the rank correlation, the target and whether it is met;
+for Alpa also the order of methods within each model and size, and which runs that ran out of memory are flagged; for
+Korthikanti activation and state bytes. Then what was fitted on what, and how far Alpa's errors hang on the one figure of its
+cluster file that a document states and nobody measured. `--fit` searches the fitted pairs of constants on the rows of
+Korthikanti alone. With `--strict` the exit status is 1 if a target is missed. Where a run's plan was not published, the
+closed form chooses it for both. What can go wrong: a mean over rows hides a trend; `--rows` prints them.
 
     python benchmarks/cost_model_error.py [--closed-form] [--rows] [--fit] [--strict] [--yardstick FOLDER] [--json FILE]
 """
