@@ -5,7 +5,8 @@ are planned. Out: processor seconds to trace, of the phases in time, of the sear
 stages; and the exponent p of time ~ layers^p from the depth before. What can go wrong: a depth that the machine's memory does
 not hold; its row says so, and the others run.
 
-    python benchmarks/stage_search_time.py [--layers 48] [--scan] [--cluster p3dn.24xlarge] [--batch 128] [--microbatches 64]
+    python benchmarks/stage_search_time.py [--layers 48] [--scan] [--hidden 8192] [--cluster p3dn.24xlarge] [--batch 128]
+                                           [--microbatches 64]
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ from autopar.pipeline_planner import PipelineWishes, SearchedPipeline, search_pi
 from autopar.planner import PlanRequest
 from autopar.trace import CallSignature, bind_arguments, trace
 
-SIZES = {"hidden": 8192, "heads": 64, "seq": 1024, "vocab": 51200, "dropout": 0.0}
+SIZES = {"seq": 1024, "vocab": 51200, "dropout": 0.0}
+HEAD = 128
+"""Width of an attention head."""
 
 
 class Laps:
@@ -69,7 +72,9 @@ class Laps:
 
 def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
     """Plan one depth; seconds by phase, and the stages."""
-    model = registry.build("gpt_scan" if given.scan else "gpt", layers=layers, batch=given.batch, **SIZES)
+    width = {"hidden": given.hidden, "heads": given.hidden // HEAD}
+    name = "gpt_scan" if given.scan else "gpt"
+    model = registry.build(name, layers=layers, batch=given.batch, **width, **SIZES)
     state = jax.eval_shape(model.create_state, jax.eval_shape(lambda: jax.random.key(0)))
     machine = find_cluster(given.cluster)
     limit = int(machine.usable_memory_bytes) if math.isfinite(machine.usable_memory_bytes) else None
@@ -103,9 +108,11 @@ def _stages(found: SearchedPipeline) -> str:
     return f"{found.plan.num_stages} stages on {shapes}{', recomputing' if found.plan.recompute else ''}"
 
 
-def table_of(rows: list[dict[str, Any]]) -> Table:
+def table_of(rows: list[dict[str, Any]], given: argparse.Namespace) -> Table:
     """One row per depth."""
-    table = Table(title="Planning GPT, hidden 8192, for 8 nodes of 8 V100s; processor seconds")
+    scanned = " as one scan" if given.scan else ""
+    title = f"Planning GPT, hidden {given.hidden}{scanned}, for {given.devices} devices of {given.cluster}; processor seconds"
+    table = Table(title=title)
     for heading in ("layers", "trace", "time axis", "search", "stages", "total", "wall", "exponent", "step, s"):
         table.add_column(heading, justify="right")
     table.add_column("found")
@@ -128,6 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[48])
     parser.add_argument("--scan", action="store_true", help="the layers as one lax.scan")
+    parser.add_argument("--hidden", type=int, default=8192, help=f"a multiple of {HEAD}")
     parser.add_argument("--cluster", default="p3dn.24xlarge")
     parser.add_argument("--devices", type=int, default=64)
     parser.add_argument("--batch", type=int, default=128)
@@ -141,7 +149,7 @@ def main() -> None:
         console.print(f"{layers} layers: {rows[-1]['total_s']:.1f} s of processor", style="dim")
         if given.json is not None:
             given.json.write_text(json.dumps(rows, indent=1) + "\n")
-    console.print(table_of(rows))
+    console.print(table_of(rows, given))
 
 
 if __name__ == "__main__":
