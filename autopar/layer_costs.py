@@ -183,7 +183,7 @@ class _Layers:
         meshes = layer_meshes(devices, self._request.cluster)
         (common, count), *_ = collections.Counter(self._first).most_common(1)
         usual = self._stage(common, devices) if layer != common and 3 * count > len(self._first) else None
-        if usual is None:
+        if usual is None or usual.assignment.mesh.size != devices:
             return meshes
         near = usual.plan.step_s * SAME_MESHES
         times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in usual.plan.candidates}

@@ -101,7 +101,8 @@ class _Search:
             if not choices:
                 if self._costs.plan_more(self._timetables[0].microbatches, self._options):
                     continue
-                raise next(error for error in list(solved.values())[::-1] if isinstance(error, OutOfMemoryError))
+                errors = [error for error in solved.values() if not isinstance(error, StageChoice)]
+                raise max(errors, key=lambda error: isinstance(error, OutOfMemoryError))
             best = min(choices, key=lambda way: self._handicapped(way, choices[way]))
             sizes = [stage.submesh for stage in choices[best].stages]
             if not self._costs.plan_more(best[0].microbatches, sizes) and not self._plan_neighbour(best, choices):

@@ -11,7 +11,7 @@ import autopar
 from autopar import layer_costs, staging
 from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import preset
-from autopar.errors import OutOfMemoryError
+from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.layer_costs import machine_shape
 from autopar.options import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
@@ -175,6 +175,20 @@ def test_devices_that_no_dimension_can_use_are_not_planned_for(monkeypatch):
     sizes.clear()
     searched(96, 6, preset("cpu"))
     assert any(size % 3 == 0 for size in sizes)
+
+
+def test_a_layer_that_can_use_more_devices_than_the_repeated_one_is_planned_on_them():
+    """Three divides the last layer's width alone: the others are planned on two of six devices."""
+    weights, x = arguments(64, layers=6)
+    weights = [*weights, jnp.ones((64, 96), jnp.float32)]
+    signature = CallSignature(step, (1,), (), "auto")
+    traced = trace(signature, bind_arguments(signature, (weights, x), {}))
+    request = PlanRequest((), preset("cpu"), None, Constraints(), PlannerOptions())
+    tables = [Timetable(4, "1f1b")]
+    found = search_stages(lambda m: time_loop(traced, m), request, devices=6, timetables=tables)
+    assert sum(found.sizes) == 6
+    with pytest.raises(ArgumentError, match="No choice of stages is left"):
+        search_stages(lambda m: time_loop(traced, m), request, devices=6, timetables=tables, num_stages=2)
 
 
 def test_a_layer_that_repeats_decides_on_which_meshes_the_others_are_planned(monkeypatch):
