@@ -180,6 +180,23 @@ def test_long_stacks_are_offered_in_groups_of_layers(monkeypatch):
     assert every_layer(step) == ((2, 4),)
 
 
+def test_layers_that_run_from_the_last_to_the_first_are_merged_likewise():
+    """The first stage has the last of five layers."""
+
+    def loss_of(params, batch):
+        x, _ = lax.scan(lambda x, p: (scanned_steps.block(x, p), None), batch["x"], params, reverse=True)
+        return scanned_steps.error(x, batch)
+
+    step = traced(*trained_on(loss_of, scanned_steps.stacked(), rows()))
+    split = split_scans(step, every_layer(step))
+    loop = divided_loop(split, 4)
+    scans = [place for place, link in enumerate(forward_chain(loop)) if link.equation.loop is not None]
+    coarse, again, cuts = merged(split, loop, (scans[1],))
+    assert coarse.cuts == ((4,),)
+    chain = forward_chain(again)
+    assert [chain[c].equation.params["length"] for c in cuts] == [4]
+
+
 # --- the same function ------------------------------------------------------------------------------------------------
 
 
