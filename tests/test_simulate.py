@@ -20,7 +20,7 @@ KEYS = [
 
 
 def test_published_runs_are_predicted_and_compared(capsys):
-    status, found, errors = json_of(["--table", str(PUBLISHED)], capsys)
+    status, found, errors = json_of(["--table", str(PUBLISHED), "--closed-form"], capsys)
     assert (status, errors) == (0, "")
     assert len(found["rows"]) == 39
     assert [list(row)[: len(KEYS)] for row in found["rows"]] == [KEYS] * 39
@@ -45,7 +45,7 @@ def test_published_runs_are_predicted_and_compared(capsys):
     ],
 )
 def test_errors_stay_within_their_targets(source, mean, largest, capsys):
-    _, found, _ = json_of(["--table", str(PUBLISHED)], capsys)
+    _, found, _ = json_of(["--table", str(PUBLISHED), "--closed-form"], capsys)
     errors = [abs(row["error"]) for row in found["rows"] if row["source"] == source]
     assert sum(errors) / len(errors) <= mean
     assert max(errors) <= largest
@@ -85,7 +85,7 @@ def test_the_four_overlap_ratios_are_reported(tmp_path, capsys):
 
 
 def test_the_parts_of_a_step_add_up(capsys):
-    _, found, _ = json_of(["--table", str(PUBLISHED)], capsys)
+    _, found, _ = json_of(["--table", str(PUBLISHED), "--closed-form"], capsys)
     for row in found["rows"]:
         parts = row["compute_s"] + row["exposed_comm_s"] + row["bubble_s"] + row["optimizer_s"]
         assert parts == pytest.approx(row["predicted_step_s"]), row["id"]
