@@ -53,7 +53,11 @@ def test_other_values_stay_as_they_are():
         assert as_host(value) is value
 
 
-@pytest.mark.parametrize("make", [lambda: np.arange(8.0).reshape(4, 2), lambda: jnp.ones((4, 2)), lambda: 2.5], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: np.arange(8.0).reshape(4, 2), lambda: jnp.ones((4, 2)), lambda: 2.5],
+    ids=["of numpy", "of jax", "of python"],
+)
 def test_a_host_value_becomes_the_array_of_its_numbers_in_jaxs_type(make):
     sharding = sharding_on((2,), 0, P("x") if np.ndim(make()) else P())
     found = from_host(make(), sharding)
