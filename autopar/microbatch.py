@@ -116,6 +116,8 @@ class TimeLoop:
         self.mesh = LogicalMesh((plan.microbatches,), ("time",))
         self.program = traced.program
         self._equations = {phase: plan.of_phase(phase) for phase in ("prologue", "body", "epilogue")}
+        made_before = (v for eqn in self._equations["prologue"] for v in eqn.outvars)
+        self._known = frozenset((*self.program.invars, *made_before))
         self._made_in_body = {v for eqn in self._equations["body"] for v in eqn.outvars}
         self.sliced = self._sliced_inputs()
         self.body_operands = self._operands_of("body")
@@ -180,7 +182,7 @@ class TimeLoop:
 
     def prologue_values(self) -> frozenset[Var]:
         """Inputs, and what the prologue makes."""
-        return frozenset((*self.program.invars, *(v for eqn in self._equations["prologue"] for v in eqn.outvars)))
+        return self._known
 
     def prologue_order(self, wanted: Set[Var]) -> list[Var]:
         """Those of the wanted values that the prologue makes, in order."""
@@ -188,7 +190,8 @@ class TimeLoop:
 
     def leaves_of(self, values: Iterable[Var]) -> frozenset[Var]:
         """The inputs from which values known before the loop are made; other values are left out."""
-        needed = {v for v in values if v in self.prologue_values()}
+        known = self.prologue_values()
+        needed = {v for v in values if v in known}
         for eqn in self._prologue_for(needed):
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
         return frozenset(v for v in self.program.invars if v in needed)

@@ -18,6 +18,7 @@ stages; `check` refuses the cut and names it.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -194,7 +195,8 @@ class _Cutter:
         for eqn, piece in self.piece_of.items():
             for v in self.closure([eqn]):
                 homes[v] = min(homes.get(v, piece.stage), piece.stage)
-        return {v: home for v, home in homes.items() if v in set(self.loop.program.invars)}
+        leaves = frozenset(self.loop.program.invars)
+        return {v: home for v, home in homes.items() if v in leaves}
 
     def closure(self, equations: Iterable[Equation]) -> set[Var]:
         """Every value that equations need, through what is computed anywhere and the prologue, down to leaves."""
@@ -222,8 +224,13 @@ class _Cutter:
         made_by = {v: self.piece_of[eqn] for eqn in self.piece_of for v in eqn.outvars}
         wanted: dict[PieceName, set[Var]] = {}
         full: dict[PieceName, tuple[list[Equation], list[Var]]] = {}
+        order = {eqn: i for i, eqn in enumerate((*self.kinds.body, *self.loop.plan.of_phase("epilogue")))}
+        anywhere = {v: eqn for eqn in order if eqn not in self.piece_of for v in eqn.outvars}
+        for v in self._collected():
+            anywhere.pop(v, None)
         for name in names:
-            full[name] = self._completed(members[name], updates.outputs_of(name))
+            chosen, reads = self._completed(members[name], updates.outputs_of(name), anywhere)
+            full[name] = sorted(chosen, key=order.__getitem__), reads
             wanted[name] = set(full[name][1])
         read = set().union(*wanted.values()) if wanted else set()
         results = {r.var: r for r in self.loop.results}
@@ -242,29 +249,28 @@ class _Cutter:
         """A result that only updates read is collected, not passed on."""
         return all(name.kind == "update" for name, reads in wanted.items() if v in reads)
 
-    def _completed(self, members: Sequence[Equation], outputs: Sequence[int]) -> tuple[list[Equation], list[Var]]:
-        """(members and the equations they need that are computed anywhere, in order; what is read from elsewhere)."""
-        updates = self.loop.plan.of_phase("epilogue")
-        anywhere = {v: eqn for eqn in (*self.kinds.body, *updates) if eqn not in self.piece_of for v in eqn.outvars}
+    def _completed(
+        self, members: Sequence[Equation], outputs: Sequence[int], anywhere: Mapping[Var, Equation]
+    ) -> tuple[set[Equation], list[Var]]:
+        """(members and the equations they need that are computed anywhere; what is read from elsewhere)."""
         chosen = set(members)
         made = {v for eqn in members for v in eqn.outvars}
         reads: dict[Var, None] = {}
-        waiting = [v for eqn in members for v in operands_of(eqn)]
+        waiting = collections.deque(v for eqn in members for v in operands_of(eqn))
         outvars = self.loop.program.outvars
         waiting += [outvars[i] for i in outputs if not isinstance(outvars[i], JaxLiteral)]
         while waiting:
-            v = waiting.pop(0)
+            v = waiting.popleft()
             if v in made or v in reads:
                 continue
-            if v in anywhere and v not in self._collected():
+            if v in anywhere:
                 eqn = anywhere[v]
                 chosen.add(eqn)
                 made.update(eqn.outvars)
                 waiting += operands_of(eqn)
             else:
                 reads[v] = None
-        ordered = [eqn for eqn in (*self.kinds.body, *updates) if eqn in chosen]
-        return ordered, list(reads)
+        return chosen, list(reads)
 
     def _collected(self) -> set[Var]:
         return {r.var for r in self.loop.results}

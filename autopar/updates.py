@@ -38,6 +38,7 @@ class Updates:
         self.homes = dict(homes)
         self.stage_of: dict[Equation, int] = {}
         self._maker = {v: eqn for eqn in self.equations for v in eqn.outvars}
+        self._leaves = frozenset(self.loop.program.invars)
         self._results = {r.var: piece_of[body_of[r.var]].stage for r in self.loop.results}
         self._outputs: dict[PieceName, list[int]] = {}
 
@@ -149,7 +150,7 @@ class Updates:
             self.homes.setdefault(v, 0)
 
     def _is_leaf(self, v: Var) -> bool:
-        return v in set(self.loop.program.invars)
+        return v in self._leaves
 
     def _find_levels(self) -> None:
         """As early as exchanges allow for what other stages read; else where it is read, so that state is replaced in place."""
