@@ -141,7 +141,7 @@ EXAMPLES = {
         Example(lambda x: lax.broadcast_in_dim(x, (4, 8, 12), (1,)), (floats(8),)),
         Example(lambda x: lax.broadcast_in_dim(x, (4, 8, 12), (0, 2)), (floats(1, 12),)),
     ],
-    "cholesky": [Example(lax.linalg.cholesky, (MATRICES,))],
+    "cholesky": [Example(lambda x: lax.linalg.cholesky(x, symmetrize_input=False), (MATRICES,))],
     "clamp": [Example(lambda x: lax.clamp(jnp.float32(0.2), x, jnp.float32(0.7)), (X,))],
     "concatenate": [Example(lambda x, y: lax.concatenate([x, y], 1), (X, floats(8, 4)))],
     "conv_general_dilated": [
@@ -165,7 +165,7 @@ EXAMPLES = {
     "dynamic_update_slice": [
         Example(lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i)), (X, floats(4, 12), jnp.uint32(3)))
     ],
-    "eigh": [Example(lax.linalg.eigh, (MATRICES,))],
+    "eigh": [Example(lambda x: lax.linalg.eigh(x, symmetrize_input=False), (MATRICES,))],
     "fft": [Example(jnp.fft.rfft, (CUBE,)), Example(jnp.fft.fft2, (lax.complex(CUBE, CUBE),))],
     "gather": [_gather(GatherScatterMode.FILL_OR_DROP), _gather(GatherScatterMode.CLIP), _batched_gather()],
     "integer_pow": [Example(lambda x: lax.integer_pow(x, 3), (X,))],
@@ -215,7 +215,7 @@ EXAMPLES = {
     "squeeze": [Example(lambda x: lax.squeeze(x, (1,)), (floats(8, 1, 12),))],
     "stack": [Example(lambda x, y: jnp.stack([x, y], axis=1), (X, X))],
     "stop_gradient": [Example(lax.stop_gradient, (X,))],
-    "svd": [Example(lambda x: lax.linalg.svd(x, full_matrices=False), (MATRICES,))],
+    "svd": [Example(lambda x: lax.linalg.svd(x, compute_uv=False), (MATRICES,))],
     "threefry2x32": [
         Example(
             lambda high, low, x, y: jax.extend.random.threefry2x32_p.bind(high, low, x, y),

@@ -90,12 +90,14 @@ def test_ctrl_c_during_the_comparison_leaves_it_out_with_status_130(monkeypatch,
     assert "largest difference" not in printed
 
 
-def test_ctrl_c_outside_of_a_run_ends_with_a_line_and_status_130(monkeypatch, capsys):
+def test_ctrl_c_outside_of_a_run_ends_with_a_line_and_status_130(monkeypatch, capsys, tmp_path):
     def interrupted(path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("autopar.commands.planning.read_plan", interrupted)
-    assert run("show", "plan.json") == 130
+    plan = tmp_path / "plan.json"
+    plan.write_text("{}")
+    assert run("show", str(plan)) == 130
     assert capsys.readouterr().err == "autopar: stopped by Ctrl-C\n"
 
 

@@ -35,6 +35,7 @@ GOLDEN = Path(__file__).parent / "golden" / "rules.txt"
 
 WITHOUT_EXAMPLE = {
     "copy_p": "another name of copy",
+    "empty2": "inside derivatives of switch only",
     "eq_to": "total order, inside sort only",
     "fan_out": "autopar's own: a copy",
     "igamma_grad_a": "inside derivatives of igamma only",
