@@ -16,8 +16,6 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from jax.lax import optimization_barrier_p
-
 from autopar.catalogue import is_opaque, itemsize_of
 from autopar.compat import Literal, Var
 from autopar.contractions import Orders
@@ -410,7 +408,7 @@ def _same_work(eqn: Equation, operands: Sequence[int], results: Sequence[Layout 
 
     It leaves barriers apart, so that what is recomputed behind one stays apart too.
     """
-    if eqn.primitive is optimization_barrier_p or entry_for(eqn).making in (Making.WHOLE, Making.IN_PLACE):
+    if entry_for(eqn).barrier or entry_for(eqn).making in (Making.WHOLE, Making.IN_PLACE):
         return None
     read = tuple(
         (str(v.aval), str(v.val)) if isinstance(v, Literal) else n for v, n in zip(eqn.invars, operands, strict=True)

@@ -27,7 +27,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.lax import optimization_barrier_p
 
 from autopar import operators
 from autopar.compat import Literal, Var
@@ -307,7 +306,7 @@ def _is_alias(eqn: Equation) -> bool:
 
 def _keeps_apart(eqn: Equation) -> bool:
     """Whether it gives a value in memory another name that no kernel sees through: recomputation starts from such."""
-    return eqn.primitive is optimization_barrier_p
+    return entry_for(eqn).barrier
 
 
 def _fuses(eqn: Equation) -> bool:

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.lax import optimization_barrier_p
 
 from autopar.catalogue import Catalogue, PlannerOptions, RuleBook, Spaces, StrategySet, is_opaque
 from autopar.compat import Literal, Var
@@ -27,6 +26,7 @@ from autopar.fusion import Traffic, traffic_of
 from autopar.mesh import Axes, Layout, LogicalMesh
 from autopar.operators import everything_whole
 from autopar.program import Equation, Program, fan_out_p
+from autopar.rules import entry_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -384,7 +384,7 @@ class _Builder:
     def _hold(self, source: Source, target: int) -> None:
         """Note that a node gives what is held: such an input, or one of these under another name."""
         equation = self.nodes[target].equation
-        renamed = equation is not None and equation.primitive in (fan_out_p, optimization_barrier_p)
+        renamed = equation is not None and (equation.primitive is fan_out_p or entry_for(equation).barrier)
         if renamed and source.node in self._held:
             self._held.add(target)
 

@@ -3,7 +3,7 @@
 In: an `Assignment` of a step that runs forward, forward again where that is recomputed, and backward; the inputs from which
 backward starts, and those that are parameters. Out: the values that are made, or given, before and read after, with their bytes
 on one device. Kernels are those of `fusion`: what is computed again on the way, because that moves less, is not kept. Forward
-again is what depends on a value kept apart (`optimization_barrier`) and backward what depends on a gradient that is given.
+again is what depends on a value kept apart (`barrier` in the rule table) and backward what depends on a gradient that is given.
 What can go wrong: a step whose backward does not start from an input; all of it is forward then, and nothing is kept.
 """
 
@@ -13,13 +13,12 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jax.lax import optimization_barrier_p
-
 from autopar.catalogue import itemsize_of
 from autopar.compat import Var
 from autopar.fusion import Kernels
 from autopar.mesh import Layout
 from autopar.program import Equation, Program
+from autopar.rules import entry_for
 from autopar.spmd import Assignment
 
 FORWARD, AGAIN, BACKWARD = 0, 1, 2
@@ -48,7 +47,7 @@ def kept_values(assignment: Assignment, given: Collection[Var], parameters: Coll
     kernels = Kernels(program, stage_of)
     kernels.traffic()
     layouts = _layouts(assignment)
-    apart = {eqn.outvars[0] for eqn in program.equations if eqn.primitive is optimization_barrier_p}
+    apart = {eqn.outvars[0] for eqn in program.equations if entry_for(eqn).barrier}
     others = {*given, *apart, *_of_parameters(program, parameters)}
     made_in = {v: stage_of[eqn] for eqn in program.equations for v in eqn.outvars}
     found: dict[int, list[KeptValue]] = {FORWARD: [], AGAIN: []}
@@ -76,7 +75,7 @@ def stages_of_step(program: Program, given: Collection[Var]) -> Mapping[Equation
     reached: dict[Any, int] = dict.fromkeys(given, BACKWARD)
     stages = {}
     for eqn in program.equations:
-        own = AGAIN if eqn.primitive is optimization_barrier_p else FORWARD
+        own = AGAIN if entry_for(eqn).barrier else FORWARD
         stages[eqn] = max([own, *(reached.get(v, FORWARD) for v in eqn.invars if isinstance(v, Var))])
         reached.update(dict.fromkeys(eqn.outvars, stages[eqn]))
     return stages

@@ -271,10 +271,7 @@ def _describe(traced: TracedStep, staged: Staged, schedule: Schedule, request: P
     )
     transfers = _transfers(staged, schedule, request)
     simulation = simulated(schedule, [(stage.forward_s, stage.backward_s) for stage in staged.stages])
-    fill_s = sum(t.predicted_s for t in transfers if t.what not in ONCE)
-    once_s = max(stage.once_s for stage in staged.stages) + max(
-        (t.predicted_s for t in transfers if t.what in ONCE), default=0
-    )
+    fill_s, once_s = beside_tasks_s([stage.once_s for stage in staged.stages], transfers)
     return PipelinePlan(
         fingerprint=traced.fingerprint,
         cluster=request.cluster.name,
@@ -291,6 +288,13 @@ def _describe(traced: TracedStep, staged: Staged, schedule: Schedule, request: P
         planning_s=0.0,
         scan_cuts=staged.split.cuts,
     )
+
+
+def beside_tasks_s(stages_once_s: Sequence[float], transfers: Sequence[TransferPlan]) -> tuple[float, float]:
+    """(seconds of one microbatch's way through all stages, which fills the pipeline; of what all stages do once a step)."""
+    fill_s = sum(t.predicted_s for t in transfers if t.what not in ONCE)
+    sent_s = max((t.predicted_s for t in transfers if t.what in ONCE), default=0.0)
+    return fill_s, max(stages_once_s) + sent_s
 
 
 def _stage_plan(number: int, stage: StagedStage, first_device: int, meshes: int, in_flight: int) -> StagePlan:

@@ -21,9 +21,9 @@ from autopar.chain_cuts import indivisible_work
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipeline_planner import (
-    ONCE,
     PipelineWishes,
     as_planned,
+    beside_tasks_s,
     in_other_schedules,
     plan_pipeline,
     simulated,
@@ -166,11 +166,8 @@ class _Comparison:
         if chunks != like:
             seconds = np.tile(seconds.reshape(like, meshes, 2).sum(axis=0) / chunks, (chunks, 1))
         schedule = make_schedule(timetable.schedule, num_meshes=meshes, num_microbatches=count, virtual_stages=chunks)
-        fill_s = sum(t.predicted_s for t in nearest.transfers if t.what not in ONCE)
+        fill_s, once_s = beside_tasks_s([stage.once_s for stage in nearest.stages], nearest.transfers)
         fill_s *= (meshes * chunks - 1) / max(1, meshes * like - 1) * min(1.0, nearest.num_microbatches / count)
-        once_s = max(stage.once_s for stage in nearest.stages) + max(
-            (t.predicted_s for t in nearest.transfers if t.what in ONCE), default=0.0
-        )
         return simulated(schedule, [tuple(one) for one in seconds.tolist()]).makespan_s + fill_s + once_s
 
     def _share(self) -> float:

@@ -50,7 +50,8 @@ class PrimitiveRule:
     `free`: it computes nothing; `random`: it draws random bits, which cost too much to draw again for every reader;
     `making`: what memory its result takes; `library`: the library that does reductions does it too, on its way to one;
     `orders`: for a contraction, the orders of dimensions that need no copy; `picks`: of its first operand it reads no more than
-    it returns; `reduces`: it reduces whole dimensions, those in its parameter `axes`."""
+    it returns; `reduces`: it reduces whole dimensions, those in its parameter `axes`; `barrier`: another name of a value, which
+    compilers do not see through."""
 
     rule: Rule
     local: local.Local = local.unchanged
@@ -63,6 +64,7 @@ class PrimitiveRule:
     orders: contractions.OrdersOf | None = None
     picks: bool = False
     reduces: bool = False
+    barrier: bool = False
 
 
 def _fused(rule: Rule, run: local.Local = local.unchanged, *, making: Making = Making.CHEAP) -> PrimitiveRule:
@@ -115,7 +117,7 @@ _TABLE: dict[str, PrimitiveRule] = {
         PrimitiveRule(windows.conv_general_dilated, windows.conv_local, heavy=True, orders=contractions.of_convolution),
     ),
     **_names("convert_element_type", _fused(operators.convert, making=Making.SAME)),
-    **_names("copy copy_p optimization_barrier stop_gradient", _free(operators.pointwise_copy)),
+    **_names("copy copy_p stop_gradient", _free(operators.pointwise_copy)),
     **_names("cumlogsumexp cummax cummin cumprod", PrimitiveRule(operators.cumulative_other)),
     **_names("cumsum", PrimitiveRule(operators.cumulative_sum)),
     **_names("div", _fused(operators.pointwise_quotient, making=Making.QUOTIENT)),
@@ -132,6 +134,7 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("lu", PrimitiveRule(operators.matrices)),
     **_names("mul", _fused(operators.pointwise_product)),
     **_names("neg", _fused(operators.pointwise_linear)),
+    **_names("optimization_barrier", dataclasses.replace(_free(operators.pointwise_copy), barrier=True)),
     **_names("pad", _moving(operators.pad)),
     **_names("qr", PrimitiveRule(operators.matrices)),
     **_names("random_bits", PrimitiveRule(operators.random_bits, local.random_bits, random=True)),
