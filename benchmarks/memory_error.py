@@ -4,8 +4,9 @@ In: train steps of the registry at small sizes; for each, plans of several kinds
 parallel, ZeRO-2, ZeRO-3, searched, in microbatches, searched under a memory limit. Out: per plan the predicted bytes of one
 device, XLA's (arguments + outputs - aliased + temporaries), their ratio, that of the temporaries alone, and for limited plans
 whether XLA's figure is within the limit; then the spread of the ratios, apart for the plans that the memory model was made
-from and for those that it was not (other models, other sizes). The exit status is 1 if a ratio leaves the target or a limit
-is exceeded. What can go wrong: XLA's account differs between versions of JAX; say which one a figure is from.
+from and for those that it was not (other models, other sizes). A plan that fails is named and ends nothing. The exit status
+is 1 if a ratio leaves the target, a limit is exceeded or a plan failed. What can go wrong: XLA's account differs between
+versions of JAX; say which one a figure is from.
 
     python benchmarks/memory_error.py [--models mlp gpt] [--plans auto limited] [--groups held-out] [--json FILE]
 """
@@ -160,6 +161,11 @@ class Account:
         return self.predicted_bytes / self.xla_bytes
 
     @property
+    def is_near(self) -> bool:
+        """Whether the ratio is within the target."""
+        return LEAST_RATIO <= self.ratio <= MOST_RATIO
+
+    @property
     def temporaries_ratio(self) -> float:
         """The same of temporaries alone; what is there besides is known exactly."""
         return 1 + (self.predicted_bytes - self.xla_bytes) / self.temporaries_bytes
@@ -206,7 +212,7 @@ def shown(accounts: Sequence[Account]) -> Table:
     for heading in (*words, "predicted", "XLA", "ratio", "temporaries", "limit", "XLA / limit"):
         table.add_column(heading, justify="left" if heading in words else "right")
     for a in accounts:
-        style = None if LEAST_RATIO <= a.ratio <= MOST_RATIO and a.is_within else "red"
+        style = None if a.is_near and a.is_within else "red"
         limit = ("", "") if a.limit_bytes is None else (f"{a.limit_bytes:,}", f"{a.xla_bytes / a.limit_bytes:.3f}")
         ratios = (f"{a.ratio:.3f}", f"{a.temporaries_ratio:.3f}")
         figures = (f"{a.predicted_bytes:,}", f"{a.xla_bytes:,}", *ratios, *limit)
@@ -217,18 +223,24 @@ def shown(accounts: Sequence[Account]) -> Table:
 def summary(group: str, accounts: Sequence[Account]) -> str:
     """The spread of one group's ratios."""
     ratios, temporaries = [a.ratio for a in accounts], [a.temporaries_ratio for a in accounts]
-    outside = sum(not LEAST_RATIO <= ratio <= MOST_RATIO for ratio in ratios)
+    near = sum(a.is_near for a in accounts)
     exceeded = sum(not a.is_within for a in accounts)
     error = statistics.mean(abs(ratio - 1) for ratio in ratios)
     return (
         f"{group}, {len(ratios)} plans: ratios {min(ratios):.3f} to {max(ratios):.3f}, mean error {error:.1%}; temporaries "
-        f"alone {min(temporaries):.3f} to {max(temporaries):.3f}; {outside} outside {LEAST_RATIO} to {MOST_RATIO}; "
+        f"alone {min(temporaries):.3f} to {max(temporaries):.3f}; {near} within {LEAST_RATIO} to {MOST_RATIO}; "
         f"{exceeded} limits exceeded in XLA's account"
     )
 
 
+def as_json(accounts: Sequence[Account], failures: Sequence[str]) -> str:
+    """The figures so far; written after every plan, so that a run that is ended early leaves what it found."""
+    rows = [{**dataclasses.asdict(a), "ratio": a.ratio} for a in accounts]
+    return json.dumps({"jax": jax.__version__, "rows": rows, "failures": list(failures)}, indent=1) + "\n"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile the cases, print the table; 1 if a ratio is outside the target or a limit is exceeded."""
+    """Compile the cases, print the table; 1 if a ratio is outside the target, a limit is exceeded or a plan failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
@@ -240,26 +252,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     console = Console(width=130)
     started = time.process_time()
-    accounts = []
+    accounts: list[Account] = []
+    failures: list[str] = []
     for number, case in enumerate(cases, 1):
+        begun = time.process_time()
         try:
             accounts.append(account_of(*case))
+            said = f"{accounts[-1].ratio:.3f}"
         except autopar.OutOfMemoryError:
-            console.log(
-                f"{number}/{len(cases)} {case}: no plan within {LIMIT_SHARE:.0%} of what the searched one needs"
-            )
-        else:
-            console.log(f"{number}/{len(cases)} {case}: {accounts[-1].ratio:.3f}")
+            said = f"no plan within {LIMIT_SHARE:.0%} of what the searched one needs"
+        except Exception as error:  # noqa: BLE001 - one plan less; the others are worth having, the exit status says it
+            said = f"failed, {type(error).__name__}: {error}"
+            failures.append(f"{case}: {said}")
+        console.log(f"{number}/{len(cases)} {case}: {said} ({time.process_time() - begun:.0f} s)", markup=False)
+        if given.json:
+            given.json.write_text(as_json(accounts, failures))
     console.print(shown(accounts))
     console.print(f"{time.process_time() - started:.0f} s of processor time")
     for group in given.groups:
         members = [a for a in accounts if a.group == group]
         if members:
             console.print(summary(group, members))
-    if given.json:
-        rows = [{**dataclasses.asdict(a), "ratio": a.ratio} for a in accounts]
-        given.json.write_text(json.dumps({"jax": jax.__version__, "rows": rows}, indent=1) + "\n")
-    return int(any(not LEAST_RATIO <= a.ratio <= MOST_RATIO or not a.is_within for a in accounts))
+    if len(given.groups) > 1 and accounts:
+        console.print(summary("all", accounts))
+    for failure in failures:
+        console.print(failure, style="red", markup=False)
+    return int(bool(failures) or any(not a.is_near or not a.is_within for a in accounts))
 
 
 if __name__ == "__main__":
