@@ -31,6 +31,7 @@ from autopar.arguments import (
     checked_memory_limit,
     checked_meshes,
     checked_plan,
+    checked_processes,
     checked_recompute,
     checked_schedule,
     numbers,
@@ -173,6 +174,7 @@ def parallelize(
     schedule: str = "auto",
     virtual_stages: Count = "auto",
     recompute: str = "auto",
+    planning_processes: int = 1,
 ) -> Any:
     """Run a step on all devices under a plan that autopar finds; usable as a decorator with and without arguments.
 
@@ -193,6 +195,8 @@ def parallelize(
     recompute: "layer" does forward work again in the backward pass, with the same results: of a stage, so that a microbatch in
     flight keeps only what the stage received; on one mesh, of each layer in turn. "auto" does so where nothing else fits; on
     one mesh it is compared with microbatches by predicted time.
+    planning_processes: so many processes plan layers and stages, to the same plan; those beside this one are forks of it, which
+    touch no device. Leave it at 1 where forking is forbidden, or while other threads of the program compute with JAX.
 
     Raises ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, from the first call or `.plan`.
     """
@@ -210,6 +214,7 @@ def parallelize(
         checked_schedule(schedule),
         checked_count("virtual_stages", virtual_stages),
         checked_recompute(recompute),
+        checked_processes(planning_processes),
     )
     batch, static = numbers("batch_argnums", batch_argnums), numbers("static_argnums", static_argnums)
     donate = numbers("donate_argnums", donate_argnums) if donate_argnums != "auto" else donate_argnums

@@ -81,6 +81,13 @@ def checked_count(name: str, count: Any) -> Count:
     return count  # type: ignore[no-any-return]
 
 
+def checked_processes(count: Any) -> int:
+    """A number of processes."""
+    if type(count) is not int or count < 1:
+        raise ArgumentError(f"planning_processes={count!r}: a positive whole number is expected")
+    return count
+
+
 def checked_kinds(collectives: Sequence[str] | None) -> frozenset[str]:
     """The kinds of collectives that may be used."""
     given = KINDS if collectives is None else (collectives,) if isinstance(collectives, str) else collectives

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -27,6 +28,7 @@ from autopar.microbatch import TimeLoop
 from autopar.options import Constraints
 from autopar.planner import PlanRequest, logical_meshes
 from autopar.program import Program
+from autopar.side_work import side_by_side
 from autopar.stage_problem import ChosenStage, CostTable
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import ForwardEquation, cut_stages, forward_chain
@@ -85,6 +87,36 @@ class _LayerFigures:
     residual_bytes: float = 0.0
     received_bytes: float = 0.0
 
+    @classmethod
+    def of(cls, stage: StagedStage) -> _LayerFigures:
+        """Of a layer planned as a stage."""
+        memory = stage.memory
+        return cls(
+            stage.forward_s,
+            stage.backward_s,
+            stage.once_s,
+            memory.kept_bytes + memory.accumulator_bytes / TEMPORARIES_MARGIN,
+            memory.passing_bytes,
+            memory.residual_bytes,
+            memory.received_bytes,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlannedLayer:
+    """What is known of a layer on some devices: its figures, the best mesh and its time, and the least time on each mesh."""
+
+    figures: _LayerFigures
+    mesh: LogicalMesh
+    step_s: float
+    times: Mapping[tuple[int, ...], float | None]
+
+    @classmethod
+    def of(cls, stage: StagedStage) -> _PlannedLayer:
+        """Of a layer planned as a stage."""
+        times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in stage.plan.candidates}
+        return cls(_LayerFigures.of(stage), stage.assignment.mesh, stage.plan.step_s, times)
+
 
 def _lengths(program: Program) -> frozenset[int]:
     """The lengths of all dimensions of a program's values."""
@@ -120,7 +152,9 @@ class _Layers:
         self._request = dataclasses.replace(request, constraints=Constraints(rules), memory_limit_bytes=None)
         self._programs: dict[int, StageProgram] = {}
         self._lengths: dict[int, frozenset[int]] = {}
-        self._planned: dict[tuple[int, int], StagedStage | None] = {}
+        self._planned: dict[tuple[int, int], _PlannedLayer | None] = {}
+        (self._common, count), *_ = collections.Counter(self._first).most_common(1)
+        self._is_usual = 3 * count > len(self._first)
 
     def __len__(self) -> int:
         return len(self._first)
@@ -128,36 +162,41 @@ class _Layers:
     def meshes(self, stage: ChosenStage) -> tuple[LogicalMesh, ...]:
         """The logical meshes that the layers of a stage were planned on, the most frequent first."""
         devices = math.prod(stage.submesh)
-        planned = (self._stage(layer, devices) for layer in range(stage.first_layer, stage.end_layer))
-        count = collections.Counter(one.assignment.mesh for one in planned if one is not None)
+        planned = (self._layer(layer, devices) for layer in range(stage.first_layer, stage.end_layer))
+        count = collections.Counter(one.mesh for one in planned if one is not None)
         return tuple(mesh for mesh, _ in count.most_common())
 
     def figures(self, layer: int, devices: int) -> _LayerFigures | None:
         """What a layer costs on so many devices, None if there is no plan."""
-        stage = self._stage(layer, devices)
-        if stage is None:
-            return None
-        memory = stage.memory
-        return _LayerFigures(
-            stage.forward_s,
-            stage.backward_s,
-            stage.once_s,
-            memory.kept_bytes + memory.accumulator_bytes / TEMPORARIES_MARGIN,
-            memory.passing_bytes,
-            memory.residual_bytes,
-            memory.received_bytes,
-        )
+        planned = self._layer(layer, devices)
+        return None if planned is None else planned.figures
 
-    def _stage(self, layer: int, devices: int) -> StagedStage | None:
+    def plan(self, sizes: Collection[int]) -> None:
+        """Plan all layers on so many devices each, side by side: first the layer that repeats, whose meshes the others take."""
+        kinds = dict.fromkeys(self._first)
+        first = [self._common] if self._is_usual else []
+        for layers in (first, [layer for layer in kinds if layer not in first]):
+            keys = dict.fromkeys((n, self._useful(n, size)) for size in sorted(sizes, reverse=True) for n in layers)
+            new = [key for key in keys if key not in self._planned]
+            for number, _ in new:
+                self._program(number)
+            jobs = [functools.partial(self._plan, key) for key in new]
+            found = side_by_side(jobs, processes=self._request.processes)
+            self._planned.update(zip(new, found, strict=True))
+
+    def _layer(self, layer: int, devices: int) -> _PlannedLayer | None:
         number = self._first[layer]
         key = (number, self._useful(number, devices))
         if key not in self._planned:
-            request = dataclasses.replace(self._request, meshes=self._meshes_for(*key))
-            try:
-                self._planned[key] = measured_stage(self._program(number), request)
-            except OutOfMemoryError:
-                self._planned[key] = None
+            self._planned[key] = self._plan(key)
         return self._planned[key]
+
+    def _plan(self, key: tuple[int, int]) -> _PlannedLayer | None:
+        request = dataclasses.replace(self._request, meshes=self._meshes_for(*key))
+        try:
+            return _PlannedLayer.of(measured_stage(self._program(key[0]), request))
+        except OutOfMemoryError:
+            return None
 
     def _program(self, layer: int) -> StageProgram:
         if layer not in self._programs:
@@ -181,14 +220,12 @@ class _Layers:
     def _meshes_for(self, layer: int, devices: int) -> tuple[LogicalMesh, ...]:
         """The meshes to plan a layer on: all, unless more than a third of the layers are of another kind."""
         meshes = layer_meshes(devices, self._request.cluster)
-        (common, count), *_ = collections.Counter(self._first).most_common(1)
-        usual = self._stage(common, devices) if layer != common and 3 * count > len(self._first) else None
-        if usual is None or usual.assignment.mesh.size != devices:
+        usual = self._layer(self._common, devices) if layer != self._common and self._is_usual else None
+        if usual is None or usual.mesh.size != devices:
             return meshes
-        near = usual.plan.step_s * SAME_MESHES
-        times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in usual.plan.candidates}
-        good = {shape for shape, seconds in times.items() if seconds is not None and seconds <= near}
-        return tuple(mesh for mesh in meshes if mesh.shape in good or mesh == usual.assignment.mesh)
+        near = usual.step_s * SAME_MESHES
+        good = {shape for shape, seconds in usual.times.items() if seconds is not None and seconds <= near}
+        return tuple(mesh for mesh in meshes if mesh.shape in good or mesh == usual.mesh)
 
 
 class LayerCosts:
@@ -260,6 +297,8 @@ class LayerCosts:
         comes and goes within a task does not, the largest counts. With `recompute` a microbatch in flight keeps what the first
         layer received, and backward, which takes a forward more, makes the rest again.
         """
+        for planned, sizes in self._sizes.items():
+            self._layers[planned].plan(sizes & {*map(math.prod, options)})
         layers = len(self._places) + 1
         arrays = [np.zeros((len(options), layers, layers + 1)) for _ in range(5)]
         later = _ranges([1.0] * layers) > 0

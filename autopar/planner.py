@@ -41,7 +41,7 @@ MERGED_AXES = 3
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What to plan for: candidate meshes, the machine, the limit, and what the user fixed."""
+    """What to plan for: candidate meshes, the machine, the limit, and what the user fixed; by how many processes at once."""
 
     meshes: tuple[LogicalMesh, ...]
     cluster: Cluster
@@ -49,6 +49,7 @@ class PlanRequest:
     constraints: Constraints
     options: PlannerOptions
     catalogues: Catalogues = dataclasses.field(default_factory=Catalogues, compare=False, repr=False)
+    processes: int = 1
 
 
 def logical_meshes(devices: int) -> tuple[LogicalMesh, ...]:

@@ -95,6 +95,7 @@ class Settings:
     schedule: str
     virtual_stages: Count
     recompute: Recompute = "auto"
+    processes: int = 1
 
     def planned(self, traced: TracedStep) -> Planned:
         """The plan for a step: the given one, a pipeline if stages were asked for, else one mesh."""
@@ -265,7 +266,7 @@ class Settings:
         limit = self.memory_limit_bytes
         if limit is None and np.isfinite(cluster.usable_memory_bytes):
             limit = int(cluster.usable_memory_bytes)
-        return PlanRequest(meshes, cluster, limit, self._constraints(), self.options)
+        return PlanRequest(meshes, cluster, limit, self._constraints(), self.options, processes=self.processes)
 
     def _one_mesh(self) -> tuple[LogicalMesh, ...]:
         if self.follow is not None:

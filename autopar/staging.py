@@ -9,6 +9,7 @@ cut in time; a stage that does not fit is named with its bytes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,7 @@ from autopar.plan import Plan, ValuePlan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.program import Equation
 from autopar.recompute import recomputed
+from autopar.side_work import side_by_side
 from autopar.split_scans import SplitStep, split_scans
 from autopar.spmd import Assignment, planned_moves
 from autopar.stacks import ScanCuts, cuts_for_stages
@@ -137,33 +139,64 @@ def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) 
         cuts = chosen_cuts(forward_chain(loop), wanted.num_stages, divided=any(split.cuts))
     cut = _cut(loop, cuts or (), wanted)
     cut = recomputed(cut) if wanted.recompute else cut
-    rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
-    first = identical(loop, cuts) if cuts else range(wanted.num_stages)
+    wishes = [_wish(stage_program(cut, stage), wanted, request) for stage in range(wanted.num_stages)]
+    kinds: Sequence[int] = identical(loop, cuts) if cuts else range(wanted.num_stages)
+    planned = _planned_first(wishes, kinds, processes=request.processes)
     stages: list[StagedStage] = []
-    for stage in range(wanted.num_stages):
-        meshes = wanted.meshes[stage % len(wanted.meshes)]
-        layouts = wanted.following.layouts[stage] if wanted.following is not None else ()
-        own = dataclasses.replace(request, meshes=meshes, constraints=Constraints((*layouts, *rules)))
-        program, in_flight = stage_program(cut, stage), wanted.in_flight[stage]
-        same = [stages[other] for other in range(stage) if first[other] == first[stage]]
-        alike = None if own.constraints.rules else _planned_alike(program, same, own, in_flight)
-        stages.append(alike or _plan_stage(program, own, in_flight))
+    for stage, wish in enumerate(wishes):
+        same = [stages[other] for other in range(stage) if kinds[other] == kinds[stage]]
+        stages.append(planned.get(stage) or _planned_alike(wish, same) or _plan_stage(wish))
     return Staged(cut, cuts or (), tuple(stages), split, wanted.recompute)
 
 
-def _planned_alike(
-    program: StageProgram, planned: Sequence[StagedStage], request: PlanRequest, in_flight: int
-) -> StagedStage | None:
-    """The plan of an earlier stage that differs by the names of its leaves alone, if it fits here too."""
-    kind = _kind(program.step)
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Wish:
+    """A stage to plan, and how many microbatches it has in flight."""
+
+    program: StageProgram
+    request: PlanRequest
+    in_flight: int
+
+
+def _wish(program: StageProgram, wanted: StageRequest, request: PlanRequest) -> _Wish:
+    rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
+    layouts = wanted.following.layouts[program.stage] if wanted.following is not None else ()
+    meshes = wanted.meshes[program.stage % len(wanted.meshes)]
+    own = dataclasses.replace(request, meshes=meshes, constraints=Constraints((*layouts, *rules)))
+    return _Wish(program, own, wanted.in_flight[program.stage])
+
+
+def _planned_first(wishes: Sequence[_Wish], kinds: Sequence[int], *, processes: int) -> dict[int, StagedStage]:
+    """The first stage of each kind on each choice of meshes, planned side by side; where layouts are given, every stage."""
+    leaders: dict[Any, int] = {}
+    for stage, wish in enumerate(wishes):
+        leaders.setdefault((kinds[stage], stage if wish.request.constraints.rules else wish.request.meshes), stage)
+    kept: dict[int, StagedStage] = {}
+
+    def plan(stage: int) -> Plan:
+        kept[stage] = _plan_stage(wishes[stage])  # a fork keeps it for itself
+        return kept[stage].plan
+
+    numbers = list(leaders.values())
+    plans = side_by_side([functools.partial(plan, stage) for stage in numbers], processes=processes)
+    return {n: kept.get(n) or _as_planned(wishes[n], found) for n, found in zip(numbers, plans, strict=True)}
+
+
+def _as_planned(wish: _Wish, plan: Plan) -> StagedStage:
+    """A stage by a plan of it."""
+    return _measured(wish.program, plan, restore(wish.program.step, plan, wish.request), wish.in_flight)
+
+
+def _planned_alike(wish: _Wish, planned: Sequence[StagedStage]) -> StagedStage | None:
+    """By the plan of an earlier stage that differs by the names of its leaves alone, if it fits here too."""
+    step, limit = wish.program.step, wish.request.memory_limit_bytes
+    kind = _kind(step)
     for stage in planned:
-        mesh, limit = stage.assignment.mesh, request.memory_limit_bytes
-        fits = limit is None or stage.memory.with_in_flight(in_flight) <= limit
-        if fits and mesh in request.meshes and _kind(stage.program.step) == kind:
-            inputs = _renamed(stage.plan.inputs, program.step.inputs)
-            outputs = _renamed(stage.plan.outputs, program.step.outputs)
-            plan = dataclasses.replace(stage.plan, inputs=inputs, outputs=outputs)
-            return _measured(program, plan, restore(program.step, plan, request), in_flight)
+        fits = limit is None or stage.memory.with_in_flight(wish.in_flight) <= limit
+        if fits and stage.assignment.mesh in wish.request.meshes and _kind(stage.program.step) == kind:
+            inputs = _renamed(stage.plan.inputs, step.inputs)
+            outputs = _renamed(stage.plan.outputs, step.outputs)
+            return _as_planned(wish, dataclasses.replace(stage.plan, inputs=inputs, outputs=outputs))
     return None
 
 
@@ -212,8 +245,9 @@ def measured_stage(program: StageProgram, request: PlanRequest) -> StagedStage:
     return _measured(program, *plan_step(program.step, request), 1)
 
 
-def _plan_stage(program: StageProgram, request: PlanRequest, in_flight: int) -> StagedStage:
+def _plan_stage(wish: _Wish) -> StagedStage:
     """One stage, within what its microbatches in flight leave of the memory."""
+    program, request, in_flight = wish.program, wish.request, wish.in_flight
     limit = request.memory_limit_bytes
     room = limit
     for _ in range(MEMORY_ROUNDS):

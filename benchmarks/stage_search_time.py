@@ -34,6 +34,7 @@ from autopar.models import registry
 from autopar.options import Constraints
 from autopar.pipeline_planner import PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.planner import PlanRequest
+from autopar.side_work import available_cores
 from autopar.trace import CallSignature, bind_arguments, trace
 
 SIZES = {"seq": 1024, "vocab": 51200, "dropout": 0.0}
@@ -78,7 +79,7 @@ def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
     state = jax.eval_shape(model.create_state, jax.eval_shape(lambda: jax.random.key(0)))
     machine = find_cluster(given.cluster)
     limit = int(machine.usable_memory_bytes) if math.isfinite(machine.usable_memory_bytes) else None
-    request = PlanRequest((), machine, limit, Constraints(), PlannerOptions())
+    request = PlanRequest((), machine, limit, Constraints(), PlannerOptions(), processes=given.processes)
     started, wall = time.process_time(), time.perf_counter()
     signature = CallSignature(model.train_step, (1,), (), "auto")
     traced = trace(signature, bind_arguments(signature, (state, model.batch_shape()), {}))
@@ -140,6 +141,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=64)
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=64)
+    parser.add_argument("--processes", type=int, default=available_cores(), help="default: one per core, %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     given = parser.parse_args()
     rows = []

@@ -17,6 +17,7 @@ import autopar
 from autopar.commands import values
 from autopar.commands.checks import check_folder, check_readable, check_simulate
 from autopar.errors import ArgumentError
+from autopar.side_work import available_cores
 
 _WITH_MODEL = ("plan", "train")
 _MODEL_HELP = (
@@ -88,7 +89,7 @@ def _parser(model: str | None) -> argparse.ArgumentParser:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=_PLAN_HELP)
-    _add_planning(parser)
+    _add_planning(parser, processes=available_cores())
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan as JSON")
     parser.add_argument("--full", action="store_true", help="give each leaf and collective a row")
     parser.set_defaults(run=_run_plan)
@@ -102,7 +103,7 @@ def _add_show(parser: argparse.ArgumentParser) -> None:
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
-    _add_planning(parser)
+    _add_planning(parser, processes=1)
     parser.add_argument("--steps", type=values.positive, default=100, metavar="N", help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, dropout and data; default %(default)s")
     parser.add_argument("--log", type=Path, metavar="FILE", help="write step, loss and seconds as CSV")
@@ -146,7 +147,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run_calibrate)
 
 
-def _add_planning(parser: argparse.ArgumentParser) -> None:
+def _add_planning(parser: argparse.ArgumentParser, *, processes: int) -> None:
     group = parser.add_argument_group("planning")
     group.add_argument("--devices", type=values.positive, metavar="N", help="how many; default 8")
     group.add_argument(
@@ -178,6 +179,14 @@ def _add_planning(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--zero", type=int, choices=(2, 3), help="split optimizer state (2), parameters too (3)")
     group.add_argument("--data-parallel", action="store_true", help="split the batch over all axes, and nothing else")
     group.add_argument("--allow-redundant-compute", action="store_true", help="let devices repeat contractions")
+    group.add_argument(
+        "--planning-processes",
+        type=values.positive,
+        default=processes,
+        metavar="N",
+        help="processes that plan layers and stages side by side; default: "
+        + ("%(default)s" if processes == 1 else "one for each core"),
+    )
     _add_pipeline(parser)
 
 

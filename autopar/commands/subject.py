@@ -138,6 +138,7 @@ def parallel(
         num_microbatches=options.microbatches or "auto",
         schedule=options.schedule,
         virtual_stages=options.virtual_stages or "auto",
+        planning_processes=options.planning_processes,
     )
     return made
 

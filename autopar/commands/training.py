@@ -305,6 +305,7 @@ def demo_options(options: argparse.Namespace) -> tuple[argparse.Namespace, argpa
     """The demo as two runs of `train`: the default GPT on 8 devices as one mesh, and as 2 stages of 4 devices."""
     planning: dict[str, Any] = {"mesh": None, "memory_limit": None, "constraint": [], "zero": None, "cluster": "auto"}
     fixed: dict[str, Any] = {"data_parallel": False, "allow_redundant_compute": False, "log": None, "full": False}
+    fixed["planning_processes"] = 1
     size: dict[str, Any] = {"model": "gpt", "sizes": {}, "devices": DEFAULT_DEVICES, "timeline": None}
     shared = {**planning, **fixed, **size, "steps": options.steps, "seed": options.seed, "schedule": "auto"}
     one: dict[str, Any] = {"title": "one mesh", "stages": 1, "microbatches": None, "virtual_stages": 1}

@@ -1,0 +1,136 @@
+"""Jobs side by side: the same results, errors and warnings as one after the other, whatever becomes of a fork."""
+
+import json
+import os
+import time
+import warnings
+
+import jax
+import pytest
+
+import autopar
+from autopar.errors import ArgumentError
+from autopar.models.registry import build
+from autopar.side_work import side_by_side
+from tests.test_stage_search import arguments, step, two_nodes
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4, 9])
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_results_come_in_the_order_of_the_jobs(count, processes):
+    assert side_by_side([lambda n=n: n * n for n in range(count)], processes=processes) == [n * n for n in range(count)]
+
+
+def test_several_processes_work_at_the_same_time():
+    def job():
+        time.sleep(0.3)
+        return os.getpid()
+
+    started = time.monotonic()
+    found = side_by_side([job] * 4, processes=4)
+    assert len(set(found)) > 1
+    assert time.monotonic() - started < 1.2
+
+
+def test_the_first_job_that_fails_is_the_one_whose_error_is_raised():
+    def fail(number):
+        time.sleep(0.05 * (4 - number))
+        raise ValueError(f"job {number}")
+
+    jobs = [lambda: 0, *(lambda n=n: fail(n) for n in (1, 2, 3))]
+    with pytest.raises(ValueError, match="job 1"):
+        side_by_side(jobs, processes=3)
+
+
+def test_a_warning_is_heard_whichever_process_it_came_up_in():
+    def job(number):
+        time.sleep(0.05)
+        warnings.warn(f"job {number}", UserWarning, stacklevel=1)
+        return number
+
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        assert side_by_side([lambda n=n: job(n) for n in range(4)], processes=2) == [0, 1, 2, 3]
+    assert sorted(str(one.message) for one in heard) == ["job 0", "job 1", "job 2", "job 3"]
+
+
+def test_results_that_cannot_be_sent_are_found_here():
+    def job():
+        time.sleep(0.05)
+        return lambda: os.getpid()
+
+    assert [found() for found in side_by_side([job] * 3, processes=2)] == [os.getpid()] * 3
+
+
+@pytest.mark.parametrize("fate", ["hangs", "dies"])
+def test_what_a_fork_does_not_bring_is_done_here(fate):
+    here = os.getpid()
+
+    def job(number):
+        if os.getpid() != here:
+            time.sleep(60) if fate == "hangs" else os._exit(3)
+        time.sleep(0.1)
+        return number
+
+    started = time.monotonic()
+    assert side_by_side([lambda n=n: job(n) for n in range(4)], processes=3, patience_s=0.5) == [0, 1, 2, 3]
+    assert time.monotonic() - started < 30
+
+
+def test_forks_are_gone_after_an_interrupt(tmp_path):
+    here = os.getpid()
+
+    def job():
+        if os.getpid() != here:
+            (tmp_path / "fork").write_text(str(os.getpid()))
+            time.sleep(60)
+        while not (tmp_path / "fork").exists() or not (tmp_path / "fork").read_text():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side([job] * 2, processes=2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "fork").read_text()), 0)
+
+
+def without_times(data):
+    """A plan's JSON without the time that planning took."""
+    if isinstance(data, dict):
+        return {name: without_times(value) for name, value in data.items() if name != "planning_s"}
+    return [without_times(one) for one in data] if isinstance(data, list) else data
+
+
+def planned(step, state, batch, processes, **wishes):
+    parallel = autopar.parallelize(step, devices=4, planning_processes=processes, **wishes)
+    return without_times(json.loads(parallel.plan(state, batch).to_json()))
+
+
+def test_a_search_over_stages_ends_with_the_plan_of_one_process():
+    weights, x = arguments(64)
+    found = [planned(step, weights, x, processes, cluster=two_nodes()) for processes in (1, 3)]
+    assert len(found[0]["stages"]) > 1
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("gpt_scan", {"layers": 2}),
+        pytest.param("gpt", {"layers": 2}, marks=pytest.mark.slow),
+        pytest.param("moe", {"layers": 2, "experts": 4, "group": 16}, marks=pytest.mark.slow),
+    ],
+    ids=["gpt_scan", "gpt", "moe"],
+)
+def test_stages_planned_side_by_side_are_those_of_one_process(name, sizes):
+    model = build(name, hidden=32, heads=4, seq=8, batch=16, sgd=True, **sizes)
+    state = jax.eval_shape(model.create_state, jax.random.key(0))
+    wishes = {"num_stages": 2, "num_microbatches": 4, "schedule": "1f1b"}
+    found = [planned(model.train_step, state, model.batch_shape(), processes, **wishes) for processes in (1, 3)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("given", [0, "all", 1.0, True])
+def test_a_number_of_processes_that_is_none_is_refused(given):
+    with pytest.raises(ArgumentError, match="planning_processes=.*a positive whole number is expected"):
+        autopar.parallelize(step, planning_processes=given)
