@@ -22,12 +22,14 @@ Order = tuple[int, ...]
 class Orders:
     """The order in which each operand's dimensions are read, None as they are; whether the result lies as it is made.
 
-    `turns_matrices`: of a matrix, or of each of several, rows and columns are turned around on reading.
+    `turns_matrices`: of a matrix, or of each of several, rows and columns are turned around on reading. `matrices`: which
+    operands are that, with rows or columns contracted; XLA's product reads one that the program turned as it was before.
     """
 
     operands: tuple[Order | None, ...]
     is_result_in_order: bool = True
     turns_matrices: bool = False
+    matrices: tuple[bool, ...] = ()
 
     def copied(self, operand: int, shape: Sequence[int]) -> Order | None:
         """The dimensions that are not trivial in the order of the copy that an operand of this shape is read from; None: no copy.
@@ -42,6 +44,13 @@ class Orders:
         moved = tuple(d for d in order if shape[d] > 1)
         return None if moved == tuple(sorted(moved)) or (self.turns_matrices and is_turned) else moved
 
+    def reads_before(self, operand: int, permutation: Order, shape: Sequence[int]) -> bool:
+        """Whether an operand of this shape, put in this order by the program, is read as it was before that."""
+        batch = len(shape) - 2
+        if operand >= len(self.matrices) or not self.matrices[operand]:
+            return False
+        return permutation[:batch] == tuple(range(batch)) and all(size > 1 for size in shape[:batch])
+
 
 OrdersOf = Callable[[JaxprEqn], Orders]
 
@@ -50,13 +59,15 @@ def of_product(eqn: JaxprEqn) -> Orders:
     """The orders of a `dot_general`."""
     contracted, batched = eqn.params["dimension_numbers"]
     ranks = [len(v.aval.shape) for v in eqn.invars]
-    if all(_is_plain(*of) for of in zip(ranks, contracted, batched, strict=True)):
-        return Orders((None,) * len(ranks))
+    kinds = list(zip(ranks, contracted, batched, strict=True))
+    matrices = tuple(_is_plain(rank, inner, batch) and rank == len(batch) + 2 for rank, inner, batch in kinds)
+    if all(_is_plain(*of) for of in kinds):
+        return Orders((None,) * len(ranks), matrices=matrices)
     found = []
-    for place, (rank, inner, batch) in enumerate(zip(ranks, contracted, batched, strict=True)):
+    for place, (rank, inner, batch) in enumerate(kinds):
         free = [d for d in range(rank) if d not in inner and d not in batch]
         found.append((*batch, *free, *inner) if place == 0 else (*batch, *inner, *free))
-    return Orders(tuple(found), turns_matrices=True)
+    return Orders(tuple(found), turns_matrices=True, matrices=matrices)
 
 
 def _is_plain(rank: int, contracted: Sequence[int], batched: Sequence[int]) -> bool:

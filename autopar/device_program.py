@@ -58,6 +58,7 @@ class _Walk:
         self.constants: set[int] = set()
         self.inputs: set[int] = set()
         self.turned: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.permuted: dict[int, tuple[int, tuple[int, ...]]] = {}
 
     def program(self, names: Sequence[str]) -> DeviceProgram:
         program = self.graph.program
@@ -210,7 +211,10 @@ class _Region:
             self.emit(Kind.WHOLE, operands, (bits,))
             self.emit(Kind.CHEAP, (bits,), outputs)
         elif entry.making is Making.IN_PLACE:
-            self.emit(Kind.WHOLE, operands, outputs, over=(operands[0],) if operands[0] >= 0 else ())
+            over = (operands[0],) if operands[0] >= 0 else ()
+            self.emit(Kind.WHOLE, operands, outputs, over=over, adds=entry.adds and bool(over))
+        elif entry.permutes and operands[0] >= 0:
+            self._permute(operands[0], eqn.params["permutation"], outputs[0])
         elif is_gathered_input:  # if it is split
             self.walk.values[outputs[0]] = dataclasses.replace(self.walk.values[outputs[0]], is_copy=True)
             self.emit(Kind.WHOLE, operands, outputs)
@@ -218,8 +222,18 @@ class _Region:
             self.emit(Kind.CHEAP, (*operands, self.held[eqn.after].value), outputs)
         elif self._is_renaming(entry.making, operands, outputs):
             self.emit(Kind.ALIAS, operands[:1], outputs)
+            if operands[0] in self.walk.permuted and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape:
+                self.walk.permuted[outputs[0]] = self.walk.permuted[operands[0]]
         else:
-            self.emit(_kind_of(eqn), operands, outputs, by_library=entry.library)
+            self.emit(_kind_of(eqn), operands, outputs, by_library=entry.library, adds=entry.adds)
+
+    def _permute(self, value: int, permutation: Sequence[int], out: int) -> None:
+        """The value with its dimensions in another order; permutations that undo each other leave another name."""
+        source, before = self.walk.permuted.get(value, (value, tuple(range(len(permutation)))))
+        order = tuple(before[d] for d in permutation)
+        self.walk.permuted[out] = source, order
+        is_undone = order == tuple(range(len(order)))
+        self.emit(Kind.ALIAS if is_undone else Kind.MOVED, (source,), (out,), by_library=True)
 
     def _spread(self, atom: Atom, value: int, eqn: Equation, results: Sequence[Layout | None]) -> int:
         """An operand of pointwise work, repeated as often as the result needs it: an operation of its own, made once."""
@@ -253,6 +267,9 @@ class _Region:
         read = []
         for place, (value, layout, v) in enumerate(zip(operands, wanted, eqn.invars, strict=True)):
             shape = self.walk._layout(layout, v.aval).local_shape(v.aval.shape, self.walk.mesh)
+            if value in self.walk.permuted and orders.reads_before(place, self.walk.permuted[value][1], shape):
+                read.append(self.walk.permuted[value][0])
+                continue
             order = orders.copied(place, shape)
             read.append(value if value < 0 or order is None else self._turned(value, order))
         outputs = self._outputs(eqn, results)

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.merged_groups import merged
 from autopar.operations import Block, Kind, Operation, Value
+from autopar.scattered_sums import with_scattered_sums
 
 FOLDED = (Kind.CHEAP, Kind.MOVED, Kind.COSTLY)
 LIBRARY_ELEMENTS = 4096
@@ -49,7 +50,7 @@ class Footprint:
 
 def footprint_of(block: Block, values: Sequence[Value], *, elsewhere: frozenset[int] = frozenset()) -> Footprint:
     """The buffers of a block; `elsewhere` are outputs that are written to memory that is there anyway."""
-    folding = _Folding(merged(block), values)
+    folding = _Folding(merged(with_scattered_sums(block, values)), values)
     order = _breadth_first(folding)
     starts, steps, inner = _steps(order, values)
     place = {op: at for at, op in enumerate(order)}

@@ -53,7 +53,8 @@ class Operation:
     """Inputs and outputs are numbers of values; `over[i]` is what output i takes the place of if nobody reads it again.
 
     Operations of one `group` that do not wait for each other are merged, as XLA does with all-reduces. What is `by_library` the
-    library of a LIBRARY operation does too, on the way to it.
+    library of a LIBRARY operation does too, on the way to it. What `adds` is the sum of its two inputs if it is CHEAP, and adds
+    to its first, which it is `over`, if it is WHOLE.
     """
 
     kind: Kind
@@ -63,6 +64,7 @@ class Operation:
     bodies: tuple[Block, ...] = ()
     group: Hashable = None
     by_library: bool = False
+    adds: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

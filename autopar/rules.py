@@ -51,7 +51,8 @@ class PrimitiveRule:
     `making`: what memory its result takes; `library`: the library that does reductions does it too, on its way to one;
     `orders`: for a contraction, the orders of dimensions that need no copy; `picks`: of its first operand it reads no more than
     it returns; `reduces`: it reduces whole dimensions, those in its parameter `axes`; `barrier`: another name of a value, which
-    compilers do not see through."""
+    compilers do not see through; `adds`: its result is a sum, of two operands or, made in place, of the first and of updates;
+    `permutes`: it puts dimensions in the order of its parameter `permutation`."""
 
     rule: Rule
     local: local.Local = local.unchanged
@@ -65,6 +66,8 @@ class PrimitiveRule:
     picks: bool = False
     reduces: bool = False
     barrier: bool = False
+    adds: bool = False
+    permutes: bool = False
 
 
 def _fused(rule: Rule, run: local.Local = local.unchanged, *, making: Making = Making.CHEAP) -> PrimitiveRule:
@@ -106,7 +109,7 @@ _COSTLY = """
 _TABLE: dict[str, PrimitiveRule] = {
     **_names(_POINTWISE, _fused(operators.pointwise)),
     **_names(_COSTLY, _fused(operators.pointwise, making=Making.COSTLY)),
-    **_names("add add_any sub", _fused(operators.pointwise_sum)),
+    **_names("add add_any", dataclasses.replace(_fused(operators.pointwise_sum), adds=True)),
     **_names("argmax argmin", PrimitiveRule(operators.reduce_whole, reduces=True)),
     **_names("bitcast_convert_type", _fused(operators.bitcast)),
     **_names("broadcast_in_dim", _free(operators.broadcast_in_dim, local.broadcast_in_dim, making=Making.SAME)),
@@ -154,7 +157,7 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("reshape", _free(operators.reshape, local.reshape)),
     **_names("rev", _moving(operators.rev)),
     **_names("scatter scatter_mul", _in_place(indexing.scatter_other, indexing.scatter_local)),
-    **_names("scatter-add", _in_place(indexing.scatter_add, indexing.scatter_local)),
+    **_names("scatter-add", dataclasses.replace(_in_place(indexing.scatter_add, indexing.scatter_local), adds=True)),
     **_names("scatter-max", _in_place(indexing.scatter_max, indexing.scatter_local)),
     **_names("scatter-min", _in_place(indexing.scatter_min, indexing.scatter_local)),
     **_names("scatter-mul", _in_place(indexing.scatter_other, indexing.scatter_local)),
@@ -167,10 +170,11 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("split", _moving(operators.split)),
     **_names("squeeze", _free(operators.squeeze)),
     **_names("stack", _moving(operators.stack)),
+    **_names("sub", _fused(operators.pointwise_sum)),
     **_names("svd", PrimitiveRule(operators.matrices)),
     **_names("threefry2x32", PrimitiveRule(operators.pointwise, random=True)),
     **_names("top_k", PrimitiveRule(operators.top_k)),
-    **_names("transpose", _moving(operators.transpose)),
+    **_names("transpose", dataclasses.replace(_moving(operators.transpose), permutes=True)),
     **_names("triangular_solve", PrimitiveRule(operators.matrices)),
     **_names("unstack", _moving(operators.unstack)),
 }

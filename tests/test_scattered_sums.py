@@ -1,0 +1,106 @@
+"""Sums with gradients of lookups and operands that the program turns around: what XLA's simplifier takes away has no buffer."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.contractions import of_product
+from autopar.footprint import footprint_of
+from autopar.operations import Block, Kind, Operation, Value
+from autopar.scattered_sums import with_scattered_sums
+
+FLOAT = 4
+A, B, INDICES, UPDATES, SCATTERED, TOTAL, MORE, END = range(8)
+VALUES = [Value(f"v{i}", (64,), "float32", 64 * FLOAT, None, FLOAT) for i in range(12)]
+ZEROS = Operation(Kind.CHEAP, (), (B,))
+SCATTER = Operation(Kind.WHOLE, (B, INDICES, UPDATES), (SCATTERED,), over=(B,), adds=True)
+MADE = Operation(Kind.WHOLE, (), (A,))
+
+
+def total(*summands, out=TOTAL):
+    return Operation(Kind.CHEAP, summands, (out,), adds=True)
+
+
+def turned(operations, *, outputs=(TOTAL,)):
+    """(kind, inputs, outputs, over) of what runs."""
+    block = with_scattered_sums(Block(tuple(operations), tuple(outputs)), VALUES)
+    return [(op.kind, op.inputs, op.outputs, op.over) for op in block.operations if op.inputs]
+
+
+@pytest.mark.parametrize("summands", [(A, SCATTERED), (SCATTERED, A)])
+def test_a_scatter_into_zeros_adds_to_the_other_summand_at_once(summands):
+    found = turned([MADE, ZEROS, SCATTER, total(*summands)])
+    assert found == [(Kind.WHOLE, (A, INDICES, UPDATES), (TOTAL,), (A,))]
+
+
+def test_neither_zeros_nor_what_is_scattered_has_a_buffer_and_the_sum_takes_the_place_of_the_summand():
+    spans = footprint_of(Block((MADE, ZEROS, SCATTER, total(A, SCATTERED)), (TOTAL,)), VALUES).spans
+    assert [(span.value, span.first, span.last) for span in spans] == [(A, 0, 0), (TOTAL, 1, 1)]
+
+
+def test_what_is_scattered_and_read_by_others_too_stays():
+    operations = [MADE, ZEROS, SCATTER, total(A, SCATTERED)]
+    kept = [(op.kind, op.inputs, op.outputs, op.over) for op in operations if op.inputs]
+    assert turned(operations, outputs=(TOTAL, SCATTERED)) == kept
+    read = Operation(Kind.REDUCE, (SCATTERED,), (MORE,))
+    assert turned([*operations, read])[:2] == kept
+
+
+def test_what_a_scatter_adds_to_is_added_to_the_summand_first_unless_it_is_constant():
+    given = Operation(Kind.WHOLE, (), (B,))
+    found = turned([MADE, given, SCATTER, total(A, SCATTERED)])
+    assert found == [
+        (Kind.CHEAP, (A, B), (SCATTERED,), ()),
+        (Kind.WHOLE, (SCATTERED, INDICES, UPDATES), (TOTAL,), (SCATTERED,)),
+    ]
+
+
+def test_each_scatter_of_a_sum_adds_to_what_the_next_one_left():
+    other = Operation(Kind.WHOLE, (B, INDICES, UPDATES), (MORE,), over=(B,), adds=True)
+    found = turned([MADE, ZEROS, SCATTER, other, total(SCATTERED, MORE), total(TOTAL, A, out=END)], outputs=(END,))
+    assert found == [
+        (Kind.WHOLE, (A, INDICES, UPDATES), (TOTAL,), (A,)),
+        (Kind.WHOLE, (TOTAL, INDICES, UPDATES), (END,), (TOTAL,)),
+    ]
+
+
+def test_another_name_of_what_is_scattered_is_no_other_reader():
+    renamed = Operation(Kind.ALIAS, (SCATTERED,), (MORE,))
+    found = turned([MADE, ZEROS, SCATTER, renamed, total(MORE, A)])
+    assert (Kind.WHOLE, (A, INDICES, UPDATES), (TOTAL,), (A,)) in found
+    assert not any(kind is Kind.CHEAP for kind, *_ in found)
+
+
+def orders(left, right, contracted, batched=((), ())):
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (left, right)]
+    (eqn,) = jax.make_jaxpr(lambda a, b: jax.lax.dot_general(a, b, (contracted, batched)))(*shapes).eqns
+    return of_product(eqn)
+
+
+def test_a_product_reads_a_matrix_that_the_program_turned_as_it_was_before():
+    assert orders((2, 8, 4), (4, 6), ((2,), (0,))).reads_before(1, (1, 0), (4, 6))
+    assert not orders((2, 8, 4), (4, 6), ((2,), (0,))).reads_before(0, (0, 2, 1), (2, 8, 4))
+    batched = orders((3, 8, 4), (3, 4, 6), ((2,), (1,)), ((0,), (0,)))
+    assert batched.reads_before(0, (0, 2, 1), (3, 8, 4))
+    assert not batched.reads_before(0, (2, 1, 0), (3, 8, 4))
+    assert not batched.reads_before(0, (0, 2, 1), (1, 8, 4))
+
+
+def predicted_and_real(step, *arguments):
+    compiled = autopar.parallelize(step, devices=1).compile(*arguments)
+    account = compiled.memory_analysis()
+    kept = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
+    return compiled.plan.peak_bytes, kept + account.temp_size_in_bytes
+
+
+def test_an_embedding_that_is_also_the_head_needs_what_xla_needs():
+    def step(state, batch):
+        def loss(table):
+            return jnp.sum(jnp.tanh(jnp.tanh(table[batch]) @ table.T))
+
+        return state - 0.1 * jax.grad(loss)(state)
+
+    table, batch = jax.ShapeDtypeStruct((512, 64), jnp.float32), jax.ShapeDtypeStruct((128,), jnp.int32)
+    predicted, real = predicted_and_real(step, table, batch)
+    assert predicted == pytest.approx(real, rel=0.02)
