@@ -29,7 +29,7 @@ from autopar.evaluate import bound
 from autopar.layers import cluster
 from autopar.microbatch import retraced
 from autopar.pieces import bytes_of, operands_of
-from autopar.program import Equation, can_be_awaited
+from autopar.program import Equation, Program, can_be_awaited
 from autopar.stacks import forward_work
 from autopar.stages import chain_of
 from autopar.trace import TracedStep
@@ -128,6 +128,7 @@ class _Evaluation:
         self.program = traced.program
         self.layer_of = {v: layer for layer in layers for v in layer.results}
         self.backward = Kinds(traced, (), traced.program.equations).backward
+        self.constants = _constants(traced.program)
 
     def run(self, *arrays: Any) -> list[Any]:
         """The step's flat outputs."""
@@ -143,8 +144,12 @@ class _Evaluation:
                 results = bound(eqn, [_value(v, values, again if is_backward else {}) for v in eqn.invars])
             values.update(zip(eqn.outvars, results, strict=True))
             if is_backward:
-                late = next((values[v] for v in reversed(eqn.outvars) if can_be_awaited(v)), late)
+                late = next((values[v] for v in reversed(eqn.outvars) if self._is_late(v)), late)
         return [_value(v, values, {}) for v in self.program.outvars]
+
+    def _is_late(self, v: Var) -> bool:
+        """Whether a result of backward is there only when backward is; the zeros of a derivative are there at once."""
+        return can_be_awaited(v) and v not in self.constants
 
 
 def _done_again(layer: Layer, values: Mapping[Var, Any], late: Any) -> dict[Var, Any]:
@@ -157,6 +162,15 @@ def _done_again(layer: Layer, values: Mapping[Var, Any], late: Any) -> dict[Var,
         with attributed_to(eqn):
             own.update(zip(eqn.outvars, bound(eqn, [_value(v, own, {}) for v in eqn.invars]), strict=True))
     return {v: own[v] for v in layer.results}
+
+
+def _constants(program: Program) -> set[Var]:
+    """What is computed from no input."""
+    found: set[Var] = set()
+    for eqn in program.equations:
+        if found.issuperset(operands_of(eqn)):
+            found.update(eqn.outvars)
+    return found
 
 
 def _value(atom: Any, values: Mapping[Var, Any], again: Mapping[Var, Any]) -> Any:
