@@ -29,6 +29,7 @@ from autopar.options import Constraints
 from autopar.planner import PlanRequest, logical_meshes
 from autopar.program import Program
 from autopar.side_work import side_by_side
+from autopar.stage_memory import split_in_flight
 from autopar.stage_problem import ChosenStage, CostTable
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import ForwardEquation, cut_stages, forward_chain
@@ -86,6 +87,8 @@ class _LayerFigures:
     passing_bytes: float = 0.0
     residual_bytes: float = 0.0
     received_bytes: float = 0.0
+    late_residual_bytes: float = 0.0
+    cotangent_bytes: float = 0.0
 
     @classmethod
     def of(cls, stage: StagedStage) -> _LayerFigures:
@@ -99,6 +102,8 @@ class _LayerFigures:
             memory.passing_bytes,
             memory.residual_bytes,
             memory.received_bytes,
+            memory.late_residual_bytes,
+            memory.cotangent_bytes,
         )
 
 
@@ -245,7 +250,7 @@ class LayerCosts:
         self._devices = max(map(math.prod, options))
         per_node = request.cluster.devices_per_node or math.inf
         self._sizes = {count: {size for size in map(math.prod, options) if size <= per_node}}
-        self._tables: dict[tuple[int, bool], CostTable] = {}
+        self._tables: dict[tuple[int, bool, bool], CostTable] = {}
         self.impossible: set[int] = set()
 
     @property
@@ -284,13 +289,14 @@ class LayerCosts:
         self._layers[count] = _Layers(loop, self._places, self._request)
         return True
 
-    def table(self, count: int, options: Sequence[Submesh], *, recompute: bool) -> CostTable:
-        """Costs of all ranges of layers on all submeshes, from those of the layers."""
-        if (count, recompute) not in self._tables:
-            self._tables[count, recompute] = self._table(count, options, recompute=recompute)
-        return self._tables[count, recompute]
+    def table(self, count: int, options: Sequence[Submesh], *, recompute: bool, split: bool = False) -> CostTable:
+        """Costs of all ranges of layers on all submeshes, from those of the layers; `split`: with a split backward."""
+        key = count, recompute, split
+        if key not in self._tables:
+            self._tables[key] = self._table(count, options, recompute=recompute, split=split)
+        return self._tables[key]
 
-    def _table(self, count: int, options: Sequence[Submesh], *, recompute: bool) -> CostTable:
+    def _table(self, count: int, options: Sequence[Submesh], *, recompute: bool, split: bool) -> CostTable:
         """As `table`.
 
         Temporaries count with the margin that a limit must leave for them. Seconds, weights and what is in flight add up; what
@@ -300,6 +306,7 @@ class LayerCosts:
         for planned, sizes in self._sizes.items():
             self._layers[planned].plan(sizes & {*map(math.prod, options)})
         layers = len(self._places) + 1
+        meshes = min(layers, self._devices // min(map(math.prod, options)))
         arrays = [np.zeros((len(options), layers, layers + 1)) for _ in range(5)]
         later = _ranges([1.0] * layers) > 0
         for z, submesh in enumerate(options):
@@ -307,9 +314,17 @@ class LayerCosts:
             figures = [self._figures(count, layer, devices) for layer in range(layers)]
             can = (_ranges([float(f is None) for f in figures]) == 0) & later
             known = [f or _LayerFigures() for f in figures]
-            forward, backward, once, kept, residual = (
+            forward, backward, once, kept, residual, late, cotangents = (
                 _ranges([getattr(f, name) for f in known])
-                for name in ("forward_s", "backward_s", "once_s", "kept_bytes", "residual_bytes")
+                for name in (
+                    "forward_s",
+                    "backward_s",
+                    "once_s",
+                    "kept_bytes",
+                    "residual_bytes",
+                    "late_residual_bytes",
+                    "cotangent_bytes",
+                )
             )
             received = np.array([f.received_bytes for f in known])[:, None]
             passing = _largest([f.passing_bytes for f in known]) / TEMPORARIES_MARGIN
@@ -319,7 +334,13 @@ class LayerCosts:
             arrays[1][z] = np.where(can, once, 0.0)
             arrays[2][z] = np.where(can, self._transfer_s(count, devices)[None, :], 0.0)
             arrays[3][z] = np.where(can, weights, 0.0)
-            arrays[4][z] = np.where(can, received if recompute else residual, 0.0)
+            if split and recompute:
+                in_flight = received + late + cotangents
+            elif split:
+                in_flight = split_in_flight(residual - late, late, cotangents, is_full=count >= meshes)
+            else:
+                in_flight = received if recompute else residual
+            arrays[4][z] = np.where(can, in_flight, 0.0)
         return CostTable(*arrays)
 
     def _transfer_s(self, count: int, devices: int) -> np.ndarray:
@@ -379,4 +400,6 @@ def _carried(planned: Mapping[int, _LayerFigures], count: int, *, share: np.ndar
         passing_bytes=smaller * near.passing_bytes,
         residual_bytes=smaller * near.residual_bytes,
         received_bytes=smaller * near.received_bytes,
+        late_residual_bytes=smaller * near.late_residual_bytes,
+        cotangent_bytes=smaller * near.cotangent_bytes,
     )

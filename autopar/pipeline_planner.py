@@ -24,6 +24,7 @@ from autopar.plan import Alternative
 from autopar.planner import PlanRequest
 from autopar.runtime.check import microbatches_in_flight
 from autopar.runtime.instructions import Run
+from autopar.runtime.lifetimes import keeping
 from autopar.runtime.schedules import Schedule, make_schedule
 from autopar.runtime.simulate import Simulation, simulate_schedule
 from autopar.split_scans import split_scans
@@ -86,7 +87,7 @@ def plan_pipeline(
     started = time.perf_counter()
     schedule = _schedule(timetable, wishes.num_stages)
     meshes = _meshes(wishes, devices)
-    wanted = StageRequest(meshes, schedule.num_stages, schedule.num_microbatches, microbatches_in_flight(schedule))
+    wanted = StageRequest(meshes, schedule.num_stages, schedule.num_microbatches, keeping(schedule))
     if wishes.following is not None:
         following = wishes.following
         scan_cuts = following.scan_cuts(traced)
@@ -110,11 +111,8 @@ def _in_timetable(
     traced: TracedStep, staged: Staged, timetable: Timetable, request: PlanRequest
 ) -> tuple[PipelinePlan, Staged] | None:
     schedule = _schedule(timetable, len(staged.stages) // timetable.virtual_stages)
-    in_flight = microbatches_in_flight(schedule)
-    stages = tuple(
-        dataclasses.replace(stage, peak_bytes=stage.memory.with_in_flight(kept))
-        for stage, kept in zip(staged.stages, in_flight, strict=True)
-    )
+    kept = keeping(schedule)
+    stages = tuple(dataclasses.replace(stage, peak_bytes=stage.memory.with_in_flight(kept)) for stage in staged.stages)
     limit = _shared(request, schedule).memory_limit_bytes
     if limit is not None and any(stage.peak_bytes > limit for stage in stages):
         return None
@@ -169,9 +167,8 @@ def search_pipeline(
         return None
     schedule = _schedule(found.timetable, len(found.sizes) // found.timetable.virtual_stages)
     split, loop, cuts = merged(split, found.loop, found.cuts)
-    in_flight = microbatches_in_flight(schedule)
     wanted = StageRequest(
-        found.meshes, schedule.num_stages, schedule.num_microbatches, in_flight, cuts, loop, split=split
+        found.meshes, schedule.num_stages, schedule.num_microbatches, keeping(schedule), cuts, loop, split=split
     )
     recompute: Recompute = "layer" if found.recompute else wishes.recompute
     staged = _with_recomputation(traced, wanted, _shared(request, schedule), recompute)
@@ -208,8 +205,7 @@ def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanReques
         (),
         plan.num_stages,
         plan.num_microbatches,
-        (),
-        plan.cuts,
+        cuts=plan.cuts,
         recompute=plan.recompute,
         scan_cuts=plan.scan_cuts,
         homes=homes_of(plan),

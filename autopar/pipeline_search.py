@@ -161,8 +161,9 @@ class _Comparison:
         known = {t.microbatches: plan for t, (plan, _) in self._planned.items() if t.virtual_stages == like}
         seconds = seconds_at({m: _task_seconds(plan) for m, plan in known.items()}, count, share=self._share())
         nearest = known[min(known, key=lambda m: abs(math.log(m / count)))]
-        if nearest.recompute and self._wishes.recompute == "auto" and count > nearest.num_microbatches:
-            seconds = seconds - np.array([0.0, 1.0]) * seconds[:, :1]  # more microbatches may do without
+        may_do_without = self._wishes.recompute == "auto" and count > nearest.num_microbatches
+        if nearest.recompute and not may_do_without:
+            seconds = seconds + np.array([0.0, 1.0]) * seconds[:, :1]
         if chunks != like:
             seconds = np.tile(seconds.reshape(like, meshes, 2).sum(axis=0) / chunks, (chunks, 1))
         schedule = make_schedule(timetable.schedule, num_meshes=meshes, num_microbatches=count, virtual_stages=chunks)
@@ -181,5 +182,6 @@ class _Comparison:
 
 
 def _task_seconds(plan: PipelinePlan) -> np.ndarray:
-    """Seconds of (stage, forward or backward) per microbatch."""
-    return np.array([[stage.forward_s, stage.backward_s] for stage in plan.stages])
+    """Seconds of (stage, forward or backward) per microbatch, what backward does again left out."""
+    again = np.array([0.0, float(plan.recompute)])
+    return np.array([[stage.forward_s, stage.backward_s] - again * stage.forward_s for stage in plan.stages])

@@ -1,24 +1,32 @@
 """What a planned stage keeps on each of its devices, by how long: for the whole step, or as long as a microbatch is in flight.
 
 In: a `StageProgram`, its plan and assignment. Out: `StageMemory`. The plan counts one microbatch of what passes between stages
-(`Leaf.streamed`) and of what forward leaves for backward; each one more in flight adds the same again. What can go wrong: a
-value that forward keeps twice, in two layouts; it counts in the one that it was made in.
+(`Leaf.streamed`) and of what forward leaves for backward. How much of it is there at once, and of what input gradients leave for
+weight gradients, the schedule says (`runtime/lifetimes.py`). What can go wrong: cotangents of the microbatch at work that the
+plan counts among its temporaries count again where the backward is split; the figure is too large by no more than those.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+import numpy as np
 
 from autopar.catalogue import itemsize_of
 from autopar.compat import Literal, Var
-from autopar.mesh import Layout
-from autopar.pieces import PieceName
+from autopar.keeping import Keeping, Kept, TaskKind
 from autopar.plan import Plan
 from autopar.program import Equation
-from autopar.spmd import Assignment
+from autopar.spmd import Assignment, Lowering
 from autopar.stage_program import StageProgram
+from autopar.task_owners import LoopedProgram, task_owners, variables
+
+WHOLE: dict[TaskKind, TaskKind] = {"input_gradient": "backward", "weight_gradient": "backward"}
+"""What the halves of a split backward are parts of."""
+KINDS = get_args(TaskKind)
+"""In the order in which a microbatch goes through them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,19 +35,53 @@ class StageMemory:
 
     `peak_bytes`: with one microbatch in flight. Of it, `kept_bytes`: weights and optimizer state; `accumulator_bytes`: what the
     microbatches add up.
-    `residual_bytes`: what a microbatch in flight keeps between forward and backward. `received_bytes`: what it gets from the
-    forward of other stages.
+    `received_bytes`: what a microbatch gets from the forward of other stages. `passing`: what tasks hand to the tasks of this
+    stage, as if the backward were split; `stage` is its number.
     """
 
     peak_bytes: int
     kept_bytes: int
     accumulator_bytes: int
-    residual_bytes: int
     received_bytes: int
+    stage: int
+    passing: tuple[Kept, ...]
 
-    def with_in_flight(self, microbatches: int) -> int:
-        """The peak with so many microbatches in flight."""
-        return self.peak_bytes + (microbatches - 1) * self.residual_bytes
+    def with_in_flight(self, keeping: Keeping) -> int:
+        """The peak with as many microbatches in flight as a schedule keeps."""
+        return self.peak_bytes + self.more_bytes(keeping)
+
+    def more_bytes(self, keeping: Keeping) -> int:
+        """What a schedule keeps beyond the one microbatch that the plan counts."""
+        kept = self.passing if keeping.is_split else self._in_whole_backward()
+        return keeping.most_bytes(self.stage, kept) - self.handed_on_bytes
+
+    @property
+    def handed_on_bytes(self) -> int:
+        """What the tasks of a microbatch are handed, if the backward is one task."""
+        return sum(one.bytes for one in self._in_whole_backward())
+
+    def _in_whole_backward(self) -> tuple[Kept, ...]:
+        """What is handed on if the backward is one task, which hands nothing to itself."""
+        return tuple(
+            dataclasses.replace(one, maker=WHOLE.get(one.maker, one.maker), reader=WHOLE.get(one.reader, one.reader))
+            for one in self.passing
+            if one.source != self.stage or one.maker == "forward"
+        )
+
+    @property
+    def residual_bytes(self) -> int:
+        """What a microbatch in flight keeps between forward and backward."""
+        return sum(one.bytes for one in self.passing if one.maker == "forward" and one.reader != "forward")
+
+    @property
+    def late_residual_bytes(self) -> int:
+        """Of it, what a split backward keeps until the weight gradient."""
+        return sum(one.bytes for one in self.passing if one.maker == "forward" and one.reader == "weight_gradient")
+
+    @property
+    def cotangent_bytes(self) -> int:
+        """What a split backward keeps of a microbatch between input gradient and weight gradient."""
+        return sum(one.bytes for one in self.passing if one.maker != "forward" and one.reader == "weight_gradient")
 
     @property
     def passing_bytes(self) -> int:
@@ -47,25 +89,31 @@ class StageMemory:
         return max(0, self.peak_bytes - self.kept_bytes - self.accumulator_bytes - self.residual_bytes)
 
 
-def stage_memory(
-    program: StageProgram, plan: Plan, assignment: Assignment, task_of: Mapping[Equation, str]
-) -> StageMemory:
-    """The memory of a planned stage; `task_of`: the task of every equation."""
+def stage_memory(program: StageProgram, plan: Plan, assignment: Assignment) -> StageMemory:
+    """The memory of a planned stage."""
     microbatches = program.cut.loop.plan.microbatches
     ports = list(zip(program.inputs, plan.inputs, strict=False))
-    backward = program.cut.pieces.get(PieceName(program.stage, "backward"))
-    read = set() if backward is None else set(backward.reads)
-    received = [
-        (port.var in read, value.bytes_per_device // microbatches)
+    received = sum(
+        value.bytes_per_device // microbatches
         for port, value in ports
         if port.source == "received" and port.piece is not None and port.piece.kind == "forward"
-    ]
+    )
     kept = sum(value.bytes_per_device for port, value in ports if port.source != "received")
-    residual = sum(size for is_read, size in received if is_read)
-    loop = next((e for e in assignment.program.equations if e.loop is not None and not e.task), None)
-    accumulators = 0 if loop is None else _accumulators(loop, assignment)
-    residual += 0 if loop is None else _made(loop, assignment, task_of)
-    return StageMemory(plan.peak_bytes, kept, accumulators, residual, sum(size for _, size in received))
+    if all(e.loop is None or e.task for e in assignment.program.equations):
+        return StageMemory(plan.peak_bytes, kept, 0, received, program.stage, ())
+    shape = LoopedProgram.of(program, assignment.program)
+    passing: dict[tuple[TaskKind, int, TaskKind], int] = {}
+    for one in _Passing(shape, plan, assignment).found():
+        key = (one.maker, one.source, one.reader)
+        passing[key] = passing.get(key, 0) + one.bytes
+    return StageMemory(
+        plan.peak_bytes,
+        kept,
+        _accumulators(shape.loop, assignment),
+        received,
+        program.stage,
+        tuple(Kept(*key, size) for key, size in passing.items()),
+    )
 
 
 def _accumulators(loop: Equation, assignment: Assignment) -> int:
@@ -79,33 +127,66 @@ def _accumulators(loop: Equation, assignment: Assignment) -> int:
     )
 
 
-def _made(loop: Equation, assignment: Assignment, task_of: Mapping[Equation, str]) -> int:
-    """Bytes that forward makes and backward reads, of one microbatch."""
-    made: dict[Any, Layout] = {}
-    total = 0
-    for eqn in loop.regions[0].equations:
-        if task_of[eqn].startswith("forward"):
-            made.update(zip(eqn.outvars, _layouts(eqn, assignment), strict=True))
-        elif task_of[eqn].startswith("backward"):
-            for v in eqn.invars:
-                if not isinstance(v, Literal) and v in made:
-                    total += made.pop(v).local_bytes(v.aval.shape, itemsize_of(v.aval), assignment.mesh)
-    return total
+def split_in_flight(early: np.ndarray, late: np.ndarray, cotangents: np.ndarray, *, is_full: bool) -> np.ndarray:
+    """Bytes of a microbatch in flight in ZB-H1, where each of p meshes has up to p in flight; no less than on the worst mesh.
+
+    Mesh i has at once p - i microbatches of what the input gradient alone reads (`early`), p of what the weight gradient reads
+    (`late`), and i + 1 of `cotangents`; so the first mesh or the last one has most, and most per microbatch if p = 2.
+    `is_full`: there are p microbatches. Of fewer, a mesh may have all of everything.
+    """
+    share = 0.5 if is_full else 1.0
+    return np.asarray(late + np.maximum(early, cotangents) + share * np.minimum(early, cotangents))
 
 
-def _layouts(eqn: Equation, assignment: Assignment) -> tuple[Layout, ...]:
-    """The layouts of what an equation makes; of a loop, those of what its body makes."""
-    if eqn.loop is None:
-        return assignment.strategies[eqn].outputs
-    if eqn in assignment.joins:
-        return assignment.joins[eqn]
-    body = eqn.regions[-1]
-    inside: dict[Var, Layout] = {}
-    for inner in body.equations:
-        inside.update(zip(inner.outvars, _layouts(inner, assignment), strict=True))
-    found = []
-    for place, atom in enumerate(body.outvars):
-        layout = Layout.replicated(len(atom.aval.shape)) if isinstance(atom, Literal) else inside[atom]
-        is_stacked = eqn.loop.kind == "scan" and place >= eqn.loop.carries
-        found.append(layout.prepend() if is_stacked else layout)
-    return tuple(found)
+class _Passing:
+    """Finds what the tasks of a stage's loop are handed, by other tasks of the stage and by other stages."""
+
+    def __init__(self, shape: LoopedProgram, plan: Plan, assignment: Assignment) -> None:
+        self.shape, self.plan, self.assignment = shape, plan, assignment
+        self.maker: dict[Var, tuple[TaskKind, Equation]] = {}
+        self.reader: dict[Var, TaskKind] = {}
+
+    def found(self) -> Iterator[Kept]:
+        """Of one microbatch, each once."""
+        received = dict(self._received())
+        self._follow()
+        lowering, stage = Lowering(self.assignment), self.shape.stage.stage
+        for v, reader in self.reader.items():
+            if v in received:
+                yield dataclasses.replace(received[v], reader=reader)
+            elif v in self.maker and self.maker[v][0] != reader:
+                kind, eqn = self.maker[v]
+                layout = lowering.gives(eqn)[eqn.outvars.index(v)]
+                size = layout.local_bytes(v.aval.shape, itemsize_of(v.aval), self.assignment.mesh)
+                yield Kept(kind, stage, reader, size)
+
+    def _received(self) -> Iterator[tuple[Var, Kept]]:
+        """What other stages make, by the name that it has in the loop; `reader` is yet to be found."""
+        shape, microbatches = self.shape, self.shape.stage.cut.loop.plan.microbatches
+        numbers = {v: i for i, v in enumerate(shape.program.invars[: len(shape.stage.inputs)])}
+        for atom, head in zip(shape.loop.invars, shape.region.equations, strict=False):
+            number = numbers.get(shape.before_fan_out(atom)) if not isinstance(atom, Literal) else None
+            port = None if number is None else shape.stage.inputs[number]
+            if number is not None and port is not None and port.source == "received" and port.piece is not None:
+                kind: TaskKind = "forward" if port.piece.kind == "forward" else "input_gradient"
+                size = self.plan.inputs[number].bytes_per_device // microbatches
+                yield head.outvars[0], Kept(kind, port.piece.stage, kind, size)
+
+    def _follow(self) -> None:
+        """The task that makes each value, and the last one that reads it, or hands it on to another stage."""
+        task_of = task_owners(self.shape, split_backward=True)
+        for eqn in self.shape.region.equations:
+            kind = next((kind for kind in KINDS if task_of.get(eqn, "").startswith(f"{kind} ")), None)
+            if kind is not None:
+                self.maker.update((v, (kind, eqn)) for v in eqn.outvars)
+                self._read(variables(eqn), kind)
+        for number, atom in self.shape.sends().items():
+            piece = self.shape.stage.outputs[number].piece
+            source = self.shape.before_copy(
+                self.shape.region.outvars[self.shape.loop.outvars.index(self.shape.before_fan_out(atom))]
+            )
+            if piece is not None and isinstance(source, Var) and source not in self.maker:
+                self._read([source], "forward" if piece.kind == "forward" else "input_gradient")
+
+    def _read(self, values: Sequence[Var], kind: TaskKind) -> None:
+        self.reader.update((v, max(self.reader.get(v, kind), kind, key=KINDS.index)) for v in values)

@@ -119,7 +119,9 @@ class _Search:
     def _solve(self, way: _Way, num_stages: int | None) -> StageChoice | OutOfMemoryError | ArgumentError:
         timetable, again = way
         problem = StageProblem(
-            self._costs.table(timetable.microbatches, self._options, recompute=again),
+            self._costs.table(
+                timetable.microbatches, self._options, recompute=again, split=timetable.schedule == "zb-h1"
+            ),
             self._options,
             self._shape,
             timetable.microbatches,

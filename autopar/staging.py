@@ -20,6 +20,7 @@ from autopar.compat import Var
 from autopar.constraints import allowed_layouts
 from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
 from autopar.following import Following, leaves_at, placed_by_leaves
+from autopar.keeping import Keeping
 from autopar.layers import identical
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop, uneven_leaves
@@ -44,7 +45,8 @@ MEMORY_ROUNDS = 4
 
 @dataclasses.dataclass(frozen=True)
 class StageRequest:
-    """How many stages on how many meshes, which logical shapes each mesh may have, and the microbatches in flight per stage.
+    """How many stages on how many meshes, which logical shapes each mesh may have, and what the schedule keeps in flight; None
+    is one microbatch at a time.
 
     `cuts`, `scan_cuts`, and `split` with its `loop`, if they are known already. `recompute`: backward does forward work again.
     `homes`: the stages of leaves by path, if they are known; `following`: what is taken over from another step.
@@ -53,7 +55,7 @@ class StageRequest:
     meshes: tuple[tuple[LogicalMesh, ...], ...]
     num_stages: int
     num_microbatches: int
-    in_flight: tuple[int, ...]
+    keeping: Keeping | None = None
     cuts: tuple[int, ...] | None = None
     loop: TimeLoop | None = None
     recompute: bool = False
@@ -151,11 +153,11 @@ def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Wish:
-    """A stage to plan, and how many microbatches it has in flight."""
+    """A stage to plan, and what the schedule keeps in flight."""
 
     program: StageProgram
     request: PlanRequest
-    in_flight: int
+    keeping: Keeping | None
 
 
 def _wish(program: StageProgram, wanted: StageRequest, request: PlanRequest) -> _Wish:
@@ -163,7 +165,7 @@ def _wish(program: StageProgram, wanted: StageRequest, request: PlanRequest) -> 
     layouts = wanted.following.layouts[program.stage] if wanted.following is not None else ()
     meshes = wanted.meshes[program.stage % len(wanted.meshes)]
     own = dataclasses.replace(request, meshes=meshes, constraints=Constraints((*layouts, *rules)))
-    return _Wish(program, own, wanted.in_flight[program.stage])
+    return _Wish(program, own, wanted.keeping)
 
 
 def _planned_first(wishes: Sequence[_Wish], kinds: Sequence[int], *, processes: int) -> dict[int, StagedStage]:
@@ -184,7 +186,7 @@ def _planned_first(wishes: Sequence[_Wish], kinds: Sequence[int], *, processes: 
 
 def _as_planned(wish: _Wish, plan: Plan) -> StagedStage:
     """A stage by a plan of it."""
-    return _measured(wish.program, plan, restore(wish.program.step, plan, wish.request), wish.in_flight)
+    return _measured(wish.program, plan, restore(wish.program.step, plan, wish.request), wish.keeping)
 
 
 def _planned_alike(wish: _Wish, planned: Sequence[StagedStage]) -> StagedStage | None:
@@ -192,11 +194,12 @@ def _planned_alike(wish: _Wish, planned: Sequence[StagedStage]) -> StagedStage |
     step, limit = wish.program.step, wish.request.memory_limit_bytes
     kind = _kind(step)
     for stage in planned:
-        fits = limit is None or stage.memory.with_in_flight(wish.in_flight) <= limit
-        if fits and stage.assignment.mesh in wish.request.meshes and _kind(stage.program.step) == kind:
+        if stage.assignment.mesh in wish.request.meshes and _kind(stage.program.step) == kind:
             inputs = _renamed(stage.plan.inputs, step.inputs)
             outputs = _renamed(stage.plan.outputs, step.outputs)
-            return _as_planned(wish, dataclasses.replace(stage.plan, inputs=inputs, outputs=outputs))
+            found = _as_planned(wish, dataclasses.replace(stage.plan, inputs=inputs, outputs=outputs))
+            if limit is None or found.peak_bytes <= limit:
+                return found
     return None
 
 
@@ -236,51 +239,62 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     stages = []
     for number, plan in enumerate(plans):
         program = stage_program(cut, number)
-        stages.append(_measured(program, plan, restore(program.step, plan, request), 1))
+        stages.append(_measured(program, plan, restore(program.step, plan, request)))
     return Staged(cut, wanted.cuts, tuple(stages), split, wanted.recompute)
 
 
 def measured_stage(program: StageProgram, request: PlanRequest) -> StagedStage:
     """A stage planned with one microbatch in flight, and what its tasks take."""
-    return _measured(program, *plan_step(program.step, request), 1)
+    return _measured(program, *plan_step(program.step, request))
 
 
 def _plan_stage(wish: _Wish) -> StagedStage:
     """One stage, within what its microbatches in flight leave of the memory."""
-    program, request, in_flight = wish.program, wish.request, wish.in_flight
+    program, request, keeping = wish.program, wish.request, wish.keeping
     limit = request.memory_limit_bytes
-    room = limit
+    in_flight = 1 if keeping is None else keeping.in_flight[program.stage]
+    room, stage = limit, None
     for _ in range(MEMORY_ROUNDS):
         try:
             plan, assignment = plan_step(program.step, dataclasses.replace(request, memory_limit_bytes=room))
         except OutOfMemoryError as error:
+            if stage is not None:
+                break
             raise OutOfMemoryError(
                 f"stage {program.stage} of {program.cut.num_stages}, with {in_flight} microbatches in flight: {error}"
             ) from None
-        stage = _measured(program, dataclasses.replace(plan, memory_limit_bytes=limit), assignment, in_flight)
+        stage = _measured(program, dataclasses.replace(plan, memory_limit_bytes=limit), assignment, keeping)
         if limit is None or stage.peak_bytes <= limit:
             return stage
-        room = limit - (in_flight - 1) * stage.memory.residual_bytes
+        room = limit - (stage.peak_bytes - stage.memory.peak_bytes)
         if room <= 0:
             break
+    assert stage is not None
     raise OutOfMemoryError(
         f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is {limit:,}: "
-        f"{in_flight} microbatches in flight keep {stage.memory.residual_bytes:,} bytes each. Use more microbatches, fewer "
-        "stages, more devices, or the 1f1b schedule, which keeps fewer in flight."
+        f"{_in_flight_text(stage, in_flight, keeping)}. Use more microbatches, fewer stages, more devices, or the 1f1b "
+        "schedule, which keeps less."
     )
 
 
-def _measured(program: StageProgram, plan: Plan, assignment: Assignment, in_flight: int) -> StagedStage:
+def _in_flight_text(stage: StagedStage, in_flight: int, keeping: Keeping | None) -> str:
+    """What takes the memory, for an error."""
+    text = f"{in_flight} microbatches in flight keep {stage.memory.residual_bytes:,} bytes each"
+    if keeping is None or not keeping.is_split:
+        return text
+    return f"{text}, and cotangents that wait for their weight gradients {stage.memory.cotangent_bytes:,}"
+
+
+def _measured(program: StageProgram, plan: Plan, assignment: Assignment, keeping: Keeping | None = None) -> StagedStage:
     task_of = _tasks(assignment)
     seconds = _task_seconds(program, assignment, task_of)
     m = program.cut.loop.plan.microbatches
     forward_s = sum(s for task, s in seconds.items() if task.startswith("forward")) / m
     backward_s = sum(s for task, s in seconds.items() if task.startswith("backward")) / m
     once_s = sum(seconds.values()) - m * (forward_s + backward_s)
-    memory = stage_memory(program, plan, assignment, task_of)
-    return StagedStage(
-        program, plan, assignment, forward_s, backward_s, once_s, memory, memory.with_in_flight(in_flight)
-    )
+    memory = stage_memory(program, plan, assignment)
+    peak_bytes = memory.peak_bytes if keeping is None else memory.with_in_flight(keeping)
+    return StagedStage(program, plan, assignment, forward_s, backward_s, once_s, memory, peak_bytes)
 
 
 def _tasks(assignment: Assignment) -> dict[Equation, str]:

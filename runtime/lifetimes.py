@@ -1,0 +1,47 @@
+"""How long a stage keeps what tasks hand on, and the most bytes of it that are there at once.
+
+In: a `Schedule`, the number of a stage, and `Kept`: the bytes that a microbatch has of what one kind of task makes and another
+is the last to read. Out: the most bytes of all microbatches together. What is made on the stage's own mesh is there from the
+start of its task, what another mesh makes from the end of it, and both until the end of the last reader.
+
+The other meshes count as infinitely fast: so everything has arrived that can have arrived, which no other speed exceeds. Without
+a backward nothing stops a fast mesh; there all are equally fast. What can go wrong: slow stages behind fast ones in "inference",
+and a stage without a backward between others, which does not wait for the stage behind it, as the schedule thinks it does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from autopar.keeping import Keeping, Kept
+from autopar.runtime.check import microbatches_in_flight
+from autopar.runtime.schedules import Schedule, Task, task_times
+
+
+def keeping(schedule: Schedule) -> Keeping:
+    """What a schedule keeps."""
+    is_split = "weight_gradient" in schedule.kinds
+    return Keeping(microbatches_in_flight(schedule), is_split, functools.partial(most_kept_bytes, schedule))
+
+
+def most_kept_bytes(schedule: Schedule, stage: int, kept: Sequence[Kept]) -> int:
+    """Bytes per device that a stage keeps at most; of what goes and what comes at one instant, the first makes room."""
+    mesh, has_backward = stage % schedule.num_meshes, len(schedule.kinds) > 1
+
+    def duration(task: Task) -> float:
+        return 1 if task.stage % schedule.num_meshes == mesh or not has_backward else 0
+
+    times = task_times(schedule, duration)
+    changes: list[tuple[float, int]] = []
+    for one in kept:
+        is_made_here = one.source % schedule.num_meshes == mesh
+        for k in range(schedule.num_microbatches):
+            start, end = times[Task(one.maker, one.source, k)]
+            changes.append((start if is_made_here else end, one.bytes))
+            changes.append((times[Task(one.reader, stage, k)][1], -one.bytes))
+    total = most = 0
+    for _, change in sorted(changes):
+        total += change
+        most = max(most, total)
+    return most

@@ -1,0 +1,103 @@
+"""Oracle: the bytes that the runtime's simulator counts on a device while it executes a planned pipeline's own instructions.
+
+In: a plan and its stages. Out: `LiveBytes`, whose figures come from the tasks as they are compiled: from the shapes and shardings
+of what they read and write, and from the instructions that the driver would execute. Nothing of the planner's account is used.
+"""
+
+import math
+
+import jax
+
+from autopar.catalogue import itemsize_of
+from autopar.compile import device_mesh
+from autopar.pipeline_planner import schedule_of
+from autopar.pipeline_tasks import PlannedStage, pipeline_tasks
+from autopar.runtime.emit import emit
+from autopar.runtime.instructions import Run
+from autopar.runtime.simulate import simulate
+from autopar.task_links import linked
+
+LOOP_TASKS = ("forward", "backward", "input_gradient", "weight_gradient")
+EQUAL = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}
+
+
+class LiveBytes:
+    """The instructions of a planned pipeline, and what values take on a device of each mesh."""
+
+    def __init__(self, plan, staged):
+        self.schedule = schedule_of(plan)
+        stages = [
+            PlannedStage(
+                one.program,
+                one.assignment,
+                device_mesh(one.assignment.mesh, jax.devices()[where.first_device :]),
+                where.mesh,
+            )
+            for one, where in zip(staged.stages, plan.stages, strict=True)
+        ]
+        self.tasks = pipeline_tasks(stages, split_backward="weight_gradient" in self.schedule.kinds)
+        self.links = linked(self.tasks, self.schedule)
+        self.instructions = emit(
+            self.schedule,
+            self.links.specs,
+            inputs=self.links.inputs,
+            outputs=tuple(self.links.outputs),
+            consumable=tuple(self.links.given),
+        )
+
+    def peak(self, mesh, *, run_s=lambda run: EQUAL.get(run.kind, 0)):
+        """Most bytes of all values on a mesh."""
+        return self._most(mesh, lambda value: True, run_s=run_s)
+
+    def handed_on(self, stage, *, run_s=lambda run: EQUAL.get(run.kind, 0)):
+        """Most bytes of what tasks of a stage's loop are handed by tasks of any stage's loop."""
+        return self._most(self.tasks.mesh_of(stage), lambda value: self._is_handed_to(value, stage), run_s=run_s)
+
+    def handed_on_at_most(self, stage):
+        """The same with meshes elsewhere that are infinitely fast, so that all is there that can be."""
+        mesh = self.tasks.mesh_of(stage)
+        return self.handed_on(stage, run_s=lambda run: int(run.mesh == mesh and run.microbatch is not None))
+
+    def _most(self, mesh, counts, *, run_s):
+        parts = self.instructions.of(mesh)
+        there = {v for i in parts for v in ((*i.reads, *i.writes) if isinstance(i, Run) else (i.value,))}
+        sizes = {value: self._bytes(value, mesh) for value in there if counts(value)}
+        simulation = simulate(self.instructions, run_s=run_s, value_bytes=lambda value: sizes.get(value, 0))
+        return simulation.peak_bytes[mesh]
+
+    def _is_handed_to(self, value, stage):
+        source, _, readers = value.name.partition(" > ")
+        is_made_in_a_loop = source in self.tasks.nodes and self.tasks.nodes[source].in_loop
+        nodes = [self.tasks.nodes[name] for name in readers.split(", ") if name in self.tasks.nodes]
+        return (
+            value.microbatch is not None
+            and is_made_in_a_loop
+            and all(node.stage == stage and node.kind in LOOP_TASKS for node in nodes)
+        )
+
+    def _bytes(self, value, mesh):
+        """What the arrays of a slot take: as their maker makes them, or as their reader is given them."""
+        items = self._items(value.name)
+        source, _, readers = value.name.partition(" > ")
+        maker = self.tasks.nodes.get(source)
+        if readers and maker is None:
+            reader = self.tasks.nodes[readers.split(", ")[0]].task
+            shapes = dict(zip(reader.reads, reader.shapes, strict=True))
+            given = [shapes[ref] for _, ref in items]
+            return sum(_bytes_of(shape[0] if isinstance(shape, list) else shape) for shape in given)
+        made = [self.tasks.nodes[self.tasks.makers[item]].task.results[item[1]] for item in items]
+        if maker is not None and self.tasks.mesh_of(maker.stage) != mesh:
+            return sum(map(_bytes_of, made, self.links.targets[value.name]))
+        return sum(map(_bytes_of, made))
+
+    def _items(self, slot):
+        if slot.startswith("sums of "):
+            node = self.tasks.nodes[slot.removeprefix("sums of ")]
+            return tuple((node.stage, ref) for ref in node.task.writes if ref.kind == "accumulator")
+        outside = {value.name: items for (_, value), items in (*self.links.given.items(), *self.links.outputs.items())}
+        return outside.get(slot) or self.links.carried[slot]
+
+
+def _bytes_of(shape, sharding=None):
+    """Bytes per device."""
+    return math.prod((sharding or shape.sharding).shard_shape(shape.shape)) * itemsize_of(shape)

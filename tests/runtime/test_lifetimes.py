@@ -1,0 +1,86 @@
+"""How many bytes of what tasks hand on are there at once: closed forms, and never less than the simulator counts."""
+
+import random
+
+import pytest
+
+from autopar.keeping import Kept
+from autopar.runtime.chain import chain
+from autopar.runtime.lifetimes import most_kept_bytes
+from autopar.runtime.schedules import make_schedule
+from autopar.runtime.simulate import simulate
+
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]
+
+
+def schedules():
+    for name, chunks in SCHEDULES:
+        for p in (1, 2, 3, 4):
+            for m in (1, 2, 4, 5, 8):
+                if name != "interleaved" or m % p == 0:
+                    yield make_schedule(name, num_meshes=p, num_microbatches=m, virtual_stages=chunks)
+
+
+def test_zb_h1_keeps_residuals_as_1f1b_does_until_the_input_gradient_and_cotangents_of_the_weights_held_back():
+    for p in range(1, 7):
+        for m in range(1, 13):
+            schedule = make_schedule("zb-h1", num_meshes=p, num_microbatches=m)
+            for mesh in range(p):
+
+                def most(maker, reader, schedule=schedule, mesh=mesh):
+                    return most_kept_bytes(schedule, mesh, [Kept(maker, mesh, reader, 1)])
+
+                assert most("forward", "input_gradient") == min(m, p - mesh)
+                assert most("forward", "weight_gradient") == min(m, p)
+                assert most("input_gradient", "weight_gradient") == min(m, mesh + 1)
+
+
+def test_in_zb_h1_the_three_kinds_are_most_at_one_time():
+    for p in range(1, 7):
+        schedule = make_schedule("zb-h1", num_meshes=p, num_microbatches=2 * p)
+        for mesh in range(p):
+            kept = [
+                Kept("forward", mesh, "input_gradient", 1),
+                Kept("forward", mesh, "weight_gradient", 100),
+                Kept("input_gradient", mesh, "weight_gradient", 10_000),
+            ]
+            assert most_kept_bytes(schedule, mesh, kept) == (p - mesh) + 100 * p + 10_000 * (mesh + 1)
+
+
+@pytest.mark.parametrize(("name", "ahead"), [("1f1b", (4, 3, 2)), ("gpipe", (8, 8, 8)), ("zb-h1", (6, 6, 6))])
+def test_what_a_stage_receives_is_one_microbatch_ahead_at_most_and_two_in_zb_h1(name, ahead):
+    schedule = make_schedule(name, num_meshes=4, num_microbatches=8)
+    last = schedule.kinds[-1]
+    found = [most_kept_bytes(schedule, s, [Kept("forward", s - 1, last, 1)]) for s in (1, 2, 3)]
+    assert tuple(found) == ahead
+
+
+def test_a_skip_from_the_first_stage_to_the_last_waits_there_while_the_microbatches_are_in_flight():
+    schedule = make_schedule("1f1b", num_meshes=4, num_microbatches=8)
+    assert most_kept_bytes(schedule, 3, [Kept("forward", 0, "backward", 1)]) == 4
+
+
+def test_without_a_backward_meshes_are_equally_fast():
+    schedule = make_schedule("inference", num_meshes=4, num_microbatches=8)
+    assert [most_kept_bytes(schedule, s, [Kept("forward", s - 1, "forward", 1)]) for s in (1, 2, 3)] == [1, 1, 1]
+
+
+def test_no_speeds_of_tasks_make_a_stage_keep_more():
+    """Residuals of a chain, and what crosses to the stage: with random seconds per task, which differ between microbatches."""
+    draw = random.Random(0)
+    for schedule in schedules():
+        for stage in range(schedule.num_stages):
+            kept = [Kept("forward", stage, schedule.kinds[-1], 100)]
+            sizes = {f"r{stage}": 100}
+            if stage > 0 and schedule.num_meshes > 1:
+                kept.append(Kept("forward", stage - 1, "forward", 7))
+                sizes[f"x{stage}"] = 7
+            most = most_kept_bytes(schedule, stage, kept)
+            for _ in range(3):
+                mesh = stage % schedule.num_meshes
+                simulation = simulate(
+                    chain(schedule).emit(),
+                    run_s=lambda run: draw.choice([0, 1, 1, 2, 5]),
+                    value_bytes=lambda value, sizes=sizes: sizes.get(value.name, 0),
+                )
+                assert simulation.peak_bytes[mesh] <= most, (schedule.name, stage)

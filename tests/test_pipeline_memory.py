@@ -1,0 +1,145 @@
+"""The predicted memory of pipelines: what tasks hand on is what the runtime's instructions keep, under every schedule."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.catalogue import PlannerOptions
+from autopar.cost_model.hardware import preset
+from autopar.errors import OutOfMemoryError
+from autopar.keeping import Kept
+from autopar.mesh import LogicalMesh
+from autopar.models import build
+from autopar.options import Constraints
+from autopar.pipeline_planner import PipelineWishes, in_other_schedules, plan_pipeline
+from autopar.planner import PlanRequest
+from autopar.runtime.lifetimes import keeping
+from autopar.runtime.schedules import make_schedule
+from autopar.stage_memory import split_in_flight
+from autopar.timetables import Timetable
+from autopar.trace import CallSignature, bind_arguments, trace
+from tests import pipeline_steps
+from tests.live_bytes import LiveBytes
+from tests.test_stage_search import arguments, step, two_nodes
+
+
+def gpt():
+    model = build("gpt", layers=4, hidden=32, heads=2, seq=16, batch=16, vocab=256)
+    return model.train_step, jax.eval_shape(lambda: model.create_state(jax.random.key(0))), model.batch_shape()
+
+
+MODELS = {
+    "perceptron": lambda: (step, *arguments(32, layers=8, batch=64)),
+    "gpt": gpt,
+    "tied": pipeline_steps.tied_weights,
+    "skips": pipeline_steps.long_skips,
+}
+
+
+TOO_FEW_LAYERS = [("tied", 4, 2), ("skips", 4, 2)]
+"""Eight stages of four layers: some have no backward, and so do not wait for it either."""
+REQUEST = PlanRequest((), preset("p3.16xlarge"), None, Constraints(), PlannerOptions())
+
+
+def planned(model, timetables, *, meshes, **wishes):
+    """What is planned in the first timetable, also in others that differ by the schedule alone: plans with their stages."""
+    train, state, batch = model
+    signature = CallSignature(train, (1,), (), "auto")
+    traced = trace(signature, bind_arguments(signature, (state, batch), {}))
+    wished = PipelineWishes(meshes, stage_meshes=(LogicalMesh.of((2,)),) * meshes, **wishes)
+    plan, staged = plan_pipeline(traced, wished, timetables[0], REQUEST, devices=2 * meshes)
+    return [(plan, staged), *in_other_schedules(traced, staged, timetables[0], timetables, REQUEST).values()]
+
+
+def handed_on(stage, schedule):
+    """What a plan says of it: the one microbatch that it counts in any case, and what the schedule adds."""
+    return stage.memory.handed_on_bytes + stage.memory.more_bytes(keeping(schedule))
+
+
+def assert_kept_as_predicted(plan, staged, *, slack):
+    """Exact where other meshes are infinitely fast; no less, and little more, where all are equally fast.
+
+    What goes between two stages of one mesh stays as it was made, which the reader's plan does not know.
+    """
+    live = LiveBytes(plan, staged)
+    meshes = live.schedule.num_meshes
+    for number, stage in enumerate(staged.stages):
+        predicted = handed_on(stage, live.schedule)
+        if all(one.source == number or (one.source - number) % meshes for one in stage.memory.passing):
+            assert predicted == live.handed_on_at_most(number), number
+        assert live.handed_on(number) <= predicted <= live.handed_on(number) + slack * stage.peak_bytes, number
+    for mesh in range(meshes):
+        here = [one.peak_bytes for one, where in zip(staged.stages, plan.stages, strict=True) if where.mesh == mesh]
+        assert live.peak(mesh) <= sum(here), mesh
+
+
+@pytest.mark.parametrize(
+    ("name", "meshes", "chunks"),
+    [case for case in itertools.product(MODELS, (2, 4), (1, 2)) if case not in TOO_FEW_LAYERS],
+)
+def test_a_stage_keeps_what_its_plan_says_under_every_schedule(name, meshes, chunks):
+    """Small models send much of what they keep, so what is on its way weighs more there than in a GPT."""
+    names = ["1f1b", "gpipe", "zb-h1"] if chunks == 1 else ["interleaved"]
+    plans = planned(MODELS[name](), [Timetable(8, one, chunks) for one in names], meshes=meshes)
+    assert [plan.schedule for plan, _ in plans] == names
+    for plan, staged in plans:
+        assert_kept_as_predicted(plan, staged, slack=0.06 if name == "gpt" else 0.2)
+
+
+@pytest.mark.parametrize("meshes", [2, 4])
+def test_recomputation_in_a_split_backward_hands_on_what_it_makes_again(meshes):
+    plans = planned(
+        MODELS["perceptron"](), [Timetable(8, "1f1b"), Timetable(8, "zb-h1")], meshes=meshes, recompute="layer"
+    )
+    for plan, staged in plans:
+        assert plan.recompute
+        assert_kept_as_predicted(plan, staged, slack=0.2)
+    (whole, _), (split, _) = plans
+    assert split.stages[-1].peak_bytes > whole.stages[-1].peak_bytes
+
+
+def test_the_search_counts_no_less_than_a_split_backward_keeps_and_on_two_meshes_exactly_that():
+    draw = np.random.default_rng(0)
+    for p, m in itertools.product(range(2, 7), range(1, 13)):
+        kept = keeping(make_schedule("zb-h1", num_meshes=p, num_microbatches=m))
+        early, late, cotangents = (int(size) for size in draw.integers(1, 100, 3))
+        most = 0
+        for mesh in range(p):
+            passing = [
+                Kept("forward", mesh, "input_gradient", early),
+                Kept("forward", mesh, "weight_gradient", late),
+                Kept("input_gradient", mesh, "weight_gradient", cotangents),
+            ]
+            most = max(most, kept.most_bytes(mesh, passing))
+        each = split_in_flight(np.array(early), np.array(late), np.array(cotangents), is_full=m >= p)
+        assert most <= kept.in_flight[0] * each
+        assert most == kept.in_flight[0] * each or p > 2
+
+
+def by_two(weights, x, **options):
+    """A pipeline of two stages of one device each, in four microbatches."""
+    options = {"devices": 2, "mesh_shape": (1,), "num_stages": 2, "num_microbatches": 4, "virtual_stages": 1, **options}
+    return autopar.parallelize(step, cluster=two_nodes(1), **options).plan(weights, x)
+
+
+def test_a_limit_that_fits_1f1b_and_not_zb_h1_makes_the_search_choose_1f1b():
+    widths = (64, 64, 64, 64, 16, 16, 256, 16, 256, 16)
+    weights, x = [jnp.ones(pair) for pair in itertools.pairwise(widths)], jnp.ones((4096, 64))
+    free = {name: by_two(weights, x, schedule=name) for name in ("1f1b", "zb-h1")}
+    assert free["zb-h1"].step_s < free["1f1b"].step_s
+    assert by_two(weights, x).schedule == "zb-h1"
+    between = (free["1f1b"].peak_bytes + free["zb-h1"].peak_bytes) // 2
+    assert free["1f1b"].stages[0].peak_bytes == free["zb-h1"].stages[0].peak_bytes < between
+    assert free["1f1b"].stages[1].peak_bytes < between < free["zb-h1"].stages[1].peak_bytes
+    plan = by_two(weights, x, memory_limit_bytes=between)
+    assert (plan.schedule, plan.recompute) == ("1f1b", False)
+    assert plan.peak_bytes <= between
+    for recompute, waiting in (("none", "2,228,224"), ("auto", "4,390,912")):
+        with pytest.raises(
+            OutOfMemoryError, match=f"and cotangents that wait for their weight gradients {waiting}. Use"
+        ):
+            by_two(weights, x, memory_limit_bytes=between, schedule="zb-h1", recompute=recompute)
