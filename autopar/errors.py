@@ -25,7 +25,11 @@ class ConstraintError(AutoparError, ValueError):
 
 
 class OutOfMemoryError(AutoparError, MemoryError):
-    """No plan fits the memory limit."""
+    """No plan fits the memory limit. `needed_bytes`: the limit that the least of the plans that were tried would need, if any."""
+
+    def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
 
 
 class UnsupportedProgramError(AutoparError, TypeError):

@@ -5,7 +5,8 @@ order in which XLA runs the steps. What is modelled, as XLA's sources say and it
 
     - pointwise work is folded into what reads it and has no buffer, unless a reader takes only whole buffers (a contraction, a
       collective, a loop, the end), or it is costly and would be computed in two places or often; a cheap value of one large
-      operand that has a buffer all the same is still computed again by its other readers, which hold on to that operand;
+      operand that has a buffer all the same is still computed again by its other readers, which hold on to that operand; one of
+      several large operands has a buffer if a reader also waits for something with a buffer made of it, as backward does;
     - a large reduction is left to a library, which reads buffers; what only leads to it the library computes too;
     - steps run breadth first, each as soon as its operands are there: a gather of a parameter, random bits, or a part that
       is recomputed without waiting for the backward pass run at the very start, wherever they stand in the program;
@@ -130,6 +131,7 @@ class _Folding:
         operations = [op for op in block.operations if op.kind is not Kind.ALIAS]
         self.library = self._left_to_library(operations)
         self.with_buffer: set[int] = set()
+        self._bits, self._behind = self._shared(operations)
         self._again: set[int] = set()
         self._roots: dict[int, tuple[Operation, ...]] = {}
         self._widest: dict[int, int] = {}
@@ -201,7 +203,7 @@ class _Folding:
         else:
             is_read_whole = any(self._reads_buffers(user) for user in users)
             is_twice = op.kind is Kind.COSTLY and (len(needed_by) > 1 or widest > self.values[value].elements)
-            has_buffer = not is_folded or is_read_whole or is_twice
+            has_buffer = not is_folded or is_read_whole or is_twice or self._is_torn(value, op)
         again = has_buffer and is_folded and op.kind is not Kind.COSTLY and self._has_one_large_operand(op, value)
         if has_buffer:
             self.with_buffer.add(value)
@@ -212,6 +214,40 @@ class _Folding:
         else:
             self._roots[value] = (op, *(needed_by if again else ()))[:2]
             self._widest[value] = widest if again else 0
+
+    def _shared(self, operations: Sequence[Operation]) -> tuple[dict[int, int], dict[Operation, int]]:
+        """A bit for each cheap value of several readers, and of each operation the bits of those that it is computed from."""
+        bits: dict[int, int] = {}
+        behind: dict[Operation, int] = {}
+        for op in operations:
+            found = 0
+            for v in map(self.original, op.inputs):
+                found |= bits.get(v, 0) | (behind[self.maker[v]] if v in self.maker else 0)
+            behind[op] = found
+            if op.kind in (Kind.CHEAP, Kind.MOVED):
+                bits.update((v, 1 << len(bits)) for v in op.outputs if len(self.users[v]) > 1)
+        return bits, behind
+
+    def _is_torn(self, value: int, op: Operation) -> bool:
+        """Whether a value that is more to compute than to read would be folded into an operation that also waits for what has a
+        buffer and is made of it, as backward does for forward: XLA folds it into all readers on all ways, or has a buffer."""
+        if value not in self._bits or self._has_one_large_operand(op, value):
+            return False
+        joined: set[Operation] = set()
+        return not all(self._is_joined(value, user, joined) for user in self.users[value])
+
+    def _is_joined(self, value: int, op: Operation, joined: set[Operation]) -> bool:
+        """Whether all ways from a value to an operation are folded; `joined` are those of which that is known."""
+        if op in joined:
+            return True
+        joined.add(op)
+        for v in map(self.original, op.inputs):
+            maker = self.maker.get(v)
+            if maker is None or not self._behind[maker] & self._bits[value]:
+                continue
+            if (v in self.with_buffer and v not in self._again) or not self._is_joined(value, maker, joined):
+                return False
+        return True
 
     def _has_one_large_operand(self, op: Operation, value: int) -> bool:
         """Whether computing the value again reads no more than reading it: XLA's readers that can fold it do, buffer or not."""

@@ -124,9 +124,15 @@ class _Search:
             before = here
 
     def best(self) -> OneMeshStep:
-        """The fastest; what was compared goes with its plan. Raises the first error if nothing can be planned."""
+        """The fastest; what was compared goes with its plan. Raises the error of the way that needs least if nothing fits."""
         if not self._found:
-            raise self.errors[0] from None
+            raise min(self.errors, key=_needed_bytes) from None
         best = min(self._found, key=lambda one: one.plan.step_s)
         compared = tuple(self._compared) if len(self._compared) > 1 else ()
         return replace(best, plan=replace(best.plan, compared=compared))
+
+
+def _needed_bytes(error: OutOfMemoryError | ConstraintError) -> float:
+    """The limit that the plan of an error would need, infinite if it is not known."""
+    needed = error.needed_bytes if isinstance(error, OutOfMemoryError) else None
+    return math.inf if needed is None else needed

@@ -419,7 +419,7 @@ def _out_of_memory(traced: TracedStep, request: PlanRequest, failures: Sequence[
     ]
     if request.constraints.rules:
         lines.append("Constraints are in force; those that keep leaves replicated cost memory on every device.")
-    return OutOfMemoryError("\n".join(lines))
+    return OutOfMemoryError("\n".join(lines), needed_bytes=min(tried, default=None))
 
 
 def _size(size: float) -> str:
