@@ -13,14 +13,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from autopar.catalogue import is_opaque, itemsize_of
+from autopar.catalogue import Spaces, is_opaque, itemsize_of
 from autopar.compat import Literal, Var
 from autopar.contractions import Orders
 from autopar.graph import Source, StrategyGraph
-from autopar.mesh import Layout
+from autopar.mesh import Layout, LogicalMesh
 from autopar.operations import Block, Kind, Operation, Value
 from autopar.program import Atom, Equation, Program, fan_out_p
 from autopar.relayout import LOCAL_KINDS, Move
@@ -48,22 +48,54 @@ class _Held:
 
 def device_program(graph: StrategyGraph, names: Sequence[str], assignment: Assignment | None) -> DeviceProgram:
     """See the module's text; `names` are those of the inputs."""
-    return _Walk(graph, assignment).program(names)
+    return _Walk(graph.mesh, graph.spaces, graph.sources, assignment).program(graph, names)
+
+
+def task_program(
+    assignment: Assignment,
+    equations: Sequence[Equation],
+    *,
+    reads: Mapping[Var, Layout],
+    entries: Mapping[Var, Layout],
+    writes: Sequence[tuple[Atom, Sequence[Layout]]],
+) -> DeviceProgram:
+    """Some of an assignment's equations as a program of their own.
+
+    `entries`: to which layouts some of what is read is moved first. Results go through layouts to the one in which they leave.
+    """
+    walk = _Walk(assignment.mesh, assignment.spaces, {}, assignment)  # no choice is left whose sources would matter
+    inputs = [_Held(walk._value(v.aval, layout, None, "read"), layout) for v, layout in reads.items()]
+    region = _Region(walk, Program(tuple(reads), tuple(equations), ()), inputs)
+    for v, layout in entries.items():
+        region.held[v] = _Held(region.move(region.held[v], layout, v.aval), layout)
+    region.run()
+    outputs = []
+    for atom, path in writes:
+        if isinstance(atom, Literal):
+            continue
+        held = region.held[atom]
+        for layout in path:
+            held = _Held(region.move(held, layout, atom.aval), layout)
+        outputs.append(held.value)
+    block = Block(tuple(region.operations), tuple(outputs))
+    return DeviceProgram(block, tuple(walk.values), tuple(h.value for h in inputs), tuple(outputs))
 
 
 class _Walk:
-    def __init__(self, graph: StrategyGraph, assignment: Assignment | None) -> None:
-        self.graph, self.assignment, self.mesh = graph, assignment, graph.mesh
+    def __init__(
+        self, mesh: LogicalMesh, spaces: Spaces, sources: Mapping[Var, Source], assignment: Assignment | None
+    ) -> None:
+        self.mesh, self.spaces, self.sources, self.assignment = mesh, spaces, sources, assignment
         self.values: list[Value] = []
         self.constants: set[int] = set()
         self.inputs: set[int] = set()
         self.turned: dict[tuple[int, tuple[int, ...]], int] = {}
         self.permuted: dict[int, tuple[int, tuple[int, ...]]] = {}
 
-    def program(self, names: Sequence[str]) -> DeviceProgram:
-        program = self.graph.program
+    def program(self, graph: StrategyGraph, names: Sequence[str]) -> DeviceProgram:
+        program = graph.program
         held = []
-        for number, node in enumerate(self.graph.nodes):
+        for number, node in enumerate(graph.nodes):
             if node.input_number is not None:
                 var = program.invars[node.input_number]
                 layout = self._layout(
@@ -97,7 +129,7 @@ class _Region:
     """One program on its way to operations; as `spmd.Scope`, it remembers what has been moved where."""
 
     def __init__(self, walk: _Walk, program: Program, inputs: Sequence[_Held]) -> None:
-        self.walk, self.graph, self.assignment, self.source = walk, walk.graph, walk.assignment, program
+        self.walk, self.assignment, self.source = walk, walk.assignment, program
         self.operations: list[Operation] = []
         self.held: dict[Var, _Held] = dict(zip(program.invars, inputs, strict=True))
         self.moved: dict[tuple[Var, Layout], int] = {}
@@ -133,7 +165,7 @@ class _Region:
         unused_for = self.position - self.used[key] if key in self.used else sys.maxsize
         if self._is_stale(held.layout, target, atom.aval, unused_for):
             waiting = self._like(held.value)
-            self.emit(Kind.CHEAP, (held.value, self.latest), (waiting,))
+            self._wait(held.value, self.latest, waiting)
             self.moved[key] = self.move(_Held(waiting, held.layout), target, atom.aval)
         elif key not in self.moved:
             self.moved[key] = self.move(held, target, atom.aval)
@@ -144,7 +176,7 @@ class _Region:
         if target is None or held.layout == target or is_opaque(aval):
             return held.value
         value, made_from = held.value, self.walk.values[held.value]
-        for move in self.graph.spaces.between(aval, held.layout, target).path(held.layout, target):
+        for move in self.walk.spaces.between(aval, held.layout, target).path(held.layout, target):
             name = f"{'moved' if move.kind in LOCAL_KINDS else move.kind} {made_from.name}"
             new = self.walk._value(aval, move.target, made_from.key, name)
             group = (move.axes, move.monoid, str(aval.dtype)) if move.kind == "all-reduce" else None
@@ -174,14 +206,14 @@ class _Region:
         span = None if self.assignment is None else self.assignment.copy_span
         if span is None or unused_for <= span:
             return False
-        return is_gathered(self.graph.spaces.between(aval, given, target).path(given, target))
+        return is_gathered(self.walk.spaces.between(aval, given, target).path(given, target))
 
     def _outputs(self, eqn: Equation, layouts: Sequence[Layout | None]) -> list[int]:
         """New values for the results of an equation."""
         numbers = []
         for var, layout in zip(eqn.outvars, layouts, strict=True):
             lies = self.walk._layout(layout, var.aval)
-            source = self.graph.sources.get(var)
+            source = self.walk.sources.get(var)
             number = self.walk._value(var.aval, lies, _key(source), f"{eqn.primitive.name} {tuple(var.aval.shape)}")
             self.held[var] = _Held(number, lies)
             numbers.append(number)
@@ -219,13 +251,21 @@ class _Region:
             self.walk.values[outputs[0]] = dataclasses.replace(self.walk.values[outputs[0]], is_copy=True)
             self.emit(Kind.WHOLE, operands, outputs)
         elif eqn.after is not None and eqn.after in self.held:
-            self.emit(Kind.CHEAP, (*operands, self.held[eqn.after].value), outputs)
+            self._wait(operands[0], self.held[eqn.after].value, outputs[0])
         elif self._is_renaming(entry.making, operands, outputs):
             self.emit(Kind.ALIAS, operands[:1], outputs)
             if operands[0] in self.walk.permuted and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape:
                 self.walk.permuted[outputs[0]] = self.walk.permuted[operands[0]]
         else:
             self.emit(_kind_of(eqn), operands, outputs, by_library=entry.library, adds=entry.adds)
+
+    def _wait(self, value: int, late: int, out: int) -> None:
+        """The value as soon as another is there, of which one element is read."""
+        given = self.walk.values[max(late, 0)]
+        self.walk.values.append(dataclasses.replace(given, shape=(), bytes=given.itemsize, key=None))
+        number = len(self.walk.values) - 1
+        self.emit(Kind.MOVED, (late,), (number,))
+        self.emit(Kind.CHEAP, (value, number), (out,))
 
     def _permute(self, value: int, permutation: Sequence[int], out: int) -> None:
         """The value with its dimensions in another order; permutations that undo each other leave another name."""
@@ -248,7 +288,7 @@ class _Region:
             if size == given.bytes:
                 return value
             spread = dataclasses.replace(
-                given, shape=tuple(out.aval.shape), bytes=size, key=_key(self.graph.sources.get(out))
+                given, shape=tuple(out.aval.shape), bytes=size, key=_key(self.walk.sources.get(out))
             )
             self.walk.values.append(spread)
             self.known[key] = [_Held(len(self.walk.values) - 1, lies)]
@@ -327,7 +367,7 @@ class _Region:
             operands.append(-1 if is_sunk else outer)
             lies = self.walk._layout(head, var.aval)
             name = f"{eqn.primitive.name} {tuple(var.aval.shape)}"
-            inner = self.walk._value(var.aval, lies, _key(self.graph.sources.get(var)), name)
+            inner = self.walk._value(var.aval, lies, _key(self.walk.sources.get(var)), name)
             if stacked:  # a slice of the stack, cut out when it is read
                 slices.append(Operation(Kind.CHEAP, (outer,) if outer >= 0 else (), (inner,)))
             elif is_sunk:  # XLA makes constants inside the loop
@@ -392,7 +432,7 @@ class _Region:
         for var, head in zip(region.invars, heads, strict=True):
             lies = self.walk._layout(head, var.aval)
             name = f"{eqn.primitive.name} {tuple(var.aval.shape)}"
-            held.append(_Held(self.walk._value(var.aval, lies, _key(self.graph.sources.get(var)), name), lies))
+            held.append(_Held(self.walk._value(var.aval, lies, _key(self.walk.sources.get(var)), name), lies))
         return held
 
 

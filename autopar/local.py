@@ -154,9 +154,13 @@ def _counters(call: LocalCall, shape: Sequence[int]) -> tuple[jax.Array, jax.Arr
     local = call.out_shape()
     high = low = jnp.zeros(local, jnp.uint32)
     stride = math.prod(shape)
+    is_one_word = stride < 1 << 32  # then the high word is a constant, which needs no memory
     for axis, (dim, size) in enumerate(zip(call.rule.outputs[0], shape, strict=True)):
         stride //= size
         index = jax.lax.broadcasted_iota(jnp.uint32, local, axis) + jnp.asarray(call.offset(dim), jnp.uint32)
+        if is_one_word:
+            low = low + index * jnp.uint32(stride)
+            continue
         product_high, product_low = _wide_product(index, stride)
         low = low + product_low
         high = high + product_high + (low < product_low).astype(jnp.uint32)
