@@ -125,6 +125,29 @@ def test_a_layer_is_done_again_from_what_it_received():
         assert "random_bits" in {eqn.primitive.name for eqn in layer.equations}
 
 
+def test_copies_wait_for_cotangents_and_not_for_the_zeros_of_a_derivative():
+    """The derivative of `relu` chooses between a cotangent and zeros, which are there before anything is."""
+
+    def rectified(state, x):
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = h + jax.nn.relu(jax.nn.relu(h @ w[0]) @ w[1])
+            return jnp.mean(h**2)
+
+        return state, jax.grad(loss)(state[0])
+
+    program = recomputed_step(traced(rectified, *arguments())).program
+    constants = set()
+    for eqn in program.equations:
+        if constants.issuperset(operands_of(eqn)):
+            constants.update(eqn.outvars)
+    awaited = {eqn.after for eqn in program.equations if eqn.after is not None}
+    assert any(v.aval.shape for v in constants)
+    assert awaited
+    assert not awaited & constants
+
+
 def test_a_step_without_gradients_is_left_alone():
     def evaluate(weights, x):
         return jnp.mean(jnp.tanh(x @ weights))
