@@ -1,9 +1,10 @@
 """What a planned stage keeps on each of its devices, by how long: for the whole step, or as long as a microbatch is in flight.
 
-In: a `StageProgram`, its plan and assignment. Out: `StageMemory`. The plan counts one microbatch of what passes between stages
-(`Leaf.streamed`) and of what forward leaves for backward. How much of it is there at once, and of what input gradients leave for
-weight gradients, the schedule says (`runtime/lifetimes.py`). What can go wrong: cotangents of the microbatch at work that the
-plan counts among its temporaries count again where the backward is split; the figure is too large by no more than those.
+In: a `StageProgram`, its plan and assignment. Out: `StageMemory`. The plan's own peak is that of one executable, in which a
+microbatch leaves little between forward and backward: XLA makes again what costs little. Tasks are executables of their own,
+which hand whole arrays to each other. Which those are, the planned stage says; how many microbatches of each are there at once,
+the schedule (`runtime/lifetimes.py`); what a task needs beside them, `task_memory.py`. What can go wrong: an array between two
+stages on one mesh, which lies there as its maker made it; it counts as its reader wants it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from autopar.plan import Plan
 from autopar.program import Equation
 from autopar.spmd import Assignment, Lowering
 from autopar.stage_program import StageProgram
+from autopar.task_memory import TaskMemory, task_memory
 from autopar.task_owners import LoopedProgram, task_owners, variables
 
 WHOLE: dict[TaskKind, TaskKind] = {"input_gradient": "backward", "weight_gradient": "backward"}
@@ -36,7 +38,8 @@ class StageMemory:
     `peak_bytes`: with one microbatch in flight. Of it, `kept_bytes`: weights and optimizer state; `accumulator_bytes`: what the
     microbatches add up.
     `received_bytes`: what a microbatch gets from the forward of other stages. `passing`: what tasks hand to the tasks of this
-    stage, as if the backward were split; `stage` is its number.
+    stage, as if the backward were split; `stage` is its number. `tasks`: what the tasks need while they run, with a whole and
+    with a split backward, where that was asked for.
     """
 
     peak_bytes: int
@@ -45,23 +48,19 @@ class StageMemory:
     received_bytes: int
     stage: int
     passing: tuple[Kept, ...]
+    tasks: tuple[TaskMemory, TaskMemory] | None = None
 
     def with_in_flight(self, keeping: Keeping) -> int:
-        """The peak with as many microbatches in flight as a schedule keeps."""
-        return self.peak_bytes + self.more_bytes(keeping)
+        """The peak with as many microbatches in flight as a schedule keeps: that of the loop, or of what is before and after."""
+        assert self.tasks is not None, "the memory of tasks was not asked for"
+        tasks = self.tasks[keeping.is_split]
+        loop_bytes = keeping.most_bytes(self.stage, (*self.handed_on(keeping), *tasks.working))
+        return max(self.peak_bytes, self.kept_bytes + tasks.once_bytes + loop_bytes)
 
-    def more_bytes(self, keeping: Keeping) -> int:
-        """What a schedule keeps beyond the one microbatch that the plan counts."""
-        kept = self.passing if keeping.is_split else self._in_whole_backward()
-        return keeping.most_bytes(self.stage, kept) - self.handed_on_bytes
-
-    @property
-    def handed_on_bytes(self) -> int:
-        """What the tasks of a microbatch are handed, if the backward is one task."""
-        return sum(one.bytes for one in self._in_whole_backward())
-
-    def _in_whole_backward(self) -> tuple[Kept, ...]:
-        """What is handed on if the backward is one task, which hands nothing to itself."""
+    def handed_on(self, keeping: Keeping) -> tuple[Kept, ...]:
+        """What tasks hand to the tasks of this stage; a backward that is one task hands nothing to itself."""
+        if keeping.is_split:
+            return self.passing
         return tuple(
             dataclasses.replace(one, maker=WHOLE.get(one.maker, one.maker), reader=WHOLE.get(one.reader, one.reader))
             for one in self.passing
@@ -89,8 +88,8 @@ class StageMemory:
         return max(0, self.peak_bytes - self.kept_bytes - self.accumulator_bytes - self.residual_bytes)
 
 
-def stage_memory(program: StageProgram, plan: Plan, assignment: Assignment) -> StageMemory:
-    """The memory of a planned stage."""
+def stage_memory(program: StageProgram, plan: Plan, assignment: Assignment, *, with_tasks: bool = False) -> StageMemory:
+    """The memory of a planned stage; `with_tasks`: with that of each task, exact for schedules."""
     microbatches = program.cut.loop.plan.microbatches
     ports = list(zip(program.inputs, plan.inputs, strict=False))
     received = sum(
@@ -113,6 +112,15 @@ def stage_memory(program: StageProgram, plan: Plan, assignment: Assignment) -> S
         received,
         program.stage,
         tuple(Kept(*key, size) for key, size in passing.items()),
+        _tasks(program, assignment) if with_tasks else None,
+    )
+
+
+def _tasks(program: StageProgram, assignment: Assignment) -> tuple[TaskMemory, TaskMemory]:
+    """With a whole backward, and with a split one."""
+    return (
+        task_memory(program, assignment, split_backward=False),
+        task_memory(program, assignment, split_backward=True),
     )
 
 

@@ -292,7 +292,7 @@ def _measured(program: StageProgram, plan: Plan, assignment: Assignment, keeping
     forward_s = sum(s for task, s in seconds.items() if task.startswith("forward")) / m
     backward_s = sum(s for task, s in seconds.items() if task.startswith("backward")) / m
     once_s = sum(seconds.values()) - m * (forward_s + backward_s)
-    memory = stage_memory(program, plan, assignment)
+    memory = stage_memory(program, plan, assignment, with_tasks=keeping is not None)
     peak_bytes = memory.peak_bytes if keeping is None else memory.with_in_flight(keeping)
     return StagedStage(program, plan, assignment, forward_s, backward_s, once_s, memory, peak_bytes)
 

@@ -35,6 +35,8 @@ def most_kept_bytes(schedule: Schedule, stage: int, kept: Sequence[Kept]) -> int
     times = task_times(schedule, duration)
     changes: list[tuple[float, int]] = []
     for one in kept:
+        if one.maker not in schedule.kinds or one.reader not in schedule.kinds:
+            continue  # a step with a backward in a schedule without, which is refused
         is_made_here = one.source % schedule.num_meshes == mesh
         for k in range(schedule.num_microbatches):
             start, end = times[Task(one.maker, one.source, k)]

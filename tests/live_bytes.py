@@ -13,7 +13,7 @@ from autopar.compile import device_mesh
 from autopar.pipeline_planner import schedule_of
 from autopar.pipeline_tasks import PlannedStage, pipeline_tasks
 from autopar.runtime.emit import emit
-from autopar.runtime.instructions import Run
+from autopar.runtime.instructions import Free, Receive, Run
 from autopar.runtime.simulate import simulate
 from autopar.task_links import linked
 
@@ -57,6 +57,31 @@ class LiveBytes:
         """The same with meshes elsewhere that are infinitely fast, so that all is there that can be."""
         mesh = self.tasks.mesh_of(stage)
         return self.handed_on(stage, run_s=lambda run: int(run.mesh == mesh and run.microbatch is not None))
+
+    def peak_with_temporaries(self, mesh):
+        """Most bytes on a mesh that executes its instructions, each task with the temporaries that XLA gives it.
+
+        What an update returns takes the place of the leaves that it is given, of which the instructions know nothing.
+        """
+        nodes = {n: node for n, node in self.tasks.nodes.items() if self.tasks.mesh_of(node.stage) == mesh}
+        accounts = {n: node.task.run.lower(*node.task.shapes).compile().memory_analysis() for n, node in nodes.items()}
+        temporaries = {
+            name: account.temp_size_in_bytes - (0 if nodes[name].in_loop else account.alias_size_in_bytes)
+            for name, account in accounts.items()
+        }
+        there = {value: self._bytes(value, mesh) for home, value in self.instructions.inputs if home == mesh}
+        most = 0
+        for instruction in self.instructions.of(mesh):
+            if isinstance(instruction, Run):
+                there |= {value: self._bytes(value, mesh) for value in instruction.writes}
+                most = max(most, sum(there.values()) + temporaries.get(instruction.task, 0))
+                donated = {instruction.reads[place] for place in instruction.donated}
+                there = {v: size for v, size in there.items() if v not in donated or v in instruction.writes}
+            elif isinstance(instruction, Receive):
+                there[instruction.value] = self._bytes(instruction.value, mesh)
+            elif isinstance(instruction, Free):
+                del there[instruction.value]
+        return most
 
     def _most(self, mesh, counts, *, run_s):
         parts = self.instructions.of(mesh)
