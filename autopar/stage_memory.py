@@ -22,7 +22,7 @@ from autopar.plan import Plan
 from autopar.program import Equation
 from autopar.spmd import Assignment, Lowering
 from autopar.stage_program import StageProgram
-from autopar.task_memory import TaskMemory, task_memory
+from autopar.task_memory import TaskMemories
 from autopar.task_owners import LoopedProgram, task_owners, variables
 
 WHOLE: dict[TaskKind, TaskKind] = {"input_gradient": "backward", "weight_gradient": "backward"}
@@ -38,8 +38,7 @@ class StageMemory:
     `peak_bytes`: with one microbatch in flight. Of it, `kept_bytes`: weights and optimizer state; `accumulator_bytes`: what the
     microbatches add up.
     `received_bytes`: what a microbatch gets from the forward of other stages. `passing`: what tasks hand to the tasks of this
-    stage, as if the backward were split; `stage` is its number. `tasks`: what the tasks need while they run, with a whole and
-    with a split backward, where that was asked for.
+    stage, as if the backward were split; `stage` is its number. `tasks`: what the tasks need while they run.
     """
 
     peak_bytes: int
@@ -48,13 +47,13 @@ class StageMemory:
     received_bytes: int
     stage: int
     passing: tuple[Kept, ...]
-    tasks: tuple[TaskMemory, TaskMemory] | None = None
+    tasks: TaskMemories
 
     def with_in_flight(self, keeping: Keeping) -> int:
         """The peak with as many microbatches in flight as a schedule keeps: that of the loop, or of what is before and after."""
-        assert self.tasks is not None, "the memory of tasks was not asked for"
-        tasks = self.tasks[keeping.is_split]
-        loop_bytes = keeping.most_bytes(self.stage, (*self.handed_on(keeping), *tasks.working))
+        tasks = self.tasks.split if keeping.is_split else self.tasks.whole
+        working = [Kept(kind, self.stage, kind, size) for kind, size in tasks.working_bytes.items()]
+        loop_bytes = keeping.most_bytes(self.stage, (*self.handed_on(keeping), *working))
         return max(self.peak_bytes, self.kept_bytes + tasks.once_bytes + loop_bytes)
 
     def handed_on(self, keeping: Keeping) -> tuple[Kept, ...]:
@@ -66,6 +65,13 @@ class StageMemory:
             for one in self.passing
             if one.source != self.stage or one.maker == "forward"
         )
+
+    def each_text(self, keeping: Keeping | None) -> str:
+        """What each microbatch in flight keeps, for an error."""
+        text = f"{self.residual_bytes:,} bytes each"
+        if keeping is None or not keeping.is_split:
+            return text
+        return f"{text}, and cotangents that wait for their weight gradients {self.cotangent_bytes:,}"
 
     @property
     def residual_bytes(self) -> int:
@@ -88,8 +94,11 @@ class StageMemory:
         return max(0, self.peak_bytes - self.kept_bytes - self.accumulator_bytes - self.residual_bytes)
 
 
-def stage_memory(program: StageProgram, plan: Plan, assignment: Assignment, *, with_tasks: bool = False) -> StageMemory:
-    """The memory of a planned stage; `with_tasks`: with that of each task, exact for schedules."""
+def stage_memory(
+    program: StageProgram, plan: Plan, assignment: Assignment, *, tasks: TaskMemories | None = None
+) -> StageMemory:
+    """The memory of a planned stage; `tasks`: those of another one with the same plan."""
+    tasks = tasks or TaskMemories(program, assignment)
     microbatches = program.cut.loop.plan.microbatches
     ports = list(zip(program.inputs, plan.inputs, strict=False))
     received = sum(
@@ -99,7 +108,7 @@ def stage_memory(program: StageProgram, plan: Plan, assignment: Assignment, *, w
     )
     kept = sum(value.bytes_per_device for port, value in ports if port.source != "received")
     if all(e.loop is None or e.task for e in assignment.program.equations):
-        return StageMemory(plan.peak_bytes, kept, 0, received, program.stage, ())
+        return StageMemory(plan.peak_bytes, kept, 0, received, program.stage, (), tasks)
     shape = LoopedProgram.of(program, assignment.program)
     passing: dict[tuple[TaskKind, int, TaskKind], int] = {}
     for one in _Passing(shape, plan, assignment).found():
@@ -112,15 +121,7 @@ def stage_memory(program: StageProgram, plan: Plan, assignment: Assignment, *, w
         received,
         program.stage,
         tuple(Kept(*key, size) for key, size in passing.items()),
-        _tasks(program, assignment) if with_tasks else None,
-    )
-
-
-def _tasks(program: StageProgram, assignment: Assignment) -> tuple[TaskMemory, TaskMemory]:
-    """With a whole backward, and with a split one."""
-    return (
-        task_memory(program, assignment, split_backward=False),
-        task_memory(program, assignment, split_backward=True),
+        tasks,
     )
 
 

@@ -36,6 +36,7 @@ from autopar.stacks import ScanCuts, cuts_for_stages
 from autopar.stage_memory import StageMemory, stage_memory
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import StageCut, cut_stages, forward_chain, place_stages
+from autopar.task_memory import TaskMemories
 from autopar.time_axis import MixedExamples, Phase, plan_time
 from autopar.trace import Leaf, TracedStep
 
@@ -184,9 +185,10 @@ def _planned_first(wishes: Sequence[_Wish], kinds: Sequence[int], *, processes: 
     return {n: kept.get(n) or _as_planned(wishes[n], found) for n, found in zip(numbers, plans, strict=True)}
 
 
-def _as_planned(wish: _Wish, plan: Plan) -> StagedStage:
+def _as_planned(wish: _Wish, plan: Plan, *, tasks: TaskMemories | None = None) -> StagedStage:
     """A stage by a plan of it."""
-    return _measured(wish.program, plan, restore(wish.program.step, plan, wish.request), wish.keeping)
+    assignment = restore(wish.program.step, plan, wish.request)
+    return _measured(wish.program, plan, assignment, wish.keeping, tasks=tasks)
 
 
 def _planned_alike(wish: _Wish, planned: Sequence[StagedStage]) -> StagedStage | None:
@@ -197,7 +199,8 @@ def _planned_alike(wish: _Wish, planned: Sequence[StagedStage]) -> StagedStage |
         if stage.assignment.mesh in wish.request.meshes and _kind(stage.program.step) == kind:
             inputs = _renamed(stage.plan.inputs, step.inputs)
             outputs = _renamed(stage.plan.outputs, step.outputs)
-            found = _as_planned(wish, dataclasses.replace(stage.plan, inputs=inputs, outputs=outputs))
+            plan = dataclasses.replace(stage.plan, inputs=inputs, outputs=outputs)
+            found = _as_planned(wish, plan, tasks=stage.memory.tasks)
             if limit is None or found.peak_bytes <= limit:
                 return found
     return None
@@ -272,27 +275,26 @@ def _plan_stage(wish: _Wish) -> StagedStage:
     assert stage is not None
     raise OutOfMemoryError(
         f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is {limit:,}: "
-        f"{_in_flight_text(stage, in_flight, keeping)}. Use more microbatches, fewer stages, more devices, or the 1f1b "
-        "schedule, which keeps less."
+        f"{in_flight} microbatches in flight keep {stage.memory.each_text(keeping)}. Use more microbatches, fewer stages, more "
+        "devices, or the 1f1b schedule, which keeps less."
     )
 
 
-def _in_flight_text(stage: StagedStage, in_flight: int, keeping: Keeping | None) -> str:
-    """What takes the memory, for an error."""
-    text = f"{in_flight} microbatches in flight keep {stage.memory.residual_bytes:,} bytes each"
-    if keeping is None or not keeping.is_split:
-        return text
-    return f"{text}, and cotangents that wait for their weight gradients {stage.memory.cotangent_bytes:,}"
-
-
-def _measured(program: StageProgram, plan: Plan, assignment: Assignment, keeping: Keeping | None = None) -> StagedStage:
+def _measured(
+    program: StageProgram,
+    plan: Plan,
+    assignment: Assignment,
+    keeping: Keeping | None = None,
+    *,
+    tasks: TaskMemories | None = None,
+) -> StagedStage:
     task_of = _tasks(assignment)
     seconds = _task_seconds(program, assignment, task_of)
     m = program.cut.loop.plan.microbatches
     forward_s = sum(s for task, s in seconds.items() if task.startswith("forward")) / m
     backward_s = sum(s for task, s in seconds.items() if task.startswith("backward")) / m
     once_s = sum(seconds.values()) - m * (forward_s + backward_s)
-    memory = stage_memory(program, plan, assignment, with_tasks=keeping is not None)
+    memory = stage_memory(program, plan, assignment, tasks=tasks)
     peak_bytes = memory.peak_bytes if keeping is None else memory.with_in_flight(keeping)
     return StagedStage(program, plan, assignment, forward_s, backward_s, once_s, memory, peak_bytes)
 

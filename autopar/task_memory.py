@@ -1,14 +1,16 @@
 """What the tasks of a planned stage need while they run, beyond what they are handed and hand on.
 
-In: a `StageProgram` and its `Assignment`. Out: `TaskMemory`: what the prologue makes for the whole step, and for each task of the
-loop its temporaries and what it sends. The tasks are those that the runtime gets (`task_cuts.py`), each reckoned like a step of
-its own (`device_program.py`, `footprint.py`); in one executable the halves of a microbatch would share more. What can go wrong:
-what goes wrong there; updates are not here, because the plan's own peak has them.
+In: a `StageProgram` and its `Assignment`. Out: `TaskMemories`: what the prologue makes for the whole step, and for each task of
+the loop its temporaries and what it sends. The tasks are those that the runtime gets (`task_cuts.py`), each reckoned like a step
+of its own (`device_program.py`, `footprint.py`). What can go wrong: what goes wrong there. Updates are not here, because the
+plan's own peak has them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -17,7 +19,7 @@ from autopar.catalogue import itemsize_of
 from autopar.compat import Literal
 from autopar.device_program import task_program
 from autopar.footprint import footprint_of
-from autopar.keeping import Kept, TaskKind
+from autopar.keeping import TaskKind
 from autopar.mesh import LogicalMesh
 from autopar.spmd import Assignment, Lowering
 from autopar.stage_program import PROLOGUE, StageProgram
@@ -26,14 +28,31 @@ from autopar.task_cuts import TaskCut, Write, cut_into_tasks
 
 @dataclasses.dataclass(frozen=True)
 class TaskMemory:
-    """Bytes per device. `once_bytes`: there while the loop runs. `working`: of each task, as long as it runs."""
+    """Bytes per device. `once_bytes`: there while the loop runs. `working_bytes`: of each task, as long as it runs."""
 
     once_bytes: int
-    working: tuple[Kept, ...]
+    working_bytes: Mapping[TaskKind, int]
 
 
-def task_memory(program: StageProgram, assignment: Assignment, *, split_backward: bool) -> TaskMemory:
-    """The memory of a stage's tasks, with the backward in one or two parts."""
+class TaskMemories:
+    """The memory of a stage's tasks, with a whole and with a split backward, reckoned when it is first asked for."""
+
+    def __init__(self, program: StageProgram, assignment: Assignment) -> None:
+        """Of a planned stage."""
+        self._program, self._assignment = program, assignment
+
+    @functools.cached_property
+    def whole(self) -> TaskMemory:
+        """The backward is one task."""
+        return _task_memory(self._program, self._assignment, split_backward=False)
+
+    @functools.cached_property
+    def split(self) -> TaskMemory:
+        """Input and weight gradients are two tasks."""
+        return _task_memory(self._program, self._assignment, split_backward=True)
+
+
+def _task_memory(program: StageProgram, assignment: Assignment, *, split_backward: bool) -> TaskMemory:
     cuts = cut_into_tasks(program, assignment, Lowering(assignment), split_backward=split_backward, kept=frozenset())
     mesh, microbatches = assignment.mesh, program.cut.loop.plan.microbatches
     once = [write for cut in cuts if cut.name.startswith(PROLOGUE) for write in cut.writes]
@@ -42,14 +61,15 @@ def task_memory(program: StageProgram, assignment: Assignment, *, split_backward
     once_bytes = sum(_bytes(write, mesh) for write in once) + microbatches * sum(
         _bytes(write, mesh) for write in slices
     )
-    working = tuple(_working(cut, assignment, program.stage) for cut in loop)
-    return TaskMemory(once_bytes, working)
+    return TaskMemory(
+        once_bytes, {cast(TaskKind, cut.name.split()[0]): _working_bytes(cut, assignment) for cut in loop}
+    )
 
 
-def _working(cut: TaskCut, assignment: Assignment, stage: int) -> Kept:
+def _working_bytes(cut: TaskCut, assignment: Assignment) -> int:
+    """Temporaries, and what is gone as soon as it is sent."""
     sent = sum(_bytes(write, assignment.mesh) for write in cut.writes if write.ref.kind == "send")
-    kind = cast(TaskKind, cut.name.split()[0])
-    return Kept(kind, stage, kind, sent + _temporary_bytes(cut, assignment))
+    return sent + _temporary_bytes(cut, assignment)
 
 
 def _temporary_bytes(cut: TaskCut, assignment: Assignment) -> int:
