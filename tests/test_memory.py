@@ -278,6 +278,14 @@ def test_a_product_has_a_buffer_if_a_reader_waits_for_what_is_made_of_it(large_o
     assert buffers([made, forward, contracted, backward, last], values(*[64] * 8), outputs=(3, 5)) == expected
 
 
+def test_a_product_is_computed_again_by_all_readers_if_what_lies_between_them_is():
+    """1 is read by 2 and 4; 4 also reads 2, which has a buffer for a contraction but is computed again by others."""
+    made, between = Operation(Kind.CHEAP, (0, 7), (1,)), Operation(Kind.CHEAP, (1,), (2,))
+    contracted, both = Operation(Kind.WHOLE, (2,), (3,)), Operation(Kind.CHEAP, (1, 2), (4,))
+    last = Operation(Kind.WHOLE, (4,), (5,))
+    assert buffers([made, between, contracted, both, last], values(*[64] * 8), outputs=(3, 5)) == [2, 3, 4, 5]
+
+
 def test_costly_work_is_not_done_again_for_every_repetition_of_its_result():
     costly, spread = Operation(Kind.COSTLY, (0,), (1,)), Operation(Kind.CHEAP, (1,), (2,))
     assert buffers([costly, spread], values(8, 8, 64), outputs=(2,)) == [1, 2]

@@ -5,9 +5,15 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.catalogue import PlannerOptions
 from autopar.contractions import of_product
+from autopar.cost_model.hardware import PRESETS
+from autopar.device_program import device_program
 from autopar.footprint import footprint_of
+from autopar.graph import build_graph
+from autopar.mesh import LogicalMesh
 from autopar.operations import Block, Kind, Operation, Value
+from autopar.program import program_of
 from autopar.scattered_sums import with_scattered_sums
 
 FLOAT = 4
@@ -85,6 +91,36 @@ def test_a_product_reads_a_matrix_that_the_program_turned_as_it_was_before():
     assert batched.reads_before(0, (0, 2, 1), (3, 8, 4))
     assert not batched.reads_before(0, (2, 1, 0), (3, 8, 4))
     assert not batched.reads_before(0, (0, 2, 1), (1, 8, 4))
+
+
+def on_one_device(fun, *arguments):
+    program, _ = program_of(jax.make_jaxpr(fun)(*arguments))
+    free = [None] * len(arguments)
+    mesh, options = LogicalMesh.of((1,)), PlannerOptions()
+    graph = build_graph(program, mesh, PRESETS["cpu"], options, input_layouts=free, output_layouts=[None])
+    return device_program(graph, [f"input {i}" for i in range(len(arguments))], None)
+
+
+@pytest.mark.parametrize(("second", "expected"), [((2, 0, 1), Kind.ALIAS), ((1, 2, 0), Kind.MOVED)])
+def test_two_permutations_are_one_and_another_name_if_they_undo_each_other(second, expected):
+    found = on_one_device(lambda x: jnp.transpose(jnp.transpose(x, (1, 2, 0)), second), jnp.zeros((2, 3, 4)))
+    last = found.block.operations[-1]
+    assert (last.kind, last.inputs) == (expected, found.inputs)
+
+
+def test_what_is_recomputed_reads_one_element_of_what_it_waits_for():
+    layer = jax.checkpoint(lambda w, h: jnp.tanh(jnp.sin(h @ w)))
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.sum(layer(w, layer(w, x))))(w)
+
+    found = on_one_device(gradient, jnp.zeros((64, 64)), jnp.zeros((32, 64)))
+    made = {v: op for op in found.block.operations for v in op.outputs}
+    numbers = [v for op in found.block.operations for v in op.inputs if found.values[v].shape == () and v in made]
+    waited_for = {v for number in numbers if made[number].kind is Kind.MOVED for v in made[number].inputs}
+    assert waited_for
+    assert all(found.values[v].bytes > FLOAT for v in waited_for)
+    assert all(found.values[number].bytes == FLOAT for number in numbers)
 
 
 def predicted_and_real(step, *arguments):
