@@ -24,6 +24,9 @@ import numpy as np
 
 Edges = Mapping[tuple[int, int], np.ndarray]
 
+STALLED = 0.02
+"""The ascent ends where eight sweeps close less than this part of what is left between bound and best value."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bounded:
@@ -56,8 +59,8 @@ def bound_problem(
     start: Mapping[int, int] | None = None,
     cutoff: float = np.inf,
 ) -> Bounded:
-    """Run up to `sweeps` forward-backward sweeps, fewer if bound and best value meet within `gap` (relative) or the bound
-    reaches `cutoff`."""
+    """Run up to `sweeps` forward-backward sweeps, fewer if bound and best value meet within `gap` (relative), the bound
+    reaches `cutoff`, or hardly rises any more (`STALLED`)."""
     return _Ascent(costs, edges).run(sweeps, gap, start, cutoff)
 
 
@@ -91,7 +94,8 @@ class _Ascent:
             if value < upper:
                 upper, best = value, trial
             before, lower = lower, self._lower()
-            if lower >= cutoff or upper - lower <= gap * abs(upper) or lower - before <= 1e-7 * abs(upper):
+            stalled = lower - before <= max(1e-7 * abs(upper), STALLED * (upper - lower))
+            if lower >= cutoff or upper - lower <= gap * abs(upper) or stalled:
                 break
         best = improved(best, self.original, self.original_edges)
         upper = self.value(best)

@@ -345,9 +345,10 @@ class LayerCosts:
 
     def _transfer_s(self, count: int, devices: int) -> np.ndarray:
         """Seconds to send what crosses after each layer, and its gradient back."""
-        link = self._request.cluster.links_of((max(2, self._devices // devices), devices))[0]
-        sent = np.array([0.0, *(self._chain[place].cut_bytes / count for place in self._places), 0.0])
-        return np.where(sent > 0, 2 * (link.alpha_s + sent / devices * link.beta_s_per_byte), 0.0)
+        meshes = self._devices // devices
+        sent = [0.0, *(self._chain[place].cut_bytes / count for place in self._places), 0.0]
+        each_s = [2 * self._request.cluster.transfer_s(size, meshes=meshes, devices=devices) for size in sent]
+        return np.where(np.array(sent) > 0, each_s, 0.0)
 
     def _figures(self, count: int, layer: int, devices: int) -> _LayerFigures | None:
         """What a layer costs on so many devices under so many microbatches, None if there is no plan.

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
+from autopar.cost_model.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.plan import Alternative, Plan, ValuePlan
 
@@ -75,6 +77,11 @@ class PipelinePlan:
     def num_stages(self) -> int:
         """Number of stages, virtual ones counted."""
         return len(self.stages)
+
+    def transfer_s(self, transfer: TransferPlan, cluster: Cluster) -> float:
+        """Seconds of one of its transfers on a cluster."""
+        ends = (math.prod(self.stages[end].plan.mesh_shape) for end in (transfer.source, transfer.target))
+        return cluster.transfer_s(transfer.bytes, meshes=self.num_stages // self.virtual_stages, devices=min(ends))
 
     @property
     def peak_bytes(self) -> int:

@@ -326,8 +326,13 @@ def simulated(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> Sim
 
 
 def _transfers(staged: Staged, schedule: Schedule, request: PlanRequest) -> tuple[TransferPlan, ...]:
-    """What crosses between meshes, over the link that joins stages."""
-    link = request.cluster.links_of((schedule.num_meshes, staged.stages[0].assignment.mesh.size))[0]
+    """What crosses between meshes, over the links that join them."""
+    devices = [stage.assignment.mesh.size for stage in staged.stages]
+
+    def seconds(source: int, target: int, size: int) -> float:
+        smaller = min(devices[source], devices[target])
+        return request.cluster.transfer_s(size, meshes=schedule.num_meshes, devices=smaller)
+
     return tuple(
         TransferPlan(
             source,
@@ -335,7 +340,7 @@ def _transfers(staged: Staged, schedule: Schedule, request: PlanRequest) -> tupl
             what,
             size,
             1 if what in ONCE else schedule.num_microbatches,
-            link.alpha_s + size * link.beta_s_per_byte,
+            seconds(source, target, size),
         )
         for (source, target, what), size in sorted(transfer_bytes(staged).items())
         if source % schedule.num_meshes != target % schedule.num_meshes

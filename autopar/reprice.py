@@ -10,7 +10,6 @@ step changes as the closed form of the schedule does. What can go wrong: a plan 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 
 from autopar.cost_model.collectives import MeshCosts
@@ -93,11 +92,10 @@ def _one_mesh(plan: Plan, cluster: Cluster, before: Cluster) -> RepricedPlan:
 
 def _pipeline(plan: PipelinePlan, cluster: Cluster, before: Cluster) -> RepricedPlan:
     stages = [_one_mesh(stage.plan, cluster, before) for stage in plan.stages]
-    link = cluster.links_of((plan.num_stages // plan.virtual_stages, math.prod(plan.stages[0].plan.mesh_shape)))[0]
     sends = RepricedKind(
         kind="transfer",
         planned_s=sum(item.count * item.predicted_s for item in plan.transfers),
-        seconds=sum(item.count * (link.alpha_s + item.bytes * link.beta_s_per_byte) for item in plan.transfers),
+        seconds=sum(item.count * plan.transfer_s(item, cluster) for item in plan.transfers),
         bytes=sum(item.count * item.bytes for item in plan.transfers),
         count=sum(item.count for item in plan.transfers),
     )

@@ -189,6 +189,14 @@ class Cluster:
             return self.axis_links[: len(mesh_shape)]
         return tuple(_slowest(self.levels_of(mesh_shape, (axis,))) for axis in range(len(mesh_shape)))
 
+    def transfer_s(self, size_bytes: float, *, meshes: int, devices: int) -> float:
+        """Seconds to bring a value from one of several meshes to another, `devices` being those of the smaller of the two.
+
+        Each of these carries an equal share over the slowest link that joins the meshes: alpha + size / devices * beta.
+        """
+        link = self.links_of((max(2, meshes), devices))[0]
+        return link.alpha_s + size_bytes / devices * link.beta_s_per_byte
+
     def mesh_costs(self, mesh_shape: Sequence[int]) -> MeshCosts:
         """The seconds of every collective on a row-major logical mesh of this machine.
 

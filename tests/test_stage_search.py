@@ -280,3 +280,13 @@ def test_across_nodes_the_chosen_timetable_is_near_the_best_by_hand_and_says_wha
     assert plan.step_s <= 1.05 * min(one.step_s for one in by_hand), "stages by the sum of their layers"
     assert {one.num_microbatches for one in plan.compared} >= {1, 2, 4, 8}
     assert {one.schedule for one in plan.compared} == {"1f1b", "zb-h1", "interleaved"}
+
+
+def test_transfers_take_what_the_cluster_says_of_meshes_of_their_size():
+    weights, x = arguments(64)
+    machine = two_nodes()
+    plan = autopar.parallelize(step, devices=4, cluster=machine, num_stages=2, num_microbatches=4).plan(weights, x)
+    assert plan.transfers
+    for transfer in plan.transfers:
+        assert transfer.predicted_s == plan.transfer_s(transfer, machine)
+        assert transfer.predicted_s == machine.transfer_s(transfer.bytes, meshes=2, devices=2)

@@ -11,7 +11,6 @@ can go wrong: a plan's seconds count communication in full, so what hides is a g
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 from rich.table import Table
@@ -114,9 +113,7 @@ def _of_transfer(
     item: TransferPlan, plan: PipelinePlan, cluster: Cluster, planned_for: Cluster | None
 ) -> Communication:
     sender: StagePlan = plan.stages[item.source]
-    meshes = plan.num_stages // plan.virtual_stages
-    link = cluster.links_of((meshes, math.prod(sender.plan.mesh_shape)))[0]
-    seconds = item.count * (link.alpha_s + item.bytes * link.beta_s_per_byte)
+    seconds = item.count * plan.transfer_s(item, cluster)
     if item.what not in ("forward", "backward"):
         return alone("pipeline", seconds)
     compute_s = reprice(sender.plan, cluster, planned_for=planned_for).compute_s

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cost_model.cluster_files import ClusterFileError, cluster_from, load_cluster, save_cluster
-from autopar.cost_model.hardware import PRESETS, find_cluster, preset, preset_for_device_kind
+from autopar.cost_model.hardware import PRESETS, Cluster, find_cluster, preset, preset_for_device_kind
 
 FOLDER = Path(__file__).resolve().parents[2] / "cost_model" / "clusters"
 FILES = sorted(FOLDER.glob("*.json"))
@@ -199,3 +199,14 @@ def test_a_mixed_cluster_runs_in_lockstep_with_its_slowest_and_gives_each_kind_a
     assert inside == a100.mesh_costs((8,)).seconds("all-reduce", 1e9, (0,))
     with pytest.raises(ValueError, match="has no kind of node 'h100'; it has: a100, v100"):
         mixed.of_kind("h100")
+
+
+def test_the_devices_of_a_mesh_share_a_transfer():
+    machine = find_cluster("p3.16xlarge")  # 3.1 GB/s a node at 0.9 of it, 30 us
+    assert machine.transfer_s(1e9, meshes=2, devices=8) == pytest.approx(30e-6 + 1e9 / (0.9 * 3.1e9))
+    assert machine.transfer_s(0, meshes=2, devices=8) == pytest.approx(30e-6)
+
+
+def test_a_pair_of_single_devices_has_its_link_alone():
+    machine = Cluster.uniform((1e-6,), (2e-9,))
+    assert machine.transfer_s(1000, meshes=2, devices=1) == pytest.approx(1e-6 + 2e-6)
