@@ -194,7 +194,7 @@ class Cluster:
 
         Each of these carries an equal share over the slowest link that joins the meshes: alpha + size / devices * beta.
         """
-        link = self.links_of((max(2, meshes), devices))[0]
+        link = self.links_of((max(2, meshes), devices) if devices > 1 else (max(2, meshes),))[0]
         return link.alpha_s + size_bytes / devices * link.beta_s_per_byte
 
     def mesh_costs(self, mesh_shape: Sequence[int]) -> MeshCosts:

@@ -132,5 +132,5 @@ def test_stages_planned_side_by_side_are_those_of_one_process(name, sizes):
 
 @pytest.mark.parametrize("given", [0, "all", 1.0, True])
 def test_a_number_of_processes_that_is_none_is_refused(given):
-    with pytest.raises(ArgumentError, match="planning_processes=.*a positive whole number is expected"):
+    with pytest.raises(ArgumentError, match=r"planning_processes=.*a positive whole number is expected"):
         autopar.parallelize(step, planning_processes=given)
