@@ -10,6 +10,7 @@ is first read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Literal
 
@@ -317,13 +318,23 @@ class _Cutter:
 
     def _read_by_later_updates(self, ref: Ref, name: str) -> bool:
         """Whether an update after this one reads an input, or returns it unchanged."""
+        return ref in self._returned or self._last_update_of.get(ref, -1) > update_level(name)
+
+    @functools.cached_property
+    def _returned(self) -> set[Ref]:
+        """What the stage returns as it is."""
+        return {self._resolved(v).ref for v in self.program.outvars if not isinstance(v, JaxLiteral)}
+
+    @functools.cached_property
+    def _last_update_of(self) -> dict[Ref, int]:
+        """The level of the last update that reads a value, of those after the first."""
+        found: dict[Ref, int] = {}
         for eqn in self.program.equations:
-            if update_level(self.task_of.get(eqn, PROLOGUE)) > update_level(name):
-                operands = variables(eqn)
-                if any(self._resolved(v).ref == ref for v in operands):
-                    return True
-        returned = [v for v in self.program.outvars if not isinstance(v, JaxLiteral)]
-        return any(self._resolved(v).ref == ref for v in returned)
+            level = update_level(self.task_of.get(eqn, PROLOGUE))
+            for v in variables(eqn) if level > 0 else ():
+                ref = self._resolved(v).ref
+                found[ref] = max(found.get(ref, level), level)
+        return found
 
 
 def _without_leading(aval: Any) -> Any:
