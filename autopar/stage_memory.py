@@ -90,8 +90,9 @@ class StageMemory:
 
     @property
     def passing_bytes(self) -> int:
-        """What comes and goes within a task."""
-        return max(0, self.peak_bytes - self.kept_bytes - self.accumulator_bytes - self.residual_bytes)
+        """What comes and goes within a task: in the plan's one executable, or in that of the task that takes most."""
+        in_plan = self.peak_bytes - self.kept_bytes - self.accumulator_bytes - self.residual_bytes
+        return max(0, in_plan, *self.tasks.whole.working_bytes.values())
 
 
 def stage_memory(

@@ -53,6 +53,8 @@ class TaskMemories:
 
 
 def _task_memory(program: StageProgram, assignment: Assignment, *, split_backward: bool) -> TaskMemory:
+    if all(eqn.loop is None or eqn.task for eqn in assignment.program.equations):
+        return TaskMemory(0, {})  # a stage without a loop over microbatches
     cuts = cut_into_tasks(program, assignment, Lowering(assignment), split_backward=split_backward, kept=frozenset())
     mesh, microbatches = assignment.mesh, program.cut.loop.plan.microbatches
     once = [write for cut in cuts if cut.name.startswith(PROLOGUE) for write in cut.writes]
