@@ -161,6 +161,9 @@ def test_case_6_zero_2_scatters_gradients_and_gathers_parameters():
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 
+ONE_WAY = {"num_microbatches": 1, "recompute": "none"}
+
+
 def test_case_7_zero_3_gathers_parameters_and_scatters_gradients():
     """With memory to spare, a kernel gathered forward is kept for the backward pass: one gather of each leaf."""
     problem = mlp(256, 32)
@@ -176,7 +179,7 @@ def test_case_7_zero_3_gathers_parameters_and_scatters_gradients():
 
 def test_case_7_short_of_memory_zero_3_gathers_kernels_forward_and_backward():
     """Kernels far from their backward use are dropped and gathered again; the last layers' copies are used soon enough. In one
-    microbatch: several of them would need less memory too.
+    microbatch and without recomputation: either would need less memory too.
 
     XLA's own account is within the limit: a gather that is made again waits for the backward pass.
     """
@@ -184,7 +187,7 @@ def test_case_7_short_of_memory_zero_3_gathers_kernels_forward_and_backward():
     kept = compiled(problem, (4, 1), constraints=autopar.zero3())
     kernel_bytes = 32 * 32 * 4
     limit = int(required_bytes(kept.plan)) - 3 * kernel_bytes
-    program = compiled(problem, (4, 1), constraints=autopar.zero3(), memory_limit_bytes=limit, num_microbatches=1)
+    program = compiled(problem, (4, 1), constraints=autopar.zero3(), memory_limit_bytes=limit, **ONE_WAY)
     assert program.plan.peak_bytes <= limit
     assert xla_bytes(program) <= limit
     assert xla_bytes(program) <= xla_bytes(kept) - kernel_bytes
@@ -209,8 +212,8 @@ def test_case_7_a_memory_limit_alone_leads_to_zero_3():
     zero2 = compiled(problem, (4, 1), constraints=autopar.zero2())
     limit = int(required_bytes(zero2.plan)) - 1
     with pytest.raises(autopar.OutOfMemoryError):
-        compiled(problem, (4, 1), constraints=autopar.zero2(), memory_limit_bytes=limit, num_microbatches=1)
-    program = compiled(problem, (4, 1), memory_limit_bytes=limit, num_microbatches=1)
+        compiled(problem, (4, 1), constraints=autopar.zero2(), memory_limit_bytes=limit, **ONE_WAY)
+    program = compiled(problem, (4, 1), memory_limit_bytes=limit, **ONE_WAY)
     assert xla_bytes(program) <= limit
     assert xla_bytes(program) < xla_bytes(zero2)
     assert_split(program, "state/params", 4, least_bytes=kernel_bytes)
