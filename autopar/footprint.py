@@ -13,7 +13,7 @@ order in which XLA runs the steps. What is modelled, as XLA's sources say and it
     - pointwise work writes over an operand of its size that nobody reads again; a loop writes over what it starts from;
     - a loop's body comes on top of what is alive around it.
 
-What can go wrong: offsets. Buffers of different sizes leave gaps of up to 4 %, which are not modelled: see
+What can go wrong: offsets. Buffers of different sizes leave gaps of 3 to 8 %, which are not modelled: see
 `memory.TEMPORARIES_MARGIN`.
 """
 

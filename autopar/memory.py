@@ -33,8 +33,8 @@ from autopar.spmd import Assignment, assign
 from autopar.strategies import ShardingStrategy
 
 TEMPORARIES_MARGIN = 0.85
-"""Predicted over actual temporaries at the worst, on the safe side: `benchmarks/memory_error.py` finds 0.936 at the least among
-its plans without a limit, and 0.90 among those under one."""
+"""Predicted over actual temporaries at the worst, on the safe side: `benchmarks/memory_error.py` finds 0.91 at the least among
+its plans without a limit, and 0.87 among those under one."""
 ROWS = 48
 """How many program points a search watches at most; the peak of what it finds is checked over all of them."""
 
