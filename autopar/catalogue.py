@@ -92,7 +92,8 @@ def network_of(cluster: Cluster, mesh: LogicalMesh, options: PlannerOptions) -> 
         costs = cluster.mesh_costs(mesh.shape)
     except ValueError as error:
         raise ArgumentError(str(error)) from None
-    return Network(mesh, costs, 1.0 / cluster.device.sustained_bytes_per_s, options.kinds)
+    device = cluster.device
+    return Network(mesh, costs, 1.0 / device.sustained_bytes_per_s, options.kinds, device.transpose_s_per_byte)
 
 
 class RuleBook:

@@ -54,12 +54,16 @@ class Move:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """What moves may be used and what they cost: mesh, collective times, local copy time, and the kinds allowed."""
+    """What moves may be used and what they cost: mesh, collective times, local copy time, and the kinds allowed.
+
+    `transpose_s_per_byte`: what is added where a dimension is scattered or gathered that others stand before.
+    """
 
     mesh: LogicalMesh
     costs: MeshCosts
     copy_s_per_byte: float
     kinds: frozenset[str] = frozenset(KINDS)
+    transpose_s_per_byte: float = 0.0
 
     def seconds(self, move: Move, shape: tuple[int, ...], itemsize: int) -> float:
         """The price of one move."""
@@ -68,14 +72,20 @@ class Network:
             case "all-reduce":
                 return self.costs.all_reduce_s(size, move.axes)
             case "reduce-scatter":
-                return self.costs.reduce_scatter_s(size, move.axes)
+                return self.costs.reduce_scatter_s(size, move.axes) + self._transpose_s(move, shape, size)
             case "all-gather":
-                return self.costs.all_gather_s(size, move.axes)
+                return self.costs.all_gather_s(size, move.axes) + self._transpose_s(move, shape, size)
             case "all-to-all":
                 return self.costs.all_to_all_s(size, move.axes)
             case "collective-permute":
                 return self.costs.permute_s(size, move.axes)
         return 1e-12 + size * self.copy_s_per_byte
+
+    def _transpose_s(self, move: Move, shape: tuple[int, ...], size: int) -> float:
+        """Seconds of the transposed copy that goes into a reduce-scatter, or comes out of an all-gather."""
+        whole, dim = (move.target, move.from_dim) if move.kind == "all-gather" else (move.source, move.to_dim)
+        stands_first = math.prod(whole.local_shape(shape, self.mesh)[:dim]) == 1
+        return 0.0 if stands_first else size * self.transpose_s_per_byte
 
 
 def all_layouts(shape: tuple[int, ...], mesh: LogicalMesh, monoids: tuple[str, ...]) -> tuple[Layout, ...]:

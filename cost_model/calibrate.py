@@ -6,6 +6,7 @@ samples span four orders of magnitude, and no figure may be negative:
 
     product      2 m n k / (peak (m/(m+hm)) (n/(n+hn)) (k/(k+hk))) + launch     peak, hm, hn, hk
     reordered    what the products take + r x bytes of operands in another order   r
+    transposed   t x bytes                                                      t
     random       bytes / bandwidth + launch + d x bytes                         d
     operation    launch, of operations that do next to nothing                  launch
     pointwise    bytes that the equations of a fused chain write / bandwidth    bandwidth
@@ -90,7 +91,15 @@ def calibrated_cluster(
     random_s_per_byte, errors["random"] = _beside(
         by_kind["random"], [_drawn_s(fitted, sample.case) for sample in by_kind["random"]]
     )
-    fitted = dataclasses.replace(fitted, reorder_s_per_byte=reorder_s_per_byte, random_s_per_byte=random_s_per_byte)
+    transpose_s_per_byte, errors["transposed"] = _beside(
+        by_kind["transposed"], [(0.0, _bytes_of(sample.case)) for sample in by_kind["transposed"]]
+    )
+    fitted = dataclasses.replace(
+        fitted,
+        reorder_s_per_byte=reorder_s_per_byte,
+        random_s_per_byte=random_s_per_byte,
+        transpose_s_per_byte=transpose_s_per_byte,
+    )
     first = preset.tiers[0]
     holds_all = first.devices is None or first.devices >= devices
     tiers = (dataclasses.replace(first, measured=measured if holds_all else {}), *preset.tiers[1:])
@@ -150,6 +159,7 @@ def slowed(cluster: Cluster, factor: float) -> Cluster:
             launch_s=device.launch_s * factor,
             reorder_s_per_byte=device.reorder_s_per_byte * factor,
             random_s_per_byte=device.random_s_per_byte * factor,
+            transpose_s_per_byte=device.transpose_s_per_byte * factor,
         ),
     )
 
@@ -170,6 +180,11 @@ def _mixtures_s(device: Device, case: Case) -> tuple[float, float]:
         for n, k in ((positions, width), (width, positions))
     )
     return seconds, 3.0 * itemsize * math.prod(case.sizes)
+
+
+def _bytes_of(case: Case) -> float:
+    """Bytes of the operand of a transposed copy."""
+    return float(ITEM_BYTES[case.dtype] * math.prod(case.sizes))
 
 
 def _drawn_s(device: Device, case: Case) -> tuple[float, float]:

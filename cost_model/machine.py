@@ -44,6 +44,8 @@ class Device:
     `reserved_bytes` what the driver and the libraries keep, `launch_s` what each operation costs before it starts.
     `reorder_s_per_byte` is what a product adds for operands that have to be copied with their dimensions in another order,
     `random_s_per_byte` what drawing random bits adds to writing them.
+    `transpose_s_per_byte` is what a reduce-scatter or all-gather adds along another dimension than the first: compilers hand it
+    a transposed copy, or take one from it.
     `fuses`: a chain of pointwise operations and row reductions takes what its one kernel reads and writes; if not, each operation
     takes what it writes, as where arithmetic and not memory is the limit.
     """
@@ -59,6 +61,7 @@ class Device:
     convolution_efficiency: Mapping[str, MatrixEfficiency] = dataclasses.field(default_factory=dict)
     reorder_s_per_byte: float = 0.0
     random_s_per_byte: float = 0.0
+    transpose_s_per_byte: float = 0.0
     fuses: bool = False
 
     def efficiency_of(self, dtype: str) -> MatrixEfficiency:
@@ -246,6 +249,7 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         {dtype: device.convolution_efficiency_of(dtype) for dtype, device in weakest.items()},
         max(device.reorder_s_per_byte for device in devices),
         max(device.random_s_per_byte for device in devices),
+        max(device.transpose_s_per_byte for device in devices),
         all(device.fuses for device in devices),
     )
 

@@ -3,8 +3,8 @@
 In: JAX devices and a time limit. Out: `Sample`s, the least seconds of each case over the rounds. All devices do the same at the
 same time, as in an SPMD step, so that devices which share cores or a link are seen sharing them. Most cases are one program with
 a loop inside, whose count is an argument, so that calling it costs little beside what is measured. Those that XLA compiles
-otherwise inside a loop, copies into another order and random bits, are programs without one. Rounds go through all cases in
-turn and the least time of each counts.
+otherwise inside a loop, copies into another order, transposed ones and random bits, are programs without one. Rounds go through
+all cases in turn and the least time of each counts.
 
 Virtual CPU devices share the cores and keep them busy, so a step takes the processor seconds of all threads over the cores.
 That is what is measured there: it hardly changes while other programs run, and on a quiet machine it is the time on the clock.
@@ -33,7 +33,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
-Kind = Literal["product", "reordered", "random", "pointwise", "operation", "dispatch"] | Collective
+Kind = Literal["product", "reordered", "transposed", "random", "pointwise", "operation", "dispatch"] | Collective
 CASE_S = 0.02
 """A case is repeated inside its program until a call takes about this long."""
 PRODUCTS_CPU = (
@@ -57,6 +57,8 @@ PRODUCTS = (
 )
 ATTENTION_CPU = ((2, 64, 8, 32), (1, 128, 4, 64), (4, 128, 8, 16))
 ATTENTION = ((4, 1024, 16, 64), (8, 2048, 16, 128))
+TRANSPOSED_CPU = ((256, 128), (256, 1024), (1024, 256))
+TRANSPOSED = ((1024, 1024), (4096, 4096), (16384, 1024))
 COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 
 
@@ -72,7 +74,7 @@ then never given back whole), regions of their own for large buffers."""
 @dataclasses.dataclass(frozen=True)
 class Case:
     """One thing to measure. `sizes`: m, n, k of a product; examples, positions, heads and width of products that need their
-    operands reordered; bytes; ranks and bytes; small operations; arrays of a call."""
+    operands reordered; rows and columns; bytes; ranks and bytes; small operations; arrays of a call."""
 
     kind: Kind
     sizes: tuple[int, ...]
@@ -126,6 +128,7 @@ def cases_for(platform: str, devices: int) -> tuple[Case, ...]:
     shapes = PRODUCTS_CPU if on_cpu else PRODUCTS
     cases = [Case("product", shape, dtype) for dtype in formats for shape in shapes]
     cases += [Case("reordered", sizes, formats[0]) for sizes in (ATTENTION_CPU if on_cpu else ATTENTION)]
+    cases += [Case("transposed", sizes, formats[0]) for sizes in (TRANSPOSED_CPU if on_cpu else TRANSPOSED)]
     cases += [Case("random", (size,), "uint32") for size in ((2**16, 2**18) if on_cpu else (2**22, 2**26))]
     lengths = (2**12, 2**16, 2**20, 2**23) if on_cpu else (2**16, 2**22, 2**26, 2**29)
     cases += [Case("pointwise", (length,)) for length in lengths]
@@ -240,7 +243,7 @@ def _loop(case: Case, devices: Sequence[jax.Device]) -> Callable[[int], None]:
 
 def _straight(case: Case, devices: Sequence[jax.Device]) -> Callable[[int], None]:
     """Calls of a program without a loop that does the case on each device, `REPEATS` times."""
-    body, shapes = _reordered(case) if case.kind == "reordered" else _drawn(case)
+    body, shapes = {"reordered": _reordered, "transposed": _transposed, "random": _drawn}[case.kind](case)
     mesh, spec = Mesh(np.array(devices), ("device",)), P("device")
     operands = [
         jax.device_put(
@@ -270,6 +273,11 @@ def _mixed(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
     """(examples, positions, heads, width) each -> (examples, heads, positions, width)."""
     scores = lax.dot_general(queries, keys, (((3,), (3,)), ((0, 2), (0, 2))))
     return lax.dot_general(scores, values, (((3,), (1,)), ((0, 1), (0, 2))))
+
+
+def _transposed(case: Case) -> tuple[Callable[..., Any], list[tuple[int, ...]]]:
+    """Transposed copies."""
+    return lambda *operands: [x.T for x in operands], [case.sizes] * REPEATS
 
 
 def _drawn(case: Case) -> tuple[Callable[..., Any], list[tuple[int, ...]]]:
@@ -353,5 +361,6 @@ def _scattered(part: int, x: jax.Array) -> tuple[Any, ...]:
 _PREPARED: Mapping[str, Callable[[Case, Sequence[jax.Device]], Callable[[int], None]]] = {
     "dispatch": _calls,
     "reordered": _straight,
+    "transposed": _straight,
     "random": _straight,
 }

@@ -4,6 +4,7 @@
 maximum, ...) of what they hold along it. So a path is right if it leaves the global value as it was.
 """
 
+import dataclasses
 import itertools
 import math
 
@@ -16,7 +17,7 @@ from jax.sharding import PartitionSpec
 from autopar.catalogue import PlannerOptions, network_of
 from autopar.cost_model.hardware import PRESETS, Cluster
 from autopar.mesh import Layout, LogicalMesh
-from autopar.relayout import KINDS, LayoutSpace, all_layouts, permutation
+from autopar.relayout import KINDS, LayoutSpace, Move, all_layouts, permutation
 from autopar.spmd import perform
 from tests.layouts import assert_holds, device_mesh, held_by_devices
 
@@ -160,3 +161,32 @@ def test_two_partial_axes_are_reduced_by_one_collective_where_the_cluster_prices
     space = space_of((8, 8), (2, 2), cluster=PRESETS["dgx-a100"])
     (move,) = space.path(Layout(((), ()), ((0, "sum"), (1, "sum"))), Layout(((), ())))
     assert (move.kind, move.axes) == ("all-reduce", (0, 1))
+
+
+def test_what_is_scattered_or_gathered_behind_other_dimensions_pays_for_a_transposed_copy():
+    cpu = PRESETS["cpu"]
+    device = dataclasses.replace(cpu.device, transpose_s_per_byte=1e-3)
+    dear = dataclasses.replace(cpu, device=device)
+    whole, summed = Layout(((), ())), Layout(((), ()), ((0, "sum"),))
+    first, second = Layout(((0,), ())), Layout(((), (0,)))
+    networks = [space_of((8, 16), (4,), cluster=cluster).network for cluster in (cpu, dear)]
+
+    def added_s(move, shape=(8, 16)):
+        before_s, after_s = (network.seconds(move, shape, 4) for network in networks)
+        return after_s - before_s
+
+    copy_s = 4 * 8 * 16 * 1e-3
+    assert added_s(Move("all-gather", (0,), first, whole, from_dim=0)) == 0.0
+    assert added_s(Move("reduce-scatter", (0,), summed, first, to_dim=0, monoid="sum")) == 0.0
+    assert added_s(Move("all-gather", (0,), second, whole, from_dim=1)) == pytest.approx(copy_s)
+    scattered = Move("reduce-scatter", (0,), summed, second, to_dim=1, monoid="sum")
+    assert added_s(scattered) == pytest.approx(copy_s)
+    assert added_s(scattered, (1, 16)) == 0.0  # a dimension of length 1 stands before: nothing is in another order
+
+
+def test_a_dear_transposed_copy_is_gone_around_by_sending_each_device_its_part():
+    cpu = PRESETS["cpu"]
+    device = dataclasses.replace(cpu.device, transpose_s_per_byte=2e-9)
+    space = space_of((256, 1024), (8,), cluster=dataclasses.replace(cpu, device=device))
+    path = space.path(Layout(((), ()), ((0, "sum"),)), Layout(((), (0,))))
+    assert [(move.kind, move.to_dim) for move in path] == [("reduce-scatter", 0), ("all-to-all", 1)]

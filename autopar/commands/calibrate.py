@@ -246,6 +246,7 @@ def _table(found: Calibrated, samples: Sequence[Sample]) -> Table:
         row(f"products, {dtype}", f"{peak / 1e9:,.1f} GFLOP/s, half lengths {half}", f"product {dtype}")
     row("pointwise equations", f"{device.memory_bytes_per_s / 1e9:.2f} GB/s written", "pointwise")
     row("operands in another order", f"{device.reorder_s_per_byte * 1e9:.2f} ns a byte", "reordered")
+    row("transposed copies", f"{device.transpose_s_per_byte * 1e9:.2f} ns a byte", "transposed")
     row("random bits", f"{device.random_s_per_byte * 1e9:.2f} ns a byte", "random")
     table.add_row("launch of an operation", f"{device.launch_s * 1e6:.1f} us")
     row("calls", f"{cluster.call_s * 1e6:.0f} us + {cluster.call_s_per_array * 1e6:.1f} us an array", "dispatch")

@@ -42,6 +42,7 @@ TRUE = Device(
     launch_s=2e-6,
     reorder_s_per_byte=0.7e-9,
     random_s_per_byte=3e-9,
+    transpose_s_per_byte=2e-9,
 )
 PER_KIND = {
     "all-reduce": (20e-6, 10e-6, 0.4e-9, 0.05e-9),
@@ -65,6 +66,8 @@ def true_seconds(case: Case) -> float:
             scores_s = matrix_product_s(TRUE, positions, positions, width, **wide)
             mixtures_s = matrix_product_s(TRUE, positions, width, positions, **wide)
             return REPEATS * (scores_s + mixtures_s + 0.7e-9 * 3 * 4 * math.prod(case.sizes))
+        case "transposed":
+            return REPEATS * 2e-9 * 4 * math.prod(case.sizes)
         case "random":
             return REPEATS * (2e-6 + case.sizes[0] / 5e9 + 3e-9 * case.sizes[0])
         case "pointwise":
@@ -93,6 +96,7 @@ def test_the_fit_finds_the_device_that_made_the_measurements(found):
     assert device.launch_s == pytest.approx(2e-6, rel=1e-6)
     assert device.reorder_s_per_byte == pytest.approx(0.7e-9, rel=1e-2)
     assert device.random_s_per_byte == pytest.approx(3e-9, rel=1e-6)
+    assert device.transpose_s_per_byte == pytest.approx(2e-9, rel=1e-6)
     assert (found.cluster.call_s, found.cluster.call_s_per_array) == pytest.approx((50e-6, 4e-6))
     assert max(found.errors.values()) < 1e-3
 
@@ -123,6 +127,7 @@ def test_a_slowed_cluster_computes_longer_and_communicates_as_before(found):
     assert slow.operation_s == found.cluster.operation_s * 1.5
     assert slow.device.reorder_s_per_byte == found.cluster.device.reorder_s_per_byte * 1.5
     assert slow.device.random_s_per_byte == found.cluster.device.random_s_per_byte * 1.5
+    assert slow.device.transpose_s_per_byte == found.cluster.device.transpose_s_per_byte * 1.5
     assert slow.mesh_costs((8,)).seconds("all-reduce", 1e6, (0,)) == found.cluster.mesh_costs((8,)).seconds(
         "all-reduce", 1e6, (0,)
     )
@@ -207,7 +212,7 @@ print(faults(), faults())
     assert second < 100 < first, run.stderr
 
 
-@pytest.mark.parametrize("kind", ["product", "reordered", "random"])
+@pytest.mark.parametrize("kind", ["product", "reordered", "transposed", "random"])
 def test_what_is_measured_is_measured(kind):
     """One case of a kind on two devices takes some time, and no more than all of it."""
     case = next(case for case in cases_for("cpu", 2) if case.kind == kind)
