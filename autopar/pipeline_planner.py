@@ -145,11 +145,13 @@ def _shared(request: PlanRequest, schedule: Schedule) -> PlanRequest:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SearchedPipeline:
-    """What the search found; `one_stage_s`: what one stage on all devices would take by the sum of its layers."""
+    """What the search found. By the sum of layers: `one_stage_s`, of one stage on all devices; `by_layers_s`, a microbatch's
+    seconds in each stage."""
 
     plan: PipelinePlan
     staged: Staged
     one_stage_s: float
+    by_layers_s: tuple[float, ...]
 
 
 @spared_collector()
@@ -178,7 +180,7 @@ def search_pipeline(
     rows = {timetable_of(one): one for one in found.compared} | {t: as_planned(one[0]) for t, one in plans.items()}
     compared = tuple(rows[t] for t in sorted(rows)) if len(rows) > 1 else ()
     plan = dataclasses.replace(plan, planning_s=time.perf_counter() - started, compared=compared)
-    return SearchedPipeline(plan, staged, found.one_stage_s)
+    return SearchedPipeline(plan, staged, found.one_stage_s, tuple(stage.stage_s for stage in found.choice.stages))
 
 
 def _with_recomputation(traced: TracedStep, wanted: StageRequest, request: PlanRequest, recompute: Recompute) -> Staged:

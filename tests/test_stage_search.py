@@ -15,6 +15,7 @@ from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.layer_costs import machine_shape
 from autopar.options import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
+from autopar.pipeline_planner import PipelineWishes, search_pipeline
 from autopar.planner import PlanRequest, plan_step
 from autopar.split_scans import split_scans
 from autopar.stage_search import ROOM, search_stages
@@ -290,3 +291,14 @@ def test_transfers_take_what_the_cluster_says_of_meshes_of_their_size():
     for transfer in plan.transfers:
         assert transfer.predicted_s == plan.transfer_s(transfer, machine)
         assert transfer.predicted_s == machine.transfer_s(transfer.bytes, meshes=2, devices=2)
+
+
+def test_the_sum_of_its_layers_is_near_what_a_stage_takes_as_a_whole():
+    weights, x = arguments(2048, batch=512)  # compute counts more than latencies
+    signature = CallSignature(step, (1,), (), "auto")
+    request = PlanRequest((), two_nodes(), None, Constraints(), PlannerOptions())
+    traced = trace(signature, bind_arguments(signature, (weights, x), {}))
+    found = search_pipeline(traced, PipelineWishes(1), request, devices=4)
+    assert found is not None
+    for by_layers_s, stage in zip(found.by_layers_s, found.staged.stages, strict=True):
+        assert by_layers_s == pytest.approx(stage.forward_s + stage.backward_s, rel=0.02)
