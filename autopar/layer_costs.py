@@ -1,8 +1,8 @@
 """What ranges of layers cost on submeshes, under several numbers of microbatches.
 
 In: a step, cut into numbers of microbatches as they are asked for, and the machine. Out: a `CostTable` for the dynamic program.
-The forward chain is clustered into layers (`layers.py`); every distinct layer is planned like a stage of its own, and a range of
-layers costs the sum of its layers. Planned at first are the submeshes of one node under one number of microbatches, and more when
+The forward chain is clustered into layers (`layers.py`), which are planned (`planned_layers.py`), and a range of layers costs the
+sum of its layers. Planned at first are the submeshes of one node under one number of microbatches, and more when
 asked (`plan_more`). Of what is not planned there is a figure all the same: a larger submesh costs what perfect division of a
 smaller one gives, another number of microbatches what `timetables.py` carries over. What can go wrong: a figure that is no
 bound; whoever chooses by one has it planned and chooses again.
@@ -10,57 +10,27 @@ bound; whoever chooses by one has it planned and chooses again.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from autopar.chain_cuts import boundaries
-from autopar.cost_model.hardware import Cluster
-from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
-from autopar.layers import cluster, identical
+from autopar.errors import ArgumentError, UnsupportedProgramError
+from autopar.layers import cluster
 from autopar.memory import TEMPORARIES_MARGIN
-from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
-from autopar.options import Constraints
-from autopar.planner import PlanRequest, logical_meshes
-from autopar.program import Program
-from autopar.side_work import side_by_side
+from autopar.planned_layers import LayerFigures, PlannedLayers
+from autopar.planner import PlanRequest
 from autopar.stage_memory import split_in_flight
-from autopar.stage_problem import ChosenStage, CostTable
-from autopar.stage_program import StageProgram, stage_program
-from autopar.stages import ForwardEquation, cut_stages, forward_chain
-from autopar.staging import StagedStage, measured_stage
+from autopar.stage_problem import CostTable
+from autopar.stages import ForwardEquation, forward_chain
 from autopar.submeshes import Submesh
 from autopar.timetables import latency_share, seconds_at
 
-LAYER_AXES = 2
-"""Layers, and so stages, are planned on logical meshes of up to so many axes."""
-SAME_MESHES = 1.1
-"""Where many layers are alike, the others are planned on the meshes that are best for those, or this near to it: a stage has one
-mesh for all its layers."""
 LAYER_COUNTS = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
 """Numbers of layers into which a step may be clustered: the one whose cuts send the least, the most layers among equals."""
-
-
-def machine_shape(machine: Cluster, devices: int) -> tuple[int, int]:
-    """(nodes, devices per node) that so many devices of a machine take."""
-    per_node = machine.devices_per_node
-    if per_node is None or devices <= per_node or devices % per_node:
-        return (1, devices)
-    return (devices // per_node, per_node)
-
-
-def layer_meshes(devices: int, machine: Cluster) -> tuple[LogicalMesh, ...]:
-    """The meshes on which layers are planned: up to `LAYER_AXES` axes, where nodes are several the last within a node."""
-    if devices == 1:
-        return (LogicalMesh.of((1,)),)
-    nodes, per_node = machine_shape(machine, devices)
-    meshes = (mesh for mesh in logical_meshes(devices) if len(mesh.shape) <= LAYER_AXES)
-    return tuple(mesh for mesh in meshes if nodes == 1 or len(mesh.shape) == 1 or per_node % mesh.shape[-1] == 0)
 
 
 def _clustered(chain: tuple[ForwardEquation, ...]) -> tuple[int, ...]:
@@ -74,62 +44,6 @@ def _clustered(chain: tuple[ForwardEquation, ...]) -> tuple[int, ...]:
             if sent < least:
                 best, least = places, sent
     return best
-
-
-@dataclasses.dataclass(frozen=True)
-class _LayerFigures:
-    """What a layer costs on some devices: seconds per microbatch, of the update per step, and bytes as in `StageMemory`."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    once_s: float = 0.0
-    kept_bytes: float = 0.0
-    passing_bytes: float = 0.0
-    residual_bytes: float = 0.0
-    received_bytes: float = 0.0
-    late_residual_bytes: float = 0.0
-    cotangent_bytes: float = 0.0
-
-    @classmethod
-    def of(cls, stage: StagedStage) -> _LayerFigures:
-        """Of a layer planned as a stage."""
-        memory = stage.memory
-        return cls(
-            stage.forward_s,
-            stage.backward_s,
-            stage.once_s,
-            memory.kept_bytes + memory.accumulator_bytes / TEMPORARIES_MARGIN,
-            memory.passing_bytes,
-            memory.residual_bytes,
-            memory.received_bytes,
-            memory.late_residual_bytes,
-            memory.cotangent_bytes,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _PlannedLayer:
-    """What is known of a layer on some devices: its figures, the best mesh and its time, and the least time on each mesh."""
-
-    figures: _LayerFigures
-    mesh: LogicalMesh
-    step_s: float
-    times: Mapping[tuple[int, ...], float | None]
-
-    @classmethod
-    def of(cls, stage: StagedStage) -> _PlannedLayer:
-        """Of a layer planned as a stage."""
-        times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in stage.plan.candidates}
-        return cls(_LayerFigures.of(stage), stage.assignment.mesh, stage.plan.step_s, times)
-
-
-def _lengths(program: Program) -> frozenset[int]:
-    """The lengths of all dimensions of a program's values."""
-    found: set[int] = set()
-    for eqn in program.equations:
-        found.update(length for v in (*eqn.invars, *eqn.outvars) for length in v.aval.shape)
-        found.update(*(_lengths(region) for region in eqn.regions))
-    return frozenset(found) - {0}
 
 
 def _ranges(values: Sequence[float]) -> np.ndarray:
@@ -146,93 +60,6 @@ def _largest(values: Sequence[float]) -> np.ndarray:
     return largest
 
 
-class _Layers:
-    """Layers of the step in one number of microbatches, planned on demand; equal ones once."""
-
-    def __init__(self, loop: TimeLoop, places: tuple[int, ...], request: PlanRequest) -> None:
-        self.loop, self.places = loop, places
-        self._cut = cut_stages(loop, places)
-        self._first = identical(loop, places)
-        rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
-        self._request = dataclasses.replace(request, constraints=Constraints(rules), memory_limit_bytes=None)
-        self._programs: dict[int, StageProgram] = {}
-        self._lengths: dict[int, frozenset[int]] = {}
-        self._planned: dict[tuple[int, int], _PlannedLayer | None] = {}
-        (self._common, count), *_ = collections.Counter(self._first).most_common(1)
-        self._is_usual = 3 * count > len(self._first)
-
-    def __len__(self) -> int:
-        return len(self._first)
-
-    def meshes(self, stage: ChosenStage) -> tuple[LogicalMesh, ...]:
-        """The logical meshes that the layers of a stage were planned on, the most frequent first."""
-        devices = math.prod(stage.submesh)
-        planned = (self._layer(layer, devices) for layer in range(stage.first_layer, stage.end_layer))
-        count = collections.Counter(one.mesh for one in planned if one is not None)
-        return tuple(mesh for mesh, _ in count.most_common())
-
-    def figures(self, layer: int, devices: int) -> _LayerFigures | None:
-        """What a layer costs on so many devices, None if there is no plan."""
-        planned = self._layer(layer, devices)
-        return None if planned is None else planned.figures
-
-    def plan(self, sizes: Collection[int]) -> None:
-        """Plan all layers on so many devices each, side by side: first the layer that repeats, whose meshes the others take."""
-        kinds = dict.fromkeys(self._first)
-        first = [self._common] if self._is_usual else []
-        for layers in (first, [layer for layer in kinds if layer not in first]):
-            keys = dict.fromkeys((n, self._useful(n, size)) for size in sorted(sizes, reverse=True) for n in layers)
-            new = [key for key in keys if key not in self._planned]
-            for number, _ in new:
-                self._program(number)
-            jobs = [functools.partial(self._plan, key) for key in new]
-            found = side_by_side(jobs, processes=self._request.processes)
-            self._planned.update(zip(new, found, strict=True))
-
-    def _layer(self, layer: int, devices: int) -> _PlannedLayer | None:
-        number = self._first[layer]
-        key = (number, self._useful(number, devices))
-        if key not in self._planned:
-            self._planned[key] = self._plan(key)
-        return self._planned[key]
-
-    def _plan(self, key: tuple[int, int]) -> _PlannedLayer | None:
-        request = dataclasses.replace(self._request, meshes=self._meshes_for(*key))
-        try:
-            return _PlannedLayer.of(measured_stage(self._program(key[0]), request))
-        except OutOfMemoryError:
-            return None
-
-    def _program(self, layer: int) -> StageProgram:
-        if layer not in self._programs:
-            self._programs[layer] = stage_program(self._cut, layer)
-        return self._programs[layer]
-
-    def _useful(self, layer: int, devices: int) -> int:
-        """How many of the devices a layer can use: without the prime factors that divide no dimension of its values."""
-        if layer not in self._lengths:
-            self._lengths[layer] = _lengths(self._program(layer).step.program)
-        rest, prime = devices, 2
-        while rest > 1:
-            if rest % prime:
-                prime += 1
-                continue
-            rest //= prime
-            if all(length % prime for length in self._lengths[layer]):
-                devices //= prime
-        return devices
-
-    def _meshes_for(self, layer: int, devices: int) -> tuple[LogicalMesh, ...]:
-        """The meshes to plan a layer on: all, unless more than a third of the layers are of another kind."""
-        meshes = layer_meshes(devices, self._request.cluster)
-        usual = self._layer(self._common, devices) if layer != self._common and self._is_usual else None
-        if usual is None or usual.mesh.size != devices:
-            return meshes
-        near = usual.step_s * SAME_MESHES
-        good = {shape for shape, seconds in usual.times.items() if seconds is not None and seconds <= near}
-        return tuple(mesh for mesh in meshes if mesh.shape in good or mesh == usual.mesh)
-
-
 class LayerCosts:
     """Costs of layers on submeshes under numbers of microbatches: of what has been planned, and estimates from it of the rest.
 
@@ -246,7 +73,7 @@ class LayerCosts:
         loop = loop_of(count)
         self._chain = forward_chain(loop)
         self._places = boundaries(self._chain) or _clustered(self._chain)
-        self._layers = {count: _Layers(loop, self._places, request)}
+        self._layers = {count: PlannedLayers(loop, self._places, request)}
         self._devices = max(map(math.prod, options))
         per_node = request.cluster.devices_per_node or math.inf
         self._sizes = {count: {size for size in map(math.prod, options) if size <= per_node}}
@@ -258,7 +85,7 @@ class LayerCosts:
         """Numbers of microbatches under which something has been planned."""
         return frozenset(self._layers)
 
-    def of(self, count: int) -> _Layers:
+    def of(self, count: int) -> PlannedLayers:
         """The layers under a number of microbatches that has been planned."""
         return self._layers[count]
 
@@ -286,7 +113,7 @@ class LayerCosts:
             return False
         if len(forward_chain(loop)) != len(self._chain):
             return False
-        self._layers[count] = _Layers(loop, self._places, self._request)
+        self._layers[count] = PlannedLayers(loop, self._places, self._request)
         return True
 
     def table(self, count: int, options: Sequence[Submesh], *, recompute: bool, split: bool = False) -> CostTable:
@@ -313,7 +140,7 @@ class LayerCosts:
             devices = math.prod(submesh)
             figures = [self._figures(count, layer, devices) for layer in range(layers)]
             can = (_ranges([float(f is None) for f in figures]) == 0) & later
-            known = [f or _LayerFigures() for f in figures]
+            known = [f or LayerFigures() for f in figures]
             forward, backward, once, kept, residual, late, cotangents = (
                 _ranges([getattr(f, name) for f in known])
                 for name in (
@@ -350,7 +177,7 @@ class LayerCosts:
         each_s = [2 * self._request.cluster.transfer_s(size, meshes=meshes, devices=devices) for size in sent]
         return np.where(np.array(sent) > 0, each_s, 0.0)
 
-    def _figures(self, count: int, layer: int, devices: int) -> _LayerFigures | None:
+    def _figures(self, count: int, layer: int, devices: int) -> LayerFigures | None:
         """What a layer costs on so many devices under so many microbatches, None if there is no plan.
 
         Where only other numbers of microbatches are planned: carried over from them. Where no number is: the least that it can
@@ -371,7 +198,7 @@ class LayerCosts:
             for size, figures in each.items()
             if figures is not None
         ]
-        return _LayerFigures(*(max(one) for one in zip(*divided, strict=True))) if divided else _LayerFigures()
+        return LayerFigures(*(max(one) for one in zip(*divided, strict=True))) if divided else LayerFigures()
 
     def _share(self, layer: int) -> np.ndarray | float:
         """What part of a layer's forward and backward is latency, from submeshes planned under several counts."""
@@ -385,11 +212,11 @@ class LayerCosts:
         return np.asarray(np.mean(shares, axis=0)) if shares else 0.0
 
 
-def _task_seconds(figures: _LayerFigures) -> np.ndarray:
+def _task_seconds(figures: LayerFigures) -> np.ndarray:
     return np.array([figures.forward_s, figures.backward_s])
 
 
-def _carried(planned: Mapping[int, _LayerFigures], count: int, *, share: np.ndarray | float) -> _LayerFigures:
+def _carried(planned: Mapping[int, LayerFigures], count: int, *, share: np.ndarray | float) -> LayerFigures:
     """Figures under another number of microbatches: seconds by their latency, what a microbatch keeps by its size."""
     nearest = min(planned, key=lambda m: abs(math.log(m / count)))
     near, smaller = planned[nearest], nearest / count

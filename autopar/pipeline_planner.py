@@ -15,7 +15,6 @@ from typing import cast
 from autopar.collector import spared_collector
 from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
 from autopar.following import Following, homes_of
-from autopar.layer_costs import machine_shape
 from autopar.merged_scans import merged
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import microbatch_counts
@@ -41,6 +40,7 @@ from autopar.staging import (
     split_devices,
     transfer_bytes,
 )
+from autopar.submeshes import machine_shape
 from autopar.timetables import Open, Recompute, Timetable, counts_around, timetables, usual_microbatches
 from autopar.trace import TracedStep
 from autopar.whereabouts import takes_gradients

@@ -22,7 +22,6 @@ from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
 from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
 from autopar.following import Following
-from autopar.layer_costs import machine_shape
 from autopar.layer_recompute import recomputed_step
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import in_microbatches, microbatch_counts
@@ -41,6 +40,7 @@ from autopar.plan import Plan
 from autopar.planner import PlanRequest, logical_meshes, restore
 from autopar.spmd import Assignment
 from autopar.staging import Staged
+from autopar.submeshes import machine_shape
 from autopar.timetables import Recompute
 from autopar.trace import CallSignature, TracedStep
 from autopar.whereabouts import takes_gradients

@@ -16,13 +16,13 @@ from typing import TypeAlias
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op import choose_stages
-from autopar.layer_costs import LayerCosts, machine_shape
+from autopar.layer_costs import LayerCosts
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
 from autopar.plan import Alternative
 from autopar.planner import PlanRequest
 from autopar.stage_problem import Manual, StageChoice, StageProblem
-from autopar.submeshes import Submesh, submeshes
+from autopar.submeshes import Submesh, machine_shape, submeshes
 from autopar.timetables import WORTH, Timetable
 
 TOLERANCE = 1e-3

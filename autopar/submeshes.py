@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from autopar.cost_model.hardware import Cluster
+
 Submesh: TypeAlias = tuple[int, int]
 """(nodes, devices per node)."""
 
@@ -50,3 +52,11 @@ def place(choice: Sequence[Submesh], nodes: int, devices_per_node: int) -> tuple
 def tiles(choice: Sequence[Submesh], nodes: int, devices_per_node: int) -> bool:
     """Whether submeshes together fill the cluster, none straddling a node; see `place` for why equal sums are enough."""
     return place(choice, nodes, devices_per_node) is not None
+
+
+def machine_shape(machine: Cluster, devices: int) -> tuple[int, int]:
+    """(nodes, devices per node) that so many devices of a machine take."""
+    per_node = machine.devices_per_node
+    if per_node is None or devices <= per_node or devices % per_node:
+        return (1, devices)
+    return (devices // per_node, per_node)

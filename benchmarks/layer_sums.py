@@ -1,9 +1,9 @@
 """How far the sum of a stage's layers is from the stage planned as a whole, for stages that the search chose.
 
 In: models, a machine of several nodes. The search over stages prices a range of layers by the sum of its layers, each planned
-like a stage of its own; what two layers would save or lose at the layout in which one hands a value to the next is left out. Out: for
-each chosen stage its seconds per microbatch by that sum over those of its plan, and the largest difference. What can go wrong: a
-model that one mesh holds best has no stages; its row says so.
+like a stage of its own; what two layers would save or lose at the layout in which one hands a value to the next is left out.
+Out: for each chosen stage its seconds per microbatch by that sum over those of its plan, and the largest difference. What can go
+wrong: a model that one mesh holds best has no stages; its row says so.
 
     python benchmarks/layer_sums.py [--models gpt moe t5 llama] [--cluster p3.16xlarge] [--devices 16]
 """

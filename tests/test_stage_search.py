@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import layer_costs, staging
+from autopar import planned_layers, staging
 from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.layer_costs import machine_shape
 from autopar.options import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.pipeline_planner import PipelineWishes, search_pipeline
@@ -20,6 +19,7 @@ from autopar.planner import PlanRequest, plan_step
 from autopar.split_scans import split_scans
 from autopar.stage_search import ROOM, search_stages
 from autopar.staging import loops, time_loop
+from autopar.submeshes import machine_shape
 from autopar.timetables import WORTH, Timetable
 from autopar.trace import CallSignature, bind_arguments, trace
 from tests.oracles import assert_same_as_jit
@@ -155,7 +155,7 @@ def test_a_submesh_of_several_nodes_is_planned_only_where_it_may_pay(monkeypatch
         sizes.extend(mesh.size for mesh in request.meshes)
         return staging.measured_stage(program, request)
 
-    monkeypatch.setattr(layer_costs, "measured_stage", counted)
+    monkeypatch.setattr(planned_layers, "measured_stage", counted)
     assert searched(64, 4, two_nodes(), num_stages=2).sizes == (2, 2)
     assert set(sizes) == {1, 2}
 
@@ -168,7 +168,7 @@ def test_devices_that_no_dimension_can_use_are_not_planned_for(monkeypatch):
         sizes.extend(mesh.size for mesh in request.meshes)
         return staging.measured_stage(program, request)
 
-    monkeypatch.setattr(layer_costs, "measured_stage", counted)
+    monkeypatch.setattr(planned_layers, "measured_stage", counted)
     found = searched(64, 6, preset("cpu"))
     assert {1, 2} <= set(sizes)
     assert all(size % 3 for size in sizes)
@@ -199,8 +199,8 @@ def test_a_layer_that_repeats_decides_on_which_meshes_the_others_are_planned(mon
         shapes.setdefault(program.stage, []).append({mesh.shape for mesh in request.meshes if mesh.size == 4})
         return staging.measured_stage(program, request)
 
-    monkeypatch.setattr(layer_costs, "measured_stage", counted)
-    monkeypatch.setattr(layer_costs, "SAME_MESHES", 0.5)
+    monkeypatch.setattr(planned_layers, "measured_stage", counted)
+    monkeypatch.setattr(planned_layers, "SAME_MESHES", 0.5)
     weights, x = arguments(64, layers=8, batch=4096)
     signature = CallSignature(step, (1,), (), "auto")
     traced = trace(signature, bind_arguments(signature, (weights, x), {}))
@@ -244,7 +244,7 @@ def test_other_numbers_of_microbatches_are_planned_on_few_submeshes(monkeypatch)
         planned.append((program.cut.loop.plan.microbatches, request.meshes[0].size))
         return staging.measured_stage(program, request)
 
-    monkeypatch.setattr(layer_costs, "measured_stage", counted)
+    monkeypatch.setattr(planned_layers, "measured_stage", counted)
     searched(64, 4, two_nodes(), timetables=timetables_of((4, 1, 2, 8)), num_stages=2)
     sizes = {m: {size for count, size in planned if count == m} for m, _ in planned}
     assert sizes[4] == {1, 2}

@@ -1,0 +1,188 @@
+"""The layers of a step in one number of microbatches, each planned like a stage of its own.
+
+In: a step cut in time, where its layers begin, the machine. Out: `PlannedLayers`: what each layer takes and keeps on so many
+devices, and the mesh that is best for it. Equal layers are planned once, side by side on several cores, those of devices that
+divide none of a layer's dimensions not at all. What can go wrong: a layer that fits no memory by itself; it has no figures.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Mapping
+
+from autopar.cost_model.hardware import Cluster
+from autopar.errors import OutOfMemoryError
+from autopar.layers import identical
+from autopar.memory import TEMPORARIES_MARGIN
+from autopar.mesh import LogicalMesh
+from autopar.microbatch import TimeLoop
+from autopar.options import Constraints
+from autopar.planner import PlanRequest, logical_meshes
+from autopar.program import Program
+from autopar.side_work import side_by_side
+from autopar.stage_problem import ChosenStage
+from autopar.stage_program import StageProgram, stage_program
+from autopar.stages import cut_stages
+from autopar.staging import StagedStage, measured_stage
+from autopar.submeshes import machine_shape
+
+LAYER_AXES = 2
+"""Layers, and so stages, are planned on logical meshes of up to so many axes."""
+SAME_MESHES = 1.1
+"""Where many layers are alike, the others are planned on the meshes that are best for those, or this near to it: a stage has one
+mesh for all its layers."""
+
+
+def layer_meshes(devices: int, machine: Cluster) -> tuple[LogicalMesh, ...]:
+    """The meshes on which layers are planned: up to `LAYER_AXES` axes, where nodes are several the last within a node."""
+    if devices == 1:
+        return (LogicalMesh.of((1,)),)
+    nodes, per_node = machine_shape(machine, devices)
+    meshes = (mesh for mesh in logical_meshes(devices) if len(mesh.shape) <= LAYER_AXES)
+    return tuple(mesh for mesh in meshes if nodes == 1 or len(mesh.shape) == 1 or per_node % mesh.shape[-1] == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerFigures:
+    """What a layer costs on some devices: seconds per microbatch, of the update per step, and bytes as in `StageMemory`."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    once_s: float = 0.0
+    kept_bytes: float = 0.0
+    passing_bytes: float = 0.0
+    residual_bytes: float = 0.0
+    received_bytes: float = 0.0
+    late_residual_bytes: float = 0.0
+    cotangent_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, stage: StagedStage) -> LayerFigures:
+        """Of a layer planned as a stage."""
+        memory = stage.memory
+        return cls(
+            stage.forward_s,
+            stage.backward_s,
+            stage.once_s,
+            memory.kept_bytes + memory.accumulator_bytes / TEMPORARIES_MARGIN,
+            memory.passing_bytes,
+            memory.residual_bytes,
+            memory.received_bytes,
+            memory.late_residual_bytes,
+            memory.cotangent_bytes,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _PlannedLayer:
+    """What is known of a layer on some devices: its figures, the best mesh and its time, and the least time on each mesh."""
+
+    figures: LayerFigures
+    mesh: LogicalMesh
+    step_s: float
+    times: Mapping[tuple[int, ...], float | None]
+
+    @classmethod
+    def of(cls, stage: StagedStage) -> _PlannedLayer:
+        """Of a layer planned as a stage."""
+        times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in stage.plan.candidates}
+        return cls(LayerFigures.of(stage), stage.assignment.mesh, stage.plan.step_s, times)
+
+
+def _lengths(program: Program) -> frozenset[int]:
+    """The lengths of all dimensions of a program's values."""
+    found: set[int] = set()
+    for eqn in program.equations:
+        found.update(length for v in (*eqn.invars, *eqn.outvars) for length in v.aval.shape)
+        found.update(*(_lengths(region) for region in eqn.regions))
+    return frozenset(found) - {0}
+
+
+class PlannedLayers:
+    """Layers of the step in one number of microbatches, planned on demand; equal ones once."""
+
+    def __init__(self, loop: TimeLoop, places: tuple[int, ...], request: PlanRequest) -> None:
+        self.loop, self.places = loop, places
+        self._cut = cut_stages(loop, places)
+        self._first = identical(loop, places)
+        rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
+        self._request = dataclasses.replace(request, constraints=Constraints(rules), memory_limit_bytes=None)
+        self._programs: dict[int, StageProgram] = {}
+        self._lengths: dict[int, frozenset[int]] = {}
+        self._planned: dict[tuple[int, int], _PlannedLayer | None] = {}
+        (self._common, count), *_ = collections.Counter(self._first).most_common(1)
+        self._is_usual = 3 * count > len(self._first)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def meshes(self, stage: ChosenStage) -> tuple[LogicalMesh, ...]:
+        """The logical meshes that the layers of a stage were planned on, the most frequent first."""
+        devices = math.prod(stage.submesh)
+        planned = (self._layer(layer, devices) for layer in range(stage.first_layer, stage.end_layer))
+        count = collections.Counter(one.mesh for one in planned if one is not None)
+        return tuple(mesh for mesh, _ in count.most_common())
+
+    def figures(self, layer: int, devices: int) -> LayerFigures | None:
+        """What a layer costs on so many devices, None if there is no plan."""
+        planned = self._layer(layer, devices)
+        return None if planned is None else planned.figures
+
+    def plan(self, sizes: Collection[int]) -> None:
+        """Plan all layers on so many devices each, side by side: first the layer that repeats, whose meshes the others take."""
+        kinds = dict.fromkeys(self._first)
+        first = [self._common] if self._is_usual else []
+        for layers in (first, [layer for layer in kinds if layer not in first]):
+            keys = dict.fromkeys((n, self._useful(n, size)) for size in sorted(sizes, reverse=True) for n in layers)
+            new = [key for key in keys if key not in self._planned]
+            for number, _ in new:
+                self._program(number)
+            jobs = [functools.partial(self._plan, key) for key in new]
+            found = side_by_side(jobs, processes=self._request.processes)
+            self._planned.update(zip(new, found, strict=True))
+
+    def _layer(self, layer: int, devices: int) -> _PlannedLayer | None:
+        number = self._first[layer]
+        key = (number, self._useful(number, devices))
+        if key not in self._planned:
+            self._planned[key] = self._plan(key)
+        return self._planned[key]
+
+    def _plan(self, key: tuple[int, int]) -> _PlannedLayer | None:
+        request = dataclasses.replace(self._request, meshes=self._meshes_for(*key))
+        try:
+            return _PlannedLayer.of(measured_stage(self._program(key[0]), request))
+        except OutOfMemoryError:
+            return None
+
+    def _program(self, layer: int) -> StageProgram:
+        if layer not in self._programs:
+            self._programs[layer] = stage_program(self._cut, layer)
+        return self._programs[layer]
+
+    def _useful(self, layer: int, devices: int) -> int:
+        """How many of the devices a layer can use: without the prime factors that divide no dimension of its values."""
+        if layer not in self._lengths:
+            self._lengths[layer] = _lengths(self._program(layer).step.program)
+        rest, prime = devices, 2
+        while rest > 1:
+            if rest % prime:
+                prime += 1
+                continue
+            rest //= prime
+            if all(length % prime for length in self._lengths[layer]):
+                devices //= prime
+        return devices
+
+    def _meshes_for(self, layer: int, devices: int) -> tuple[LogicalMesh, ...]:
+        """The meshes to plan a layer on: all, unless more than a third of the layers are of another kind."""
+        meshes = layer_meshes(devices, self._request.cluster)
+        usual = self._layer(self._common, devices) if layer != self._common and self._is_usual else None
+        if usual is None or usual.mesh.size != devices:
+            return meshes
+        near = usual.step_s * SAME_MESHES
+        good = {shape for shape, seconds in usual.times.items() if seconds is not None and seconds <= near}
+        return tuple(mesh for mesh in meshes if mesh.shape in good or mesh == usual.mesh)
