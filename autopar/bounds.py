@@ -24,9 +24,6 @@ import numpy as np
 
 Edges = Mapping[tuple[int, int], np.ndarray]
 
-STALLED = 0.02
-"""The ascent ends where eight sweeps close less than this part of what is left between bound and best value."""
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bounded:
@@ -59,8 +56,8 @@ def bound_problem(
     start: Mapping[int, int] | None = None,
     cutoff: float = np.inf,
 ) -> Bounded:
-    """Run up to `sweeps` forward-backward sweeps, fewer if bound and best value meet within `gap` (relative), the bound
-    reaches `cutoff`, or hardly rises any more (`STALLED`)."""
+    """Run up to `sweeps` forward-backward sweeps, fewer if bound and best value meet within `gap` (relative) or the bound
+    reaches `cutoff`."""
     return _Ascent(costs, edges).run(sweeps, gap, start, cutoff)
 
 
@@ -94,8 +91,7 @@ class _Ascent:
             if value < upper:
                 upper, best = value, trial
             before, lower = lower, self._lower()
-            stalled = lower - before <= max(1e-7 * abs(upper), STALLED * (upper - lower))
-            if lower >= cutoff or upper - lower <= gap * abs(upper) or stalled:
+            if lower >= cutoff or upper - lower <= gap * abs(upper) or lower - before <= 1e-7 * abs(upper):
                 break
         best = improved(best, self.original, self.original_edges)
         upper = self.value(best)
@@ -131,20 +127,21 @@ class _Ascent:
             for u, m in behind[v]:
                 total += m[:, choice[u]]
             for _, m in self.ahead[v] if forward else self.behind[v]:
-                total += m.min(axis=1)
+                total += np.minimum.reduce(m, axis=1)
             choice[v] = int(np.argmin(total))
         return choice
 
     def _lower(self) -> float:
-        total = sum(float(c.min()) for c in self.cost.values())
-        return total + sum(float(m.min()) for m in self.matrix.values())
+        total = sum(float(np.minimum.reduce(c)) for c in self.cost.values())
+        return total + sum(float(np.minimum.reduce(m, axis=None)) for m in self.matrix.values())
 
     def _rises(self) -> dict[int, np.ndarray]:
         rises = {}
         for v in self.order:
             rise = self.cost[v] - self.cost[v].min()
             for _, m in (*self.ahead[v], *self.behind[v]):
-                rise = rise + m.min(axis=1) - m.min()
+                least = np.minimum.reduce(m, axis=1)
+                rise = rise + least - np.minimum.reduce(least)
             rises[v] = rise
         return rises
 
