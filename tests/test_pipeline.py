@@ -3,6 +3,7 @@
 import _thread
 import gc
 import logging
+import signal
 import threading
 
 import jax
@@ -283,6 +284,14 @@ def is_interrupted():
     raise KeyboardInterrupt
 
 
+@pytest.fixture
+def ctrl_c_interrupts():
+    """As at a terminal; shells start programs in the background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("happens", "error", "words"),
     [
@@ -291,6 +300,7 @@ def is_interrupted():
         (_thread.interrupt_main, KeyboardInterrupt, None),
     ],
 )
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_a_stage_that_fails_in_the_middle_stops_the_step_leaves_nothing_and_the_step_runs_again(
     trained, monkeypatch, happens, error, words
 ):
