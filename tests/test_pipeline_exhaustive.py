@@ -1,0 +1,95 @@
+"""One small step in every pipeline there is: stages x microbatches x schedules x layouts, unrolled and scanned; and a Wide-ResNet.
+
+The step has what is hard to cut: tied weights at both ends, a masked mean, clipping by the norm of all gradients, AdamW, a metric
+that is summed and one per example. A Wide-ResNet normalises over its batch and runs in one microbatch.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from autopar.models.registry import build
+from tests.oracles import assert_same_as_jit
+from tests.test_pipeline_slow import LAYOUTS, SCHEDULES, in_stages
+
+LAYERS, EXAMPLES, WIDTH, RATE = 8, 16, 8, 1e-2
+
+
+def tied_step(*, scanned):
+    """(step, state, batch): a shared matrix before and after eight layers."""
+    draw = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(draw.normal(size=shape) / WIDTH**0.5, jnp.float32)
+
+    stacked = {"w": normal(LAYERS, WIDTH, WIDTH), "b": normal(LAYERS, WIDTH)}
+    each = [{name: leaf[i] for name, leaf in stacked.items()} for i in range(LAYERS)]
+    params = {"shared": normal(WIDTH, WIDTH), "layers": stacked if scanned else each}
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(RATE))
+
+    def layer(x, p):
+        return x + jnp.tanh(x @ p["w"] + p["b"])
+
+    def loss_of(params, batch):
+        x = batch["x"] @ params["shared"]
+        if scanned:
+            x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params["layers"])
+        else:
+            for p in params["layers"]:
+                x = layer(x, p)
+        errors = jnp.sum((x @ params["shared"].T - batch["y"]) ** 2, axis=-1)
+        return jnp.sum(errors * batch["mask"]) / jnp.sum(batch["mask"]), errors
+
+    def step(state, batch):
+        (loss, errors), gradients = jax.value_and_grad(loss_of, has_aux=True)(state["params"], batch)
+        updates, moments = optimizer.update(gradients, state["moments"], state["params"])
+        state = {"params": optax.apply_updates(state["params"], updates), "moments": moments}
+        return state, {"loss": loss, "errors": errors, "masked": jnp.sum(batch["mask"])}
+
+    state = {"params": params, "moments": optimizer.init(params)}
+    mask = jnp.asarray(np.arange(EXAMPLES) % 3 > 0, jnp.float32)
+    return step, state, {"x": normal(EXAMPLES, WIDTH), "y": normal(EXAMPLES, WIDTH), "mask": mask}
+
+
+def is_possible(stages, microbatches, schedule, layout):
+    """Whether interleaving has microbatches to take turns with, and data parallelism an example for each device."""
+    if schedule == "interleaved" and (microbatches % stages or layout == "mixed"):
+        return False
+    return layout != "data parallel" or EXAMPLES // microbatches % (8 // stages) == 0
+
+
+def every_setting():
+    """All that is possible; where meshes are mixed there are three stages, once."""
+    return [
+        pytest.param(stages, m, schedule, virtual, layout, id=f"{stages}-{m}-{schedule}-{layout}")
+        for stages, m, (schedule, virtual), layout in itertools.product((2, 4), (1, 4, 8), SCHEDULES, LAYOUTS)
+        if is_possible(stages, m, schedule, layout) and (layout != "mixed" or stages == 2)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*of the forward work is one operation")
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(("stages", "microbatches", "schedule", "virtual", "layout"), every_setting())
+def test_a_small_step_in_every_pipeline_computes_what_jit_computes(
+    stages, microbatches, schedule, virtual, layout, scanned
+):
+    step, state, batch = tied_step(scanned=scanned)
+    parallel = in_stages(step, stages, microbatches, schedule=schedule, virtual_stages=virtual, layout=layout)
+    assert_same_as_jit(step, parallel, state, batch, adam_lr=RATE)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*of the forward work is one operation")
+@pytest.mark.parametrize("layout", ["one device", "data parallel", "mixed"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_wide_resnet_in_stages_computes_what_jit_computes(stages, schedule, layout):
+    model = build("wide_resnet", batch=16, sgd=True)
+    step, state, batch = model.train_step, model.create_state(jax.random.key(0)), next(model.data(0))
+    parallel = in_stages(step, stages, 1, schedule=schedule, layout=layout)
+    assert_same_as_jit(step, parallel, state, batch)
