@@ -1,4 +1,4 @@
-"""One small step in every pipeline there is, stages x microbatches x schedules x layouts, unrolled and scanned; a Wide-ResNet in some.
+"""One small step in every pipeline there is: stages, microbatches, schedules, layouts, unrolled and scanned; and a Wide-ResNet.
 
 The step has what is hard to cut: tied weights at both ends, a masked mean, clipping by the norm of all gradients, AdamW, a metric
 that is summed and one per example. A Wide-ResNet normalises over its batch and runs in one microbatch.

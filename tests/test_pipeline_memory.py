@@ -85,7 +85,7 @@ def test_a_stage_keeps_what_its_plan_says_under_every_schedule(name, meshes, chu
         assert_kept_as_predicted(plan, staged, slack=0.06 if name == "gpt" else 0.2)
 
 
-@pytest.mark.parametrize("name", ["perceptron", "gpt"])
+@pytest.mark.parametrize("name", ["perceptron", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_the_predicted_peak_is_what_the_compiled_tasks_need_on_top_of_what_is_there(name):
     """XLA's own account of every task, in the order of the instructions."""
     model = (step, *arguments(32, layers=8, batch=4096)) if name == "perceptron" else gpt()
