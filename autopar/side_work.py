@@ -34,13 +34,23 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def side_by_side(jobs: Sequence[Callable[[], T]], *, processes: int, patience_s: float = PATIENCE_S) -> list[T]:
-    """The results of all jobs, by up to so many processes. Raises the error of the first job that raises one."""
+def side_by_side(
+    jobs: Sequence[Callable[[], T]],
+    *,
+    processes: int,
+    weights: Sequence[float] | None = None,
+    patience_s: float = PATIENCE_S,
+) -> list[T]:
+    """The results of all jobs, by up to so many processes. Raises the error of the first job that raises one.
+
+    `weights`: about how much work each is; several processes take the largest first.
+    """
     if min(processes, len(jobs)) <= 1 or not hasattr(os, "fork"):
         return [job() for job in jobs]
     done: dict[int, T] = {}
     failed: dict[int, Exception] = {}
-    with _queue(len(jobs)) as queue, contextlib.ExitStack() as ended:
+    order = sorted(range(len(jobs)), key=lambda number: 0 if weights is None else -weights[number])
+    with _queue(order) as queue, contextlib.ExitStack() as ended:
         started = time.monotonic()
         forks = [ended.enter_context(_forked(jobs, queue)) for _ in range(min(processes, len(jobs)) - 1)]
         for number in _taken(queue):
@@ -59,11 +69,11 @@ def side_by_side(jobs: Sequence[Callable[[], T]], *, processes: int, patience_s:
 
 
 @contextlib.contextmanager
-def _queue(count: int) -> Iterator[int]:
+def _queue(order: Sequence[int]) -> Iterator[int]:
     """A pipe that holds the numbers of all jobs; a read of one token by whichever process gets it takes that job."""
     reader, writer = os.pipe()
     try:
-        os.write(writer, b"".join(number.to_bytes(_TOKEN_BYTES, "little") for number in range(count)))
+        os.write(writer, b"".join(number.to_bytes(_TOKEN_BYTES, "little") for number in order))
         os.close(writer)
         yield reader
     finally:

@@ -10,6 +10,7 @@ activation freed early; so the chosen stages are planned again as wholes, and th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -21,7 +22,8 @@ from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
 from autopar.plan import Alternative
 from autopar.planner import PlanRequest
-from autopar.stage_problem import Manual, StageChoice, StageProblem
+from autopar.side_work import side_by_side
+from autopar.stage_problem import CostTable, Manual, StageChoice, StageProblem
 from autopar.submeshes import Submesh, machine_shape, submeshes
 from autopar.timetables import WORTH, Timetable
 
@@ -69,7 +71,7 @@ def search_stages(
     shape = machine_shape(request.cluster, devices)
     costs = LayerCosts(loop_of, timetables[0].microbatches, request, submeshes(*shape))
     limit = math.inf if request.memory_limit_bytes is None else ROOM * request.memory_limit_bytes
-    search = _Search(costs, tuple(timetables), shape, limit, num_stages, tuple(recompute))
+    search = _Search(costs, tuple(timetables), shape, limit, num_stages, tuple(recompute), request.processes)
     return search.run()
 
 
@@ -88,15 +90,20 @@ class _Search:
         limit: float,
         num_stages: int | None,
         recompute: tuple[bool, ...],
+        processes: int,
     ) -> None:
         self._costs, self._limit, self._num_stages = costs, limit, num_stages
         self._shape, self._options = shape, submeshes(*shape)
-        self._timetables, self._recompute = timetables, recompute
+        self._timetables, self._recompute, self._processes = timetables, recompute, processes
 
     def run(self) -> Found:
         """The best stages over all timetables."""
         while True:
-            solved = {way: self._solve(way, self._num_stages) for way in self._ways()}
+            ways = self._ways()
+            for way in ways:
+                self._table(way)  # which plans layers, and keeps what it has planned
+            jobs = [functools.partial(self._solve, way, self._num_stages) for way in ways]
+            solved = dict(zip(ways, side_by_side(jobs, processes=self._processes), strict=True))
             choices = {way: found for way, found in solved.items() if isinstance(found, StageChoice)}
             if not choices:
                 if self._costs.plan_more(self._timetables[0].microbatches, self._options):
@@ -116,12 +123,15 @@ class _Search:
             for again in self._recompute
         ]
 
-    def _solve(self, way: _Way, num_stages: int | None) -> StageChoice | OutOfMemoryError | ArgumentError:
+    def _table(self, way: _Way) -> CostTable:
         timetable, again = way
+        is_split = timetable.schedule == "zb-h1"
+        return self._costs.table(timetable.microbatches, self._options, recompute=again, split=is_split)
+
+    def _solve(self, way: _Way, num_stages: int | None) -> StageChoice | OutOfMemoryError | ArgumentError:
+        timetable, _ = way
         problem = StageProblem(
-            self._costs.table(
-                timetable.microbatches, self._options, recompute=again, split=timetable.schedule == "zb-h1"
-            ),
+            self._table(way),
             self._options,
             self._shape,
             timetable.microbatches,

@@ -181,7 +181,9 @@ def _planned_first(wishes: Sequence[_Wish], kinds: Sequence[int], *, processes: 
         return kept[stage].plan
 
     numbers = list(leaders.values())
-    plans = side_by_side([functools.partial(plan, stage) for stage in numbers], processes=processes)
+    weights = [len(wishes[n].program.step.inputs) * wishes[n].request.meshes[0].size for n in numbers]
+    jobs = [functools.partial(plan, stage) for stage in numbers]
+    plans = side_by_side(jobs, processes=processes, weights=weights)
     return {n: kept.get(n) or _as_planned(wishes[n], found) for n, found in zip(numbers, plans, strict=True)}
 
 

@@ -32,6 +32,18 @@ def test_several_processes_work_at_the_same_time():
     assert time.monotonic() - started < 1.2
 
 
+def test_several_processes_take_the_largest_jobs_first_and_results_keep_their_order():
+    started = time.monotonic()
+
+    def job(number):
+        time.sleep(0.05)
+        return number, time.monotonic() - started
+
+    found = side_by_side([lambda n=n: job(n) for n in range(6)], processes=2, weights=[1, 2, 3, 4, 5, 6])
+    assert [number for number, _ in found] == [0, 1, 2, 3, 4, 5]
+    assert found[5][1] < found[0][1]
+
+
 def test_the_first_job_that_fails_is_the_one_whose_error_is_raised():
     def fail(number):
         time.sleep(0.05 * (4 - number))
