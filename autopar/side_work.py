@@ -29,11 +29,6 @@ _WARNED_OF = (("os.fork", RuntimeWarning), (".*multi-threaded", DeprecationWarni
 """What JAX and Python say where a process with threads forks."""
 
 
-def available_cores() -> int:
-    """The processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def side_by_side(
     jobs: Sequence[Callable[[], T]],
     *,

@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.catalogue import PlannerOptions
+from autopar.cost_model.cores import available_cores
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import AutoparError
 from autopar.models import registry
 from autopar.options import Constraints
 from autopar.pipeline_planner import PipelineWishes, search_pipeline
 from autopar.planner import PlanRequest
-from autopar.side_work import available_cores
 from autopar.trace import CallSignature, bind_arguments, trace
 
 SIZES: Mapping[str, Mapping[str, int]] = {

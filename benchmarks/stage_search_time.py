@@ -28,13 +28,13 @@ from rich.table import Table
 
 from autopar import pipeline_planner
 from autopar.catalogue import PlannerOptions
+from autopar.cost_model.cores import available_cores
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import OutOfMemoryError
 from autopar.models import registry
 from autopar.options import Constraints
 from autopar.pipeline_planner import PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.planner import PlanRequest
-from autopar.side_work import available_cores
 from autopar.trace import CallSignature, bind_arguments, trace
 
 SIZES = {"seq": 1024, "vocab": 51200, "dropout": 0.0}

@@ -19,7 +19,6 @@ import ctypes
 import dataclasses
 import functools
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +30,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from autopar.cost_model.cores import available_cores
 
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
 Kind = Literal["product", "reordered", "transposed", "random", "pointwise", "operation", "dispatch"] | Collective
@@ -174,8 +175,7 @@ def step_clock(devices: Sequence[jax.Device]) -> Callable[[], float]:
 
 def cores_of(devices: Sequence[jax.Device]) -> int:
     """How many cores virtual CPU devices can keep busy: those that this process may use, at most one for each device."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(usable, len(devices))
+    return min(available_cores(), len(devices))
 
 
 def undisturbed_s(times_s: Sequence[float]) -> float:

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 import autopar
 from autopar.commands import values
 from autopar.commands.checks import check_folder, check_readable, check_simulate
+from autopar.cost_model.cores import available_cores
 from autopar.errors import ArgumentError
-from autopar.side_work import available_cores
 
 _WITH_MODEL = ("plan", "train")
 _MODEL_HELP = (
