@@ -140,6 +140,11 @@ class Catalogue:
             return (Layout.replicated(len(aval.shape)),)
         return tuple(la for la in self.spaces.of(aval, ()).layouts if is_ascending(la))
 
+    def joined(self, aval: Any) -> tuple[Layout, ...]:
+        """All layouts in which branches may hand over a result, those of terms of a sum too: a gradient stays in terms."""
+        monoids = () if is_opaque(aval) or aval.dtype == bool else ("sum",)
+        return tuple(la for la in self.spaces.of(aval, monoids).layouts if is_ascending(la))
+
     def choices(
         self, eqn: Equation, rule: FactorRule, carried: frozenset[str], *, traffic: Traffic | None = None
     ) -> StrategySet:

@@ -280,9 +280,8 @@ class _Builder:
         self._same_examples(eqn.regions[0].outvars, eqn.outvars)
         joins = []
         for place, var in enumerate(eqn.outvars):
-            layouts = self.catalogue.plain(var.aval)
-            join = self._add_input(layouts, f"cond output {place}", None)
-            self.monoids[var] = frozenset()
+            join = self._add_input(self.catalogue.joined(var.aval), f"cond output {place}", None)
+            self.monoids[var] = frozenset() if is_opaque(var.aval) or var.aval.dtype == bool else frozenset({"sum"})
             for outs in results:
                 self._use(outs[place], join, 0, var.aval, trips)
             joins.append(join)

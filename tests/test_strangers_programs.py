@@ -257,7 +257,7 @@ def eight_bit_weights_a_low_rank_update_and_nothing():
     return step, state, {"x": noise(16, 8), "y": noise(16, 3)}
 
 
-@program(cut=False)
+@program()
 def another_branch_each_step():
     def step(state, batch):
         t, params = state["t"], {"w": state["w"], "v": state["v"]}
