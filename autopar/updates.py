@@ -144,7 +144,9 @@ class Updates:
                     self.homes[v] = self.stage_of[eqn]
         for number, v in enumerate(self.loop.program.outvars):
             source = self.loop.traced.state_of_output[number]
-            if source is not None and v in self._maker and self._maker[v] in self.stage_of:
+            if source is None or isinstance(v, JaxLiteral):  # a flag of the state that the step only ever sets
+                continue
+            if v in self._maker and self._maker[v] in self.stage_of:
                 self.homes.setdefault(self.loop.program.invars[source], self.stage_of[self._maker[v]])
         for v in self.loop.program.invars:
             self.homes.setdefault(v, 0)
