@@ -89,6 +89,11 @@ def source_line(eqn: Any) -> str:
     return str(source_info_util.summarize(eqn.source_info))
 
 
+def unknown_source() -> Any:
+    """Where an operation comes from that no line of the user's asked for."""
+    return private_source_info.new_source_info()
+
+
 def attributed_to(eqn: Any, *, mark: str = "") -> Any:
     """A context in which traced operations carry an equation's source line and scopes, and inside these a mark."""
     info = eqn.source_info

@@ -131,9 +131,7 @@ def program_of(closed: Any) -> tuple[Program, tuple[Any, ...]]:
     builder.constants.extend(zip(constvars, constants, strict=True))
     outs = builder.inline(jaxpr, constvars, fresh)
     held = [v for v, _ in builder.constants]
-    program = _with_fan_outs(
-        _without_dead_code(Program((*fresh, *held), tuple(builder.equations), tuple(outs))), nested=False
-    )
+    program = _with_fan_outs(_without_dead_code(Program((*fresh, *held), tuple(builder.equations), tuple(outs))))
     return program, tuple(value for _, value in builder.constants)
 
 
@@ -291,8 +289,9 @@ def _without_dead_code(program: Program) -> Program:
     return Program(program.invars, tuple(reversed(kept)), program.outvars)
 
 
-def _with_fan_outs(program: Program, *, nested: bool) -> Program:
-    """Insert `fan_out` equations; see the module's text for where."""
+def _with_fan_outs(program: Program, *, around: Equation | None = None) -> Program:
+    """Insert `fan_out` equations; see the module's text for where. `around`: the loop that a nested program is of."""
+    nested = around is not None
     uses = Counter(v for eqn in program.equations for v in set(_variables(eqn.invars)))
     uses.update(_variables(program.outvars))
     renamed: dict[Var, Var] = {}
@@ -305,12 +304,13 @@ def _with_fan_outs(program: Program, *, nested: bool) -> Program:
     def now(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
 
-    info = program.equations[0].source_info if program.equations else None
+    first = program.equations[0] if program.equations else around  # a branch may hand on what it is given
+    info = compat.unknown_source() if first is None else first.source_info
     for var in program.invars:
         if nested or uses[var] > 1:
             spread(var, info)
     for eqn in program.equations:
-        regions = tuple(_with_fan_outs(region, nested=True) for region in eqn.regions)
+        regions = tuple(_with_fan_outs(region, around=eqn) for region in eqn.regions)
         equations.append(dataclasses.replace(eqn, invars=tuple(now(v) for v in eqn.invars), regions=regions))
         for var in eqn.outvars:
             if uses[var] > 1:
