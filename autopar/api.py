@@ -189,7 +189,8 @@ def parallelize(
     its state goes in as it is; microbatches and schedule are the follower's own.
     num_microbatches: into how many parts the batch is cut, one after the other, with the same results; "auto" takes the
     fastest number: in stages of several around four per stage, on one mesh of those that the memory asks for.
-    num_stages: on how many meshes the step runs as a pipeline; "auto" is one, or one per shape if mesh_shape is a list of shapes.
+    num_stages: on how many meshes the step runs as a pipeline; "auto" searches where that may be faster than one mesh or is the
+    way to fit the memory; with a mesh_shape it is one, or one per shape of a list.
     schedule: "gpipe", "1f1b", "interleaved", "zb-h1" or "inference"; virtual_stages: stages per mesh, for "interleaved"; "auto"
     compares 1f1b, zb-h1 and interleaved with 2 and 4 virtual stages. `plan.compared` holds what was compared.
     recompute: "layer" does forward work again in the backward pass, with the same results: of a stage, so that a microbatch in

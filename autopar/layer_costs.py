@@ -2,8 +2,8 @@
 
 In: a step, cut into numbers of microbatches as they are asked for, and the machine. Out: a `CostTable` for the dynamic program.
 The forward chain is clustered into layers (`layers.py`), which are planned (`planned_layers.py`), and a range of layers costs the
-sum of its layers. Planned at first are the submeshes of one node under one number of microbatches, and more when
-asked (`plan_more`). Of what is not planned there is a figure all the same: a larger submesh costs what perfect division of a
+sum of its layers. Planned at first are the submeshes of one node, or the smallest, under one number of microbatches, and more
+when asked (`plan_more`). Of what is not planned there is a figure all the same: a larger submesh costs what perfect division of a
 smaller one gives, another number of microbatches what `timetables.py` carries over. What can go wrong: a figure that is no
 bound; whoever chooses by one has it planned and chooses again.
 """
@@ -63,11 +63,18 @@ def _largest(values: Sequence[float]) -> np.ndarray:
 class LayerCosts:
     """Costs of layers on submeshes under numbers of microbatches: of what has been planned, and estimates from it of the rest.
 
-    `impossible`: numbers of microbatches in which the step cannot be cut, or not into the same layers.
+    `impossible`: numbers of microbatches in which the step cannot be cut, or not into the same layers. `smallest_first`: begin
+    with the smallest submesh; where a search may end early, all that is not planned is time saved.
     """
 
     def __init__(
-        self, loop_of: Callable[[int], TimeLoop], count: int, request: PlanRequest, options: Sequence[Submesh]
+        self,
+        loop_of: Callable[[int], TimeLoop],
+        count: int,
+        request: PlanRequest,
+        options: Sequence[Submesh],
+        *,
+        smallest_first: bool = False,
     ) -> None:
         self._loop_of, self._request = loop_of, request
         loop = loop_of(count)
@@ -75,8 +82,9 @@ class LayerCosts:
         self._places = boundaries(self._chain) or _clustered(self._chain)
         self._layers = {count: PlannedLayers(loop, self._places, request)}
         self._devices = max(map(math.prod, options))
-        per_node = request.cluster.devices_per_node or math.inf
-        self._sizes = {count: {size for size in map(math.prod, options) if size <= per_node}}
+        sizes, per_node = {*map(math.prod, options)}, request.cluster.devices_per_node or math.inf
+        at_first = {min(sizes)} if smallest_first else {size for size in sizes if size <= per_node}
+        self._sizes = {count: at_first}
         self._tables: dict[tuple[int, bool, bool], CostTable] = {}
         self.impossible: set[int] = set()
 

@@ -29,7 +29,7 @@ from autopar.runtime.simulate import Simulation, simulate_schedule
 from autopar.split_scans import split_scans
 from autopar.stacks import every_layer
 from autopar.stage_problem import ScheduleName
-from autopar.stage_search import search_stages
+from autopar.stage_search import NotFaster, search_stages
 from autopar.staging import (
     Staged,
     StagedStage,
@@ -153,20 +153,36 @@ class SearchedPipeline:
     one_stage_s: float
     by_layers_s: tuple[float, ...]
 
+    def as_compared(self) -> tuple[Alternative, ...]:
+        """All that was compared, the plan itself if nothing else was."""
+        return self.plan.compared or (as_planned(self.plan),)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneStage:
+    """What the search found if one stage is best; `compared`: what several would take, where they had to beat one."""
+
+    compared: tuple[Alternative, ...] = ()
+
 
 @spared_collector()
 def search_pipeline(
-    traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int
-) -> SearchedPipeline | None:
-    """The best pipeline with as many stages as pay; None if one stage is best. Raises what `plan_pipeline` raises."""
+    traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int, beat_s: float | None = None
+) -> SearchedPipeline | OneStage:
+    """The best pipeline with as many stages as pay. Raises what `plan_pipeline` raises.
+
+    `beat_s`: seconds of the step on one mesh; the search ends where several stages do not promise to take less.
+    """
     started = time.perf_counter()
     tables = wishes.timetables(traced, max(2, machine_shape(request.cluster, devices)[0]))
     split = split_scans(traced, every_layer(traced))
     loop_of = loops(split, tables[0].microbatches)
     again = {"auto": (False, True), "none": (False,), "layer": (True,)}[wishes.recompute]
-    found = search_stages(loop_of, request, devices=devices, timetables=tables, recompute=again)
+    found = search_stages(loop_of, request, devices=devices, timetables=tables, recompute=again, beat_s=beat_s)
+    if isinstance(found, NotFaster):
+        return OneStage(found.compared)
     if len(found.sizes) == 1:
-        return None
+        return OneStage()
     schedule = _schedule(found.timetable, len(found.sizes) // found.timetable.virtual_stages)
     split, loop, cuts = merged(split, found.loop, found.cuts)
     wanted = StageRequest(

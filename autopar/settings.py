@@ -20,33 +20,25 @@ from autopar.arguments import Count, Leader
 from autopar.catalogue import PlannerOptions
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
-from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
+from autopar.errors import ArgumentError
 from autopar.following import Following
 from autopar.layer_recompute import recomputed_step
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import in_microbatches, microbatch_counts
-from autopar.one_mesh import plan_on_one_mesh, state_is_too_large
+from autopar.one_mesh import OneMeshStep, plan_on_one_mesh
+from autopar.one_or_stages import one_or_stages
 from autopar.options import Constraints, Rule
 from autopar.pipeline import CompiledPipeline, compile_pipeline
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
-from autopar.pipeline_planner import (
-    PipelineWishes,
-    SearchedPipeline,
-    restore_pipeline,
-    search_pipeline,
-)
+from autopar.pipeline_planner import PipelineWishes, restore_pipeline
 from autopar.pipeline_search import best_pipeline
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, logical_meshes, restore
 from autopar.spmd import Assignment
 from autopar.staging import Staged
-from autopar.submeshes import machine_shape
 from autopar.timetables import Recompute
 from autopar.trace import CallSignature, TracedStep
 from autopar.whereabouts import takes_gradients
-
-SURELY_SLOWER = 1.3
-"""One stage over several nodes is not planned if the sum of its layers exceeds the best stages by this factor."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -192,34 +184,11 @@ class Settings:
         return is_open and self._count() > 1 and max(microbatch_counts(traced)) > 1
 
     def _best_of(self, traced: TracedStep, wishes: PipelineWishes) -> Planned:
-        """One mesh, or stages: where one node holds the step, one mesh; else the faster of the two by prediction.
-
-        Across nodes the search prices one stage too, by the sum of its layers: if that is far slower, it is not planned.
-        """
-        request = self._request(self._one_mesh())
-        nodes, _ = machine_shape(request.cluster, self._count())
-        found = self._in_stages(traced, wishes, request) if nodes > 1 else None
-        if found is not None and found.one_stage_s > SURELY_SLOWER * found.plan.step_s:
-            return InStages(traced, found.plan, found.staged)
-        try:
-            one = self._on_one_mesh(traced, request)
-        except OutOfMemoryError:
-            if found is None and nodes == 1 and not state_is_too_large(traced, request, self._count()):
-                found = self._in_stages(traced, wishes, request)
-            if found is None:
-                raise
-            return InStages(traced, found.plan, found.staged)
-        is_faster = found is not None and found.plan.step_s < one.plan.step_s
-        return InStages(traced, found.plan, found.staged) if found is not None and is_faster else one
-
-    def _in_stages(self, traced: TracedStep, wishes: PipelineWishes, request: PlanRequest) -> SearchedPipeline | None:
-        """The best pipeline of several stages, None if there is none or one stage is better."""
-        if state_is_too_large(traced, request, self._count()):
-            return None
-        try:
-            return search_pipeline(traced, wishes, request, devices=self._count())
-        except (OutOfMemoryError, UnsupportedProgramError):
-            return None
+        """One mesh or stages, whichever is faster by prediction."""
+        best = one_or_stages(traced, wishes, self._request(self._one_mesh()), devices=self._count())
+        if isinstance(best, OneMeshStep):
+            return OnOneMesh(best.traced, best.plan, best.assignment)
+        return InStages(traced, best.plan, best.staged)
 
     def _stages(self) -> int:
         """The number of meshes: what was asked for, or one for each shape; one otherwise."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
@@ -55,6 +56,13 @@ class Found:
     compared: tuple[Alternative, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class NotFaster:
+    """No stages promise to be faster than what they had to beat; `compared`: the least that each timetable would take."""
+
+    compared: tuple[Alternative, ...]
+
+
 def search_stages(
     loop_of: Callable[[int], TimeLoop],
     request: PlanRequest,
@@ -63,81 +71,79 @@ def search_stages(
     timetables: Sequence[Timetable],
     num_stages: int | None = None,
     recompute: Sequence[bool] = (False,),
-) -> Found:
+    beat_s: float | None = None,
+) -> Found | NotFaster:
     """The best stages in the best of these timetables, with or without recomputation. Raises OutOfMemoryError, ArgumentError.
 
-    `loop_of`: the step in so many microbatches. The search begins with the number of the first timetable.
+    `loop_of`: the step in so many microbatches. The search begins with the number of the first timetable. `beat_s`: seconds of
+    the step on one mesh, which several stages have to beat; `NotFaster` as soon as none promises to. One stage is then no
+    candidate, and `one_stage_s` is infinite.
     """
-    shape = machine_shape(request.cluster, devices)
-    costs = LayerCosts(loop_of, timetables[0].microbatches, request, submeshes(*shape))
+    shape, start = machine_shape(request.cluster, devices), timetables[0].microbatches
+    options = submeshes(*shape) if beat_s is None else submeshes(*shape)[:-1]
+    costs = LayerCosts(loop_of, start, request, options, smallest_first=beat_s is not None)
     limit = math.inf if request.memory_limit_bytes is None else ROOM * request.memory_limit_bytes
-    search = _Search(costs, tuple(timetables), shape, limit, num_stages, tuple(recompute), request.processes)
-    return search.run()
+    ways = tuple(itertools.product(timetables, recompute))
+    target_s = math.inf if beat_s is None else beat_s
+    return _Search(costs, ways, options, shape, limit, num_stages, target_s, request.processes).run()
 
 
 _Way: TypeAlias = tuple[Timetable, bool]
 """A timetable, and whether backward does forward's work again."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Search:
     """The loop of the search: solve every case, plan what looks best, until what looks best has been planned."""
 
-    def __init__(
-        self,
-        costs: LayerCosts,
-        timetables: tuple[Timetable, ...],
-        shape: Submesh,
-        limit: float,
-        num_stages: int | None,
-        recompute: tuple[bool, ...],
-        processes: int,
-    ) -> None:
-        self._costs, self._limit, self._num_stages = costs, limit, num_stages
-        self._shape, self._options = shape, submeshes(*shape)
-        self._timetables, self._recompute, self._processes = timetables, recompute, processes
+    costs: LayerCosts
+    all_ways: tuple[_Way, ...]
+    options: tuple[Submesh, ...]
+    shape: Submesh
+    limit_bytes: float
+    num_stages: int | None
+    beat_s: float
+    processes: int
 
-    def run(self) -> Found:
+    def run(self) -> Found | NotFaster:
         """The best stages over all timetables."""
         while True:
             ways = self._ways()
             for way in ways:
                 self._table(way)  # which plans layers, and keeps what it has planned
-            jobs = [functools.partial(self._solve, way, self._num_stages) for way in ways]
-            solved = dict(zip(ways, side_by_side(jobs, processes=self._processes), strict=True))
+            jobs = [functools.partial(self._solve, way, self.num_stages) for way in ways]
+            solved = dict(zip(ways, side_by_side(jobs, processes=self.processes), strict=True))
             choices = {way: found for way, found in solved.items() if isinstance(found, StageChoice)}
             if not choices:
-                if self._costs.plan_more(self._timetables[0].microbatches, self._options):
+                if self.costs.plan_more(self.all_ways[0][0].microbatches, self.options):
                     continue
                 errors = [error for error in solved.values() if not isinstance(error, StageChoice)]
                 raise max(errors, key=lambda error: isinstance(error, OutOfMemoryError))
             best = min(choices, key=lambda way: self._handicapped(way, choices[way]))
+            if choices[best].step_s >= self.beat_s:
+                return NotFaster(_compared(choices))
             sizes = [stage.submesh for stage in choices[best].stages]
-            if not self._costs.plan_more(best[0].microbatches, sizes) and not self._plan_neighbour(best, choices):
+            if not self.costs.plan_more(best[0].microbatches, sizes) and not self._plan_neighbour(best, choices):
                 return self._found(best, choices)
 
     def _ways(self) -> list[_Way]:
-        return [
-            (timetable, again)
-            for timetable in self._timetables
-            if timetable.microbatches not in self._costs.impossible
-            for again in self._recompute
-        ]
+        return [way for way in self.all_ways if way[0].microbatches not in self.costs.impossible]
 
     def _table(self, way: _Way) -> CostTable:
         timetable, again = way
         is_split = timetable.schedule == "zb-h1"
-        return self._costs.table(timetable.microbatches, self._options, recompute=again, split=is_split)
+        return self.costs.table(timetable.microbatches, self.options, recompute=again, split=is_split)
 
     def _solve(self, way: _Way, num_stages: int | None) -> StageChoice | OutOfMemoryError | ArgumentError:
         timetable, _ = way
         problem = StageProblem(
             self._table(way),
-            self._options,
-            self._shape,
+            self.options,
+            self.shape,
             timetable.microbatches,
             timetable.schedule,
             timetable.virtual_stages,
-            memory_bytes=self._limit,
+            memory_bytes=self.limit_bytes,
         )
         try:
             return choose_stages(problem, manual=Manual(num_stages=num_stages), tolerance=TOLERANCE)
@@ -146,7 +152,7 @@ class _Search:
 
     def _handicapped(self, way: _Way, choice: StageChoice) -> float:
         """The time of a step; where its number of microbatches has not been planned it must promise something."""
-        is_planned = way[0].microbatches in self._costs.counts
+        is_planned = way[0].microbatches in self.costs.counts
         return choice.step_s * (1.0 if is_planned else 1 + WORTH)
 
     def _plan_neighbour(self, best: _Way, choices: Mapping[_Way, StageChoice]) -> bool:
@@ -159,27 +165,15 @@ class _Search:
         place = numbers.index(count)
         for number in (*numbers[max(0, place - 1) : place], *numbers[place + 1 : place + 2]):
             way = min((way for way in choices if way[0].microbatches == number), key=lambda way: choices[way].step_s)
-            is_near = len(self._costs.counts) == 1 or choices[way].step_s < (1 + NEAR) * choices[best].step_s
-            if number not in self._costs.counts and is_near:
-                return self._costs.plan_more(number, [stage.submesh for stage in choices[way].stages])
+            is_near = len(self.costs.counts) == 1 or choices[way].step_s < (1 + NEAR) * choices[best].step_s
+            if number not in self.costs.counts and is_near:
+                return self.costs.plan_more(number, [stage.submesh for stage in choices[way].stages])
         return False
 
     def _found(self, best: _Way, choices: Mapping[_Way, StageChoice]) -> Found:
         timetable, again = best
-        choice, layers = choices[best], self._costs.of(timetable.microbatches)
-        alone = [self._solve(way, 1) for way in self._ways() if way[0].schedule == self._timetables[0].schedule]
-        compared = {
-            way[0]: Alternative(
-                len(found.stages),
-                way[0].microbatches,
-                way[0].schedule,
-                way[0].virtual_stages,
-                recompute=way[1],
-                step_s=None,
-                estimate_s=found.step_s,
-            )
-            for way, found in sorted(choices.items(), key=lambda item: -item[1].step_s)
-        }
+        choice, layers = choices[best], self.costs.of(timetable.microbatches)
+        alone = [self._solve(way, 1) for way in self._ways() if way[0].schedule == self.all_ways[0][0].schedule]
         return Found(
             tuple(layers.places[stage.first_layer - 1] for stage in choice.stages[1:]),
             tuple(math.prod(stage.submesh) for stage in choice.stages),
@@ -189,5 +183,22 @@ class _Search:
             again,
             layers.loop,
             min((one.step_s for one in alone if isinstance(one, StageChoice)), default=math.inf),
-            tuple(compared[t] for t in sorted(compared)),
+            _compared(choices),
         )
+
+
+def _compared(choices: Mapping[_Way, StageChoice]) -> tuple[Alternative, ...]:
+    """Every timetable with what its best stages would take, with or without recomputation."""
+    best = {
+        way[0]: Alternative(
+            len(found.stages),
+            way[0].microbatches,
+            way[0].schedule,
+            way[0].virtual_stages,
+            recompute=way[1],
+            step_s=None,
+            estimate_s=found.step_s,
+        )
+        for way, found in sorted(choices.items(), key=lambda item: -item[1].step_s)
+    }
+    return tuple(best[timetable] for timetable in sorted(best))

@@ -29,7 +29,7 @@ from autopar.cost_model.hardware import find_cluster
 from autopar.errors import AutoparError
 from autopar.models import registry
 from autopar.options import Constraints
-from autopar.pipeline_planner import PipelineWishes, search_pipeline
+from autopar.pipeline_planner import OneStage, PipelineWishes, search_pipeline
 from autopar.planner import PlanRequest
 from autopar.trace import CallSignature, bind_arguments, trace
 
@@ -52,7 +52,7 @@ def ratios(name: str, given: argparse.Namespace) -> Sequence[float]:
     signature = CallSignature(model.train_step, (1,), (), "auto")
     traced = trace(signature, bind_arguments(signature, (state, model.batch_shape()), {}))
     found = search_pipeline(traced, PipelineWishes(1, given.microbatches), request, devices=given.devices)
-    if found is None:
+    if isinstance(found, OneStage):
         return ()
     whole = [stage.forward_s + stage.backward_s for stage in found.staged.stages]
     return [by_layers / s for by_layers, s in zip(found.by_layers_s, whole, strict=True)]

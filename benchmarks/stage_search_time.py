@@ -33,7 +33,7 @@ from autopar.cost_model.hardware import find_cluster
 from autopar.errors import OutOfMemoryError
 from autopar.models import registry
 from autopar.options import Constraints
-from autopar.pipeline_planner import PipelineWishes, SearchedPipeline, search_pipeline
+from autopar.pipeline_planner import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.planner import PlanRequest
 from autopar.trace import CallSignature, bind_arguments, trace
 
@@ -84,11 +84,11 @@ def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
     signature = CallSignature(model.train_step, (1,), (), "auto")
     traced = trace(signature, bind_arguments(signature, (state, model.batch_shape()), {}))
     trace_s = time.process_time() - started
-    found: SearchedPipeline | None = None
+    found: SearchedPipeline | OneStage = OneStage()
     with Laps() as laps:
         try:
             found = search_pipeline(traced, PipelineWishes(1, given.microbatches), request, devices=given.devices)
-            outcome = "one stage" if found is None else _stages(found)
+            outcome = _stages(found) if isinstance(found, SearchedPipeline) else "one stage"
         except OutOfMemoryError as error:
             outcome = str(error).split("\n", 1)[0]
     return {
@@ -99,7 +99,7 @@ def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
         "stages_s": laps.seconds["_with_recomputation"],
         "total_s": time.process_time() - started,
         "wall_s": time.perf_counter() - wall,
-        "step_s": None if found is None else found.plan.step_s,
+        "step_s": found.plan.step_s if isinstance(found, SearchedPipeline) else None,
         "outcome": outcome,
     }
 

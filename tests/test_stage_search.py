@@ -14,7 +14,7 @@ from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.options import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
-from autopar.pipeline_planner import PipelineWishes, search_pipeline
+from autopar.pipeline_planner import PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.planner import PlanRequest, plan_step
 from autopar.split_scans import split_scans
 from autopar.stage_search import ROOM, search_stages
@@ -299,6 +299,6 @@ def test_the_sum_of_its_layers_is_near_what_a_stage_takes_as_a_whole():
     request = PlanRequest((), two_nodes(), None, Constraints(), PlannerOptions())
     traced = trace(signature, bind_arguments(signature, (weights, x), {}))
     found = search_pipeline(traced, PipelineWishes(1), request, devices=4)
-    assert found is not None
+    assert isinstance(found, SearchedPipeline)
     for by_layers_s, stage in zip(found.by_layers_s, found.staged.stages, strict=True):
         assert by_layers_s == pytest.approx(stage.forward_s + stage.backward_s, rel=0.02)

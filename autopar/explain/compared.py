@@ -45,10 +45,10 @@ def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:
     others = sorted((one for one in plan.compared if one is not chosen), key=_seconds)
     if chosen is None or not others:
         return
-    words = f"{_way_text(chosen)} is the fastest of {len(plan.compared)} ways compared"
+    words = f"{_way_text(chosen, plan)} is the fastest of {len(plan.compared)} ways compared"
     if math.isfinite(_seconds(others[0])):
         estimated = "" if others[0].step_s is not None else "an estimated "
-        yield f"{words}; next is {_way_text(others[0])}, {estimated}{_slower(others[0], plan)} slower"
+        yield f"{words}; next is {_way_text(others[0], plan)}, {estimated}{_slower(others[0], plan)} slower"
     else:
         yield f"{words}: nothing else fits the memory"
 
@@ -86,7 +86,8 @@ def _schedule_text(one: Alternative) -> str:
     return f"{one.schedule or '-'}{f' x {one.virtual_stages}' if one.virtual_stages > 1 else ''}"
 
 
-def _way_text(one: Alternative) -> str:
+def _way_text(one: Alternative, plan: Plan | PipelinePlan) -> str:
     noun = "microbatch" if one.num_microbatches == 1 else "microbatches"
     schedule = f" in schedule {_schedule_text(one)}" if one.schedule else ""
-    return f"{one.num_microbatches} {noun}{schedule}{' with recomputation' if one.recompute else ''}"
+    form = "" if bool(one.schedule) == isinstance(plan, PipelinePlan) else " in stages" if schedule else " on one mesh"
+    return f"{one.num_microbatches} {noun}{form}{schedule}{' with recomputation' if one.recompute else ''}"

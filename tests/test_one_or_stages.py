@@ -1,0 +1,86 @@
+"""Where stages are left open: one mesh on a node with fast links, stages where they save communication, whichever is faster."""
+
+import dataclasses
+
+import jax
+import pytest
+
+import autopar
+from autopar.cost_model.hardware import preset
+from autopar.explain import explain
+from autopar.one_or_stages import LEAST_GAIN, SEARCH_S_PER_EQUATION, STEPS, stages_may_pay
+from autopar.pipeline_plan import PipelinePlan, plan_from_json
+from autopar.plan import Plan
+from tests.oracles import assert_same_as_jit
+from tests.test_stage_search import arguments, step
+
+
+def node(bytes_per_s, devices=4):
+    """One node whose devices are joined by links of this speed."""
+    machine = preset("p3.16xlarge")
+    link = dataclasses.replace(machine.tiers[-1], devices=devices, bytes_per_s=bytes_per_s, latency_s=5e-6, ports=1)
+    return dataclasses.replace(machine, name="one node", tiers=(link,))
+
+
+def planned(machine, *, width=1024, batch=256, layers=4, **options):
+    weights, x = arguments(width, layers=layers, batch=batch)
+    return autopar.parallelize(step, devices=4, cluster=machine, **options).plan(weights, x)
+
+
+def test_on_a_node_with_slow_links_stages_are_found_and_compared_with_one_mesh():
+    plan = planned(node(1e9))
+    one = planned(node(1e9), num_stages=1)
+    assert isinstance(plan, PipelinePlan)
+    assert isinstance(one, Plan)
+    assert plan.step_s < one.step_s / 2
+    assert [way.step_s for way in plan.compared if way.num_stages == 1] == [pytest.approx(one.step_s)]
+    assert plan_from_json(plan.to_json()) == plan
+    assert f"is the fastest of {len(plan.compared)} ways compared" in explain(plan)
+
+
+def test_stages_by_hand_are_not_better_than_those_found_on_one_node():
+    best = planned(node(1e9), num_microbatches=8).step_s
+    for stages in (2, 4):
+        assert best <= 1.05 * planned(node(1e9), num_stages=stages, num_microbatches=8).step_s
+
+
+def test_on_a_node_with_fast_links_one_mesh_is_taken_and_no_stages_are_searched():
+    plan = planned(node(1e12), width=2048, batch=2048)
+    assert isinstance(plan, Plan)
+    assert plan.comm_s < LEAST_GAIN * plan.step_s  # so that nothing else can be gained
+    assert plan.compared == ()
+
+
+def test_where_stages_were_searched_and_are_slower_the_report_says_by_how_much():
+    plan = planned(node(16e9), width=4096, batch=512)
+    assert isinstance(plan, Plan)
+    stages = [way for way in plan.compared if way.num_stages > 1]
+    assert stages
+    assert all(way.step_s is not None or way.estimate_s is not None for way in stages)
+    text = explain(plan)
+    assert "1 microbatch is the fastest" in text
+    assert " in stages in schedule " in text
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_step_of_stages_found_on_one_node_computes_what_jit_computes():
+    weights, x = arguments(256, layers=4, batch=512)
+    parallel = autopar.parallelize(step, devices=jax.devices()[:4], cluster=node(1e7))
+    assert isinstance(parallel.plan(weights, x), PipelinePlan)
+    assert_same_as_jit(step, parallel, weights, x)
+
+
+def test_stages_are_searched_only_where_they_may_save_enough():
+    plan = planned(node(1e12), num_stages=1)
+
+    def may_pay(compute_s, comm_s, *, microbatches=64, equations=100, recompute=False):
+        case = dataclasses.replace(plan, compute_s=compute_s, comm_s=comm_s, recompute=recompute)
+        return stages_may_pay(case, microbatches, equations)
+
+    assert may_pay(0.7, 0.3)
+    assert not may_pay(0.95, 0.05), "little to save"
+    assert not may_pay(0.7, 0.3, microbatches=1), "a third of the work is bubble"
+    assert may_pay(0.95, 0.05, recompute=True), "stages may keep what one mesh has no room for"
+    wins_back = 0.3 * STEPS / SEARCH_S_PER_EQUATION
+    assert not may_pay(0.7, 0.3, equations=wins_back), "the bubble takes a little of the 0.3"
+    assert may_pay(0.7, 0.3, equations=0.9 * wins_back)
