@@ -31,6 +31,7 @@ from autopar.runtime.instructions import Free, Instruction, InstructionList, Rec
 from autopar.runtime.launch_order import Part
 from autopar.runtime.machine import MeshMachine
 from autopar.runtime.processes import wait_until_ready
+from autopar.runtime.thread_settings import settings_here, under
 from autopar.runtime.timeline import Span, Timeline
 
 Array = Any  # whatever the callables pass to each other: jax.Array, or a group of them
@@ -126,8 +127,8 @@ class Driver:
 
         `callables[task](arrays)` returns the arrays that the task writes, in order, and maybe a witness: one more small array
         of the same program. `transfer(array, value, source_mesh, target_mesh)` starts a copy and returns the array on the
-        target mesh; it is called in the source mesh's thread. Both are called from threads that do not see the caller's JAX
-        context managers, so tasks should be compiled. `synchronous` waits for each task before the next one of its mesh.
+        target mesh; it is called in the source mesh's thread. Both are called from threads that see those of JAX's context
+        managers around `run` that `thread_settings` names. `synchronous` waits for each task before the next one of its mesh.
 
         `part` is what this process does of a program that several run: inputs and outputs are those of its meshes, and
         `transfer` gets None in place of arrays that lie on none of them. `watch` is called now and then while threads work; it
@@ -209,8 +210,12 @@ class Driver:
             return self._drive(step, self._part.meshes[0])
         ended: SimpleQueue[list[Failure]] = SimpleQueue()
 
+        settings = settings_here()
+
         def target(mesh: int) -> None:
-            ended.put(self._drive(step, mesh))
+            with under(settings):
+                found_here = self._drive(step, mesh)
+            ended.put(found_here)
 
         threads = [
             threading.Thread(target=target, args=(mesh,), name=f"autopar mesh {mesh}", daemon=True)

@@ -71,13 +71,14 @@ def regression(model, inputs, outputs_shape, tx=None):
     return Problem(step, _created(train_state.TrainState, model, params, tx or optax.adam(1e-2)), batch)
 
 
+def widened(tree):
+    """The tree with float64 for float32; to be used where 64 bits are enabled."""
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if leaf.dtype == jnp.float32 else leaf, tree)
+
+
 def in_float64(problem):
-    """The same problem with float64 for float32; to be used where 64 bits are enabled."""
-
-    def wide(tree):
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float64) if leaf.dtype == jnp.float32 else leaf, tree)
-
-    return dataclasses.replace(problem, state=wide(problem.state), batch=wide(problem.batch))
+    """The same problem with float64 for float32."""
+    return dataclasses.replace(problem, state=widened(problem.state), batch=widened(problem.batch))
 
 
 def noise(*shape, seed=1):
