@@ -64,13 +64,20 @@ def parameter_count_of(name: str, **sizes: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def loss_and_gradients_of(objective: Any, params: Any, batch: Any, key: Any) -> Any:
-    """The loss of an objective in training and its gradients."""
+@functools.cache
+def compiled_loss_and_gradients(make_objective: Any, config: Any) -> Any:
+    """The compiled function of parameters, batch and key; a constant batch or key would be folded at great length."""
+    objective = make_objective(config)
 
-    def loss_of(params: Any) -> Any:
+    def loss_of(params: Any, batch: Any, key: Any) -> Any:
         return objective.loss(params, {}, batch, dropout_key=key)[0]
 
-    return quick_jit(jax.value_and_grad(loss_of))(params)
+    return quick_jit(jax.value_and_grad(loss_of))
+
+
+def loss_and_gradients_of(make_objective: Any, config: Any, params: Any, batch: Any, key: Any) -> Any:
+    """The loss of a config's objective in training and its gradients."""
+    return compiled_loss_and_gradients(make_objective, config)(params, batch, key)
 
 
 def check_close_to_scale(actual: Any, expected: Any) -> None:
@@ -90,7 +97,7 @@ def parameter_count() -> Callable[..., int]:
 
 @pytest.fixture(scope="session")
 def loss_and_gradients() -> Callable[..., Any]:
-    """Give loss and gradients of an objective."""
+    """Give loss and gradients of a config's objective."""
     return loss_and_gradients_of
 
 

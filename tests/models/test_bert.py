@@ -1,6 +1,7 @@
 """The masked-byte encoder: parameters counted, what the loss and the attention ignore, scanned equals written out."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,13 @@ def test_at_the_size_of_bert_base_there_are_as_many_parameters_as_published(para
     assert parameter_count("bert", **sizes) == 109_514_298
 
 
+@functools.cache
+def compiled_forward(config):
+    return jax.jit(lambda params, tokens, segments: Bert(config).apply({"params": params}, tokens, segments, None))
+
+
 def forward(config, params, batch):
-    return jax.jit(lambda: Bert(config).apply({"params": params}, batch["tokens"], batch["segments"], None))()
+    return compiled_forward(config)(params, batch["tokens"], batch["segments"])
 
 
 def test_the_loss_is_the_mean_over_the_masked_bytes_alone(small):
@@ -109,13 +115,13 @@ def test_tied_logits_share_the_input_table():
     assert tables == {True: [(288,), (288, 16)], False: [(16, 288), (288,), (288, 16)]}
 
 
-def test_the_shared_table_s_gradient_has_a_part_from_the_logits(loss_and_gradients):
+def test_the_shared_table_s_gradient_has_a_part_from_the_logits(loss_and_gradients, jit):
     """Bytes that no example reads get a gradient only through the logits."""
     gradients = {}
     for tied in (True, False):
         model = build("bert", **TINY, tied_embeddings=tied)
-        state, batch = model.create_state(jax.random.key(0)), next(model.data(0))
-        _, tree = loss_and_gradients(bert_objective(model.config), state.params, batch, jax.random.PRNGKey(0))
+        state, batch = jit(model.create_state)(jax.random.key(0)), next(model.data(0))
+        _, tree = loss_and_gradients(bert_objective, model.config, state.params, batch, jax.random.PRNGKey(0))
         unread = np.setdiff1d(np.arange(288), batch["tokens"])
         gradients[tied] = np.asarray(tree["embedding"]["tokens"]["embedding"])[unread]
     assert (gradients[True] != 0).any(axis=-1).all()
@@ -126,12 +132,12 @@ def test_variants_have_the_same_loss_and_gradients_with_dropout(small, loss_and_
     one = small("bert")
     config, params = one.model.config, one.first_state.params
     batch, key = next(one.model.data(0)), jax.random.PRNGKey(7)
-    expected_loss, expected = loss_and_gradients(bert_objective(config), params, batch, key)
+    expected_loss, expected = loss_and_gradients(bert_objective, config, params, batch, key)
     for variant in ({"remat": True}, {"scan_layers": True}):
         changed = stack_blocks if "scan_layers" in variant else lambda tree, layers: tree
-        varied = bert_objective(dataclasses.replace(config, **variant))
-        loss, gradients = loss_and_gradients(varied, changed(params, config.layers), batch, key)
+        varied = dataclasses.replace(config, **variant)
+        loss, gradients = loss_and_gradients(bert_objective, varied, changed(params, config.layers), batch, key)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
         assert_close_to_scale(gradients, changed(expected, config.layers))
-    other_loss, _ = loss_and_gradients(bert_objective(config), params, batch, jax.random.PRNGKey(8))
+    other_loss, _ = loss_and_gradients(bert_objective, config, params, batch, jax.random.PRNGKey(8))
     assert float(other_loss) != float(expected_loss)

@@ -36,11 +36,11 @@ def test_variants_have_the_same_loss_and_gradients_as_the_plain_model_with_dropo
 ):
     plain, params = small("gpt").model, small("gpt").first_state.params
     layers, batch, key = plain.config.layers, next(plain.data(0)), jax.random.PRNGKey(7)
-    expected_loss, expected = loss_and_gradients(gpt_objective(plain.config), params, batch, key)
+    expected_loss, expected = loss_and_gradients(gpt_objective, plain.config, params, batch, key)
     for variant in ({"remat": True}, {"scan_layers": True, "remat": True}):
         changed = stack_blocks if "scan_layers" in variant else lambda tree, layers: tree
         config = dataclasses.replace(plain.config, **variant)
-        loss, gradients = loss_and_gradients(gpt_objective(config), changed(params, layers), batch, key)
+        loss, gradients = loss_and_gradients(gpt_objective, config, changed(params, layers), batch, key)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
         assert_close_to_scale(gradients, changed(expected, layers))
 
@@ -74,7 +74,7 @@ def test_logits_come_from_the_input_table_or_from_one_of_their_own(tied, tables)
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_row_of_a_byte_that_is_not_read_moves_its_logit_only_if_tied(tied, jit):
     model = build("gpt", **TINY, dropout=0.0, tied_embeddings=tied)
-    params = model.create_state(jax.random.key(0)).params
+    params = jit(model.create_state)(jax.random.key(0)).params
     tokens = jnp.arange(4 * 8, dtype=jnp.int32).reshape(4, 8)
     forward = jit(lambda params: GPT(model.config).apply({"params": params}, tokens, None))
     before = forward(params)
@@ -106,7 +106,7 @@ def test_dropout_masks_differ_between_layers_and_places(small, loss_and_gradient
     params = one.state().params
     params["blocks"] = jax.tree.map(jnp.zeros_like, params["blocks"])
     batch = next(one.model.data(0))
-    _, gradients = loss_and_gradients(gpt_objective(one.model.config), params, batch, jax.random.PRNGKey(1))
+    _, gradients = loss_and_gradients(gpt_objective, one.model.config, params, batch, jax.random.PRNGKey(1))
     attention, ffn = gradients["blocks"]["attention"]["out"]["bias"], gradients["blocks"]["ffn"]["down"]["bias"]
     rows = np.concatenate([attention, ffn])
     assert len(np.unique(rows.round(9), axis=0)) == 2 * one.model.config.layers

@@ -114,12 +114,12 @@ def test_variants_have_the_same_loss_and_gradients(rate, small, loss_and_gradien
     one = small("llama")
     config, params = dataclasses.replace(one.model.config, dropout=rate), one.first_state.params
     batch, key = next(one.model.data(0)), jax.random.PRNGKey(7)
-    expected_loss, expected = loss_and_gradients(llama_objective(config), params, batch, key)
+    expected_loss, expected = loss_and_gradients(llama_objective, config, params, batch, key)
     for variant in ({"remat": True}, {"scan_layers": True}, {"scan_layers": True, "remat": True}):
         changed = stack_blocks if "scan_layers" in variant else lambda tree, layers: tree
-        varied = llama_objective(dataclasses.replace(config, **variant))
-        loss, gradients = loss_and_gradients(varied, changed(params, config.layers), batch, key)
+        varied = dataclasses.replace(config, **variant)
+        loss, gradients = loss_and_gradients(llama_objective, varied, changed(params, config.layers), batch, key)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
         assert_close_to_scale(gradients, changed(expected, config.layers))
-    other_loss, _ = loss_and_gradients(llama_objective(config), params, batch, jax.random.PRNGKey(8))
+    other_loss, _ = loss_and_gradients(llama_objective, config, params, batch, jax.random.PRNGKey(8))
     assert (float(other_loss) != float(expected_loss)) == (rate > 0)

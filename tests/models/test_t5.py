@@ -1,6 +1,7 @@
 """The encoder and decoder: parameters counted, relative positions, what is masked, scanned equals written out."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +52,13 @@ def test_buckets_are_exact_when_near_logarithmic_when_far_and_told_apart_by_dire
         )
 
 
+@functools.cache
+def compiled_forward(config):
+    return jax.jit(lambda params, sources, tokens: T5(config).apply({"params": params}, sources, tokens, None))
+
+
 def forward(config, params, batch):
-    return jax.jit(lambda: T5(config).apply({"params": params}, batch["sources"], batch["tokens"], None))()
+    return compiled_forward(config)(params, batch["sources"], batch["tokens"])
 
 
 def changed_places(small, change):
@@ -134,17 +140,17 @@ def test_one_table_of_biases_serves_all_layers_of_a_stack(small, loss_and_gradie
             params = one.state().params
             silent = params[stack][f"block_{1 - layer}"]["attention"]["out"]
             params[stack][f"block_{1 - layer}"]["attention"]["out"] = jax.tree.map(jnp.zeros_like, silent)
-            _, gradients = loss_and_gradients(t5_objective(config), params, batch, None)
+            _, gradients = loss_and_gradients(t5_objective, config, params, batch, None)
             assert (gradients[stack]["relative_bias"]["table"] != 0).any(), (stack, layer)
 
 
-def test_one_table_serves_sources_tokens_and_logits_if_tied(loss_and_gradients):
+def test_one_table_serves_sources_tokens_and_logits_if_tied(loss_and_gradients, jit):
     """Each of the three alone gives the table a gradient; without tying, unread bytes have none."""
     tiny = {"layers": 1, "hidden": 16, "heads": 2, "seq": 8, "target_seq": 6, "batch": 4}
     for tied in (True, False):
         model = build("t5", **tiny, tied_embeddings=tied)
-        state, batch = model.create_state(jax.random.key(0)), next(model.data(0))
-        _, tree = loss_and_gradients(t5_objective(model.config), state.params, batch, None)
+        state, batch = jit(model.create_state)(jax.random.key(0)), next(model.data(0))
+        _, tree = loss_and_gradients(t5_objective, model.config, state.params, batch, None)
         moved = np.asarray(tree["embedding"]["tokens"]["embedding"] != 0).any(axis=-1)
         assert moved[np.setdiff1d(batch["sources"], [*batch["tokens"].flat, PAD])].all()
         # The last target is read at a place without weight, which no loss sees.
@@ -161,12 +167,12 @@ def test_variants_have_the_same_loss_and_gradients_with_dropout(small, loss_and_
     one = small("t5")
     config, params = one.model.config, one.first_state.params
     batch, key = next(one.model.data(0)), jax.random.PRNGKey(7)
-    expected_loss, expected = loss_and_gradients(t5_objective(config), params, batch, key)
+    expected_loss, expected = loss_and_gradients(t5_objective, config, params, batch, key)
     for variant in ({"remat": True}, {"scan_layers": True}):
         changed = stack_both if "scan_layers" in variant else lambda tree, layers: tree
-        varied = t5_objective(dataclasses.replace(config, **variant))
-        loss, gradients = loss_and_gradients(varied, changed(params, config.layers), batch, key)
+        varied = dataclasses.replace(config, **variant)
+        loss, gradients = loss_and_gradients(t5_objective, varied, changed(params, config.layers), batch, key)
         np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
         assert_close_to_scale(gradients, changed(expected, config.layers))
-    other_loss, _ = loss_and_gradients(t5_objective(config), params, batch, jax.random.PRNGKey(8))
+    other_loss, _ = loss_and_gradients(t5_objective, config, params, batch, jax.random.PRNGKey(8))
     assert float(other_loss) != float(expected_loss)

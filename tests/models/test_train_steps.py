@@ -78,15 +78,15 @@ def test_training_reports_more_only_if_asked_to(name):
 
 
 @pytest.mark.parametrize("sgd", [True, False])
-def test_an_update_is_that_of_the_optimiser_after_clipping_by_the_norm_of_all_gradients(sgd):
+def test_an_update_is_that_of_the_optimiser_after_clipping_by_the_norm_of_all_gradients(sgd, jit):
     sizes = {"layers": 1, "hidden": 8, "inputs": 4, "outputs": 3, "batch": 6}
     model = build("mlp", **sizes, sgd=sgd, clip_norm=0.01, weight_decay=0.1, learning_rate=0.5)
-    state, batch = model.create_state(jax.random.key(0)), next(model.data(0))
-    gradients = jax.grad(lambda params: model.eval_step(state.replace(params=params), batch)["loss"])(state.params)
+    state, batch = jit(model.create_state)(jax.random.key(0)), next(model.data(0))
+    gradients = jit(jax.grad(lambda params: model.eval_step(state.replace(params=params), batch)["loss"]))(state.params)
     norm = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(gradients)))
     assert norm > 0.02
     clipped = jax.tree.map(lambda gradient: gradient * 0.01 / norm, gradients)
-    new_state, metrics = model.train_step(state, batch)
+    new_state, metrics = jit(model.train_step)(state, batch)
     assert sorted(metrics) == ["loss"]
     if sgd:
         expected = jax.tree.map(lambda p, g: p - 0.5 * (g + 0.1 * p), state.params, clipped)

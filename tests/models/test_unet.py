@@ -1,5 +1,7 @@
 """The U-Net: parameters counted, skips that are joined, examples that do not mix, a gradient for every parameter."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -25,8 +27,13 @@ def test_parameters_are_those_of_the_blocks(base, levels, channels, parameter_co
     assert parameter_count("unet", **sizes) == expected
 
 
+@functools.cache
+def compiled_apply(config):
+    return jax.jit(lambda params, noisy: UNet(config).apply({"params": params}, noisy, None))
+
+
 def apply(small, params, noisy):
-    return jax.jit(lambda: UNet(small("unet").model.config).apply({"params": params}, noisy, None))()
+    return compiled_apply(small("unet").model.config)(params, noisy)
 
 
 def test_images_keep_their_shape_and_examples_do_not_mix(small):
@@ -67,15 +74,15 @@ def test_the_loss_is_the_mean_squared_error_of_the_image_without_noise(small):
 def test_every_parameter_has_a_gradient(small, loss_and_gradients):
     one = small("unet")
     batch = next(one.model.data(0))
-    _, gradients = loss_and_gradients(unet_objective(one.model.config), one.first_state.params, batch, None)
+    _, gradients = loss_and_gradients(unet_objective, one.model.config, one.first_state.params, batch, None)
     for path, leaf in jax.tree.leaves_with_path(gradients):
         assert (leaf != 0).any(), jax.tree_util.keystr(path)
 
 
-def test_dropout_depends_on_the_step_and_is_off_in_evaluation():
+def test_dropout_depends_on_the_step_and_is_off_in_evaluation(jit):
     model = build("unet", image_size=8, base_channels=4, groups=2, batch=4, levels=1, dropout=0.2)
-    first, batch = model.create_state(jax.random.key(0)), next(model.data(0))
-    step, evaluate = jax.jit(model.train_step), jax.jit(model.eval_step)
+    first, batch = jit(model.create_state)(jax.random.key(0)), next(model.data(0))
+    step, evaluate = jit(model.train_step), jit(model.eval_step)
     states = [first.replace(step=first.step + number) for number in (0, 0, 1)]
     losses = [float(step(state, batch)[1]["loss"]) for state in states]
     assert losses[0] == losses[1] != losses[2]
