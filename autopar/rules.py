@@ -136,6 +136,7 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("layer_boundary", _free(operators.pointwise_copy, local.identity)),
     **_names("lu", PrimitiveRule(operators.matrices)),
     **_names("mul", _fused(operators.pointwise_product)),
+    **_names("name", _free(operators.pointwise_copy)),
     **_names("neg", _fused(operators.pointwise_linear)),
     **_names("optimization_barrier", dataclasses.replace(_free(operators.pointwise_copy), barrier=True)),
     **_names("pad", _moving(operators.pad)),

@@ -23,7 +23,7 @@ operation that mixes and the user's line.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -33,10 +33,12 @@ from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.cost_model.hardware import Cluster
 from autopar.deep import ChoiceProblem
+from autopar.examples import ONE_BY_ONE, example_factors
+from autopar.factors import FactorRule
 from autopar.graph import Node, StrategyGraph, Use, build_graph
 from autopar.mesh import Layout, LogicalMesh
-from autopar.program import Equation, Program
-from autopar.rules import entry_for
+from autopar.program import Equation
+from autopar.rules import entry_for, flops_of
 from autopar.spmd import Assignment, assign
 from autopar.strategies import ShardingStrategy
 from autopar.trace import TracedStep
@@ -49,6 +51,8 @@ ON_EXAMPLES = 2.0
 """How much more work on examples costs outside the body, so that a leaf of the batch is read in slices if it can be."""
 PROLOGUE_BYTES = 1.0
 """What an equation costs more in the prologue, so that what only the update needs is done there."""
+FEW = 0.25
+"""Which part of the heavy work on rearranged examples may stay outside the body: a look at a few of them, not the step itself."""
 _FLOPS_PER_BYTE = 100.0
 
 
@@ -104,7 +108,9 @@ def plan_time(
         catalogue=Catalogue(mesh, machine, options, rules),
     )
     examples = example_factors(traced, rules)
-    problem = _Problem(graph, microbatches, examples, late_sums=late_sums, known=known or {})
+    loosely = example_factors(traced, rules, loosely=True)
+    inside = examples if microbatches > 1 else loosely  # one microbatch has them all
+    problem = _Problem(graph, microbatches, loosely, inside=inside, late_sums=late_sums, known=known or {})
     found = ChoiceProblem(problem.costs(), problem.edges(), is_proven=False).choose()
     assert found is not None
     if not np.isfinite(found.seconds) and known:
@@ -118,7 +124,10 @@ def plan_time(
         {eqn: phases.get(eqn, "epilogue") for eqn in program.equations},
         assign(graph, [problem.strategy(v, p) for v, p in enumerate(found.numbers)]),
     )
-    return _mixing(traced, plan, examples) or plan
+    mixed = _mixing(traced, plan, examples)
+    if mixed is None and microbatches > 1:
+        mixed = _mixing(traced, plan, loosely, allowed=FEW)
+    return mixed or plan
 
 
 class _Problem:
@@ -130,11 +139,13 @@ class _Problem:
         microbatches: int,
         examples: Mapping[Equation, frozenset[str]],
         *,
+        inside: Mapping[Equation, frozenset[str]],
         late_sums: bool,
         known: Mapping[Equation, Phase],
     ) -> None:
         self.graph, self.microbatches, self.late_sums, self._known = graph, microbatches, late_sums, known
         self._on_examples = {eqn for eqn, factors in examples.items() if factors}
+        self._inside = {eqn for eqn, factors in inside.items() if factors}
         self._finish: dict[int, np.ndarray] = {}
         self._extended: dict[tuple[int, ...], np.ndarray] = {}
         self._last_uses = _uses_between(graph)
@@ -172,7 +183,7 @@ class _Problem:
             if node.equation in self._on_examples:
                 inside = inside + RESIDENT * node.choices.out_bytes
                 whole = ON_EXAMPLES * (whole + RESIDENT * node.choices.out_bytes[0])
-                if entry_for(node.equation).heavy:
+                if node.equation in self._inside and entry_for(node.equation).heavy:
                     undivided = [s.ways < self.microbatches for s in node.choices.strategies]
                     inside, whole = inside + forbidding * np.array(undivided), whole + forbidding
             if self.late_sums and node.equation is not None and node.loop is None:
@@ -292,20 +303,33 @@ def _unconnected(graph: StrategyGraph) -> list[tuple[int, int]]:
 # Which operations index examples, and which of them mix examples.
 
 
-def _mixing(traced: TracedStep, plan: TimePlan, examples: Mapping[Equation, frozenset[str]]) -> MixedExamples | None:
-    """Why heavy work on examples stayed outside the body, None if it did not."""
+def _mixing(
+    traced: TracedStep, plan: TimePlan, examples: Mapping[Equation, frozenset[str]], *, allowed: float = 0.0
+) -> MixedExamples | None:
+    """Why heavy work on examples stayed outside the body, None if no more of it did than is allowed."""
     rules = plan.assignment.rules
-    outside = [
-        inner
-        for eqn in plan.assignment.program.equations
-        for inner in (eqn, *(e for region in eqn.regions for e in region.walk()))
-        if inner in rules and entry_for(inner).heavy and examples.get(inner)
-        if plan.phases[eqn] != "body" or plan.assignment.strategies[inner].ways < plan.microbatches
-    ]
-    if not outside:
+    outside, flops, all_flops = [], 0.0, 0.0
+    for eqn in plan.assignment.program.equations:
+        for inner, trips in _with_trips(eqn):
+            if inner in rules and entry_for(inner).heavy and examples.get(inner):
+                work = trips * flops_of(inner, rules[inner])
+                all_flops += work
+                if plan.phases[eqn] != "body" or plan.assignment.strategies[inner].ways < plan.microbatches:
+                    outside.append(inner)
+                    flops += work
+    if not outside or flops <= allowed * all_flops:
         return None
     sizes = {rules[eqn].size_of(f) for eqn in outside for f in examples[eqn] if f in dict(rules[eqn].sizes)}
     return _first_mixing(traced, plan, examples) or _undivided(traced, plan, outside[0], sizes)
+
+
+def _with_trips(eqn: Equation, trips: float = 1.0) -> Iterator[tuple[Equation, float]]:
+    """An equation and those inside it, with how often each runs."""
+    yield eqn, trips
+    inside = trips * max(eqn.loop.trips, 1) if eqn.loop is not None else trips
+    for region in eqn.regions:
+        for inner in region.equations:
+            yield from _with_trips(inner, inside)
 
 
 def _undivided(traced: TracedStep, plan: TimePlan, eqn: Equation, sizes: set[int]) -> MixedExamples:
@@ -327,64 +351,6 @@ def _line(plan: TimePlan, eqn: Equation) -> str:
     return next((line for line in lines if line), "an unknown line")
 
 
-def example_factors(traced: TracedStep, rules: RuleBook) -> dict[Equation, frozenset[str]]:
-    """For each equation the factors that count examples: those of the batch's leading dimension, followed through the rules."""
-    found: dict[Equation, frozenset[str]] = {}
-    dims: dict[Var, frozenset[int]] = {}
-
-    def follow(program: Program) -> None:
-        for eqn in program.equations:
-            if eqn.loop is not None:
-                _follow_loop(eqn, dims, follow)
-                continue
-            rule = rules.rule(eqn)
-            marked = set()
-            for atom, operand in zip(eqn.invars, rule.inputs, strict=True):
-                if not isinstance(atom, JaxLiteral):
-                    marked |= {f for d in dims.get(atom, ()) for f in operand[d][:1]}
-            found[eqn] = frozenset(marked)
-            for var, operand in zip(eqn.outvars, rule.outputs, strict=True):
-                dims[var] = frozenset(d for d, factors in enumerate(operand) if set(factors[:1]) & marked)
-
-    for leaf, var in zip(traced.inputs, traced.program.invars, strict=True):
-        if leaf.role == "batch" and leaf.shape:
-            dims[var] = frozenset({0})
-    follow(traced.program)
-    return found
-
-
-def _follow_loop(eqn: Equation, dims: dict[Var, frozenset[int]], follow: object) -> None:
-    """Marks through a nested program; carries are followed until they change no more."""
-    loop = eqn.loop
-    assert loop is not None
-    assert callable(follow)
-    region = eqn.regions[-1]
-    given = eqn.invars[1:] if loop.kind == "cond" else eqn.invars[loop.condition_consts :]
-    regions = eqn.regions if loop.kind == "cond" else (region,)
-    stack_start = loop.consts + loop.carries
-
-    def marks(atom: object) -> frozenset[int]:
-        return dims.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
-
-    for body in regions:
-        for place, (atom, var) in enumerate(zip(given, body.invars, strict=True)):
-            stacked = loop.kind == "scan" and place >= stack_start
-            dims[var] = frozenset(d - 1 for d in marks(atom) if d > 0) if stacked else marks(atom)
-        for _ in range(len(body.invars) + 1 if loop.carries else 1):
-            follow(body)
-            carried = body.invars[loop.consts : stack_start] if loop.kind != "cond" else ()
-            before = [marks(var) for var in carried]
-            for var, atom in zip(carried, body.outvars, strict=False):
-                dims[var] = marks(var) | marks(atom)
-            if before == [marks(var) for var in carried]:
-                break
-    for place, var in enumerate(eqn.outvars):
-        inside = [marks(body.outvars[place]) for body in regions]
-        merged = frozenset().union(*inside)
-        stacked = loop.kind == "scan" and place >= loop.carries
-        dims[var] = frozenset(d + 1 for d in merged) if stacked else merged
-
-
 def _first_mixing(
     traced: TracedStep, plan: TimePlan, examples: Mapping[Equation, frozenset[str]]
 ) -> MixedExamples | None:
@@ -393,12 +359,24 @@ def _first_mixing(
     only_batch = {v for v, leaf in zip(traced.program.invars, traced.inputs, strict=True) if leaf.role == "batch"}
     for eqn in plan.assignment.program.equations:
         operands = [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
+        marked = examples.get(eqn, frozenset())
+        if eqn.loop is None and marked & _behind(rules[eqn]):
+            return MixedExamples(
+                eqn.primitive.name, _line(plan, eqn), "puts the examples behind another dimension, instead of before it"
+            )
         if operands and all(v in only_batch for v in operands):
             only_batch.update(eqn.outvars)
+            continue
+        if ONE_BY_ONE in marked:
+            return MixedExamples(
+                eqn.primitive.name,
+                _line(plan, eqn),
+                "goes through the examples one after another; compute all of them at once and leave their parts to "
+                "num_microbatches",
+            )
         if eqn.loop is not None:
             continue
         rule = rules[eqn]
-        marked = examples.get(eqn, frozenset())
         waits = [place for place, v in enumerate(eqn.invars) if not isinstance(v, JaxLiteral) and v in pending]
         if marked & rule.whole or len(marked) > 1:
             return MixedExamples(eqn.primitive.name, _line(plan, eqn), "relates examples of the batch to each other")
@@ -410,6 +388,12 @@ def _first_mixing(
                 "needs a value that is reduced over all examples, on every example",
             )
         reduces = bool(marked) and not held
-        if (reduces or waits) and not all(v in only_batch for v in eqn.outvars):
+        if reduces or waits:
             pending.update(eqn.outvars)
     return None
+
+
+def _behind(rule: FactorRule) -> set[str]:
+    """Factors that another one comes before in a dimension of a result: their slices do not lie together there."""
+    first = {f for operand in rule.outputs for dim in operand for f in dim[:1]}
+    return {f for operand in rule.outputs for dim in operand for f in dim[1:]} - first

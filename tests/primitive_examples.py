@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.lax import GatherScatterMode
 
 from autopar.compat import Literal
@@ -157,6 +158,7 @@ EXAMPLES = {
         Example(lambda x: lax.convert_element_type(x, jnp.float32), (integers(8, 12).astype(jnp.int8),)),
     ],
     "copy": [Example(jnp.copy, (X,))],
+    "name": [Example(lambda x: checkpoint_name(x, "kept"), (X,))],
     "dot_general": [
         Example(lambda x, w: lax.dot_general(x, w, (((2,), (0,)), ((), ()))), (_TOKENS, floats(12, 16))),
         Example(lambda q, k: lax.dot_general(q, k, (((2,), (2,)), ((0,), (0,)))), (_TOKENS, floats(8, 16, 12))),
