@@ -98,6 +98,13 @@ def broadcast_in_dim(call: LocalCall) -> Sequence[jax.Array]:
     return call.bind(*call.operands, shape=call.out_shape(), sharding=None)
 
 
+def tile(call: LocalCall) -> Sequence[jax.Array]:
+    """As many repetitions as this shard has."""
+    (operand,) = call.operands
+    reps = (out // size if size else 1 for size, out in zip(operand.shape, call.out_shape(), strict=True))
+    return call.bind(operand, reps=tuple(reps))
+
+
 def iota(call: LocalCall) -> Sequence[jax.Array]:
     """Local positions start at the shard's offset."""
     dimension, dtype = call.params["dimension"], call.params["dtype"]

@@ -246,6 +246,14 @@ def broadcast_in_dim(eqn: JaxprEqn) -> FactorRule:
     return make_rule(inputs, [tuple(out)], factors.sizes, linear=_groups(eqn, (0,)), any_monoid=True)
 
 
+def tile(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a (c b) | linear: 0 | any: repetitions are a factor of the output alone, major to what is repeated."""
+    factors = Factors()
+    operand = factors.operand(shape_of(eqn.invars[0]))
+    out = [(factors.new(n), *dim) for n, dim in zip(eqn.params["reps"], operand, strict=True)]
+    return make_rule([tuple(operand)], [tuple(out)], factors.sizes, linear=_groups(eqn, (0,)), any_monoid=True)
+
+
 def transpose(eqn: JaxprEqn) -> FactorRule:
     """a b -> b a | linear: 0 | any."""
     factors = Factors()

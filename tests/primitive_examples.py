@@ -209,6 +209,7 @@ EXAMPLES = {
     "scatter-max": [_scatter(lax.scatter_max)],
     "scatter-min": [_scatter(lax.scatter_min)],
     "scatter-mul": [_scatter(lax.scatter_mul)],
+    "scatter-sub": [_scatter(lax.scatter_sub)],
     "select_and_scatter_add": _max_pool_gradient(),
     "select_n": [Example(lax.select_n, (truths(8, 12), X, X * 2))],
     "slice": [Example(lambda x: lax.slice(x, (0, 2), (8, 10)), (X,))],
@@ -230,6 +231,10 @@ EXAMPLES = {
         )
     ],
     "top_k": [Example(lambda x: lax.top_k(x, 4), (X,))],
+    "tile": [
+        Example(lambda x: jnp.tile(x, (2, 3)), (X,)),
+        Example(lambda x: jnp.tile(x, (4, 1, 2)), (floats(1, 8, 3),)),
+    ],
     "transpose": [Example(lambda x: lax.transpose(x, (2, 0, 1)), (CUBE,))],
     "triangular_solve": [
         Example(lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), (MATRICES, floats(8, 4, 12)))
