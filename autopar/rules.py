@@ -221,6 +221,11 @@ def entry_for(eqn: JaxprEqn) -> PrimitiveRule:
     return RULES.get(name) or _USER_RULES.get(name) or _FALLBACK
 
 
+def has_rule(eqn: JaxprEqn) -> bool:
+    """Whether the table, or the user, says how an equation's primitive shards."""
+    return entry_for(eqn) is not _FALLBACK
+
+
 def rule_for(eqn: JaxprEqn) -> FactorRule:
     """The factor rule of an equation, checked against its shapes."""
     in_shapes, out_shapes = ([operators.shape_of(v) for v in side] for side in (eqn.invars, eqn.outvars))
@@ -231,7 +236,7 @@ def warn_of_missing_rules(eqns: list[JaxprEqn]) -> None:
     """One warning that names every primitive without a rule and the user's line that first uses it."""
     missing: dict[str, str] = {}
     for eqn in eqns:
-        if entry_for(eqn) is _FALLBACK:
+        if not has_rule(eqn):
             missing.setdefault(eqn.primitive.name, source_line(eqn))
     if missing:
         listed = "; ".join(

@@ -38,7 +38,7 @@ from autopar.factors import FactorRule
 from autopar.graph import Node, StrategyGraph, Use, build_graph
 from autopar.mesh import Layout, LogicalMesh
 from autopar.program import Equation
-from autopar.rules import entry_for, flops_of
+from autopar.rules import entry_for, flops_of, has_rule
 from autopar.spmd import Assignment, assign
 from autopar.strategies import ShardingStrategy
 from autopar.trace import TracedStep
@@ -51,6 +51,8 @@ ON_EXAMPLES = 2.0
 """How much more work on examples costs outside the body, so that a leaf of the batch is read in slices if it can be."""
 PROLOGUE_BYTES = 1.0
 """What an equation costs more in the prologue, so that what only the update needs is done there."""
+STRICTLY = 64.0
+"""How much more it weighs than for rearranged ones if heavy work on examples stays outside the body."""
 FEW = 0.25
 """Which part of the heavy work on rearranged examples may stay outside the body: a look at a few of them, not the step itself."""
 _FLOPS_PER_BYTE = 100.0
@@ -109,8 +111,7 @@ def plan_time(
     )
     examples = example_factors(traced, rules)
     loosely = example_factors(traced, rules, loosely=True)
-    inside = examples if microbatches > 1 else loosely  # one microbatch has them all
-    problem = _Problem(graph, microbatches, loosely, inside=inside, late_sums=late_sums, known=known or {})
+    problem = _Problem(graph, microbatches, loosely, strictly=examples, late_sums=late_sums, known=known or {})
     found = ChoiceProblem(problem.costs(), problem.edges(), is_proven=False).choose()
     assert found is not None
     if not np.isfinite(found.seconds) and known:
@@ -139,13 +140,13 @@ class _Problem:
         microbatches: int,
         examples: Mapping[Equation, frozenset[str]],
         *,
-        inside: Mapping[Equation, frozenset[str]],
+        strictly: Mapping[Equation, frozenset[str]],
         late_sums: bool,
         known: Mapping[Equation, Phase],
     ) -> None:
         self.graph, self.microbatches, self.late_sums, self._known = graph, microbatches, late_sums, known
         self._on_examples = {eqn for eqn, factors in examples.items() if factors}
-        self._inside = {eqn for eqn, factors in inside.items() if factors}
+        self._strictly = {eqn for eqn, factors in strictly.items() if factors}
         self._finish: dict[int, np.ndarray] = {}
         self._extended: dict[tuple[int, ...], np.ndarray] = {}
         self._last_uses = _uses_between(graph)
@@ -183,9 +184,10 @@ class _Problem:
             if node.equation in self._on_examples:
                 inside = inside + RESIDENT * node.choices.out_bytes
                 whole = ON_EXAMPLES * (whole + RESIDENT * node.choices.out_bytes[0])
-                if node.equation in self._inside and entry_for(node.equation).heavy:
-                    undivided = [s.ways < self.microbatches for s in node.choices.strategies]
-                    inside, whole = inside + forbidding * np.array(undivided), whole + forbidding
+                if entry_for(node.equation).heavy:
+                    undivided = np.array([s.ways < self.microbatches for s in node.choices.strategies])
+                    penalty = forbidding * (STRICTLY if node.equation in self._strictly else 1.0)
+                    inside, whole = inside + penalty * undivided, whole + penalty
             if self.late_sums and node.equation is not None and node.loop is None:
                 inside = inside + forbidding * np.array(
                     [_adds_terms(node.equation, s) for s in node.choices.strategies]
@@ -364,7 +366,7 @@ def _first_mixing(
             return MixedExamples(
                 eqn.primitive.name, _line(plan, eqn), "puts the examples behind another dimension, instead of before it"
             )
-        if operands and all(v in only_batch for v in operands):
+        if all(v in only_batch for v in operands):
             only_batch.update(eqn.outvars)
             continue
         if ONE_BY_ONE in marked:
@@ -378,6 +380,12 @@ def _first_mixing(
             continue
         rule = rules[eqn]
         waits = [place for place, v in enumerate(eqn.invars) if not isinstance(v, JaxLiteral) and v in pending]
+        if marked and not has_rule(eqn):
+            return MixedExamples(
+                eqn.primitive.name,
+                _line(plan, eqn),
+                "has no factor rule, so that it takes all examples at once; autopar.register_rule teaches it",
+            )
         if marked & rule.whole or len(marked) > 1:
             return MixedExamples(eqn.primitive.name, _line(plan, eqn), "relates examples of the batch to each other")
         held = any(set(factors[:1]) & marked for operand in rule.outputs for factors in operand)
