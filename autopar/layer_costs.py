@@ -86,6 +86,7 @@ class LayerCosts:
         at_first = {min(sizes)} if smallest_first else {size for size in sizes if size <= per_node}
         self._sizes = {count: at_first}
         self._tables: dict[tuple[int, bool, bool], CostTable] = {}
+        self._sent_once: dict[int, np.ndarray] = {}
         self.impossible: set[int] = set()
 
     @property
@@ -166,7 +167,7 @@ class LayerCosts:
             first = residual / TEMPORARIES_MARGIN - (0.0 if recompute else residual)
             weights = kept + passing + first
             arrays[0][z] = np.where(can, (1.0 + recompute) * forward + backward, np.inf)
-            arrays[1][z] = np.where(can, once, 0.0)
+            arrays[1][z] = np.where(can, once + self._sent_once_s(devices), 0.0)
             arrays[2][z] = np.where(can, self._transfer_s(count, devices)[None, :], 0.0)
             arrays[3][z] = np.where(can, weights, 0.0)
             if split and recompute:
@@ -180,10 +181,20 @@ class LayerCosts:
 
     def _transfer_s(self, count: int, devices: int) -> np.ndarray:
         """Seconds to send what crosses after each layer, and its gradient back."""
-        meshes = self._devices // devices
         sent = [0.0, *(self._chain[place].cut_bytes / count for place in self._places), 0.0]
-        each_s = [2 * self._request.cluster.transfer_s(size, meshes=meshes, devices=devices) for size in sent]
-        return np.where(np.array(sent) > 0, each_s, 0.0)
+        return np.array([2 * self._send_s(size, devices) for size in sent])
+
+    def _sent_once_s(self, devices: int) -> np.ndarray:
+        """[i, j]: seconds to exchange tied weights, their gradients, norms and the like with other stages."""
+        if devices not in self._sent_once:
+            sizes, place = np.unique(next(iter(self._layers.values())).sent_once_bytes, return_inverse=True)
+            each_s = [self._send_s(size, devices) for size in sizes]
+            self._sent_once[devices] = np.array(each_s)[place].reshape(len(self._places) + 1, -1)
+        return self._sent_once[devices]
+
+    def _send_s(self, size: float, devices: int) -> float:
+        meshes = self._devices // devices
+        return self._request.cluster.transfer_s(size, meshes=meshes, devices=devices) if size else 0.0
 
     def _figures(self, count: int, layer: int, devices: int) -> LayerFigures | None:
         """What a layer costs on so many devices under so many microbatches, None if there is no plan.

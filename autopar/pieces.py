@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from autopar.catalogue import itemsize_of
@@ -60,6 +60,21 @@ class StageCut:
         kinds = ("forward", "backward", "update")
         mine = [piece for name, piece in self.pieces.items() if name.stage == stage]
         return tuple(sorted(mine, key=lambda p: (kinds.index(p.name.kind), p.name.level)))
+
+    def leaves_of(self, stage: int) -> frozenset[Var]:
+        """The leaves that a stage reads, directly or through the prologue."""
+        pieces = self.of_stage(stage)
+        reads = [v for piece in pieces for v in piece.reads]
+        outvars = [self.loop.program.outvars[i] for piece in pieces for i in piece.outputs]
+        return self.loop.leaves_of([*reads, *(v for v in outvars if not isinstance(v, JaxLiteral))])
+
+    def lent(self) -> Iterator[tuple[Var, int]]:
+        """Leaves of the state and stages that read them where they do not live."""
+        roles = {v: leaf.role for v, leaf in zip(self.loop.program.invars, self.loop.traced.inputs, strict=True)}
+        for stage in range(self.num_stages):
+            for v in self.leaves_of(stage):
+                if self.homes[v] != stage and roles[v] not in ("batch", "const"):
+                    yield v, stage
 
 
 def bytes_of(var: Var) -> float:

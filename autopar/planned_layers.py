@@ -10,9 +10,13 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Mapping
 
+import numpy as np
+
+from autopar.compat import Var
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import OutOfMemoryError
 from autopar.layers import identical
@@ -20,6 +24,7 @@ from autopar.memory import TEMPORARIES_MARGIN
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
 from autopar.options import Constraints
+from autopar.pieces import bytes_of
 from autopar.planner import PlanRequest, logical_meshes
 from autopar.program import Program
 from autopar.side_work import side_by_side
@@ -118,6 +123,31 @@ class PlannedLayers:
 
     def __len__(self) -> int:
         return len(self._first)
+
+    @functools.cached_property
+    def sent_once_bytes(self) -> np.ndarray:
+        """[i, j]: what a stage of layers i to j - 1 sends to other stages once a step, or receives from them, if that is more.
+
+        Sent are leaves that live here and are read elsewhere (tied weights) and what updates elsewhere read, their gradients.
+        """
+        layers = len(self)
+        sent, received = np.zeros((2, layers, layers + 1))
+        readers: dict[Var, list[int]] = {}
+        for v, layer in self._cut.lent():
+            readers.setdefault(v, []).append(layer)
+        for v, others in readers.items():
+            home = self._cut.homes[v]
+            for first, end in itertools.product(range(home + 1), range(home + 1, layers + 1)):
+                if min(others) < first or max(others) >= end:
+                    sent[first, end] += bytes_of(v)
+        for name, piece in self._cut.pieces.items():
+            made = {
+                v: self._cut.made_by[v].stage for v in piece.reads if v in self._cut.made_by and name.kind == "update"
+            }
+            for v, maker in made.items():
+                far = np.add.outer(np.arange(layers) > maker, np.arange(layers + 1) <= maker)
+                received[: name.stage + 1, name.stage + 1 :] += (bytes_of(v) * far)[: name.stage + 1, name.stage + 1 :]
+        return np.maximum(sent, received)
 
     def meshes(self, stage: ChosenStage) -> tuple[LogicalMesh, ...]:
         """The logical meshes that the layers of a stage were planned on, the most frequent first."""

@@ -82,10 +82,7 @@ class _Tracer:
 
     def _needed(self) -> list[Var]:
         """Leaves that the stage reads, directly or through the prologue, and those that live here."""
-        reads = [v for piece in self.pieces for v in piece.reads]
-        outvars = [self.loop.program.outvars[i] for piece in self.pieces for i in piece.outputs]
-        reads += [v for v in outvars if not isinstance(v, JaxLiteral)]
-        leaves = self.loop.leaves_of(reads)
+        leaves = self.cut.leaves_of(self.stage)
         here = [v for v in self.leaf_of if self.cut.homes[v] == self.stage and self.leaf_of[v].role != "batch"]
         return [v for v in self.loop.program.invars if v in leaves or v in here]
 

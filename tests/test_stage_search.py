@@ -1,6 +1,7 @@
 """The search over stages: layers are planned once, one mesh stays a candidate, and what is chosen runs like jit."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,17 @@ import pytest
 import autopar
 from autopar import planned_layers, staging
 from autopar.catalogue import PlannerOptions
+from autopar.chain_cuts import boundaries
 from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.options import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.pipeline_planner import PipelineWishes, SearchedPipeline, search_pipeline
+from autopar.planned_layers import PlannedLayers
 from autopar.planner import PlanRequest, plan_step
 from autopar.split_scans import split_scans
 from autopar.stage_search import ROOM, search_stages
+from autopar.stages import cut_stages, forward_chain
 from autopar.staging import loops, time_loop
 from autopar.submeshes import machine_shape
 from autopar.timetables import WORTH, Timetable
@@ -302,3 +306,55 @@ def test_the_sum_of_its_layers_is_near_what_a_stage_takes_as_a_whole():
     assert isinstance(found, SearchedPipeline)
     for by_layers_s, stage in zip(found.by_layers_s, found.staged.stages, strict=True):
         assert by_layers_s == pytest.approx(stage.forward_s + stage.backward_s, rel=0.02)
+
+
+def tied_step(weights, x):
+    """Four layers between a matrix and the same one transposed, clipped by the norm of all gradients."""
+
+    def loss(weights):
+        shared, *layers = weights
+        h = x @ shared
+        for w in layers:
+            h = jnp.tanh(h @ w)
+        return jnp.mean((h @ shared.T) ** 2)
+
+    gradients = jax.grad(loss)(weights)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in gradients))
+    return [w - 0.1 * g / jnp.maximum(norm, 1.0) for w, g in zip(weights, gradients, strict=True)]
+
+
+def traced_tied_step(width, batch, layers=5):
+    weights, x = arguments(width, layers=layers, batch=batch)
+    signature = CallSignature(tied_step, (1,), (), "auto")
+    return trace(signature, bind_arguments(signature, (weights, x), {}))
+
+
+def test_what_layers_send_once_a_step_is_what_the_stages_made_of_them_send():
+    loop = time_loop(traced_tied_step(8, 8), 4)
+    places = boundaries(forward_chain(loop)) or tuple(range(1, len(forward_chain(loop)), 2))
+    layers = PlannedLayers(loop, places, PlanRequest((), two_nodes(), None, Constraints(), PlannerOptions()))
+    end = len(layers)
+    assert layers.sent_once_bytes[0, end] == 0
+    for first, second in itertools.combinations(range(1, end), 2):
+        cut = cut_stages(loop, (places[first - 1], places[second - 1]))
+        sent, received = [0, 0, 0], [0, 0, 0]
+        for v in dict.fromkeys(v for v, _ in cut.lent()):
+            sent[cut.homes[v]] += 4 * v.aval.size
+        for name, piece in cut.pieces.items():
+            foreign = [v for v in piece.reads if v in cut.made_by and cut.made_by[v].stage != name.stage]
+            received[name.stage] += sum(4 * v.aval.size for v in foreign if name.kind == "update")
+        assert sent[0] == 256
+        assert received[0] >= 256
+        for stage, (begin, stop) in enumerate(((0, first), (first, second), (second, end))):
+            assert layers.sent_once_bytes[begin, stop] == pytest.approx(max(sent[stage], received[stage]), abs=4 * end)
+
+
+def test_the_search_counts_what_tied_weights_send():
+    request = PlanRequest((), two_nodes(), None, Constraints(), PlannerOptions())
+    traced = traced_tied_step(1024, 2048, layers=9)
+    found = search_stages(lambda m: time_loop(traced, m), request, devices=4, timetables=[Timetable(4, "1f1b")])
+    plan = search_pipeline(traced, PipelineWishes(1, 4, "1f1b"), request, devices=4).plan
+    assert len(found.sizes) == plan.num_stages > 1
+    assert found.choice.step_s == pytest.approx(plan.step_s, rel=0.1)
+    sent_s = max(t.predicted_s for t in plan.transfers if t.what == "weights")
+    assert sent_s > 0.15 * plan.step_s
