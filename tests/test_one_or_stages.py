@@ -8,6 +8,7 @@ import pytest
 import autopar
 from autopar.cost_model.hardware import preset
 from autopar.explain import explain
+from autopar.explain.units import seconds_text
 from autopar.one_or_stages import LEAST_GAIN, SEARCH_S_PER_EQUATION, STEPS, stages_may_pay
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
@@ -35,7 +36,9 @@ def test_on_a_node_with_slow_links_stages_are_found_and_compared_with_one_mesh()
     assert plan.step_s < one.step_s / 2
     assert [way.step_s for way in plan.compared if way.num_stages == 1] == [pytest.approx(one.step_s)]
     assert plan_from_json(plan.to_json()) == plan
-    assert f"is the fastest of {len(plan.compared)} ways compared" in explain(plan)
+    text = explain(plan)
+    assert f"is the fastest of {len(plan.compared)} ways compared" in text
+    assert f"one mesh would take {seconds_text(one.step_s)}, " in text
 
 
 def test_stages_by_hand_are_not_better_than_those_found_on_one_node():

@@ -198,7 +198,7 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--stages",
         type=values.positive,
         metavar="N",
-        help="meshes that work as a pipeline; default: one unless the memory needs more, or one for each --mesh",
+        help="meshes that work as a pipeline; default: as many as are fastest, or one for each --mesh",
     )
     group.add_argument(
         "--microbatches",

@@ -40,17 +40,20 @@ def compared_table(plan: Plan | PipelinePlan, *, full: bool = False) -> Table:
 
 
 def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:
-    """One sentence on what won against what, if several ways were compared."""
+    """What won against what, if several ways were compared; of a pipeline, what one mesh would have taken if that was planned."""
     chosen = next((one for one in plan.compared if _is_chosen(one, plan)), None)
     others = sorted((one for one in plan.compared if one is not chosen), key=_seconds)
     if chosen is None or not others:
         return
     words = f"{_way_text(chosen, plan)} is the fastest of {len(plan.compared)} ways compared"
-    if math.isfinite(_seconds(others[0])):
-        estimated = "" if others[0].step_s is not None else "an estimated "
-        yield f"{words}; next is {_way_text(others[0], plan)}, {estimated}{_slower(others[0], plan)} slower"
-    else:
+    if not math.isfinite(_seconds(others[0])):
         yield f"{words}: nothing else fits the memory"
+        return
+    estimated = "" if others[0].step_s is not None else "an estimated "
+    yield f"{words}; next is {_way_text(others[0], plan)}, {estimated}{_slower(others[0], plan)} slower"
+    one_mesh = next((one for one in others[1:] if not one.schedule and one.step_s is not None), None)
+    if one_mesh is not None and isinstance(plan, PipelinePlan):
+        yield f"one mesh would take {_step_text(one_mesh)}, {_slower(one_mesh, plan)} slower: {_way_text(one_mesh, plan)}"
 
 
 def _seconds(one: Alternative) -> float:
