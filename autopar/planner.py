@@ -15,21 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from autopar.catalogue import Catalogues, PlannerOptions, itemsize_of
+from autopar.catalogue import Catalogues, PlannerOptions
 from autopar.constraints import allowed_layouts, batch_axes
 from autopar.cost_model.hardware import Cluster
 from autopar.deep import ChoiceProblem
-from autopar.errors import ConstraintError, OutOfMemoryError, PlanError, warn
+from autopar.described import described
+from autopar.errors import ConstraintError, PlanError, warn
 from autopar.graph import BatchSplit, StrategyGraph, build_graph
 from autopar.interchange import class_numbers, equal_axes
 from autopar.intra_op import Choice
-from autopar.memory import TEMPORARIES_MARGIN, MemoryModel, Resident, Streams
+from autopar.memory import MemoryModel, Streams
 from autopar.mesh import Layout, LogicalMesh
 from autopar.options import Constraints
-from autopar.plan import Candidate, CollectivePlan, LiveTensor, Plan, ValuePlan
-from autopar.relayout import LOCAL_KINDS, all_layouts
-from autopar.spmd import Assignment, assign, copy_span_of, planned_moves
-from autopar.trace import Leaf, TracedStep, where
+from autopar.plan import Candidate, Plan, ValuePlan
+from autopar.refusals import NothingFits, out_of_memory
+from autopar.relayout import all_layouts
+from autopar.spmd import Assignment, assign, copy_span_of
+from autopar.trace import Leaf, TracedStep
 
 MEMORY_ROUNDS = 6
 """How often the memory limit is tightened before a step counts as too large."""
@@ -75,12 +77,12 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignmen
     started = time.perf_counter()
     _warn_of_undividable_batch(traced, request)
     best: tuple[Plan, Assignment] | None = None
-    failures: list[_Infeasible] = []
+    failures: list[NothingFits] = []
     candidates: list[Candidate] = []
     found_s: list[float] = []
     for mesh in _distinct(request):
         outcome = _plan_on(traced, mesh, request, best[0].step_s if best is not None else np.inf)
-        if isinstance(outcome, _Infeasible):
+        if isinstance(outcome, NothingFits):
             failures.append(outcome)
             candidates.append(Candidate(mesh.shape, None))
             continue
@@ -92,7 +94,8 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignmen
         if best is None or outcome[0].step_s < best[0].step_s * (1 - 1e-9):
             best = outcome
     if best is None:
-        raise _out_of_memory(traced, request, failures)
+        limit, rules = request.memory_limit_bytes, request.constraints.rules
+        raise out_of_memory(failures, memory_limit_bytes=limit, is_constrained=bool(rules))
     elapsed = time.perf_counter() - started
     free_s = min(best[0].step_s, *found_s)
     return dataclasses.replace(best[0], planning_s=elapsed, candidates=tuple(candidates), unlimited_s=free_s), best[1]
@@ -110,17 +113,6 @@ def _distinct(request: PlanRequest) -> list[LogicalMesh]:
         key = (tuple(sorted(mesh.shape)), links[0]) if free else (mesh.shape, links, mesh.axis_names)
         seen.setdefault(key, mesh)
     return list(seen.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Infeasible:
-    """A mesh on which no plan was found to fit. `bound_bytes`: no plan on it needs less; `tried_bytes`: what the least of the
-    plans that were tried needs, None if the bound left nothing to try; `tensors` are alive together whatever the choice."""
-
-    mesh: LogicalMesh
-    bound_bytes: int
-    tried_bytes: int | None
-    tensors: tuple[Resident, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +146,7 @@ def graph_for(
 
 def _plan_on(
     traced: TracedStep, mesh: LogicalMesh, request: PlanRequest, cutoff_s: float
-) -> tuple[Plan, Assignment] | _Infeasible | _LeftOff:
+) -> tuple[Plan, Assignment] | NothingFits | _LeftOff:
     """The best plan on one mesh; only plans that take less than `cutoff_s` matter."""
     allowed = _allowed_inputs(traced, mesh, request)
     graph = graph_for(traced, mesh, request, allowed, batch=_batch_split(traced, mesh, request))
@@ -162,11 +154,11 @@ def _plan_on(
     limit = request.memory_limit_bytes
     bound = 0 if limit is None else memory.bound()
     if limit is not None and bound > limit:
-        return _Infeasible(mesh, bound, None, memory.least()[1])
+        return NothingFits(mesh, bound, None, memory.least()[1])
     problem = ChoiceProblem(graph.costs, graph.edges, classes=_classes(graph, request), cutoff_s=cutoff_s)
     found = _choose_within(graph, memory, limit, problem.choose)
     if isinstance(found, int):
-        return _Infeasible(mesh, bound, found, memory.least()[1])
+        return NothingFits(mesh, bound, found, memory.least()[1])
     choice, copy_span, free_s = found
     if not np.isfinite(choice.lower_bound_s):
         raise ConstraintError(
@@ -177,7 +169,16 @@ def _plan_on(
     if graph.nodes and not choice.numbers:
         return _LeftOff(choice.lower_bound_s)
     assignment = assign(graph, choice.numbers, copy_span=copy_span)
-    plan = _describe(traced, request, graph, memory, assignment, choice)
+    plan = described(
+        traced,
+        graph,
+        memory,
+        assignment,
+        choice,
+        cluster=request.cluster,
+        memory_limit_bytes=request.memory_limit_bytes,
+        allow_redundant_compute=request.options.allow_redundant_compute,
+    )
     part = free_s / choice.seconds if choice.seconds > 0 else 1.0
     return dataclasses.replace(plan, unlimited_s=plan.step_s * part), assignment
 
@@ -308,78 +309,6 @@ def _choose_with_copies(
     return least
 
 
-def _describe(
-    traced: TracedStep,
-    request: PlanRequest,
-    graph: StrategyGraph,
-    memory: MemoryModel,
-    assignment: Assignment,
-    choice: Choice,
-) -> Plan:
-    mesh = graph.mesh
-    collectives, comm_s = _collectives(graph, assignment)
-    compute_s = float(sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True)))
-    compute_s += request.cluster.dispatch_s(len(traced.inputs))
-    peak, tensors = memory.peak(choice.numbers, copy_span=assignment.copy_span)
-    slack = choice.seconds - choice.lower_bound_s
-    return Plan(
-        fingerprint=traced.fingerprint,
-        cluster=request.cluster.name,
-        mesh_shape=mesh.shape,
-        axis_names=mesh.axis_names,
-        inputs=_values(traced.inputs, assignment.inputs, mesh),
-        outputs=_values(traced.outputs, assignment.outputs, mesh),
-        choices=choice.numbers,
-        collectives=collectives,
-        compute_s=compute_s,
-        comm_s=comm_s,
-        peak_bytes=peak,
-        memory_limit_bytes=request.memory_limit_bytes,
-        peak_tensors=tuple(LiveTensor(t.name, t.shape, t.dtype, t.bytes) for t in tensors[:10]),
-        planning_s=0.0,
-        lower_bound_s=compute_s + comm_s - max(slack, 0.0),
-        allow_redundant_compute=request.options.allow_redundant_compute,
-        copy_span=assignment.copy_span,
-        num_microbatches=traced.microbatches,
-    )
-
-
-def _values(leaves: Sequence[Leaf], layouts: Sequence[Layout], mesh: LogicalMesh) -> tuple[ValuePlan, ...]:
-    return tuple(
-        ValuePlan(
-            leaf.path,
-            leaf.role,
-            leaf.given_shape,
-            str(leaf.dtype),
-            layout.spec(mesh) if leaf.microbatches == 1 else layout.spec(mesh)[1:],
-            layout.local_bytes(leaf.shape, itemsize_of(leaf), mesh),
-        )
-        for leaf, layout in zip(leaves, layouts, strict=True)
-    )
-
-
-def _collectives(graph: StrategyGraph, assignment: Assignment) -> tuple[tuple[CollectivePlan, ...], float]:
-    """(collectives in program order, seconds of all relayout)."""
-    plans, seconds = [], 0.0
-    for planned in planned_moves(assignment):
-        shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
-        each = graph.spaces.network.seconds(planned.move, shape, itemsize)
-        seconds += each * planned.trips
-        if planned.move.kind not in LOCAL_KINDS:
-            plans.append(
-                CollectivePlan(
-                    planned.move.kind,
-                    graph.mesh.names(planned.move.axes),
-                    planned.move.payload(shape, graph.mesh) * itemsize,
-                    planned.trips,
-                    f"{planned.aval.dtype}[{','.join(map(str, shape))}]",
-                    where(planned.equation) if planned.equation is not None else "output",
-                    each,
-                )
-            )
-    return tuple(plans), seconds
-
-
 def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None:
     """One warning for all batch leaves that no mesh axis divides; constraints on the batch speak for themselves.
 
@@ -397,37 +326,6 @@ def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None
             f"{', '.join(map(str, sizes))} divides: it cannot be split, so the plan has no data parallelism over it. "
             f"Pad or drop examples to a multiple of {sizes[0]}."
         )
-
-
-def _out_of_memory(traced: TracedStep, request: PlanRequest, failures: Sequence[_Infeasible]) -> OutOfMemoryError:
-    best = min(failures, key=lambda f: f.bound_bytes if f.tried_bytes is None else f.tried_bytes)
-    limit = request.memory_limit_bytes or 0
-    tried = [f.tried_bytes for f in failures if f.tried_bytes is not None]
-    known = (
-        f"the least that a plan was found to need is memory_limit_bytes={min(tried):_}"
-        if tried
-        else "this is a bound that no choice of layouts goes below, so none was searched for"
-    )
-    lines = [
-        f"no plan fits {_size(limit)} per device on {best.mesh.size} devices: on mesh {best.mesh.shape} every plan needs at "
-        f"least {_size(best.bound_bytes)} per device; {known}. "
-        f"A limit must leave room for {1 / TEMPORARIES_MARGIN - 1:.0%} more temporaries than predicted, which XLA may need. "
-        "The largest tensors that are alive together:",
-        *(f"  {_size(t.bytes):>12}  {t.name}  {t.dtype}{list(t.shape)}" for t in best.tensors[:6]),
-        "Ways out: more devices; a smaller batch; recompute activations in the backward pass (jax.checkpoint on the layers); "
-        "a smaller type for state or activations; or a higher memory_limit_bytes.",
-    ]
-    if request.constraints.rules:
-        lines.append("Constraints are in force; those that keep leaves replicated cost memory on every device.")
-    return OutOfMemoryError("\n".join(lines), needed_bytes=min(tried, default=None))
-
-
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1024
-    return f"{size:,.2f} GiB"
 
 
 def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> Assignment:

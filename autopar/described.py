@@ -1,0 +1,96 @@
+"""A choice of strategies as a `Plan`: the layouts, collectives and figures of a step on one mesh.
+
+In: a traced step, its graph, a choice and the assignment made of it. Out: frozen data, whose seconds and bytes are those of the
+cost and memory models. What can go wrong: an assignment that is not of this choice; its collectives would be another plan's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.catalogue import itemsize_of
+from autopar.cost_model.hardware import Cluster
+from autopar.graph import StrategyGraph
+from autopar.intra_op import Choice
+from autopar.memory import MemoryModel
+from autopar.mesh import Layout, LogicalMesh
+from autopar.plan import CollectivePlan, LiveTensor, Plan, ValuePlan
+from autopar.relayout import LOCAL_KINDS
+from autopar.spmd import Assignment, planned_moves
+from autopar.trace import Leaf, TracedStep, where
+
+
+def described(
+    traced: TracedStep,
+    graph: StrategyGraph,
+    memory: MemoryModel,
+    assignment: Assignment,
+    choice: Choice,
+    *,
+    cluster: Cluster,
+    memory_limit_bytes: int | None,
+    allow_redundant_compute: bool,
+) -> Plan:
+    """The plan of one mesh as data. `planning_s`, `candidates` and what was compared are for the caller, who knows them."""
+    mesh = graph.mesh
+    collectives, comm_s = _collectives(graph, assignment)
+    compute_s = float(sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True)))
+    compute_s += cluster.dispatch_s(len(traced.inputs))
+    peak, tensors = memory.peak(choice.numbers, copy_span=assignment.copy_span)
+    slack = choice.seconds - choice.lower_bound_s
+    return Plan(
+        fingerprint=traced.fingerprint,
+        cluster=cluster.name,
+        mesh_shape=mesh.shape,
+        axis_names=mesh.axis_names,
+        inputs=_values(traced.inputs, assignment.inputs, mesh),
+        outputs=_values(traced.outputs, assignment.outputs, mesh),
+        choices=choice.numbers,
+        collectives=collectives,
+        compute_s=compute_s,
+        comm_s=comm_s,
+        peak_bytes=peak,
+        memory_limit_bytes=memory_limit_bytes,
+        peak_tensors=tuple(LiveTensor(t.name, t.shape, t.dtype, t.bytes) for t in tensors[:10]),
+        planning_s=0.0,
+        lower_bound_s=compute_s + comm_s - max(slack, 0.0),
+        allow_redundant_compute=allow_redundant_compute,
+        copy_span=assignment.copy_span,
+        num_microbatches=traced.microbatches,
+    )
+
+
+def _values(leaves: Sequence[Leaf], layouts: Sequence[Layout], mesh: LogicalMesh) -> tuple[ValuePlan, ...]:
+    return tuple(
+        ValuePlan(
+            leaf.path,
+            leaf.role,
+            leaf.given_shape,
+            str(leaf.dtype),
+            layout.spec(mesh) if leaf.microbatches == 1 else layout.spec(mesh)[1:],
+            layout.local_bytes(leaf.shape, itemsize_of(leaf), mesh),
+        )
+        for leaf, layout in zip(leaves, layouts, strict=True)
+    )
+
+
+def _collectives(graph: StrategyGraph, assignment: Assignment) -> tuple[tuple[CollectivePlan, ...], float]:
+    """(collectives in program order, seconds of all relayout)."""
+    plans, seconds = [], 0.0
+    for planned in planned_moves(assignment):
+        shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
+        each = graph.spaces.network.seconds(planned.move, shape, itemsize)
+        seconds += each * planned.trips
+        if planned.move.kind not in LOCAL_KINDS:
+            plans.append(
+                CollectivePlan(
+                    planned.move.kind,
+                    graph.mesh.names(planned.move.axes),
+                    planned.move.payload(shape, graph.mesh) * itemsize,
+                    planned.trips,
+                    f"{planned.aval.dtype}[{','.join(map(str, shape))}]",
+                    where(planned.equation) if planned.equation is not None else "output",
+                    each,
+                )
+            )
+    return tuple(plans), seconds
