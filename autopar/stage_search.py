@@ -117,6 +117,8 @@ class _Search:
             if not choices:
                 if self.costs.plan_more(self.all_ways[0][0].microbatches, self.options):
                     continue
+                if math.isfinite(self.beat_s):
+                    return NotFaster(())  # too few layers, or too little memory in parts of the machine
                 errors = [error for error in solved.values() if not isinstance(error, StageChoice)]
                 raise max(errors, key=lambda error: isinstance(error, OutOfMemoryError))
             best = min(choices, key=lambda way: self._handicapped(way, choices[way]))

@@ -66,6 +66,16 @@ def test_where_stages_were_searched_and_are_slower_the_report_says_by_how_much()
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_a_step_that_cannot_be_cut_into_stages_stays_on_one_mesh():
+    weights, x = arguments(512, layers=1, batch=64)
+    options = {"devices": 4, "cluster": node(1e5), "constraints": autopar.data_parallel()}
+    parallel = autopar.parallelize(lambda w, x: (x @ w[0]).sum(0), **options)
+    plan = parallel.plan(weights, x)
+    assert isinstance(plan, Plan)
+    assert plan.comm_s > plan.compute_s
+    assert plan.compared == ()
+
+
 def test_a_step_of_stages_found_on_one_node_computes_what_jit_computes():
     weights, x = arguments(256, layers=4, batch=512)
     parallel = autopar.parallelize(step, devices=jax.devices()[:4], cluster=node(1e7))
