@@ -2,6 +2,9 @@
 
 XLA reads its flags when JAX first touches a device, so they are set here, before any test module imports JAX. Whatever
 the caller's environment says about platform and caches does not apply to the tests.
+
+A run without the slow tests compiles quickly: XLA leaves LLVM's optimisation out, which changes no HLO, and with it neither
+collectives nor memory. A run with them, and any other run, compiles as users do.
 """
 
 import os
@@ -23,10 +26,19 @@ settings.register_profile(
 )
 settings.load_profile("autopar")
 
+QUICK_COMPILE = "--xla_backend_optimization_level=0"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile quickly where the slow tests are left out; no test module has touched a device before this."""
+    if config.option.markexpr == "not slow" and "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
+        os.environ["XLA_FLAGS"] += f" {QUICK_COMPILE}"
+
 
 def pytest_report_header() -> str:
-    """The end of the supported JAX range that this run is about."""
-    return f"JAX {version('jax')}, {DEVICE_COUNT} virtual CPU devices"
+    """The end of the supported JAX range that this run is about, and whether compiled code is optimised."""
+    how = "quickly compiled" if QUICK_COMPILE in os.environ["XLA_FLAGS"] else "optimised"
+    return f"JAX {version('jax')}, {DEVICE_COUNT} virtual CPU devices, {how}"
 
 
 @pytest.fixture(autouse=True)
