@@ -33,8 +33,8 @@ LEAST_GAIN = 0.1
 """What part of a step stages on one node must be able to save at most for a search; they reach about half of that bound."""
 STEPS = 1000
 """In so many steps the most that stages can save must be more than the time that the search for them takes."""
-SEARCH_S_PER_EQUATION = 5e-3
-"""Seconds that the search may take for each equation of the program, on one core; for GPTs of 4 layers it took 0.5 to 4 ms."""
+SEARCH_S, SEARCH_S_PER_EQUATION = 2.0, 5e-3
+"""Seconds that the search may take on one core: always, and for each equation; GPTs of 4 layers took 0.5 to 4 ms for each."""
 REPEATED_FORWARD = 4 / 3
 """Work of a step whose backward does forward's work again over that of one that keeps it: four thirds, a backward being two."""
 
@@ -82,7 +82,7 @@ def stages_may_pay(plan: Plan, most_microbatches: int, equations: int) -> bool:
     """Whether stages may save enough of this plan's step, and enough time in all for a search in a program of this size."""
     work_s = plan.compute_s / (REPEATED_FORWARD if plan.recompute else 1)
     gain_s = plan.step_s - work_s * (1 + 1 / (3 * most_microbatches))
-    return gain_s > LEAST_GAIN * plan.step_s and gain_s * STEPS > SEARCH_S_PER_EQUATION * equations
+    return gain_s > LEAST_GAIN * plan.step_s and gain_s * STEPS > SEARCH_S + SEARCH_S_PER_EQUATION * equations
 
 
 def _most_microbatches(traced: TracedStep, wishes: PipelineWishes) -> int:
