@@ -190,7 +190,7 @@ def test_a_parallel_step_in_microbatches_equals_jit(mesh_shape):
 
 def test_a_user_scan_over_layers_runs_in_microbatches():
     example = build("gpt_scan", layers=2, hidden=16, heads=2, vocab=256, seq=8, batch=8, dropout=0.1, sgd=True)
-    state, batch = example.create_state(jax.random.key(0)), next(example.data(0))
+    state, batch = jax.jit(example.create_state)(jax.random.key(0)), next(example.data(0))
     actual = run_in_microbatches(example.train_step, 4, state, batch)
     assert_trees_close(actual, jax.jit(example.train_step)(state, batch))
 

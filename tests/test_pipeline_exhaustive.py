@@ -87,7 +87,7 @@ def test_a_small_step_in_every_pipeline_computes_what_jit_computes(
 def wide_resnet():
     """(step, state, batch), with SGD; it normalises over its batch, so it runs in one microbatch and is not interleaved."""
     model = build("wide_resnet", batch=16, sgd=True)
-    return model.train_step, model.create_state(jax.random.key(0)), next(model.data(0))
+    return model.train_step, jax.jit(model.create_state)(jax.random.key(0)), next(model.data(0))
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def from_registry(name):
     """A model of the registry, small, with its own dropout, clipping and metrics."""
     sizes = UNET if name == "unet" else SMALL | {"layers": LAYERS} | MORE.get(name, {})
     model = build(name, **sizes)
-    return model.train_step, model.create_state(jax.random.key(0)), next(model.data(0))
+    return model.train_step, jax.jit(model.create_state)(jax.random.key(0)), next(model.data(0))
 
 
 MODELS = {f"zoo {name}": (from_zoo, name) for name in ("gpt", "bert", "t5", "moe", "unet")}
@@ -93,7 +93,7 @@ def test_a_model_whose_scan_over_layers_is_divided_computes_what_jit_computes(
     name, options, stages, microbatches, schedule, virtual, layout
 ):
     model = build(name, **SMALL, **MORE.get(name, {}), layers=4, scan_layers=True, **options)
-    step, state, batch = model.train_step, model.create_state(jax.random.key(0)), next(model.data(0))
+    step, state, batch = model.train_step, jax.jit(model.create_state)(jax.random.key(0)), next(model.data(0))
     parallel = in_stages(step, stages, microbatches, schedule=schedule, virtual_stages=virtual, layout=layout)
     assert_same_as_jit(step, parallel, state, batch)
     assert any(parallel.last_plan().scan_cuts) or (name, stages * virtual) == ("t5", 2)
