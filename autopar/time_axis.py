@@ -51,7 +51,7 @@ ON_EXAMPLES = 2.0
 """How much more work on examples costs outside the body, so that a leaf of the batch is read in slices if it can be."""
 PROLOGUE_BYTES = 1.0
 """What an equation costs more in the prologue, so that what only the update needs is done there."""
-STRICTLY = 64.0
+STRICTLY = 8.0
 """How much more it weighs than for rearranged ones if heavy work on examples stays outside the body."""
 FEW = 0.25
 """Which part of the heavy work on rearranged examples may stay outside the body: a look at a few of them, not the step itself."""
@@ -111,7 +111,7 @@ def plan_time(
     )
     examples = example_factors(traced, rules)
     loosely = example_factors(traced, rules, loosely=True)
-    problem = _Problem(graph, microbatches, loosely, strictly=examples, late_sums=late_sums, known=known or {})
+    problem = _Problem(graph, microbatches, examples, loosely=loosely, late_sums=late_sums, known=known or {})
     found = ChoiceProblem(problem.costs(), problem.edges(), is_proven=False).choose()
     assert found is not None
     if not np.isfinite(found.seconds) and known:
@@ -140,13 +140,13 @@ class _Problem:
         microbatches: int,
         examples: Mapping[Equation, frozenset[str]],
         *,
-        strictly: Mapping[Equation, frozenset[str]],
+        loosely: Mapping[Equation, frozenset[str]],
         late_sums: bool,
         known: Mapping[Equation, Phase],
     ) -> None:
         self.graph, self.microbatches, self.late_sums, self._known = graph, microbatches, late_sums, known
         self._on_examples = {eqn for eqn, factors in examples.items() if factors}
-        self._strictly = {eqn for eqn, factors in strictly.items() if factors}
+        self._loosely = {eqn for eqn, factors in loosely.items() if factors}
         self._finish: dict[int, np.ndarray] = {}
         self._extended: dict[tuple[int, ...], np.ndarray] = {}
         self._last_uses = _uses_between(graph)
@@ -184,10 +184,10 @@ class _Problem:
             if node.equation in self._on_examples:
                 inside = inside + RESIDENT * node.choices.out_bytes
                 whole = ON_EXAMPLES * (whole + RESIDENT * node.choices.out_bytes[0])
-                if entry_for(node.equation).heavy:
-                    undivided = np.array([s.ways < self.microbatches for s in node.choices.strategies])
-                    penalty = forbidding * (STRICTLY if node.equation in self._strictly else 1.0)
-                    inside, whole = inside + penalty * undivided, whole + penalty
+            if node.equation in self._loosely and entry_for(node.equation).heavy:
+                undivided = np.array([s.ways < self.microbatches for s in node.choices.strategies])
+                penalty = forbidding if node.equation in self._on_examples else forbidding / STRICTLY
+                inside, whole = inside + penalty * undivided, whole + penalty
             if self.late_sums and node.equation is not None and node.loop is None:
                 inside = inside + forbidding * np.array(
                     [_adds_terms(node.equation, s) for s in node.choices.strategies]
