@@ -110,7 +110,7 @@ def _outside(shape: LoopedProgram) -> dict[Equation, str]:
             for port, atom in zip(shape.stage.outputs, shape.program.outvars, strict=True)
             if atom in eqn.outvars and port.source != "received"
         ]
-        task_of[eqn] = (owners + returned + [PROLOGUE])[0]
+        task_of[eqn] = min((t for t in owners + returned if t != PROLOGUE), key=update_level, default=PROLOGUE)
     return task_of
 
 

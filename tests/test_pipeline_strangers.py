@@ -239,6 +239,32 @@ def test_accumulation_by_hand_over_slices_is_cut_like_any_other_step():
     assert {plan.assignment.strategies[eqn].ways for eqn in products} == {4}
 
 
+# --- what updates read ------------------------------------------------------------------------------------------------
+
+
+def test_a_sum_per_layer_that_two_updates_read_is_made_for_the_first():
+    """The decoder's second update adds the terms up, after the first has sent them to the stage that joins all layers."""
+
+    def step(weights, batch):
+        def loss_of(weights):
+            encoded, _ = lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), batch["x"], weights["encoder"])
+
+            def layer(h, w):
+                mixed = jax.nn.softmax(h @ w["ask"] * encoded)
+                return h + jnp.tanh(mixed @ w["answer"]), jnp.mean(h**2)
+
+            decoded, sizes = lax.scan(layer, batch["y"], weights["decoder"])
+            return jnp.mean((decoded - batch["y"]) ** 2) + 0.01 * sizes.sum(), sizes
+
+        (loss, sizes), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
+        return descend(weights, grads), (loss, sizes)
+
+    decoder = {name: noise(6, WIDTH, WIDTH, seed=i, scale=0.2) for i, name in enumerate(["ask", "answer"])}
+    weights = {"encoder": noise(5, WIDTH, WIDTH, scale=0.2), "decoder": decoder}
+    parallel = in_stages(step, microbatches=2, mesh_shape=(2,), constraints=autopar.data_parallel())
+    assert_same_as_jit(step, parallel, weights, batch(), steps=2, rtol_of_scale=2e-5)
+
+
 def test_errors_that_only_pipelines_raise_are_public():
     assert issubclass(autopar.PipelineError, autopar.AutoparError)
     assert issubclass(autopar.ScheduleError, autopar.AutoparError)
