@@ -1,5 +1,6 @@
 """The predicted memory of pipelines: what tasks hand on is what the runtime's instructions keep, under every schedule."""
 
+import functools
 import itertools
 
 import jax
@@ -45,11 +46,19 @@ TOO_FEW_LAYERS = [("tied", 4, 2), ("skips", 4, 2)]
 REQUEST = PlanRequest((), preset("p3.16xlarge"), None, Constraints(), PlannerOptions())
 
 
-def planned(model, timetables, *, meshes, **wishes):
-    """What is planned in the first timetable, also in others that differ by the schedule alone: plans with their stages."""
-    train, state, batch = model
+def traced_of(train, *args):
     signature = CallSignature(train, (1,), (), "auto")
-    traced = trace(signature, bind_arguments(signature, (state, batch), {}))
+    return trace(signature, bind_arguments(signature, args, {}))
+
+
+@functools.cache
+def traced_model(name):
+    """Once for all the pipelines that it is planned for."""
+    return traced_of(*MODELS[name]())
+
+
+def planned(traced, timetables, *, meshes, **wishes):
+    """What is planned in the first timetable, also in others that differ by the schedule alone: plans with their stages."""
     wished = PipelineWishes(meshes, stage_meshes=(LogicalMesh.of((2,)),) * meshes, **wishes)
     plan, staged = plan_pipeline(traced, wished, timetables[0], REQUEST, devices=2 * meshes)
     return [(plan, staged), *in_other_schedules(traced, staged, timetables[0], timetables, REQUEST).values()]
@@ -79,7 +88,7 @@ def assert_kept_as_predicted(plan, staged, *, slack):
 def test_a_stage_keeps_what_its_plan_says_under_every_schedule(name, meshes, chunks):
     """Small models send much of what they keep, so what is on its way weighs more there than in a GPT."""
     names = ["1f1b", "gpipe", "zb-h1"] if chunks == 1 else ["interleaved"]
-    plans = planned(MODELS[name](), [Timetable(8, one, chunks) for one in names], meshes=meshes)
+    plans = planned(traced_model(name), [Timetable(8, one, chunks) for one in names], meshes=meshes)
     assert [plan.schedule for plan, _ in plans] == names
     for plan, staged in plans:
         assert_kept_as_predicted(plan, staged, slack=0.06 if name == "gpt" else 0.2)
@@ -88,8 +97,8 @@ def test_a_stage_keeps_what_its_plan_says_under_every_schedule(name, meshes, chu
 @pytest.mark.parametrize("name", ["perceptron", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_the_predicted_peak_is_what_the_compiled_tasks_need_on_top_of_what_is_there(name):
     """XLA's own account of every task, in the order of the instructions."""
-    model = (step, *arguments(32, layers=8, batch=4096)) if name == "perceptron" else gpt()
-    for plan, staged in planned(model, [Timetable(8, one) for one in ("1f1b", "gpipe", "zb-h1")], meshes=2):
+    traced = traced_of(step, *arguments(32, layers=8, batch=4096)) if name == "perceptron" else traced_model(name)
+    for plan, staged in planned(traced, [Timetable(8, one) for one in ("1f1b", "gpipe", "zb-h1")], meshes=2):
         live = LiveBytes(plan, staged)
         for mesh, stage in enumerate(staged.stages):
             assert (
@@ -100,7 +109,7 @@ def test_the_predicted_peak_is_what_the_compiled_tasks_need_on_top_of_what_is_th
 @pytest.mark.parametrize("meshes", [2, 4])
 def test_recomputation_in_a_split_backward_hands_on_what_it_makes_again(meshes):
     plans = planned(
-        MODELS["perceptron"](), [Timetable(8, "1f1b"), Timetable(8, "zb-h1")], meshes=meshes, recompute="layer"
+        traced_model("perceptron"), [Timetable(8, "1f1b"), Timetable(8, "zb-h1")], meshes=meshes, recompute="layer"
     )
     for plan, staged in plans:
         assert plan.recompute
