@@ -240,6 +240,8 @@ class _Builder:
         stacks = [None if s is None else Source(s.node, s.output, stacked=True) for s in outs[loop.carries :]]
         for var in eqn.outvars:
             self.monoids[var] = frozenset() if is_opaque(var.aval) or var.aval.dtype == bool else frozenset({"sum"})
+        for var, atom in zip(eqn.outvars[loop.carries :], region.outvars[loop.carries :], strict=True):
+            self.monoids[var] |= frozenset() if isinstance(atom, Literal) else self.monoids[atom]
         return [*(Source(head, 0) for head in carried), *stacks]
 
     def _while(self, eqn: Equation, operands: Sequence[Source | None], trips: float) -> list[Source | None]:

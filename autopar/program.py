@@ -120,11 +120,15 @@ def task_scope(task: str, fun: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(call)
 
 
-def program_of(closed: Any) -> tuple[Program, tuple[Any, ...]]:
-    """(program, constants): the constants are the values of the program's last inputs."""
+def program_of(closed: Any, *, pruned: bool = False) -> tuple[Program, tuple[Any, ...]]:
+    """(program, constants): the constants are the values of the program's last inputs.
+
+    `pruned`: loops lose the results that nobody reads, too; of programs that count on the places of their loop's results, none.
+    """
     refuse_side_effects(compat.open_jaxpr(closed))
     constants = list(compat.constants_of(closed))
     jaxpr = compat.open_jaxpr(closed)
+    jaxpr = compat.eliminate_dead_code(jaxpr) if pruned else jaxpr
     builder = _Builder()
     fresh = [Var(v.aval) for v in jaxpr.invars]
     constvars = [Var(v.aval) for v in jaxpr.constvars]

@@ -173,7 +173,7 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
     closed, out_shape = jax.make_jaxpr(without_static(signature.fun, bound), return_shape=True)(
         *_abstract(bound.dynamic), **_abstract(dict(bound.kwargs))
     )
-    program, constants = program_of(closed)
+    program, constants = program_of(closed, pruned=True)
     warn_of_missing_rules([eqn for eqn in program.walk() if eqn.loop is None])
     out_leaves, out_tree = jax.tree_util.tree_flatten(out_shape)
     state = _returned_arguments(bound, out_shape)

@@ -98,6 +98,26 @@ def test_a_flag_of_the_state_that_becomes_a_constant(stacked):
     assert_same_as_jit(step, in_stages(step), {"weights": weights, "begun": jnp.array(False)}, batch())
 
 
+def test_extremes_of_each_scanned_layer_among_the_metrics_do_not_keep_the_batch_together():
+    """Their derivatives, which nobody takes, would need the largest value of all examples on every example."""
+    table = noise(WIDTH, seed=3)
+
+    def step(weights, batch):
+        def loss_of(weights):
+            def layer(h, w):
+                h = h + jnp.tanh(h @ w)
+                return h, {"largest": h.max(), "least": h.min(0), "any": jnp.any(h > 1), "unread": h * table}
+
+            h, sizes = lax.scan(layer, batch["x"], weights)
+            del sizes["unread"]
+            return jnp.mean((h - batch["y"]) ** 2), sizes
+
+        (loss, sizes), grads = jax.value_and_grad(loss_of, has_aux=True)(weights)
+        return descend(weights, grads), (loss, sizes)
+
+    assert_same_as_jit(step, in_stages(step), noise(6, WIDTH, WIDTH, scale=0.2), batch(), steps=2)
+
+
 # --- where the examples are -------------------------------------------------------------------------------------------
 
 
