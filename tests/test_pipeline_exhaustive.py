@@ -126,9 +126,11 @@ def test_a_wide_resnet_whose_examples_are_reversed_differs_from_itself_by_roundi
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*of the forward work is one operation")
-@pytest.mark.parametrize(("stages", "layout"), [(2, "one device"), (4, "one device"), (2, "data parallel")])
+@pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
-def test_a_wide_resnet_in_stages_computes_what_jit_computes_in_float32_where_no_relu_is_tied(stages, schedule, layout):
+def test_a_wide_resnet_in_stages_computes_what_jit_computes_in_float32_where_sums_are_in_the_same_order(
+    stages, schedule
+):
     step, state, batch = wide_resnet()
-    parallel = in_stages(step, stages, 1, schedule=schedule, layout=layout)
+    parallel = in_stages(step, stages, 1, schedule=schedule, layout="one device")
     assert_same_as_jit(step, parallel, state, batch)
