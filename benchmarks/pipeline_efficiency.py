@@ -10,7 +10,9 @@ all of them alike. The time that JAX takes to launch a program counts as part of
 on a real device; what the driver adds between two tasks does not. Then the peak of live bytes on the first device in a step
 without sleep, whose residuals are the only large arrays: in the proportion of the microbatches in flight, m for GPipe and p for
 1F1B. What can go wrong: other work on the machine delays threads. The least of the rounds tells what the driver costs, the
-median what the machine allows; where the quartiles lie far apart, neither says anything about the driver.
+median what the machine allows; where the quartiles lie far apart, neither says anything about the driver. And sleep itself is
+late, and so is a callback's result: by how much is measured on tasks that run alone, one after the other and without a driver,
+and the last ratio is to the makespan of tasks that take so much longer each.
 
     python benchmarks/pipeline_efficiency.py [--stages 4] [--microbatches 8] [--task-ms 10] [--rounds 15] [--json FILE]
 """
@@ -79,13 +81,14 @@ class DeviceClock:
 
 @dataclasses.dataclass(frozen=True)
 class Emulation:
-    """One schedule on emulated devices, ready to run."""
+    """One schedule on emulated devices, ready to run. `ideal_of_longer_s`: the makespan if each task takes so much longer."""
 
     program: InstructionList
     callables: Mapping[str, Call]
     transfer: Callable[[jax.Array, Value, int, int], jax.Array]
     inputs: Callable[[], dict[tuple[int, Value], jax.Array]]
     ideal_s: float
+    ideal_of_longer_s: Callable[[float], float]
 
     def driver(self) -> Driver:
         """The driver that a real step would have."""
@@ -103,6 +106,7 @@ class Row:
     least_ms: float
     ratio: float
     least_ratio: float
+    ratio_to_tasks_alone: float
     in_flight: int
     peak_bytes: int
 
@@ -134,8 +138,11 @@ def emulate(schedule: Schedule, *, task_s: float, residual_bytes: int) -> Emulat
         )
         for spec in work.specs
     }
-    ideal_s = simulate(program, run_s=lambda run: seconds(run.kind)).makespan_s
-    return Emulation(program, callables, transfer, inputs, ideal_s)
+
+    def ideal_s(longer_s: float) -> float:
+        return simulate(program, run_s=lambda run: seconds(run.kind) + longer_s).makespan_s
+
+    return Emulation(program, callables, transfer, inputs, ideal_s(0.0), ideal_s)
 
 
 def _compile(spec: TaskSpec, clock: DeviceClock, *, device: jax.Device, seconds: float, residual_bytes: int) -> Call:
@@ -199,9 +206,23 @@ def measure(schedules: Sequence[Schedule], *, task_s: float, rounds: int) -> tup
     return [list(seconds) for seconds in zip(*turns, strict=True)], [driver.timeline() for _, driver in pairs]
 
 
-def row_of(schedule: Schedule, seconds: Sequence[float], *, task_s: float, residual_bytes: int) -> Row:
-    """The figures of one schedule."""
-    ideal_s = emulate(schedule, task_s=task_s, residual_bytes=32).ideal_s
+def late_s(*, task_s: float, rounds: int) -> float:
+    """How much longer than its seconds a task takes that runs alone, by the median: sleep and callbacks are late."""
+    alone = emulate(make_schedule("inference", num_meshes=1, num_microbatches=1), task_s=task_s, residual_bytes=32)
+    (call,) = alone.callables.values()
+    arrays = list(alone.inputs().values())
+    taken = []
+    for _ in range(2 * rounds):
+        started = time.perf_counter()
+        jax.block_until_ready(call(arrays))
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken[rounds:]) - task_s
+
+
+def row_of(schedule: Schedule, seconds: Sequence[float], *, task_s: float, residual_bytes: int, longer_s: float) -> Row:
+    """The figures of one schedule; `longer_s`: how much longer each task takes alone."""
+    emulation = emulate(schedule, task_s=task_s, residual_bytes=32)
+    ideal_s = emulation.ideal_s
     quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
     return Row(
         schedule=schedule.name,
@@ -211,6 +232,7 @@ def row_of(schedule: Schedule, seconds: Sequence[float], *, task_s: float, resid
         least_ms=min(seconds) * 1e3,
         ratio=statistics.median(seconds) / ideal_s,
         least_ratio=min(seconds) / ideal_s,
+        ratio_to_tasks_alone=statistics.median(seconds) / emulation.ideal_of_longer_s(longer_s),
         in_flight=microbatches_in_flight(schedule)[0],
         peak_bytes=_peak_bytes(schedule, residual_bytes=residual_bytes),
     )
@@ -238,9 +260,10 @@ def _peak_bytes(schedule: Schedule, *, residual_bytes: int) -> int:
     return max(seen) - before
 
 
-def print_table(rows: Sequence[Row], *, stages: int, microbatches: int, task_ms: float) -> None:
+def print_table(rows: Sequence[Row], *, stages: int, microbatches: int, task_ms: float, longer_ms: float) -> None:
     """The rows, for people."""
-    table = Table(title=f"{stages} stages x {microbatches} microbatches of {task_ms:g} ms, JAX {jax.__version__}")
+    each = f"{task_ms:g} ms ({task_ms + longer_ms:.2f} alone)"
+    table = Table(title=f"{stages} stages x {microbatches} microbatches of {each}, JAX {jax.__version__}")
     for column in (
         "schedule",
         "ideal ms",
@@ -249,6 +272,7 @@ def print_table(rows: Sequence[Row], *, stages: int, microbatches: int, task_ms:
         "least ms",
         "median / ideal",
         "least / ideal",
+        "median / alone",
         "in flight, stage 0",
         "peak MB, device 0",
     ):
@@ -256,9 +280,15 @@ def print_table(rows: Sequence[Row], *, stages: int, microbatches: int, task_ms:
     for row in rows:
         spread = f"{row.quartiles_ms[0]:.1f} to {row.quartiles_ms[1]:.1f}"
         measured = (f"{row.median_ms:.1f}", spread, f"{row.least_ms:.1f}")
-        figures = (f"{row.ideal_ms:.0f}", *measured, f"{row.ratio:.3f}", f"{row.least_ratio:.3f}")
+        figures = (
+            f"{row.ideal_ms:.0f}",
+            *measured,
+            f"{row.ratio:.3f}",
+            f"{row.least_ratio:.3f}",
+            f"{row.ratio_to_tasks_alone:.3f}",
+        )
         table.add_row(row.schedule, *figures, str(row.in_flight), f"{row.peak_bytes / 1e6:.2f}")
-    Console(width=140).print(table)
+    Console(width=160).print(table)
 
 
 def main() -> None:
@@ -277,16 +307,18 @@ def main() -> None:
         for name, v in SCHEDULES
     ]
     task_s, residual_bytes = arguments.task_ms / 1e3, arguments.residual_kb * 1024
+    longer_s = late_s(task_s=task_s, rounds=arguments.rounds)
     seconds, timelines = measure(schedules, task_s=task_s, rounds=arguments.rounds)
     rows = [
-        row_of(schedule, own, task_s=task_s, residual_bytes=residual_bytes)
+        row_of(schedule, own, task_s=task_s, residual_bytes=residual_bytes, longer_s=longer_s)
         for schedule, own in zip(schedules, seconds, strict=True)
     ]
     for schedule, timeline in zip(schedules, timelines, strict=True):
         if arguments.traces:
             arguments.traces.mkdir(parents=True, exist_ok=True)
             timeline.save(arguments.traces / f"{schedule.name}.json", schedule.name)
-    print_table(rows, stages=arguments.stages, microbatches=arguments.microbatches, task_ms=arguments.task_ms)
+    shape = {"stages": arguments.stages, "microbatches": arguments.microbatches}
+    print_table(rows, **shape, task_ms=arguments.task_ms, longer_ms=longer_s * 1e3)
     if arguments.json:
         arguments.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
 
