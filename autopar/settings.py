@@ -128,17 +128,23 @@ class Settings:
         return own[0] if own else dataclasses.replace(self, plan=plan_from_json(text)).planned(traced)
 
     def _question(self, traced: TracedStep, name: str) -> str:
-        """What is planned, in words that are the same on every process if the step and the options are."""
+        """What is planned, in words that are the same on every process if the step and the options are.
+
+        The cluster is left out: each process may have measured its own machine, and the first one's plan is for all.
+        """
         batch = ", ".join(
             f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in traced.inputs if leaf.role == "batch"
         )
         meshes = self.meshes if self.meshes == "auto" else [mesh.shape for mesh in self.meshes]
-        given = "" if self.plan is None else f", plan={hashlib.sha256(self.plan.to_json().encode()).hexdigest()[:8]}"
+        given = "" if self.plan is None else f", plan={_digest(self.plan.to_json())}"
+        rules = "" if not self.constraints.rules else f", constraints={_digest(repr(self.constraints.rules))}"
+        kinds = "" if self.options.kinds == PlannerOptions().kinds else f", collectives={sorted(self.options.kinds)}"
+        redundant = ", allow_redundant_compute=True" if self.options.allow_redundant_compute else ""
         return (
             f"{name} (program {traced.fingerprint}; {batch}; {self._count()} devices, mesh_shape={meshes}, "
             f"memory_limit_bytes={self.memory_limit_bytes}, num_microbatches={self.num_microbatches}, "
             f"num_stages={self.num_stages}, schedule={self.schedule!r}, virtual_stages={self.virtual_stages}, "
-            f"recompute={self.recompute!r}{given})"
+            f"recompute={self.recompute!r}{rules}{kinds}{redundant}{given})"
         )
 
     def _leader_in_stages(self) -> PipelinePlan | None:
@@ -280,3 +286,8 @@ class Settings:
         plan = self._followed()
         layouts = tuple(Rule(v.path, v.partition_spec, must_match=False) for v in plan.inputs if v.role == "state")
         return Constraints((*layouts, *self.constraints.rules))
+
+
+def _digest(text: str) -> str:
+    """A few characters that tell two texts apart."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -216,13 +216,20 @@ def caught(kind, run):
 
 
 def plans_that_differ():
-    """The processes ask for plans of different batches; later, for one that no memory holds."""
+    """The processes ask for plans of different batches and under different constraints; later, for one that no memory holds."""
     shapes = jax.eval_shape(init_state, 0)
     rows = {name: x[: 8 + 8 * jax.process_index()] for name, x in batch(0).items()}
     parallel = autopar.parallelize(step, mesh_shape=(8,))
     differ = caught(PlanError, lambda: parallel.plan(shapes, rows))
+    constraints = (autopar.data_parallel(), autopar.zero3())[jax.process_index()]
+    bound = autopar.parallelize(step, mesh_shape=(8,), constraints=constraints)
+    constrained = caught(PlanError, lambda: bound.plan(shapes, batch(0)))
     small = autopar.parallelize(step, mesh_shape=(8,), memory_limit_bytes=100)
-    return {"differ": differ, "memory": caught(AutoparError, lambda: small.plan(shapes, batch(0)))}
+    return {
+        "differ": differ,
+        "constrained": constrained,
+        "memory": caught(AutoparError, lambda: small.plan(shapes, batch(0))),
+    }
 
 
 def in_trouble(happens):

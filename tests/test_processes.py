@@ -126,6 +126,9 @@ def test_processes_that_plan_different_things_are_told_both(tmp_path):
             f"process {here} plans step .*{re.escape(rows[0])}.*process {there} plans .*{re.escape(rows[1])}", words
         )
         assert "same calls in the same order" in words
+    digests = [re.findall(r"constraints=(\w+)", str(one["constrained"])) for one in found]
+    assert len(set(digests[0])) == 2
+    assert digests[0] == digests[1][::-1]
     assert "memory" in str(found[0]["memory"])
     assert "process 0 could not plan step" in str(found[1]["memory"])
     assert "OutOfMemoryError" in str(found[1]["memory"])
