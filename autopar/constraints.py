@@ -7,6 +7,7 @@ them are reported at once.
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Sequence
@@ -84,10 +85,16 @@ def _matches(rule: Rule, leaf: Leaf) -> bool:
 def _no_such_leaf(rule: Rule, leaves: Sequence[Leaf]) -> str:
     of_role = [leaf.path for leaf in leaves if rule.role in (None, leaf.role)]
     word = rule.glob.strip("*").rsplit("/", 1)[-1]
-    near = [path for path in of_role if word and word in path] or of_role
+    alike = set(difflib.get_close_matches(word, {part for path in of_role for part in path.split("/")}, cutoff=0.5))
+    near = [path for path in of_role if (word and word in path) or alike & {*path.split("/")}] or of_role
     listed = ", ".join(near[:5]) + (", ..." if len(near) > 5 else "")
     kind = f"{rule.role} " if rule.role else ""
-    return f"constraint {rule.glob!r} matches no {kind}leaf of the step's arguments; there are: {listed or 'none'}"
+    names = (
+        "; zero2 and zero3 take optimizer= and zero3 params=, the globs of such leaves" if rule.role == "state" else ""
+    )
+    return (
+        f"constraint {rule.glob!r} matches no {kind}leaf of the step's arguments; there are: {listed or 'none'}{names}"
+    )
 
 
 def layouts_for(wanted: LeafLayout, leaf: Leaf, mesh: LogicalMesh) -> tuple[Layout, ...]:
