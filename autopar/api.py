@@ -6,8 +6,8 @@ A train step in, a step that runs on all devices out, with the same results. Thi
               -> Plan and Assignment of one mesh (planner.py), or PipelinePlan and stages (pipeline_planner.py)
               -> CompiledStep (compile.py) or CompiledPipeline (pipeline.py) -> results
 
-Each distinct set of argument shapes and static values is traced, planned and compiled once. What can go wrong is said by the
-passes, in the user's own names.
+Each distinct set of argument shapes, static values and settings of JAX (`jax.enable_x64` and others) is traced, planned and
+compiled once. What can go wrong is said by the passes, in the user's own names.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ from autopar.arguments import (
     numbers,
 )
 from autopar.catalogue import PlannerOptions
-from autopar.compile import CompiledStep, create_sharded, gathered
+from autopar.compat import undisturbed
+from autopar.compile import CompiledStep, create_sharded, gathered, refuse_tracers
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError, PlanError
 from autopar.options import ConstraintsLike, as_constraints
 from autopar.pipeline import CompiledPipeline
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
+from autopar.runtime.thread_settings import program_settings_here
 from autopar.settings import Planned, Settings
 from autopar.trace import BoundArguments, CallSignature, bind_arguments, require_state, trace
 
@@ -62,17 +64,21 @@ class ParallelStep:
         """Run one step; results equal those of the undecorated function."""
         bound = bind_arguments(self._signature, args, kwargs)
         leaves = jax.tree_util.tree_leaves((bound.dynamic, dict(bound.kwargs)))
-        _refuse_tracers(self._signature.name, leaves)
-        return self._compile(bound).run(leaves)
+        refuse_tracers(self._signature.name, leaves)
+        with undisturbed():
+            return self._compile(bound).run(leaves)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan | PipelinePlan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s; needs no devices if their number is given."""
-        return self._plan(bind_arguments(self._signature, args, kwargs)).plan
+        with undisturbed():
+            return self._plan(bind_arguments(self._signature, args, kwargs)).plan
 
     def compile(self, *args: Any, **kwargs: Any) -> CompiledStep | CompiledPipeline:
         """The compiled step for these arguments, arrays or `jax.ShapeDtypeStruct`s."""
-        return self._compile(bind_arguments(self._signature, args, kwargs))
+        with undisturbed():
+            return self._compile(bind_arguments(self._signature, args, kwargs))
 
+    @undisturbed()
     def init_state(self, create_fn: Callable[..., Any], *args: Any) -> Any:
         """`create_fn(*args)`, made already laid out as the last plan says; no device ever holds all of it.
 
@@ -102,7 +108,8 @@ class ParallelStep:
 
         Where several processes have the devices, all of them call it, and each gets every array, on a device of its own.
         """
-        return gathered(tree, self.jax_devices())
+        with undisturbed():
+            return gathered(tree, self.jax_devices())
 
     def last_plan(self) -> Plan | PipelinePlan:
         """The plan that was made last; PlanError if there is none."""
@@ -135,23 +142,18 @@ class ParallelStep:
         return planned.compiled(self._signature, self._settings.jax_devices())
 
 
-def _refuse_tracers(name: str, leaves: Sequence[Any]) -> None:
-    traced = sum(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
-    if traced:
-        raise ArgumentError(
-            f"{name} is called inside a function that JAX traces (jit, grad, vmap, scan, ...): {traced} of its {len(leaves)} "
-            "arrays have no values yet. A parallelized step is a program of its own on all devices: call it outside, with "
-            "arrays, and take gradients inside the step. Its undecorated function can be called anywhere."
-        )
-
-
 def _key(bound: BoundArguments) -> Any:
     leaves, tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
-    shapes = tuple(
-        (np.shape(x), str(x.dtype), bool(getattr(x, "weak_type", False))) if hasattr(x, "dtype") else type(x)
-        for x in leaves
-    )
-    return tree, shapes, bound.static
+    return tree, tuple(map(_kind, leaves)), bound.static, tuple(program_settings_here().values())
+
+
+def _kind(leaf: Any) -> Any:
+    """What a leaf is traced as: a Python number as the array that takes its place after the first step."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        leaf = jax.typeof(leaf)
+    if not hasattr(leaf, "dtype"):
+        return type(leaf)
+    return np.shape(leaf), str(leaf.dtype), bool(getattr(leaf, "weak_type", False))
 
 
 def parallelize(

@@ -6,8 +6,9 @@ the error names the argument, what was given and what it may be. What two argume
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
@@ -17,7 +18,7 @@ import numpy as np
 
 from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster
 from autopar.errors import ArgumentError
-from autopar.mesh import LogicalMesh
+from autopar.mesh import LogicalMesh, whole_number
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.relayout import KINDS
@@ -46,10 +47,11 @@ def checked_devices(devices: Any) -> tuple[jax.Device, ...] | int | None:
     """The devices, or their number; ArgumentError for anything else."""
     if devices is None:
         return None
-    if isinstance(devices, int) and not isinstance(devices, bool):
-        if devices < 1:
-            raise ArgumentError(f"devices={devices}: at least one device is needed")
-        return devices
+    number = whole_number(devices)
+    if number is not None:
+        if number < 1:
+            raise ArgumentError(f"devices={number}: at least one device is needed")
+        return number
     listed = tuple(devices) if isinstance(devices, Sequence | np.ndarray) and not isinstance(devices, str) else ()
     if not listed and isinstance(devices, list | tuple):
         raise ArgumentError(f"devices={devices!r}: at least one device is needed")
@@ -57,6 +59,8 @@ def checked_devices(devices: Any) -> tuple[jax.Device, ...] | int | None:
         raise ArgumentError(
             f"devices={devices!r}: a list of JAX devices such as jax.devices(), or their number, is expected"
         )
+    if len(set(listed)) < len(listed):
+        raise ArgumentError(f"devices={devices!r}: every device is expected once")
     return listed
 
 
@@ -76,21 +80,29 @@ def checked_cluster(cluster: Any) -> Literal["auto"] | Cluster:
 
 def checked_count(name: str, count: Any) -> Count:
     """A number of microbatches, stages or virtual stages, or 'auto'."""
-    if count != "auto" and (type(count) is not int or count < 1):
+    if isinstance(count, str) and count == "auto":
+        return "auto"
+    number = whole_number(count)
+    if number is None or number < 1:
         raise ArgumentError(f"{name}={count!r}: 'auto' or a positive whole number is expected")
-    return count  # type: ignore[no-any-return]
+    return number
 
 
 def checked_processes(count: Any) -> int:
     """A number of processes."""
-    if type(count) is not int or count < 1:
+    number = whole_number(count)
+    if number is None or number < 1:
         raise ArgumentError(f"planning_processes={count!r}: a positive whole number is expected")
-    return count
+    return number
 
 
-def checked_kinds(collectives: Sequence[str] | None) -> frozenset[str]:
+def checked_kinds(collectives: Any) -> frozenset[str]:
     """The kinds of collectives that may be used."""
     given = KINDS if collectives is None else (collectives,) if isinstance(collectives, str) else collectives
+    if not isinstance(given, Iterable) or not all(isinstance(kind, str) for kind in given):
+        raise ArgumentError(
+            f"collectives={given!r}: None, for all, or a list of kinds is expected, of {', '.join(KINDS)}"
+        )
     unknown = sorted(set(given) - set(KINDS))
     if unknown:
         raise ArgumentError(f"collectives={unknown}: no such kind; there are {', '.join(KINDS)}")
@@ -99,19 +111,27 @@ def checked_kinds(collectives: Sequence[str] | None) -> frozenset[str]:
 
 def numbers(what: str, given: Any) -> tuple[int, ...]:
     """Positions of arguments, as a tuple."""
-    numbers = (given,) if isinstance(given, int | str) else tuple(given)
-    if not all(isinstance(number, int) for number in numbers):
-        raise ArgumentError(f"{what}={given!r}: a number, or a list of numbers, of positional arguments is expected")
+    one = whole_number(given)
+    listed = tuple(given) if isinstance(given, Iterable) and one is None and not isinstance(given, str) else (given,)
+    numbers = tuple(number for number in map(whole_number, listed) if number is not None)
+    if len(numbers) < len(listed):
+        raise ArgumentError(
+            f"{what}={given!r}: a number, or a list of numbers, of positional arguments is expected; () stands for none"
+        )
     return numbers
 
 
 def checked_memory_limit(limit: Any) -> int | None:
     """Bytes per device, or None."""
-    if limit is not None and (isinstance(limit, bool | str) or not isinstance(limit, Real) or limit <= 0):
+    if limit is None:
+        return None
+    is_number = isinstance(limit, Real) and not isinstance(limit, bool)
+    if not is_number or not 1 <= limit < math.inf:
         raise ArgumentError(
-            f"memory_limit_bytes={limit!r}: a positive number of bytes per device is expected, such as 16e9"
+            f"memory_limit_bytes={limit!r}: a positive number of bytes per device is expected, such as 16e9, or None for the "
+            "memory of the cluster's devices"
         )
-    return limit  # type: ignore[return-value]
+    return int(limit)
 
 
 def checked_plan(plan: Any) -> Plan | PipelinePlan | None:

@@ -50,12 +50,8 @@ def boundaries(chain: Sequence[ForwardEquation]) -> tuple[int, ...]:
     return tuple(i for i in marked if i > 0 and i - 1 not in marked)
 
 
-def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int, *, divided: bool = False) -> tuple[int, ...]:
-    """Cuts of equal work: at the user's layer boundaries if there are any, else where few bytes cross.
-
-    `divided`: scans over layers have been divided as evenly as their layers allow.
-    """
-    _warn_of_indivisible_work(chain, num_stages, divided=divided)
+def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, ...]:
+    """Cuts of equal work: at the user's layer boundaries if there are any, else where few bytes cross."""
     marked = boundaries(chain)
     if not marked or num_stages == 1:
         return even_cuts(chain, num_stages)
@@ -76,7 +72,10 @@ def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int, *, divided: b
 def indivisible_work(
     chain: Sequence[ForwardEquation], num_stages: int, *, divided: bool = False
 ) -> ForwardEquation | None:
-    """An operation that is much more than a stage's share of the chain, such as a scan over time; `divided` as `chosen_cuts`."""
+    """An operation that is much more than a stage's share of the chain, such as a scan over time.
+
+    `divided`: scans over layers have been divided as evenly as their layers allow.
+    """
     places = [place for place in chain if not (divided and place.equation.loop)]
     total = sum(place.flops for place in chain)
     largest = max(places, key=lambda place: place.flops, default=None)
@@ -84,8 +83,8 @@ def indivisible_work(
     return largest if is_too_large else None
 
 
-def _warn_of_indivisible_work(chain: Sequence[ForwardEquation], num_stages: int, *, divided: bool) -> None:
-    """One warning if there is such an operation."""
+def warn_of_indivisible_work(chain: Sequence[ForwardEquation], num_stages: int, *, divided: bool) -> None:
+    """One warning if there is such an operation; the arguments are those of `indivisible_work`."""
     largest = indivisible_work(chain, num_stages, divided=divided)
     if largest is not None:
         total = sum(place.flops for place in chain)

@@ -6,12 +6,16 @@ version is dropped, its half goes. Source of each difference: measured on 0.10.2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
+import numpy as np
+from jax._src import core as private_core
 from jax._src import distributed as private_distributed
 from jax._src import source_info_util as private_source_info
+from jax._src.api_util import InternalFloatingPointError
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
@@ -116,6 +120,62 @@ def make_mesh(devices: Any, axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
     """A mesh whose axes are Auto: the default is Explicit in 0.12 and Auto in 0.10."""
     auto = jax.sharding.AxisType.Auto
     return jax.sharding.Mesh(devices, axis_names, axis_types=(auto,) * len(axis_names))
+
+
+_DISABLE_JIT = "jax_disable_jit"  # which JAX's annotations leave out
+
+
+def _no_abstract_mesh() -> contextlib.AbstractContextManager[Any]:
+    """What can be had inside a function that JAX traces, where `jax.set_mesh` refuses to be called."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """A context without the caller's mesh and `jax.disable_jit`, for what a step is traced, planned and run in.
+
+    Under a mesh that `jax.set_mesh` made current, whose axes are Explicit by default, a step is traced with types that name its
+    axes, and programs for other meshes fail or end the process. Without compilation there is no program for all devices.
+    """
+    with contextlib.ExitStack() as stack:
+        if not jax.sharding.get_abstract_mesh().empty:
+            stack.enter_context(jax.set_mesh(None) if private_core.trace_state_clean() else _no_abstract_mesh())
+        if getattr(jax.config, _DISABLE_JIT):
+            stack.enter_context(jax.disable_jit(False))
+        yield
+
+
+@contextlib.contextmanager
+def checked_for_nans(name: str) -> Iterator[None]:
+    """What `jax.debug_nans` and `jax.debug_infs` find in a program as the FloatingPointError that `jax.jit` makes of it."""
+    try:
+        yield
+    except InternalFloatingPointError as error:
+        raise FloatingPointError(
+            f"invalid value ({error.ty}) in what {name} returns, found by jax.debug_nans or jax.debug_infs; what it was given to "
+            f"consume is gone. The undecorated function, {name}.__wrapped__, under the same setting and jax.jit, names the "
+            "operation."
+        ) from None
+
+
+def is_inside_trace() -> bool:
+    """Whether this is called inside a function of which JAX makes a program (jit, scan, ...), be its arrays closed over or not.
+
+    `grad` and `vmap` compute at once what depends on none of their own arguments; the second question tells them apart.
+    """
+    if private_core.trace_state_clean():
+        return False
+    return isinstance(jax.lax.add(np.int32(0), np.int32(0)), jax.core.Tracer)
+
+
+def without_explicit_axes(value: Any) -> Any:
+    """A value that may be cut: an array on a mesh with Explicit axes as the same one on a mesh of Auto axes, uncopied."""
+    given = getattr(value, "sharding", None)
+    explicit = jax.sharding.AxisType.Explicit
+    if not isinstance(given, jax.sharding.NamedSharding) or explicit not in given.mesh.axis_types:
+        return value
+    mesh = make_mesh(given.mesh.devices, given.mesh.axis_names)
+    return jax.device_put(value, jax.sharding.NamedSharding(mesh, given.spec, memory_kind=given.memory_kind))
 
 
 def threefry_is_partitionable() -> bool:

@@ -9,7 +9,7 @@ devices, arguments of another shape; both are refused with the numbers.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,15 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.compat import make_mesh
+from autopar.compat import checked_for_nans, is_inside_trace, make_mesh, undisturbed, without_explicit_axes
 from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.mesh import LogicalMesh
 from autopar.plan import Plan
 from autopar.runtime.processes import absent_like, are_here, as_host, from_host, is_global, is_here
 from autopar.runtime.resharding import brought_here, reshard
+from autopar.runtime.thread_settings import program_settings_here, under
 from autopar.split_array import SplitArray, SplitSharding, in_pieces, joined, placed_apart, taken_apart
 from autopar.spmd import Assignment, partition_spec, sharded
 from autopar.trace import CallSignature, TracedStep, bind_arguments
+from autopar.weak_types import weakly_typed
 
 
 def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
@@ -45,6 +47,7 @@ def checked_leaves(
     """The flat leaves of a call; ArgumentError if they are not of the traced structure, shapes and types."""
     bound = bind_arguments(signature, args, kwargs)
     leaves, tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
+    refuse_tracers(signature.name, leaves)
     if tree != traced.in_tree:
         raise ArgumentError(
             f"{signature.name} was compiled for arguments of structure {traced.in_tree}, called with {tree}"
@@ -61,6 +64,19 @@ def checked_leaves(
     return leaves
 
 
+def refuse_tracers(name: str, leaves: Sequence[Any]) -> None:
+    """Raise ArgumentError inside a function that JAX traces, where arrays have no values, or no step can be run."""
+    traced = sum(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if not traced and not is_inside_trace():
+        return
+    without = f"{traced} of its {len(leaves)} arrays have no values yet" if traced else "its arrays are closed over"
+    raise ArgumentError(
+        f"{name} is called inside a function that JAX traces (jit, grad, vmap, scan, ...): {without}. A parallelized step is a "
+        "program of its own on all devices: call it outside, with arrays, and take gradients inside the step. Its undecorated "
+        "function can be called anywhere."
+    )
+
+
 def refuse_consumed(name: str, traced: TracedStep, leaves: Sequence[Any]) -> None:
     """Raise ArgumentError for arrays whose memory an earlier step has taken, by their paths."""
     gone = [
@@ -74,6 +90,24 @@ def refuse_consumed(name: str, traced: TracedStep, leaves: Sequence[Any]) -> Non
             "after a step that failed, start again from a saved one. To use the old state again, copy it before the step "
             "(jax.tree.map(jnp.copy, state)), or use parallelize(..., donate_argnums=()), which keeps both in memory."
         )
+
+
+def each_taken_once(arrays: Sequence[Any], donated: Collection[int]) -> Sequence[Any]:
+    """The arrays of a call, such that nothing else is in the memory that the step takes: of those given twice, copies.
+
+    `donated`: the numbers of the arrays that it takes. XLA ends the process where one buffer is donated twice, or read and
+    donated (0.10), or fails (0.12). Arrays of which another process has all the memory are let be.
+    """
+    if len(set(map(id, arrays))) == len(arrays):
+        return arrays
+    taken, result = set(donated), list(arrays)
+    used = {id(x) for i, x in enumerate(arrays) if i not in taken}
+    for i in sorted(taken):
+        x = arrays[i]
+        if id(x) in used and isinstance(x, jax.Array) and is_here(x.sharding):
+            result[i] = x.copy()
+        used.add(id(x))
+    return result
 
 
 def create_sharded(
@@ -120,7 +154,7 @@ def gathered(tree: Any, devices: Sequence[jax.Device]) -> Any:
 
 def _in_slices(value: Any, shape: tuple[int, ...]) -> Any:
     """A batch leaf as microbatches; on the host this copies nothing."""
-    return value.reshape(shape) if hasattr(value, "reshape") else np.reshape(value, shape)
+    return without_explicit_axes(value).reshape(shape) if hasattr(value, "reshape") else np.reshape(value, shape)
 
 
 class CompiledStep:
@@ -135,6 +169,7 @@ class CompiledStep:
         devices: Sequence[jax.Device],
     ) -> None:
         self.signature, self.traced, self.plan = signature, traced, plan
+        self._settings = program_settings_here()
         self.mesh = device_mesh(assignment.mesh, devices)
         specs = [partition_spec(layout, assignment.mesh) for layout in assignment.inputs]
         self.in_shardings = tuple(NamedSharding(self.mesh, spec) for spec in specs)
@@ -147,13 +182,13 @@ class CompiledStep:
                 traced.constants, self.in_shardings[len(traced.inputs) - len(traced.constants) :], strict=True
             )
         )
-        donated = tuple(i for i, leaf in enumerate(traced.inputs) if leaf.donated)
+        self._donated = tuple(i for i, leaf in enumerate(traced.inputs) if leaf.donated)
         self._accepted: list[Any] = [object()] * len(traced.inputs)
         self._run = jax.jit(
-            sharded(assignment, self.mesh),
+            weakly_typed(sharded(assignment, self.mesh), [leaf.weak_type for leaf in traced.outputs]),
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
-            donate_argnums=donated,
+            donate_argnums=self._donated,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -163,10 +198,16 @@ class CompiledStep:
     def run(self, leaves: Sequence[Any]) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
         refuse_consumed(self.signature.name, self.traced, leaves)
-        placed = [
-            x if getattr(x, "sharding", None) is self._accepted[i] else self._placed(i, x) for i, x in enumerate(leaves)
-        ]
-        return jax.tree_util.tree_unflatten(self.traced.out_tree, self.executable(*placed, *self._constants))
+        with undisturbed():
+            arrays = each_taken_once([*leaves, *self._constants], self._donated)
+            placed = [
+                x if getattr(x, "sharding", None) is self._accepted[i] else self._placed(i, x)
+                for i, x in enumerate(arrays[: len(leaves)])
+            ]
+            executable = self.executable
+            with checked_for_nans(self.signature.name):
+                found = executable(*placed, *self._constants)
+        return jax.tree_util.tree_unflatten(self.traced.out_tree, found)
 
     def _placed(self, number: int, value: Any) -> Any:
         """The array where the step wants it; it is already there for state that the step returned.
@@ -195,7 +236,7 @@ class CompiledStep:
 
     @functools.cached_property
     def executable(self) -> Any:
-        """XLA's executable, compiled ahead of time from shapes.
+        """XLA's executable, compiled ahead of time from shapes, under the settings of JAX under which the step was traced.
 
         JAX 0.10 to 0.12 compile some sharded programs of which every argument is empty, and not others.
         """
@@ -204,7 +245,8 @@ class CompiledStep:
             for leaf, sharding in zip(self.traced.inputs, self.in_shardings, strict=True)
         ]
         try:
-            return self._run.lower(*shapes).compile()
+            with undisturbed(), under(self._settings):
+                return self._run.lower(*shapes).compile()
         except jax.errors.JaxRuntimeError as error:
             if any(0 not in leaf.shape for leaf in self.traced.inputs):
                 raise

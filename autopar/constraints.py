@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.errors import ConstraintError
 from autopar.mesh import Axes, Layout, LogicalMesh
-from autopar.options import Constraints, LeafLayout, Replicated, Rule, Split, SplitBatch
+from autopar.options import HOW_A_BATCH_IS_GIVEN, Constraints, LeafLayout, Replicated, Rule, Split, SplitBatch
 from autopar.relayout import all_layouts
 
 _PIECE = re.compile(r"(?P<whole>.*)\[(?::, )*\d+:\d+\]")
@@ -92,6 +92,8 @@ def _no_such_leaf(rule: Rule, leaves: Sequence[Leaf]) -> str:
     names = (
         "; zero2 and zero3 take optimizer= and zero3 params=, the globs of such leaves" if rule.role == "state" else ""
     )
+    if rule.role == "batch" and not of_role:
+        names = f". No argument is a batch: {HOW_A_BATCH_IS_GIVEN}"
     return (
         f"constraint {rule.glob!r} matches no {kind}leaf of the step's arguments; there are: {listed or 'none'}{names}"
     )

@@ -20,7 +20,7 @@ from autopar.chain_cuts import boundaries
 from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.layers import cluster
 from autopar.memory import TEMPORARIES_MARGIN
-from autopar.microbatch import TimeLoop
+from autopar.microbatch import TimeLoop, microbatch_counts
 from autopar.planned_layers import LayerFigures, PlannedLayers
 from autopar.planner import PlanRequest
 from autopar.stage_memory import split_in_flight
@@ -82,6 +82,7 @@ class LayerCosts:
         self._places = boundaries(self._chain) or _clustered(self._chain)
         self._layers = {count: PlannedLayers(loop, self._places, request)}
         self._devices = max(map(math.prod, options))
+        self._examples = max(microbatch_counts(loop.traced))
         sizes, per_node = {*map(math.prod, options)}, request.cluster.devices_per_node or math.inf
         at_first = {min(sizes)} if smallest_first else {size for size in sizes if size <= per_node}
         self._sizes = {count: at_first}
@@ -199,17 +200,20 @@ class LayerCosts:
     def _figures(self, count: int, layer: int, devices: int) -> LayerFigures | None:
         """What a layer costs on so many devices under so many microbatches, None if there is no plan.
 
-        Where only other numbers of microbatches are planned: carried over from them. Where no number is: the least that it can
-        cost, as if work, state and all else of a smaller submesh were divided evenly among more devices.
+        Where only other numbers of microbatches are planned, whose examples the devices can divide as well: carried over from
+        them. Where no such number is: the least that it can cost, as if work, state and all else of a smaller submesh were
+        divided evenly among more devices.
         """
         known = {m: self._layers[m].figures(layer, devices) for m, sizes in self._sizes.items() if devices in sizes}
         if count in known:
             return known[count]
         planned = {m: figures for m, figures in known.items() if figures is not None}
+        if known and not planned:
+            return None
+        ways = self._ways(count, devices)
+        planned = {m: figures for m, figures in planned.items() if self._ways(m, devices) >= ways}
         if planned:
             return _carried(planned, count, share=self._share(layer))
-        if known:
-            return None
         smaller = {size for sizes in self._sizes.values() for size in sizes if size < devices}
         each = {size: self._figures(count, layer, size) for size in smaller}
         divided = [
@@ -218,6 +222,10 @@ class LayerCosts:
             if figures is not None
         ]
         return LayerFigures(*(max(one) for one in zip(*divided, strict=True))) if divided else LayerFigures()
+
+    def _ways(self, count: int, devices: int) -> int:
+        """Among how many devices the examples of a microbatch can be divided evenly."""
+        return math.gcd(max(1, self._examples // count), devices)
 
     def _share(self, layer: int) -> np.ndarray | float:
         """What part of a layer's forward and backward is latency, from submeshes planned under several counts."""

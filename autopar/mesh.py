@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,14 @@ AXIS_NAMES = ("x", "y", "z", "u", "v", "w")
 Axes = tuple[int, ...]
 
 
+def whole_number(value: Any) -> int | None:
+    """A whole number of any type, NumPy's too, as Python's own; None for truths and for all else."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
 @dataclasses.dataclass(frozen=True)
 class LogicalMesh:
     """Sizes and names of the mesh axes, in row-major device order."""
@@ -33,16 +42,22 @@ class LogicalMesh:
     @classmethod
     def of(cls, shape: Sequence[int] | Mapping[str, int]) -> LogicalMesh:
         """A mesh from sizes, named x, y, z, ..., or from a mapping of names to sizes."""
-        names = tuple(shape) if isinstance(shape, Mapping) else AXIS_NAMES[: len(shape)]
+        names: tuple[Any, ...] = tuple(shape) if isinstance(shape, Mapping) else AXIS_NAMES[: len(shape)]
         sizes = tuple(shape.values()) if isinstance(shape, Mapping) else tuple(shape)
         if not sizes or len(sizes) > len(AXIS_NAMES):
             raise ArgumentError(f"mesh_shape={shape!r}: a mesh has 1 to {len(AXIS_NAMES)} axes, this has {len(sizes)}")
-        for size in sizes:
-            if type(size) is not int or size < 1:
+        for name in names:
+            if not isinstance(name, str) or not name:
+                raise ArgumentError(
+                    f"mesh_shape={shape!r}: every axis needs a name such as 'data', {name!r} is not one"
+                )
+        whole = tuple((whole_number(size) or 0) for size in sizes)
+        for size, number in zip(sizes, whole, strict=True):
+            if number < 1:
                 raise ArgumentError(
                     f"mesh_shape={shape!r}: every axis needs a positive whole size, {size!r} is not one"
                 )
-        return cls(sizes, names)
+        return cls(whole, names)
 
     @property
     def size(self) -> int:

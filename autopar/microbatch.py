@@ -12,6 +12,7 @@ stages. What can go wrong: a step that mixes examples; `time_axis.MixedExamples`
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -21,16 +22,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.catalogue import is_opaque, itemsize_of
 from autopar.compat import Literal, Var, attributed_to
 from autopar.errors import ArgumentError, warn
 from autopar.mesh import Layout, LogicalMesh
+from autopar.perform import neutral_element
 from autopar.program import Equation, program_of
-from autopar.spmd import Lowering, Placed, Scope, neutral_element
-from autopar.time_axis import MixedExamples, TimePlan, plan_time
+from autopar.spmd import Lowering, Placed, Scope
+from autopar.time_axis import MixedExamples, Phase, TimePlan, plan_time
 from autopar.trace import Leaf, TracedStep, fingerprint_of
 
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "or": jnp.logical_or, "and": jnp.logical_and}
 """How two partial results are combined, by monoid."""
+SMALL = 1 / 16
+"""What part of the bytes of the batch's examples leaves of another leading size have that may be shared by all examples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +70,8 @@ class StepLowering(Lowering):
 class Result:
     """A value that leaves the body: terms combined by `monoid`, or, without one, slices of dimension `dim`.
 
-    `single`: there is one microbatch, whose term is the value.
+    `single`: there is one microbatch, whose term is the value. Random keys are never split, so they are the same in every
+    microbatch: their words are collected, of which the greatest are those of each.
     """
 
     var: Var
@@ -84,26 +90,40 @@ class Result:
     @property
     def dtype(self) -> Any:
         """The type in which it is collected; terms of less than 32 bits are summed in float32."""
-        dtype = self.var.aval.dtype
+        dtype = self._collected.dtype
         narrow = self.monoid == "sum" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
         return jnp.dtype(jnp.float32) if narrow else dtype
 
     def initial(self) -> jax.Array:
         """The accumulator before the first microbatch."""
-        return jnp.full(self.var.aval.shape, neutral_element(self._monoid, self.dtype))
+        return jnp.full(self._collected.shape, neutral_element(self._monoid, self.dtype))
 
     def add(self, accumulator: jax.Array, term: jax.Array) -> jax.Array:
         """The accumulator after one more microbatch."""
-        return COMBINE[self._monoid](accumulator, term.astype(self.dtype))
+        term = jax.random.key_data(term) if is_opaque(self.var.aval) else term.astype(self.dtype)
+        return COMBINE[self._monoid](accumulator, term)
 
     def finish(self, collected: jax.Array) -> jax.Array:
         """The value of the full batch, from the accumulator or from the stack (m, ...) of slices."""
+        if is_opaque(self.var.aval):
+            kind = jax.random.key_impl(jax.lax.full((), 0, self.var.aval.dtype))
+            keys: jax.Array = jax.random.wrap_key_data(collected, impl=kind)
+            return keys
         if self.monoid:
             return collected.astype(self.var.aval.dtype)
         return jnp.reshape(jnp.moveaxis(collected, 0, self.dim), self.var.aval.shape)
 
     @property
+    def _collected(self) -> Any:
+        """Shape and type of what is collected: of random keys their words."""
+        aval = self.var.aval
+        key = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        return jax.eval_shape(jax.random.key_data, key) if is_opaque(aval) else aval
+
+    @property
     def _monoid(self) -> str:
+        if is_opaque(self.var.aval):
+            return "max"
         truth = self.var.aval.dtype == jnp.bool_ and self.monoid == "sum"
         return "or" if truth else self.monoid
 
@@ -267,7 +287,7 @@ def _rows(var: Var) -> Layout:
 
 def _result(var: Var, layout: Layout, *, single: bool) -> Result:
     """A value repeated in every microbatch is the sum of what the first has and zeros."""
-    if layout.sharded_axes:
+    if layout.sharded_axes and not is_opaque(var.aval):
         return Result(var, dim=next(d for d, axes in enumerate(layout.dims) if axes))
     return Result(var, monoid=layout.partial[0][1] if layout.partial else "sum", single=single)
 
@@ -276,10 +296,7 @@ def in_microbatches(traced: TracedStep, count: int) -> TracedStep:
     """The step in `count` microbatches; a step that mixes examples stays whole, with a warning that names the operation."""
     if count == 1:
         return traced
-    uneven = uneven_leaves(traced, count)
-    if uneven:
-        raise ArgumentError(uneven)
-    plan = plan_time(traced, count)
+    plan = planned_time(traced, count)
     if isinstance(plan, MixedExamples):
         warn(
             f"the step runs with one microbatch instead of {count}: {plan}. What one microbatch computes would not be what the "
@@ -289,11 +306,24 @@ def in_microbatches(traced: TracedStep, count: int) -> TracedStep:
     return microbatched(traced, plan)
 
 
-def uneven_leaves(traced: TracedStep, count: int) -> str:
-    """What is wrong with a number of microbatches that does not divide the batch, or nothing."""
-    uneven = [leaf for leaf in traced.inputs if leaf.role == "batch" and leaf.shape and leaf.shape[0] % count]
-    if not uneven:
-        return ""
+def planned_time(
+    traced: TracedStep, count: int, *, late_sums: bool = False, known: Mapping[Equation, Phase] | None = None
+) -> TimePlan | MixedExamples:
+    """As `plan_time`. Raises ArgumentError if the number divides no leaf of the batch, or not all that must be cut.
+
+    A leaf that it does not divide, such as a key or the weights of classes, stays whole if the step allows it.
+    """
+    leaves = _batch_leaves(traced)
+    uneven = [leaf for leaf in leaves if leaf.shape[0] % count]
+    if leaves and len(uneven) == len(leaves):
+        raise ArgumentError(_does_not_divide(traced, count, uneven))
+    plan = plan_time(traced, count, late_sums=late_sums, known=known)
+    if uneven and isinstance(plan, MixedExamples):
+        raise ArgumentError(_does_not_divide(traced, count, uneven))
+    return plan
+
+
+def _does_not_divide(traced: TracedStep, count: int, uneven: Sequence[Leaf]) -> str:
     listed = ", ".join(f"{leaf.path} has {leaf.shape[0]} (shape {leaf.shape})" for leaf in uneven[:4])
     return (
         f"num_microbatches={count} does not divide the examples of the batch: {listed}. Numbers that do: "
@@ -301,11 +331,26 @@ def uneven_leaves(traced: TracedStep, count: int) -> str:
     )
 
 
+def _batch_leaves(traced: TracedStep) -> list[Leaf]:
+    return [leaf for leaf in traced.inputs if leaf.role == "batch" and leaf.shape]
+
+
 def microbatch_counts(traced: TracedStep) -> tuple[int, ...]:
-    """The numbers of microbatches that divide every leaf of the batch, ascending; (1,) without a batch."""
-    sizes = {leaf.shape[0] for leaf in traced.inputs if leaf.role == "batch" and leaf.shape}
-    common = math.gcd(*sizes)
-    return tuple(m for m in range(1, common + 1) if common % m == 0) or (1,)
+    """The numbers of microbatches that divide every leaf of the batch, ascending; (1,) without a batch.
+
+    Small leaves that few numbers divide, such as a key, a scale or the weights of classes, do not count if the step can be cut
+    without cutting them.
+    """
+    leaves = _batch_leaves(traced)
+    every = math.gcd(*(leaf.shape[0] for leaf in leaves))
+    bytes_of = collections.Counter[int]()
+    for leaf in leaves:
+        bytes_of[leaf.shape[0]] += math.prod(leaf.shape) * itemsize_of(leaf)
+    most = max(bytes_of.values(), default=0)
+    large = math.gcd(*(size for size, own in bytes_of.items() if own >= SMALL * most))
+    if large != every and isinstance(plan_time(traced, large), MixedExamples):
+        large = every
+    return tuple(m for m in range(1, large + 1) if large % m == 0) or (1,)
 
 
 def microbatched(traced: TracedStep, plan: TimePlan) -> TracedStep:

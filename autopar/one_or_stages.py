@@ -4,13 +4,14 @@ In: a traced step, what is left open of a pipeline, the planner's request, the n
 the pipeline. Across nodes stages are searched first: the search prices one stage too, and where that is far slower one mesh is
 not planned. On one node the mesh comes first, as it nearly always wins there, and stages are searched only where they may pay:
 
-    a pipeline divides the same work c among the same devices; of the one mesh's step T = c + communication it saves at most the
-    communication, and it idles for a third of a microbatch at least (two stages, zb-h1). With m microbatches
-        gain <= T - c (1 + 1 / 3m)
+    a pipeline divides the work among the same devices; of the one mesh's step T = c + communication it saves at most the
+    communication and what each device does that others do as well (5 devices and 64 examples), which leaves d of c; and it
+    idles for a third of a microbatch at least (two stages, zb-h1). With m microbatches
+        gain <= T - d (1 + 1 / 3m)
 
 and that must be a good part of the step and win back the search in a run of some length. The search stops once none of its
-estimates, which are low, is below T. What can go wrong: work that is less in stages than on the mesh, such as products too thin
-to be efficient; the bound on the gain leaves that out, and such a step stays on one mesh.
+estimates is near T. What can go wrong: work that is less in stages than on the mesh, such as products too thin to be efficient;
+the bound on the gain leaves that out, and such a step stays on one mesh.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autopar.one_mesh import OneMeshStep, plan_on_one_mesh, state_is_too_large
 from autopar.pipeline_planner import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.plan import Alternative, Plan
 from autopar.planner import PlanRequest
+from autopar.spmd import Assignment
 from autopar.submeshes import machine_shape
 from autopar.timetables import WORTH
 from autopar.trace import TracedStep
@@ -73,14 +75,24 @@ def _on_one_node(
         if not isinstance(found, SearchedPipeline):
             raise
         return found
-    if not stages_may_pay(one.plan, _most_microbatches(traced, wishes), sum(1 for _ in traced.program.walk())):
+    most, equations = _most_microbatches(traced, wishes), sum(1 for _ in traced.program.walk())
+    if not stages_may_pay(one.plan, repeated_s(one.assignment), most, equations):
         return one
     return _faster(one, _in_stages(traced, wishes, request, devices, beat_s=one.plan.step_s / (1 + WORTH)))
 
 
-def stages_may_pay(plan: Plan, most_microbatches: int, equations: int) -> bool:
-    """Whether stages may save enough of this plan's step, and enough time in all for a search in a program of this size."""
-    work_s = plan.compute_s / (REPEATED_FORWARD if plan.recompute else 1)
+def repeated_s(assignment: Assignment) -> float:
+    """Seconds of a step in which a device does what other devices do as well."""
+    ways = {eqn: strategy.ways / assignment.mesh.size for eqn, strategy in assignment.strategies.items()}
+    return sum(seconds * times * (1 - min(1.0, ways.get(eqn, 1.0))) for eqn, seconds, times in assignment.seconds)
+
+
+def stages_may_pay(plan: Plan, together_s: float, most_microbatches: int, equations: int) -> bool:
+    """Whether stages may save enough of this plan's step, and enough time in all for a search in a program of this size.
+
+    `together_s`: of its compute, what devices do that others do as well.
+    """
+    work_s = (plan.compute_s - together_s) / (REPEATED_FORWARD if plan.recompute else 1)
     gain_s = plan.step_s - work_s * (1 + 1 / (3 * most_microbatches))
     return gain_s > LEAST_GAIN * plan.step_s and gain_s * STEPS > SEARCH_S + SEARCH_S_PER_EQUATION * equations
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -96,8 +97,16 @@ def pointwise_copy(eqn: JaxprEqn) -> FactorRule:
 def convert(eqn: JaxprEqn) -> FactorRule:
     """a b -> a b, linear where the new format holds every value of the old one, so that nothing is rounded."""
     old, new = eqn.invars[0].aval.dtype, np.dtype(eqn.params["new_dtype"])
-    exact = jnp.issubdtype(old, jnp.number) and jnp.promote_types(old, new) == new
+    exact = jnp.issubdtype(old, jnp.number) and _holds(new, old)
     return pointwise_linear(eqn) if exact else pointwise(eqn)
+
+
+def _holds(wide: np.dtype[Any], narrow: Any) -> bool:
+    """Whether JAX promotes one type to the other; formats of eight and fewer bits it promotes to none."""
+    try:
+        return bool(jnp.promote_types(narrow, wide) == wide)
+    except jax.dtypes.TypePromotionError:
+        return bool(np.can_cast(narrow, wide, "safe"))
 
 
 def select(eqn: JaxprEqn) -> FactorRule:

@@ -8,11 +8,24 @@ model; nothing here is a mode of its own.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ConstraintError
+
+
+def _axes(what: str, axes: Any) -> tuple[str, ...] | None:
+    """Names of mesh axes, given as one or as several; None stands for all. Raises ConstraintError."""
+    if axes is None:
+        return None
+    names = (axes,) if isinstance(axes, str) or not isinstance(axes, Iterable) else tuple(axes)
+    if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
+        raise ConstraintError(
+            f"{what}({axes!r}): names of mesh axes are expected, each once, such as 'x' or ('data', 'model')"
+        )
+    return names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +34,20 @@ class Replicated:
 
     axes: tuple[str, ...] | None = None
 
+    def __post_init__(self) -> None:
+        """One name stands for itself."""
+        object.__setattr__(self, "axes", _axes("Replicated", self.axes))
+
 
 @dataclasses.dataclass(frozen=True)
 class Split:
     """The leaf is split over `axes` (all mesh axes if None), along any dimensions, as many ways as its shape allows."""
 
     axes: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """One name stands for itself."""
+        object.__setattr__(self, "axes", _axes("Split", self.axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +73,12 @@ class Rule:
     must_match: bool = True
 
 
+HOW_A_BATCH_IS_GIVEN = (
+    "batch_argnums, (1,) if nothing is said, are the numbers of the positional arguments that are batches; an argument that is "
+    "keyword-only cannot be one: make it positional"
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Constraints:
     """Rules in order; the last one that matches a leaf holds."""
@@ -62,16 +89,12 @@ class Constraints:
 ConstraintsLike = Mapping[str, LeafLayout] | Constraints | Sequence["Mapping[str, LeafLayout] | Constraints"] | None
 
 
-def _axes(axis: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
-
-
 def data_parallel(axis: str | Sequence[str] | None = None) -> Constraints:
     """Split the batch over `axis` (all mesh axes if None) and replicate the state along it.
 
     In every operation that sees the examples, `axis` splits them, and no other axis does: those are left to the other dimensions.
     """
-    axes = _axes(axis)
+    axes = _axes("data_parallel", axis)
     return Constraints(
         (
             Rule("*", Replicated(axes), role="state", must_match=False),
@@ -82,7 +105,7 @@ def data_parallel(axis: str | Sequence[str] | None = None) -> Constraints:
 
 def zero2(axis: str | Sequence[str] | None = None, *, optimizer: str = "*opt_state*") -> Constraints:
     """Data parallel, with the leaves that match `optimizer` split over `axis`: ZeRO stage 2."""
-    axes = _axes(axis)
+    axes = _axes("zero2", axis)
     return Constraints((*data_parallel(axis).rules, Rule(optimizer, Split(axes), role="state")))
 
 
@@ -90,17 +113,29 @@ def zero3(
     axis: str | Sequence[str] | None = None, *, optimizer: str = "*opt_state*", params: str = "*params*"
 ) -> Constraints:
     """As `zero2`, with the leaves that match `params` split too: ZeRO stage 3, fully sharded data parallel."""
-    axes = _axes(axis)
+    axes = _axes("zero3", axis)
     return Constraints((*zero2(axis, optimizer=optimizer).rules, Rule(params, Split(axes), role="state")))
 
 
 def _rule(glob: str, layout: LeafLayout) -> Rule:
+    if not isinstance(glob, str):
+        raise ConstraintError(f"the constraint on {glob!r} names no leaf: a path such as 'state/params/*' is expected")
     if not isinstance(layout, LeafLayout):
         raise ConstraintError(
             f"the constraint on {glob!r} is {layout!r}, a {type(layout).__name__}; a layout is a PartitionSpec such as "
             "P('x', None), autopar.Replicated() or autopar.Split()"
         )
+    if isinstance(layout, PartitionSpec) and not all(_names_axes(entry) for entry in layout):
+        raise ConstraintError(
+            f"the constraint on {glob!r} is {layout}: for each dimension the name of a mesh axis, a tuple of names or None is "
+            "expected; a leaf without a constraint is left to the planner"
+        )
     return Rule(glob, layout)
+
+
+def _names_axes(entry: Any) -> bool:
+    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    return all(isinstance(name, str) for name in names)
 
 
 def as_constraints(given: ConstraintsLike) -> Constraints:

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.compat import coordination
-from autopar.compile import checked_leaves, device_mesh, refuse_consumed
+from autopar.compat import coordination, undisturbed
+from autopar.compile import checked_leaves, device_mesh, each_taken_once, refuse_consumed
 from autopar.errors import ArgumentError
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipeline_planner import schedule_of
@@ -30,6 +30,7 @@ from autopar.runtime.launch_order import in_launch_order, part_of
 from autopar.runtime.processes import absent_like
 from autopar.runtime.resharding import brought_here
 from autopar.runtime.schedules import Schedule
+from autopar.runtime.thread_settings import program_settings_here, under
 from autopar.runtime.watch import Watch
 from autopar.split_array import SplitSharding, held_in, in_pieces, joined
 from autopar.split_scans import SplitStep
@@ -90,7 +91,9 @@ class CompiledPipeline:
     ) -> None:
         self.signature, self.plan = signature, plan
         self.stages, self.schedule = tuple(stages), schedule
+        self._settings = program_settings_here()
         self.traced, self._split = split_step.whole, split_step
+        self._donated = tuple(i for i, leaf in enumerate(split_step.step.inputs) if leaf.donated)
         self._tasks = pipeline_tasks(stages, split_backward="weight_gradient" in schedule.kinds)
         self.nodes = self._tasks.nodes
         self._linked = linked(self._tasks, schedule)
@@ -131,10 +134,11 @@ class CompiledPipeline:
         if self._watch is not None:
             self._watch.refuse_if_lost()
         refuse_consumed(self.signature.name, self.traced, leaves)
-        if self._watch is None:
-            flat = self._results(self._driver.run(self._supplied(leaves), record=record))
-        else:
-            flat = self._run_with_others(leaves, self._watch, record=record)
+        with undisturbed(), under(self._settings):  # tasks are lowered when they are first called
+            if self._watch is None:
+                flat = self._results(self._driver.run(self._supplied(leaves), record=record))
+            else:
+                flat = self._run_with_others(leaves, self._watch, record=record)
         return jax.tree.unflatten(self.traced.out_tree, joined(flat, self._split.outputs))
 
     def _run_with_others(self, leaves: Sequence[Any], watch: Watch, *, record: bool) -> list[Any]:
@@ -156,7 +160,7 @@ class CompiledPipeline:
     def _supplied(self, leaves: Sequence[Any]) -> dict[tuple[int, Value], list[Any]]:
         """The driver's inputs, from the leaves of a call: stacks in pieces, and constants."""
         parts = [*in_pieces(leaves, self._split.inputs), *self._split.step.constants]
-        return self._inputs.supplied(parts, self._part.meshes)
+        return self._inputs.supplied(each_taken_once(parts, self._donated), self._part.meshes)
 
     def _results(self, found: Mapping[tuple[int, Value], Sequence[Any]]) -> list[Any]:
         """The outputs of the divided step; those of stages elsewhere without shards."""
@@ -178,7 +182,8 @@ class CompiledPipeline:
 
     def as_text(self) -> str:
         """The optimised HLO of every task, under its name."""
-        return "\n\n".join(f"// {name}\n{node.task.as_text()}" for name, node in self.nodes.items())
+        with undisturbed(), under(self._settings):
+            return "\n\n".join(f"// {name}\n{node.task.as_text()}" for name, node in self.nodes.items())
 
     def timeline(self) -> Any:
         """The timeline of the last run with `record=True`."""

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.chain_cuts import indivisible_work
+from autopar.chain_cuts import indivisible_work, warn_of_indivisible_work
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipeline_planner import (
@@ -53,6 +53,9 @@ def best_pipeline(
             raise
         warn(f"the stages run with one microbatch, one after the other: {error}")
         return best_pipeline(traced, dataclasses.replace(wishes, num_microbatches=1), request, devices=devices)
+    if wishes.following is None:
+        chain = forward_chain(staged.cut.loop)
+        warn_of_indivisible_work(chain, staged.cut.num_stages, divided=any(staged.split.cuts))
     return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged
 
 
@@ -121,7 +124,11 @@ class _Comparison:
         split = split_scans(self._traced, cuts_for_stages(self._traced, chunks))
         chain = forward_chain(divided_loop(split, timetable.microbatches))
         if indivisible_work(chain, chunks, divided=any(split.cuts)) is not None:
-            raise ArgumentError(f"the step has too few layers of equal work for {chunks} stages")
+            raise ArgumentError(
+                f"the step has too few layers of equal work for {chunks} stages, {timetable.virtual_stages} on each of "
+                f"{self._wishes.num_stages} meshes: use schedule='1f1b' or 'zb-h1', with one stage per mesh, or fewer "
+                f"num_stages; virtual_stages={timetable.virtual_stages} plans unequal stages all the same"
+            )
 
     def _open(self) -> list[Timetable]:
         return [t for t in self._tables if t not in self._planned and t not in self._failed]

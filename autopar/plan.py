@@ -175,7 +175,7 @@ class Plan:
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PlanError(f"not a plan: {error}") from None
+            raise PlanError(f"not a plan, for it is no JSON: {error}") from None
         if not isinstance(fields, dict) or "version" not in fields:
             raise PlanError("not a plan: a JSON object with a 'version' is expected")
         if fields["version"] != VERSION:

@@ -37,7 +37,7 @@ from autopar.planner import PlanRequest, logical_meshes, restore
 from autopar.spmd import Assignment
 from autopar.staging import Staged
 from autopar.timetables import Recompute
-from autopar.trace import CallSignature, TracedStep
+from autopar.trace import CallSignature, TracedStep, require_examples
 from autopar.whereabouts import takes_gradients
 
 
@@ -94,6 +94,8 @@ class Settings:
         if isinstance(self.plan, PipelinePlan):
             return InStages(traced, self.plan, restore_pipeline(traced, self.plan, self._request(())))
         leader = self._leader_in_stages()
+        if self.plan is None:
+            self._require_a_batch(traced, 1 if leader is None else leader.num_stages)
         if self.plan is None and leader is not None:
             wishes = self._wishes_after(leader, traced)
             return InStages(traced, *best_pipeline(traced, wishes, self._request(()), devices=self._count()))
@@ -151,6 +153,15 @@ class Settings:
         """The plan of the step that this one follows, if that runs in stages."""
         plan = None if self.follow is None else self.follow.last_plan()
         return plan if isinstance(plan, PipelinePlan) else None
+
+    def _require_a_batch(self, traced: TracedStep, led: int) -> None:
+        """Raise ArgumentError for stages or microbatches of a step without examples. `led`: the stages of the step to follow."""
+        stages = max(led, self._stages())
+        if stages > 1:
+            wish = f"num_stages={stages}" if self.num_stages != "auto" else f"a step in {stages} stages"
+            require_examples(traced, wish, at_least=2)
+        elif self.num_microbatches not in ("auto", 1):
+            require_examples(traced, f"num_microbatches={self.num_microbatches}", at_least=1)
 
     def _wishes_after(self, leader: PipelinePlan, traced: TracedStep) -> PipelineWishes:
         """A pipeline on the stages of another one; forward only, if the step takes no gradients."""

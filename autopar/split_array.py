@@ -2,8 +2,9 @@
 
 A `jax.Array` lies on one mesh; layers that several stages share cannot be one. A `SplitArray` holds one `jax.Array` for each
 range of layers. It has a shape and a type, and reads, compares, computes and saves as the numpy array that it stands for, which
-is assembled on the host each time. The step takes it back as it is, without copies. What can go wrong: arithmetic on a large one
-is slow; `step.gather` makes ordinary arrays first.
+is assembled on the host each time: its operators, NumPy's functions and the methods of `READS` give NumPy arrays. The step takes
+it back as it is, without copies. What can go wrong: JAX's own functions and transformations take JAX's own arrays alone, and say
+"Triggering __jax_array__() during abstractification"; arithmetic on a large one is slow. `step.gather` makes `jax.Array`s first.
 """
 
 from __future__ import annotations
@@ -11,12 +12,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+
+from autopar.compat import without_explicit_axes
+
+_OF_MEMORY = {"base", "byteswap", "ctypes", "data", "device", "flags", "strides", "to_device", "view"}
+_WRITING = {"fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort"}
+READS = frozenset(name for name in dir(np.ndarray) if not name.startswith("_")) - _OF_MEMORY - _WRITING
+"""What it has of a NumPy array's attributes: those that read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +34,8 @@ class SplitSharding:
     dim: int
     bounds: tuple[int, ...]
     shardings: tuple[NamedSharding, ...]
+    # What `jnp.zeros_like` asks of a sharding that it might give to its result (JAX 0.10 to 0.12); it makes an ordinary array.
+    _is_concrete: ClassVar[bool] = False
 
     @property
     def device_set(self) -> set[jax.Device]:
@@ -57,6 +67,16 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
         self.bounds = tuple(itertools.accumulate((piece.shape[dim] for piece in self.pieces), initial=0))
         self.shape = (*first.shape[:dim], self.bounds[-1], *first.shape[dim + 1 :])
 
+    def __getattr__(self, name: str) -> Any:
+        if name in READS:
+            return getattr(np.asarray(self), name)
+        raise AttributeError(
+            f"a SplitArray has no attribute {name!r}: its pieces are on several meshes, and it reads as a NumPy array alone. "
+            "step.gather(state) gives jax.Arrays, np.asarray(leaf) a NumPy array; the step takes both.",
+            name=name,
+            obj=self,
+        )
+
     @property
     def ndim(self) -> int:
         """Number of dimensions."""
@@ -66,6 +86,11 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
     def size(self) -> int:
         """Number of entries."""
         return sum(piece.size for piece in self.pieces)
+
+    @property
+    def weak_type(self) -> bool:
+        """Whether its type gives way to that of other operands, as a Python number's does."""
+        return all(piece.weak_type for piece in self.pieces)
 
     @property
     def nbytes(self) -> int:
@@ -108,8 +133,17 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
         return whole if dtype is None else whole.astype(dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, SplitArray) for x in kwargs.get("out", ())):
+            raise TypeError("out= is a SplitArray, which cannot be written to: it stands for pieces on several meshes")
         whole = [np.asarray(x) if isinstance(x, SplitArray | jax.Array) else x for x in inputs]
         return getattr(ufunc, method)(*whole, **kwargs)
+
+    def _not_in_place(self, other: Any) -> Any:
+        """Nothing is computed in place: `leaf += 1` gives the name to the new array of `leaf + 1`, as with `jax.Array`."""
+        return NotImplemented
+
+    __iadd__ = __isub__ = __imul__ = __imatmul__ = __itruediv__ = __ifloordiv__ = __imod__ = _not_in_place
+    __ipow__ = __ilshift__ = __irshift__ = __iand__ = __ior__ = __ixor__ = _not_in_place
 
     def __jax_array__(self) -> jax.Array:
         return jnp.asarray(np.asarray(self))
@@ -149,6 +183,7 @@ def cut_at(array: Any, pieces: LeafPieces) -> list[Any]:
         return [array]
     ranges = itertools.pairwise(pieces.bounds)
     if isinstance(array, jax.Array):
+        array = without_explicit_axes(array)
         return [jax.lax.slice_in_dim(array, a, b, axis=pieces.dim) for a, b in ranges]
     return [array[(slice(None),) * pieces.dim + (slice(a, b),)] for a, b in ranges]
 

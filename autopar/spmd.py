@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from autopar.catalogue import Spaces, is_opaque
 from autopar.compat import Literal, Var
@@ -23,8 +22,9 @@ from autopar.factors import FactorRule
 from autopar.graph import Source, StrategyGraph
 from autopar.local import LocalCall
 from autopar.mesh import Layout, LogicalMesh
+from autopar.perform import perform, waiting_for
 from autopar.program import Atom, Equation, Program
-from autopar.relayout import Move, permutation
+from autopar.relayout import Move
 from autopar.rules import entry_for
 from autopar.strategies import ShardingStrategy
 
@@ -439,62 +439,3 @@ class _Census:
             (decision,) = self.region(condition, checks, inside)
             self.move(decision, Layout.replicated(0), condition.outvars[0].aval, inside, eqn)
         return [*carried, *(layout.prepend() for layout in outs[loop.carries :])]
-
-
-def perform(move: Move, array: Any, mesh: LogicalMesh) -> Any:
-    """One move on this device's shard."""
-    if array.dtype == jnp.bool_ and move.monoid == "sum":  # one term at most is true, and XLA adds numbers only
-        return perform(move, array.astype(jnp.uint8), mesh).astype(jnp.bool_)
-    names = mesh.names(move.axes)
-    match move.kind:
-        case "all-reduce":
-            return _all_reduce(array, names, move.monoid)
-        case "reduce-scatter":
-            return jax.lax.psum_scatter(array, names[0], scatter_dimension=move.to_dim, tiled=True)
-        case "all-gather":
-            return jax.lax.all_gather(array, names, axis=move.from_dim, tiled=True)
-        case "all-to-all":
-            return jax.lax.all_to_all(array, names[0], split_axis=move.to_dim, concat_axis=move.from_dim, tiled=True)
-        case "collective-permute":
-            return jax.lax.ppermute(array, mesh.axis_names, permutation(move.source, move.target, mesh))
-        case "slice":
-            size = array.shape[move.to_dim] // mesh.shape[move.axes[0]]
-            start = mesh.index(move.axes[0]) * size
-            return jax.lax.dynamic_slice_in_dim(array, start, size, axis=move.to_dim)
-    neutral = neutral_element(move.monoid, array.dtype)
-    return jnp.where(mesh.index(move.axes[0]) == 0, array, neutral)
-
-
-def waiting_for(late: jax.Array, array: jax.Array) -> jax.Array:
-    """The same array, but no part of it before `late` is there, and nothing made of it merged with what is made of `array`.
-
-    XLA's CPU compiler of JAX 0.10 drops barriers, and runs at once whatever has its operands. So the array depends on a
-    condition that is never true, a square below -1, which XLA does not know.
-    """
-    if is_opaque(jax.typeof(array)):
-        words = waiting_for(late, jax.random.key_data(array))
-        key: jax.Array = jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
-        return key
-    number = jnp.ravel(late)[0]
-    return jnp.where(number * number < -1, jnp.zeros_like(array), array)
-
-
-def _all_reduce(array: Any, names: tuple[str, ...], monoid: str) -> Any:
-    if monoid == "sum":
-        return jax.lax.psum(array, names)
-    if monoid in ("or", "and"):
-        kind = "max" if monoid == "or" else "min"
-        return _all_reduce(array.astype(jnp.uint8), names, kind).astype(jnp.bool_)
-    return jax.lax.pmax(array, names) if monoid == "max" else jax.lax.pmin(array, names)
-
-
-def neutral_element(monoid: str, dtype: Any) -> jax.Array:
-    """The value that changes nothing when combined."""
-    if monoid in ("or", "and"):
-        return jnp.asarray(monoid == "and", dtype)
-    if monoid == "sum":
-        return jnp.zeros((), dtype)
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.asarray(-np.inf if monoid == "max" else np.inf, dtype)
-    info = jnp.iinfo(dtype)
-    return jnp.asarray(info.min if monoid == "max" else info.max, dtype)

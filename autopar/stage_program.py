@@ -177,8 +177,16 @@ class _Tracer:
     def _output_leaf(self, port: Port, aval: Any) -> Leaf:
         is_stack = port.source == "received"
         microbatches = self.microbatches if is_stack else 1
-        shape = tuple(aval.shape)
-        return Leaf(self._path(port), "output", shape, aval.dtype, microbatches=microbatches, streamed=is_stack)
+        weak = port.output is not None and self.loop.traced.outputs[port.output].weak_type
+        return Leaf(
+            self._path(port),
+            "output",
+            tuple(aval.shape),
+            aval.dtype,
+            microbatches=microbatches,
+            streamed=is_stack,
+            weak_type=weak,
+        )
 
     def _aval(self, port: Port) -> Any:
         aval = port.var.aval

@@ -33,7 +33,8 @@ TOLERANCE = 1e-3
 ROOM = 0.92
 """Part of the memory that stages may take by the sum of their layers, so that they fit as wholes."""
 NEAR = 0.15
-"""By how much an estimate may exceed the best and be planned all the same, for a number of microbatches next to the best one."""
+"""By how much an estimate may exceed the best and be planned all the same, for a number of microbatches next to the best one, or
+what stages have to beat: its bubble is that of equal stages, and unequal ones may idle less."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ def search_stages(
     """The best stages in the best of these timetables, with or without recomputation. Raises OutOfMemoryError, ArgumentError.
 
     `loop_of`: the step in so many microbatches. The search begins with the number of the first timetable. `beat_s`: seconds of
-    the step on one mesh, which several stages have to beat; `NotFaster` as soon as none promises to. One stage is then no
+    the step on one mesh, which several stages have to beat; `NotFaster` as soon as none comes near it. One stage is then no
     candidate, and `one_stage_s` is infinite.
     """
     shape, start = machine_shape(request.cluster, devices), timetables[0].microbatches
@@ -122,7 +123,7 @@ class _Search:
                 errors = [error for error in solved.values() if not isinstance(error, StageChoice)]
                 raise max(errors, key=lambda error: isinstance(error, OutOfMemoryError))
             best = min(choices, key=lambda way: self._handicapped(way, choices[way]))
-            if choices[best].step_s >= self.beat_s:
+            if choices[best].step_s >= (1 + NEAR) * self.beat_s:
                 return NotFaster(_compared(choices))
             sizes = [stage.submesh for stage in choices[best].stages]
             if not self.costs.plan_more(best[0].microbatches, sizes) and not self._plan_neighbour(best, choices):

@@ -23,7 +23,7 @@ from autopar.following import Following, leaves_at, placed_by_leaves
 from autopar.keeping import Keeping
 from autopar.layers import identical
 from autopar.mesh import LogicalMesh
-from autopar.microbatch import TimeLoop, uneven_leaves
+from autopar.microbatch import TimeLoop, planned_time
 from autopar.options import Constraints
 from autopar.plan import Plan, ValuePlan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
@@ -37,7 +37,7 @@ from autopar.stage_memory import StageMemory, stage_memory
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import StageCut, cut_stages, forward_chain, place_stages
 from autopar.task_memory import TaskMemories
-from autopar.time_axis import MixedExamples, Phase, plan_time
+from autopar.time_axis import MixedExamples, Phase
 from autopar.trace import Leaf, TracedStep
 
 MEMORY_ROUNDS = 4
@@ -93,11 +93,14 @@ class Staged:
 
 def split_devices(devices: int, meshes: int) -> tuple[tuple[LogicalMesh, ...], ...]:
     """Equal shares of the devices with all their logical shapes; ArgumentError if they cannot be shared equally."""
+    if devices < meshes:
+        there = "there is 1 device" if devices == 1 else f"there are {devices} devices"
+        raise ArgumentError(f"{meshes} stages need a device each, and {there}: use more devices or fewer stages")
     if devices % meshes:
         divisors = [n for n in range(1, devices + 1) if devices % n == 0]
         raise ArgumentError(
-            f"{devices} devices cannot be shared equally by {meshes} stages; use {', '.join(map(str, divisors))} stages, or give "
-            "each stage its own mesh: mesh_shape=[(1,), (2,), ...]"
+            f"{devices} devices cannot be shared equally by {meshes} stages; use {' or '.join(map(str, divisors))} stages, or "
+            "give each a mesh of its own: mesh_shape=[(1,), (2,), ...], or --mesh 1/2/... on the command line"
         )
     share = devices // meshes
     return (logical_meshes(share) if share > 1 else (LogicalMesh.of((1,)),),) * meshes
@@ -120,10 +123,7 @@ def loops(split: SplitStep, usual: int) -> Callable[[int], TimeLoop]:
 
 def time_loop(traced: TracedStep, num_microbatches: int, *, known: Mapping[Equation, Phase] | None = None) -> TimeLoop:
     """The step as prologue, body and epilogue. Raises ArgumentError, UnsupportedProgramError."""
-    uneven = uneven_leaves(traced, num_microbatches)
-    if uneven:
-        raise ArgumentError(uneven)
-    plan = plan_time(traced, num_microbatches, late_sums=True, known=known)
+    plan = planned_time(traced, num_microbatches, late_sums=True, known=known)
     if isinstance(plan, MixedExamples):
         raise UnsupportedProgramError(
             f"the step cannot be cut into {num_microbatches} microbatches: {plan}. What one microbatch computes would not be "
@@ -139,7 +139,7 @@ def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) 
     loop = wanted.loop if wanted.loop is not None else divided_loop(split, wanted.num_microbatches)
     cuts = wanted.cuts
     if cuts is None and wanted.following is None:
-        cuts = chosen_cuts(forward_chain(loop), wanted.num_stages, divided=any(split.cuts))
+        cuts = chosen_cuts(forward_chain(loop), wanted.num_stages)
     cut = _cut(loop, cuts or (), wanted)
     cut = recomputed(cut) if wanted.recompute else cut
     wishes = [_wish(stage_program(cut, stage), wanted, request) for stage in range(wanted.num_stages)]

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.compat import Var
+from autopar.compat import Var, without_explicit_axes
 from autopar.pipeline_tasks import Item, PipelineTasks
 from autopar.runtime.instructions import Value
 from autopar.runtime.processes import are_here, from_host
@@ -123,8 +123,15 @@ class StepInputs:
         leaf = by_var[program.inputs[ref.key].var]
         if ref.kind == "row":
             rows = leaf.shape[0] // self._num_microbatches
-            return leaf[microbatch * rows : (microbatch + 1) * rows]
+            return _slice(leaf, microbatch * rows, (microbatch + 1) * rows)
         return leaf
+
+
+def _slice(leaf: Any, start: int, end: int) -> Any:
+    """Some examples of a batch leaf; of an array without a transfer from the host."""
+    if isinstance(leaf, jax.Array):
+        return jax.lax.slice_in_dim(without_explicit_axes(leaf), start, end)
+    return leaf[start:end]
 
 
 def _placed(arrays: Sequence[Any], wishes: Sequence[_Wish]) -> list[Any]:

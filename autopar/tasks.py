@@ -21,6 +21,7 @@ from autopar.mesh import Layout, LogicalMesh
 from autopar.spmd import Assignment, Lowering, Placed, Scope
 from autopar.stage_program import StageProgram
 from autopar.task_cuts import Ref, Slot, TaskCut, Write, cut_into_tasks
+from autopar.weak_types import weakly_typed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -61,11 +62,14 @@ def stage_tasks(
     lowering = Lowering(assignment)
     cuts = cut_into_tasks(stage, assignment, lowering, split_backward=split_backward, kept=kept)
     microbatches = stage.cut.loop.plan.microbatches
-    return tuple(_compiled(cut, lowering, device_mesh, microbatches=microbatches) for cut in cuts)
+    weak = frozenset(Ref("output", i) for i, leaf in enumerate(stage.step.outputs) if leaf.weak_type)
+    return tuple(_compiled(cut, lowering, device_mesh, microbatches=microbatches, weak=weak) for cut in cuts)
 
 
-def _compiled(cut: TaskCut, lowering: Lowering, device_mesh: jax.sharding.Mesh, *, microbatches: int) -> StageTask:
-    """The executable of one task."""
+def _compiled(
+    cut: TaskCut, lowering: Lowering, device_mesh: jax.sharding.Mesh, *, microbatches: int, weak: Set[Ref]
+) -> StageTask:
+    """The executable of one task; `weak`: what it writes weakly typed."""
     reads, mesh = cut.reads, lowering.assignment.mesh
     by_ref: dict[Ref, Slot] = {}
     for slot in cut.slots.values():
@@ -86,13 +90,13 @@ def _compiled(cut: TaskCut, lowering: Lowering, device_mesh: jax.sharding.Mesh, 
         check_vma=False,
     )
     jitted = jax.jit(
-        _named(cut.name, sharded),
+        _named(cut.name, weakly_typed(sharded, [write.ref in weak for write in cut.writes])),
         in_shardings=each(shardings.__getitem__),
         out_shardings=tuple(NamedSharding(device_mesh, spec) for spec in out_specs),
         donate_argnums=cut.donated,
     )
     shapes = each(lambda ref: _shape(mesh, by_ref[ref], shardings[ref]))
-    results = {w.ref: _result(mesh, w, device_mesh) for w in cut.writes}
+    results = {w.ref: _result(mesh, w, device_mesh).update(weak_type=w.ref in weak) for w in cut.writes}
     writes = tuple(write.ref for write in cut.writes)
     return StageTask(cut.name, reads, writes, cut.donated, jitted, shapes, shardings, results)
 

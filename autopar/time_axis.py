@@ -15,9 +15,9 @@ It is one problem of the intra-operator kind: each equation chooses a phase and,
     body -> prologue, epilogue -> body, epilogue -> prologue      impossible
 
 and it minimises the bytes and operations executed plus `RESIDENT` times the bytes of examples that stay; heavy work on examples
-belongs into the body whatever it costs. All nodes of a loop of the user's share a phase. What can go wrong: a step that mixes
-examples, such as batch normalisation; then its heavy operations do not fit into the body, and `MixedExamples` names the
-operation that mixes and the user's line.
+belongs into the body whatever it costs, but for a `LITTLE` that mixes them. All nodes of a loop of the user's share a phase. What
+can go wrong: a step that mixes examples, such as batch normalisation; then its heavy operations do not fit into the body, and
+`MixedExamples` names the operation that mixes and the user's line.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ ON_EXAMPLES = 2.0
 """How much more work on examples costs outside the body, so that a leaf of the batch is read in slices if it can be."""
 PROLOGUE_BYTES = 1.0
 """What an equation costs more in the prologue, so that what only the update needs is done there."""
+LITTLE = 0.01
+"""Which part of the heavy work on examples may stay outside the body though it mixes them: a correlation among the metrics."""
+LESS_FOR_LITTLE = 16.0
+"""How much less it weighs if a product of so little work stays outside than if a larger one does."""
 STRICTLY = 8.0
 """How much more it weighs than for rearranged ones if heavy work on examples stays outside the body."""
 FEW = 0.25
@@ -125,7 +129,7 @@ def plan_time(
         {eqn: phases.get(eqn, "epilogue") for eqn in program.equations},
         assign(graph, [problem.strategy(v, p) for v, p in enumerate(found.numbers)]),
     )
-    mixed = _mixing(traced, plan, examples)
+    mixed = _mixing(traced, plan, examples, allowed=LITTLE)
     if mixed is None and microbatches > 1:
         mixed = _mixing(traced, plan, loosely, allowed=FEW)
     return mixed or plan
@@ -147,9 +151,20 @@ class _Problem:
         self.graph, self.microbatches, self.late_sums, self._known = graph, microbatches, late_sums, known
         self._on_examples = {eqn for eqn, factors in examples.items() if factors}
         self._loosely = {eqn for eqn, factors in loosely.items() if factors}
+        self._little = self._of_little_work()
         self._finish: dict[int, np.ndarray] = {}
         self._extended: dict[tuple[int, ...], np.ndarray] = {}
         self._last_uses = _uses_between(graph)
+
+    def _of_little_work(self) -> set[Equation]:
+        """Heavy operations on examples of so little work that one of them may stay outside the body."""
+        work = {
+            node.equation: node.trips * flops_of(node.equation, node.rule)
+            for node in self.graph.nodes
+            if node.equation is not None and node.rule is not None
+            if node.equation in self._loosely and entry_for(node.equation).heavy
+        }
+        return {eqn for eqn, flops in work.items() if flops <= LITTLE * sum(work.values())}
 
     def _count(self, node: int) -> int:
         return len(self.graph.nodes[node].choices.strategies)
@@ -187,6 +202,7 @@ class _Problem:
             if node.equation in self._loosely and entry_for(node.equation).heavy:
                 undivided = np.array([s.ways < self.microbatches for s in node.choices.strategies])
                 penalty = forbidding if node.equation in self._on_examples else forbidding / STRICTLY
+                penalty *= 1.0 if node.equation in self._little else LESS_FOR_LITTLE
                 inside, whole = inside + penalty * undivided, whole + penalty
             if self.late_sums and node.equation is not None and node.loop is None:
                 inside = inside + forbidding * np.array(
@@ -249,8 +265,6 @@ class _Problem:
 
     def _finishing(self, strategies: Sequence[ShardingStrategy], use: Use) -> np.ndarray:
         """Bytes to combine terms in every microbatch, or to join slices once; and the whole result stays."""
-        if is_opaque(use.aval):
-            return np.full(len(strategies), np.inf)
         size = float(np.prod(use.aval.shape, dtype=np.int64)) * itemsize_of(use.aval)
         joined = (2.0 + RESIDENT) * size
         combined = (3.0 * self.microbatches + RESIDENT) * size
@@ -306,23 +320,38 @@ def _unconnected(graph: StrategyGraph) -> list[tuple[int, int]]:
 
 
 def _mixing(
-    traced: TracedStep, plan: TimePlan, examples: Mapping[Equation, frozenset[str]], *, allowed: float = 0.0
+    traced: TracedStep, plan: TimePlan, examples: Mapping[Equation, frozenset[str]], *, allowed: float
 ) -> MixedExamples | None:
     """Why heavy work on examples stayed outside the body, None if no more of it did than is allowed."""
     rules = plan.assignment.rules
-    outside, flops, all_flops = [], 0.0, 0.0
+    outside, all_flops = list[tuple[float, Equation, Equation]](), 0.0
     for eqn in plan.assignment.program.equations:
         for inner, trips in _with_trips(eqn):
             if inner in rules and entry_for(inner).heavy and examples.get(inner):
                 work = trips * flops_of(inner, rules[inner])
                 all_flops += work
                 if plan.phases[eqn] != "body" or plan.assignment.strategies[inner].ways < plan.microbatches:
-                    outside.append(inner)
-                    flops += work
-    if not outside or flops <= allowed * all_flops:
+                    outside.append((work, inner, eqn))
+    if not outside or sum(work for work, _, _ in outside) <= allowed * all_flops:
         return None
-    sizes = {rules[eqn].size_of(f) for eqn in outside for f in examples[eqn] if f in dict(rules[eqn].sizes)}
-    return _first_mixing(traced, plan, examples) or _undivided(traced, plan, outside[0], sizes)
+    too_much = [(inner, eqn) for work, inner, eqn in outside if work > allowed * all_flops / len(outside)]
+    sizes = {rules[e].size_of(f) for e, _ in too_much for f in examples[e] if f in dict(rules[e].sizes)}
+    behind = _made_with(plan, {eqn for _, eqn in too_much})
+    return (
+        _first_mixing(traced, plan, examples, among=behind)
+        or _first_mixing(traced, plan, examples, among=set(plan.assignment.program.equations))
+        or _undivided(traced, plan, too_much[0][0], sizes)
+    )
+
+
+def _made_with(plan: TimePlan, equations: set[Equation]) -> set[Equation]:
+    """Outermost equations and those whose results they need, near and far."""
+    found, needed = set(equations), set[Var]()
+    for eqn in reversed(plan.assignment.program.equations):
+        if eqn in found or any(v in needed for v in eqn.outvars):
+            found.add(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, JaxLiteral))
+    return found
 
 
 def _with_trips(eqn: Equation, trips: float = 1.0) -> Iterator[tuple[Equation, float]]:
@@ -347,19 +376,20 @@ def _undivided(traced: TracedStep, plan: TimePlan, eqn: Equation, sizes: set[int
 
 
 def _line(plan: TimePlan, eqn: Equation) -> str:
-    """The user's line of an equation; of the next one that has any, where JAX keeps none inside a function of its own."""
+    """The user's line of an equation; where JAX keeps none inside a function of its own, of the nearest after it, or before."""
     program = list(plan.assignment.program.walk())
-    lines = (source_line(e) for e in program[program.index(eqn) :])
+    place = program.index(eqn)
+    lines = (source_line(e) for e in (*program[place:], *reversed(program[:place])))
     return next((line for line in lines if line), "an unknown line")
 
 
 def _first_mixing(
-    traced: TracedStep, plan: TimePlan, examples: Mapping[Equation, frozenset[str]]
+    traced: TracedStep, plan: TimePlan, examples: Mapping[Equation, frozenset[str]], *, among: set[Equation]
 ) -> MixedExamples | None:
-    """The first operation, going forward from the batch, that no strategy lets work on one microbatch alone."""
+    """The first of these operations, going forward from the batch, that no strategy lets work on one microbatch alone."""
     rules, pending = plan.assignment.rules, set[Var]()
     only_batch = {v for v, leaf in zip(traced.program.invars, traced.inputs, strict=True) if leaf.role == "batch"}
-    for eqn in plan.assignment.program.equations:
+    for eqn in (eqn for eqn in plan.assignment.program.equations if eqn in among):
         operands = [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
         marked = examples.get(eqn, frozenset())
         if eqn.loop is None and marked & _behind(rules[eqn]):

@@ -21,6 +21,7 @@ import numpy as np
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import source_line
 from autopar.errors import ArgumentError
+from autopar.options import HOW_A_BATCH_IS_GIVEN
 from autopar.program import Program, program_of
 from autopar.rules import warn_of_missing_rules
 
@@ -32,7 +33,7 @@ class Leaf:
     """One input or output array: its path, role, shape and type.
 
     A leaf that enters as `microbatches` slices has a leading dimension of that size, which the caller's array lacks. If it is
-    `streamed`, slices come and go one by one, and never are all there.
+    `streamed`, slices come and go one by one, and never are all there. Of outputs it is kept whether they are weakly typed.
     """
 
     path: str
@@ -42,6 +43,7 @@ class Leaf:
     donated: bool = False
     microbatches: int = 1
     streamed: bool = False
+    weak_type: bool = False
 
     @property
     def given_shape(self) -> tuple[int, ...]:
@@ -185,7 +187,8 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
     )
     state_of_output = _outputs_of_state(bound, state, out_leaves)
     outputs = tuple(
-        Leaf(p, "output", tuple(x.shape), x.dtype) for p, x in zip(output_paths(out_shape), out_leaves, strict=True)
+        Leaf(p, "output", tuple(x.shape), x.dtype, weak_type=bool(x.weak_type))
+        for p, x in zip(output_paths(out_shape), out_leaves, strict=True)
     )
     return TracedStep(
         program, constants, in_tree, out_tree, (*inputs, *consts), outputs, state_of_output, fingerprint_of(program)
@@ -209,7 +212,9 @@ def _abstract(tree: Any) -> Any:
         if isinstance(x, (bool, int, float, complex)):
             return x
         weak = bool(getattr(x, "weak_type", False))
-        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, weak_type=weak)
+        # JAX 0.12 warns of types that it makes narrower; what comes from NumPy it takes as narrow without a word.
+        dtype = jax.typeof(x).dtype if isinstance(x, (np.ndarray, np.generic)) else x.dtype
+        return jax.ShapeDtypeStruct(np.shape(x), dtype, weak_type=weak)
 
     return jax.tree.map(leaf, tree)
 
@@ -325,6 +330,23 @@ def require_state(traced: TracedStep, name: str) -> None:
             f"{name} does not return its state: no output has the structure, shapes and types of an argument, so there is no "
             "state to keep on the devices between steps. A train step returns the new state, e.g. `return state, loss`."
         )
+
+
+def require_examples(traced: TracedStep, wish: str, *, at_least: int) -> None:
+    """Raise ArgumentError if no leaf of the batch has so many examples, which the wish needs; see `HOW_A_BATCH_IS_GIVEN`."""
+    batch = [leaf for leaf in traced.inputs if leaf.role == "batch"]
+    if any(leaf.shape and leaf.shape[0] >= at_least for leaf in batch):
+        return
+    if batch:
+        listed = ", ".join(f"{leaf.path} has shape {leaf.shape}" for leaf in batch[:4])
+        raise ArgumentError(
+            f"{wish} needs a batch of {at_least} or more examples, along the leading dimension of its arrays, but {listed}"
+        )
+    others = [leaf.path for leaf in traced.inputs if leaf.role != "const"]
+    listed = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+    raise ArgumentError(
+        f"{wish} needs a batch, and none of the arrays that the step takes ({listed or 'none'}) is in one. {HOW_A_BATCH_IS_GIVEN}"
+    )
 
 
 def _input_leaves(

@@ -4,7 +4,8 @@ In: depths. For each, the train step is traced from shapes alone and planned for
 to build the strategy graph, to solve, and the rest (placing the moves, predicting memory, describing the plan), seconds per
 layer, and the exponent p of time ~ layers^p between neighbouring depths: 1 is linear. Seconds are processor seconds of this
 process, which a busy machine hardly changes; wall time is beside them. What can go wrong: the process is held to one core
-by `sched_setaffinity`, which only Linux has; elsewhere the figures are for all cores.
+by `sched_setaffinity`, which only Linux has; elsewhere the figures are for all cores. Pipelines are measured by
+`stage_search_time.py`.
 
     python benchmarks/planner_time.py [--max-layers 48] [--layers 2 4] [--profile 30] [--json FILE]
 """

@@ -213,9 +213,15 @@ class Driver:
         settings = settings_here()
 
         def target(mesh: int) -> None:
-            with under(settings):
-                found_here = self._drive(step, mesh)
-            ended.put(found_here)
+            found_here: list[Failure] = []
+            try:
+                with under(settings):
+                    found_here += self._drive(step, mesh)
+            except BaseException as error:  # noqa: BLE001 - the calling thread waits until every mesh has said how it ended
+                found_here.append(Failure(mesh, step.workers[mesh].machine.position, error))
+                step.end()
+            finally:
+                ended.put(found_here)
 
         threads = [
             threading.Thread(target=target, args=(mesh,), name=f"autopar mesh {mesh}", daemon=True)

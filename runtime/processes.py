@@ -45,8 +45,14 @@ def absent(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
 
 
 def absent_like(shape: Any, sharding: Sharding) -> jax.Array:
-    """The same for anything that has a shape and a type."""
-    return absent(shape.shape, shape.dtype, sharding)
+    """The same for anything that has a shape and a type, which is weak as it is: all processes must trace alike."""
+    array = absent(shape.shape, shape.dtype, sharding)
+    if not getattr(shape, "weak_type", False):
+        return array
+    # JAX's public functions make no array without shards that is weakly typed.
+    kind: Any = type(array)
+    weak: jax.Array = kind(jax.typeof(array).update(weak_type=True), sharding, [], committed=True)
+    return weak
 
 
 def is_global(value: Any) -> bool:

@@ -30,10 +30,19 @@ CARRIED: MappingProxyType[str, Callable[[Any], AbstractContextManager[Any]]] = M
     }
 )
 
+# Checks of what a program has computed: the same program runs with them and without.
+CHECKS = ("jax_debug_infs", "jax_debug_nans")
+OF_PROGRAMS = tuple(name for name in CARRIED if name not in CHECKS)
+
 
 def settings_here() -> dict[str, Any]:
     """The settings of the calling thread."""
     return {name: getattr(jax.config, name) for name in CARRIED}
+
+
+def program_settings_here() -> dict[str, Any]:
+    """Those of the calling thread that decide what a step computes: under others it is another program."""
+    return {name: getattr(jax.config, name) for name in OF_PROGRAMS}
 
 
 @contextlib.contextmanager

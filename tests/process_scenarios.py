@@ -206,6 +206,26 @@ def stack_in_two_processes():
     return found | {"w": np.asarray(last["w"]), "key": np.asarray(jax.random.key_data(last["key"]))}
 
 
+def rate_step(state, batch):
+    """Gradient descent in bfloat16 with a rate and a number of steps that began as Python numbers."""
+    loss, gradients = jax.value_and_grad(
+        lambda params: ((jnp.tanh(jnp.tanh(batch["x"] @ params[0]) @ params[1]) - batch["y"]) ** 2).mean()
+    )(state["params"])
+    params = [p - state["rate"] * g for p, g in zip(state["params"], gradients, strict=True)]
+    return {"params": params, "rate": state["rate"] * 0.5, "steps": state["steps"] + 1}, loss
+
+
+def weak_rate():
+    """Two stages in two processes: one of them holds the rate. What types come back, and how often each plans."""
+    parallel = autopar.parallelize(rate_step, mesh_shape=[(4,), (4,)], num_stages=2, num_microbatches=2)
+    state = {"params": [np.eye(WIDTH, dtype=jnp.bfloat16)] * 2, "rate": 0.5, "steps": 0}
+    types = []
+    for n in range(2):
+        state, _ = parallel(state, {name: x.astype(jnp.bfloat16) for name, x in batch(n).items()})
+        types.append([(str(x.dtype), x.weak_type) for x in jax.tree.leaves(state)])
+    return {"types": str(types), "plans": len(parallel._planned)}
+
+
 def caught(kind, run):
     """The words of the exception that `run` has to raise."""
     try:

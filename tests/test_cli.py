@@ -154,7 +154,12 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
             "--schedule and --virtual-stages are for pipelines, and this plan has",
         ),
         ("plan mlp --stages 2 --microbatches 3", "num_microbatches=3 does not divide the examples of the batch"),
-        ("plan mlp --stages 3", "8 devices cannot be shared equally by 3 stages"),
+        (
+            "plan mlp --stages 3",
+            "8 devices cannot be shared equally by 3 stages; use 1 or 2 or 4 or 8 stages, or give each",
+        ),
+        ("plan mlp --devices 1 --stages 2", "2 stages need a device each, and there is 1 device: use more devices or"),
+        ("plan mlp --devices 3 --stages 4", "4 stages need a device each, and there are 3 devices: use more devices"),
         ("plan gpt --zero 1", "argument --zero: invalid choice: 1"),
         ("plan gpt --constraint state/w", "'state/w' is not GLOB=SPEC; SPEC is, for each dimension, an axis"),
         ("plan mlp --constraint nosuch/*=x", "constraint 'nosuch/*' matches no leaf of the step's arguments"),
@@ -192,7 +197,7 @@ def test_bad_input_is_told_on_standard_error_with_status_2(command, words, capsy
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"not json", "not a plan: Expecting value"),
+        (b"not json", "not a plan, for it is no JSON: Expecting value"),
         (b"[]", "a JSON object with a 'version' is expected"),
         (b'{"version": 99}', "plan of version 99"),
         (b'{"version": 1}', "not a plan of version 1: missing fields"),

@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError, AutoparWarning
-from autopar.microbatch import TimeLoop, in_microbatches
+from autopar.microbatch import TimeLoop, in_microbatches, microbatch_counts
 from autopar.models.registry import build
 from autopar.time_axis import MixedExamples, plan_time
 from autopar.trace import CallSignature, bind_arguments, trace
@@ -116,6 +116,37 @@ def test_outputs_per_example_are_joined_and_outputs_per_batch_are_reduced():
     assert_trees_close(run_in_microbatches(step, 4, *args), jax.jit(step)(*args))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mesh_shape": (1,), "num_microbatches": 2},
+        {"mesh_shape": (4,), "constraints": autopar.data_parallel()},
+        {"mesh_shape": (2,), "constraints": autopar.data_parallel(), "num_microbatches": 2},
+        {"mesh_shape": (1,), "num_stages": 2, "num_microbatches": 4},
+        {"mesh_shape": (2,), "num_stages": 2, "num_microbatches": 2, "constraints": autopar.data_parallel()},
+    ],
+)
+def test_the_greatest_and_the_least_of_truths_over_the_batch_are_those_of_jit(options):
+    def step(weights, batch):
+        hidden = jnp.tanh(batch["x"] @ weights)
+        gradient = jax.grad(LOSSES["mean"])(weights, batch)
+        found = [*((hidden > bound).max(0) for bound in (-2.0, 0.5, 2.0)), (hidden > -0.5).min(0), (hidden > -2).min()]
+        return weights - 0.1 * gradient, found
+
+    assert_same_as_jit(step, autopar.parallelize(step, **options), *linear())
+
+
+@pytest.mark.parametrize("narrow", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int4])
+@pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"num_stages": 2, "num_microbatches": 2}])
+def test_numbers_of_eight_and_fewer_bits_are_rounded_and_compared_as_by_jit(narrow, options):
+    def step(weights, batch):
+        hidden = (3 * jnp.tanh(batch["x"] @ weights)).astype(narrow)
+        found = [hidden.max(0).astype(jnp.float32), hidden.min(0).astype(jnp.float32)]
+        return weights - 0.1 * jax.grad(LOSSES["mean"])(weights, batch), found
+
+    assert_same_as_jit(step, autopar.parallelize(step, mesh_shape=(1,), **options), *linear())
+
+
 def test_gradients_in_bfloat16_are_summed_in_float32():
     weights, batch = linear()
     batch = {"x": batch["x"].astype(jnp.bfloat16), "y": batch["y"].astype(jnp.bfloat16)}
@@ -167,6 +198,58 @@ def test_a_step_that_mixes_examples_runs_whole_with_a_warning_that_names_the_lin
     assert whole.microbatches == 1
 
 
+def with_leaves_for_all_examples(rows=32, width=32):
+    """(step, state, batch): a key, a scale and the weights of five classes lie in the batch beside its examples."""
+
+    def loss_of(weights, batch):
+        h = batch["x"] * batch["scale"]
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        kept = jax.random.bernoulli(batch["key"], 0.8, h.shape)
+        h = jnp.where(kept, h, 0.0)
+        logits = h[:, : batch["of_class"].shape[0]]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+        return jnp.mean(batch["of_class"][batch["label"]] * losses)
+
+    def step(weights, batch):
+        loss, gradients = jax.value_and_grad(loss_of)(weights, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+    draw = np.random.default_rng(0)
+    weights = [jnp.asarray(draw.normal(size=(width, width)) / width**0.5, jnp.float32) for _ in range(4)]
+    batch = {
+        "x": jnp.asarray(draw.normal(size=(rows, width)), jnp.float32),
+        "label": jnp.asarray(draw.integers(0, 5, rows)),
+        "key": jax.random.PRNGKey(3),
+        "scale": jnp.full((1,), 0.5),
+        "of_class": jnp.linspace(0.5, 1.5, 5),
+    }
+    return step, weights, batch
+
+
+@pytest.mark.parametrize("options", [{"mesh_shape": (2,)}, {"devices": 2, "num_stages": 2}], ids=["one mesh", "stages"])
+def test_leaves_of_the_batch_that_all_examples_share_stay_whole(options):
+    step, weights, batch = with_leaves_for_all_examples()
+    assert microbatch_counts(traced_of(step, weights, batch)) == (1, 2, 4, 8, 16, 32)
+    parallel = autopar.parallelize(step, num_microbatches=8, **options)
+    assert_same_as_jit(step, parallel, weights, batch)
+
+
+def test_few_examples_beside_many_are_no_leaf_that_all_share():
+    def step(w, batch):
+        def loss_of(w):
+            return jnp.mean((batch["many"] @ w) ** 2) + jnp.mean((batch["few"] @ w) ** 2)
+
+        loss, gradient = jax.value_and_grad(loss_of)(w)
+        return w - 0.1 * gradient, loss
+
+    w, batch = jnp.ones((15, 15)) / 4, {"many": jnp.ones((64, 15)), "few": jnp.ones((24, 15))}
+    traced = traced_of(step, w, batch)
+    assert microbatch_counts(traced) == (1, 2, 4, 8)
+    with pytest.raises(ArgumentError, match=r"batch/few has 24 \(shape \(24, 15\)\)\. Numbers that do: 1, 2, 4, 8\."):
+        in_microbatches(traced, 16)
+
+
 def test_a_number_of_microbatches_that_does_not_divide_the_batch_is_an_error_with_the_numbers_that_do():
     weights, batch = linear()
     step = autopar.parallelize(lambda w, b: (w, losses(w, b).mean()), num_microbatches=3)
@@ -207,3 +290,20 @@ def test_clipping_and_adam_update_once_after_the_loop():
         return (optax.apply_updates(weights, updates), moments), loss
 
     assert_trees_close(run_in_microbatches(step, 4, state, batch), jax.jit(step)(state, batch))
+
+
+def test_whether_any_and_all_examples_are_true_is_combined_over_devices():
+    def step(w, x):
+        above = x @ w > 0
+        return 0.5 * w, (above.any(0), above.all(0))
+
+    x = (
+        jnp.ones((8, 4)).at[0].set(-1.0)
+    )  # column 0 is false on one device, column 1 true on one, 2 everywhere, 3 nowhere
+    w = jnp.stack([jnp.ones(4), -jnp.ones(4), jnp.eye(4)[0], jnp.zeros(4)], 1)
+    x = x.at[:, 0].set(1.0)
+    parallel = autopar.parallelize(step, mesh_shape=(8,), constraints=autopar.data_parallel())
+    expected = jax.jit(step)(w, x)[1]
+    assert [e.tolist() for e in expected] == [[True, True, True, False], [False, False, True, False]]
+    assert "all-reduce" in {c.kind for c in parallel.plan(w, x).collectives}
+    assert [e.tolist() for e in parallel(w, x)[1]] == [e.tolist() for e in expected]

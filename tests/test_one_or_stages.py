@@ -54,6 +54,19 @@ def test_on_a_node_with_fast_links_one_mesh_is_taken_and_no_stages_are_searched(
     assert plan.compared == ()
 
 
+@pytest.mark.filterwarnings("ignore:the batch of x has 64 examples")
+@pytest.mark.parametrize("devices", [3, 5, 6])
+def test_stages_are_found_where_no_dimension_can_be_divided_among_the_devices(devices):
+    weights, x = arguments(1024, layers=8, batch=64)
+
+    def step_s(**options):
+        return autopar.parallelize(step, devices=devices, **options).plan(weights, x).step_s
+
+    by_hand = min(step_s(num_stages=stages) for stages in {3, devices} if devices % stages == 0)
+    assert step_s() <= 1.05 * by_hand
+    assert by_hand < 0.8 * step_s(num_stages=1), "so that there is something to find"
+
+
 def test_where_stages_were_searched_and_are_slower_the_report_says_by_how_much():
     plan = planned(node(4e9), width=4096, batch=512)
     assert isinstance(plan, Plan)
@@ -86,13 +99,14 @@ def test_a_step_of_stages_found_on_one_node_computes_what_jit_computes():
 def test_stages_are_searched_only_where_they_may_save_enough():
     plan = planned(node(1e12), num_stages=1)
 
-    def may_pay(compute_s, comm_s, *, microbatches=64, equations=100, recompute=False):
+    def may_pay(compute_s, comm_s, *, together_s=0.0, microbatches=64, equations=100, recompute=False):
         case = dataclasses.replace(plan, compute_s=compute_s, comm_s=comm_s, recompute=recompute)
-        return stages_may_pay(case, microbatches, equations)
+        return stages_may_pay(case, together_s, microbatches, equations)
 
     assert may_pay(0.7, 0.3)
     assert not may_pay(0.95, 0.05), "little to save"
     assert not may_pay(0.7, 0.3, microbatches=1), "a third of the work is bubble"
+    assert may_pay(0.95, 0.05, together_s=0.2), "work that stages divide"
     assert may_pay(0.95, 0.05, recompute=True), "stages may keep what one mesh has no room for"
     wins_back = (0.3 * STEPS - SEARCH_S) / SEARCH_S_PER_EQUATION
     assert not may_pay(0.7, 0.3, equations=wins_back), "the bubble takes a little of the 0.3"

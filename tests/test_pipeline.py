@@ -149,7 +149,7 @@ def test_a_saved_plan_gives_the_same_pipeline(tmp_path):
         (
             {"num_stages": 3, "mesh_shape": "auto"},
             ArgumentError,
-            r"8 devices .* 3 stages; use 1, 2, 4, 8 stages, or give",
+            r"8 devices .* 3 stages; use 1 or 2 or 4 or 8 stages, or give each a mesh of its own",
         ),
         ({"num_stages": 50, "devices": 50}, ArgumentError, "26 forward operations, too few for 50 stages .* use fewer"),
         ({"mesh_shape": MIXED}, ArgumentError, "mesh_shape has 3 shapes, num_stages is 2; give one shape per stage"),

@@ -94,7 +94,8 @@ def test_where_nothing_fits_the_error_is_that_of_the_usual_timetable():
 
 def test_a_step_of_too_few_layers_is_not_interleaved():
     weights, x = arguments(64, layers=2, batch=8)
-    with pytest.raises(ArgumentError, match="too few layers of equal work for 4 stages"):
+    advice = r"4 stages, 2 on each of 2 meshes: use schedule='1f1b' .* fewer num_stages; virtual_stages=2 plans unequal"
+    with pytest.raises(ArgumentError, match=f"too few layers of equal work for {advice}"):
         planned(weights, x, schedule="interleaved")
     assert all(one.virtual_stages == 1 or one.step_s is None for one in planned(weights, x).compared)
 

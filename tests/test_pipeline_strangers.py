@@ -234,6 +234,55 @@ def test_a_look_at_a_few_examples_after_the_loop_does_not_keep_the_others_from_i
     assert_same_as_jit(step, in_stages(step), layers(), {"x": noise(EXAMPLES, WIDTH)}, steps=2)
 
 
+def with_correlations(loss_of):
+    """A step whose metrics are small products over all examples, of values that the loop makes."""
+
+    def step(weights, batch):
+        (loss, code), grads = jax.value_and_grad(loss_of, has_aux=True)(weights, batch)
+        errors = jnp.mean((code - batch["y"]) ** 2, axis=-1)
+        metrics = {
+            "loss": loss,
+            "correlation": jnp.corrcoef(errors, batch["x"][:, 0]),
+            "covariance": jnp.cov(code[:, :2], rowvar=False),
+        }
+        return descend(weights, grads), metrics
+
+    return step
+
+
+@pytest.mark.parametrize("options", [{"mesh_shape": (2,)}, {"num_stages": 2, "mesh_shape": (1,)}], ids=str)
+def test_a_correlation_among_the_metrics_does_not_keep_the_examples_together(options):
+    def loss_of(weights, batch):
+        code = through(weights, batch["x"])
+        return jnp.mean((code - batch["y"]) ** 2), code
+
+    step = with_correlations(loss_of)
+    parallel = autopar.parallelize(step, num_microbatches=4, **options)
+    assert_same_as_jit(step, parallel, layers(), batch(), steps=2)
+    assert parallel.last_plan().num_microbatches == 4
+
+
+def test_what_keeps_the_examples_together_is_named_and_not_a_correlation_that_comes_first():
+    def normalised(h):
+        return (h - h.mean(0)) / h.std(0)
+
+    def loss_of(weights, batch):
+        code = through(weights[:2], batch["x"])
+        seen = jnp.corrcoef(lax.stop_gradient(code[:, 0]), batch["y"][:, 0])[0, 1]
+        code = through(weights[2:], normalised(code))
+        return jnp.mean((code - batch["y"]) ** 2), (code, seen)
+
+    def step(weights, batch):
+        (loss, (code, seen)), grads = jax.value_and_grad(loss_of, has_aux=True)(weights, batch)
+        return descend(weights, grads), (loss, seen, jnp.corrcoef(code[:, 0], batch["y"][:, 0]))
+
+    parallel = autopar.parallelize(step, devices=2, mesh_shape=(2,), num_microbatches=4)
+    with pytest.warns(
+        autopar.AutoparWarning, match=r"instead of 4: \w+ at .*normalised.* needs a value that is reduced"
+    ):
+        assert parallel.plan(layers(), batch()).num_microbatches == 1
+
+
 def test_an_operation_without_a_rule_is_named_as_what_keeps_examples_together():
     def loss_of(weights, batch):
         h = through(weights, batch["x"])

@@ -111,7 +111,7 @@ def changed(plan, **fields):
 
 
 def test_text_that_is_not_json_is_no_plan():
-    with pytest.raises(PlanError, match="not a plan: Expecting value"):
+    with pytest.raises(PlanError, match="not a plan, for it is no JSON: Expecting value"):
         Plan.from_json("plan")
 
 

@@ -117,6 +117,14 @@ def test_state_goes_from_one_mesh_to_stages_of_both_processes_and_starts_again_f
 
 
 @pytest.mark.slow
+def test_numbers_that_were_pythons_are_weakly_typed_in_every_process(tmp_path):
+    types = [("bfloat16", False), ("bfloat16", False), ("float32", True), ("int32", True)]
+    for found in numbers_of("weak_rate", tmp_path):
+        assert str(found["types"]) == str([types, types])
+        assert found["plans"] == 1
+
+
+@pytest.mark.slow
 def test_processes_that_plan_different_things_are_told_both(tmp_path):
     found = numbers_of("plans_that_differ", tmp_path)
     for here, there in ((0, 1), (1, 0)):

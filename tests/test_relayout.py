@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 from autopar.catalogue import PlannerOptions, network_of
 from autopar.cost_model.hardware import PRESETS, Cluster
 from autopar.mesh import Layout, LogicalMesh
+from autopar.perform import perform
 from autopar.relayout import KINDS, LayoutSpace, Move, all_layouts, permutation
-from autopar.spmd import perform
 from tests.layouts import assert_holds, device_mesh, held_by_devices
 
 

@@ -1,17 +1,20 @@
 """An array in pieces on several devices is, to who reads it, the NumPy array that it stands for."""
 
 import copy
+import operator
 import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.compat import make_mesh
 from autopar.split_array import (
+    READS,
     LeafPieces,
     SplitArray,
     SplitSharding,
@@ -60,6 +63,49 @@ def test_it_computes_and_compares_with_arrays_of_every_kind():
     assert np.add.reduce(array).tolist() == WHOLE.sum(axis=0).tolist()
     with pytest.raises(ValueError, match="truth value of an array with more than one element is ambiguous"):
         bool(array)
+
+
+@pytest.mark.parametrize("change", [operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow])
+def test_an_operator_in_place_gives_the_name_to_a_new_array(change):
+    array = before = split()
+    array = change(array, 2)
+    assert type(array) is np.ndarray
+    np.testing.assert_array_equal(array, change(WHOLE.copy(), 2))
+    np.testing.assert_array_equal(before, WHOLE)
+
+
+def test_it_is_not_written_to_but_an_ordinary_array_may_take_what_is_computed():
+    with pytest.raises(TypeError, match="out= is a SplitArray, which cannot be written to"):
+        np.add(1, 1, out=split())
+    total = np.ones_like(WHOLE)
+    total += split()
+    np.testing.assert_array_equal(total, WHOLE + 1)
+
+
+def test_it_has_the_methods_of_a_numpy_array_that_read():
+    array = split()
+    assert array.sum() == WHOLE.sum()
+    assert (array.max(), array.min(), array.std()) == (WHOLE.max(), WHOLE.min(), WHOLE.std())
+    np.testing.assert_array_equal(array.mean(axis=1), WHOLE.mean(axis=1))
+    np.testing.assert_array_equal(array.T, WHOLE.T)
+    np.testing.assert_array_equal(array.reshape(-1), WHOLE.ravel())
+    assert array.astype(jnp.bfloat16).dtype == jnp.bfloat16
+    assert array[0, :1].item() == 0
+    assert array.copy() is not array
+    assert all(hasattr(array, name) for name in READS)
+    np.testing.assert_allclose(optax.tree.norm({"w": array}), np.linalg.norm(WHOLE), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["at", "fill", "sort", "addressable_shards"])
+def test_what_it_has_not_is_said_with_what_to_call_instead(name):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}'.*step.gather\(state\) gives jax.Arrays"):
+        getattr(split(), name)
+
+
+def test_arrays_like_it_are_made_by_jax():
+    for made, value in ((jnp.zeros_like(split()), 0), (jnp.ones_like(split()), 1), (jnp.full_like(split(), 7), 7)):
+        assert isinstance(made, jax.Array)
+        np.testing.assert_array_equal(made, np.full_like(WHOLE, value))
 
 
 def test_it_becomes_an_array_of_another_type_but_never_without_a_copy():

@@ -46,6 +46,7 @@ def arguments(examples):
         (normalised, 8, {"devices": 1, "num_microbatches": 2}, "runs with one microbatch instead of 2"),
         (normalised, 8, {"devices": 2, "num_stages": 2}, "the stages run with one microbatch"),
         (lopsided, 8, {"devices": 2, "num_stages": 2, "num_microbatches": 2}, "stays on one of 2 stages"),
+        (lopsided, 64, {"devices": 2, "num_stages": 2, "schedule": "1f1b"}, "stays on one of 2 stages"),
         (without_gradients, 8, {"devices": 1, "recompute": "layer"}, "finds no layers"),
         (without_rule, 8, {"devices": 1}, "no factor rule for hessenberg"),
     ],

@@ -1,6 +1,7 @@
 """The driver: right results, and what happens when a mesh fails or the user interrupts. Nothing hangs, nothing is left."""
 
 import collections
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -242,6 +243,29 @@ def test_a_task_that_exits_is_reported_like_any_failure():
     driver = Driver(work.emit(), calls, lambda a, v, s, t: a)
     with pytest.raises(PipelineError, match=r"Stage 0, microbatch 0: the forward failed on mesh 0 .*SystemExit: 3"):
         driver.run(inputs_of(work))
+
+
+@contextlib.contextmanager
+def refused(settings):
+    raise ValueError("no such setting here")
+    yield
+
+
+@contextlib.contextmanager
+def cannot_be_left(settings):
+    yield
+    raise ValueError("no such setting here")
+
+
+@pytest.mark.parametrize("under", [refused, cannot_be_left])
+def test_settings_of_the_caller_that_a_thread_cannot_have_end_the_step_with_an_error(monkeypatch, under):
+    """The calling thread waits for every mesh: one that ends without a word would keep it waiting for ever."""
+    schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=2)
+    step = Watched(schedule, lambda instruction: None)
+    monkeypatch.setattr("autopar.runtime.driver.under", under)
+    with pytest.raises(PipelineError, match="ValueError: no such setting here"):
+        step.driver.run(step.inputs())
+    assert not step.alive
 
 
 # Interrupts
