@@ -178,6 +178,18 @@ def without_explicit_axes(value: Any) -> Any:
     return jax.device_put(value, jax.sharding.NamedSharding(mesh, given.spec, memory_kind=given.memory_kind))
 
 
+def as_it_is_now(value: Any) -> Any:
+    """A value for `jax.device_put`: of a NumPy array a copy, in the type that JAX has for it now, so that it may be filled again.
+
+    `device_put` (0.10-0.12) may share the array's memory, also while a program reads it. And it finds what it converted, such as
+    integers of 64 bits, by the array's identity for as long as that is in use somewhere: filled again in place, the array would
+    be taken for what it was; given under another `jax.enable_x64`, it would end the process.
+    """
+    if not isinstance(value, np.ndarray):
+        return value
+    return value.astype(jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))
+
+
 def threefry_is_partitionable() -> bool:
     """Whether random bits of a slice can be computed from the slice's positions alone."""
     return bool(getattr(jax.config, "jax_threefry_partitionable", True))

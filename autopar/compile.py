@@ -17,7 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.compat import checked_for_nans, is_inside_trace, make_mesh, undisturbed, without_explicit_axes
+from autopar.compat import (
+    checked_for_nans,
+    as_it_is_now,
+    is_inside_trace,
+    make_mesh,
+    undisturbed,
+    without_explicit_axes,
+)
 from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.mesh import LogicalMesh
 from autopar.plan import Plan
@@ -231,7 +238,7 @@ class CompiledStep:
 
     def _moved(self, value: Any, sharding: NamedSharding) -> Any:
         if self._is_local:
-            return jax.device_put(value, sharding)
+            return jax.device_put(as_it_is_now(value), sharding)
         return reshard(value, sharding) if is_global(value) else from_host(value, sharding)
 
     @functools.cached_property

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from autopar.compat import as_it_is_now
 from autopar.compile import device_mesh
 from autopar.errors import PlanError
 from autopar.mesh import LogicalMesh
@@ -41,7 +42,7 @@ class ShardedJit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's results, laid out as the plan says; arguments are moved to their places first."""
         jitted, leaves = self._prepared(args, kwargs)
-        return jitted.run(*jax.device_put(leaves, list(jitted.in_shardings)))
+        return jitted.run(*jax.device_put([as_it_is_now(x) for x in leaves], list(jitted.in_shardings)))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """The lowered program for arrays or `jax.ShapeDtypeStruct`s, as `jax.jit(fun).lower` gives it."""

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.compat import Var, without_explicit_axes
+from autopar.compat import Var, as_it_is_now, without_explicit_axes
 from autopar.pipeline_tasks import Item, PipelineTasks
 from autopar.runtime.instructions import Value
 from autopar.runtime.processes import are_here, from_host
@@ -150,7 +150,8 @@ def _placed(arrays: Sequence[Any], wishes: Sequence[_Wish]) -> list[Any]:
         else:
             result[i] = from_host(array, wish.sharding)
     sources = [
-        arrays[i].copy() if wishes[i].is_donated and isinstance(arrays[i], jax.Array) else arrays[i] for i in moving
+        arrays[i].copy() if wishes[i].is_donated and isinstance(arrays[i], jax.Array) else as_it_is_now(arrays[i])
+        for i in moving
     ]
     moved = jax.device_put(sources, [wishes[i].sharding for i in moving])
     for i, array in zip(moving, moved, strict=True):

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from autopar.compat import as_it_is_now
+
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 5e-5, 2e-3
 
 
@@ -75,13 +77,13 @@ def from_host(value: Any, sharding: Sharding) -> jax.Array:
     if not is_here(sharding):
         return absent(np.shape(value), jax.typeof(value).dtype, sharding)
     if are_here(sharding.device_set):
-        placed: jax.Array = jax.device_put(value, sharding)
+        placed: jax.Array = jax.device_put(as_it_is_now(value), sharding)
         return placed
     if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         words = from_host(np.asarray(jax.random.key_data(value)), sharding)
         keys: jax.Array = jax.random.wrap_key_data(words, impl=jax.random.key_impl(value))
         return keys
-    numbers = np.asarray(value, jax.typeof(value).dtype)
+    numbers = np.array(value, jax.typeof(value).dtype)
     return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
 
 

@@ -130,6 +130,34 @@ def test_a_step_that_has_run_runs_in_64_bits_under_enable_x64_and_in_32_afterwar
     assert_trees_close(again, usual, rtol_of_scale=0.0)
 
 
+def filled(buffers, fresh):
+    """The same NumPy arrays with other contents."""
+    for buffer, values in zip(jax.tree.leaves(buffers), jax.tree.leaves(fresh), strict=True):
+        buffer[...] = values
+    return buffers
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@on_one_mesh_and_in_stages
+def test_a_batch_that_is_filled_again_in_place_is_taken_as_it_is_now(options, dtype):
+    """`jax.device_put` keeps what it converted from 64 bits by the array's identity, and slices of that on two devices."""
+    step = autopar.parallelize(train, **options)
+    buffers = jax.tree.map(lambda x: np.array(x, dtype), rows())
+    state, other = layers(), jax.tree.map(lambda x: np.asarray(-2 * x + 1), rows())
+    found = [step(state, filled(buffers, batch))[1] for batch in (rows(), other) * 10]
+    expected = [jax.jit(train)(state, batch)[1] for batch in (rows(), other)] * 10
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert abs(found[0] - found[1]) > 1e-2
+
+
+def test_a_batch_that_is_filled_again_in_place_is_taken_as_it_is_now_by_an_exported_plan():
+    buffers = jax.tree.map(lambda x: np.array(x, np.float64), rows())
+    jitted = autopar.parallelize(train, **ONE_MESH).plan(layers(), buffers).jit(train)
+    first = float(jitted(layers(), buffers)[1])
+    second = float(jitted(layers(), filled(buffers, jax.tree.map(lambda x: -2 * x + 1, rows())))[1])
+    assert abs(first - second) > 1e-2
+
+
 @on_one_mesh_and_in_stages
 def test_a_step_that_has_run_draws_the_numbers_of_another_generator_when_that_is_set(options):
     step = autopar.parallelize(masked, **options)
