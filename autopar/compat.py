@@ -187,7 +187,8 @@ def as_it_is_now(value: Any) -> Any:
     """
     if not isinstance(value, np.ndarray):
         return value
-    return value.astype(jax.dtypes.canonicalize_dtype(value.dtype, allow_extended_dtype=True))
+    dtype: Any = jax.dtypes.canonicalize_dtype(value.dtype)
+    return value.astype(dtype)
 
 
 def threefry_is_partitionable() -> bool:

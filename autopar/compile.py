@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.compat import (
-    checked_for_nans,
     as_it_is_now,
+    checked_for_nans,
     is_inside_trace,
     make_mesh,
     undisturbed,
