@@ -220,7 +220,11 @@ def parallelize(
         checked_processes(planning_processes),
     )
     batch, static = numbers("batch_argnums", batch_argnums), numbers("static_argnums", static_argnums)
-    donate = numbers("donate_argnums", donate_argnums) if donate_argnums != "auto" else donate_argnums
+    donate: Any = (
+        donate_argnums
+        if isinstance(donate_argnums, str) and donate_argnums == "auto"
+        else numbers("donate_argnums", donate_argnums)
+    )
 
     def decorate(step: Callable[..., Any]) -> ParallelStep:
         if not callable(step):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Protocol
 
 from jax.sharding import PartitionSpec
@@ -40,9 +40,12 @@ class Leaf(Protocol):
 
 
 def allowed_layouts(
-    leaves: Sequence[Leaf], mesh: LogicalMesh, constraints: Constraints
+    leaves: Sequence[Leaf], mesh: LogicalMesh, constraints: Constraints, *, shared: Container[int] = ()
 ) -> list[tuple[Layout, ...] | None]:
-    """Allowed layouts per leaf; ConstraintError lists everything that cannot be met."""
+    """Allowed layouts per leaf; ConstraintError lists everything that cannot be met.
+
+    `shared`: the leaves, by number, of the batch that have no examples, which data parallelism leaves whole.
+    """
     problems: list[str] = []
     allowed: list[tuple[Layout, ...] | None] = [None] * len(leaves)
     for rule in constraints.rules:
@@ -51,7 +54,8 @@ def allowed_layouts(
             problems.append(_no_such_leaf(rule, leaves))
         for i in matched:
             try:
-                allowed[i] = layouts_for(rule.layout, leaves[i], mesh)
+                whole = isinstance(rule.layout, SplitBatch) and i in shared
+                allowed[i] = layouts_for(Replicated() if whole else rule.layout, leaves[i], mesh)
             except ConstraintError as error:
                 problems.append(str(error))
     if problems:
@@ -59,14 +63,16 @@ def allowed_layouts(
     return allowed
 
 
-def batch_axes(leaves: Sequence[Leaf], mesh: LogicalMesh, constraints: Constraints) -> dict[int, Axes]:
+def batch_axes(
+    leaves: Sequence[Leaf], mesh: LogicalMesh, constraints: Constraints, *, shared: Container[int] = ()
+) -> dict[int, Axes]:
     """The leaves whose examples a preset splits, by number, with the axes that split them and nothing else."""
     found: dict[int, Axes] = {}
     for rule in constraints.rules:
         for i, leaf in enumerate(leaves):
             if _matches(rule, leaf):
                 found.pop(i, None)
-                if isinstance(rule.layout, SplitBatch) and leaf.shape:
+                if isinstance(rule.layout, SplitBatch) and leaf.shape and i not in shared:
                     found[i] = tuple(a for a in _numbers(rule.layout.axes, leaf, mesh) if mesh.shape[a] > 1)
     return found
 

@@ -12,7 +12,6 @@ stages. What can go wrong: a step that mixes examples; `time_axis.MixedExamples`
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -22,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.catalogue import is_opaque, itemsize_of
+from autopar.catalogue import is_opaque
 from autopar.compat import Literal, Var, attributed_to
 from autopar.errors import ArgumentError, warn
 from autopar.mesh import Layout, LogicalMesh
@@ -34,8 +33,6 @@ from autopar.trace import Leaf, TracedStep, fingerprint_of
 
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "or": jnp.logical_or, "and": jnp.logical_and}
 """How two partial results are combined, by monoid."""
-SMALL = 1 / 16
-"""What part of the bytes of the batch's examples leaves of another leading size have that may be shared by all examples."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,16 +335,12 @@ def _batch_leaves(traced: TracedStep) -> list[Leaf]:
 def microbatch_counts(traced: TracedStep) -> tuple[int, ...]:
     """The numbers of microbatches that divide every leaf of the batch, ascending; (1,) without a batch.
 
-    Small leaves that few numbers divide, such as a key, a scale or the weights of classes, do not count if the step can be cut
-    without cutting them.
+    Leaves that all examples share, such as a key, a scale or the weights of classes, do not count if the step can be cut without
+    cutting them.
     """
     leaves = _batch_leaves(traced)
     every = math.gcd(*(leaf.shape[0] for leaf in leaves))
-    bytes_of = collections.Counter[int]()
-    for leaf in leaves:
-        bytes_of[leaf.shape[0]] += math.prod(leaf.shape) * itemsize_of(leaf)
-    most = max(bytes_of.values(), default=0)
-    large = math.gcd(*(size for size, own in bytes_of.items() if own >= SMALL * most))
+    large = math.gcd(*(leaf.shape[0] for leaf in leaves if not leaf.shared))
     if large != every and isinstance(plan_time(traced, large), MixedExamples):
         large = every
     return tuple(m for m in range(1, large + 1) if large % m == 0) or (1,)

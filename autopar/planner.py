@@ -78,6 +78,7 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignmen
     _warn_of_undividable_batch(traced, request)
     best: tuple[Plan, Assignment] | None = None
     failures: list[NothingFits] = []
+    unreached: list[LogicalMesh] = []
     candidates: list[Candidate] = []
     found_s: list[float] = []
     for mesh in _distinct(request):
@@ -86,6 +87,9 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignmen
             failures.append(outcome)
             candidates.append(Candidate(mesh.shape, None))
             continue
+        if isinstance(outcome, _OutOfReach):
+            unreached.append(mesh)
+            continue
         if isinstance(outcome, _LeftOff):
             candidates.append(Candidate(mesh.shape, None, outcome.lower_bound_s))
             continue
@@ -93,12 +97,22 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignmen
         found_s.append(outcome[0].unlimited_s)
         if best is None or outcome[0].step_s < best[0].step_s * (1 - 1e-9):
             best = outcome
+    if best is None and not failures:
+        raise _no_way_there(unreached, request)
     if best is None:
         limit, rules = request.memory_limit_bytes, request.constraints.rules
         raise out_of_memory(failures, memory_limit_bytes=limit, is_constrained=bool(rules))
     elapsed = time.perf_counter() - started
     free_s = min(best[0].step_s, *found_s)
     return dataclasses.replace(best[0], planning_s=elapsed, candidates=tuple(candidates), unlimited_s=free_s), best[1]
+
+
+def _no_way_there(meshes: Sequence[LogicalMesh], request: PlanRequest) -> ConstraintError:
+    return ConstraintError(
+        f"no plan on mesh {', '.join(str(mesh.shape) for mesh in meshes)}: the kinds of collectives allowed "
+        f"({', '.join(sorted(request.options.kinds)) or 'none'}) cannot bring every value to the layouts that the constraints "
+        "and the operations ask for; allow all-gather and all-reduce, which always can"
+    )
 
 
 def _distinct(request: PlanRequest) -> list[LogicalMesh]:
@@ -120,6 +134,13 @@ class _LeftOff:
     """A mesh that was not searched to the end: no plan on it takes less than the bound."""
 
     lower_bound_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class _OutOfReach:
+    """A mesh on which the collectives allowed do not bring every value to where it is needed."""
+
+    mesh: LogicalMesh
 
 
 def graph_for(
@@ -146,7 +167,7 @@ def graph_for(
 
 def _plan_on(
     traced: TracedStep, mesh: LogicalMesh, request: PlanRequest, cutoff_s: float
-) -> tuple[Plan, Assignment] | NothingFits | _LeftOff:
+) -> tuple[Plan, Assignment] | NothingFits | _LeftOff | _OutOfReach:
     """The best plan on one mesh; only plans that take less than `cutoff_s` matter."""
     allowed = _allowed_inputs(traced, mesh, request)
     graph = graph_for(traced, mesh, request, allowed, batch=_batch_split(traced, mesh, request))
@@ -160,12 +181,8 @@ def _plan_on(
     if isinstance(found, int):
         return NothingFits(mesh, bound, found, memory.least()[1])
     choice, copy_span, free_s = found
-    if not np.isfinite(choice.lower_bound_s):
-        raise ConstraintError(
-            f"no plan on mesh {mesh.shape}: the kinds of collectives allowed ({', '.join(sorted(request.options.kinds))}) "
-            "cannot bring every value to the layouts that the constraints and the operations ask for; allow all-gather and "
-            "all-reduce, which always can"
-        )
+    if not np.isfinite(choice.seconds if choice.numbers else choice.lower_bound_s):
+        return _OutOfReach(mesh)
     if graph.nodes and not choice.numbers:
         return _LeftOff(choice.lower_bound_s)
     assignment = assign(graph, choice.numbers, copy_span=copy_span)
@@ -198,7 +215,7 @@ def _stacks(leaf: Leaf, mesh: LogicalMesh) -> tuple[Layout, ...]:
 
 def _allowed_inputs(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> list[tuple[Layout, ...] | None]:
     """Layouts allowed for each input; the constraints speak of one microbatch, and slices in time are whole over devices."""
-    allowed = allowed_layouts([leaf.one for leaf in traced.inputs], mesh, request.constraints)
+    allowed = allowed_layouts([leaf.one for leaf in traced.inputs], mesh, request.constraints, shared=traced.shared)
     return [
         la
         if leaf.microbatches == 1
@@ -211,7 +228,7 @@ def _allowed_inputs(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest)
 
 def _batch_split(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> BatchSplit | None:
     """What a data-parallel preset says of the examples; under microbatches they are the dimension after those."""
-    found = batch_axes([leaf.one for leaf in traced.inputs], mesh, request.constraints)
+    found = batch_axes([leaf.one for leaf in traced.inputs], mesh, request.constraints, shared=traced.shared)
     dims = {i: 1 if traced.inputs[i].microbatches > 1 else 0 for i in found}
     return BatchSplit(dims, next(iter(found.values()))) if found else None
 
@@ -257,7 +274,7 @@ def _choose_within(
     """
     free = search()
     assert free is not None
-    if limit is None or not free.numbers:
+    if limit is None or not free.numbers or not np.isfinite(free.seconds):
         return free, None, free.seconds
     least = memory.required(free.numbers)
     if least <= limit:
@@ -317,7 +334,7 @@ def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None
     sizes = sorted({size for mesh in request.meshes for size in mesh.shape if size > 1})
     if not sizes or traced.microbatches > 1 or any(rule.role == "batch" for rule in request.constraints.rules):
         return
-    leaves = [leaf.one for leaf in traced.inputs if leaf.role == "batch" and leaf.shape]
+    leaves = [leaf.one for leaf in traced.inputs if leaf.role == "batch" and leaf.shape and not leaf.shared]
     uneven = [leaf for leaf in leaves if all(leaf.shape[0] % size for size in sizes)]
     if uneven:
         listed = ", ".join(f"{leaf.path} has {leaf.shape[0]} examples (shape {leaf.shape})" for leaf in uneven[:4])

@@ -134,7 +134,8 @@ def time_loop(traced: TracedStep, num_microbatches: int, *, known: Mapping[Equat
 
 def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) -> Staged:
     """All stages, planned. Raises ConstraintError, OutOfMemoryError, and what `time_loop` raises."""
-    allowed_layouts([leaf.one for leaf in traced.inputs], wanted.meshes[0][0], request.constraints)
+    leaves = [leaf.one for leaf in traced.inputs]
+    allowed_layouts(leaves, wanted.meshes[0][0], request.constraints, shared=traced.shared)
     split = _split(traced, wanted)
     loop = wanted.loop if wanted.loop is not None else divided_loop(split, wanted.num_microbatches)
     cuts = wanted.cuts

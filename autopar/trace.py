@@ -9,9 +9,11 @@ that the step does not return; each is an error in the user's own names.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -27,13 +29,17 @@ from autopar.rules import warn_of_missing_rules
 
 Role = Literal["state", "batch", "other", "const", "output"]
 
+SMALL = 1 / 16
+"""Leaves of a batch with fewer bytes than this part of the largest, and another leading size, are shared by all examples."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One input or output array: its path, role, shape and type.
 
     A leaf that enters as `microbatches` slices has a leading dimension of that size, which the caller's array lacks. If it is
-    `streamed`, slices come and go one by one, and never are all there. Of outputs it is kept whether they are weakly typed.
+    `streamed`, slices come and go one by one, and never are all there. Of outputs it is kept whether they are weakly typed, of
+    the batch which leaves all examples share.
     """
 
     path: str
@@ -44,6 +50,7 @@ class Leaf:
     microbatches: int = 1
     streamed: bool = False
     weak_type: bool = False
+    shared: bool = False
 
     @property
     def given_shape(self) -> tuple[int, ...]:
@@ -76,6 +83,11 @@ class TracedStep:
     state_of_output: tuple[int | None, ...]
     fingerprint: str
     microbatches: int = 1
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """The leaves of the batch, by number, that all examples share."""
+        return frozenset(i for i, leaf in enumerate(self.inputs) if leaf.shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -362,10 +374,24 @@ def _input_leaves(
         role: Role = "batch" if number in signature.batch_argnums else "state" if place in state else "other"
         roles += [(role, place in donated)] * len(jax.tree.leaves(value))
     roles += [("other", False)] * (len(paths) - len(roles))
-    return tuple(
+    leaves = [
         Leaf(path, role, tuple(var.aval.shape), var.aval.dtype, donate)
         for path, (role, donate), var in zip(paths, roles, program.invars, strict=False)
+    ]
+    counts = _numbers_of_examples([leaf for leaf in leaves if leaf.role == "batch" and leaf.shape])
+    return tuple(
+        dataclasses.replace(leaf, shared=leaf.role == "batch" and bool(leaf.shape) and leaf.shape[0] not in counts)
+        for leaf in leaves
     )
+
+
+def _numbers_of_examples(leaves: Sequence[Leaf]) -> set[int]:
+    """The leading sizes of a batch that count examples; those of a key, a scale or the weights of classes need little memory."""
+    bytes_of = collections.Counter[int]()
+    for leaf in leaves:
+        bytes_of[leaf.shape[0]] += math.prod(leaf.shape) * leaf.dtype.itemsize
+    most = max(bytes_of.values(), default=0)
+    return {size for size, own in bytes_of.items() if own >= SMALL * most}
 
 
 def _outputs_of_state(

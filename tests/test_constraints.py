@@ -12,7 +12,7 @@ from autopar import ConstraintError, Replicated, Split, data_parallel, zero2, ze
 from autopar.constraints import allowed_layouts, batch_axes, layouts_for
 from autopar.mesh import LogicalMesh
 from autopar.options import as_constraints
-from tests.oracles import assert_same_as_jit
+from tests.oracles import assert_same_as_jit, census
 
 MESH_SHAPE = {"data": 2, "model": 4}
 MESH = LogicalMesh.of(MESH_SHAPE)
@@ -252,3 +252,28 @@ def test_zero3_holds_an_eighth_of_the_state_and_zero2_an_eighth_of_the_optimizer
     whole = 2 * 16 * 16 * 4
     assert (bytes_of(zero2(), "params"), bytes_of(zero2(), "opt_state")) == (whole, whole // 8)
     assert (bytes_of(zero3(), "params"), bytes_of(zero3(), "opt_state")) == (whole // 8, whole // 8)
+
+
+# --- kinds of collectives ---------------------------------------------------------------------------------------------
+
+
+def squared_weights(w, batch):
+    """Where nothing is split by weights, only their gradient has to be summed."""
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ jnp.tanh(w @ w)) ** 2))(w)
+    return w - gradient, loss
+
+
+@pytest.mark.parametrize("kinds", [("all-reduce",), ("all-reduce", "all-gather"), ("all-reduce", "all-to-all")])
+def test_a_plan_has_no_other_collectives_than_are_allowed(kinds):
+    """All-reduces alone do here on one axis of devices, and on no mesh of two, where the product of weights would be split."""
+    w, batch = jnp.ones((4, 4)) / 4, {"x": jnp.linspace(-1, 1, 32).reshape(8, 4)}
+    step = autopar.parallelize(squared_weights, collectives=kinds, constraints=data_parallel())
+    assert_same_as_jit(squared_weights, step, w, batch)
+    assert {c.kind for c in step.last_plan().collectives} <= set(kinds)
+    assert census(step.compile(w, batch)).kinds() <= set(kinds)
+
+
+def test_collectives_that_bring_values_nowhere_are_refused_with_all_meshes_that_were_tried():
+    step = autopar.parallelize(squared_weights, collectives=(), constraints=data_parallel())
+    with pytest.raises(ConstraintError, match=r"on mesh \(8,\), \(2, 4\), .*allowed \(none\) cannot bring every value"):
+        step.plan(jnp.ones((4, 4)), {"x": jnp.ones((8, 4))})

@@ -235,6 +235,29 @@ def test_leaves_of_the_batch_that_all_examples_share_stay_whole(options):
     assert_same_as_jit(step, parallel, weights, batch)
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
+def test_data_parallelism_splits_the_examples_and_leaves_whole_what_they_share(microbatches):
+    step, weights, batch = with_leaves_for_all_examples()
+    parallel = autopar.parallelize(
+        step, mesh_shape=(8,), num_microbatches=microbatches, constraints=autopar.data_parallel()
+    )
+    assert_same_as_jit(step, parallel, weights, batch)
+    split = {value.path: any(value.spec) for value in parallel.last_plan().inputs if value.role == "batch"}
+    assert split == {f"batch/{name}": name in ("x", "label") for name in batch}
+
+
+def test_the_warning_of_a_batch_that_cannot_be_split_is_of_its_examples_alone(recwarn):
+    step, weights, batch = with_leaves_for_all_examples()
+    autopar.parallelize(step, mesh_shape=(8,)).plan(weights, batch)
+    assert not [w for w in recwarn if "cannot be split" in str(w.message)]
+    with pytest.warns(
+        UserWarning, match=r"the batch of batch/label has 9 examples .*, batch/x has 9 examples .*which no"
+    ):
+        autopar.parallelize(step, mesh_shape=(8,)).plan(
+            weights, batch | {"x": batch["x"][:9], "label": batch["label"][:9]}
+        )
+
+
 def test_few_examples_beside_many_are_no_leaf_that_all_share():
     def step(w, batch):
         def loss_of(w):
