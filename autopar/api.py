@@ -148,12 +148,13 @@ def _key(bound: BoundArguments) -> Any:
 
 
 def _kind(leaf: Any) -> Any:
-    """What a leaf is traced as: a Python number as the array that takes its place after the first step."""
+    """What a leaf is traced as: a number or an array of the host as the `jax.Array` that takes its place after the first step."""
     if isinstance(leaf, (bool, int, float, complex)):
         leaf = jax.typeof(leaf)
     if not hasattr(leaf, "dtype"):
         return type(leaf)
-    return np.shape(leaf), str(leaf.dtype), bool(getattr(leaf, "weak_type", False))
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype
+    return np.shape(leaf), str(dtype), bool(getattr(leaf, "weak_type", False))
 
 
 def parallelize(

@@ -255,11 +255,22 @@ def _refuse_non_arrays(signature: CallSignature, paths: Sequence[str], leaves: S
         for path, leaf in zip(paths, leaves, strict=True)
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (bool, int, float, complex))
     ]
+    for path, leaf in zip(paths, leaves, strict=True):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not _has_a_type_of_jax(leaf):
+            wrong.append(f"{path} is a {type(leaf).__name__} of type {leaf.dtype}, which JAX has not")
     if wrong:
         raise ArgumentError(
             f"{signature.name} takes arrays, but {'; '.join(wrong)}. Pass such values with static_argnums, close over them, "
-            "or take them out of the state."
+            "or take them out of the state or the batch."
         )
+
+
+def _has_a_type_of_jax(leaf: Any) -> bool:
+    try:
+        jax.typeof(leaf) if isinstance(leaf, np.ndarray) else _dtype(leaf)
+    except TypeError:
+        return False
+    return True
 
 
 def _shapes(tree: Any) -> list[tuple[tuple[int, ...], str]]:

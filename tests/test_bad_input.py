@@ -410,6 +410,23 @@ def test_every_leaf_that_is_not_an_array_is_listed_by_its_path():
     assert "nothing" not in message
 
 
+@pytest.mark.parametrize("kind", ["U1", "O", ">f4", "M8[s]"])
+def test_a_column_of_the_batch_of_a_type_that_jax_has_not_is_named(kind):
+    """Datasets have texts and times beside the numbers."""
+    column = np.zeros(16, np.dtype(kind))
+    for call in (planned, lambda **given: autopar.parallelize(train_step)(make_state(), given["batch"])):
+        words = f"train_step takes arrays, but batch/text is a ndarray of type {column.dtype}, which JAX has not"
+        refused(ArgumentError, lambda call=call: call(batch=make_batch() | {"text": column}), words, "or the batch")
+
+
+def test_a_tensor_of_another_library_is_named():
+    class Tensor:
+        shape, dtype = (16,), "tensors.float32"
+
+    words = "train_step takes arrays, but batch/mask is a Tensor of type tensors.float32, which JAX has not"
+    refused(ArgumentError, lambda: planned(batch=make_batch() | {"mask": Tensor()}), words)
+
+
 def test_none_in_the_state_is_fine():
     def step(state, batch):
         return {"scale": state["scale"] + 1, "nothing": state["nothing"]}, batch.sum()

@@ -150,6 +150,21 @@ def test_a_batch_that_is_filled_again_in_place_is_taken_as_it_is_now(options, dt
     assert abs(found[0] - found[1]) > 1e-2
 
 
+def test_a_state_of_64_bits_on_the_host_is_planned_once():
+    """Its arrays have 32 bits from the first step on."""
+    traces = []
+
+    def counted(params, batch):
+        traces.append(1)
+        return train(params, batch)
+
+    step = autopar.parallelize(counted, **ONE_MESH)
+    state = jax.tree.map(lambda x: np.asarray(x, np.float64), layers())
+    for _ in range(3):
+        state, _ = step(state, rows())
+    assert len(traces) == 1
+
+
 def test_a_batch_that_is_filled_again_in_place_is_taken_as_it_is_now_by_an_exported_plan():
     buffers = jax.tree.map(lambda x: np.array(x, np.float64), rows())
     jitted = autopar.parallelize(train, **ONE_MESH).plan(layers(), buffers).jit(train)
