@@ -254,6 +254,14 @@ def test_zero3_holds_an_eighth_of_the_state_and_zero2_an_eighth_of_the_optimizer
     assert (bytes_of(zero3(), "params"), bytes_of(zero3(), "opt_state")) == (whole // 8, whole // 8)
 
 
+def test_leaves_that_all_examples_share_have_no_examples_to_split():
+    leaves = (TOKENS, Leaf("batch/of_class", "batch", (16,)))
+    found = batch_axes(leaves, MESH, data_parallel(), shared={1})
+    assert found == {0: (0, 1)}
+    whole = allowed_layouts(leaves, MESH, data_parallel("data"), shared={1})
+    assert [specs(layouts) for layouts in whole] == [{"data|-"}, {"-"}]
+
+
 # --- kinds of collectives ---------------------------------------------------------------------------------------------
 
 
