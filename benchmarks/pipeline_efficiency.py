@@ -5,7 +5,9 @@ cores cannot compute four stages at once, and can sleep for as many as you like.
 gradient and a weight gradient the same each, so a whole backward takes twice as long; with v chunks per mesh a task takes the
 v-th part. A task whose inputs are there begins at its launch or at the end of the task before it, whichever is later: the time
 that JAX takes to call the callback counts as part of it, as it would behind the task before it on a real device. A task that
-waits for another device begins when its callback is called.
+waits for another device begins when its callback is called, less what JAX takes from one sleeping callback to the next in a
+plain chain of calls (0.3 to 0.8 ms of waking, Python and threads, which no device has and no driver causes): that is measured
+first, printed, and the least of several chains.
 
 Each step is measured twice. In a row: the devices have something to do for another `--busy-ms` when the driver begins, as they
 have in a training loop, which does not wait for a step before it starts the next; then XLA's CPU client launches ahead, as on an
@@ -16,8 +18,8 @@ Out: the makespan of the simulator (transfers and dispatch take no time there), 
 the least, and the ratio of median to ideal. The schedules take turns, a step each, so that other work on the machine meets all
 of them alike. Then the peak of live bytes on the first device in a step without sleep, whose residuals are the only large
 arrays: in the proportion of the microbatches in flight, m for GPipe and p for 1F1B. What can go wrong: other work on the machine
-delays threads, and sleep is always late by about 0.1 ms. The least of the rounds tells what the driver costs, the median what
-the machine allows; where the quartiles lie far apart, neither says anything about the driver.
+delays threads. The least of the rounds tells what the driver costs, the median what the machine allows; where the quartiles lie
+far apart, neither says anything about the driver.
 
     python benchmarks/pipeline_efficiency.py [--stages 4] [--microbatches 8] [--task-ms 10] [--rounds 15] [--json FILE]
 """
@@ -57,6 +59,7 @@ from autopar.runtime.timeline import Timeline
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("inference", 1))
 UNITS = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}
 SMALL = 8
+BUSY_S = 0.1
 
 
 Call = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
@@ -83,9 +86,10 @@ class EmulatedDevice:
     thread of its own otherwise: behind a token that is not there yet, tasks are launched ahead as on an accelerator.
     """
 
-    def __init__(self, device: jax.Device) -> None:
-        """A device that has nothing to do."""
+    def __init__(self, device: jax.Device, *, hop_s: float) -> None:
+        """A device that has nothing to do; a task that waits for another device may be called `hop_s` late."""
         self.device = device
+        self._hop_s = hop_s
         self.token = jax.device_put(jnp.zeros(()), device)
         self._queue: collections.deque[_Queued] = collections.deque()
         self._ended_s = 0.0
@@ -137,12 +141,12 @@ class EmulatedDevice:
     def work(self, seconds: float) -> None:
         """Sleep until the oldest queued task has had its time: from the end of the task before, or from when it was ready."""
         task = self._queue[0]
-        started_s = max(task.launched_s, self._ended_s) if task.ready else time.perf_counter()
-        self._sleep_until(started_s + seconds)
+        called_s = 0.0 if task.ready else time.perf_counter() - self._hop_s
+        self._sleep_until(max(task.launched_s, self._ended_s, called_s) + seconds)
 
     def _sleep_until(self, end_s: float) -> None:
         time.sleep(max(0.0, end_s - time.perf_counter()))
-        self._ended_s = time.perf_counter()
+        self._ended_s = end_s
         self._queue.popleft()
         if self._queue:
             self._queue[0].look()
@@ -200,7 +204,28 @@ class Row:
     peak_bytes: int
 
 
-def emulate(schedule: Schedule, *, task_s: float, residual_bytes: int) -> Emulation:
+def measured_hop(*, task_s: float, length: int = 24, chains: int = 5) -> float:
+    """Seconds per task, beyond the task's, of chains between two devices that a plain loop launches ahead: the least."""
+    devices = [EmulatedDevice(device, hop_s=0.0) for device in jax.devices()[:2]]
+
+    def task_of(device: EmulatedDevice) -> Call:
+        return device.program(lambda: device.work(task_s), [SMALL], lambda zero: [jnp.broadcast_to(zero, (SMALL,))])
+
+    tasks = [task_of(device) for device in devices]
+
+    def chain_s() -> float:
+        array = jax.device_put(jnp.ones(SMALL), devices[0].device)
+        started = _occupy(devices, BUSY_S)
+        for step in range(length):
+            (array,) = tasks[step % 2]([jax.device_put(array, devices[step % 2].device)])
+        jax.block_until_ready(array)
+        return time.perf_counter() - started
+
+    chain_s()
+    return max(0.0, min(chain_s() for _ in range(chains)) / length - task_s)
+
+
+def emulate(schedule: Schedule, *, task_s: float, residual_bytes: int, hop_s: float = 0.0) -> Emulation:
     """Compile one sleeping program per task and device."""
     work = chain(schedule)
     program = work.emit()
@@ -216,7 +241,7 @@ def emulate(schedule: Schedule, *, task_s: float, residual_bytes: int) -> Emulat
     def transfer(array: jax.Array, value: Value, source_mesh: int, target_mesh: int) -> jax.Array:
         return jax.device_put(array, devices[target_mesh])
 
-    emulated = [EmulatedDevice(device) for device in devices[: schedule.num_meshes]]
+    emulated = [EmulatedDevice(device, hop_s=hop_s) for device in devices[: schedule.num_meshes]]
     callables = {
         spec.name: _compile(spec, emulated[spec.mesh], seconds=seconds(spec.kind), residual_bytes=residual_bytes)
         for spec in work.specs
@@ -257,13 +282,18 @@ def one_step(emulation: Emulation, driver: Driver, *, busy_s: float) -> float:
     """Seconds of one step from when the devices are free: in `busy_s`, as if a step before were in computation."""
     inputs = emulation.inputs()
     jax.block_until_ready(list(inputs.values()))
-    started = time.perf_counter() + busy_s
-    if busy_s > 0:
-        unready = _unready()
-        for device in emulation.devices:
-            device.occupy(started, unready)
+    started = _occupy(emulation.devices, busy_s) if busy_s > 0 else time.perf_counter()
     jax.block_until_ready(list(driver.run(inputs).values()))
     return time.perf_counter() - started
+
+
+def _occupy(devices: Sequence[EmulatedDevice], busy_s: float) -> float:
+    """Give devices something to do for so long, as a step before would; returns when they are free."""
+    free_s = time.perf_counter() + busy_s
+    unready = _unready()
+    for device in devices:
+        device.occupy(free_s, unready)
+    return free_s
 
 
 @jax.jit
@@ -277,10 +307,10 @@ def _unready() -> jax.Array:
 
 
 def measure(
-    schedules: Sequence[Schedule], *, task_s: float, busy_s: Sequence[float], rounds: int
+    schedules: Sequence[Schedule], *, task_s: float, busy_s: Sequence[float], rounds: int, hop_s: float = 0.0
 ) -> tuple[list[list[list[float]]], list[Timeline]]:
     """Seconds of `rounds` steps of each schedule behind each of `busy_s`, in turns after a warm-up; a timeline of one more."""
-    emulations = [emulate(schedule, task_s=task_s, residual_bytes=32) for schedule in schedules]
+    emulations = [emulate(schedule, task_s=task_s, residual_bytes=32, hop_s=hop_s) for schedule in schedules]
     pairs = [(emulation, emulation.driver()) for emulation in emulations]
     for pair in pairs:
         one_step(*pair, busy_s=max(busy_s))
@@ -327,9 +357,9 @@ def _peak_bytes(schedule: Schedule, *, residual_bytes: int) -> int:
     return max(seen) - before
 
 
-def print_table(rows: Sequence[Row], *, stages: int, microbatches: int, task_ms: float) -> None:
+def print_table(rows: Sequence[Row], *, work: str, hop_s: float) -> None:
     """The rows, for people."""
-    title = f"{stages} stages x {microbatches} microbatches of {task_ms:g} ms, JAX {jax.__version__}"
+    title = f"{work}, JAX {jax.__version__}, whose plain chains take {hop_s * 1e3:.2f} ms more per task"
     table = Table(title=f"{title}; median (quartiles) in ms, median / ideal, least / ideal")
     for column in ("schedule", "ideal ms", "in a row", "ratio", "least", "idle", "ratio", "least"):
         table.add_column(column, justify="left" if column == "schedule" else "right")
@@ -352,7 +382,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--task-ms", type=float, default=10.0)
     parser.add_argument(
-        "--busy-ms", type=float, default=100.0, help="what devices still have to do when a step in a row begins"
+        "--busy-ms", type=float, default=BUSY_S * 1e3, help="what devices still have to do when a step in a row begins"
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--residual-kb", type=int, default=1024, help="what a forward keeps for its backward")
@@ -365,7 +395,8 @@ def main() -> None:
     ]
     task_s, residual_bytes = arguments.task_ms / 1e3, arguments.residual_kb * 1024
     busy_s = (arguments.busy_ms / 1e3, 0.0)
-    seconds, timelines = measure(schedules, task_s=task_s, busy_s=busy_s, rounds=arguments.rounds)
+    hop_s = measured_hop(task_s=task_s)
+    seconds, timelines = measure(schedules, task_s=task_s, busy_s=busy_s, rounds=arguments.rounds, hop_s=hop_s)
     rows = [
         row_of(schedule, own, task_s=task_s, residual_bytes=residual_bytes)
         for schedule, own in zip(schedules, seconds, strict=True)
@@ -374,7 +405,8 @@ def main() -> None:
         if arguments.traces:
             arguments.traces.mkdir(parents=True, exist_ok=True)
             timeline.save(arguments.traces / f"{schedule.name}.json", schedule.name)
-    print_table(rows, stages=arguments.stages, microbatches=arguments.microbatches, task_ms=arguments.task_ms)
+    work = f"{arguments.stages} stages x {arguments.microbatches} microbatches of {arguments.task_ms:g} ms"
+    print_table(rows, work=work, hop_s=hop_s)
     if arguments.json:
         arguments.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
 
