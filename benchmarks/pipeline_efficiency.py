@@ -360,7 +360,7 @@ def _peak_bytes(schedule: Schedule, *, residual_bytes: int) -> int:
 def print_table(rows: Sequence[Row], *, work: str, hop_s: float) -> None:
     """The rows, for people."""
     title = f"{work}, JAX {jax.__version__}, whose plain chains take {hop_s * 1e3:.2f} ms more per task"
-    table = Table(title=f"{title}; median (quartiles) in ms, median / ideal, least / ideal")
+    table = Table(title=f"{title}\nmedian (quartiles) in ms, median / ideal, least / ideal")
     for column in ("schedule", "ideal ms", "in a row", "ratio", "least", "idle", "ratio", "least"):
         table.add_column(column, justify="left" if column == "schedule" else "right")
     table.add_column("in flight, stage 0", justify="right")
