@@ -62,31 +62,53 @@ def bound_problem(
 
 
 class _Ascent:
+    """The state of dual ascent: what each end of each edge has taken over from it, in one flat array.
+
+    With matrices M, a message x per end and the given costs c, the shifted costs are c_v + sum_e x_v, the shifted edges
+    M[p, q] - x_u[p] - x_v[q]. A node looks at its edges alone, so nodes that no edge joins are looked at together, and so all
+    of a level of the graph is one row of array operations.
+    """
+
     def __init__(self, costs: Mapping[int, np.ndarray], edges: Edges) -> None:
         self.original, self.original_edges = costs, edges
         self.order = sorted(costs)
-        self.cost = {v: np.array(costs[v], dtype=float) for v in self.order}
         finite = sum(float(np.max(np.where(np.isfinite(m), m, 0.0), initial=0.0)) for m in edges.values())
         finite += sum(float(np.max(np.where(np.isfinite(c), c, 0.0), initial=0.0)) for c in costs.values())
-        self.big = 4.0 * finite + 1.0
-        for v in self.order:
-            self.cost[v][~np.isfinite(self.cost[v])] = self.big
-        self.matrix = {pair: np.where(np.isfinite(m), m, self.big) for pair, m in edges.items()}
-        self.ahead: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in self.order}
-        self.behind: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in self.order}
+        big = 4.0 * finite + 1.0
+        self.given = {v: np.where(np.isfinite(costs[v]), costs[v], big).astype(float) for v in self.order}
+        self.matrix = {pair: np.where(np.isfinite(m), m, big) for pair, m in edges.items()}
+        self.ends: dict[int, list[_End]] = {v: [] for v in self.order}
+        place = 0
         for (u, v), m in sorted(self.matrix.items(), key=lambda item: item[0]):
-            self.ahead[u].append((v, m))
-            self.behind[v].append((u, m.T))
+            here, there = slice(place, place + len(m)), slice(place + len(m), place + sum(m.shape))
+            self.ends[u].append(_End(v, m, here, there))
+            self.ends[v].append(_End(u, m.T, there, here))
+            place = there.stop
+        self.messages = np.zeros(place)
+        self.levels = [_Level.of({v: (self.given[v], self.ends[v]) for v in level}) for level in self._by_level()]
+
+    def _by_level(self) -> list[list[int]]:
+        """Nodes with edges, by the length of the longest way to them from lower ones."""
+        levels: list[list[int]] = []
+        level_of: dict[int, int] = {}
+        for v in self.order:
+            level_of[v] = 1 + max((level_of[end.other] for end in self.ends[v] if end.other < v), default=-1)
+            if self.ends[v]:
+                levels.extend([] for _ in range(level_of[v] + 1 - len(levels)))
+                levels[level_of[v]].append(v)
+        return levels
 
     def run(self, sweeps: int, gap: float, start: Mapping[int, int] | None, cutoff: float) -> Bounded:
-        best = dict(start) if start is not None else self._decoded(forward=True)
+        best = dict(start) if start is not None else self._decoded()
         upper, lower = self.value(best), -np.inf
         for number in range(sweeps):
-            self._sweep(forward=True)
-            self._sweep(forward=False)
+            for level in self.levels:
+                level.shift(self.messages, level.handed_up)
+            for level in self.levels[::-1]:
+                level.shift(self.messages, level.handed_down)
             if number % 8 != 7:
                 continue
-            trial = self._decoded(forward=False)
+            trial = self._decoded()
             value = self.value(trial)
             if value < upper:
                 upper, best = value, trial
@@ -95,55 +117,125 @@ class _Ascent:
                 break
         best = improved(best, self.original, self.original_edges)
         upper = self.value(best)
-        return Bounded(min(self._lower(), upper), upper, best, self._rises(), self.cost, self.matrix)
+        costs = {v: self._cost(v) for v in self.order}
+        edges = {}
+        for u in self.order:
+            for end in self.ends[u]:
+                if u < end.other:
+                    edges[u, end.other] = end.matrix - self.messages[end.here][:, None] - self.messages[end.there]
+        return Bounded(min(self._lower(), upper), upper, best, self._rises(), costs, edges)
 
     def value(self, choice: Mapping[int, int]) -> float:
         """The objective of a choice, in the original costs."""
         total = sum(float(self.original[v][choice[v]]) for v in self.order)
         return total + sum(float(m[choice[u], choice[v]]) for (u, v), m in self.original_edges.items())
 
-    def _sweep(self, *, forward: bool) -> None:
-        order = self.order if forward else self.order[::-1]
-        ahead, behind = (self.ahead, self.behind) if forward else (self.behind, self.ahead)
-        for v in order:
-            cost = self.cost[v]
-            for _, m in (*ahead[v], *behind[v]):
-                least = np.minimum.reduce(m, axis=1)
-                cost += least
-                m -= least[:, None]
-            if ahead[v]:
-                share = cost / max(len(ahead[v]), len(behind[v]))
-                for _, m in ahead[v]:
-                    m += share[:, None]
-                cost -= share * len(ahead[v])
+    def _cost(self, v: int) -> np.ndarray:
+        return sum((self.messages[end.here] for end in self.ends[v]), self.given[v])
 
-    def _decoded(self, *, forward: bool) -> dict[int, int]:
-        """Greedy choices in sweep order, given those already made."""
-        order = self.order if forward else self.order[::-1]
-        behind = self.behind if forward else self.ahead
+    def _least(self) -> np.ndarray:
+        """Of each end of each edge the least shifted cost for each choice there, in the places of the messages."""
+        least = np.zeros_like(self.messages)
+        for level in self.levels:
+            least[level.rows] = level.least(self.messages)
+        return least - self.messages
+
+    def _decoded(self) -> dict[int, int]:
+        """Greedy choices, given those already made, from the lowest node up.
+
+        A sweep down has brought to each node what the higher ones imply, so that where the bound is tight this meets it; the
+        other way round it rarely does.
+        """
         choice: dict[int, int] = {}
-        for v in order:
-            total = self.cost[v].copy()
-            for u, m in behind[v]:
-                total += m[:, choice[u]]
-            for _, m in self.ahead[v] if forward else self.behind[v]:
-                total += np.minimum.reduce(m, axis=1)
+        least = self._least()
+        for v in self.order:
+            total = self._cost(v)
+            for end in self.ends[v]:
+                if end.other in choice:
+                    total = total + end.matrix[:, choice[end.other]] - self.messages[end.here]
+                else:
+                    total = total + least[end.here]
             choice[v] = int(np.argmin(total))
         return choice
 
     def _lower(self) -> float:
-        total = sum(float(np.minimum.reduce(c)) for c in self.cost.values())
-        return total + sum(float(np.minimum.reduce(m, axis=None)) for m in self.matrix.values())
+        least = self._least()
+        total = sum(float(np.minimum.reduce(self._cost(v))) for v in self.order)
+        ends = (end for v in self.order for end in self.ends[v] if v < end.other)
+        return total + sum(float(np.minimum.reduce(least[end.here])) for end in ends)
 
     def _rises(self) -> dict[int, np.ndarray]:
-        rises = {}
+        rises, least = {}, self._least()
         for v in self.order:
-            rise = self.cost[v] - self.cost[v].min()
-            for _, m in (*self.ahead[v], *self.behind[v]):
-                least = np.minimum.reduce(m, axis=1)
-                rise = rise + least - np.minimum.reduce(least)
+            rise = self._cost(v)
+            rise = rise - rise.min()
+            for end in self.ends[v]:
+                rise = rise + least[end.here] - np.minimum.reduce(least[end.here])
             rises[v] = rise
         return rises
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _End:
+    """One end of an edge: the node at the other, its matrix with a row per choice here, and where both ends' messages are."""
+
+    other: int
+    matrix: np.ndarray
+    here: slice
+    there: slice
+
+
+@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+class _Level:
+    """Nodes that no edge joins, all their matrices in one flat array.
+
+    Its rows are sorted by node, choice and edge. `values[i]` meets the message `others[i]`; a row begins at `starts` and its own
+    message is `rows`; the rows of one choice begin at `groups`, and `group_of` is the number of a row's choice. What part of a
+    choice's cost a row hands on: `handed_up` to higher nodes, `handed_down` to lower ones.
+    """
+
+    values: np.ndarray
+    others: np.ndarray
+    starts: np.ndarray
+    rows: np.ndarray
+    groups: np.ndarray
+    group_of: np.ndarray
+    given: np.ndarray
+    handed_up: np.ndarray
+    handed_down: np.ndarray
+
+    @classmethod
+    def of(cls, nodes: Mapping[int, tuple[np.ndarray, Sequence[_End]]]) -> _Level:
+        """Of nodes with their costs and the ends of their edges."""
+        parts: dict[str, list[np.ndarray]] = {field.name: [] for field in dataclasses.fields(cls)}
+        elements = rows = choices = 0
+        for v, (given, ends) in nodes.items():
+            count, lengths = len(given), [end.matrix.shape[1] for end in ends]
+            width, row = sum(lengths), np.arange(count * len(ends))
+            up = np.array([end.other > v for end in ends])
+            share = 1.0 / max(up.sum(), len(ends) - up.sum())
+            begin = np.cumsum([0, *lengths[:-1]])
+            parts["values"].append(np.concatenate([end.matrix for end in ends], axis=1).ravel())
+            parts["others"].append(np.tile(np.concatenate([np.r_[end.there] for end in ends]), count))
+            parts["starts"].append((elements + width * np.arange(count)[:, None] + begin).ravel())
+            parts["rows"].append(np.stack([np.r_[end.here] for end in ends], axis=1).ravel())
+            parts["groups"].append(rows + len(ends) * np.arange(count))
+            parts["group_of"].append(choices + row // len(ends))
+            parts["given"].append(given)
+            parts["handed_up"].append(np.tile(share * up, count))
+            parts["handed_down"].append(np.tile(share * ~up, count))
+            elements, rows, choices = elements + width * count, rows + len(row), choices + count
+        return cls(**{name: np.concatenate(arrays) for name, arrays in parts.items()})
+
+    def least(self, messages: np.ndarray) -> np.ndarray:
+        """Of each row what its message would be if it took all that its edge has to give."""
+        return np.minimum.reduceat(self.values - messages.take(self.others), self.starts)
+
+    def shift(self, messages: np.ndarray, handed: np.ndarray) -> None:
+        """Take over from all edges, and hand on equal shares to those ahead."""
+        least = self.least(messages)
+        cost = self.given + np.add.reduceat(least, self.groups)
+        messages[self.rows] = least - cost.take(self.group_of) * handed
 
 
 def improved(choice: Mapping[int, int], costs: Mapping[int, np.ndarray], edges: Edges) -> dict[int, int]:
