@@ -9,6 +9,7 @@ looked up already. What can go wrong: a catalogue used for a machine whose price
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,12 @@ class StrategySet:
 def itemsize_of(aval: Any) -> int:
     """Bytes of one element."""
     return int(aval.dtype.itemsize)
+
+
+@functools.cache
+def dtype_name(dtype: Any) -> str:
+    """The name of a type of elements, which NumPy makes anew each time."""
+    return str(dtype)
 
 
 def is_opaque(aval: Any) -> bool:
@@ -239,7 +246,7 @@ class Catalogue:
         if entry.picks and read:
             read[0] = min(read[0], made)
         moved = made * (1.0 if traffic is None else traffic.writes[0]) + sum(read)
-        dtype = str(eqn.outvars[0].aval.dtype)
+        dtype = dtype_name(eqn.outvars[0].aval.dtype)
         flops = flops / strategy.ways if entry.heavy else 0.0
         return roofline_s(
             self.cluster,

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from autopar.catalogue import Spaces, is_opaque, itemsize_of
+from autopar.catalogue import Spaces, dtype_name, is_opaque, itemsize_of
 from autopar.compat import Literal, Var
 from autopar.contractions import Orders
 from autopar.graph import Source, StrategyGraph
@@ -121,7 +121,7 @@ class _Walk:
 
     def _value(self, aval: Any, layout: Layout, key: tuple[int, int, bool] | None, name: str, factor: int = 1) -> int:
         size = factor * layout.local_bytes(aval.shape, itemsize_of(aval), self.mesh)
-        self.values.append(Value(name, tuple(aval.shape), str(aval.dtype), size, key, itemsize_of(aval)))
+        self.values.append(Value(name, tuple(aval.shape), dtype_name(aval.dtype), size, key, itemsize_of(aval)))
         return len(self.values) - 1
 
 
@@ -145,7 +145,7 @@ class _Region:
                 self._operation(eqn)
             else:
                 _LOOPS[eqn.loop.kind](self, eqn)
-            if eqn.outvars and str(eqn.outvars[-1].aval.dtype).startswith(("float", "bfloat")):
+            if eqn.outvars and dtype_name(eqn.outvars[-1].aval.dtype).startswith(("float", "bfloat")):
                 self.latest = self.held[eqn.outvars[-1]].value
 
     def emit(self, kind: Kind, inputs: Sequence[int], outputs: Sequence[int], **more: Any) -> None:
@@ -179,7 +179,7 @@ class _Region:
         for move in self.walk.spaces.between(aval, held.layout, target).path(held.layout, target):
             name = f"{'moved' if move.kind in LOCAL_KINDS else move.kind} {made_from.name}"
             new = self.walk._value(aval, move.target, made_from.key, name)
-            group = (move.axes, move.monoid, str(aval.dtype)) if move.kind == "all-reduce" else None
+            group = (move.axes, move.monoid, dtype_name(aval.dtype)) if move.kind == "all-reduce" else None
             if move.kind in LOCAL_KINDS:
                 self.emit(Kind.CHEAP, (value,), (new,))
             elif self._is_turned(move, aval):

@@ -175,12 +175,12 @@ class _Builder:
         return wanted.node
 
     def _add(self, node: Node) -> int:
-        self.nodes.append(dataclasses.replace(node, loop=self._loop))
+        self.nodes.append(node)
         self.costs.append(node.choices.seconds * node.trips)
         return len(self.nodes) - 1
 
     def _add_input(self, layouts: tuple[Layout, ...], label: str, number: int | None) -> int:
-        return self._add(Node(self.catalogue.fixed(layouts), 1.0, label, input_number=number))
+        return self._add(Node(self.catalogue.fixed(layouts), 1.0, label, input_number=number, loop=self._loop))
 
     def _region(self, program: Program, sources: Sequence[Source | None], trips: float) -> list[Source | None]:
         """Add a program's nodes and edges; `sources` are where its inputs come from, given per input."""
@@ -303,7 +303,7 @@ class _Builder:
         carried = self._carried(eqn, rule)
         choices = self.catalogue.choices(eqn, rule, carried, traffic=self._traffic.get(eqn))
         label = f"{eqn.primitive.name}"
-        number = self._add(Node(choices, trips, label, equation=eqn, rule=rule))
+        number = self._add(Node(choices, trips, label, equation=eqn, rule=rule, loop=self._loop))
         if self.batch is not None:
             self._keep_batch(eqn, rule, number, self.batch.axes)
         return number

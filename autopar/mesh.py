@@ -105,7 +105,7 @@ class Layout:
 
     def local_shape(self, shape: Sequence[int], mesh: LogicalMesh) -> tuple[int, ...]:
         """The shape that one device holds."""
-        return tuple(size // mesh.ways(axes) for size, axes in zip(shape, self.dims, strict=True))
+        return tuple(size // mesh.ways(axes) if axes else size for size, axes in zip(shape, self.dims, strict=True))
 
     def local_bytes(self, shape: Sequence[int], itemsize: int, mesh: LogicalMesh) -> int:
         """The bytes that one device holds."""

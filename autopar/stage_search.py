@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -108,13 +109,17 @@ class _Search:
 
     def run(self) -> Found | NotFaster:
         """The best stages over all timetables."""
+        took_s: dict[_Way, float] = {}
         while True:
             ways = self._ways()
             for way in ways:
                 self._table(way)  # which plans layers, and keeps what it has planned
-            jobs = [functools.partial(self._solve, way, self.num_stages) for way in ways]
-            solved = dict(zip(ways, side_by_side(jobs, processes=self.processes), strict=True))
-            choices = {way: found for way, found in solved.items() if isinstance(found, StageChoice)}
+            jobs = [functools.partial(self._solved, way) for way in ways]
+            weights = [took_s.get(way, 0.0) for way in ways]
+            found = side_by_side(jobs, processes=self.processes, weights=weights)
+            took_s |= {way: seconds for way, (_, seconds) in zip(ways, found, strict=True)}
+            solved = {way: choice for way, (choice, _) in zip(ways, found, strict=True)}
+            choices = {way: choice for way, choice in solved.items() if isinstance(choice, StageChoice)}
             if not choices:
                 if self.costs.plan_more(self.all_ways[0][0].microbatches, self.options):
                     continue
@@ -136,6 +141,11 @@ class _Search:
         timetable, again = way
         is_split = timetable.schedule == "zb-h1"
         return self.costs.table(timetable.microbatches, self.options, recompute=again, split=is_split)
+
+    def _solved(self, way: _Way) -> tuple[StageChoice | OutOfMemoryError | ArgumentError, float]:
+        """`_solve` in the number of stages wanted, and the seconds that it took."""
+        started = time.perf_counter()
+        return self._solve(way, self.num_stages), time.perf_counter() - started
 
     def _solve(self, way: _Way, num_stages: int | None) -> StageChoice | OutOfMemoryError | ArgumentError:
         timetable, _ = way

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import hashlib
 import inspect
 import math
@@ -20,6 +21,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from autopar.collector import spared_collector
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import source_line
 from autopar.errors import ArgumentError
@@ -179,6 +181,7 @@ def _positions(
     return args, kwargs, tuple(positional)
 
 
+@spared_collector()
 def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
     """Trace the step; see the module's text. Raises ArgumentError, UnsupportedProgramError."""
     leaves, in_tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
@@ -424,12 +427,13 @@ def _outputs_of_state(
 def fingerprint_of(program: Program) -> str:
     """A digest of the program's operations, shapes and structure; equal programs have equal digests."""
     numbers: dict[Any, int] = {}
+    described = functools.cache(str)
     digest = hashlib.sha256()
 
     def name(atom: Any) -> str:
         if isinstance(atom, JaxLiteral):
-            return f"{atom.val}:{atom.aval}"
-        return f"v{numbers.setdefault(atom, len(numbers))}:{atom.aval}"
+            return f"{atom.val}:{described(atom.aval)}"
+        return f"v{numbers.setdefault(atom, len(numbers))}:{described(atom.aval)}"
 
     for var in program.invars:
         digest.update(name(var).encode())
