@@ -23,7 +23,8 @@ from autopar.fusion import Traffic
 from autopar.mesh import Layout, LogicalMesh
 from autopar.program import Equation
 from autopar.relayout import KINDS, LayoutSpace, Network
-from autopar.rules import PrimitiveRule, entry_for, flops_of, rule_for
+from autopar.rule_book import RuleBook
+from autopar.rules import PrimitiveRule, entry_for
 from autopar.strategies import ShardingStrategy, strategies_of, undivided_dropped
 
 _TIE = 1e-3
@@ -103,26 +104,6 @@ def network_of(cluster: Cluster, mesh: LogicalMesh, options: PlannerOptions) -> 
     return Network(mesh, costs, 1.0 / device.sustained_bytes_per_s, options.kinds, device.transpose_s_per_byte)
 
 
-class RuleBook:
-    """The factor rules and the work of equations, each found once."""
-
-    def __init__(self) -> None:
-        self._rules: dict[Equation, FactorRule] = {}
-        self._flops: dict[Equation, float] = {}
-
-    def rule(self, eqn: Equation) -> FactorRule:
-        """`rule_for` of an equation."""
-        if eqn not in self._rules:
-            self._rules[eqn] = rule_for(eqn)
-        return self._rules[eqn]
-
-    def flops(self, eqn: Equation) -> float:
-        """`flops_of` of an equation under its own rule."""
-        if eqn not in self._flops:
-            self._flops[eqn] = flops_of(eqn, self.rule(eqn))
-        return self._flops[eqn]
-
-
 class Catalogue:
     """Strategies and prices on one mesh of one machine."""
 
@@ -159,14 +140,9 @@ class Catalogue:
 
         `traffic`: what it reads and writes as a part of its kernel; None where each equation is priced by itself.
         """
-        entry = entry_for(eqn)
-        avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
-        flops = self.rules.flops(eqn)
-        dtypes = tuple(a.dtype for a in avals)
-        orders = entry.orders(eqn) if entry.orders is not None else None
-        own = (rule, carried, entry.heavy, entry.fused, entry.free, entry.picks, entry.random, orders, flops, dtypes)
-        key = (*own, traffic)
+        key = (self.rules.likeness(eqn, rule), carried, traffic)
         if key not in self._sets:
+            entry, flops = entry_for(eqn), self.rules.flops(eqn)
             strategies = strategies_of(rule, self.mesh, monoids=tuple(sorted(carried)))
             if entry.heavy and not self.options.allow_redundant_compute and not self.options.every_strategy:
                 strategies = undivided_dropped(strategies)

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.catalogue import RuleBook
 from autopar.compat import Var
 from autopar.factors import FactorRule
 from autopar.program import Equation, Program
+from autopar.rule_book import RuleBook
 from autopar.rules import entry_for
 from autopar.trace import TracedStep
 

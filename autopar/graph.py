@@ -18,14 +18,15 @@ from typing import Any
 
 import numpy as np
 
-from autopar.catalogue import Catalogue, PlannerOptions, RuleBook, Spaces, StrategySet, is_opaque
+from autopar.catalogue import Catalogue, PlannerOptions, Spaces, StrategySet, is_opaque
 from autopar.compat import Literal, Var
 from autopar.cost_model.hardware import Cluster
 from autopar.factors import FactorRule
-from autopar.fusion import Traffic, traffic_of
+from autopar.fusion import Traffic
 from autopar.mesh import Axes, Layout, LogicalMesh
 from autopar.operators import everything_whole
 from autopar.program import Equation, Program, fan_out_p
+from autopar.rule_book import RuleBook
 from autopar.rules import entry_for
 
 
@@ -131,7 +132,7 @@ class _Builder:
 
     def build(self, program: Program, input_layouts: Sequence[Any], output_layouts: Sequence[Any]) -> StrategyGraph:
         if self.catalogue.cluster.device.fuses:
-            self._traffic = traffic_of(program)
+            self._traffic = self.catalogue.rules.traffic(program)
         sources: list[Source | None] = []
         for number, (var, allowed) in enumerate(zip(program.invars, input_layouts, strict=True)):
             layouts = tuple(allowed) if allowed is not None else self.catalogue.plain(var.aval)

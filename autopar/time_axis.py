@@ -28,7 +28,7 @@ from typing import Literal
 
 import numpy as np
 
-from autopar.catalogue import Catalogue, PlannerOptions, RuleBook, is_opaque, itemsize_of
+from autopar.catalogue import Catalogue, PlannerOptions, is_opaque, itemsize_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.cost_model.hardware import Cluster
@@ -38,6 +38,7 @@ from autopar.factors import FactorRule
 from autopar.graph import Node, StrategyGraph, Use, build_graph
 from autopar.mesh import Layout, LogicalMesh
 from autopar.program import Equation
+from autopar.rule_book import RuleBook
 from autopar.rules import entry_for, flops_of, has_rule
 from autopar.spmd import Assignment, assign
 from autopar.strategies import ShardingStrategy

@@ -1,0 +1,90 @@
+"""What holds of an equation on every mesh: its factor rule, its work, what it reads and writes as a part of its kernel.
+
+In: equations and programs, one at a time. Out: what is known of them, found once for all equations that are alike: the same
+primitive on the same shapes with the same parameters and literals, as in the layers of a deep model. Kept with the book. What
+can go wrong: a rule that looks at more of an equation than that; none can, since an equation does not know its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from autopar.compat import Literal
+from autopar.factors import FactorRule
+from autopar.fusion import Traffic, traffic_of
+from autopar.program import Equation, Program
+from autopar.rules import entry_for, flops_of, rule_for
+
+
+def _operand(atom: Any) -> Hashable:
+    """What a rule may know of an operand."""
+    if not isinstance(atom, Literal):
+        return cast(Hashable, atom.aval)
+    value = np.asarray(atom.val)
+    if value.dtype == object:
+        raise TypeError("an operand that is no number has no bytes to compare")
+    return atom.aval, value.tobytes()
+
+
+class RuleBook:
+    """Rules, work and traffic of equations."""
+
+    def __init__(self) -> None:
+        self._first: dict[Equation, Equation] = {}
+        self._alike: dict[Hashable, Equation] = {}
+        self._rules: dict[Equation, FactorRule] = {}
+        self._flops: dict[Equation, float] = {}
+        self._own: dict[Equation, int] = {}
+        self._numbers: dict[Hashable, int] = {}
+        self._traffic: dict[Program, Mapping[Equation, Traffic]] = {}
+
+    def rule(self, eqn: Equation) -> FactorRule:
+        """`rule_for` of an equation."""
+        first = self._first_alike(eqn)
+        if first not in self._rules:
+            self._rules[first] = rule_for(first)
+        return self._rules[first]
+
+    def flops(self, eqn: Equation) -> float:
+        """`flops_of` of an equation under its own rule."""
+        first = self._first_alike(eqn)
+        if first not in self._flops:
+            self._flops[first] = flops_of(first, self.rule(first))
+        return self._flops[first]
+
+    def likeness(self, eqn: Equation, rule: FactorRule) -> int:
+        """A number that equations have in common if under this rule they have the same strategies at the same prices."""
+        first = self._first_alike(eqn)
+        if rule is not self.rule(first):
+            return self._number(first, rule)
+        if first not in self._own:
+            self._own[first] = self._number(first, rule)
+        return self._own[first]
+
+    def traffic(self, program: Program) -> Mapping[Equation, Traffic]:
+        """`traffic_of` a program."""
+        if program not in self._traffic:
+            self._traffic[program] = traffic_of(program)
+        return self._traffic[program]
+
+    def _number(self, eqn: Equation, rule: FactorRule) -> int:
+        entry = entry_for(eqn)
+        dtypes = tuple(v.aval.dtype for v in (*eqn.invars, *eqn.outvars))
+        orders = entry.orders(eqn) if entry.orders is not None else None
+        kind = (rule, entry.heavy, entry.fused, entry.free, entry.picks, entry.random, orders, self.flops(eqn), dtypes)
+        return self._numbers.setdefault(kind, len(self._numbers))
+
+    def _first_alike(self, eqn: Equation) -> Equation:
+        """The first equation that is like this one; itself where parameters cannot be compared."""
+        if eqn not in self._first:
+            try:
+                operands = tuple([_operand(v) for v in eqn.invars])
+                results = tuple([v.aval for v in eqn.outvars])
+                key = (eqn.primitive, operands, results, tuple(eqn.params.items()))
+                self._first[eqn] = self._alike.setdefault(key, eqn)
+            except TypeError:
+                self._first[eqn] = eqn
+        return self._first[eqn]
