@@ -78,11 +78,13 @@ class _Ascent:
         self.given = {v: np.where(np.isfinite(costs[v]), costs[v], big).astype(float) for v in self.order}
         self.matrix = {pair: np.where(np.isfinite(m), m, big) for pair, m in edges.items()}
         self.ends: dict[int, list[_End]] = {v: [] for v in self.order}
+        self.begins: list[int] = []
         place = 0
         for (u, v), m in sorted(self.matrix.items(), key=lambda item: item[0]):
             here, there = slice(place, place + len(m)), slice(place + len(m), place + sum(m.shape))
             self.ends[u].append(_End(v, m, here, there))
             self.ends[v].append(_End(u, m.T, there, here))
+            self.begins += [here.start, there.start]
             place = there.stop
         self.messages = np.zeros(place)
         self.levels = [_Level.of({v: (self.given[v], self.ends[v]) for v in level}) for level in self._by_level()]
@@ -117,7 +119,7 @@ class _Ascent:
                 break
         best = improved(best, self.original, self.original_edges)
         upper = self.value(best)
-        costs = {v: self._cost(v) for v in self.order}
+        costs = self._costs()
         edges = {}
         for u in self.order:
             for end in self.ends[u]:
@@ -130,8 +132,12 @@ class _Ascent:
         total = sum(float(self.original[v][choice[v]]) for v in self.order)
         return total + sum(float(m[choice[u], choice[v]]) for (u, v), m in self.original_edges.items())
 
-    def _cost(self, v: int) -> np.ndarray:
-        return sum((self.messages[end.here] for end in self.ends[v]), self.given[v])
+    def _costs(self) -> dict[int, np.ndarray]:
+        """The shifted costs."""
+        costs = dict(self.given)
+        for level in self.levels:
+            costs |= level.costs(self.messages)
+        return costs
 
     def _least(self) -> np.ndarray:
         """Of each end of each edge the least shifted cost for each choice there, in the places of the messages."""
@@ -147,9 +153,9 @@ class _Ascent:
         other way round it rarely does.
         """
         choice: dict[int, int] = {}
-        least = self._least()
+        least, costs = self._least(), self._costs()
         for v in self.order:
-            total = self._cost(v)
+            total = costs[v]
             for end in self.ends[v]:
                 if end.other in choice:
                     total = total + end.matrix[:, choice[end.other]] - self.messages[end.here]
@@ -159,16 +165,13 @@ class _Ascent:
         return choice
 
     def _lower(self) -> float:
-        least = self._least()
-        total = sum(float(np.minimum.reduce(self._cost(v))) for v in self.order)
-        ends = (end for v in self.order for end in self.ends[v] if v < end.other)
-        return total + sum(float(np.minimum.reduce(least[end.here])) for end in ends)
+        total = sum(float(np.minimum.reduce(cost)) for cost in self._costs().values())
+        return total + float(np.minimum.reduceat(self._least(), self.begins)[::2].sum()) if self.begins else total
 
     def _rises(self) -> dict[int, np.ndarray]:
-        rises, least = {}, self._least()
+        rises, least, costs = {}, self._least(), self._costs()
         for v in self.order:
-            rise = self._cost(v)
-            rise = rise - rise.min()
+            rise = costs[v] - costs[v].min()
             for end in self.ends[v]:
                 rise = rise + least[end.here] - np.minimum.reduce(least[end.here])
             rises[v] = rise
@@ -185,15 +188,22 @@ class _End:
     there: slice
 
 
+def _places(part: slice) -> np.ndarray:
+    return np.arange(part.start, part.stop)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
 class _Level:
     """Nodes that no edge joins, all their matrices in one flat array.
 
-    Its rows are sorted by node, choice and edge. `values[i]` meets the message `others[i]`; a row begins at `starts` and its own
-    message is `rows`; the rows of one choice begin at `groups`, and `group_of` is the number of a row's choice. What part of a
-    choice's cost a row hands on: `handed_up` to higher nodes, `handed_down` to lower ones.
+    Choices are sorted by node, from `splits` on those of the next one. Rows are sorted by node, choice and edge: a row begins at
+    `starts`, its own message is at `rows`, `values[i]` in it meets the message at `others[i]`. The rows of one choice begin at
+    `groups`, and `group_of` is the number of a row's choice. What part of a choice's cost a row hands on: `handed_up` to higher
+    nodes, `handed_down` to lower ones.
     """
 
+    nodes: tuple[int, ...]
+    splits: np.ndarray
     values: np.ndarray
     others: np.ndarray
     starts: np.ndarray
@@ -207,7 +217,8 @@ class _Level:
     @classmethod
     def of(cls, nodes: Mapping[int, tuple[np.ndarray, Sequence[_End]]]) -> _Level:
         """Of nodes with their costs and the ends of their edges."""
-        parts: dict[str, list[np.ndarray]] = {field.name: [] for field in dataclasses.fields(cls)}
+        splits = np.cumsum([len(given) for given, _ in nodes.values()])[:-1]
+        parts: dict[str, list[np.ndarray]] = {field.name: [] for field in dataclasses.fields(cls)[2:]}
         elements = rows = choices = 0
         for v, (given, ends) in nodes.items():
             count, lengths = len(given), [end.matrix.shape[1] for end in ends]
@@ -216,16 +227,21 @@ class _Level:
             share = 1.0 / max(up.sum(), len(ends) - up.sum())
             begin = np.cumsum([0, *lengths[:-1]])
             parts["values"].append(np.concatenate([end.matrix for end in ends], axis=1).ravel())
-            parts["others"].append(np.tile(np.concatenate([np.r_[end.there] for end in ends]), count))
+            parts["others"].append(np.tile(np.concatenate([_places(end.there) for end in ends]), count))
             parts["starts"].append((elements + width * np.arange(count)[:, None] + begin).ravel())
-            parts["rows"].append(np.stack([np.r_[end.here] for end in ends], axis=1).ravel())
+            parts["rows"].append(np.stack([_places(end.here) for end in ends], axis=1).ravel())
             parts["groups"].append(rows + len(ends) * np.arange(count))
             parts["group_of"].append(choices + row // len(ends))
             parts["given"].append(given)
             parts["handed_up"].append(np.tile(share * up, count))
             parts["handed_down"].append(np.tile(share * ~up, count))
             elements, rows, choices = elements + width * count, rows + len(row), choices + count
-        return cls(**{name: np.concatenate(arrays) for name, arrays in parts.items()})
+        return cls(tuple(nodes), splits, **{name: np.concatenate(arrays) for name, arrays in parts.items()})
+
+    def costs(self, messages: np.ndarray) -> dict[int, np.ndarray]:
+        """Of each node its shifted costs."""
+        costs = self.given + np.add.reduceat(messages.take(self.rows), self.groups)
+        return dict(zip(self.nodes, np.split(costs, self.splits), strict=True))
 
     def least(self, messages: np.ndarray) -> np.ndarray:
         """Of each row what its message would be if it took all that its edge has to give."""

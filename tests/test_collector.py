@@ -1,11 +1,11 @@
-"""The collector while planning: no whole collections, and afterwards it is as it was."""
+"""The collector while planning: no whole collections, fewer young ones, and afterwards it is as it was."""
 
 import gc
 import weakref
 
 import pytest
 
-from autopar.collector import NEVER, spared_collector
+from autopar.collector import NEVER, YOUNG, spared_collector
 
 
 class Ring:
@@ -20,11 +20,26 @@ def fail_within() -> None:
         raise KeyError
 
 
-def test_whole_collections_are_put_off_within_and_young_ones_are_not() -> None:
-    young, middle, whole = gc.get_threshold()
+@pytest.fixture
+def threshold(request):
+    before = gc.get_threshold()
+    gc.set_threshold(*request.param)
+    yield request.param
+    gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize("threshold", [(700, 10, 10), (YOUNG + 1, 20, 5)], indirect=True)
+def test_whole_collections_are_put_off_within_and_young_ones_are_fewer(threshold) -> None:
     with spared_collector(), spared_collector():
-        assert gc.get_threshold() == (young, middle, NEVER)
-    assert gc.get_threshold() == (young, middle, whole)
+        assert gc.get_threshold() == (max(threshold[0], YOUNG), threshold[1], NEVER)
+    assert gc.get_threshold() == threshold
+
+
+@pytest.mark.parametrize("threshold", [(0, 10, 10)], indirect=True)
+def test_a_collector_that_is_off_stays_off(threshold) -> None:
+    with spared_collector():
+        assert gc.get_threshold()[0] == 0
+    assert gc.get_threshold() == threshold
 
 
 def test_it_is_as_before_after_an_error() -> None:
