@@ -215,19 +215,18 @@ class _Reducer:
         if not self.dominance:
             return set()
         with np.errstate(invalid="ignore"):
-            excess = cost[:, None] - cost[None, :]  # where one edge forbids p and another p', neither beats the other
-        for matrix in self.near[v].values():
-            with np.errstate(invalid="ignore"):
+            excess = cost[:, None] - cost[None, :]
+            for matrix in self.near[v].values():
                 excess = excess + _least_difference(matrix)
-            excess[np.isnan(excess)] = -np.inf
+                excess[np.isnan(excess)] = -np.inf  # one edge forbids p and another p': neither beats the other
         beaten = excess >= -self.tolerance
         if v in self.keep and self.usage is not None:
             used = self.usage[v][self.choices[v]]
             beaten &= (used[:, None, :] >= used[None, :, :]).all(axis=2)
         np.fill_diagonal(beaten, False)
         alive = np.ones(len(cost), dtype=bool)
-        for p in range(len(cost) - 1, -1, -1):
-            if (beaten[p] & alive).any():
+        for p in np.flatnonzero(np.logical_or.reduce(beaten, axis=1))[::-1]:
+            if np.logical_or.reduce(beaten[p] & alive):
                 alive[p] = False
         if alive.all():
             return set()
@@ -237,16 +236,15 @@ class _Reducer:
 
 
 def _least_difference(matrix: np.ndarray) -> np.ndarray:
-    """D[p', p] = min_q matrix[p', q] - matrix[p, q], where both infinite count as equal."""
-    with np.errstate(invalid="ignore"):
-        difference = matrix[:, None, :] - matrix[None, :, :]
+    """D[p', p] = min_q matrix[p', q] - matrix[p, q], where both infinite count as equal; NumPy may say that this is invalid."""
+    difference = matrix[:, None, :] - matrix[None, :, :]
     if not np.isfinite(matrix).all():
         np.nan_to_num(difference, copy=False, nan=0.0, posinf=np.inf, neginf=-np.inf)
-    least: np.ndarray = difference.min(axis=2)
+    least: np.ndarray = np.minimum.reduce(difference, axis=2)
     return least
 
 
 def min_plus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """The (min, +) product: out[i, k] = min_j left[i, j] + right[j, k]."""
-    least: np.ndarray = (left[:, :, None] + right[None, :, :]).min(axis=1)
+    least: np.ndarray = np.minimum.reduce(left[:, :, None] + right[None, :, :], axis=1)
     return least
