@@ -127,6 +127,8 @@ class _Search:
         self.once = family.problem.costs.once_s * family.chunks
         self.transfer = family.transfer_s
         self.least_b = min(family.slowest)
+        self.hopeless = dict.fromkeys(family.counts, -math.inf)
+        """By S: so many stages do not fit under this limit of t or a lower one."""
         self.least_once = quick(np.where(np.isfinite(self.quick), self.once, np.inf), family, np.maximum)
 
     def run(self) -> None:
@@ -225,6 +227,7 @@ class _Round:
         best = exact(table, self.family, np.add)
         counts, slowest = self.family.counts, np.array(self.family.slowest)
         sums = best[0, list(counts), self.family.total].copy()
+        sums[[stage_s <= self.search.hopeless[count] for count in counts]] = math.inf
         alone: dict[int, Stages] = {}
         while (values := sums + slowest * stage_s).min() <= self._worth and math.isfinite(values.min()):
             at = int(np.argmax(values <= values.min() * (1 + TIE)))
@@ -237,11 +240,14 @@ class _Round:
         return float(sums.min())
 
     def _alone(self, count: int, stage_s: float) -> tuple[float, Stages]:
-        """F of one S with its own microbatches in flight, and the stages."""
-        table = self._limited(self.search.strict_table(self.family.in_flight[count]), stage_s)
+        """F of one S with its own microbatches in flight, and the stages; where none fit, notes whether slower ones would."""
+        strict = self.search.strict_table(self.family.in_flight[count])
+        table = self._limited(strict, stage_s)
         best = exact(table, self.family, np.add)
         value = float(best[0, count, self.family.total])
         if not math.isfinite(value):
+            at_all = exact(self._limited(strict, math.inf), self.family, np.add)[0, count, self.family.total]
+            self.search.hopeless[count] = stage_s if math.isfinite(at_all) else math.inf
             return value, ()
         return value, stages_of(best, table, family=self.family, count=count, combine=np.add)
 
