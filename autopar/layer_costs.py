@@ -140,8 +140,9 @@ class LayerCosts:
         comes and goes within a task does not, the largest counts. With `recompute` a microbatch in flight keeps what the first
         layer received, and backward, which takes a forward more, makes the rest again.
         """
+        all_sizes = {*map(math.prod, options)}
         for planned, sizes in self._sizes.items():
-            self._layers[planned].plan(sizes & {*map(math.prod, options)})
+            self._layers[planned].plan(sizes & all_sizes, perhaps=min(all_sizes - sizes, default=None))
         layers = len(self._places) + 1
         meshes = min(layers, self._devices // min(map(math.prod, options)))
         arrays = [np.zeros((len(options), layers, layers + 1)) for _ in range(5)]

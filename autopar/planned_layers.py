@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
 from autopar.compat import Var
 from autopar.cost_model.hardware import Cluster
-from autopar.errors import OutOfMemoryError
+from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.layers import identical
 from autopar.memory import TEMPORARIES_MARGIN
 from autopar.mesh import LogicalMesh
@@ -161,8 +161,11 @@ class PlannedLayers:
         planned = self._layer(layer, devices)
         return None if planned is None else planned.figures
 
-    def plan(self, sizes: Collection[int]) -> None:
-        """Plan all layers on so many devices each, side by side: first the layer that repeats, whose meshes the others take."""
+    def plan(self, sizes: Collection[int], *, perhaps: int | None = None) -> None:
+        """Plan all layers on so many devices each, side by side: first the layer that repeats, whose meshes the others take.
+
+        `perhaps`: devices that may be asked for next. The layer that repeats is planned on them if a process is idle meanwhile.
+        """
         kinds = dict.fromkeys(self._first)
         first = [self._common] if self._is_usual else []
         for layers in (first, [layer for layer in kinds if layer not in first]):
@@ -170,9 +173,25 @@ class PlannedLayers:
             new = [key for key in keys if key not in self._planned]
             for number, _ in new:
                 self._program(number)
+            jobs: list[Callable[[], _PlannedLayer | AutoparError | None]]
             jobs = [functools.partial(self._plan, key) for key in new]
-            found = side_by_side(jobs, processes=self._request.processes)
-            self._planned.update(zip(new, found, strict=True))
+            is_idle = layers is first and 0 < len(new) < self._request.processes
+            ahead = [key for key in self._ahead(perhaps) if is_idle and key not in new]
+            jobs += [functools.partial(self._plan_ahead, key) for key in ahead]
+            found = zip([*new, *ahead], side_by_side(jobs, processes=self._request.processes), strict=True)
+            self._planned |= {key: one for key, one in found if not isinstance(one, AutoparError)}
+
+    def _ahead(self, devices: int | None) -> list[tuple[int, int]]:
+        """The layer that repeats on these devices, unless that is planned."""
+        keys = [] if devices is None else [(self._common, self._useful(self._common, devices))]
+        return [key for key in keys if key not in self._planned]
+
+    def _plan_ahead(self, key: tuple[int, int]) -> _PlannedLayer | AutoparError | None:
+        """An error is nobody's who did not ask."""
+        try:
+            return self._plan(key)
+        except AutoparError as error:
+            return error
 
     def _layer(self, layer: int, devices: int) -> _PlannedLayer | None:
         number = self._first[layer]
