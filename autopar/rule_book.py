@@ -2,7 +2,7 @@
 
 In: equations and programs, one at a time. Out: what is known of them, found once for all equations that are alike: the same
 primitive on the same shapes with the same parameters and literals, as in the layers of a deep model. Kept with the book. What
-can go wrong: a rule that looks at more of an equation than that; none can, since an equation does not know its neighbours.
+can go wrong: a registered rule that looks at more of an equation than that, such as the line that it comes from.
 """
 
 from __future__ import annotations
