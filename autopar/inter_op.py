@@ -45,10 +45,13 @@ from autopar.stage_problem import ChosenStage, Manual, RuledOut, ScheduleName, S
 from autopar.submeshes import place, submeshes, tiles
 
 
-def choose_stages(problem: StageProblem, *, manual: Manual | None = None, tolerance: float = 0.0) -> StageChoice:
+def choose_stages(
+    problem: StageProblem, *, manual: Manual | None = None, tolerance: float = 0.0, explain: bool = True
+) -> StageChoice:
     """The fastest choice that fits; up to `tolerance` (relative) of the fastest.
 
-    Raises OutOfMemoryError, which names the tightest stage, if nothing fits, and ArgumentError if nothing is left to choose.
+    Raises OutOfMemoryError if nothing fits, and ArgumentError if nothing is left to choose. `explain`: the former names the
+    tightest stage of the choice that comes closest, which takes a search of its own.
     """
     manual = manual or Manual()
     _check(problem, manual)
@@ -58,6 +61,8 @@ def choose_stages(problem: StageProblem, *, manual: Manual | None = None, tolera
         _Search(family, best).run()
     if best.stages is None:
         possible = [family for family in families if family.is_possible]
+        if possible and not explain:
+            raise OutOfMemoryError(f"No choice of stages fits into {problem.memory_bytes:,.0f} bytes per device.")
         raise _out_of_memory(problem, possible) if possible else ArgumentError(_nothing_left(problem, manual))
     return _choice(problem, best, families)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.errors import OutOfMemoryError, UnsupportedProgramError
+from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
 from autopar.microbatch import microbatch_counts
 from autopar.one_mesh import OneMeshStep, plan_on_one_mesh, state_is_too_large
 from autopar.pipeline_planner import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
@@ -111,12 +111,15 @@ def _on_one_mesh(traced: TracedStep, wishes: PipelineWishes, request: PlanReques
 def _in_stages(
     traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, devices: int, beat_s: float | None = None
 ) -> SearchedPipeline | OneStage:
-    """The best pipeline of several stages, if there is one that is better than one stage."""
+    """The best pipeline of several stages, if there is one that is better than one stage.
+
+    One mesh may fulfil constraints that a stage with the examples of one microbatch does not; what nothing fulfils it reports.
+    """
     if state_is_too_large(traced, request, devices):
         return OneStage()
     try:
         return search_pipeline(traced, wishes, request, devices=devices, beat_s=beat_s)
-    except (OutOfMemoryError, UnsupportedProgramError):
+    except (ConstraintError, OutOfMemoryError, UnsupportedProgramError):
         return OneStage()
 
 

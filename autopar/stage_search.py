@@ -125,8 +125,10 @@ class _Search:
                     continue
                 if math.isfinite(self.beat_s):
                     return NotFaster(())  # too few layers, or too little memory in parts of the machine
-                errors = [error for error in solved.values() if not isinstance(error, StageChoice)]
-                raise max(errors, key=lambda error: isinstance(error, OutOfMemoryError))
+                way = max(solved, key=lambda way: isinstance(solved[way], OutOfMemoryError))
+                error = self._solve(way, self.num_stages, explain=True)
+                assert not isinstance(error, StageChoice)
+                raise error
             best = min(choices, key=lambda way: self._handicapped(way, choices[way]))
             if choices[best].step_s >= (1 + NEAR) * self.beat_s:
                 return NotFaster(_compared(choices))
@@ -147,7 +149,9 @@ class _Search:
         started = time.perf_counter()
         return self._solve(way, self.num_stages), time.perf_counter() - started
 
-    def _solve(self, way: _Way, num_stages: int | None) -> StageChoice | OutOfMemoryError | ArgumentError:
+    def _solve(
+        self, way: _Way, num_stages: int | None, *, explain: bool = False
+    ) -> StageChoice | OutOfMemoryError | ArgumentError:
         timetable, _ = way
         problem = StageProblem(
             self._table(way),
@@ -159,7 +163,7 @@ class _Search:
             memory_bytes=self.limit_bytes,
         )
         try:
-            return choose_stages(problem, manual=Manual(num_stages=num_stages), tolerance=TOLERANCE)
+            return choose_stages(problem, manual=Manual(num_stages=num_stages), tolerance=TOLERANCE, explain=explain)
         except (OutOfMemoryError, ArgumentError) as error:
             return error
 

@@ -89,6 +89,13 @@ def test_a_step_that_cannot_be_cut_into_stages_stays_on_one_mesh():
     assert plan.compared == ()
 
 
+def test_constraints_that_only_one_mesh_fulfils_leave_the_step_there():
+    """One example a microbatch cannot be divided among the devices of a stage; eight can be among those of one mesh."""
+    plan = planned(node(1e9), batch=8, constraints=autopar.data_parallel())
+    assert isinstance(plan, Plan)
+    assert plan.mesh_shape == (4,)
+
+
 def test_a_step_of_stages_found_on_one_node_computes_what_jit_computes():
     weights, x = arguments(256, layers=4, batch=512)
     parallel = autopar.parallelize(step, devices=jax.devices()[:4], cluster=node(1e7))
