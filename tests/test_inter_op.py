@@ -359,3 +359,12 @@ def test_submeshes_that_do_not_fill_the_cluster_are_told():
     fractions = [(1, s) for s in (15, 10, 10, 6, 6, 6, 6, 1)]
     assert sum(size for _, size in fractions) == 60
     assert not tiles(fractions, 2, 30)
+
+
+def test_stages_that_do_not_fit_while_they_are_fast_are_found_where_they_may_be_slower():
+    """Three microbatches in flight are too many for the fast last layer; two, those of two stages, would not be."""
+    figures = {(i, i + 1, 0): StageCost(1.0) for i in range(3)}
+    figures |= {(2, 3, 1): StageCost(1.0, activation_bytes=1.0), (0, 1, 1): StageCost(5.0)}
+    costs = CostTable.of(3, 2, lambda i, j, z: figures.get((i, j, z)))
+    problem = StageProblem(costs, ((1, 1), (1, 2)), (1, 4), 4, "zb-h1", memory_bytes=2.5)
+    assert chosen_of(choose_stages(problem)) == [(0, 1, 1), (1, 2, 0), (2, 3, 0)]
