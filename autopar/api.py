@@ -21,7 +21,6 @@ import jax
 import numpy as np
 
 from autopar.arguments import (
-    Count,
     MeshShape,
     checked_cluster,
     checked_count,
@@ -46,6 +45,7 @@ from autopar.pipeline import CompiledPipeline
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.runtime.thread_settings import program_settings_here
+from autopar.schedules.schedules import Open
 from autopar.settings import Planned, Settings
 from autopar.trace import BoundArguments, CallSignature, bind_arguments, require_state, trace
 
@@ -172,10 +172,10 @@ def parallelize(
     collectives: Sequence[str] | None = None,
     plan: Plan | PipelinePlan | None = None,
     follow: ParallelStep | None = None,
-    num_microbatches: Count = "auto",
-    num_stages: Count = "auto",
+    num_microbatches: Open = "auto",
+    num_stages: Open = "auto",
     schedule: str = "auto",
-    virtual_stages: Count = "auto",
+    virtual_stages: Open = "auto",
     recompute: str = "auto",
     planning_processes: int = 1,
 ) -> Any:

@@ -22,12 +22,10 @@ from autopar.mesh import LogicalMesh, whole_number
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.relayout import KINDS
-from autopar.runtime.schedules import SCHEDULES
-from autopar.timetables import Recompute
+from autopar.schedules.schedules import SCHEDULES, Open, Recompute
 
 Shape = Sequence[int] | Mapping[str, int]
 MeshShape = Literal["auto"] | Shape | Sequence[Shape]
-Count = Literal["auto"] | int
 
 
 class Leader(Protocol):
@@ -78,7 +76,7 @@ def checked_cluster(cluster: Any) -> Literal["auto"] | Cluster:
         raise ArgumentError(f"cluster={cluster!r}: {error}") from None
 
 
-def checked_count(name: str, count: Any) -> Count:
+def checked_count(name: str, count: Any) -> Open:
     """A number of microbatches, stages or virtual stages, or 'auto'."""
     if isinstance(count, str) and count == "auto":
         return "auto"

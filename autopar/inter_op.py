@@ -40,8 +40,9 @@ from typing import get_args
 import numpy as np
 
 from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.schedules.schedules import ScheduleName
 from autopar.stage_families import TIE, Family, Stages, exact, families_of, quick, stages_of
-from autopar.stage_problem import ChosenStage, Manual, RuledOut, ScheduleName, StageChoice, StageProblem
+from autopar.stage_problem import ChosenStage, Manual, RuledOut, StageChoice, StageProblem
 from autopar.submeshes import place, submeshes, tiles
 
 

@@ -24,14 +24,14 @@ from autopar.pipeline_planner import schedule_of
 from autopar.pipeline_tasks import PlannedStage, pipeline_tasks
 from autopar.process_parts import PipelineProcesses, brought
 from autopar.runtime.driver import Driver
-from autopar.runtime.emit import emit
-from autopar.runtime.instructions import Value
-from autopar.runtime.launch_order import in_launch_order, part_of
 from autopar.runtime.processes import absent_like
 from autopar.runtime.resharding import brought_here
-from autopar.runtime.schedules import Schedule
 from autopar.runtime.thread_settings import program_settings_here, under
 from autopar.runtime.watch import Watch
+from autopar.schedules.emit import emit
+from autopar.schedules.instructions import Value
+from autopar.schedules.launch_order import in_launch_order, part_of
+from autopar.schedules.schedules import Schedule
 from autopar.split_array import SplitSharding, held_in, in_pieces, joined
 from autopar.split_scans import SplitStep
 from autopar.staging import Staged

@@ -21,14 +21,13 @@ from autopar.microbatch import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import Alternative
 from autopar.planner import PlanRequest
-from autopar.runtime.check import microbatches_in_flight
-from autopar.runtime.instructions import Run
-from autopar.runtime.lifetimes import keeping
-from autopar.runtime.schedules import Schedule, make_schedule
-from autopar.runtime.simulate import Simulation, simulate_schedule
+from autopar.schedules.check import microbatches_in_flight
+from autopar.schedules.in_flight import InFlight
+from autopar.schedules.instructions import Run
+from autopar.schedules.schedules import Open, Recompute, Schedule, ScheduleName, make_schedule
+from autopar.schedules.simulate import Simulation, simulate_schedule
 from autopar.split_scans import split_scans
 from autopar.stacks import every_layer
-from autopar.stage_problem import ScheduleName
 from autopar.stage_search import NotFaster, search_stages
 from autopar.staging import (
     Staged,
@@ -41,7 +40,7 @@ from autopar.staging import (
     transfer_bytes,
 )
 from autopar.submeshes import machine_shape
-from autopar.timetables import Open, Recompute, Timetable, counts_around, timetables, usual_microbatches
+from autopar.timetables import Timetable, counts_around, timetables, usual_microbatches
 from autopar.trace import TracedStep
 from autopar.whereabouts import takes_gradients
 
@@ -87,7 +86,7 @@ def plan_pipeline(
     started = time.perf_counter()
     schedule = _schedule(timetable, wishes.num_stages)
     meshes = _meshes(wishes, devices)
-    wanted = StageRequest(meshes, schedule.num_stages, schedule.num_microbatches, keeping(schedule))
+    wanted = StageRequest(meshes, schedule.num_stages, schedule.num_microbatches, InFlight(schedule))
     if wishes.following is not None:
         following = wishes.following
         scan_cuts = following.scan_cuts(traced)
@@ -111,7 +110,7 @@ def _in_timetable(
     traced: TracedStep, staged: Staged, timetable: Timetable, request: PlanRequest
 ) -> tuple[PipelinePlan, Staged] | None:
     schedule = _schedule(timetable, len(staged.stages) // timetable.virtual_stages)
-    kept = keeping(schedule)
+    kept = InFlight(schedule)
     stages = tuple(dataclasses.replace(stage, peak_bytes=stage.memory.with_in_flight(kept)) for stage in staged.stages)
     limit = _shared(request, schedule).memory_limit_bytes
     if limit is not None and any(stage.peak_bytes > limit for stage in stages):
@@ -186,7 +185,7 @@ def search_pipeline(
     schedule = _schedule(found.timetable, len(found.sizes) // found.timetable.virtual_stages)
     split, loop, cuts = merged(split, found.loop, found.cuts)
     wanted = StageRequest(
-        found.meshes, schedule.num_stages, schedule.num_microbatches, keeping(schedule), cuts, loop, split=split
+        found.meshes, schedule.num_stages, schedule.num_microbatches, InFlight(schedule), cuts, loop, split=split
     )
     recompute: Recompute = "layer" if found.recompute else wishes.recompute
     staged = _with_recomputation(traced, wanted, _shared(request, schedule), recompute)

@@ -30,7 +30,7 @@ from autopar.pipeline_planner import (
 )
 from autopar.plan import Alternative
 from autopar.planner import PlanRequest
-from autopar.runtime.schedules import make_schedule
+from autopar.schedules.schedules import make_schedule
 from autopar.split_scans import split_scans
 from autopar.stacks import cuts_for_stages
 from autopar.stages import forward_chain

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from autopar.agreement import agreed, is_needed
-from autopar.arguments import Count, Leader
+from autopar.arguments import Leader
 from autopar.catalogue import PlannerOptions
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
@@ -34,9 +34,9 @@ from autopar.pipeline_planner import PipelineWishes, restore_pipeline
 from autopar.pipeline_search import best_pipeline
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, logical_meshes, restore
+from autopar.schedules.schedules import Open, Recompute
 from autopar.spmd import Assignment
 from autopar.staging import Staged
-from autopar.timetables import Recompute
 from autopar.trace import CallSignature, TracedStep, require_examples
 from autopar.whereabouts import takes_gradients
 
@@ -82,10 +82,10 @@ class Settings:
     options: PlannerOptions
     plan: Plan | PipelinePlan | None
     follow: Leader | None
-    num_microbatches: Count
-    num_stages: Count
+    num_microbatches: Open
+    num_stages: Open
     schedule: str
-    virtual_stages: Count
+    virtual_stages: Open
     recompute: Recompute = "auto"
     processes: int = 1
 

@@ -15,7 +15,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from autopar.stage_problem import Manual, ScheduleName, StageProblem
+from autopar.schedules.schedules import ScheduleName
+from autopar.stage_problem import Manual, StageProblem
 
 TIE = 1e-12
 """Relative difference up to which two times are the same."""

@@ -3,7 +3,7 @@
 In: a `StageProgram`, its plan and assignment. Out: `StageMemory`. The plan's own peak is that of one executable, in which a
 microbatch leaves little between forward and backward: XLA makes again what costs little. Tasks are executables of their own,
 which hand whole arrays to each other. Which those are, the planned stage says; how many microbatches of each are there at once,
-the schedule (`runtime/lifetimes.py`); what a task needs beside them, `task_memory.py`. What can go wrong: an array between two
+the schedule (`schedules/in_flight.py`); what a task needs beside them, `task_memory.py`. What can go wrong: an array between two
 stages on one mesh, which lies there as its maker made it; it counts as its reader wants it.
 """
 
@@ -17,9 +17,10 @@ import numpy as np
 
 from autopar.catalogue import itemsize_of
 from autopar.compat import Literal, Var
-from autopar.keeping import Keeping, Kept, TaskKind
 from autopar.plan import Plan
 from autopar.program import Equation
+from autopar.schedules.in_flight import InFlight, Kept
+from autopar.schedules.schedules import TaskKind
 from autopar.spmd import Assignment, Lowering
 from autopar.stage_program import StageProgram
 from autopar.task_memory import TaskMemories
@@ -49,16 +50,16 @@ class StageMemory:
     passing: tuple[Kept, ...]
     tasks: TaskMemories
 
-    def with_in_flight(self, keeping: Keeping) -> int:
+    def with_in_flight(self, in_flight: InFlight) -> int:
         """The peak with as many microbatches in flight as a schedule keeps: that of the loop, or of what is before and after."""
-        tasks = self.tasks.split if keeping.is_split else self.tasks.whole
+        tasks = self.tasks.split if in_flight.is_split else self.tasks.whole
         working = [Kept(kind, self.stage, kind, size) for kind, size in tasks.working_bytes.items()]
-        loop_bytes = keeping.most_bytes(self.stage, (*self.handed_on(keeping), *working))
+        loop_bytes = in_flight.most_bytes(self.stage, (*self.handed_on(in_flight), *working))
         return max(self.peak_bytes, self.kept_bytes + tasks.once_bytes + loop_bytes)
 
-    def handed_on(self, keeping: Keeping) -> tuple[Kept, ...]:
+    def handed_on(self, in_flight: InFlight) -> tuple[Kept, ...]:
         """What tasks hand to the tasks of this stage; a backward that is one task hands nothing to itself."""
-        if keeping.is_split:
+        if in_flight.is_split:
             return self.passing
         return tuple(
             dataclasses.replace(one, maker=WHOLE.get(one.maker, one.maker), reader=WHOLE.get(one.reader, one.reader))
@@ -66,10 +67,10 @@ class StageMemory:
             if one.source != self.stage or one.maker == "forward"
         )
 
-    def each_text(self, keeping: Keeping | None) -> str:
+    def each_text(self, in_flight: InFlight | None) -> str:
         """What each microbatch in flight keeps, for an error."""
         text = f"{self.residual_bytes:,} bytes each"
-        if keeping is None or not keeping.is_split:
+        if in_flight is None or not in_flight.is_split:
             return text
         return f"{text}, and cotangents that wait for their weight gradients {self.cotangent_bytes:,}"
 

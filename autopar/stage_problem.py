@@ -10,13 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 
+from autopar.schedules.schedules import ScheduleName
 from autopar.submeshes import Submesh
-
-ScheduleName = Literal["1f1b", "gpipe", "inference", "interleaved", "zb-h1"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,6 @@ from autopar.compat import Var
 from autopar.constraints import allowed_layouts
 from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
 from autopar.following import Following, leaves_at, placed_by_leaves
-from autopar.keeping import Keeping
 from autopar.layers import identical
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop, planned_time
@@ -29,6 +28,7 @@ from autopar.plan import Plan, ValuePlan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.program import Equation
 from autopar.recompute import recomputed
+from autopar.schedules.in_flight import InFlight
 from autopar.side_work import side_by_side
 from autopar.split_scans import SplitStep, split_scans
 from autopar.spmd import Assignment, planned_moves
@@ -56,7 +56,7 @@ class StageRequest:
     meshes: tuple[tuple[LogicalMesh, ...], ...]
     num_stages: int
     num_microbatches: int
-    keeping: Keeping | None = None
+    in_flight: InFlight | None = None
     cuts: tuple[int, ...] | None = None
     loop: TimeLoop | None = None
     recompute: bool = False
@@ -159,7 +159,7 @@ class _Wish:
 
     program: StageProgram
     request: PlanRequest
-    keeping: Keeping | None
+    in_flight: InFlight | None
 
 
 def _wish(program: StageProgram, wanted: StageRequest, request: PlanRequest) -> _Wish:
@@ -167,7 +167,7 @@ def _wish(program: StageProgram, wanted: StageRequest, request: PlanRequest) -> 
     layouts = wanted.following.layouts[program.stage] if wanted.following is not None else ()
     meshes = wanted.meshes[program.stage % len(wanted.meshes)]
     own = dataclasses.replace(request, meshes=meshes, constraints=Constraints((*layouts, *rules)))
-    return _Wish(program, own, wanted.keeping)
+    return _Wish(program, own, wanted.in_flight)
 
 
 def _planned_first(wishes: Sequence[_Wish], kinds: Sequence[int], *, processes: int) -> dict[int, StagedStage]:
@@ -191,7 +191,7 @@ def _planned_first(wishes: Sequence[_Wish], kinds: Sequence[int], *, processes: 
 def _as_planned(wish: _Wish, plan: Plan, *, tasks: TaskMemories | None = None) -> StagedStage:
     """A stage by a plan of it."""
     assignment = restore(wish.program.step, plan, wish.request)
-    return _measured(wish.program, plan, assignment, wish.keeping, tasks=tasks)
+    return _measured(wish.program, plan, assignment, wish.in_flight, tasks=tasks)
 
 
 def _planned_alike(wish: _Wish, planned: Sequence[StagedStage]) -> StagedStage | None:
@@ -256,9 +256,9 @@ def measured_stage(program: StageProgram, request: PlanRequest) -> StagedStage:
 
 def _plan_stage(wish: _Wish) -> StagedStage:
     """One stage, within what its microbatches in flight leave of the memory."""
-    program, request, keeping = wish.program, wish.request, wish.keeping
+    program, request, in_flight = wish.program, wish.request, wish.in_flight
     limit = request.memory_limit_bytes
-    in_flight = 1 if keeping is None else keeping.in_flight[program.stage]
+    count = 1 if in_flight is None else in_flight.microbatches[program.stage]
     room, stage = limit, None
     for _ in range(MEMORY_ROUNDS):
         try:
@@ -267,9 +267,9 @@ def _plan_stage(wish: _Wish) -> StagedStage:
             if stage is not None:
                 break
             raise OutOfMemoryError(
-                f"stage {program.stage} of {program.cut.num_stages}, with {in_flight} microbatches in flight: {error}"
+                f"stage {program.stage} of {program.cut.num_stages}, with {count} microbatches in flight: {error}"
             ) from None
-        stage = _measured(program, dataclasses.replace(plan, memory_limit_bytes=limit), assignment, keeping)
+        stage = _measured(program, dataclasses.replace(plan, memory_limit_bytes=limit), assignment, in_flight)
         if limit is None or stage.peak_bytes <= limit:
             return stage
         room = limit - (stage.peak_bytes - stage.memory.peak_bytes)
@@ -278,7 +278,7 @@ def _plan_stage(wish: _Wish) -> StagedStage:
     assert stage is not None
     raise OutOfMemoryError(
         f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is {limit:,}: "
-        f"{in_flight} microbatches in flight keep {stage.memory.each_text(keeping)}. Use more microbatches, fewer stages, more "
+        f"{count} microbatches in flight keep {stage.memory.each_text(in_flight)}. Use more microbatches, fewer stages, more "
         "devices, or the 1f1b schedule, which keeps less."
     )
 
@@ -287,7 +287,7 @@ def _measured(
     program: StageProgram,
     plan: Plan,
     assignment: Assignment,
-    keeping: Keeping | None = None,
+    in_flight: InFlight | None = None,
     *,
     tasks: TaskMemories | None = None,
 ) -> StagedStage:
@@ -298,7 +298,7 @@ def _measured(
     backward_s = sum(s for task, s in seconds.items() if task.startswith("backward")) / m
     once_s = sum(seconds.values()) - m * (forward_s + backward_s)
     memory = stage_memory(program, plan, assignment, tasks=tasks)
-    peak_bytes = memory.peak_bytes if keeping is None else memory.with_in_flight(keeping)
+    peak_bytes = memory.peak_bytes if in_flight is None else memory.with_in_flight(in_flight)
     return StagedStage(program, plan, assignment, forward_s, backward_s, once_s, memory, peak_bytes)
 
 

@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding
 
 from autopar.compat import Var
 from autopar.pipeline_tasks import Item, Node, PipelineTasks
-from autopar.runtime.instructions import Slot, TaskSpec, Value
-from autopar.runtime.schedules import Schedule
+from autopar.schedules.instructions import Slot, TaskSpec, Value
+from autopar.schedules.schedules import Schedule
 from autopar.stage_program import PROLOGUE
 from autopar.task_cuts import Ref
 from autopar.transfers import opened, there

@@ -19,8 +19,8 @@ from autopar.catalogue import itemsize_of
 from autopar.compat import Literal
 from autopar.device_program import task_program
 from autopar.footprint import footprint_of
-from autopar.keeping import TaskKind
 from autopar.mesh import LogicalMesh
+from autopar.schedules.schedules import TaskKind
 from autopar.spmd import Assignment, Lowering
 from autopar.stage_program import PROLOGUE, StageProgram
 from autopar.task_cuts import TaskCut, Write, cut_into_tasks

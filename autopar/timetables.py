@@ -16,14 +16,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, TypeAlias, cast
+from typing import cast
 
 import numpy as np
 
-from autopar.stage_problem import ScheduleName
+from autopar.schedules.schedules import Open, ScheduleName
 
-Open: TypeAlias = Literal["auto"] | int
-Recompute: TypeAlias = Literal["auto", "none", "layer"]
 VIRTUAL_STAGES = (2, 4)
 """How many stages per mesh interleaved schedules are tried with."""
 WIDEST = 8

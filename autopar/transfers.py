@@ -13,10 +13,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autopar.runtime.instructions import Value
 from autopar.runtime.processes import are_here
 from autopar.runtime.resharding import BatchResharder, reshard
 from autopar.runtime.routes import Move
+from autopar.schedules.instructions import Value
 
 
 class Parcel:

@@ -48,13 +48,13 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from autopar.runtime.chain import chain
-from autopar.runtime.check import microbatches_in_flight
 from autopar.runtime.driver import Driver
-from autopar.runtime.instructions import InstructionList, TaskSpec, Value
-from autopar.runtime.schedules import Schedule, make_schedule
-from autopar.runtime.simulate import simulate
-from autopar.runtime.timeline import Timeline
+from autopar.schedules.chain import chain
+from autopar.schedules.check import microbatches_in_flight
+from autopar.schedules.instructions import InstructionList, TaskSpec, Value
+from autopar.schedules.schedules import Schedule, make_schedule
+from autopar.schedules.simulate import simulate
+from autopar.schedules.timeline import Timeline
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("inference", 1))
 UNITS = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}

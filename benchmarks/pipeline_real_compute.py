@@ -29,10 +29,10 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from autopar.runtime.chain import Chain, chain
 from autopar.runtime.driver import Driver
-from autopar.runtime.instructions import Free, InstructionList, Run, Send, TaskSpec, Value
-from autopar.runtime.schedules import make_schedule
+from autopar.schedules.chain import Chain, chain
+from autopar.schedules.instructions import Free, InstructionList, Run, Send, TaskSpec, Value
+from autopar.schedules.schedules import make_schedule
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("inference", 1))
 

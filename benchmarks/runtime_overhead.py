@@ -33,10 +33,10 @@ from rich.table import Table
 import autopar
 from autopar.compat import make_mesh
 from autopar.models.registry import build
-from autopar.runtime.chain import chain
 from autopar.runtime.driver import Driver
-from autopar.runtime.instructions import Run
-from autopar.runtime.schedules import make_schedule
+from autopar.schedules.chain import chain
+from autopar.schedules.instructions import Run
+from autopar.schedules.schedules import make_schedule
 
 RATIO_TARGET = 1.02
 INSTRUCTION_TARGET_US = 50.0

@@ -27,12 +27,12 @@ import jax
 
 from autopar.errors import ArgumentError
 from autopar.runtime.failures import Failure, report
-from autopar.runtime.instructions import Free, Instruction, InstructionList, Receive, Run, Send, Value
-from autopar.runtime.launch_order import Part
-from autopar.runtime.machine import MeshMachine
 from autopar.runtime.processes import wait_until_ready
 from autopar.runtime.thread_settings import settings_here, under
-from autopar.runtime.timeline import Span, Timeline
+from autopar.schedules.instructions import Free, Instruction, InstructionList, Receive, Run, Send, Value
+from autopar.schedules.launch_order import Part
+from autopar.schedules.machine import MeshMachine
+from autopar.schedules.timeline import Span, Timeline
 
 Array = Any  # whatever the callables pass to each other: jax.Array, or a group of them
 Executable = Callable[[Sequence[Array]], Sequence[Array]]

@@ -8,7 +8,7 @@ between processes is no alternative: it carries whole tiles only, and where one 
 of one device each travel together, values arrive in each other's place without an error (JAX 0.10 and 0.12, CPU).
 
 What can go wrong: the processes launch their programs in different orders and wait for each other for ever. Nothing here can
-see that; who calls this has to keep one order (`autopar.runtime.launch_order`). A device that sends nothing takes part with
+see that; who calls this has to keep one order (`autopar.schedules.launch_order`). A device that sends nothing takes part with
 zeros in place of a tile, which occupy as much memory as a source's tile; equal ones of one exchange are one array.
 """
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PipelineError
-from autopar.runtime.instructions import Free, Instruction, InstructionList, Run
+from autopar.schedules.instructions import Free, Instruction, InstructionList, Run
 
 TRACEBACK = "Traceback (most recent call last):"
 

@@ -12,9 +12,9 @@ from autopar.catalogue import itemsize_of
 from autopar.compile import device_mesh
 from autopar.pipeline_planner import schedule_of
 from autopar.pipeline_tasks import PlannedStage, pipeline_tasks
-from autopar.runtime.emit import emit
-from autopar.runtime.instructions import Free, Receive, Run
-from autopar.runtime.simulate import simulate
+from autopar.schedules.emit import emit
+from autopar.schedules.instructions import Free, Receive, Run
+from autopar.schedules.simulate import simulate
 from autopar.task_links import linked
 
 LOOP_TASKS = ("forward", "backward", "input_gradient", "weight_gradient")

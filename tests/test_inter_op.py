@@ -11,8 +11,8 @@ import pytest
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op import choose_stages
-from autopar.runtime.check import microbatches_in_flight
-from autopar.runtime.schedules import make_schedule, task_times
+from autopar.schedules.check import microbatches_in_flight
+from autopar.schedules.schedules import make_schedule, task_times
 from autopar.stage_families import interleaved_in_flight
 from autopar.stage_problem import CostTable, Manual, RuledOut, StageCost, StageProblem
 from autopar.submeshes import place, submeshes, tiles

@@ -12,14 +12,13 @@ import autopar
 from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
-from autopar.keeping import Kept
 from autopar.mesh import LogicalMesh
 from autopar.models import build
 from autopar.options import Constraints
 from autopar.pipeline_planner import PipelineWishes, in_other_schedules, plan_pipeline
 from autopar.planner import PlanRequest
-from autopar.runtime.lifetimes import keeping
-from autopar.runtime.schedules import make_schedule
+from autopar.schedules.in_flight import InFlight, Kept
+from autopar.schedules.schedules import make_schedule
 from autopar.stage_memory import split_in_flight
 from autopar.timetables import Timetable
 from autopar.trace import CallSignature, bind_arguments, trace
@@ -70,7 +69,7 @@ def assert_kept_as_predicted(plan, staged, *, slack):
     What goes between two stages of one mesh stays as it was made, which the reader's plan does not know.
     """
     live = LiveBytes(plan, staged)
-    kept, meshes = keeping(live.schedule), live.schedule.num_meshes
+    kept, meshes = InFlight(live.schedule), live.schedule.num_meshes
     for number, stage in enumerate(staged.stages):
         predicted = kept.most_bytes(number, stage.memory.handed_on(kept))
         if all(one.source == number or (one.source - number) % meshes for one in stage.memory.passing):
@@ -121,7 +120,7 @@ def test_recomputation_in_a_split_backward_hands_on_what_it_makes_again(meshes):
 def test_the_search_counts_no_less_than_a_split_backward_keeps_and_on_two_meshes_exactly_that():
     draw = np.random.default_rng(0)
     for p, m in itertools.product(range(2, 7), range(1, 13)):
-        kept = keeping(make_schedule("zb-h1", num_meshes=p, num_microbatches=m))
+        kept = InFlight(make_schedule("zb-h1", num_meshes=p, num_microbatches=m))
         early, late, cotangents = (int(size) for size in draw.integers(1, 100, 3))
         most = 0
         for mesh in range(p):

@@ -191,7 +191,7 @@ def _add_planning(parser: argparse.ArgumentParser, *, processes: int) -> None:
 
 
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:
-    from autopar.runtime.schedules import SCHEDULES
+    from autopar.schedules.schedules import SCHEDULES
 
     group = parser.add_argument_group("pipeline")
     group.add_argument(

@@ -18,7 +18,7 @@ from autopar.explain import TEXT_WIDTH, show, standard_output
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.pipeline_planner import schedule_of
 from autopar.plan import Plan
-from autopar.runtime.schedules import grid
+from autopar.schedules.schedules import grid
 
 _LONGEST_BACKWARD = 3
 """Columns of the picture that a backward may take."""

@@ -18,7 +18,7 @@ from autopar.compile import CompiledStep
 from autopar.errors import ArgumentError
 from autopar.explain.units import percent_text, seconds_text
 from autopar.pipeline import CompiledPipeline
-from autopar.runtime.timeline import Timeline
+from autopar.schedules.timeline import Timeline
 
 RECORDED_STEP = 2
 

@@ -13,11 +13,11 @@ import weakref
 import pytest
 
 from autopar.errors import ArgumentError, PipelineError
-from autopar.runtime.chain import chain
 from autopar.runtime.driver import Driver
-from autopar.runtime.instructions import Free, Receive, Run, Send, TaskSpec, Value
-from autopar.runtime.schedules import make_schedule
-from tests.runtime.chains import callables_of, ctrl_c, driver_of, expected, inputs_of, number, small_schedules
+from autopar.schedules.chain import chain
+from autopar.schedules.instructions import Free, Receive, Run, Send, TaskSpec, Value
+from autopar.schedules.schedules import make_schedule
+from tests.schedules.chains import callables_of, ctrl_c, driver_of, expected, inputs_of, number, small_schedules
 
 
 @pytest.fixture(autouse=True)
@@ -312,7 +312,7 @@ def test_ctrl_c_while_all_meshes_but_one_wait_does_not_start_another_task():
 def test_an_interpreter_whose_step_failed_ends():
     """A script that lets the error through ends with it, and does not hang on a thread."""
     script = """
-        from tests.runtime.chains import *
+        from tests.schedules.chains import *
         schedule = make_schedule("1f1b", num_meshes=3, num_microbatches=4)
         work = chain(schedule)
         def fail(arrays):

@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PipelineError
-from autopar.runtime.chain import chain
 from autopar.runtime.driver import Driver
-from autopar.runtime.instructions import Value
-from autopar.runtime.schedules import make_schedule
-from tests.runtime.chains import ctrl_c, small_schedules
+from autopar.schedules.chain import chain
+from autopar.schedules.instructions import Value
+from autopar.schedules.schedules import make_schedule
+from tests.schedules.chains import ctrl_c, small_schedules
 
 WIDTH = 8
 

@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import ScheduleError
-from autopar.runtime.check import check_instructions
-from autopar.runtime.instructions import Instruction, InstructionList, Receive, Run, Send, Value
+from autopar.schedules.check import check_instructions
+from autopar.schedules.instructions import Instruction, InstructionList, Receive, Run, Send, Value
 
 DURATIONS: Mapping[str, float] = {"forward": 1.0, "backward": 2.0}
 

@@ -8,11 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from autopar.errors import PipelineError
-from autopar.runtime.chain import chain
 from autopar.runtime.driver import Driver
-from autopar.runtime.launch_order import in_launch_order, part_of
-from autopar.runtime.schedules import make_schedule
-from tests.runtime.chains import callables_of, expected, inputs_of, small_schedules
+from autopar.schedules.chain import chain
+from autopar.schedules.launch_order import in_launch_order, part_of
+from autopar.schedules.schedules import make_schedule
+from tests.schedules.chains import callables_of, expected, inputs_of, small_schedules
 
 PATIENCE_S = 20
 

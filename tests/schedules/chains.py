@@ -1,4 +1,4 @@
-"""The plain chain of `autopar.runtime.chain` on numbers: y = x * w, with its gradients, and what a plain loop makes of it.
+"""The plain chain of `autopar.schedules.chain` on numbers: y = x * w, with its gradients, and what a plain loop makes of it.
 
 Also all small schedules, for tests that exhaust them.
 """
@@ -10,9 +10,9 @@ import signal
 import time
 
 from autopar.errors import ScheduleError
-from autopar.runtime.chain import chain
 from autopar.runtime.driver import Driver
-from autopar.runtime.schedules import make_schedule
+from autopar.schedules.chain import chain
+from autopar.schedules.schedules import make_schedule
 
 NAMES = ("1f1b", "gpipe", "inference", "interleaved", "zb-h1")
 

@@ -5,12 +5,12 @@ from fractions import Fraction
 
 import pytest
 
-from autopar.runtime.chain import chain
-from autopar.runtime.emit import emit
-from autopar.runtime.instructions import Run, Slot, TaskSpec, Value
-from autopar.runtime.schedules import grid, make_schedule, task_times
-from autopar.runtime.simulate import simulate, simulate_schedule
-from tests.runtime.chains import small_schedules
+from autopar.schedules.chain import chain
+from autopar.schedules.emit import emit
+from autopar.schedules.instructions import Run, Slot, TaskSpec, Value
+from autopar.schedules.schedules import grid, make_schedule, task_times
+from autopar.schedules.simulate import simulate, simulate_schedule
+from tests.schedules.chains import small_schedules
 
 # Forward, input gradient, weight gradient.
 TIMES = ((1, 1, 1), (2, 3, 1), (5, 7, 3), (4, 2, 1), (3, 1, 2), (Fraction(1, 3), Fraction(2, 7), Fraction(1, 5)))

@@ -7,28 +7,32 @@ waits in front of a task until what the task needs has arrived; time is not part
 Backward tasks of one chunk always run in the order of microbatches, in every schedule: gradients are summed in one order,
 so a change of schedule does not change a bit of the result.
 
-What can go wrong: rows that wait for each other. `autopar.runtime.check` proves that they do not.
+What can go wrong: rows that wait for each other. `autopar.schedules.check` proves that they do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 from autopar.errors import ScheduleError
 
-Kind = Literal["forward", "backward", "input_gradient", "weight_gradient"]
+TaskKind = Literal["forward", "backward", "input_gradient", "weight_gradient"]
 ScheduleName = Literal["1f1b", "gpipe", "inference", "interleaved", "zb-h1"]
+Open: TypeAlias = Literal["auto"] | int
+"""A number that the user gave, or left to the planner."""
+Recompute: TypeAlias = Literal["auto", "none", "layer"]
+"""What the backward pass computes again: what the planner decides, nothing, or the forward work of each layer or stage."""
 
-LETTERS: Mapping[Kind, str] = {"forward": "F", "backward": "B", "input_gradient": "B", "weight_gradient": "W"}
+LETTERS: Mapping[TaskKind, str] = {"forward": "F", "backward": "B", "input_gradient": "B", "weight_gradient": "W"}
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
     """One chunk of the model worked on for one microbatch. `stage` is the number of the chunk."""
 
-    kind: Kind
+    kind: TaskKind
     stage: int
     microbatch: int
 
@@ -53,10 +57,10 @@ class Schedule:
         return self.num_meshes * self.virtual_stages
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[TaskKind, ...]:
         """The kinds of task that occur, in the order in which one microbatch goes through them."""
         present = {task.kind for row in self.rows for task in row}
-        return tuple(kind for kind in get_args(Kind) if kind in present)
+        return tuple(kind for kind in get_args(TaskKind) if kind in present)
 
 
 def make_schedule(name: str, *, num_meshes: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
@@ -81,7 +85,7 @@ def dependencies(task: Task, *, num_stages: int, split: bool) -> tuple[Task, ...
         return (Task("forward", task.stage - 1, k),) if task.stage > 0 else ()
     if task.kind == "weight_gradient":
         return (Task("input_gradient", task.stage, k),)
-    backward: Kind = "input_gradient" if split else "backward"
+    backward: TaskKind = "input_gradient" if split else "backward"
     later = (Task(backward, task.stage + 1, k),) if task.stage + 1 < num_stages else ()
     return (Task("forward", task.stage, k), *later)
 
@@ -112,7 +116,7 @@ def task_times(schedule: Schedule, duration_of: Callable[[Task], float]) -> dict
     return times
 
 
-def grid(schedule: Schedule, durations: Mapping[Kind, int], *, mark: Task | None = None) -> str:
+def grid(schedule: Schedule, durations: Mapping[TaskKind, int], *, mark: Task | None = None) -> str:
     """The schedule as text, one column per unit of time; `mark` gets an arrow under it.
 
     F3 is the forward of microbatch 3, B its backward (or input gradient), W its weight gradient; with several chunks per

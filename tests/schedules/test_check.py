@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from autopar.errors import ScheduleError
-from autopar.runtime.chain import chain
-from autopar.runtime.check import check_instructions, check_schedule
-from autopar.runtime.instructions import Free, InstructionList, Receive, Run, Send, Value
-from autopar.runtime.schedules import Schedule, Task, make_schedule
-from tests.runtime.chains import small_schedules
+from autopar.schedules.chain import chain
+from autopar.schedules.check import check_instructions, check_schedule
+from autopar.schedules.instructions import Free, InstructionList, Receive, Run, Send, Value
+from autopar.schedules.schedules import Schedule, Task, make_schedule
+from tests.schedules.chains import small_schedules
 
 
 def rows_changed(schedule, change):

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from autopar.runtime.chain import chain
-from autopar.runtime.instructions import Free, InstructionList, Receive, Run, Send, Value
-from autopar.runtime.machine import MeshMachine
-from autopar.runtime.schedules import Schedule
-from autopar.runtime.timeline import Span, Timeline
+from autopar.schedules.chain import chain
+from autopar.schedules.instructions import Free, InstructionList, Receive, Run, Send, Value
+from autopar.schedules.machine import MeshMachine
+from autopar.schedules.schedules import Schedule
+from autopar.schedules.timeline import Span, Timeline
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """From schedule and tasks to instructions: sent once and early, freed after the last use, and the same results always.
 
 `golden/instructions.txt` shows three small programs. After a change that is meant, write it anew with
-`AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/runtime/test_emit.py -k golden` and read the difference.
+`AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/schedules/test_emit.py -k golden` and read the difference.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
-from autopar.runtime.chain import chain
 from autopar.runtime.driver import Driver
-from autopar.runtime.emit import emit
-from autopar.runtime.instructions import Free, Receive, Run, Send, Slot, TaskSpec, Value
-from autopar.runtime.schedules import make_schedule
-from tests.runtime.chains import small_schedules
+from autopar.schedules.chain import chain
+from autopar.schedules.emit import emit
+from autopar.schedules.instructions import Free, Receive, Run, Send, Slot, TaskSpec, Value
+from autopar.schedules.schedules import make_schedule
+from tests.schedules.chains import small_schedules
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "instructions.txt"
 

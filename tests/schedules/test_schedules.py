@@ -1,7 +1,7 @@
 """Schedules as data: who runs what when, and what the bubble is.
 
 `golden/schedules.txt` shows the grids. After a change that is meant, write it anew with
-`AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/runtime/test_schedules.py -k golden` and read the difference.
+`AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/schedules/test_schedules.py -k golden` and read the difference.
 """
 
 import os
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import ScheduleError
-from autopar.runtime.check import check_schedule, microbatches_in_flight
-from autopar.runtime.schedules import Task, dependencies, grid, make_schedule, task_times
-from tests.runtime.chains import small_schedules
+from autopar.schedules.check import check_schedule, microbatches_in_flight
+from autopar.schedules.schedules import Task, dependencies, grid, make_schedule, task_times
+from tests.schedules.chains import small_schedules
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "schedules.txt"
 DURATIONS = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}

@@ -4,7 +4,7 @@ The oracle performs the parts of all processes in the most cautious way: what is
 that takes part has come to it. It must reach the end, whatever the schedule and whichever processes have the meshes.
 
 `golden/launch_order.txt` shows one program on two meshes of two processes. After a change that is meant, write it anew with
-`AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/runtime/test_launch_order.py -k golden` and read the difference.
+`AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/schedules/test_launch_order.py -k golden` and read the difference.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import ScheduleError
-from autopar.runtime.chain import chain
-from autopar.runtime.instructions import Free, InstructionList, Receive, Run, Send, Value
-from autopar.runtime.launch_order import check_launch_order, in_launch_order, part_of
-from autopar.runtime.schedules import make_schedule
-from tests.runtime.chains import small_schedules
+from autopar.schedules.chain import chain
+from autopar.schedules.instructions import Free, InstructionList, Receive, Run, Send, Value
+from autopar.schedules.launch_order import check_launch_order, in_launch_order, part_of
+from autopar.schedules.schedules import make_schedule
+from tests.schedules.chains import small_schedules
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "launch_order.txt"
 

@@ -4,11 +4,10 @@ import random
 
 import pytest
 
-from autopar.keeping import Kept
-from autopar.runtime.chain import chain
-from autopar.runtime.lifetimes import most_kept_bytes
-from autopar.runtime.schedules import make_schedule
-from autopar.runtime.simulate import simulate
+from autopar.schedules.chain import chain
+from autopar.schedules.in_flight import Kept, most_kept_bytes
+from autopar.schedules.schedules import make_schedule
+from autopar.schedules.simulate import simulate
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]
 

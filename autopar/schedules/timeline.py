@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.runtime.instructions import Free, Instruction, Receive, Run, Send
+from autopar.schedules.instructions import Free, Instruction, Receive, Run, Send
 
 
 @dataclass(frozen=True)

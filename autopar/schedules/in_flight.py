@@ -13,16 +13,41 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from autopar.keeping import Keeping, Kept
-from autopar.runtime.check import microbatches_in_flight
-from autopar.runtime.schedules import Schedule, Task, task_times
+from autopar.schedules.check import microbatches_in_flight
+from autopar.schedules.schedules import Schedule, Task, TaskKind, task_times
 
 
-def keeping(schedule: Schedule) -> Keeping:
-    """What a schedule keeps."""
-    is_split = "weight_gradient" in schedule.kinds
-    return Keeping(microbatches_in_flight(schedule), is_split, functools.partial(most_kept_bytes, schedule))
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Bytes per device and microbatch of what `maker` of stage `source` makes, and `reader` of the keeping stage reads last."""
+
+    maker: TaskKind
+    source: int
+    reader: TaskKind
+    bytes: int
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a schedule keeps of the microbatches that it has in flight."""
+
+    schedule: Schedule
+
+    @functools.cached_property
+    def microbatches(self) -> tuple[int, ...]:
+        """How many microbatches each stage has in flight."""
+        return microbatches_in_flight(self.schedule)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether input gradients and weight gradients are two tasks."""
+        return "weight_gradient" in self.schedule.kinds
+
+    def most_bytes(self, stage: int, kept: Sequence[Kept]) -> int:
+        """The most bytes per device that a stage keeps of all microbatches together."""
+        return most_kept_bytes(self.schedule, stage, kept)
 
 
 def most_kept_bytes(schedule: Schedule, stage: int, kept: Sequence[Kept]) -> int:

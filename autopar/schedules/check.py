@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.errors import ScheduleError
-from autopar.runtime.instructions import Free, InstructionList, Receive, Run, Send, Value
-from autopar.runtime.schedules import Kind, Schedule, Task, dependencies, grid, task_times
+from autopar.schedules.instructions import Free, InstructionList, Receive, Run, Send, Value
+from autopar.schedules.schedules import Schedule, Task, TaskKind, dependencies, grid, task_times
 
 CONTEXT_LINES = 6
-ALLOWED_KINDS: tuple[tuple[Kind, ...], ...] = (
+ALLOWED_KINDS: tuple[tuple[TaskKind, ...], ...] = (
     ("forward",),
     ("forward", "backward"),
     ("forward", "input_gradient", "weight_gradient"),
@@ -44,7 +44,7 @@ def microbatches_in_flight(schedule: Schedule) -> tuple[int, ...]:
     Without a backward nothing is kept, and the count is 1, the microbatch being worked on.
     """
     kinds = schedule.kinds
-    last: Kind = "weight_gradient" if "weight_gradient" in kinds else "backward"
+    last: TaskKind = "weight_gradient" if "weight_gradient" in kinds else "backward"
     peaks = [0] * schedule.num_stages
     for row in schedule.rows:
         now = [0] * schedule.num_stages
@@ -137,7 +137,7 @@ def _check_deadlock(schedule: Schedule, *, split: bool) -> None:
 
 
 def _bad(schedule: Schedule, problem: str, culprit: Task | None) -> ScheduleError:
-    durations: dict[Kind, int] = {"forward": 1, "backward": 1, "input_gradient": 1, "weight_gradient": 1}
+    durations: dict[TaskKind, int] = {"forward": 1, "backward": 1, "input_gradient": 1, "weight_gradient": 1}
     picture = grid(schedule, durations, mark=culprit)
     return ScheduleError(f"Schedule {schedule.name!r} cannot run: {problem}.\n{picture}")
 

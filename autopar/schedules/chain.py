@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.runtime.emit import emit
-from autopar.runtime.instructions import InstructionList, Slot, TaskSpec, Value
-from autopar.runtime.schedules import Schedule
+from autopar.schedules.emit import emit
+from autopar.schedules.instructions import InstructionList, Slot, TaskSpec, Value
+from autopar.schedules.schedules import Schedule
 
 
 @dataclass(frozen=True)

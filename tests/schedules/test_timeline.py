@@ -2,10 +2,10 @@
 
 import json
 
-from autopar.runtime.chain import chain
-from autopar.runtime.instructions import Free
-from autopar.runtime.schedules import make_schedule
-from autopar.runtime.simulate import simulate
+from autopar.schedules.chain import chain
+from autopar.schedules.instructions import Free
+from autopar.schedules.schedules import make_schedule
+from autopar.schedules.simulate import simulate
 
 
 def simulated():

@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import ScheduleError
-from autopar.runtime.check import check_instructions, check_schedule
-from autopar.runtime.instructions import (
+from autopar.schedules.check import check_instructions, check_schedule
+from autopar.schedules.instructions import (
     Free,
     Instruction,
     InstructionList,
@@ -33,7 +33,7 @@ from autopar.runtime.instructions import (
     TaskSpec,
     Value,
 )
-from autopar.runtime.schedules import Schedule, task_times
+from autopar.schedules.schedules import Schedule, task_times
 
 UNIT_DURATIONS: Mapping[str, int] = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}
 

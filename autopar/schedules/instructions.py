@@ -1,13 +1,13 @@
 """What a step executes: runs, sends, receives and frees, in one global order for the whole cluster.
 
 In: a compiler describes each executable once as a `TaskSpec`, which reads and writes named slots. Out (made by
-`autopar.runtime.emit`): an `InstructionList`, whose instructions speak of `Value`s, that is, of a slot at one microbatch.
+`autopar.schedules.emit`): an `InstructionList`, whose instructions speak of `Value`s, that is, of a slot at one microbatch.
 Each instruction belongs to one mesh. A mesh executes its own instructions in order (`InstructionList.of`); sends do not
 wait for their receiver. The global order is one valid order for a single worker, and the one in which several processes
 must issue their transfers: `Send.number` and `Receive.number` count along it.
 
 What can go wrong: a name has one meaning at a time. An accumulator is read and written under the same name, so an
-instruction's value is the latest version in the global order. `autopar.runtime.check` verifies a list before it runs.
+instruction's value is the latest version in the global order. `autopar.schedules.check` verifies a list before it runs.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from autopar.runtime.schedules import Kind
+from autopar.schedules.schedules import TaskKind
 
-SpecKind = Kind | Literal["prologue", "epilogue"]
+SpecKind = TaskKind | Literal["prologue", "epilogue"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The state of one mesh while it executes its instructions: events in, next instruction out, no input or output.
 
-In: the instructions of one mesh. The driver (`autopar.runtime.driver`) and the simulator (`autopar.runtime.simulate`) tell
+In: the instructions of one mesh. The driver (`autopar.runtime.driver`) and the simulator (`autopar.schedules.simulate`) tell
 the machine what happened (`arrived`, `start`, `finish`, `fail`, `stop`) and ask what is `ready`. Out: the index of the
 instruction to perform now, or None while the mesh has to wait for a transfer. Instructions go through the states of
 `TRANSITIONS`, strictly in order; a receive becomes ready only when its transfer has arrived.
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Literal
 
-from autopar.runtime.instructions import Instruction, Receive
+from autopar.schedules.instructions import Instruction, Receive
 
 State = Literal["waiting", "running", "done", "failed", "stopped"]
 Event = Literal["start", "finish", "fail", "stop"]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from autopar.runtime.instructions import Free, Receive, Run, Value
-from autopar.runtime.machine import TRANSITIONS, MachineError, MeshMachine
+from autopar.schedules.instructions import Free, Receive, Run, Value
+from autopar.schedules.machine import TRANSITIONS, MachineError, MeshMachine
 
 A = Value("a", 3)
 RUN = Run(1, "task", "forward", 1, 3, (A,), ())
