@@ -29,7 +29,7 @@ from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.mesh import LogicalMesh
 from autopar.plan import Plan
 from autopar.runtime.processes import absent_like, are_here, as_host, from_host, is_global, is_here
-from autopar.runtime.resharding import brought_here, reshard
+from autopar.runtime.resharding.reshard import brought_here, reshard
 from autopar.runtime.thread_settings import program_settings_here, under
 from autopar.split_array import SplitArray, SplitSharding, in_pieces, joined, placed_apart, taken_apart
 from autopar.spmd import Assignment, partition_spec, sharded

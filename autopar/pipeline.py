@@ -25,7 +25,7 @@ from autopar.pipeline_tasks import PlannedStage, pipeline_tasks
 from autopar.process_parts import PipelineProcesses, brought
 from autopar.runtime.driver import Driver
 from autopar.runtime.processes import absent_like
-from autopar.runtime.resharding import brought_here
+from autopar.runtime.resharding.reshard import brought_here
 from autopar.runtime.thread_settings import program_settings_here, under
 from autopar.runtime.watch import Watch
 from autopar.schedules.emit import emit

@@ -14,8 +14,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar.runtime.processes import are_here
-from autopar.runtime.resharding import BatchResharder, reshard
-from autopar.runtime.routes import Move
+from autopar.runtime.resharding.reshard import BatchResharder, reshard
+from autopar.runtime.resharding.routes import Move
 from autopar.schedules.instructions import Value
 
 

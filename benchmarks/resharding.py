@@ -38,9 +38,9 @@ from rich.markup import escape  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from autopar.compat import make_mesh  # noqa: E402
-from autopar.runtime.reshard_plan import ReshardPlan, plan_reshard  # noqa: E402
-from autopar.runtime.resharding import Resharder  # noqa: E402
-from autopar.runtime.tiles import Tiling  # noqa: E402
+from autopar.runtime.resharding.plan import ReshardPlan, plan_reshard  # noqa: E402
+from autopar.runtime.resharding.reshard import Resharder  # noqa: E402
+from autopar.runtime.resharding.tiles import Tiling  # noqa: E402
 
 Spec = tuple[tuple[int, ...], ...]
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.runtime.processes import are_here, as_host, from_host, is_global, is_here, processes_of
-from tests.runtime.test_resharding import sharding_on
+from tests.runtime.resharding.test_reshard import sharding_on
 
 
 def devices_of(*processes):

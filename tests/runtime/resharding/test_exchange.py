@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from jax.sharding import PartitionSpec as P
 
-from autopar.runtime.exchange import Exchange, Passage
-from autopar.runtime.routes import Move, Route
-from tests.runtime.test_resharding import moves, numbers, sharding_on
+from autopar.runtime.resharding.exchange import Exchange, Passage
+from autopar.runtime.resharding.routes import Move, Route
+from tests.runtime.resharding.test_reshard import moves, numbers, sharding_on
 
 
 def check_exchange(values, sources, targets):

@@ -1,6 +1,6 @@
 """Move arrays from one mesh to another, whatever the two meshes and layouts are.
 
-In: arrays and the sharding that each is to have. Out: arrays with those shardings. `reshard_plan` says what crosses
+In: arrays and the sharding that each is to have. Out: arrays with those shardings. `plan.py` says what crosses
 which link; this module performs it, for many arrays at once in few calls: one executable per sender cuts boxes out of tiles, a
 single `jax.device_put` copies everything, one executable per receiver joins boxes and one on the target mesh gathers shares.
 Every call is asynchronous: none waits for the program that computes its operands. Layouts are never changed by an identity
@@ -26,12 +26,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from autopar.errors import ArgumentError
-from autopar.runtime.boxes import cutters, gatherers, joiners
-from autopar.runtime.exchange import Exchange, Passage
 from autopar.runtime.processes import is_global, is_here
-from autopar.runtime.reshard_plan import ReshardPlan
-from autopar.runtime.routes import Key, Move, Route, tiles_by_device
-from autopar.runtime.tiles import Links
+from autopar.runtime.resharding.boxes import cutters, gatherers, joiners
+from autopar.runtime.resharding.exchange import Exchange, Passage
+from autopar.runtime.resharding.plan import ReshardPlan
+from autopar.runtime.resharding.routes import Key, Move, Route, tiles_by_device
+from autopar.runtime.resharding.tiles import Links
 
 Array = jax.Array
 PORTION_ARRAYS, PORTION_BYTES = 64, 1 << 28

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.compat import make_mesh
 from autopar.errors import ArgumentError
-from autopar.runtime.boxes import cutters, joiners
-from autopar.runtime.resharding import BatchResharder, Resharder, reshard
-from autopar.runtime.routes import Move, Route
-from autopar.runtime.tiles import Links, Tiling
+from autopar.runtime.resharding.boxes import cutters, joiners
+from autopar.runtime.resharding.reshard import BatchResharder, Resharder, reshard
+from autopar.runtime.resharding.routes import Move, Route
+from autopar.runtime.resharding.tiles import Links, Tiling
 
 # (source mesh, first source device) -> (target mesh, first target device)
 PLACES = [

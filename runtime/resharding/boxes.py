@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.runtime.routes import Key, Parcel, Route, Tile
-from autopar.runtime.tiles import Box, extent, intersect, relative_to
+from autopar.runtime.resharding.routes import Key, Parcel, Route, Tile
+from autopar.runtime.resharding.tiles import Box, extent, intersect, relative_to
 
 Array = jax.Array
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.runtime.reshard_plan import plan_reshard
-from autopar.runtime.tiles import Links, Tiling, volume
+from autopar.runtime.resharding.plan import plan_reshard
+from autopar.runtime.resharding.tiles import Links, Tiling, volume
 
 MESHES = [(1,), (2,), (3,), (4,), (8,), (1, 4), (2, 2), (2, 4), (4, 2), (2, 3), (2, 2, 2)]
 

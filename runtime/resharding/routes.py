@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from autopar.errors import ArgumentError
 from autopar.runtime.processes import absent, is_here, processes_of
-from autopar.runtime.reshard_plan import ReshardPlan, Send, plan_reshard
-from autopar.runtime.tiles import Box, Links, Tiling, extent
+from autopar.runtime.resharding.plan import ReshardPlan, Send, plan_reshard
+from autopar.runtime.resharding.tiles import Box, Links, Tiling, extent
 
 Array = jax.Array
 

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from autopar.runtime.tiles import (
+from autopar.runtime.resharding.tiles import (
     Box,
     Links,
     Tiling,

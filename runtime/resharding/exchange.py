@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.runtime.reshard_plan import ReshardPlan, Send
-from autopar.runtime.tiles import Box, extent, relative_to
+from autopar.runtime.resharding.plan import ReshardPlan, Send
+from autopar.runtime.resharding.tiles import Box, extent, relative_to
 
 Array = jax.Array
 AXIS = "device"

@@ -1,0 +1,1 @@
+"""Arrays from one mesh to another, whatever the two meshes and layouts are."""
