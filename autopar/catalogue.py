@@ -9,12 +9,12 @@ looked up already. What can go wrong: a catalogue used for a machine whose price
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from autopar.avals import dtype_name, is_opaque, itemsize_of
 from autopar.cost_model.compute import roofline_s
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError
@@ -51,22 +51,6 @@ class StrategySet:
     strategies: tuple[ShardingStrategy, ...]
     seconds: np.ndarray
     out_bytes: np.ndarray
-
-
-def itemsize_of(aval: Any) -> int:
-    """Bytes of one element."""
-    return int(aval.dtype.itemsize)
-
-
-@functools.cache
-def dtype_name(dtype: Any) -> str:
-    """The name of a type of elements, which NumPy makes anew each time."""
-    return str(dtype)
-
-
-def is_opaque(aval: Any) -> bool:
-    """Whether elements are not plain numbers (random keys): such values are never split or combined."""
-    return not isinstance(aval.dtype, np.dtype)
 
 
 def is_ascending(layout: Layout) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.catalogue import itemsize_of
+from autopar.avals import itemsize_of
 from autopar.cost_model.hardware import Cluster
 from autopar.graph import StrategyGraph
 from autopar.intra_op import Choice

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-from autopar.catalogue import Spaces, dtype_name, is_opaque, itemsize_of
+from autopar.avals import dtype_name, is_opaque, itemsize_of
+from autopar.catalogue import Spaces
 from autopar.compat import Literal, Var
 from autopar.contractions import Orders
 from autopar.graph import Source, StrategyGraph

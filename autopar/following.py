@@ -17,14 +17,14 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 
+from autopar.avals import bytes_of
 from autopar.compat import Var
 from autopar.errors import ArgumentError
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
 from autopar.options import Rule
-from autopar.pieces import bytes_of, operands_of
 from autopar.pipeline_plan import PipelinePlan
-from autopar.program import Equation
+from autopar.program import Equation, operands_of
 from autopar.stacks import ScanCuts, find_stacks
 from autopar.trace import TracedStep
 from autopar.whereabouts import Kinds

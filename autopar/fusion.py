@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from autopar import operators
+from autopar.avals import bytes_of
 from autopar.compat import Literal, Var
 from autopar.program import Equation, Program
 from autopar.rules import Making, entry_for
@@ -225,10 +226,10 @@ class Kernels:
             for place, var in enumerate(eqn.invars)
             if isinstance(var, Var) and self.producers.get(self.root(var)) not in inside
         ]
-        for eqn, place, root in sorted(entering, key=lambda one: (one[2] not in self.written, -_bytes(one[2]))):
+        for eqn, place, root in sorted(entering, key=lambda one: (one[2] not in self.written, -bytes_of(one[2]))):
             wanted = self._wanted(root, have)
             for source in wanted - have:
-                self.read_bytes[eqn, place] += _bytes(source)
+                self.read_bytes[eqn, place] += bytes_of(source)
                 self.readers[source].add(eqn)
             have |= wanted
         if have or any(v in self.written for eqn in kernel for v in eqn.outvars):
@@ -239,10 +240,10 @@ class Kernels:
         if root in self.written:
             return frozenset({root})
         sources = self._sources(root)
-        if sources is not None and sum(_bytes(v) for v in sources - have) <= 2 * _bytes(root):
+        if sources is not None and sum(bytes_of(v) for v in sources - have) <= 2 * bytes_of(root):
             return sources
         operands = {self.root(v) for v in _variables(self.producers[root].invars)}
-        if operands and not entry_for(self.producers[root]).random and sum(map(_bytes, operands)) < _bytes(root):
+        if operands and not entry_for(self.producers[root]).random and sum(map(_bytes, operands)) < bytes_of(root):
             return frozenset(v for operand in operands for v in self._wanted(operand, have))
         self.written.add(root)
         return frozenset({root})
@@ -253,15 +254,15 @@ class Kernels:
             return Traffic((0.0,) * len(eqn.invars), none)
         if _fuses(eqn):
             reads = tuple(
-                self.read_bytes[eqn, place] / max(_bytes(var), 1) if isinstance(var, Var) else 0.0
+                self.read_bytes[eqn, place] / max(bytes_of(var), 1) if isinstance(var, Var) else 0.0
                 for place, var in enumerate(eqn.invars)
             )
             return Traffic(reads, tuple(float(v in self.written) for v in eqn.outvars), self.kernels[eqn])
         writes = (1.0,) * len(eqn.outvars)
         adding = [one for one, product in self.absorbed.items() if product is eqn and _adds(one)]
         if adding:
-            moved = sum(_bytes(v) for v in self._added(adding[0], eqn)) + _bytes(adding[0].outvars[0])
-            writes = (moved / max(_bytes(eqn.outvars[0]), 1),)
+            moved = sum(bytes_of(v) for v in self._added(adding[0], eqn)) + bytes_of(adding[0].outvars[0])
+            writes = (moved / max(bytes_of(eqn.outvars[0]), 1),)
         return Traffic((1.0,) * len(eqn.invars), writes, 1)
 
     def _added(self, adding: Equation, product: Equation) -> frozenset[Var]:
@@ -338,8 +339,3 @@ def _adds(eqn: Equation) -> bool:
 
 def _variables(atoms: Sequence[Any]) -> list[Var]:
     return [v for v in atoms if isinstance(v, Var)]
-
-
-def _bytes(var: Var) -> int:
-    dtype = var.aval.dtype
-    return int(var.aval.size) * (dtype.itemsize if isinstance(dtype, np.dtype) else 1)

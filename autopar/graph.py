@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.catalogue import Catalogue, PlannerOptions, Spaces, StrategySet, is_opaque
+from autopar.avals import is_opaque
+from autopar.catalogue import Catalogue, PlannerOptions, Spaces, StrategySet
 from autopar.compat import Literal, Var
 from autopar.cost_model.hardware import Cluster
 from autopar.factors import FactorRule

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from autopar.catalogue import itemsize_of
+from autopar.avals import itemsize_of
 from autopar.compat import Var
 from autopar.fusion import Kernels
 from autopar.mesh import Layout

@@ -24,12 +24,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar.avals import bytes_of
 from autopar.compat import Literal, Var, attributed_to
 from autopar.evaluate import bound
 from autopar.layers import cluster
 from autopar.microbatch import retraced
-from autopar.pieces import bytes_of, operands_of
-from autopar.program import Equation, Program, can_be_awaited
+from autopar.program import Equation, Program, can_be_awaited, operands_of
 from autopar.stacks import forward_work
 from autopar.stages import chain_of
 from autopar.trace import TracedStep

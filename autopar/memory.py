@@ -20,7 +20,7 @@ from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
-from autopar.catalogue import itemsize_of
+from autopar.avals import itemsize_of
 from autopar.compat import Literal, Var
 from autopar.device_program import DeviceProgram, device_program
 from autopar.footprint import Footprint, footprint_of

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.catalogue import is_opaque
+from autopar.avals import is_opaque
 from autopar.compat import Literal, Var, attributed_to
 from autopar.errors import ArgumentError, warn
 from autopar.mesh import Layout, LogicalMesh

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from autopar.catalogue import itemsize_of
+from autopar.avals import itemsize_of
 from autopar.collector import spared_collector
 from autopar.errors import ConstraintError, OutOfMemoryError, warn
 from autopar.layer_recompute import recomputed_step

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.catalogue import is_opaque
+from autopar.avals import is_opaque
 from autopar.mesh import LogicalMesh
 from autopar.relayout import Move, permutation
 

@@ -7,11 +7,9 @@ is checked here; `stages.check` does.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from autopar.catalogue import itemsize_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.microbatch import Result, TimeLoop
@@ -75,16 +73,6 @@ class StageCut:
             for v in self.leaves_of(stage):
                 if self.homes[v] != stage and roles[v] not in ("batch", "const"):
                     yield v, stage
-
-
-def bytes_of(var: Var) -> float:
-    """Bytes of a whole value."""
-    return float(math.prod(var.aval.shape)) * itemsize_of(var.aval)
-
-
-def operands_of(eqn: Equation) -> list[Var]:
-    """The operands that are not literals."""
-    return [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
 
 
 def is_costly(eqn: Equation) -> bool:

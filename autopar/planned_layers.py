@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
 
+from autopar.avals import bytes_of
 from autopar.compat import Var
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError
@@ -24,7 +25,6 @@ from autopar.memory import TEMPORARIES_MARGIN
 from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
 from autopar.options import Constraints
-from autopar.pieces import bytes_of
 from autopar.planner import PlanRequest, logical_meshes
 from autopar.program import Program
 from autopar.side_work import side_by_side

@@ -20,12 +20,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jex_core
 from jax.extend.core import Primitive
 from jax.lax import optimization_barrier_p
 
 from autopar import compat
+from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
 from autopar.errors import UnsupportedProgramError
 
@@ -210,7 +210,7 @@ class _Builder:
 
     def _waits(self, operand: Atom, made: Mapping[Var, int]) -> bool:
         """Whether a copy that waits is worth its memory: not of a large argument, which is there all the time."""
-        return operand in made or _bytes(operand) <= SMALL_BYTES
+        return operand in made or bytes_of(operand) <= SMALL_BYTES
 
     def _kept_apart(self, eqn: JaxprEqn, operand: Atom, after: Var | None) -> Atom:
         if isinstance(operand, Literal):
@@ -335,10 +335,10 @@ def can_be_awaited(v: Var) -> bool:
     return bool(v.aval.size) and jnp.issubdtype(v.aval.dtype, jnp.floating)
 
 
-def _bytes(v: Var) -> int:
-    dtype = v.aval.dtype
-    return int(v.aval.size) * (dtype.itemsize if isinstance(dtype, np.dtype) else 1)
-
-
 def _variables(atoms: Sequence[Atom]) -> list[Var]:
     return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def operands_of(eqn: Equation) -> list[Var]:
+    """The operands that are not literals."""
+    return [v for v in eqn.invars if not isinstance(v, Literal)]

@@ -25,8 +25,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
+from autopar.avals import is_opaque
 from autopar.compat import Literal, Var, attributed_to, name_stack
 from autopar.piecewise import Divided, Values, evaluate
 from autopar.program import Equation, Program, program_of
@@ -90,7 +90,7 @@ class _Splitter:
 
     def _pieces_of_leaves(self) -> list[LeafPieces]:
         return [
-            self._pieces_of(v) if leaf.role != "batch" and not _is_opaque(v) else LeafPieces(0)
+            self._pieces_of(v) if leaf.role != "batch" and not is_opaque(v.aval) else LeafPieces(0)
             for v, leaf in zip(self.traced.program.invars, self.traced.inputs, strict=True)
         ]
 
@@ -101,7 +101,7 @@ class _Splitter:
 
     def _pieces_of_other(self, result: Any) -> LeafPieces:
         """Of a result that is no state; a number per layer, and what has another shape than stacked leaves, is whole."""
-        if isinstance(result, Literal) or _is_opaque(result) or len(result.aval.shape) < 2:
+        if isinstance(result, Literal) or is_opaque(result.aval) or len(result.aval.shape) < 2:
             return LeafPieces(0)
         pieces = self._pieces_of(result)
         alike = any(
@@ -201,10 +201,6 @@ def _leaf_pieces(leaf: Leaf, pieces: LeafPieces) -> list[Leaf]:
     head = f"{leaf.path}[{':, ' * pieces.dim}"
     parts = zip(itertools.pairwise(pieces.bounds), _shapes(leaf.shape, pieces), strict=True)
     return [dataclasses.replace(leaf, path=f"{head}{a}:{b}]", shape=shape) for (a, b), shape in parts]
-
-
-def _is_opaque(v: Var) -> bool:
-    return not isinstance(v.aval.dtype, np.dtype)
 
 
 def _without_unused_constants(step: TracedStep) -> TracedStep:

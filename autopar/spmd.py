@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.catalogue import Spaces, is_opaque
+from autopar.avals import is_opaque
+from autopar.catalogue import Spaces
 from autopar.compat import Literal, Var
 from autopar.factors import FactorRule
 from autopar.graph import Source, StrategyGraph

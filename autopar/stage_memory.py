@@ -15,7 +15,7 @@ from typing import get_args
 
 import numpy as np
 
-from autopar.catalogue import itemsize_of
+from autopar.avals import itemsize_of
 from autopar.compat import Literal, Var
 from autopar.plan import Plan
 from autopar.program import Equation

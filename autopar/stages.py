@@ -23,12 +23,13 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from autopar.avals import bytes_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.errors import PlanError
 from autopar.microbatch import TimeLoop
-from autopar.pieces import Piece, PieceName, StageCut, bytes_of, is_costly, operands_of
-from autopar.program import Equation
+from autopar.pieces import Piece, PieceName, StageCut, is_costly
+from autopar.program import Equation, operands_of
 from autopar.rules import flops_of
 from autopar.updates import Updates
 from autopar.whereabouts import Kinds, Whereabouts

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.catalogue import itemsize_of
+from autopar.avals import itemsize_of
 from autopar.chain_cuts import chosen_cuts
 from autopar.compat import Var
 from autopar.constraints import allowed_layouts

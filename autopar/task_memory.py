@@ -15,7 +15,7 @@ from typing import cast
 
 import numpy as np
 
-from autopar.catalogue import itemsize_of
+from autopar.avals import itemsize_of
 from autopar.compat import Literal
 from autopar.device_program import task_program
 from autopar.footprint import footprint_of

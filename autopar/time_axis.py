@@ -28,7 +28,8 @@ from typing import Literal
 
 import numpy as np
 
-from autopar.catalogue import Catalogue, PlannerOptions, is_opaque, itemsize_of
+from autopar.avals import is_opaque, itemsize_of
+from autopar.catalogue import Catalogue, PlannerOptions
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.cost_model.hardware import Cluster

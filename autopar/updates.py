@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autopar.avals import bytes_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.microbatch import TimeLoop
-from autopar.pieces import PieceName, bytes_of, operands_of
-from autopar.program import Equation
+from autopar.pieces import PieceName
+from autopar.program import Equation, operands_of
 
 SCALAR_BYTES = 8
 """Values of at most this size follow what they are computed from."""

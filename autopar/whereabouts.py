@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from autopar.compat import Var, name_stack
 from autopar.microbatch import TimeLoop
-from autopar.pieces import PieceName, is_costly, operands_of
-from autopar.program import Equation
+from autopar.pieces import PieceName, is_costly
+from autopar.program import Equation, operands_of
 from autopar.trace import TracedStep
 
 

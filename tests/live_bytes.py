@@ -8,7 +8,7 @@ import math
 
 import jax
 
-from autopar.catalogue import itemsize_of
+from autopar.avals import itemsize_of
 from autopar.compile import device_mesh
 from autopar.pipeline_planner import schedule_of
 from autopar.pipeline_tasks import PlannedStage, pipeline_tasks

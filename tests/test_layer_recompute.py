@@ -13,9 +13,9 @@ from autopar.errors import OutOfMemoryError
 from autopar.layer_recompute import layers_to_recompute, recomputed_step
 from autopar.mesh import LogicalMesh
 from autopar.options import Constraints
-from autopar.pieces import operands_of
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, plan_step
+from autopar.program import operands_of
 from autopar.trace import CallSignature, bind_arguments, trace
 from tests import pipeline_steps, zoo
 from tests.oracles import assert_same_as_jit, assert_trees_close

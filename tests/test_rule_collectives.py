@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.catalogue import is_opaque
+from autopar.avals import is_opaque
 from autopar.local import LocalCall
 from autopar.mesh import Layout, LogicalMesh
 from autopar.rules import entry_for, rule_for

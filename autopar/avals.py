@@ -1,0 +1,36 @@
+"""Facts of an abstract value (`aval`): its elements, their size, the bytes of the whole.
+
+In: what JAX says of a value before there is one. Out: numbers and names that every pass needs. What can go wrong: element types
+that are no plain numbers, such as random keys; `is_opaque` tells them apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+
+from autopar.compat import Var
+
+
+def itemsize_of(aval: Any) -> int:
+    """Bytes of one element."""
+    return int(aval.dtype.itemsize)
+
+
+@functools.cache
+def dtype_name(dtype: Any) -> str:
+    """The name of a type of elements, which NumPy makes anew each time."""
+    return str(dtype)
+
+
+def is_opaque(aval: Any) -> bool:
+    """Whether elements are not plain numbers (random keys): such values are never split or combined."""
+    return not isinstance(aval.dtype, np.dtype)
+
+
+def bytes_of(var: Var) -> int:
+    """Bytes of a whole value, on all devices together."""
+    return math.prod(var.aval.shape) * itemsize_of(var.aval)
