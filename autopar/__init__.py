@@ -24,7 +24,7 @@ from autopar.errors import (
 if TYPE_CHECKING:
     from autopar.api import ParallelStep, parallelize
     from autopar.boundary import layer_boundary
-    from autopar.options import Replicated, Split, data_parallel, zero2, zero3
+    from autopar.layouts.constraints import Replicated, Split, data_parallel, zero2, zero3
     from autopar.pipeline_plan import PipelinePlan, plan_from_json
     from autopar.plan import Plan
     from autopar.rules import register_rule
@@ -60,16 +60,16 @@ _WITH_JAX = {
     "ParallelStep": "api",
     "PipelinePlan": "pipeline_plan",
     "Plan": "plan",
-    "Replicated": "options",
-    "Split": "options",
+    "Replicated": "layouts.constraints",
+    "Split": "layouts.constraints",
     "SplitArray": "split_array",
-    "data_parallel": "options",
+    "data_parallel": "layouts.constraints",
     "layer_boundary": "boundary",
     "parallelize": "api",
     "plan_from_json": "pipeline_plan",
     "register_rule": "rules",
-    "zero2": "options",
-    "zero3": "options",
+    "zero2": "layouts.constraints",
+    "zero3": "layouts.constraints",
 }
 """Public names that are imported when they are used, and their modules."""
 

@@ -18,10 +18,10 @@ import numpy as np
 
 from autopar.cost_model.hardware import Cluster, find_cluster, load_cluster
 from autopar.errors import ArgumentError
-from autopar.mesh import LogicalMesh, whole_number
+from autopar.layouts.mesh import LogicalMesh, whole_number
+from autopar.layouts.moves import KINDS
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
-from autopar.relayout import KINDS
 from autopar.schedules.schedules import SCHEDULES, Open, Recompute
 
 Shape = Sequence[int] | Mapping[str, int]

@@ -20,9 +20,9 @@ from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError
 from autopar.factors import FactorRule
 from autopar.fusion import Traffic
-from autopar.mesh import Layout, LogicalMesh
+from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.layouts.moves import KINDS, LayoutSpace, Network
 from autopar.program import Equation
-from autopar.relayout import KINDS, LayoutSpace, Network
 from autopar.rule_book import RuleBook
 from autopar.rules import PrimitiveRule, entry_for
 from autopar.strategies import ShardingStrategy, strategies_of, undivided_dropped

@@ -26,7 +26,7 @@ from autopar.compat import (
     without_explicit_axes,
 )
 from autopar.errors import ArgumentError, UnsupportedProgramError
-from autopar.mesh import LogicalMesh
+from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan
 from autopar.runtime.processes import absent_like, are_here, as_host, from_host, is_global, is_here
 from autopar.runtime.resharding.reshard import brought_here, reshard

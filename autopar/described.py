@@ -12,10 +12,10 @@ from autopar.avals import itemsize_of
 from autopar.cost_model.hardware import Cluster
 from autopar.graph import StrategyGraph
 from autopar.intra_op import Choice
+from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.layouts.moves import LOCAL_KINDS
 from autopar.memory import MemoryModel
-from autopar.mesh import Layout, LogicalMesh
 from autopar.plan import CollectivePlan, LiveTensor, Plan, ValuePlan
-from autopar.relayout import LOCAL_KINDS
 from autopar.spmd import Assignment, planned_moves
 from autopar.trace import Leaf, TracedStep, where
 

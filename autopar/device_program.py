@@ -21,10 +21,10 @@ from autopar.catalogue import Spaces
 from autopar.compat import Literal, Var
 from autopar.contractions import Orders
 from autopar.graph import Source, StrategyGraph
-from autopar.mesh import Layout, LogicalMesh
+from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.layouts.moves import LOCAL_KINDS, Move
 from autopar.operations import Block, Kind, Operation, Value
 from autopar.program import Atom, Equation, Program, fan_out_p
-from autopar.relayout import LOCAL_KINDS, Move
 from autopar.rules import Making, entry_for
 from autopar.spmd import Assignment, is_gathered
 

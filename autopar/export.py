@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from autopar.compat import as_it_is_now
 from autopar.compile import device_mesh
 from autopar.errors import PlanError
-from autopar.mesh import LogicalMesh
+from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan, ValuePlan
 from autopar.trace import BoundArguments, CallSignature, bind_arguments, leaf_paths, output_paths, without_static
 

@@ -26,10 +26,10 @@ import re
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import RuleError
+from autopar.layouts.monoids import MONOIDS
 
 Dim = tuple[str, ...]
 Operand = tuple[Dim, ...]
-MONOIDS = ("sum", "max", "min", "or", "and")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,9 +20,9 @@ from collections.abc import Mapping, Sequence
 from autopar.avals import bytes_of
 from autopar.compat import Var
 from autopar.errors import ArgumentError
-from autopar.mesh import LogicalMesh
+from autopar.layouts.constraints import Rule
+from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
-from autopar.options import Rule
 from autopar.pipeline_plan import PipelinePlan
 from autopar.program import Equation, operands_of
 from autopar.stacks import ScanCuts, find_stacks

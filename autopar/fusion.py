@@ -243,7 +243,7 @@ class Kernels:
         if sources is not None and sum(bytes_of(v) for v in sources - have) <= 2 * bytes_of(root):
             return sources
         operands = {self.root(v) for v in _variables(self.producers[root].invars)}
-        if operands and not entry_for(self.producers[root]).random and sum(map(_bytes, operands)) < bytes_of(root):
+        if operands and not entry_for(self.producers[root]).random and sum(map(bytes_of, operands)) < bytes_of(root):
             return frozenset(v for operand in operands for v in self._wanted(operand, have))
         self.written.add(root)
         return frozenset({root})

@@ -24,7 +24,7 @@ from autopar.compat import Literal, Var
 from autopar.cost_model.hardware import Cluster
 from autopar.factors import FactorRule
 from autopar.fusion import Traffic
-from autopar.mesh import Axes, Layout, LogicalMesh
+from autopar.layouts.mesh import Axes, Layout, LogicalMesh
 from autopar.operators import everything_whole
 from autopar.program import Equation, Program, fan_out_p
 from autopar.rule_book import RuleBook

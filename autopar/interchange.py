@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from autopar.mesh import Axes, Layout
+from autopar.layouts.mesh import Axes, Layout
 
 Classes = Sequence[np.ndarray]
 """For each node the class number of each choice, counted from 0 without gaps."""

@@ -16,7 +16,7 @@ from typing import Any
 from autopar.avals import itemsize_of
 from autopar.compat import Var
 from autopar.fusion import Kernels
-from autopar.mesh import Layout
+from autopar.layouts.mesh import Layout
 from autopar.program import Equation, Program
 from autopar.rules import entry_for
 from autopar.spmd import Assignment

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from autopar.compat import JaxprEqn
 from autopar.factors import FactorRule
-from autopar.mesh import Axes, LogicalMesh
+from autopar.layouts.mesh import Axes, LogicalMesh
 
 
 @dataclasses.dataclass(frozen=True)

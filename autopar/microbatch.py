@@ -24,15 +24,12 @@ import numpy as np
 from autopar.avals import is_opaque
 from autopar.compat import Literal, Var, attributed_to
 from autopar.errors import ArgumentError, warn
-from autopar.mesh import Layout, LogicalMesh
-from autopar.perform import neutral_element
+from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.layouts.monoids import COMBINE, neutral_element
 from autopar.program import Equation, program_of
 from autopar.spmd import Lowering, Placed, Scope
 from autopar.time_axis import MixedExamples, Phase, TimePlan, plan_time
 from autopar.trace import Leaf, TracedStep, fingerprint_of
-
-COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "or": jnp.logical_or, "and": jnp.logical_and}
-"""How two partial results are combined, by monoid."""
 
 
 @dataclasses.dataclass(frozen=True)

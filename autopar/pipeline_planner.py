@@ -15,8 +15,8 @@ from typing import cast
 from autopar.collector import spared_collector
 from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
 from autopar.following import Following, homes_of
+from autopar.layouts.mesh import LogicalMesh
 from autopar.merged_scans import merged
-from autopar.mesh import LogicalMesh
 from autopar.microbatch import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import Alternative

@@ -21,10 +21,10 @@ from autopar.compat import Var
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.layers import identical
+from autopar.layouts.constraints import Constraints
+from autopar.layouts.mesh import LogicalMesh
 from autopar.memory import TEMPORARIES_MARGIN
-from autopar.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
-from autopar.options import Constraints
 from autopar.planner import PlanRequest, logical_meshes
 from autopar.program import Program
 from autopar.side_work import side_by_side

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from autopar.catalogue import Catalogues, PlannerOptions
-from autopar.constraints import allowed_layouts, batch_axes
 from autopar.cost_model.hardware import Cluster
 from autopar.deep import ChoiceProblem
 from autopar.described import described
@@ -24,12 +23,13 @@ from autopar.errors import ConstraintError, PlanError, warn
 from autopar.graph import BatchSplit, StrategyGraph, build_graph
 from autopar.interchange import class_numbers, equal_axes
 from autopar.intra_op import Choice
+from autopar.layouts.allowed import allowed_layouts, batch_axes
+from autopar.layouts.constraints import Constraints
+from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.layouts.moves import all_layouts
 from autopar.memory import MemoryModel, Streams
-from autopar.mesh import Layout, LogicalMesh
-from autopar.options import Constraints
 from autopar.plan import Candidate, Plan, ValuePlan
 from autopar.refusals import NothingFits, out_of_memory
-from autopar.relayout import all_layouts
 from autopar.spmd import Assignment, assign, copy_span_of
 from autopar.trace import Leaf, TracedStep
 

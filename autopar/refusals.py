@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.errors import OutOfMemoryError
+from autopar.layouts.mesh import LogicalMesh
 from autopar.memory import TEMPORARIES_MARGIN, Resident
-from autopar.mesh import LogicalMesh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,11 +23,11 @@ from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
 from autopar.errors import ArgumentError
 from autopar.following import Following
 from autopar.layer_recompute import recomputed_step
-from autopar.mesh import LogicalMesh
+from autopar.layouts.constraints import Constraints, Rule
+from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatch import in_microbatches, microbatch_counts
 from autopar.one_mesh import OneMeshStep, plan_on_one_mesh
 from autopar.one_or_stages import one_or_stages
-from autopar.options import Constraints, Rule
 from autopar.pipeline import CompiledPipeline, compile_pipeline
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.pipeline_planner import PipelineWishes, restore_pipeline

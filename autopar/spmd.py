@@ -21,11 +21,11 @@ from autopar.catalogue import Spaces
 from autopar.compat import Literal, Var
 from autopar.factors import FactorRule
 from autopar.graph import Source, StrategyGraph
+from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.layouts.moves import Move
+from autopar.layouts.perform import after_value, perform_move
 from autopar.local import LocalCall
-from autopar.mesh import Layout, LogicalMesh
-from autopar.perform import perform, waiting_for
 from autopar.program import Atom, Equation, Program
-from autopar.relayout import Move
 from autopar.rules import entry_for
 from autopar.strategies import ShardingStrategy
 
@@ -211,9 +211,9 @@ class Lowering:
         if value.layout == target or is_opaque(aval):
             return value.array
         space = self.assignment.spaces.between(aval, value.layout, target)
-        array = value.array if after is None else waiting_for(after, value.array)
+        array = value.array if after is None else after_value(after, value.array)
         for move in space.path(value.layout, target):
-            array = perform(move, array, self.mesh)
+            array = perform_move(move, array, self.mesh)
         return array
 
     def operation(self, eqn: Equation, scope: Scope) -> list[Placed]:
@@ -228,7 +228,7 @@ class Lowering:
 
     def held_back(self, array: Any, late: Any) -> Any:
         """The array, not before `late` is there."""
-        return waiting_for(late, array) if late.size else array
+        return after_value(late, array) if late.size else array
 
     def needs(self, eqn: Equation) -> tuple[Layout, ...]:
         """The layouts in which an equation takes its operands."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
-from autopar.mesh import Layout
+from autopar.layouts.mesh import Layout
 from autopar.microbatch import StepLowering, TimeLoop
 from autopar.program import program_of, task_scope
 from autopar.spmd import Placed, Scope

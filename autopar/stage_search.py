@@ -20,7 +20,7 @@ from typing import TypeAlias
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op import choose_stages
 from autopar.layer_costs import LayerCosts
-from autopar.mesh import LogicalMesh
+from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
 from autopar.plan import Alternative
 from autopar.planner import PlanRequest

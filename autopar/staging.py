@@ -17,13 +17,13 @@ from typing import Any
 from autopar.avals import itemsize_of
 from autopar.chain_cuts import chosen_cuts
 from autopar.compat import Var
-from autopar.constraints import allowed_layouts
 from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
 from autopar.following import Following, leaves_at, placed_by_leaves
 from autopar.layers import identical
-from autopar.mesh import LogicalMesh
+from autopar.layouts.allowed import allowed_layouts
+from autopar.layouts.constraints import Constraints
+from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop, planned_time
-from autopar.options import Constraints
 from autopar.plan import Plan, ValuePlan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.program import Equation

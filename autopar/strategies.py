@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.factors import FactorRule, Operand
-from autopar.mesh import Axes, Layout, LogicalMesh
+from autopar.layouts.mesh import Axes, Layout, LogicalMesh
 
 
 @dataclasses.dataclass(frozen=True)

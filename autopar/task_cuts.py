@@ -18,7 +18,7 @@ import jax
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
-from autopar.mesh import Layout
+from autopar.layouts.mesh import Layout
 from autopar.program import Atom, Equation, fan_out_p
 from autopar.spmd import Assignment, Lowering
 from autopar.stage_program import PROLOGUE, StageProgram

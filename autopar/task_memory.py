@@ -19,7 +19,7 @@ from autopar.avals import itemsize_of
 from autopar.compat import Literal
 from autopar.device_program import task_program
 from autopar.footprint import footprint_of
-from autopar.mesh import LogicalMesh
+from autopar.layouts.mesh import LogicalMesh
 from autopar.schedules.schedules import TaskKind
 from autopar.spmd import Assignment, Lowering
 from autopar.stage_program import PROLOGUE, StageProgram

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compat import Var
-from autopar.mesh import Layout, LogicalMesh
+from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.spmd import Assignment, Lowering, Placed, Scope
 from autopar.stage_program import StageProgram
 from autopar.task_cuts import Ref, Slot, TaskCut, Write, cut_into_tasks

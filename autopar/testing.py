@@ -18,7 +18,7 @@ from autopar.compat import make_mesh
 from autopar.cost_model.hardware import PRESETS
 from autopar.errors import ArgumentError
 from autopar.graph import build_graph
-from autopar.mesh import LogicalMesh
+from autopar.layouts.mesh import LogicalMesh
 from autopar.program import program_of
 from autopar.spmd import Assignment, assign, sharded
 

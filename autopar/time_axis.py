@@ -37,7 +37,7 @@ from autopar.deep import ChoiceProblem
 from autopar.examples import ONE_BY_ONE, example_factors
 from autopar.factors import FactorRule
 from autopar.graph import Node, StrategyGraph, Use, build_graph
-from autopar.mesh import Layout, LogicalMesh
+from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.program import Equation
 from autopar.rule_book import RuleBook
 from autopar.rules import entry_for, flops_of, has_rule

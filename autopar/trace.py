@@ -25,7 +25,7 @@ from autopar.collector import spared_collector
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import source_line
 from autopar.errors import ArgumentError
-from autopar.options import HOW_A_BATCH_IS_GIVEN
+from autopar.layouts.constraints import HOW_A_BATCH_IS_GIVEN
 from autopar.program import Program, program_of
 from autopar.rules import warn_of_missing_rules
 

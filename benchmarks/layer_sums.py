@@ -27,8 +27,8 @@ from autopar.catalogue import PlannerOptions
 from autopar.cost_model.cores import available_cores
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import AutoparError
+from autopar.layouts.constraints import Constraints
 from autopar.models import registry
-from autopar.options import Constraints
 from autopar.pipeline_planner import OneStage, PipelineWishes, search_pipeline
 from autopar.planner import PlanRequest
 from autopar.trace import CallSignature, bind_arguments, trace

@@ -31,8 +31,8 @@ from autopar.catalogue import PlannerOptions
 from autopar.cost_model.cores import available_cores
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import OutOfMemoryError
+from autopar.layouts.constraints import Constraints
 from autopar.models import registry
-from autopar.options import Constraints
 from autopar.pipeline_planner import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.planner import PlanRequest
 from autopar.trace import CallSignature, bind_arguments, trace

@@ -6,7 +6,7 @@ import pytest
 
 from autopar.commands import devices, values
 from autopar.errors import ArgumentError
-from autopar.options import Replicated, Split
+from autopar.layouts.constraints import Replicated, Split
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from autopar.cost_model.memory import ActivationShape, layer_activation_bytes
 from autopar.cost_model.transformer import LayerSplit
 from autopar.cost_model.transformer_shape import TransformerShape
 from autopar.fusion import ROW_BYTES, traffic_of
-from autopar.mesh import LogicalMesh
-from autopar.options import Constraints, Rule
+from autopar.layouts.constraints import Constraints, Rule
+from autopar.layouts.mesh import LogicalMesh
 from autopar.planner import PlanRequest, plan_step
 from autopar.program import program_of
 from autopar.trace import CallSignature, bind_arguments, trace

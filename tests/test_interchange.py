@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import autopar
 from autopar.interchange import class_numbers, equal_axes, least_of_classes, merged_edges
 from autopar.intra_op import GOOD_ENOUGH, choose, value_of
+from autopar.layouts.mesh import Layout
 from autopar.memory_prices import MemoryRow
-from autopar.mesh import Layout
 from autopar.planner import logical_meshes
 
 

@@ -18,8 +18,8 @@ from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import PRESETS
 from autopar.graph import build_graph
 from autopar.intra_op import choose, value_of
+from autopar.layouts.mesh import LogicalMesh
 from autopar.memory_prices import MemoryRow
-from autopar.mesh import LogicalMesh
 from autopar.presolve import min_plus, reduce_problem
 from autopar.program import program_of
 

@@ -11,8 +11,8 @@ from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
 from autopar.layer_recompute import layers_to_recompute, recomputed_step
-from autopar.mesh import LogicalMesh
-from autopar.options import Constraints
+from autopar.layouts.constraints import Constraints
+from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, plan_step
 from autopar.program import operands_of

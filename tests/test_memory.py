@@ -20,8 +20,8 @@ from autopar.contractions import of_product
 from autopar.cost_model.hardware import PRESETS
 from autopar.footprint import LIBRARY_ELEMENTS, footprint_of
 from autopar.graph import build_graph
+from autopar.layouts.mesh import LogicalMesh
 from autopar.memory import TEMPORARIES_MARGIN, MemoryModel
-from autopar.mesh import LogicalMesh
 from autopar.models.registry import build
 from autopar.operations import Block, Kind, Operation, Value
 from autopar.program import program_of

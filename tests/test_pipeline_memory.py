@@ -12,9 +12,9 @@ import autopar
 from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
-from autopar.mesh import LogicalMesh
+from autopar.layouts.constraints import Constraints
+from autopar.layouts.mesh import LogicalMesh
 from autopar.models import build
-from autopar.options import Constraints
 from autopar.pipeline_planner import PipelineWishes, in_other_schedules, plan_pipeline
 from autopar.planner import PlanRequest
 from autopar.schedules.in_flight import InFlight, Kept

@@ -11,7 +11,7 @@ from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import preset
 from autopar.errors import ConstraintError
 from autopar.layer_costs import LayerCosts
-from autopar.options import Constraints
+from autopar.layouts.constraints import Constraints
 from autopar.planned_layers import PlannedLayers
 from autopar.planner import PlanRequest
 from autopar.staging import measured_stage, time_loop

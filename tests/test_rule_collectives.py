@@ -17,11 +17,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.avals import is_opaque
+from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.local import LocalCall
-from autopar.mesh import Layout, LogicalMesh
 from autopar.rules import entry_for, rule_for
 from autopar.strategies import strategies_of
-from tests.layouts import assert_holds, device_mesh, held_by_devices
+from tests.layouts.values import assert_holds, device_mesh, held_by_devices
 from tests.oracles import census_of_text
 from tests.primitive_examples import EXAMPLES
 

@@ -11,7 +11,7 @@ from autopar.cost_model.hardware import PRESETS
 from autopar.device_program import device_program
 from autopar.footprint import footprint_of
 from autopar.graph import build_graph
-from autopar.mesh import LogicalMesh
+from autopar.layouts.mesh import LogicalMesh
 from autopar.operations import Block, Kind, Operation, Value
 from autopar.program import program_of
 from autopar.scattered_sums import with_scattered_sums

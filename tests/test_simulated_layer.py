@@ -14,7 +14,6 @@ from autopar.commands.model_parts import PartStep, UnbuildablePart, part_step
 from autopar.commands.part_plans import PlannedPart, exchanges_of
 from autopar.commands.planned_parts import PartPlanner, planned_prediction
 from autopar.commands.rows import Row, read_table
-from autopar.constraints import allowed_layouts
 from autopar.cost_model.hardware import preset
 from autopar.cost_model.job_prediction import Part, predict, predict_with
 from autopar.cost_model.operations import Exchange, MatrixProduct, Work
@@ -23,8 +22,9 @@ from autopar.cost_model.residual_network import BlockSplit, ResidualNetworkShape
 from autopar.cost_model.training_job import TrainingJob
 from autopar.cost_model.transformer import LayerSplit, block_work, head_work
 from autopar.cost_model.transformer_shape import TransformerShape
-from autopar.mesh import LogicalMesh
-from autopar.options import Constraints, Rule, SplitBatch
+from autopar.layouts.allowed import allowed_layouts
+from autopar.layouts.constraints import Constraints, Rule, SplitBatch
+from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import CollectivePlan
 from tests.run_tables import FAMILIES, GOOD, SMALL_PLAN, json_of, table
 

@@ -10,8 +10,8 @@ from jax import lax
 import autopar
 from autopar import stacks
 from autopar.compat import Literal, name_stack
-from autopar.constraints import whole_path
 from autopar.evaluate import bound
+from autopar.layouts.allowed import whole_path
 from autopar.merged_scans import merged
 from autopar.split_array import in_pieces, joined
 from autopar.split_scans import split_scans

@@ -14,7 +14,7 @@ from autopar.catalogue import PlannerOptions
 from autopar.chain_cuts import boundaries
 from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.options import Constraints
+from autopar.layouts.constraints import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.pipeline_planner import PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.planned_layers import PlannedLayers

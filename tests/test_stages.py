@@ -11,8 +11,8 @@ from autopar.compat import Literal
 from autopar.compile import device_mesh
 from autopar.cost_model.hardware import preset
 from autopar.errors import PlanError
-from autopar.mesh import LogicalMesh
-from autopar.options import Constraints
+from autopar.layouts.constraints import Constraints
+from autopar.layouts.mesh import LogicalMesh
 from autopar.planner import PlanRequest
 from autopar.stages import PieceName, check, cut_stages, forward_chain
 from autopar.staging import StageRequest, plan_stages, time_loop

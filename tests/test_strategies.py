@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.factors import parse
-from autopar.mesh import Layout, LogicalMesh
+from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.rules import rule_for
 from autopar.strategies import strategies_of, undivided_dropped
 from tests.primitive_examples import EXAMPLES

@@ -30,8 +30,8 @@ from autopar.cost_model.job_prediction import Part
 from autopar.cost_model.residual_network import BlockSplit
 from autopar.cost_model.transformer import LayerSplit
 from autopar.cost_model.transformer_shape import TransformerShape
+from autopar.layouts.constraints import Constraints, Rule, SplitBatch
 from autopar.models import bert, gpt, llama, moe, objective, sizes, t5, transformer, wide_resnet
-from autopar.options import Constraints, Rule, SplitBatch
 
 Beside = Mapping[str, Any]
 """What has no gradient: "ids", which are tokens and targets, and the dropout's "key"."""

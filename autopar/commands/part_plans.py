@@ -25,11 +25,11 @@ from autopar.cost_model.operations import Exchange, ExchangeKind, Group
 from autopar.cost_model.transformer import LayerSplit
 from autopar.cost_model.transformer_shape import TransformerShape
 from autopar.kept_values import FORWARD, KeptValue, kept_values, stages_of_step
-from autopar.mesh import Layout, LogicalMesh
+from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.layouts.moves import KINDS, LOCAL_KINDS
 from autopar.plan import CollectivePlan
 from autopar.planner import PlanRequest, plan_step
 from autopar.program import Equation, fan_out_p
-from autopar.relayout import KINDS, LOCAL_KINDS
 from autopar.rules import entry_for
 from autopar.spmd import Assignment, PlannedMove, planned_moves
 from autopar.trace import CallSignature, TracedStep, bind_arguments, trace

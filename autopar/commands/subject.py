@@ -21,8 +21,8 @@ import jax
 from autopar.api import ParallelStep, parallelize
 from autopar.commands.values import MeshShape, layout, mesh_size, model_entry
 from autopar.errors import ArgumentError
+from autopar.layouts.constraints import Constraints, data_parallel, zero2, zero3
 from autopar.models import MODELS, BuiltModel, build
-from autopar.options import Constraints, data_parallel, zero2, zero3
 
 DEFAULT_DEVICES = 8
 

@@ -4,7 +4,8 @@ In: an `InstructionList`, and the processes that have devices of each mesh. Out:
 and the `Part` of one process. Some instructions are *shared*: a run on a mesh of several processes, and a transfer between
 meshes that are not of one and the same process, which is one program on both sides (`autopar.runtime.resharding.exchange`). A
 process launches the shared ones in the global order, whichever thread they come from, and every shared transfer is one event
-there: its receive follows its send at once. Then no process ever waits in vain. For take the first instruction of the global order that is
+there: its receive follows its send at once. Then no process ever waits in vain. For take the first instruction of the
+global order that is
 not done: all that it needs lies before it and is done, and each process that takes part either has launched it or has
 nothing before it that is not done.
 

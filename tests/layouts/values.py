@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from autopar.compat import make_mesh
-from autopar.mesh import Layout, LogicalMesh
+from autopar.layouts.mesh import Layout, LogicalMesh
 
 COMBINE = {"sum": np.sum, "max": np.max, "min": np.min, "or": np.max, "and": np.min}
 

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from autopar.cost_model.collectives import MeshCosts
-from autopar.mesh import Axes, Layout, LogicalMesh
+from autopar.layouts.mesh import Axes, Layout, LogicalMesh
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 LOCAL_KINDS = ("slice", "mask")

@@ -16,9 +16,17 @@ from typing import Protocol
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ConstraintError
-from autopar.mesh import Axes, Layout, LogicalMesh
-from autopar.options import HOW_A_BATCH_IS_GIVEN, Constraints, LeafLayout, Replicated, Rule, Split, SplitBatch
-from autopar.relayout import all_layouts
+from autopar.layouts.constraints import (
+    HOW_A_BATCH_IS_GIVEN,
+    Constraints,
+    LeafLayout,
+    Replicated,
+    Rule,
+    Split,
+    SplitBatch,
+)
+from autopar.layouts.mesh import Axes, Layout, LogicalMesh
+from autopar.layouts.moves import all_layouts
 
 _PIECE = re.compile(r"(?P<whole>.*)\[(?::, )*\d+:\d+\]")
 

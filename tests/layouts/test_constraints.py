@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import ConstraintError, Replicated, Split, data_parallel, zero2, zero3
-from autopar.constraints import allowed_layouts, batch_axes, layouts_for
-from autopar.mesh import LogicalMesh
-from autopar.options import as_constraints
+from autopar.layouts.allowed import allowed_layouts, batch_axes, layouts_for
+from autopar.layouts.constraints import as_constraints
+from autopar.layouts.mesh import LogicalMesh
 from tests.oracles import assert_same_as_jit, census
 
 MESH_SHAPE = {"data": 2, "model": 4}

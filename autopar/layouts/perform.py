@@ -1,7 +1,7 @@
-"""A move, a barrier and a neutral element as operations on one device's shard.
+"""A move and a barrier as operations on one device's shard.
 
-In: a planned move and a local array, under `jax.shard_map`. Out: the array after JAX's collective. What can go wrong: a monoid
-that XLA has no collective for; truths are combined as bytes.
+In: a planned move and a local array, under `jax.shard_map`. Out: the array after JAX's collective. What can go wrong: a sum of truth
+values, for which XLA has no collective; they are added as bytes.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from autopar.avals import is_opaque
-from autopar.mesh import LogicalMesh
-from autopar.relayout import Move, permutation
+from autopar.layouts.mesh import LogicalMesh
+from autopar.layouts.monoids import all_reduce, neutral_element
+from autopar.layouts.moves import Move, permutation
 
 
-def perform(move: Move, array: Any, mesh: LogicalMesh) -> Any:
+def perform_move(move: Move, array: Any, mesh: LogicalMesh) -> Any:
     """One move on this device's shard."""
     if array.dtype == jnp.bool_ and move.monoid == "sum":  # one term at most is true, and XLA adds numbers only
-        return perform(move, array.astype(jnp.uint8), mesh).astype(jnp.bool_)
+        return perform_move(move, array.astype(jnp.uint8), mesh).astype(jnp.bool_)
     names = mesh.names(move.axes)
     match move.kind:
         case "all-reduce":
-            return _all_reduce(array, names, move.monoid)
+            return all_reduce(array, names, move.monoid)
         case "reduce-scatter":
             return jax.lax.psum_scatter(array, names[0], scatter_dimension=move.to_dim, tiled=True)
         case "all-gather":
@@ -41,37 +41,15 @@ def perform(move: Move, array: Any, mesh: LogicalMesh) -> Any:
     return jnp.where(mesh.index(move.axes[0]) == 0, array, neutral)
 
 
-def waiting_for(late: jax.Array, array: jax.Array) -> jax.Array:
+def after_value(late: jax.Array, array: jax.Array) -> jax.Array:
     """The same array, but no part of it before `late` is there, and nothing made of it merged with what is made of `array`.
 
     XLA's CPU compiler of JAX 0.10 drops barriers, and runs at once whatever has its operands. So the array depends on a
     condition that is never true, a square below -1, which XLA does not know.
     """
     if is_opaque(jax.typeof(array)):
-        words = waiting_for(late, jax.random.key_data(array))
+        words = after_value(late, jax.random.key_data(array))
         key: jax.Array = jax.random.wrap_key_data(words, impl=jax.random.key_impl(array))
         return key
     number = jnp.ravel(late)[0]
     return jnp.where(number * number < -1, jnp.zeros_like(array), array)
-
-
-def _all_reduce(array: Any, names: tuple[str, ...], monoid: str) -> Any:
-    if monoid == "sum":
-        return jax.lax.psum(array, names)
-    if monoid in ("or", "and"):
-        kind = "max" if monoid == "or" else "min"
-        return _all_reduce(array.astype(jnp.uint8), names, kind).astype(jnp.bool_)
-    return jax.lax.pmax(array, names) if monoid == "max" else jax.lax.pmin(array, names)
-
-
-def neutral_element(monoid: str, dtype: Any) -> jax.Array:
-    """The value that changes nothing when combined: of truths the greatest is "or", the least "and"."""
-    if monoid in ("or", "and") or dtype == jnp.bool_:
-        return jnp.asarray(monoid in ("and", "min"), dtype)
-    if monoid == "sum":
-        return jnp.zeros((), dtype)
-    infinite = np.array(-np.inf if monoid == "max" else np.inf)
-    if jnp.issubdtype(dtype, jnp.inexact) and np.isinf(infinite.astype(dtype).astype(np.float64)):
-        return jnp.asarray(infinite, dtype)
-    info = jnp.finfo(dtype) if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo(dtype)  # some 8-bit formats end at 448
-    return jnp.asarray(info.min if monoid == "max" else info.max, dtype)

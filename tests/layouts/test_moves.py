@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 
 from autopar.catalogue import PlannerOptions, network_of
 from autopar.cost_model.hardware import PRESETS, Cluster
-from autopar.mesh import Layout, LogicalMesh
-from autopar.perform import perform
-from autopar.relayout import KINDS, LayoutSpace, Move, all_layouts, permutation
-from tests.layouts import assert_holds, device_mesh, held_by_devices
+from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.layouts.moves import KINDS, LayoutSpace, Move, all_layouts, permutation
+from autopar.layouts.perform import perform_move
+from tests.layouts.values import assert_holds, device_mesh, held_by_devices
 
 
 def space_of(shape, mesh_shape, monoids=("sum",), cluster=PRESETS["cpu"], kinds=KINDS):
@@ -37,7 +37,7 @@ def moved_together(space, pairs, value):
         for (source, target), shard in zip(pairs, shards, strict=True):
             array = shard.reshape(shard.shape[len(mesh.shape) :])
             for move in space.path(source, target):
-                array = perform(move, array, mesh)
+                array = perform_move(move, array, mesh)
             results.append(array.reshape((1,) * len(mesh.shape) + array.shape))
         return results
 
