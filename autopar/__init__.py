@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from autopar.layouts.constraints import Replicated, Split, data_parallel, zero2, zero3
     from autopar.pipeline_plan import PipelinePlan, plan_from_json
     from autopar.plan import Plan
-    from autopar.rules import register_rule
+    from autopar.rules.table import register_rule
     from autopar.split_array import SplitArray
 
 __version__ = "0.1.0"
@@ -67,7 +67,7 @@ _WITH_JAX = {
     "layer_boundary": "boundary",
     "parallelize": "api",
     "plan_from_json": "pipeline_plan",
-    "register_rule": "rules",
+    "register_rule": "rules.table",
     "zero2": "layouts.constraints",
     "zero3": "layouts.constraints",
 }

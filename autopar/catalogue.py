@@ -18,13 +18,13 @@ from autopar.avals import dtype_name, is_opaque, itemsize_of
 from autopar.cost_model.compute import roofline_s
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError
-from autopar.factors import FactorRule
 from autopar.fusion import Traffic
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import KINDS, LayoutSpace, Network
 from autopar.program import Equation
 from autopar.rule_book import RuleBook
-from autopar.rules import PrimitiveRule, entry_for
+from autopar.rules.factor_rule import FactorRule
+from autopar.rules.table import PrimitiveRule, entry_for
 from autopar.strategies import ShardingStrategy, strategies_of, undivided_dropped
 
 _TIE = 1e-3

@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.compat import Var
-from autopar.factors import FactorRule
 from autopar.program import Equation, Program
 from autopar.rule_book import RuleBook
-from autopar.rules import entry_for
+from autopar.rules.factor_rule import FactorRule
+from autopar.rules.table import entry_for
 from autopar.trace import TracedStep
 
 ONE_BY_ONE = "one by one"

@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 
-from autopar import operators
 from autopar.avals import bytes_of
 from autopar.compat import Literal, Var
 from autopar.program import Equation, Program
-from autopar.rules import Making, entry_for
+from autopar.rules import by_shape
+from autopar.rules.table import Making, entry_for
 
 ROW_BYTES = 128 * 1024
 """The longest row that a kernel reduces without reading it twice: half of the 256 KiB of registers of a multiprocessor."""
@@ -334,7 +334,7 @@ def _sums(eqn: Equation) -> bool:
 
 def _adds(eqn: Equation) -> bool:
     """Whether it is the sum or the difference of two values, element by element."""
-    return entry_for(eqn).rule is operators.pointwise_sum
+    return entry_for(eqn).rule is by_shape.pointwise_sum
 
 
 def _variables(atoms: Sequence[Any]) -> list[Var]:

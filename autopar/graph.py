@@ -22,13 +22,13 @@ from autopar.avals import is_opaque
 from autopar.catalogue import Catalogue, PlannerOptions, Spaces, StrategySet
 from autopar.compat import Literal, Var
 from autopar.cost_model.hardware import Cluster
-from autopar.factors import FactorRule
 from autopar.fusion import Traffic
 from autopar.layouts.mesh import Axes, Layout, LogicalMesh
-from autopar.operators import everything_whole
 from autopar.program import Equation, Program, fan_out_p
 from autopar.rule_book import RuleBook
-from autopar.rules import entry_for
+from autopar.rules.by_shape import everything_whole
+from autopar.rules.factor_rule import FactorRule
+from autopar.rules.table import entry_for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from autopar.compat import Var
 from autopar.fusion import Kernels
 from autopar.layouts.mesh import Layout
 from autopar.program import Equation, Program
-from autopar.rules import entry_for
+from autopar.rules.table import entry_for
 from autopar.spmd import Assignment
 
 FORWARD, AGAIN, BACKWARD = 0, 1, 2

@@ -14,7 +14,7 @@ from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.microbatch import Result, TimeLoop
 from autopar.program import Equation
-from autopar.rules import entry_for
+from autopar.rules.table import entry_for
 
 Kind = Literal["forward", "backward", "update"]
 

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 
 from autopar.compat import Literal, Var, attributed_to, name_stack
 from autopar.evaluate import bound
-from autopar.factors import FactorRule
 from autopar.layouts.mesh import LogicalMesh
 from autopar.layouts.monoids import COMBINE
-from autopar.local import LocalCall
 from autopar.program import Equation, Program, fan_out_p
-from autopar.rules import entry_for, rule_for
+from autopar.rules.factor_rule import FactorRule
+from autopar.rules.on_shard import LocalCall
+from autopar.rules.table import entry_for, rule_for
 from autopar.split_array import LeafPieces, cut_at
 from autopar.stacks import Stack, factor_dims
 

@@ -13,10 +13,10 @@ from typing import Any, cast
 import numpy as np
 
 from autopar.compat import Literal
-from autopar.factors import FactorRule
 from autopar.fusion import Traffic, traffic_of
 from autopar.program import Equation, Program
-from autopar.rules import entry_for, flops_of, rule_for
+from autopar.rules.factor_rule import FactorRule
+from autopar.rules.table import entry_for, flops_of, rule_for
 
 
 def _operand(atom: Any) -> Hashable:

@@ -19,14 +19,14 @@ import jax.numpy as jnp
 from autopar.avals import is_opaque
 from autopar.catalogue import Spaces
 from autopar.compat import Literal, Var
-from autopar.factors import FactorRule
 from autopar.graph import Source, StrategyGraph
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import Move
 from autopar.layouts.perform import after_value, perform_move
-from autopar.local import LocalCall
 from autopar.program import Atom, Equation, Program
-from autopar.rules import entry_for
+from autopar.rules.factor_rule import FactorRule
+from autopar.rules.on_shard import LocalCall
+from autopar.rules.table import entry_for
 from autopar.strategies import ShardingStrategy
 
 

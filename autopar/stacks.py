@@ -22,9 +22,9 @@ import numpy as np
 from autopar.boundary import layer_boundary_p
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
-from autopar.factors import FactorRule, Operand
 from autopar.program import Equation
-from autopar.rules import flops_of, rule_for
+from autopar.rules.factor_rule import FactorRule, Operand
+from autopar.rules.table import flops_of, rule_for
 from autopar.trace import TracedStep
 from autopar.whereabouts import Kinds
 

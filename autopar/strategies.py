@@ -20,8 +20,8 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from autopar.factors import FactorRule, Operand
 from autopar.layouts.mesh import Axes, Layout, LogicalMesh
+from autopar.rules.factor_rule import FactorRule, Operand
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,12 +35,12 @@ from autopar.compat import Var, source_line
 from autopar.cost_model.hardware import Cluster
 from autopar.deep import ChoiceProblem
 from autopar.examples import ONE_BY_ONE, example_factors
-from autopar.factors import FactorRule
 from autopar.graph import Node, StrategyGraph, Use, build_graph
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.program import Equation
 from autopar.rule_book import RuleBook
-from autopar.rules import entry_for, flops_of, has_rule
+from autopar.rules.factor_rule import FactorRule
+from autopar.rules.table import entry_for, flops_of, has_rule
 from autopar.spmd import Assignment, assign
 from autopar.strategies import ShardingStrategy
 from autopar.trace import TracedStep

@@ -27,7 +27,7 @@ from autopar.compat import source_line
 from autopar.errors import ArgumentError
 from autopar.layouts.constraints import HOW_A_BATCH_IS_GIVEN
 from autopar.program import Program, program_of
-from autopar.rules import warn_of_missing_rules
+from autopar.rules.table import warn_of_missing_rules
 
 Role = Literal["state", "batch", "other", "const", "output"]
 

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import OutOfMemoryError, data_parallel, zero3
 from autopar.catalogue import PlannerOptions
-from autopar.contractions import of_product
 from autopar.cost_model.hardware import PRESETS
 from autopar.footprint import LIBRARY_ELEMENTS, footprint_of
 from autopar.graph import build_graph
@@ -25,6 +24,7 @@ from autopar.memory import TEMPORARIES_MARGIN, MemoryModel
 from autopar.models.registry import build
 from autopar.operations import Block, Kind, Operation, Value
 from autopar.program import program_of
+from autopar.rules.contraction_orders import of_product
 
 LEAST_RATIO, MOST_RATIO = 0.9, 1.1
 FLOAT = 4

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.program import program_of
 from autopar.rule_book import RuleBook
-from autopar.rules import flops_of, rule_for
+from autopar.rules.table import flops_of, rule_for
 
 SQUARE = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 FLAT = jax.ShapeDtypeStruct((4, 6), jnp.float32)

@@ -6,7 +6,6 @@ import pytest
 
 import autopar
 from autopar.catalogue import PlannerOptions
-from autopar.contractions import of_product
 from autopar.cost_model.hardware import PRESETS
 from autopar.device_program import device_program
 from autopar.footprint import footprint_of
@@ -14,6 +13,7 @@ from autopar.graph import build_graph
 from autopar.layouts.mesh import LogicalMesh
 from autopar.operations import Block, Kind, Operation, Value
 from autopar.program import program_of
+from autopar.rules.contraction_orders import of_product
 from autopar.scattered_sums import with_scattered_sums
 
 FLOAT = 4

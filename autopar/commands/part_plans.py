@@ -30,7 +30,7 @@ from autopar.layouts.moves import KINDS, LOCAL_KINDS
 from autopar.plan import CollectivePlan
 from autopar.planner import PlanRequest, plan_step
 from autopar.program import Equation, fan_out_p
-from autopar.rules import entry_for
+from autopar.rules.table import entry_for
 from autopar.spmd import Assignment, PlannedMove, planned_moves
 from autopar.trace import CallSignature, TracedStep, bind_arguments, trace
 

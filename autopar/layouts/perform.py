@@ -1,7 +1,7 @@
 """A move and a barrier as operations on one device's shard.
 
-In: a planned move and a local array, under `jax.shard_map`. Out: the array after JAX's collective. What can go wrong: a sum of truth
-values, for which XLA has no collective; they are added as bytes.
+In: a planned move and a local array, under `jax.shard_map`. Out: the array after JAX's collective. What can go wrong: a sum of
+truth values, for which XLA has no collective; they are added as bytes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each entry says which rule describes the operation, how it runs on a shard (unchanged unless its parameters speak of
 global shapes), and how heavy it is. Nothing else in autopar knows a primitive by name, except control flow, whose
-sub-programs `jaxprs.py` opens. A primitive that is not here runs whole on every device, with one warning;
+sub-programs `program/` opens. A primitive that is not here runs whole on every device, with one warning;
 `register_rule` adds one.
 """
 
@@ -14,10 +14,10 @@ import math
 import types
 from collections.abc import Callable, Mapping
 
-from autopar import contractions, indexing, local, operators, windows
 from autopar.compat import JaxprEqn, source_line
 from autopar.errors import RuleError, warn
-from autopar.factors import FactorRule, parse
+from autopar.rules import by_shape, contraction_orders, indexing, on_shard, windows
+from autopar.rules.factor_rule import FactorRule, parse
 
 Rule = Callable[[JaxprEqn], FactorRule]
 
@@ -55,14 +55,14 @@ class PrimitiveRule:
     `permutes`: it puts dimensions in the order of its parameter `permutation`."""
 
     rule: Rule
-    local: local.Local = local.unchanged
+    local: on_shard.Local = on_shard.unchanged
     heavy: bool = False
     fused: bool = False
     free: bool = False
     random: bool = False
     making: Making = Making.WHOLE
     library: bool = False
-    orders: contractions.OrdersOf | None = None
+    orders: contraction_orders.OrdersOf | None = None
     picks: bool = False
     reduces: bool = False
     barrier: bool = False
@@ -70,15 +70,15 @@ class PrimitiveRule:
     permutes: bool = False
 
 
-def _fused(rule: Rule, run: local.Local = local.unchanged, *, making: Making = Making.CHEAP) -> PrimitiveRule:
+def _fused(rule: Rule, run: on_shard.Local = on_shard.unchanged, *, making: Making = Making.CHEAP) -> PrimitiveRule:
     return PrimitiveRule(rule, run, fused=True, making=making)
 
 
-def _free(rule: Rule, run: local.Local = local.unchanged, *, making: Making = Making.NAME) -> PrimitiveRule:
+def _free(rule: Rule, run: on_shard.Local = on_shard.unchanged, *, making: Making = Making.NAME) -> PrimitiveRule:
     return PrimitiveRule(rule, run, fused=True, free=True, making=making)
 
 
-def _moving(rule: Rule, run: local.Local = local.unchanged) -> PrimitiveRule:
+def _moving(rule: Rule, run: on_shard.Local = on_shard.unchanged) -> PrimitiveRule:
     """It only moves elements: priced by itself, and read in place by what XLA folds it into."""
     return PrimitiveRule(rule, run, making=Making.MOVED)
 
@@ -87,7 +87,7 @@ def _reduction(rule: Rule, *, making: Making = Making.REDUCTION) -> PrimitiveRul
     return PrimitiveRule(rule, making=making, reduces=True)
 
 
-def _in_place(rule: Rule, run: local.Local) -> PrimitiveRule:
+def _in_place(rule: Rule, run: on_shard.Local) -> PrimitiveRule:
     return PrimitiveRule(rule, run, making=Making.IN_PLACE)
 
 
@@ -107,56 +107,58 @@ _COSTLY = """
 """
 
 _TABLE: dict[str, PrimitiveRule] = {
-    **_names(_POINTWISE, _fused(operators.pointwise)),
-    **_names(_COSTLY, _fused(operators.pointwise, making=Making.COSTLY)),
-    **_names("add add_any", dataclasses.replace(_fused(operators.pointwise_sum), adds=True)),
-    **_names("argmax argmin", PrimitiveRule(operators.reduce_whole, reduces=True)),
-    **_names("bitcast_convert_type", _fused(operators.bitcast)),
-    **_names("broadcast_in_dim", _free(operators.broadcast_in_dim, local.broadcast_in_dim, making=Making.SAME)),
-    **_names("cholesky", PrimitiveRule(operators.matrices)),
-    **_names("concatenate", _moving(operators.concatenate)),
+    **_names(_POINTWISE, _fused(by_shape.pointwise)),
+    **_names(_COSTLY, _fused(by_shape.pointwise, making=Making.COSTLY)),
+    **_names("add add_any", dataclasses.replace(_fused(by_shape.pointwise_sum), adds=True)),
+    **_names("argmax argmin", PrimitiveRule(by_shape.reduce_whole, reduces=True)),
+    **_names("bitcast_convert_type", _fused(by_shape.bitcast)),
+    **_names("broadcast_in_dim", _free(by_shape.broadcast_in_dim, on_shard.broadcast_in_dim, making=Making.SAME)),
+    **_names("cholesky", PrimitiveRule(by_shape.matrices)),
+    **_names("concatenate", _moving(by_shape.concatenate)),
     **_names(
         "conv_general_dilated",
-        PrimitiveRule(windows.conv_general_dilated, windows.conv_local, heavy=True, orders=contractions.of_convolution),
+        PrimitiveRule(
+            windows.conv_general_dilated, windows.conv_local, heavy=True, orders=contraction_orders.of_convolution
+        ),
     ),
-    **_names("convert_element_type", _fused(operators.convert, making=Making.SAME)),
-    **_names("copy copy_p stop_gradient", _free(operators.pointwise_copy)),
-    **_names("cumlogsumexp cummax cummin cumprod", PrimitiveRule(operators.cumulative_other)),
-    **_names("cumsum", PrimitiveRule(operators.cumulative_sum)),
-    **_names("div", _fused(operators.pointwise_quotient, making=Making.QUOTIENT)),
-    **_names("dot_general", PrimitiveRule(operators.dot_general, heavy=True, orders=contractions.of_product)),
-    **_names("dynamic_slice", dataclasses.replace(_moving(indexing.dynamic_slice, local.dynamic_slice), picks=True)),
-    **_names("dynamic_update_slice", _in_place(indexing.dynamic_update_slice, local.dynamic_update_slice)),
-    **_names("eigh", PrimitiveRule(operators.matrices)),
-    **_names("empty2", _free(operators.everything_whole, making=Making.CHEAP)),
-    **_names("fan_out", _free(operators.pointwise_copy, local.identity)),
-    **_names("fft", PrimitiveRule(operators.fft)),
+    **_names("convert_element_type", _fused(by_shape.convert, making=Making.SAME)),
+    **_names("copy copy_p stop_gradient", _free(by_shape.pointwise_copy)),
+    **_names("cumlogsumexp cummax cummin cumprod", PrimitiveRule(by_shape.cumulative_other)),
+    **_names("cumsum", PrimitiveRule(by_shape.cumulative_sum)),
+    **_names("div", _fused(by_shape.pointwise_quotient, making=Making.QUOTIENT)),
+    **_names("dot_general", PrimitiveRule(by_shape.dot_general, heavy=True, orders=contraction_orders.of_product)),
+    **_names("dynamic_slice", dataclasses.replace(_moving(indexing.dynamic_slice, on_shard.dynamic_slice), picks=True)),
+    **_names("dynamic_update_slice", _in_place(indexing.dynamic_update_slice, on_shard.dynamic_update_slice)),
+    **_names("eigh", PrimitiveRule(by_shape.matrices)),
+    **_names("empty2", _free(by_shape.everything_whole, making=Making.CHEAP)),
+    **_names("fan_out", _free(by_shape.pointwise_copy, on_shard.identity)),
+    **_names("fft", PrimitiveRule(by_shape.fft)),
     **_names("gather", PrimitiveRule(indexing.gather, indexing.gather_local, making=Making.COSTLY, picks=True)),
-    **_names("iota", _free(operators.iota, local.iota, making=Making.CHEAP)),
-    **_names("layer_boundary", _free(operators.pointwise_copy, local.identity)),
-    **_names("lu", PrimitiveRule(operators.matrices)),
-    **_names("mul", _fused(operators.pointwise_product)),
-    **_names("name", _free(operators.pointwise_copy)),
-    **_names("neg", _fused(operators.pointwise_linear)),
-    **_names("optimization_barrier", dataclasses.replace(_free(operators.pointwise_copy), barrier=True)),
-    **_names("pad", _moving(operators.pad)),
-    **_names("qr", PrimitiveRule(operators.matrices)),
-    **_names("random_bits", PrimitiveRule(operators.random_bits, local.random_bits, random=True)),
+    **_names("iota", _free(by_shape.iota, on_shard.iota, making=Making.CHEAP)),
+    **_names("layer_boundary", _free(by_shape.pointwise_copy, on_shard.identity)),
+    **_names("lu", PrimitiveRule(by_shape.matrices)),
+    **_names("mul", _fused(by_shape.pointwise_product)),
+    **_names("name", _free(by_shape.pointwise_copy)),
+    **_names("neg", _fused(by_shape.pointwise_linear)),
+    **_names("optimization_barrier", dataclasses.replace(_free(by_shape.pointwise_copy), barrier=True)),
+    **_names("pad", _moving(by_shape.pad)),
+    **_names("qr", PrimitiveRule(by_shape.matrices)),
+    **_names("random_bits", PrimitiveRule(by_shape.random_bits, on_shard.random_bits, random=True)),
     **_names(
         "random_clone random_fold_in random_seed random_split",
-        PrimitiveRule(operators.everything_whole),
+        PrimitiveRule(by_shape.everything_whole),
     ),
-    **_names("random_unwrap random_wrap", PrimitiveRule(operators.everything_whole, making=Making.NAME)),
-    **_names("reduce_and", _reduction(operators.reduce_and)),
-    **_names("reduce_max", _reduction(operators.reduce_max, making=Making.LIBRARY)),
-    **_names("reduce_min", _reduction(operators.reduce_min, making=Making.LIBRARY)),
-    **_names("reduce_or", _reduction(operators.reduce_or)),
-    **_names("reduce_prod reduce_xor", _reduction(operators.reduce_whole)),
-    **_names("reduce_sum", _reduction(operators.reduce_sum, making=Making.LIBRARY)),
+    **_names("random_unwrap random_wrap", PrimitiveRule(by_shape.everything_whole, making=Making.NAME)),
+    **_names("reduce_and", _reduction(by_shape.reduce_and)),
+    **_names("reduce_max", _reduction(by_shape.reduce_max, making=Making.LIBRARY)),
+    **_names("reduce_min", _reduction(by_shape.reduce_min, making=Making.LIBRARY)),
+    **_names("reduce_or", _reduction(by_shape.reduce_or)),
+    **_names("reduce_prod reduce_xor", _reduction(by_shape.reduce_whole)),
+    **_names("reduce_sum", _reduction(by_shape.reduce_sum, making=Making.LIBRARY)),
     **_names("reduce_window_max reduce_window_min", PrimitiveRule(windows.reduce_window_other)),
     **_names("reduce_window_sum", PrimitiveRule(windows.reduce_window_sum)),
-    **_names("reshape", _free(operators.reshape, local.reshape)),
-    **_names("rev", _moving(operators.rev)),
+    **_names("reshape", _free(by_shape.reshape, on_shard.reshape)),
+    **_names("rev", _moving(by_shape.rev)),
     **_names("scatter scatter_mul", _in_place(indexing.scatter_other, indexing.scatter_local)),
     **_names("scatter-add", dataclasses.replace(_in_place(indexing.scatter_add, indexing.scatter_local), adds=True)),
     **_names("scatter-max", _in_place(indexing.scatter_max, indexing.scatter_local)),
@@ -165,21 +167,21 @@ _TABLE: dict[str, PrimitiveRule] = {
     **_names("scatter-sub", _in_place(indexing.scatter_add, indexing.scatter_local)),
     **_names("select_and_gather_add", PrimitiveRule(windows.select_and_gather_add)),
     **_names("select_and_scatter_add", PrimitiveRule(windows.select_and_scatter_add)),
-    **_names("select_n", _fused(operators.select)),
-    **_names("sharding_constraint", _free(operators.pointwise_copy, local.identity)),
-    **_names("slice", dataclasses.replace(_moving(operators.slice_, local.slice_), picks=True)),
-    **_names("sort", PrimitiveRule(operators.sort)),
-    **_names("split", _moving(operators.split)),
-    **_names("squeeze", _free(operators.squeeze)),
-    **_names("stack", _moving(operators.stack)),
-    **_names("sub", _fused(operators.pointwise_sum)),
-    **_names("svd", PrimitiveRule(operators.matrices)),
-    **_names("threefry2x32", PrimitiveRule(operators.pointwise, random=True)),
-    **_names("tile", _free(operators.tile, local.tile, making=Making.SAME)),
-    **_names("top_k", PrimitiveRule(operators.top_k)),
-    **_names("transpose", dataclasses.replace(_moving(operators.transpose), permutes=True)),
-    **_names("triangular_solve", PrimitiveRule(operators.matrices)),
-    **_names("unstack", _moving(operators.unstack)),
+    **_names("select_n", _fused(by_shape.select)),
+    **_names("sharding_constraint", _free(by_shape.pointwise_copy, on_shard.identity)),
+    **_names("slice", dataclasses.replace(_moving(by_shape.slice_, on_shard.slice_), picks=True)),
+    **_names("sort", PrimitiveRule(by_shape.sort)),
+    **_names("split", _moving(by_shape.split)),
+    **_names("squeeze", _free(by_shape.squeeze)),
+    **_names("stack", _moving(by_shape.stack)),
+    **_names("sub", _fused(by_shape.pointwise_sum)),
+    **_names("svd", PrimitiveRule(by_shape.matrices)),
+    **_names("threefry2x32", PrimitiveRule(by_shape.pointwise, random=True)),
+    **_names("tile", _free(by_shape.tile, on_shard.tile, making=Making.SAME)),
+    **_names("top_k", PrimitiveRule(by_shape.top_k)),
+    **_names("transpose", dataclasses.replace(_moving(by_shape.transpose), permutes=True)),
+    **_names("triangular_solve", PrimitiveRule(by_shape.matrices)),
+    **_names("unstack", _moving(by_shape.unstack)),
 }
 _LIBRARY = """
     abs add add_any broadcast_in_dim ceil convert_element_type cos div erf exp expm1 floor integer_pow log log1p logistic max
@@ -189,15 +191,15 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
     {**_TABLE, **{name: dataclasses.replace(_TABLE[name], library=True) for name in _LIBRARY.split()}}
 )
 _USER_RULES: dict[str, PrimitiveRule] = {}
-_FALLBACK = PrimitiveRule(operators.everything_whole)
+_FALLBACK = PrimitiveRule(by_shape.everything_whole)
 
 
 def register_rule(
-    primitive: str, notation: str | Rule, *, local: local.Local = local.unchanged, heavy: bool = False
+    primitive: str, notation: str | Rule, *, local: on_shard.Local = on_shard.unchanged, heavy: bool = False
 ) -> None:
     """Teach autopar a primitive of your own.
 
-    `notation` is a rule as `autopar.factors` reads it, e.g. `"b s c, c e -> b s e | sum: c"`, or a function from the
+    `notation` is a rule as `autopar.rules.factor_rule` reads it, e.g. `"b s c, c e -> b s e | sum: c"`, or a function from the
     equation to a `FactorRule`. `local` runs it on a shard; without it the primitive is bound with the same parameters.
     Raises RuleError if the primitive has a rule in autopar already.
     """
@@ -209,7 +211,7 @@ def register_rule(
 
 def _from_notation(notation: str) -> Rule:
     def rule(eqn: JaxprEqn) -> FactorRule:
-        shapes = [[operators.shape_of(v) for v in side] for side in (eqn.invars, eqn.outvars)]
+        shapes = [[by_shape.shape_of(v) for v in side] for side in (eqn.invars, eqn.outvars)]
         return parse(notation, *shapes)
 
     return rule
@@ -228,7 +230,7 @@ def has_rule(eqn: JaxprEqn) -> bool:
 
 def rule_for(eqn: JaxprEqn) -> FactorRule:
     """The factor rule of an equation, checked against its shapes."""
-    in_shapes, out_shapes = ([operators.shape_of(v) for v in side] for side in (eqn.invars, eqn.outvars))
+    in_shapes, out_shapes = ([by_shape.shape_of(v) for v in side] for side in (eqn.invars, eqn.outvars))
     return entry_for(eqn).rule(eqn).check(in_shapes, out_shapes)
 
 
@@ -252,12 +254,12 @@ def warn_of_missing_rules(eqns: list[JaxprEqn]) -> None:
 def flops_of(eqn: JaxprEqn, rule: FactorRule) -> float:
     """Floating-point operations of one equation, undivided: 2 per multiply-add of a contraction, 1 per result otherwise."""
     if not entry_for(eqn).heavy:
-        sizes = [math.prod(operators.shape_of(v)) for v in (*eqn.invars, *eqn.outvars)]
+        sizes = [math.prod(by_shape.shape_of(v)) for v in (*eqn.invars, *eqn.outvars)]
         return float(max(sizes, default=0))
     numbers = eqn.params.get("dimension_numbers")
     # With windows every output meets one kernel position per kernel element of its feature.
     if rule.whole and numbers is not None and hasattr(numbers, "rhs_spec"):
-        out, kernel = operators.shape_of(eqn.outvars[0]), operators.shape_of(eqn.invars[1])
+        out, kernel = by_shape.shape_of(eqn.outvars[0]), by_shape.shape_of(eqn.invars[1])
         features = kernel[numbers.rhs_spec[0]]
         return float(2 * math.prod(out) * math.prod(kernel) / features / eqn.params["batch_group_count"])
     return 2.0 * math.prod(size for _, size in rule.sizes)

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from autopar.compat import JaxprEqn, Literal
-from autopar.factors import Dim, FactorRule, make_rule
-from autopar.local import LocalCall
-from autopar.operators import Factors, kept_dimensions, shape_of
+from autopar.rules.by_shape import Factors, kept_dimensions, shape_of
+from autopar.rules.factor_rule import Dim, FactorRule, make_rule
+from autopar.rules.on_shard import LocalCall
 
 
 def dynamic_slice(eqn: JaxprEqn) -> FactorRule:

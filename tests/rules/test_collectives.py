@@ -18,12 +18,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.avals import is_opaque
 from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.local import LocalCall
-from autopar.rules import entry_for, rule_for
+from autopar.rules.on_shard import LocalCall
+from autopar.rules.table import entry_for, rule_for
 from autopar.strategies import strategies_of
 from tests.layouts.values import assert_holds, device_mesh, held_by_devices
 from tests.oracles import census_of_text
-from tests.primitive_examples import EXAMPLES
+from tests.rules.examples import EXAMPLES
 
 MESHES = ((4,), (2, 2))
 CASES = [(name, number) for name in EXAMPLES for number in range(len(EXAMPLES[name]))]

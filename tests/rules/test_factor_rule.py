@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import RuleError
-from autopar.factors import FactorRule, make_rule, parse
 from autopar.layouts.monoids import MONOIDS
+from autopar.rules.factor_rule import FactorRule, make_rule, parse
 
 DENSE = "b s c, c e -> b s e | sum: c | linear: 0; 1"
 DENSE_SHAPES = ([(2, 3, 4), (4, 5)], [(2, 3, 5)])

@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from autopar.compat import JaxprEqn
-from autopar.factors import FactorRule
 from autopar.layouts.mesh import Axes, LogicalMesh
+from autopar.rules.factor_rule import FactorRule
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The rule table: what every rule says, that no model falls back, and how a user adds one.
 
-`golden/rules.txt` holds one line per example of `primitive_examples.py`: shapes and the printed rule. After a change that
-is meant, write it anew with `AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/test_rules.py -k golden` and read the difference.
+`golden/rules.txt` holds one line per example of `examples.py`: shapes and the printed rule. After a change that
+is meant, write it anew with `AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/rules/test_table.py -k golden`, and read the
+difference.
 """
 
 import functools
@@ -22,16 +23,16 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 import autopar
-from autopar import local, rules
 from autopar.errors import AutoparWarning, RuleError
 from autopar.models import registry
 from autopar.program import program_of
-from autopar.rules import RULES, entry_for, register_rule, rule_for
+from autopar.rules import on_shard, table
+from autopar.rules.table import RULES, entry_for, register_rule, rule_for
 from autopar.testing import run_with_random_strategies
-from tests.primitive_examples import EXAMPLES
+from tests.rules.examples import EXAMPLES
 from tests.zoo import ZOO
 
-GOLDEN = Path(__file__).parent / "golden" / "rules.txt"
+GOLDEN = Path(__file__).parents[1] / "golden" / "rules.txt"
 
 WITHOUT_EXAMPLE = {
     "copy_p": "another name of copy",
@@ -84,7 +85,7 @@ def test_every_primitive_of_the_table_has_an_example_or_a_reason():
 
 
 def test_the_table_is_sorted():
-    source = inspect.getsource(rules)
+    source = inspect.getsource(table)
     first = [line.split('"')[1].split()[0] for line in source.splitlines() if line.startswith('    **_names("')]
     assert first == sorted(first, key=lambda name: name.replace("-", "_"))
 
@@ -175,10 +176,10 @@ def fused_dense():
 @pytest.fixture
 def user_rules():
     """Rules registered in a test go with it."""
-    before = dict(rules._USER_RULES)
+    before = dict(table._USER_RULES)
     yield
-    rules._USER_RULES.clear()
-    rules._USER_RULES.update(before)
+    table._USER_RULES.clear()
+    table._USER_RULES.update(before)
 
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, 12)), jnp.float32)
@@ -226,7 +227,7 @@ def test_a_registered_rule_may_run_the_shard_its_own_way():
 
     def run(call):
         seen.append(call.operands[0].shape)
-        return local.unchanged(call)
+        return on_shard.unchanged(call)
 
     register_rule("fused_dense", "b s c, c e -> b s e | whole: c", local=run)
     for seed in range(4):
@@ -249,7 +250,7 @@ def test_a_registered_rule_that_does_not_describe_the_shapes_is_refused_with_bot
 def test_every_primitive_that_nobody_knows_is_whole():
     program, _ = program_of(jax.make_jaxpr(two_layers)(X, W))
     eqn = next(eqn for eqn in program.equations if eqn.primitive.name == "fused_dense")
-    assert entry_for(eqn) is rules._FALLBACK
+    assert entry_for(eqn) is table._FALLBACK
     assert rule_for(eqn).shardable() == ()
 
 
@@ -258,14 +259,14 @@ def test_every_primitive_that_nobody_knows_is_whole():
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 2**40))
 def test_a_wide_product_is_the_product_in_two_words(index, stride):
-    high, low = local._wide_product(jnp.asarray([index], jnp.uint32), stride)
+    high, low = on_shard._wide_product(jnp.asarray([index], jnp.uint32), stride)
     assert (int(high[0]) << 32) + int(low[0]) == (index * stride) % 2**64
 
 
 def test_a_wide_product_is_right_at_the_edges():
     edges = [0, 1, 0xFFFF, 0x10000, 0x10001, 2**31, 2**32 - 1]
     for stride in (*edges[1:], 2**32, 2**32 + 1, 2**33 + 12345, random.Random(0).getrandbits(45)):
-        high, low = local._wide_product(jnp.asarray(edges, jnp.uint32), stride)
+        high, low = on_shard._wide_product(jnp.asarray(edges, jnp.uint32), stride)
         whole = [(int(h) << 32) + int(lo) for h, lo in zip(high, low, strict=True)]
         assert whole == [(i * stride) % 2**64 for i in edges]
 
@@ -290,7 +291,7 @@ def test_positions_in_arrays_of_more_than_two_to_the_32_elements_are_right(data)
         st.sampled_from([(2**20, 2**15, 3), (5, 2**31, 7), (70_000, 70_000), (2**33, 3), (3, 2**16, 2**16)])
     )
     position = tuple(data.draw(st.integers(0, min(n, 2**32) - 1)) for n in shape)
-    high, low = local._counters(BigCall(position), shape)
+    high, low = on_shard._counters(BigCall(position), shape)
     expected = 0
     for p, n in zip(position, shape, strict=True):
         expected = expected * n + p

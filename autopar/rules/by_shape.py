@@ -1,6 +1,6 @@
 """Factor rules of operations that follow from shapes alone: pointwise, reductions, products, and data movement.
 
-In: an equation. Out: its `FactorRule`. One function per family; the table in `rules.py` says which primitive belongs to
+In: an equation. Out: its `FactorRule`. One function per family; the table in `rules/table.py` says which primitive belongs to
 which. What can go wrong: an operation that pairs elements in a way its shapes do not show, which must not be listed
 here.
 """
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compat import JaxprEqn, Literal, threefry_is_partitionable
-from autopar.factors import Dim, FactorRule, Operand, make_rule
+from autopar.rules.factor_rule import Dim, FactorRule, Operand, make_rule
 
 
 class Factors:
