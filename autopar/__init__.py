@@ -23,10 +23,10 @@ from autopar.errors import (
 
 if TYPE_CHECKING:
     from autopar.api import ParallelStep, parallelize
-    from autopar.boundary import layer_boundary
     from autopar.layouts.constraints import Replicated, Split, data_parallel, zero2, zero3
     from autopar.pipeline_plan import PipelinePlan, plan_from_json
     from autopar.plan import Plan
+    from autopar.program.layer_boundary import layer_boundary
     from autopar.rules.table import register_rule
     from autopar.split_array import SplitArray
 
@@ -64,7 +64,7 @@ _WITH_JAX = {
     "Split": "layouts.constraints",
     "SplitArray": "split_array",
     "data_parallel": "layouts.constraints",
-    "layer_boundary": "boundary",
+    "layer_boundary": "program.layer_boundary",
     "parallelize": "api",
     "plan_from_json": "pipeline_plan",
     "register_rule": "rules.table",

@@ -2,7 +2,7 @@
 
 A train step in, a step that runs on all devices out, with the same results. This module is the whole compiler on one page:
 
-    arguments -> TracedStep (trace.py)
+    arguments -> TracedStep (program/trace.py)
               -> Plan and Assignment of one mesh (planner.py), or PipelinePlan and stages (pipeline_planner.py)
               -> CompiledStep (compile.py) or CompiledPipeline (pipeline.py) -> results
 
@@ -44,10 +44,13 @@ from autopar.layouts.constraints import ConstraintsLike, as_constraints
 from autopar.pipeline import CompiledPipeline
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
+from autopar.program.call import BoundArguments, CallSignature, bind_arguments
+from autopar.program.step import require_state
+from autopar.program.trace import trace
+from autopar.rules.table import warn_of_missing_rules
 from autopar.runtime.thread_settings import program_settings_here
 from autopar.schedules.schedules import Open
 from autopar.settings import Planned, Settings
-from autopar.trace import BoundArguments, CallSignature, bind_arguments, require_state, trace
 
 
 class ParallelStep:
@@ -128,7 +131,9 @@ class ParallelStep:
     def _plan(self, bound: BoundArguments) -> Planned:
         key = _key(bound)
         if key not in self._planned:
-            self._planned[key] = self._settings.planned_by_all(trace(self._signature, bound), self._signature.name)
+            traced = trace(self._signature, bound)
+            warn_of_missing_rules([eqn for eqn in traced.program.walk() if eqn.loop is None])
+            self._planned[key] = self._settings.planned_by_all(traced, self._signature.name)
         self._last = self._planned[key]
         return self._last
 

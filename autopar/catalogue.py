@@ -21,7 +21,7 @@ from autopar.errors import ArgumentError
 from autopar.fusion import Traffic
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import KINDS, LayoutSpace, Network
-from autopar.program import Equation
+from autopar.program.program import Equation
 from autopar.rule_book import RuleBook
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import PrimitiveRule, entry_for

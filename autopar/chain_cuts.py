@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.boundary import layer_boundary_p
 from autopar.compat import source_line
 from autopar.errors import ArgumentError, warn
+from autopar.program.layer_boundary import layer_boundary_p
 from autopar.stages import ForwardEquation
 
 SLACK = 0.3

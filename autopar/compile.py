@@ -28,12 +28,13 @@ from autopar.compat import (
 from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan
+from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.step import TracedStep
 from autopar.runtime.processes import absent_like, are_here, as_host, from_host, is_global, is_here
 from autopar.runtime.resharding.reshard import brought_here, reshard
 from autopar.runtime.thread_settings import program_settings_here, under
 from autopar.split_array import SplitArray, SplitSharding, in_pieces, joined, placed_apart, taken_apart
 from autopar.spmd import Assignment, partition_spec, sharded
-from autopar.trace import CallSignature, TracedStep, bind_arguments
 from autopar.weak_types import weakly_typed
 
 

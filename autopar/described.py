@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.avals import itemsize_of
+from autopar.compat import source_line
 from autopar.cost_model.hardware import Cluster
 from autopar.graph import StrategyGraph
 from autopar.intra_op import Choice
@@ -16,8 +17,8 @@ from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS
 from autopar.memory import MemoryModel
 from autopar.plan import CollectivePlan, LiveTensor, Plan, ValuePlan
+from autopar.program.step import Leaf, TracedStep
 from autopar.spmd import Assignment, planned_moves
-from autopar.trace import Leaf, TracedStep, where
 
 
 def described(
@@ -89,7 +90,7 @@ def _collectives(graph: StrategyGraph, assignment: Assignment) -> tuple[tuple[Co
                     planned.move.payload(shape, graph.mesh) * itemsize,
                     planned.trips,
                     f"{planned.aval.dtype}[{','.join(map(str, shape))}]",
-                    where(planned.equation) if planned.equation is not None else "output",
+                    source_line(planned.equation) if planned.equation is not None else "output",
                     each,
                 )
             )

@@ -23,7 +23,7 @@ from autopar.graph import Source, StrategyGraph
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS, Move
 from autopar.operations import Block, Kind, Operation, Value
-from autopar.program import Atom, Equation, Program, fan_out_p
+from autopar.program.program import Atom, Equation, Program, fan_out_p
 from autopar.rules.contraction_orders import Orders
 from autopar.rules.table import Making, entry_for
 from autopar.spmd import Assignment, is_gathered

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.compat import Var
-from autopar.program import Equation, Program
+from autopar.program.program import Equation, Program
+from autopar.program.step import TracedStep
 from autopar.rule_book import RuleBook
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for
-from autopar.trace import TracedStep
 
 ONE_BY_ONE = "one by one"
 """In place of a factor: the operation is repeated for each example, or for each of several groups of them."""

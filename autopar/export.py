@@ -20,7 +20,7 @@ from autopar.compile import device_mesh
 from autopar.errors import PlanError
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan, ValuePlan
-from autopar.trace import BoundArguments, CallSignature, bind_arguments, leaf_paths, output_paths, without_static
+from autopar.program.call import BoundArguments, CallSignature, bind_arguments, leaf_paths, output_paths, without_static
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

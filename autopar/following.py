@@ -24,9 +24,9 @@ from autopar.layouts.constraints import Rule
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
 from autopar.pipeline_plan import PipelinePlan
-from autopar.program import Equation, operands_of
+from autopar.program.program import Equation, operands_of
+from autopar.program.step import TracedStep
 from autopar.stacks import ScanCuts, find_stacks
-from autopar.trace import TracedStep
 from autopar.whereabouts import Kinds
 
 _PIECE = re.compile(r"(?P<path>.*)\[(?::, )*(?P<first>\d+):\d+\]")

@@ -30,7 +30,7 @@ import numpy as np
 
 from autopar.avals import bytes_of
 from autopar.compat import Literal, Var
-from autopar.program import Equation, Program
+from autopar.program.program import Equation, Program
 from autopar.rules import by_shape
 from autopar.rules.table import Making, entry_for
 

@@ -24,7 +24,7 @@ from autopar.compat import Literal, Var
 from autopar.cost_model.hardware import Cluster
 from autopar.fusion import Traffic
 from autopar.layouts.mesh import Axes, Layout, LogicalMesh
-from autopar.program import Equation, Program, fan_out_p
+from autopar.program.program import Equation, Program, fan_out_p
 from autopar.rule_book import RuleBook
 from autopar.rules.by_shape import everything_whole
 from autopar.rules.factor_rule import FactorRule

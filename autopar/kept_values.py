@@ -17,7 +17,7 @@ from autopar.avals import itemsize_of
 from autopar.compat import Var
 from autopar.fusion import Kernels
 from autopar.layouts.mesh import Layout
-from autopar.program import Equation, Program
+from autopar.program.program import Equation, Program
 from autopar.rules.table import entry_for
 from autopar.spmd import Assignment
 

@@ -26,13 +26,13 @@ import jax.numpy as jnp
 
 from autopar.avals import bytes_of
 from autopar.compat import Literal, Var, attributed_to
-from autopar.evaluate import bound
 from autopar.layers import cluster
-from autopar.microbatch import retraced
-from autopar.program import Equation, Program, can_be_awaited, operands_of
+from autopar.program.evaluate import bind_equation
+from autopar.program.program import Equation, Program, can_be_awaited, operands_of
+from autopar.program.retrace import retraced
+from autopar.program.step import TracedStep
 from autopar.stacks import forward_work
 from autopar.stages import chain_of
-from autopar.trace import TracedStep
 from autopar.whereabouts import Kinds
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
@@ -141,7 +141,7 @@ class _Evaluation:
                 if v in self.layer_of and v not in again:
                     again.update(_done_again(self.layer_of[v], values, late))
             with attributed_to(eqn):
-                results = bound(eqn, [_value(v, values, again if is_backward else {}) for v in eqn.invars])
+                results = bind_equation(eqn, [_value(v, values, again if is_backward else {}) for v in eqn.invars])
             values.update(zip(eqn.outvars, results, strict=True))
             if is_backward:
                 late = next((values[v] for v in reversed(eqn.outvars) if self._is_late(v)), late)
@@ -160,7 +160,7 @@ def _done_again(layer: Layer, values: Mapping[Var, Any], late: Any) -> dict[Var,
     own = dict(zip(received, jax.lax.optimization_barrier(waiting), strict=False))
     for eqn in layer.equations:
         with attributed_to(eqn):
-            own.update(zip(eqn.outvars, bound(eqn, [_value(v, own, {}) for v in eqn.invars]), strict=True))
+            own.update(zip(eqn.outvars, bind_equation(eqn, [_value(v, own, {}) for v in eqn.invars]), strict=True))
     return {v: own[v] for v in layer.results}
 
 

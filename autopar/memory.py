@@ -27,7 +27,7 @@ from autopar.footprint import Footprint, footprint_of
 from autopar.graph import StrategyGraph
 from autopar.memory_prices import MemoryRow
 from autopar.operations import Value
-from autopar.program import Equation, Program
+from autopar.program.program import Equation, Program
 from autopar.rules.table import Making, entry_for
 from autopar.spmd import Assignment, assign
 from autopar.strategies import ShardingStrategy

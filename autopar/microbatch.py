@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -26,10 +26,11 @@ from autopar.compat import Literal, Var, attributed_to
 from autopar.errors import ArgumentError, warn
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.monoids import COMBINE, neutral_element
-from autopar.program import Equation, program_of
+from autopar.program.program import Equation
+from autopar.program.retrace import retraced
+from autopar.program.step import Leaf, TracedStep
 from autopar.spmd import Lowering, Placed, Scope
 from autopar.time_axis import MixedExamples, Phase, TimePlan, plan_time
-from autopar.trace import Leaf, TracedStep, fingerprint_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -347,23 +348,3 @@ def microbatched(traced: TracedStep, plan: TimePlan) -> TracedStep:
     """The step as one program with the loop inside; see the module's text."""
     loop = TimeLoop(traced, plan)
     return dataclasses.replace(retraced(traced, loop.inputs(), loop.run), microbatches=plan.microbatches)
-
-
-def retraced(traced: TracedStep, leaves: Sequence[Leaf], run: Callable[..., Any]) -> TracedStep:
-    """The step computed by another function of its leaves and constants, which may have other shapes."""
-    avals = [
-        jax.ShapeDtypeStruct(leaf.shape, var.aval.dtype, weak_type=bool(getattr(var.aval, "weak_type", False)))
-        for leaf, var in zip(leaves, traced.program.invars, strict=True)
-    ]
-    program, constants = program_of(jax.make_jaxpr(run)(*avals))
-    added = tuple(
-        Leaf(f"constant/{len(traced.constants) + i}", "const", tuple(v.aval.shape), v.aval.dtype)
-        for i, v in enumerate(program.invars[len(leaves) :])
-    )
-    return dataclasses.replace(
-        traced,
-        program=program,
-        constants=(*traced.constants, *constants),
-        inputs=(*leaves, *added),
-        fingerprint=fingerprint_of(program),
-    )

@@ -21,10 +21,10 @@ from autopar.layer_recompute import recomputed_step
 from autopar.microbatch import in_microbatches, microbatch_counts, microbatched
 from autopar.plan import Alternative, Plan
 from autopar.planner import PlanRequest, plan_step
+from autopar.program.step import TracedStep
 from autopar.schedules.schedules import Open, Recompute
 from autopar.spmd import Assignment
 from autopar.time_axis import MixedExamples, plan_time
-from autopar.trace import TracedStep
 
 DEAR = 0.2
 """What part of a step's time without limit a limit may cost before other ways to meet it are looked for."""

@@ -24,10 +24,10 @@ from autopar.one_mesh import OneMeshStep, plan_on_one_mesh, state_is_too_large
 from autopar.pipeline_planner import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.plan import Alternative, Plan
 from autopar.planner import PlanRequest
+from autopar.program.step import TracedStep
 from autopar.spmd import Assignment
 from autopar.submeshes import machine_shape
 from autopar.timetables import WORTH
-from autopar.trace import TracedStep
 
 SURELY_SLOWER = 1.3
 """One stage over several nodes is not planned if the sum of its layers exceeds the best stages by this factor."""

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from autopar.compat import Literal, Var, attributed_to, name_stack
-from autopar.evaluate import bound
 from autopar.layouts.mesh import LogicalMesh
 from autopar.layouts.monoids import COMBINE
-from autopar.program import Equation, Program, fan_out_p
+from autopar.program.evaluate import bind_equation
+from autopar.program.program import Equation, Program, fan_out_p
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.on_shard import LocalCall
 from autopar.rules.table import entry_for, rule_for
@@ -45,7 +45,7 @@ class Divided:
 
     def of_size(self, size: int) -> tuple[int, ...]:
         """The bounds along a dimension of this size, of which the layers are the major factor."""
-        return tuple(bound * size // self.stack.length for bound in self.bounds)
+        return tuple(bind_equation * size // self.stack.length for bind_equation in self.bounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ def evaluate(eqn: Equation, values: Values) -> None:
             if factor is not None:
                 _in_pieces(eqn, rule, factor, divided, values)
                 return
-    results = bound(eqn, [values.whole(atom) for atom in eqn.invars])
+    results = bind_equation(eqn, [values.whole(atom) for atom in eqn.invars])
     for v, array in zip(eqn.outvars, results, strict=True):
         values.set_whole(v, array)
 
@@ -193,7 +193,7 @@ def _scan_in_ranges(eqn: Equation, divided: Divided, values: Values) -> None:
         given = [jnp.zeros_like(x) if i in adds and place else x for i, x in enumerate(carry)]
         begin, end = divided.ranges[k]
         shorter = {"length": end - begin, "unroll": min(eqn.params["unroll"], end - begin)}
-        outs = bound(eqn, [*consts, *given, *(parts[k] for parts in stacks)], **shorter)
+        outs = bind_equation(eqn, [*consts, *given, *(parts[k] for parts in stacks)], **shorter)
         carry, made[k] = list(outs[: loop.carries]), outs[loop.carries :]
         totals = [totals[i] + x if i in adds and place else x for i, x in enumerate(carry)]
     for v, total in zip(eqn.outvars, totals, strict=False):

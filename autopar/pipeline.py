@@ -23,6 +23,8 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.pipeline_planner import schedule_of
 from autopar.pipeline_tasks import PlannedStage, pipeline_tasks
 from autopar.process_parts import PipelineProcesses, brought
+from autopar.program.call import CallSignature
+from autopar.program.step import TracedStep
 from autopar.runtime.driver import Driver
 from autopar.runtime.processes import absent_like
 from autopar.runtime.resharding.reshard import brought_here
@@ -37,7 +39,6 @@ from autopar.split_scans import SplitStep
 from autopar.staging import Staged
 from autopar.step_inputs import StepInputs
 from autopar.task_links import linked
-from autopar.trace import CallSignature, TracedStep
 from autopar.transfers import Transfers
 
 

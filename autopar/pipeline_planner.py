@@ -21,6 +21,7 @@ from autopar.microbatch import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import Alternative
 from autopar.planner import PlanRequest
+from autopar.program.step import TracedStep
 from autopar.schedules.check import microbatches_in_flight
 from autopar.schedules.in_flight import InFlight
 from autopar.schedules.instructions import Run
@@ -41,7 +42,6 @@ from autopar.staging import (
 )
 from autopar.submeshes import machine_shape
 from autopar.timetables import Timetable, counts_around, timetables, usual_microbatches
-from autopar.trace import TracedStep
 from autopar.whereabouts import takes_gradients
 
 ONCE = ("update", "weights")

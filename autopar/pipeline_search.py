@@ -30,13 +30,13 @@ from autopar.pipeline_planner import (
 )
 from autopar.plan import Alternative
 from autopar.planner import PlanRequest
+from autopar.program.step import TracedStep
 from autopar.schedules.schedules import make_schedule
 from autopar.split_scans import split_scans
 from autopar.stacks import cuts_for_stages
 from autopar.stages import forward_chain
 from autopar.staging import Staged, divided_loop
 from autopar.timetables import WORTH, Timetable, latency_share, seconds_at
-from autopar.trace import TracedStep
 
 
 def best_pipeline(

@@ -26,7 +26,7 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.memory import TEMPORARIES_MARGIN
 from autopar.microbatch import TimeLoop
 from autopar.planner import PlanRequest, logical_meshes
-from autopar.program import Program
+from autopar.program.program import Program
 from autopar.side_work import side_by_side
 from autopar.stage_problem import ChosenStage
 from autopar.stage_program import StageProgram, stage_program

@@ -29,9 +29,9 @@ from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import all_layouts
 from autopar.memory import MemoryModel, Streams
 from autopar.plan import Candidate, Plan, ValuePlan
+from autopar.program.step import Leaf, TracedStep
 from autopar.refusals import NothingFits, out_of_memory
 from autopar.spmd import Assignment, assign, copy_span_of
-from autopar.trace import Leaf, TracedStep
 
 MEMORY_ROUNDS = 6
 """How often the memory limit is tightened before a step counts as too large."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.compat import Literal, Var
-from autopar.program import Equation
+from autopar.program.program import Equation
 from autopar.stages import Piece, PieceName, StageCut
 
 

@@ -34,10 +34,11 @@ from autopar.pipeline_planner import PipelineWishes, restore_pipeline
 from autopar.pipeline_search import best_pipeline
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, logical_meshes, restore
+from autopar.program.call import CallSignature
+from autopar.program.step import TracedStep, require_examples
 from autopar.schedules.schedules import Open, Recompute
 from autopar.spmd import Assignment
 from autopar.staging import Staged
-from autopar.trace import CallSignature, TracedStep, require_examples
 from autopar.whereabouts import takes_gradients
 
 

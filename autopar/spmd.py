@@ -23,7 +23,7 @@ from autopar.graph import Source, StrategyGraph
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import Move
 from autopar.layouts.perform import after_value, perform_move
-from autopar.program import Atom, Equation, Program
+from autopar.program.program import Atom, Equation, Program
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.on_shard import LocalCall
 from autopar.rules.table import entry_for

@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autopar.boundary import layer_boundary_p
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
-from autopar.program import Equation
+from autopar.program.layer_boundary import layer_boundary_p
+from autopar.program.program import Equation
+from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule, Operand
 from autopar.rules.table import flops_of, rule_for
-from autopar.trace import TracedStep
 from autopar.whereabouts import Kinds
 
 Node = tuple[Var, int] | Equation

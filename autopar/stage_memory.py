@@ -18,7 +18,7 @@ import numpy as np
 from autopar.avals import itemsize_of
 from autopar.compat import Literal, Var
 from autopar.plan import Plan
-from autopar.program import Equation
+from autopar.program.program import Equation
 from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.schedules import TaskKind
 from autopar.spmd import Assignment, Lowering

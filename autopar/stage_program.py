@@ -23,10 +23,11 @@ from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.layouts.mesh import Layout
 from autopar.microbatch import StepLowering, TimeLoop
-from autopar.program import program_of, task_scope
+from autopar.program.fingerprint import fingerprint_of
+from autopar.program.from_jaxpr import program_of, task_scope
+from autopar.program.step import Leaf, TracedStep
 from autopar.spmd import Placed, Scope
 from autopar.stages import Piece, PieceName, StageCut
-from autopar.trace import Leaf, TracedStep, fingerprint_of
 
 Source = Literal["leaf", "lent", "rows", "received", "exchanged", "constant"]
 PROLOGUE = "prologue"

@@ -29,7 +29,7 @@ from autopar.compat import Var, source_line
 from autopar.errors import PlanError
 from autopar.microbatch import TimeLoop
 from autopar.pieces import Piece, PieceName, StageCut, is_costly
-from autopar.program import Equation, operands_of
+from autopar.program.program import Equation, operands_of
 from autopar.rules.table import flops_of
 from autopar.updates import Updates
 from autopar.whereabouts import Kinds, Whereabouts

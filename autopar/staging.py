@@ -26,7 +26,8 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop, planned_time
 from autopar.plan import Plan, ValuePlan
 from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
-from autopar.program import Equation
+from autopar.program.program import Equation
+from autopar.program.step import Leaf, TracedStep
 from autopar.recompute import recomputed
 from autopar.schedules.in_flight import InFlight
 from autopar.side_work import side_by_side
@@ -38,7 +39,6 @@ from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import StageCut, cut_stages, forward_chain, place_stages
 from autopar.task_memory import TaskMemories
 from autopar.time_axis import MixedExamples, Phase
-from autopar.trace import Leaf, TracedStep
 
 MEMORY_ROUNDS = 4
 """How often a stage is planned again for the microbatches in flight before it counts as too large."""

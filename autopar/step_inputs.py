@@ -18,11 +18,11 @@ from jax.sharding import NamedSharding
 
 from autopar.compat import Var, as_it_is_now, without_explicit_axes
 from autopar.pipeline_tasks import Item, PipelineTasks
+from autopar.program.step import TracedStep
 from autopar.runtime.processes import are_here, from_host
 from autopar.schedules.instructions import Value
 from autopar.spmd import partition_spec
 from autopar.task_cuts import Ref
-from autopar.trace import TracedStep
 
 Key = tuple[int, Value]
 """Where the driver is handed something: the mesh and the value."""

@@ -19,7 +19,7 @@ from autopar.cost_model.hardware import PRESETS
 from autopar.errors import ArgumentError
 from autopar.graph import build_graph
 from autopar.layouts.mesh import LogicalMesh
-from autopar.program import program_of
+from autopar.program.from_jaxpr import program_of
 from autopar.spmd import Assignment, assign, sharded
 
 

@@ -37,13 +37,13 @@ from autopar.deep import ChoiceProblem
 from autopar.examples import ONE_BY_ONE, example_factors
 from autopar.graph import Node, StrategyGraph, Use, build_graph
 from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.program import Equation
+from autopar.program.program import Equation
+from autopar.program.step import TracedStep
 from autopar.rule_book import RuleBook
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for, flops_of, has_rule
 from autopar.spmd import Assignment, assign
 from autopar.strategies import ShardingStrategy
-from autopar.trace import TracedStep
 
 Phase = Literal["prologue", "body", "epilogue"]
 

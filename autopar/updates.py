@@ -13,7 +13,7 @@ from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.microbatch import TimeLoop
 from autopar.pieces import PieceName
-from autopar.program import Equation, operands_of
+from autopar.program.program import Equation, operands_of
 
 SCALAR_BYTES = 8
 """Values of at most this size follow what they are computed from."""

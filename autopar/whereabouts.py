@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from autopar.compat import Var, name_stack
 from autopar.microbatch import TimeLoop
 from autopar.pieces import PieceName, is_costly
-from autopar.program import Equation, operands_of
-from autopar.trace import TracedStep
+from autopar.program.program import Equation, operands_of
+from autopar.program.step import TracedStep
 
 
 def _is_transposed(eqn: Equation) -> bool:

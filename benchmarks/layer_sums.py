@@ -31,7 +31,8 @@ from autopar.layouts.constraints import Constraints
 from autopar.models import registry
 from autopar.pipeline_planner import OneStage, PipelineWishes, search_pipeline
 from autopar.planner import PlanRequest
-from autopar.trace import CallSignature, bind_arguments, trace
+from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.trace import trace
 
 SIZES: Mapping[str, Mapping[str, int]] = {
     "gpt": {"layers": 12, "hidden": 1024, "heads": 16, "seq": 512, "batch": 64, "vocab": 32000},

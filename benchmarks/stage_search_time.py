@@ -35,7 +35,8 @@ from autopar.layouts.constraints import Constraints
 from autopar.models import registry
 from autopar.pipeline_planner import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.planner import PlanRequest
-from autopar.trace import CallSignature, bind_arguments, trace
+from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.trace import trace
 
 SIZES = {"seq": 1024, "vocab": 51200, "dropout": 0.0}
 HEAD = 128

@@ -415,7 +415,7 @@ def test_a_column_of_the_batch_of_a_type_that_jax_has_not_is_named(kind):
     """Datasets have texts and times beside the numbers."""
     column = np.zeros(16, np.dtype(kind))
     for call in (planned, lambda **given: autopar.parallelize(train_step)(make_state(), given["batch"])):
-        words = f"train_step takes arrays, but batch/text is a ndarray of type {column.dtype}, which JAX has not"
+        words = f"train_step takes arrays, but batch/text is a ndarray with dtype {column.dtype}, which JAX does not support"
         refused(ArgumentError, lambda call=call: call(batch=make_batch() | {"text": column}), words, "or the batch")
 
 
@@ -423,7 +423,7 @@ def test_a_tensor_of_another_library_is_named():
     class Tensor:
         shape, dtype = (16,), "tensors.float32"
 
-    words = "train_step takes arrays, but batch/mask is a Tensor of type tensors.float32, which JAX has not"
+    words = "train_step takes arrays, but batch/mask is a Tensor with dtype tensors.float32, which JAX does not support"
     refused(ArgumentError, lambda: planned(batch=make_batch() | {"mask": Tensor()}), words)
 
 

@@ -17,8 +17,9 @@ from autopar.fusion import ROW_BYTES, traffic_of
 from autopar.layouts.constraints import Constraints, Rule
 from autopar.layouts.mesh import LogicalMesh
 from autopar.planner import PlanRequest, plan_step
-from autopar.program import program_of
-from autopar.trace import CallSignature, bind_arguments, trace
+from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.from_jaxpr import program_of
+from autopar.program.trace import trace
 
 CLUSTER = preset("dgx-a100-80gb")
 ROWS, WIDTH = 256, 512

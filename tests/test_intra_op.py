@@ -21,7 +21,7 @@ from autopar.intra_op import choose, value_of
 from autopar.layouts.mesh import LogicalMesh
 from autopar.memory_prices import MemoryRow
 from autopar.presolve import min_plus, reduce_problem
-from autopar.program import program_of
+from autopar.program.from_jaxpr import program_of
 
 RTOL = 1e-6
 

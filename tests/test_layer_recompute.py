@@ -15,8 +15,9 @@ from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan
 from autopar.planner import PlanRequest, plan_step
-from autopar.program import operands_of
-from autopar.trace import CallSignature, bind_arguments, trace
+from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.program import operands_of
+from autopar.program.trace import trace
 from tests import pipeline_steps, zoo
 from tests.oracles import assert_same_as_jit, assert_trees_close
 

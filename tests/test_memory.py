@@ -23,7 +23,7 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.memory import TEMPORARIES_MARGIN, MemoryModel
 from autopar.models.registry import build
 from autopar.operations import Block, Kind, Operation, Value
-from autopar.program import program_of
+from autopar.program.from_jaxpr import program_of
 from autopar.rules.contraction_orders import of_product
 
 LEAST_RATIO, MOST_RATIO = 0.9, 1.1

@@ -17,11 +17,12 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.models import build
 from autopar.pipeline_planner import PipelineWishes, in_other_schedules, plan_pipeline
 from autopar.planner import PlanRequest
+from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.trace import trace
 from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.schedules import make_schedule
 from autopar.stage_memory import split_in_flight
 from autopar.timetables import Timetable
-from autopar.trace import CallSignature, bind_arguments, trace
 from tests import pipeline_steps
 from tests.live_bytes import LiveBytes
 from tests.test_stage_search import arguments, step, two_nodes

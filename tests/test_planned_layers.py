@@ -14,8 +14,9 @@ from autopar.layer_costs import LayerCosts
 from autopar.layouts.constraints import Constraints
 from autopar.planned_layers import PlannedLayers
 from autopar.planner import PlanRequest
+from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.trace import trace
 from autopar.staging import measured_stage, time_loop
-from autopar.trace import CallSignature, bind_arguments, trace
 from tests.test_stage_search import step
 
 LAYERS = 6

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.program import program_of
+from autopar.program.from_jaxpr import program_of
 from autopar.rule_book import RuleBook
 from autopar.rules.table import flops_of, rule_for
 

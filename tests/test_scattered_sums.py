@@ -12,7 +12,7 @@ from autopar.footprint import footprint_of
 from autopar.graph import build_graph
 from autopar.layouts.mesh import LogicalMesh
 from autopar.operations import Block, Kind, Operation, Value
-from autopar.program import program_of
+from autopar.program.from_jaxpr import program_of
 from autopar.rules.contraction_orders import of_product
 from autopar.scattered_sums import with_scattered_sums
 

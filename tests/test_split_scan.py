@@ -10,15 +10,16 @@ from jax import lax
 import autopar
 from autopar import stacks
 from autopar.compat import Literal, name_stack
-from autopar.evaluate import bound
 from autopar.layouts.allowed import whole_path
 from autopar.merged_scans import merged
+from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.evaluate import bind_equation
+from autopar.program.trace import trace
 from autopar.split_array import in_pieces, joined
 from autopar.split_scans import split_scans
 from autopar.stacks import cuts_for_stages, every_layer, find_stacks
 from autopar.stages import forward_chain
 from autopar.staging import divided_loop
-from autopar.trace import CallSignature, bind_arguments, trace
 from tests import scanned_steps
 from tests.oracles import assert_trees_close
 from tests.pipeline_steps import ROWS, WIDTH, rows, trained_on
@@ -42,7 +43,7 @@ def evaluated(split, state, batch):
             return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
 
         for eqn in step.program.equations:
-            values.update(zip(eqn.outvars, bound(eqn, [read(v) for v in eqn.invars]), strict=True))
+            values.update(zip(eqn.outvars, bind_equation(eqn, [read(v) for v in eqn.invars]), strict=True))
         return [read(v) for v in step.program.outvars]
 
     leaves = in_pieces(jax.tree.leaves((state, batch)), split.inputs)

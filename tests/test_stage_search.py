@@ -19,13 +19,14 @@ from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.pipeline_planner import PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.planned_layers import PlannedLayers
 from autopar.planner import PlanRequest, plan_step
+from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.trace import trace
 from autopar.split_scans import split_scans
 from autopar.stage_search import ROOM, search_stages
 from autopar.stages import cut_stages, forward_chain
 from autopar.staging import loops, time_loop
 from autopar.submeshes import machine_shape
 from autopar.timetables import WORTH, Timetable
-from autopar.trace import CallSignature, bind_arguments, trace
 from tests.oracles import assert_same_as_jit
 
 

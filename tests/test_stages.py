@@ -14,10 +14,11 @@ from autopar.errors import PlanError
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.planner import PlanRequest
+from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.trace import trace
 from autopar.stages import PieceName, check, cut_stages, forward_chain
 from autopar.staging import StageRequest, plan_stages, time_loop
 from autopar.tasks import stage_tasks
-from autopar.trace import CallSignature, bind_arguments, trace
 from tests import pipeline_steps, zoo
 
 MICROBATCHES = 4

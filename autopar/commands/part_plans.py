@@ -29,10 +29,12 @@ from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import KINDS, LOCAL_KINDS
 from autopar.plan import CollectivePlan
 from autopar.planner import PlanRequest, plan_step
-from autopar.program import Equation, fan_out_p
+from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.program import Equation, fan_out_p
+from autopar.program.step import TracedStep
+from autopar.program.trace import trace
 from autopar.rules.table import entry_for
 from autopar.spmd import Assignment, PlannedMove, planned_moves
-from autopar.trace import CallSignature, TracedStep, bind_arguments, trace
 
 _KINDS: dict[str, ExchangeKind] = {
     "all-reduce": "all-reduce",

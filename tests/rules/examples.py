@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.lax import GatherScatterMode
 
 from autopar.compat import Literal
-from autopar.program import program_of
+from autopar.program.from_jaxpr import program_of
 
 
 class Example(NamedTuple):

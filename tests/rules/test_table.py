@@ -25,7 +25,7 @@ from jax.interpreters import mlir
 import autopar
 from autopar.errors import AutoparWarning, RuleError
 from autopar.models import registry
-from autopar.program import program_of
+from autopar.program.from_jaxpr import program_of
 from autopar.rules import on_shard, table
 from autopar.rules.table import RULES, entry_for, register_rule, rule_for
 from autopar.testing import run_with_random_strategies

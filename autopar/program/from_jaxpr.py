@@ -1,91 +1,25 @@
-"""A traced step as a `Program`: flat equations, calls inlined, loops as nested programs.
+"""A jaxpr as a `Program`: calls are inlined, loops and branches opened, values that are read often are fanned out.
 
-In: a ClosedJaxpr. Out: a `Program` that computes the same outputs and is in the form the planner and the lowering share:
-
-    - calls (jit, custom derivatives, recomputation, a branch per platform) are inlined; recomputation keeps its barrier, so
-      that it is not merged with the forward pass, and waits for the cotangents (`Equation.after`), so that it is not done early;
-    - scan, while and cond are equations with nested programs (`regions`); what a nested program closes over is an operand;
-    - a value with several users passes through one `fan_out` equation: the place where it may change layout once for all;
-    - every input of a nested program has exactly one user, a `fan_out`, and every output has a producer of its own.
-
-Values are JAX's Vars and Literals. What can go wrong: a side effect in the program, refused with the user's line.
+In: a closed jaxpr. Out: the program and the values of its constants, which become its last inputs. What can go wrong: an equation
+with a side effect, which is refused with the user's line; code inside a kernel, which is never opened.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core as jex_core
-from jax.extend.core import Primitive
 from jax.lax import optimization_barrier_p
 
 from autopar import compat
 from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
 from autopar.errors import UnsupportedProgramError
-
-fan_out_p = Primitive("fan_out")
-fan_out_p.def_impl(lambda x: x)
-fan_out_p.def_abstract_eval(lambda x: x)
-
-Atom = Any  # Var | Literal
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """Inputs, equations in order, outputs."""
-
-    invars: tuple[Var, ...]
-    equations: tuple[Equation, ...]
-    outvars: tuple[Atom, ...]
-
-    def walk(self) -> Iterator[Equation]:
-        """Every equation, nested ones after the one that holds them."""
-        for eqn in self.equations:
-            yield eqn
-            for region in eqn.regions:
-                yield from region.walk()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Equation:
-    """One operation; quacks like a JaxprEqn. `loop` describes how the operands of nested programs are grouped.
-
-    `task` names the piece of a pipeline stage that the operation belongs to: see `task_scope`. `after`: a value that the
-    operation does not read, and that is there before its results are.
-    """
-
-    primitive: Primitive
-    invars: tuple[Atom, ...]
-    outvars: tuple[Var, ...]
-    params: dict[str, Any]
-    source_info: Any
-    regions: tuple[Program, ...] = ()
-    loop: Loop | None = None
-    task: str = ""
-    after: Var | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Loop:
-    """Control flow: its kind, numbers of constant, carried and stacked operands, and how often its body runs.
-
-    scan: operands are constants, carries, stacks; the one region takes the same, stacks without their leading dimension.
-    while: operands are condition constants, body constants, carries; the regions are condition and body.
-    cond: operands are the branch number and what every branch takes; the regions are the branches.
-    """
-
-    kind: str
-    consts: int = 0
-    carries: int = 0
-    condition_consts: int = 0
-    trips: int = 1
-
+from autopar.program.program import Atom, Equation, Loop, Program, can_be_awaited, fan_out_p, variables_of
 
 CALLS = {
     "jit": "jaxpr",
@@ -105,8 +39,6 @@ SMALL_BYTES = 1024
 """An argument of the program up to this size, such as a random key, also waits at a barrier; larger ones are only kept apart."""
 WHILE_TRIPS = 8
 """What planning assumes of a loop whose length is not known before it runs."""
-
-
 TASK_PREFIX = "autopar task "
 
 
@@ -129,7 +61,7 @@ def program_of(closed: Any, *, pruned: bool = False) -> tuple[Program, tuple[Any
     constants = list(compat.constants_of(closed))
     jaxpr = compat.open_jaxpr(closed)
     jaxpr = compat.eliminate_dead_code(jaxpr) if pruned else jaxpr
-    builder = _Builder()
+    builder = _ProgramBuilder()
     fresh = [Var(v.aval) for v in jaxpr.invars]
     constvars = [Var(v.aval) for v in jaxpr.constvars]
     builder.constants.extend(zip(constvars, constants, strict=True))
@@ -164,7 +96,7 @@ def _called(eqn: JaxprEqn) -> Any:
     return eqn.params["branches"][platforms.index(None)]
 
 
-class _Builder:
+class _ProgramBuilder:
     """Equations of one scope while jaxprs are inlined into it."""
 
     def __init__(self) -> None:
@@ -240,7 +172,7 @@ class _Builder:
     def region(self, closed: Any) -> tuple[Program, list[Var]]:
         """(nested program, outer constants it closes over, which are its first inputs)."""
         jaxpr = compat.open_jaxpr(closed)
-        inner = _Builder()
+        inner = _ProgramBuilder()
         args = [Var(v.aval) for v in jaxpr.invars]
         outs = inner.inline(jaxpr, inner._constants(closed), args)
         captured = [v for v, _ in inner.constants]
@@ -249,14 +181,18 @@ class _Builder:
         return Program((*captured, *args), tuple(inner.equations), tuple(outs)), outer
 
 
-def _open_scan(builder: _Builder, eqn: JaxprEqn, operands: list[Atom]) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
+def _open_scan(
+    builder: _ProgramBuilder, eqn: JaxprEqn, operands: list[Atom]
+) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
     consts, carries = compat.scan_counts(eqn.params)
     body, captured = builder.region(eqn.params["jaxpr"])
     loop = Loop("scan", len(captured) + consts, carries, trips=eqn.params["length"])
     return loop, [*captured, *operands], (body,)
 
 
-def _open_while(builder: _Builder, eqn: JaxprEqn, operands: list[Atom]) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
+def _open_while(
+    builder: _ProgramBuilder, eqn: JaxprEqn, operands: list[Atom]
+) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
     cond_n, body_n = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     condition, cond_captured = builder.region(eqn.params["cond_jaxpr"])
     body, body_captured = builder.region(eqn.params["body_jaxpr"])
@@ -267,7 +203,9 @@ def _open_while(builder: _Builder, eqn: JaxprEqn, operands: list[Atom]) -> tuple
     return loop, [*cond_consts, *body_consts, *carries], (condition, body)
 
 
-def _open_cond(builder: _Builder, eqn: JaxprEqn, operands: list[Atom]) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
+def _open_cond(
+    builder: _ProgramBuilder, eqn: JaxprEqn, operands: list[Atom]
+) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
     opened = [builder.region(branch) for branch in eqn.params["branches"]]
     captured = [v for _, outer in opened for v in outer]
     regions, start = [], 0
@@ -296,8 +234,8 @@ def _without_dead_code(program: Program) -> Program:
 def _with_fan_outs(program: Program, *, around: Equation | None = None) -> Program:
     """Insert `fan_out` equations; see the module's text for where. `around`: the loop that a nested program is of."""
     nested = around is not None
-    uses = Counter(v for eqn in program.equations for v in set(_variables(eqn.invars)))
-    uses.update(_variables(program.outvars))
+    uses = Counter(v for eqn in program.equations for v in set(variables_of(eqn.invars)))
+    uses.update(variables_of(program.outvars))
     renamed: dict[Var, Var] = {}
     equations: list[Equation] = []
 
@@ -328,17 +266,3 @@ def _with_fan_outs(program: Program, *, around: Equation | None = None) -> Progr
             atom = copy
         outvars.append(atom)
     return Program(program.invars, tuple(equations), tuple(outvars))
-
-
-def can_be_awaited(v: Var) -> bool:
-    """Whether it has elements, and they are real numbers."""
-    return bool(v.aval.size) and jnp.issubdtype(v.aval.dtype, jnp.floating)
-
-
-def _variables(atoms: Sequence[Atom]) -> list[Var]:
-    return [v for v in atoms if not isinstance(v, Literal)]
-
-
-def operands_of(eqn: Equation) -> list[Var]:
-    """The operands that are not literals."""
-    return [v for v in eqn.invars if not isinstance(v, Literal)]

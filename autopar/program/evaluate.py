@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.compat import open_jaxpr, scan_counts
-from autopar.program import Equation, fan_out_p
+from autopar.program.program import Equation, fan_out_p
 
 
-def bound(eqn: Equation, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
+def bind_equation(eqn: Equation, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
     """The results of an equation on the values of its operands, with some parameters changed.
 
     A nested program takes what it closes over from the equation's own parameters.

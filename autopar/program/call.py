@@ -1,0 +1,133 @@
+"""The arguments of one call of a step: which are static, which the batch, and the path of each leaf.
+
+In: a `CallSignature`, what the user said of the step's arguments, and the arguments of a call. Out: `BoundArguments`. What can go
+wrong: numbers of arguments that the step lacks, and static values that cannot be hashed; each error names the argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+
+from autopar.errors import ArgumentError
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSignature:
+    """How a step's arguments are read: which are batch, static, donated."""
+
+    fun: Callable[..., Any]
+    batch_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    donate_argnums: tuple[int, ...] | Literal["auto"]
+
+    @property
+    def name(self) -> str:
+        """The step's name for messages."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BoundArguments:
+    """Arguments of one call: static values by position, and the tree of the others as (positional, keyword)."""
+
+    static: tuple[tuple[int, Any], ...]
+    dynamic: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+def bind_arguments(signature: CallSignature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:
+    """Sort a call's arguments; keywords that name positional parameters take their positions."""
+    args, kwargs, names = _positions(signature.fun, tuple(args), dict(kwargs))
+    _refuse_bad_numbers(signature, max(len(args), len(names)))
+    all_names = (*names, *(f"arg{i}" for i in range(len(names), len(args))))
+    static = tuple((i, args[i]) for i in signature.static_argnums if i < len(args))
+    _refuse_unhashable(signature, static, all_names)
+    numbers = tuple(i for i in range(len(args)) if i not in signature.static_argnums)
+    return BoundArguments(
+        static, tuple(args[i] for i in numbers), kwargs, numbers, tuple(all_names[i] for i in numbers)
+    )
+
+
+def _refuse_bad_numbers(signature: CallSignature, count: int) -> None:
+    """Every argument number must be one of the step's; batch_argnums=(1,) is the default and holds where there is one."""
+    donate = () if signature.donate_argnums == "auto" else signature.donate_argnums
+    given = {
+        "batch_argnums": signature.batch_argnums,
+        "static_argnums": signature.static_argnums,
+        "donate_argnums": donate,
+    }
+    wrong = [
+        f"{what}={numbers}"
+        for what, numbers in given.items()
+        if any(i < 0 or i >= count for i in numbers) and (what, numbers) != ("batch_argnums", (1,))
+    ]
+    if wrong:
+        raise ArgumentError(
+            f"{', '.join(wrong)}: {signature.name} has {count} positional arguments, numbered from 0"
+            + (f" to {count - 1}" if count else "")
+        )
+
+
+def _refuse_unhashable(signature: CallSignature, static: Sequence[tuple[int, Any]], names: Sequence[str]) -> None:
+    wrong = []
+    for number, value in static:
+        try:
+            hash(value)
+        except TypeError:
+            wrong.append(f"argument {number} ({names[number]!r}) is a {type(value).__name__}")
+    if wrong:
+        raise ArgumentError(
+            f"static_argnums={signature.static_argnums}: {'; '.join(wrong)}, which cannot be hashed. A static value is part of "
+            f"what {signature.name} is compiled for, so it must be hashable: pass a tuple instead of a list, and leave arrays "
+            "out of static_argnums."
+        )
+
+
+def _positions(
+    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]:
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return args, kwargs, ()
+    positional = [
+        p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    while len(args) < len(positional) and positional[len(args)] in kwargs:
+        args = (*args, kwargs.pop(positional[len(args)]))
+    return args, kwargs, tuple(positional)
+
+
+def without_static(fun: Callable[..., Any], bound: BoundArguments) -> Callable[..., Any]:
+    """The function of the arguments that are not static."""
+
+    def call(*dynamic: Any, **kwargs: Any) -> Any:
+        args: dict[int, Any] = dict(bound.static) | dict(zip(bound.numbers, dynamic, strict=True))
+        return fun(*(args[i] for i in sorted(args)), **kwargs)
+
+    return call
+
+
+def join_path(head: str, path: Sequence[Any]) -> str:
+    tail = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+    return f"{head}/{tail}" if tail else head
+
+
+def leaf_paths(bound: BoundArguments) -> list[str]:
+    """`argument/key/key` of every leaf of the arguments, in order."""
+    paths = []
+    for name, value in (*zip(bound.names, bound.dynamic, strict=True), *sorted(bound.kwargs.items())):
+        paths += [join_path(name, path) for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
+    return paths
+
+
+def output_paths(results: Any) -> list[str]:
+    """`output/key/key` of every leaf of the results, in order."""
+    return [join_path("output", path) for path, _ in jax.tree_util.tree_flatten_with_path(results)[0]]

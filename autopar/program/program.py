@@ -1,0 +1,95 @@
+"""A traced step as a `Program`: flat equations, calls inlined, loops as nested programs.
+
+In: a ClosedJaxpr. Out: a `Program` that computes the same outputs and is in the form the planner and the lowering share:
+
+    - calls (jit, custom derivatives, recomputation, a branch per platform) are inlined; recomputation keeps its barrier, so
+      that it is not merged with the forward pass, and waits for the cotangents (`Equation.after`), so that it is not done early;
+    - scan, while and cond are equations with nested programs (`regions`); what a nested program closes over is an operand;
+    - a value with several users passes through one `fan_out` equation: the place where it may change layout once for all;
+    - every input of a nested program has exactly one user, a `fan_out`, and every output has a producer of its own.
+
+Values are JAX's Vars and Literals. What can go wrong: a side effect in the program, refused with the user's line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+
+from autopar.compat import Literal, Var
+
+fan_out_p = Primitive("fan_out")
+fan_out_p.def_impl(lambda x: x)
+fan_out_p.def_abstract_eval(lambda x: x)
+
+Atom = Any  # Var | Literal
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """Inputs, equations in order, outputs."""
+
+    invars: tuple[Var, ...]
+    equations: tuple[Equation, ...]
+    outvars: tuple[Atom, ...]
+
+    def walk(self) -> Iterator[Equation]:
+        """Every equation, nested ones after the one that holds them."""
+        for eqn in self.equations:
+            yield eqn
+            for region in eqn.regions:
+                yield from region.walk()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """One operation; quacks like a JaxprEqn. `loop` describes how the operands of nested programs are grouped.
+
+    `task` names the piece of a pipeline stage that the operation belongs to: see `task_scope`. `after`: a value that the
+    operation does not read, and that is there before its results are.
+    """
+
+    primitive: Primitive
+    invars: tuple[Atom, ...]
+    outvars: tuple[Var, ...]
+    params: dict[str, Any]
+    source_info: Any
+    regions: tuple[Program, ...] = ()
+    loop: Loop | None = None
+    task: str = ""
+    after: Var | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Control flow: its kind, numbers of constant, carried and stacked operands, and how often its body runs.
+
+    scan: operands are constants, carries, stacks; the one region takes the same, stacks without their leading dimension.
+    while: operands are condition constants, body constants, carries; the regions are condition and body.
+    cond: operands are the branch number and what every branch takes; the regions are the branches.
+    """
+
+    kind: str
+    consts: int = 0
+    carries: int = 0
+    condition_consts: int = 0
+    trips: int = 1
+
+
+def can_be_awaited(v: Var) -> bool:
+    """Whether it has elements, and they are real numbers."""
+    return bool(v.aval.size) and jnp.issubdtype(v.aval.dtype, jnp.floating)
+
+
+def variables_of(atoms: Sequence[Atom]) -> list[Var]:
+    """Those that are no literals."""
+    return [v for v in atoms if not isinstance(v, Literal)]
+
+
+def operands_of(eqn: Equation) -> list[Var]:
+    """The operands that are not literals."""
+    return variables_of(eqn.invars)

@@ -1,0 +1,101 @@
+"""A traced step: its program, its leaves with paths and roles, and which output takes which state leaf's place.
+
+Data alone: `trace.py` makes it, passes rewrite it. `require_state` and `require_examples` refuse steps that
+lack what a wish needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+
+from autopar.errors import ArgumentError
+from autopar.layouts.constraints import HOW_A_BATCH_IS_GIVEN
+from autopar.program.program import Program
+
+Role = Literal["state", "batch", "other", "const", "output"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One input or output array: its path, role, shape and type.
+
+    A leaf that enters as `microbatches` slices has a leading dimension of that size, which the caller's array lacks. If it is
+    `streamed`, slices come and go one by one, and never are all there. Of outputs it is kept whether they are weakly typed, of
+    the batch which leaves all examples share.
+    """
+
+    path: str
+    role: Role
+    shape: tuple[int, ...]
+    dtype: Any
+    donated: bool = False
+    microbatches: int = 1
+    streamed: bool = False
+    weak_type: bool = False
+    shared: bool = False
+
+    @property
+    def given_shape(self) -> tuple[int, ...]:
+        """The shape of the caller's array."""
+        if self.microbatches == 1 or len(self.shape) == 1:
+            return self.shape
+        return (self.microbatches * self.shape[1], *self.shape[2:])
+
+    @property
+    def one(self) -> Leaf:
+        """The leaf as one microbatch sees it."""
+        return self if self.microbatches == 1 else dataclasses.replace(self, shape=self.shape[1:], microbatches=1)
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        """Shape and type as JAX writes them."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedStep:
+    """See the module's text. `constants` are the values of the program's last inputs, leaves of role const."""
+
+    program: Program
+    constants: tuple[Any, ...]
+    in_tree: Any
+    out_tree: Any
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    state_of_output: tuple[int | None, ...]
+    fingerprint: str
+    microbatches: int = 1
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """The leaves of the batch, by number, that all examples share."""
+        return frozenset(i for i, leaf in enumerate(self.inputs) if leaf.shared)
+
+
+def require_state(traced: TracedStep, name: str) -> None:
+    """Raise ArgumentError if the step returns none of its arguments."""
+    if not any(leaf.role == "state" for leaf in traced.inputs):
+        raise ArgumentError(
+            f"{name} does not return its state: no output has the structure, shapes and types of an argument, so there is no "
+            "state to keep on the devices between steps. A train step returns the new state, e.g. `return state, loss`."
+        )
+
+
+def require_examples(traced: TracedStep, wish: str, *, at_least: int) -> None:
+    """Raise ArgumentError if no leaf of the batch has so many examples, which the wish needs; see `HOW_A_BATCH_IS_GIVEN`."""
+    batch = [leaf for leaf in traced.inputs if leaf.role == "batch"]
+    if any(leaf.shape and leaf.shape[0] >= at_least for leaf in batch):
+        return
+    if batch:
+        listed = ", ".join(f"{leaf.path} has shape {leaf.shape}" for leaf in batch[:4])
+        raise ArgumentError(
+            f"{wish} needs a batch of {at_least} or more examples, along the leading dimension of its arrays, but {listed}"
+        )
+    others = [leaf.path for leaf in traced.inputs if leaf.role != "const"]
+    listed = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+    raise ArgumentError(
+        f"{wish} needs a batch, and none of the arrays that the step takes ({listed or 'none'}) is in one. {HOW_A_BATCH_IS_GIVEN}"
+    )

@@ -1,0 +1,90 @@
+"""From a step function to a `TracedStep`: the program, its leaves by name, and the role of each.
+
+In: a Python function and its arguments, arrays or `jax.ShapeDtypeStruct`s. Out: a frozen `TracedStep`: the program, the trees
+of arguments and results, for each input leaf its path (`argument/key/key`), role (state, batch or other) and whether it is
+donated, and which output takes which state leaf's place. An argument is state if the step returns a value of the same
+structure, shapes and types, as train steps do. What can go wrong: leaves that are not arrays, side effects, a donated argument
+that the step does not return; each is an error in the user's own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.collector import spared_collector
+from autopar.errors import ArgumentError
+from autopar.program.call import BoundArguments, CallSignature, leaf_paths, output_paths, without_static
+from autopar.program.fingerprint import fingerprint_of
+from autopar.program.from_jaxpr import program_of
+from autopar.program.roles import donated_arguments, dtype_of, input_leaves, outputs_of_state, returned_arguments
+from autopar.program.step import Leaf, TracedStep
+
+
+@spared_collector()
+def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
+    """Trace the step; see the module's text. Raises ArgumentError, UnsupportedProgramError."""
+    leaves, in_tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
+    paths = leaf_paths(bound)
+    _refuse_non_arrays(signature, paths, leaves)
+    closed, out_shape = jax.make_jaxpr(without_static(signature.fun, bound), return_shape=True)(
+        *_abstract(bound.dynamic), **_abstract(dict(bound.kwargs))
+    )
+    program, constants = program_of(closed, pruned=True)
+    out_leaves, out_tree = jax.tree_util.tree_flatten(out_shape)
+    state = returned_arguments(bound, out_shape)
+    donated = donated_arguments(signature, bound, state, out_shape)
+    inputs = input_leaves(signature, bound, paths, program, state, donated)
+    consts = tuple(
+        Leaf(f"constant/{i}", "const", tuple(v.aval.shape), v.aval.dtype)
+        for i, v in enumerate(program.invars[len(leaves) :])
+    )
+    state_of_output = outputs_of_state(bound, state, out_leaves)
+    outputs = tuple(
+        Leaf(p, "output", tuple(x.shape), x.dtype, weak_type=bool(x.weak_type))
+        for p, x in zip(output_paths(out_shape), out_leaves, strict=True)
+    )
+    return TracedStep(
+        program, constants, in_tree, out_tree, (*inputs, *consts), outputs, state_of_output, fingerprint_of(program)
+    )
+
+
+def _abstract(tree: Any) -> Any:
+    """Leaves as abstract values, so that tracing touches no device; Python numbers stay weakly typed."""
+
+    def leaf(x: Any) -> Any:
+        if isinstance(x, (bool, int, float, complex)):
+            return x
+        weak = bool(getattr(x, "weak_type", False))
+        # JAX 0.12 warns of types that it makes narrower; what comes from NumPy it takes as narrow without a word.
+        dtype = jax.typeof(x).dtype if isinstance(x, (np.ndarray, np.generic)) else x.dtype
+        return jax.ShapeDtypeStruct(np.shape(x), dtype, weak_type=weak)
+
+    return jax.tree.map(leaf, tree)
+
+
+def _refuse_non_arrays(signature: CallSignature, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    wrong = [
+        f"{path} is a {type(leaf).__name__} ({str(leaf)[:40]!r})"
+        for path, leaf in zip(paths, leaves, strict=True)
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (bool, int, float, complex))
+    ]
+    for path, leaf in zip(paths, leaves, strict=True):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not _has_a_type_of_jax(leaf):
+            wrong.append(f"{path} is a {type(leaf).__name__} with dtype {leaf.dtype}, which JAX does not support")
+    if wrong:
+        raise ArgumentError(
+            f"{signature.name} takes arrays, but {'; '.join(wrong)}. Pass such values with static_argnums, close over them, "
+            "or take them out of the state or the batch."
+        )
+
+
+def _has_a_type_of_jax(leaf: Any) -> bool:
+    try:
+        jax.typeof(leaf) if isinstance(leaf, np.ndarray) else dtype_of(leaf)
+    except TypeError:
+        return False
+    return True
