@@ -25,10 +25,10 @@ from autopar.compat import Literal, Var
 from autopar.device_program import DeviceProgram, device_program
 from autopar.footprint import Footprint, footprint_of
 from autopar.graph import StrategyGraph
-from autopar.memory_prices import MemoryRow
 from autopar.operations import Value
 from autopar.program.program import Equation, Program
 from autopar.rules.table import Making, entry_for
+from autopar.solver.memory_prices import MemoryRow
 from autopar.spmd import Assignment, assign
 from autopar.strategies import ShardingStrategy
 

@@ -45,7 +45,7 @@ class Divided:
 
     def of_size(self, size: int) -> tuple[int, ...]:
         """The bounds along a dimension of this size, of which the layers are the major factor."""
-        return tuple(bind_equation * size // self.stack.length for bind_equation in self.bounds)
+        return tuple(bound * size // self.stack.length for bound in self.bounds)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,12 +17,10 @@ import numpy as np
 
 from autopar.catalogue import Catalogues, PlannerOptions
 from autopar.cost_model.hardware import Cluster
-from autopar.deep import ChoiceProblem
 from autopar.described import described
 from autopar.errors import ConstraintError, PlanError, warn
 from autopar.graph import BatchSplit, StrategyGraph, build_graph
-from autopar.interchange import class_numbers, equal_axes
-from autopar.intra_op import Choice
+from autopar.intra_op.equal_axes import class_numbers, equal_axes
 from autopar.layouts.allowed import allowed_layouts, batch_axes
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import Layout, LogicalMesh
@@ -31,6 +29,8 @@ from autopar.memory import MemoryModel, Streams
 from autopar.plan import Candidate, Plan, ValuePlan
 from autopar.program.step import Leaf, TracedStep
 from autopar.refusals import NothingFits, out_of_memory
+from autopar.solver.repeated_layers import ChoiceProblem
+from autopar.solver.solve import Choice
 from autopar.spmd import Assignment, assign, copy_span_of
 
 MEMORY_ROUNDS = 6

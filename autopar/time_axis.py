@@ -33,7 +33,6 @@ from autopar.catalogue import Catalogue, PlannerOptions
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.cost_model.hardware import Cluster
-from autopar.deep import ChoiceProblem
 from autopar.examples import ONE_BY_ONE, example_factors
 from autopar.graph import Node, StrategyGraph, Use, build_graph
 from autopar.layouts.mesh import Layout, LogicalMesh
@@ -42,6 +41,7 @@ from autopar.program.step import TracedStep
 from autopar.rule_book import RuleBook
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for, flops_of, has_rule
+from autopar.solver.repeated_layers import ChoiceProblem
 from autopar.spmd import Assignment, assign
 from autopar.strategies import ShardingStrategy
 

@@ -116,6 +116,7 @@ def without_static(fun: Callable[..., Any], bound: BoundArguments) -> Callable[.
 
 
 def join_path(head: str, path: Sequence[Any]) -> str:
+    """`head/key/key` of a leaf whose path in a tree is `path`."""
     tail = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
     return f"{head}/{tail}" if tail else head
 

@@ -26,6 +26,7 @@ SMALL = 1 / 16
 
 
 def shapes_of(tree: Any) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each leaf."""
     return [(tuple(np.shape(x)), str(dtype_of(x))) for x in jax.tree.leaves(tree)]
 
 

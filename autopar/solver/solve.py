@@ -4,8 +4,8 @@ In: a `StrategyGraph`, and the live sets of memory with their limit. Out: a `Cho
 and a proven lower bound. In order, each step exact:
 
     1. reductions (presolve.py) shrink the problem;
-    2. what is small goes to the integer program (ilp.py), and so does what is not large if step 3 leaves a gap;
-    3. for the rest, dual ascent (bounds.py) gives a bound. The choices within a hair of it, reduced again, give a solution;
+    2. what is small goes to the integer program (integer_program.py), and so does what is not large if step 3 leaves a gap;
+    3. for the rest, dual ascent (dual_ascent.py) gives a bound. The choices within a hair of it, reduced again, give a solution;
        its value rules out choices, and the search goes on with what is left, in the shifted costs.
 
 Where the linear relaxation has no gap, as for most training steps, step 3 meets the bound at once.
@@ -23,11 +23,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autopar import ilp
-from autopar.bounds import Bounded, bound_problem
-from autopar.interchange import Classes, least_of_classes, merged_edges
-from autopar.memory_prices import MemoryRow, Priced, Pricing
-from autopar.presolve import Reduced, reduce_problem
+from autopar.solver import integer_program
+from autopar.solver.classes import Classes, least_of_classes, merged_edges
+from autopar.solver.dual_ascent import Bounded, bound_problem
+from autopar.solver.memory_prices import MemoryRow, Priced, Pricing
+from autopar.solver.presolve import Reduced, reduce_problem
 
 Costs = Sequence[np.ndarray]
 Edges = Mapping[tuple[int, int], np.ndarray]
@@ -80,7 +80,7 @@ def choose(
 ) -> Choice | None:
     """The best choice within the limit; None if there is none. `free` is the best choice without a limit, if it is known.
 
-    `classes`: choices of a mesh with equal axes, of which the merged problem (interchange.py) rules out most. `cutoff_s`: only
+    `classes`: choices of a mesh with equal axes, of which the merged problem (classes.py) rules out most. `cutoff_s`: only
     choices below it matter. Where there are none the search ends early, and where there is little to gain (`GOOD_ENOUGH`) or
     too much to search (`SEARCHED_PAIRS`) it does not begin: the result then has no numbers, and the bound says which it was.
     `tried`: what another limit's `Choice` says of it.
@@ -284,7 +284,7 @@ def _within(
 
 
 def _integer_program(reduced: Reduced, *, gap: float) -> _Found | None:
-    solution = ilp.solve(reduced.costs, reduced.edges, (), node_limit=NODE_LIMIT, gap=gap)
+    solution = integer_program.solve(reduced.costs, reduced.edges, (), node_limit=NODE_LIMIT, gap=gap)
     if solution.choice is None:
         return None
     value = _value(reduced.costs, reduced.edges, solution.choice)
@@ -366,7 +366,7 @@ def _direct(
     rows = _live_sets(reduced, problem.rows, problem.limit_bytes)
     if any(sum(float(b.min()) for b in row.bytes_of.values()) > row.limit_bytes for row in rows):
         return None
-    solution = ilp.solve(reduced.costs, reduced.edges, rows, node_limit=node_limit, gap=gap)
+    solution = integer_program.solve(reduced.costs, reduced.edges, rows, node_limit=node_limit, gap=gap)
     if solution.choice is None:
         return None
     chosen = {v: int(reduced.open_choices[v][p]) for v, p in solution.choice.items()}
@@ -376,12 +376,12 @@ def _direct(
     return Choice(tuple(numbers), seconds, seconds - slack)
 
 
-def _live_sets(reduced: Reduced, rows: Sequence[MemoryRow], limit: float) -> list[ilp.LiveSet]:
+def _live_sets(reduced: Reduced, rows: Sequence[MemoryRow], limit: float) -> list[integer_program.LiveSet]:
     """Memory rows over the nodes left; nodes that went use the same whatever they choose."""
     left = set(reduced.nodes)
     live = []
     for row in rows:
         gone = row.fixed_bytes + sum(float(b.max()) for v, b in row.bytes_of.items() if v not in left)
         bytes_of = {v: b[reduced.open_choices[v]] for v, b in row.bytes_of.items() if v in left}
-        live.append(ilp.LiveSet(row.name, bytes_of, limit - gone))
+        live.append(integer_program.LiveSet(row.name, bytes_of, limit - gone))
     return live

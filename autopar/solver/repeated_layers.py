@@ -1,7 +1,7 @@
 """The choice of a deep model: its layers, which look alike, choose alike.
 
 In: a choice problem as `intra_op.choose` takes it. Out: the same `Choice`. A problem of more than `DEEP` nodes is solved with
-alike nodes tied together (`symmetry.py`), so that time hardly grows with the depth; the bound is still of the whole problem, by
+alike nodes tied together (`Tied`), so that time hardly grows with the depth; the bound is still of the whole problem, by
 dual ascent that starts from the tied solution and ends where the two are `NEAR`. If they stay apart by more than `GOOD_ENOUGH`,
 or little is alike, the whole problem is solved. What can go wrong: within a memory limit that no choice with ties meets, `None`
 does not prove that nothing fits.
@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from autopar.bounds import bound_problem
-from autopar.interchange import Classes
-from autopar.intra_op import GOOD_ENOUGH, SWEEPS, Choice, Costs, Edges, choose, mixed
-from autopar.memory_prices import MemoryRow
-from autopar.presolve import reduce_problem
-from autopar.symmetry import Tied, tied
+from autopar.solver.classes import Classes
+from autopar.solver.dual_ascent import bound_problem
+from autopar.solver.memory_prices import MemoryRow
+from autopar.solver.presolve import reduce_problem
+from autopar.solver.solve import GOOD_ENOUGH, SWEEPS, Choice, Costs, Edges, choose, mixed
 
 DEEP = 2500
 """Problems of up to so many nodes are solved whole."""
@@ -28,6 +28,98 @@ WORTH = 0.6
 """Ties are used if they leave at most this part of the nodes."""
 NEAR = 1e-3
 """The dual ascent of a deep problem ends when solution and bound are this near (relative)."""
+
+
+RADIUS = 6
+"""How far nodes must look alike: more keeps more of the ends apart."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tied:
+    """One node per class: `classes[v]` is the class of node v of the whole problem."""
+
+    classes: np.ndarray
+    costs: tuple[np.ndarray, ...]
+    edges: Mapping[tuple[int, int], np.ndarray]
+
+    def extend(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """The choice of every node of the whole problem."""
+        return tuple(numbers[c] for c in self.classes.tolist())
+
+    def representatives(self, of: Sequence[Any]) -> list[Any]:
+        """Of what nodes have, that of the first of each class."""
+        _, first = np.unique(self.classes, return_index=True)
+        return [of[v] for v in first.tolist()]
+
+    def restrict(self, choice: Choice) -> Choice:
+        """A choice that respects the ties, in the classes."""
+        return dataclasses.replace(choice, numbers=tuple(self.representatives(choice.numbers)))
+
+    def sums(self, of: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """What nodes have of something, added up by class."""
+        total: dict[int, np.ndarray] = {}
+        for v, array in of.items():
+            c = int(self.classes[v])
+            total[c] = total[c] + array if c in total else array
+        return total
+
+
+def tied(costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], *, radius: int = RADIUS) -> Tied:
+    """The problem with alike nodes tied together."""
+    classes = alike(costs, edges, radius=radius)
+    count = int(classes.max(initial=-1)) + 1
+    sums: list[np.ndarray | None] = [None] * count
+    for c, cost in zip(classes.tolist(), costs, strict=True):
+        held = sums[c]
+        sums[c] = np.asarray(cost, dtype=float) if held is None else held + cost
+    repeated: dict[tuple[int, int, int, bool], int] = {}
+    matrices: dict[int, np.ndarray] = {}
+    for (u, v), matrix in edges.items():
+        a, b = int(classes[u]), int(classes[v])
+        key = (min(a, b), max(a, b), id(matrix), a > b)
+        repeated[key] = repeated.get(key, 0) + 1
+        matrices[id(matrix)] = matrix
+    between: dict[tuple[int, int], np.ndarray] = {}
+    for (a, b, number, flipped), times in repeated.items():
+        matrix = matrices[number].T if flipped else matrices[number]
+        whole = times * matrix if times > 1 else matrix
+        if a == b:
+            held = sums[a]
+            assert held is not None
+            sums[a] = held + np.diagonal(whole)
+        else:
+            between[a, b] = between[a, b] + whole if (a, b) in between else whole
+    return Tied(classes, tuple(cost for cost in sums if cost is not None), between)
+
+
+def alike(
+    costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], *, radius: int = RADIUS
+) -> np.ndarray:
+    """The class of each node, numbered in order of first appearance."""
+    count = len(costs)
+    pairs = np.array(list(edges), dtype=np.int64).reshape(-1, 2)
+    matrix = _numbered([id(m) for m in edges.values()])
+    one_way = np.concatenate([pairs[:, 0], pairs[:, 1]])
+    other = np.concatenate([pairs[:, 1], pairs[:, 0]])
+    label = np.concatenate([2 * matrix, 2 * matrix + 1])
+    colour = _numbered([cost.tobytes() for cost in costs])
+    order = np.argsort(one_way, kind="stable")
+    one_way, other, label = one_way[order], other[order], label[order]
+    for _ in range(radius):
+        seen = _numbered(list(zip(label.tolist(), colour[other].tolist(), strict=True)))
+        arranged = np.lexsort((seen, one_way))
+        around = np.split(seen[arranged], np.searchsorted(one_way, np.arange(1, count)))
+        refined = _numbered([(c, a.tobytes()) for c, a in zip(colour.tolist(), around, strict=True)])
+        if refined.max(initial=-1) == colour.max(initial=-1):
+            break
+        colour = refined
+    return colour
+
+
+def _numbered(keys: Sequence[object]) -> np.ndarray:
+    """Equal keys get equal numbers, in order of first appearance."""
+    numbers: dict[object, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

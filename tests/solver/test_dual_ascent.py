@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.bounds import bound_problem
-from autopar.intra_op import value_of
+from autopar.solver.dual_ascent import bound_problem
+from autopar.solver.solve import value_of
 
 
 def random_problem(seed, *, nodes, tree=False):

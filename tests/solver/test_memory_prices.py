@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar import ilp, intra_op
-from autopar.deep import ChoiceProblem
-from autopar.intra_op import choose, mixed, value_of
-from autopar.memory_prices import MemoryRow, Pricing
-from tests.test_deep import stack
+from autopar.solver import integer_program, solve
+from autopar.solver.memory_prices import MemoryRow, Pricing
+from autopar.solver.repeated_layers import ChoiceProblem
+from autopar.solver.solve import choose, mixed, value_of
+from tests.solver.test_repeated_layers import stack
 
 
 def knapsack(nodes: int, *, seed: int = 0) -> tuple[list[np.ndarray], MemoryRow]:
@@ -65,7 +65,7 @@ def test_a_priced_choice_fits_and_lies_between_its_bound_and_a_good_one(
     free = choose(costs, edges)
     assert free is not None
     limit = 0.4 * row.least() + 0.6 * row.used(free.numbers)
-    monkeypatch.setattr(intra_op, "DIRECT_PAIRS", 20)
+    monkeypatch.setattr(solve, "DIRECT_PAIRS", 20)
     found = choose(costs, edges, rows=[row], limit_bytes=limit, free=free)
     best = best_within(costs, edges, row, limit)
     assert found is not None
@@ -86,8 +86,8 @@ def test_mixing_takes_of_every_node_what_one_of_the_choices_takes() -> None:
 
 
 def test_alike_layers_take_turns_where_memory_is_a_little_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.deep.DEEP", 10)
-    monkeypatch.setattr(intra_op, "DIRECT_PAIRS", 300)
+    monkeypatch.setattr("autopar.solver.repeated_layers.DEEP", 10)
+    monkeypatch.setattr(solve, "DIRECT_PAIRS", 300)
     costs, edges = stack(40)
     sizes = {v: np.linspace(4.0, 1.0, len(cost)) for v, cost in enumerate(costs)}
     row = MemoryRow("point", sizes, 5.0)
@@ -105,8 +105,8 @@ def test_a_limit_of_nodes_gives_what_was_found_or_nothing_and_no_error() -> None
     random = np.random.default_rng(0)
     costs = {v: random.uniform(0, 1, 6) for v in range(14)}
     edges = {(u, v): random.uniform(0, 1, (6, 6)) for u, v in itertools.combinations(range(14), 2)}
-    live = ilp.LiveSet("all", {v: random.uniform(0, 1, 6) for v in range(14)}, 4.0)
-    solution = ilp.solve(costs, edges, [live], node_limit=1, gap=0.0)
+    live = integer_program.LiveSet("all", {v: random.uniform(0, 1, 6) for v in range(14)}, 4.0)
+    solution = integer_program.solve(costs, edges, [live], node_limit=1, gap=0.0)
     if solution.choice is not None:
         assert sum(live.bytes_of[v][p] for v, p in solution.choice.items()) <= 4.0 + 1e-6
         value = value_of(list(costs.values()), edges, [solution.choice[v] for v in range(14)])

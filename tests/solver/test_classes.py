@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.interchange import class_numbers, equal_axes, least_of_classes, merged_edges
-from autopar.intra_op import GOOD_ENOUGH, choose, value_of
+from autopar.intra_op.equal_axes import class_numbers, equal_axes
 from autopar.layouts.mesh import Layout
-from autopar.memory_prices import MemoryRow
 from autopar.planner import logical_meshes
+from autopar.solver.classes import least_of_classes, merged_edges
+from autopar.solver.memory_prices import MemoryRow
+from autopar.solver.solve import GOOD_ENOUGH, choose, value_of
 
 
 def test_axes_are_equal_by_size_and_link():

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from autopar import deep
-from autopar.deep import ChoiceProblem
-from autopar.intra_op import choose, value_of
-from autopar.memory_prices import MemoryRow
-from autopar.symmetry import alike, tied
+from autopar.solver import repeated_layers
+from autopar.solver.memory_prices import MemoryRow
+from autopar.solver.repeated_layers import ChoiceProblem, alike, tied
+from autopar.solver.solve import choose, value_of
 
 KINDS = 3
 """Nodes per layer of `stack`."""
@@ -63,7 +62,7 @@ def test_a_tied_choice_costs_in_the_whole_problem_what_it_costs_tied(seed: int) 
 def test_a_deep_choice_is_feasible_and_its_bound_does_not_exceed_the_optimum(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deep, "DEEP", 10)
+    monkeypatch.setattr(repeated_layers, "DEEP", 10)
     costs, edges = stack(40, seed=seed)
     found = ChoiceProblem(costs, edges).choose()
     best = choose(costs, edges)
@@ -71,11 +70,11 @@ def test_a_deep_choice_is_feasible_and_its_bound_does_not_exceed_the_optimum(
     assert best is not None
     assert found.seconds == pytest.approx(value_of(costs, edges, found.numbers))
     assert found.lower_bound_s <= best.seconds * (1 + 1e-9)
-    assert found.seconds <= best.seconds * (1 + 2 * deep.GOOD_ENOUGH)
+    assert found.seconds <= best.seconds * (1 + 2 * repeated_layers.GOOD_ENOUGH)
 
 
 def test_a_deep_choice_keeps_the_memory_limit_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep, "DEEP", 10)
+    monkeypatch.setattr(repeated_layers, "DEEP", 10)
     costs, edges = stack(30)
     sizes = {v: np.linspace(1.0, 4.0, len(cost)) for v, cost in enumerate(costs)}
     row = MemoryRow("point", sizes, 5.0)
@@ -91,7 +90,7 @@ def test_a_deep_choice_keeps_the_memory_limit_of_the_whole(monkeypatch: pytest.M
 
 
 def test_a_deep_problem_is_left_where_its_bound_exceeds_the_cutoff(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deep, "DEEP", 10)
+    monkeypatch.setattr(repeated_layers, "DEEP", 10)
     costs, edges = stack(30)
     best = choose(costs, edges)
     assert best is not None
@@ -103,7 +102,7 @@ def test_a_deep_problem_is_left_where_its_bound_exceeds_the_cutoff(monkeypatch: 
 
 def test_ties_that_cost_too_much_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neighbours in the middle of a chain are alike, and had better differ."""
-    monkeypatch.setattr(deep, "DEEP", 4)
+    monkeypatch.setattr(repeated_layers, "DEEP", 4)
     differ = np.array([[10.0, 0.0], [0.0, 10.0]])
     costs = [np.ones(2) for _ in range(40)]
     edges = {(v, v + 1): differ for v in range(39)}

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autopar.bounds import bound_problem
 from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import PRESETS
 from autopar.graph import build_graph
-from autopar.intra_op import choose, value_of
 from autopar.layouts.mesh import LogicalMesh
-from autopar.memory_prices import MemoryRow
-from autopar.presolve import min_plus, reduce_problem
 from autopar.program.from_jaxpr import program_of
+from autopar.solver.dual_ascent import bound_problem
+from autopar.solver.memory_prices import MemoryRow
+from autopar.solver.presolve import min_plus, reduce_problem
+from autopar.solver.solve import choose, value_of
 
 RTOL = 1e-6
 

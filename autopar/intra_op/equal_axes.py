@@ -1,0 +1,48 @@
+"""Mesh axes that nothing tells apart, and choices that an exchange of such axes makes alike.
+
+Along axes of equal size and equal links a strategy costs the same whichever of them shards what. In: the sizes and links of a
+mesh's axes, and the layouts of choices. Out: groups of equal axes, and a class number for each choice (`solver/classes.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from autopar.layouts.mesh import Axes, Layout
+
+
+def equal_axes(shape: Sequence[int], links: Sequence[object]) -> list[Axes]:
+    """Groups of two or more axes that have the same size, above 1, and the same link."""
+    groups: dict[tuple[int, object], list[int]] = {}
+    for axis, (size, link) in enumerate(zip(shape, links, strict=True)):
+        if size > 1:
+            groups.setdefault((size, link), []).append(axis)
+    return [tuple(members) for members in groups.values() if len(members) > 1]
+
+
+def class_numbers(choices: Sequence[Sequence[Layout]], groups: Sequence[Axes]) -> np.ndarray:
+    """Equal numbers for the choices, each the layouts of all operands, that an exchange of axes within `groups` makes alike."""
+    renamings = list(_renamings(groups))
+    numbers: dict[tuple[object, ...], int] = {}
+    return np.array([numbers.setdefault(min(_renamed(c, r) for r in renamings), len(numbers)) for c in choices])
+
+
+def _renamings(groups: Sequence[Axes]) -> Iterator[dict[int, int]]:
+    for images in itertools.product(*(itertools.permutations(group) for group in groups)):
+        yield {
+            axis: to for group, image in zip(groups, images, strict=True) for axis, to in zip(group, image, strict=True)
+        }
+
+
+def _renamed(layouts: Sequence[Layout], renaming: Mapping[int, int]) -> tuple[object, ...]:
+    """The layouts under other axis names; the order of axes within a dimension does not count."""
+    return tuple(
+        (
+            tuple(tuple(sorted(renaming.get(axis, axis) for axis in axes)) for axes in layout.dims),
+            tuple(sorted((renaming.get(axis, axis), monoid) for axis, monoid in layout.partial)),
+        )
+        for layout in layouts
+    )
