@@ -3,7 +3,7 @@
 A train step in, a step that runs on all devices out, with the same results. This module is the whole compiler on one page:
 
     arguments -> TracedStep (program/trace.py)
-              -> Plan and Assignment of one mesh (planner.py), or PipelinePlan and stages (pipeline_planner.py)
+              -> Plan and Assignment of one mesh (intra_op/planner.py), or PipelinePlan and stages (pipeline_planner.py)
               -> CompiledStep (compile.py) or CompiledPipeline (pipeline.py) -> results
 
 Each distinct set of argument shapes, static values and settings of JAX (`jax.enable_x64` and others) is traced, planned and
@@ -35,11 +35,11 @@ from autopar.arguments import (
     checked_schedule,
     numbers,
 )
-from autopar.catalogue import PlannerOptions
 from autopar.compat import undisturbed
 from autopar.compile import CompiledStep, create_sharded, gathered, refuse_tracers
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError, PlanError
+from autopar.intra_op.options import PlannerOptions
 from autopar.layouts.constraints import ConstraintsLike, as_constraints
 from autopar.pipeline import CompiledPipeline
 from autopar.pipeline_plan import PipelinePlan

@@ -26,6 +26,8 @@ from autopar.compat import (
     without_explicit_axes,
 )
 from autopar.errors import ArgumentError, UnsupportedProgramError
+from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.lowering import partition_spec, sharded
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan
 from autopar.program.call import CallSignature, bind_arguments
@@ -34,7 +36,6 @@ from autopar.runtime.processes import absent_like, are_here, as_host, from_host,
 from autopar.runtime.resharding.reshard import brought_here, reshard
 from autopar.runtime.thread_settings import program_settings_here, under
 from autopar.split_array import SplitArray, SplitSharding, in_pieces, joined, placed_apart, taken_apart
-from autopar.spmd import Assignment, partition_spec, sharded
 from autopar.weak_types import weakly_typed
 
 

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.compat import Var
+from autopar.intra_op.known_equations import RuleBook
 from autopar.program.program import Equation, Program
 from autopar.program.step import TracedStep
-from autopar.rule_book import RuleBook
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for
 

@@ -18,11 +18,11 @@ import numpy as np
 
 from autopar.chain_cuts import boundaries
 from autopar.errors import ArgumentError, UnsupportedProgramError
+from autopar.intra_op.memory.model import TEMPORARIES_MARGIN
+from autopar.intra_op.planner import PlanRequest
 from autopar.layers import cluster
-from autopar.memory import TEMPORARIES_MARGIN
 from autopar.microbatch import TimeLoop, microbatch_counts
 from autopar.planned_layers import LayerFigures, PlannedLayers
-from autopar.planner import PlanRequest
 from autopar.stage_memory import split_in_flight
 from autopar.stage_problem import CostTable
 from autopar.stages import ForwardEquation, forward_chain

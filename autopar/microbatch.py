@@ -24,12 +24,12 @@ import numpy as np
 from autopar.avals import is_opaque
 from autopar.compat import Literal, Var, attributed_to
 from autopar.errors import ArgumentError, warn
+from autopar.intra_op.lowering import Lowering, Placed, Scope
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.monoids import COMBINE, neutral_element
 from autopar.program.program import Equation
 from autopar.program.retrace import retraced
 from autopar.program.step import Leaf, TracedStep
-from autopar.spmd import Lowering, Placed, Scope
 from autopar.time_axis import MixedExamples, Phase, TimePlan, plan_time
 
 

@@ -17,13 +17,13 @@ from itertools import chain
 from autopar.avals import itemsize_of
 from autopar.collector import spared_collector
 from autopar.errors import ConstraintError, OutOfMemoryError, warn
+from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layer_recompute import recomputed_step
 from autopar.microbatch import in_microbatches, microbatch_counts, microbatched
 from autopar.plan import Alternative, Plan
-from autopar.planner import PlanRequest, plan_step
 from autopar.program.step import TracedStep
 from autopar.schedules.schedules import Open, Recompute
-from autopar.spmd import Assignment
 from autopar.time_axis import MixedExamples, plan_time
 
 DEAR = 0.2

@@ -15,12 +15,12 @@ from typing import cast
 from autopar.collector import spared_collector
 from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
 from autopar.following import Following, homes_of
+from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.merged_scans import merged
 from autopar.microbatch import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import Alternative
-from autopar.planner import PlanRequest
 from autopar.program.step import TracedStep
 from autopar.schedules.check import microbatches_in_flight
 from autopar.schedules.in_flight import InFlight

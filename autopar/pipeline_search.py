@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar.chain_cuts import indivisible_work, warn_of_indivisible_work
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
+from autopar.intra_op.planner import PlanRequest
 from autopar.pipeline_plan import PipelinePlan
 from autopar.pipeline_planner import (
     PipelineWishes,
@@ -29,7 +30,6 @@ from autopar.pipeline_planner import (
     simulated,
 )
 from autopar.plan import Alternative
-from autopar.planner import PlanRequest
 from autopar.program.step import TracedStep
 from autopar.schedules.schedules import make_schedule
 from autopar.split_scans import split_scans

@@ -20,12 +20,12 @@ from autopar.avals import bytes_of
 from autopar.compat import Var
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError
+from autopar.intra_op.memory.model import TEMPORARIES_MARGIN
+from autopar.intra_op.planner import PlanRequest, logical_meshes
 from autopar.layers import identical
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
-from autopar.memory import TEMPORARIES_MARGIN
 from autopar.microbatch import TimeLoop
-from autopar.planner import PlanRequest, logical_meshes
 from autopar.program.program import Program
 from autopar.side_work import side_by_side
 from autopar.stage_problem import ChosenStage

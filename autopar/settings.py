@@ -17,11 +17,13 @@ import numpy as np
 
 from autopar.agreement import agreed, is_needed
 from autopar.arguments import Leader
-from autopar.catalogue import PlannerOptions
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
 from autopar.errors import ArgumentError
 from autopar.following import Following
+from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.planner import PlanRequest, logical_meshes, restore
 from autopar.layer_recompute import recomputed_step
 from autopar.layouts.constraints import Constraints, Rule
 from autopar.layouts.mesh import LogicalMesh
@@ -33,11 +35,9 @@ from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.pipeline_planner import PipelineWishes, restore_pipeline
 from autopar.pipeline_search import best_pipeline
 from autopar.plan import Plan
-from autopar.planner import PlanRequest, logical_meshes, restore
 from autopar.program.call import CallSignature
 from autopar.program.step import TracedStep, require_examples
 from autopar.schedules.schedules import Open, Recompute
-from autopar.spmd import Assignment
 from autopar.staging import Staged
 from autopar.whereabouts import takes_gradients
 

@@ -17,11 +17,12 @@ import numpy as np
 
 from autopar.avals import itemsize_of
 from autopar.compat import Literal, Var
+from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.lowering import Lowering
 from autopar.plan import Plan
 from autopar.program.program import Equation
 from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.schedules import TaskKind
-from autopar.spmd import Assignment, Lowering
 from autopar.stage_program import StageProgram
 from autopar.task_memory import TaskMemories
 from autopar.task_owners import LoopedProgram, task_owners, variables

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
+from autopar.intra_op.lowering import Placed, Scope
 from autopar.layouts.mesh import Layout
 from autopar.microbatch import StepLowering, TimeLoop
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of, task_scope
 from autopar.program.step import Leaf, TracedStep
-from autopar.spmd import Placed, Scope
 from autopar.stages import Piece, PieceName, StageCut
 
 Source = Literal["leaf", "lent", "rows", "received", "exchanged", "constant"]

@@ -19,11 +19,11 @@ from typing import TypeAlias
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op import choose_stages
+from autopar.intra_op.planner import PlanRequest
 from autopar.layer_costs import LayerCosts
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop
 from autopar.plan import Alternative
-from autopar.planner import PlanRequest
 from autopar.side_work import side_by_side
 from autopar.stage_problem import CostTable, Manual, StageChoice, StageProblem
 from autopar.submeshes import Submesh, machine_shape, submeshes

@@ -19,20 +19,21 @@ from autopar.chain_cuts import chosen_cuts
 from autopar.compat import Var
 from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
 from autopar.following import Following, leaves_at, placed_by_leaves
+from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.planned_moves import planned_moves
+from autopar.intra_op.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.layers import identical
 from autopar.layouts.allowed import allowed_layouts
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatch import TimeLoop, planned_time
 from autopar.plan import Plan, ValuePlan
-from autopar.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.program.program import Equation
 from autopar.program.step import Leaf, TracedStep
 from autopar.recompute import recomputed
 from autopar.schedules.in_flight import InFlight
 from autopar.side_work import side_by_side
 from autopar.split_scans import SplitStep, split_scans
-from autopar.spmd import Assignment, planned_moves
 from autopar.stacks import ScanCuts, cuts_for_stages
 from autopar.stage_memory import StageMemory, stage_memory
 from autopar.stage_program import StageProgram, stage_program

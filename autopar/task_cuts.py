@@ -18,9 +18,10 @@ import jax
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
+from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.lowering import Lowering
 from autopar.layouts.mesh import Layout
 from autopar.program.program import Atom, Equation, fan_out_p
-from autopar.spmd import Assignment, Lowering
 from autopar.stage_program import PROLOGUE, StageProgram
 from autopar.task_owners import LoopedProgram, task_owners, update_level, variables
 

@@ -2,8 +2,7 @@
 
 In: a `StageProgram` and its `Assignment`. Out: `TaskMemories`: what the prologue makes for the whole step, and for each task of
 the loop its temporaries and what it sends. The tasks are those that the runtime gets (`task_cuts.py`), each reckoned like a step
-of its own (`device_program.py`, `footprint.py`). What can go wrong: what goes wrong there. Updates are not here, because the
-plan's own peak has them.
+of its own (`intra_op/memory/`). Updates are not here, because the plan's own peak has them.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ import numpy as np
 
 from autopar.avals import itemsize_of
 from autopar.compat import Literal
-from autopar.device_program import task_program
-from autopar.footprint import footprint_of
+from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.lowering import Lowering
+from autopar.intra_op.memory.device_program import task_program
+from autopar.intra_op.memory.footprint import footprint_of
 from autopar.layouts.mesh import LogicalMesh
 from autopar.schedules.schedules import TaskKind
-from autopar.spmd import Assignment, Lowering
 from autopar.stage_program import PROLOGUE, StageProgram
 from autopar.task_cuts import TaskCut, Write, cut_into_tasks
 

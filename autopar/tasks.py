@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compat import Var
+from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.lowering import Lowering, Placed, Scope
 from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.spmd import Assignment, Lowering, Placed, Scope
 from autopar.stage_program import StageProgram
 from autopar.task_cuts import Ref, Slot, TaskCut, Write, cut_into_tasks
 from autopar.weak_types import weakly_typed

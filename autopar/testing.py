@@ -13,14 +13,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.catalogue import PlannerOptions
 from autopar.compat import make_mesh
 from autopar.cost_model.hardware import PRESETS
 from autopar.errors import ArgumentError
-from autopar.graph import build_graph
+from autopar.intra_op.assignment import Assignment, assign
+from autopar.intra_op.graph import build_graph
+from autopar.intra_op.lowering import sharded
+from autopar.intra_op.options import PlannerOptions
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
-from autopar.spmd import Assignment, assign, sharded
 
 
 def random_assignment(

@@ -29,21 +29,22 @@ from typing import Literal
 import numpy as np
 
 from autopar.avals import is_opaque, itemsize_of
-from autopar.catalogue import Catalogue, PlannerOptions
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.cost_model.hardware import Cluster
 from autopar.examples import ONE_BY_ONE, example_factors
-from autopar.graph import Node, StrategyGraph, Use, build_graph
+from autopar.intra_op.assignment import Assignment, assign
+from autopar.intra_op.catalogue import Catalogue
+from autopar.intra_op.graph import Node, StrategyGraph, Use, build_graph
+from autopar.intra_op.known_equations import RuleBook
+from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.strategies import ShardingStrategy
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
-from autopar.rule_book import RuleBook
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for, flops_of, has_rule
 from autopar.solver.repeated_layers import ChoiceProblem
-from autopar.spmd import Assignment, assign
-from autopar.strategies import ShardingStrategy
 
 Phase = Literal["prologue", "body", "epilogue"]
 

@@ -36,7 +36,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import autopar  # noqa: E402
-from autopar.memory import TEMPORARIES_MARGIN  # noqa: E402
+from autopar.intra_op.memory.model import TEMPORARIES_MARGIN  # noqa: E402
 from autopar.models import registry  # noqa: E402
 
 LEAST_RATIO, MOST_RATIO = 0.9, 1.1

@@ -37,7 +37,8 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar import api, planner
+from autopar import api
+from autopar.intra_op import planner
 from autopar.models import registry
 
 DEPTHS = (2, 4, 8, 16, 24, 48)

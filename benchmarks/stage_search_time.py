@@ -27,14 +27,14 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar import pipeline_planner
-from autopar.catalogue import PlannerOptions
 from autopar.cost_model.cores import available_cores
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import OutOfMemoryError
+from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.models import registry
 from autopar.pipeline_planner import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
-from autopar.planner import PlanRequest
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.catalogue import PlannerOptions
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
+from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layer_recompute import layers_to_recompute, recomputed_step
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan
-from autopar.planner import PlanRequest, plan_step
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.program import operands_of
 from autopar.program.trace import trace

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
+from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.models import build
 from autopar.pipeline_planner import PipelineWishes, in_other_schedules, plan_pipeline
-from autopar.planner import PlanRequest
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 from autopar.schedules.in_flight import InFlight, Kept

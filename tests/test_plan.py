@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import Plan, PlanError, planner
+from autopar import Plan, PlanError
+from autopar.intra_op import planner
 from tests import zoo
 from tests.oracles import assert_trees_close
 

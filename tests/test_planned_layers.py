@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import pytest
 
 from autopar import planned_layers
-from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import preset
 from autopar.errors import ConstraintError
+from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.planner import PlanRequest
 from autopar.layer_costs import LayerCosts
 from autopar.layouts.constraints import Constraints
 from autopar.planned_layers import PlannedLayers
-from autopar.planner import PlanRequest
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 from autopar.staging import measured_stage, time_loop

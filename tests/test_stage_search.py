@@ -10,15 +10,15 @@ import pytest
 
 import autopar
 from autopar import planned_layers, staging
-from autopar.catalogue import PlannerOptions
 from autopar.chain_cuts import boundaries
 from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layouts.constraints import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.pipeline_planner import PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.planned_layers import PlannedLayers
-from autopar.planner import PlanRequest, plan_step
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 from autopar.split_scans import split_scans

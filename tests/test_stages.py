@@ -5,15 +5,15 @@ import dataclasses
 import jax
 import pytest
 
-from autopar.catalogue import PlannerOptions
 from autopar.chain_cuts import even_cuts
 from autopar.compat import Literal
 from autopar.compile import device_mesh
 from autopar.cost_model.hardware import preset
 from autopar.errors import PlanError
+from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
-from autopar.planner import PlanRequest
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 from autopar.stages import PieceName, check, cut_stages, forward_chain

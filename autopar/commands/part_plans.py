@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 
-from autopar.catalogue import PlannerOptions
 from autopar.commands.model_parts import DATA, EXPERT, TENSOR, PartStep
 from autopar.compat import Var
 from autopar.cost_model.job_prediction import Part
@@ -24,17 +23,19 @@ from autopar.cost_model.machine import Cluster
 from autopar.cost_model.operations import Exchange, ExchangeKind, Group
 from autopar.cost_model.transformer import LayerSplit
 from autopar.cost_model.transformer_shape import TransformerShape
-from autopar.kept_values import FORWARD, KeptValue, kept_values, stages_of_step
+from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.memory.kept_values import FORWARD, KeptValue, kept_values, stages_of_step
+from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.planned_moves import PlannedMove, planned_moves
+from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import KINDS, LOCAL_KINDS
 from autopar.plan import CollectivePlan
-from autopar.planner import PlanRequest, plan_step
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.program import Equation, fan_out_p
 from autopar.program.step import TracedStep
 from autopar.program.trace import trace
 from autopar.rules.table import entry_for
-from autopar.spmd import Assignment, PlannedMove, planned_moves
 
 _KINDS: dict[str, ExchangeKind] = {
     "all-reduce": "all-reduce",

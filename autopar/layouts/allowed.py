@@ -118,7 +118,7 @@ def layouts_for(wanted: LeafLayout, leaf: Leaf, mesh: LogicalMesh) -> tuple[Layo
     if isinstance(wanted, PartitionSpec):
         return (_from_spec(wanted, leaf, mesh),)
     axes = _numbers(wanted.axes, leaf, mesh)
-    plain = [la for la in all_layouts(leaf.shape, mesh, ()) if all(list(a) == sorted(a) for a in la.dims)]
+    plain = [la for la in all_layouts(leaf.shape, mesh, ()) if la.is_ascending]
     if isinstance(wanted, Replicated):
         return tuple(la for la in plain if not set(la.sharded_axes) & set(axes))
     if isinstance(wanted, Split):

@@ -99,6 +99,11 @@ class Layout:
         """The axes that shard some dimension."""
         return tuple(axis for axes in self.dims for axis in axes)
 
+    @property
+    def is_ascending(self) -> bool:
+        """Whether axes that share a dimension are in the mesh's order."""
+        return all(list(axes) == sorted(axes) for axes in self.dims)
+
     def fits(self, shape: Sequence[int], mesh: LogicalMesh) -> bool:
         """Whether every dimension is divided exactly by the axes that shard it."""
         return all(size % mesh.ways(axes) == 0 for size, axes in zip(shape, self.dims, strict=True))

@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.memory import TEMPORARIES_MARGIN
+from autopar.intra_op.memory.model import TEMPORARIES_MARGIN
 from tests.acceptance.models import dropout_mlp, mlp
 from tests.acceptance.planning import (
     ALL_REDUCE,

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from autopar.catalogue import PlannerOptions, network_of
 from autopar.cost_model.hardware import PRESETS, Cluster
+from autopar.intra_op.catalogue import network_of
+from autopar.intra_op.options import PlannerOptions
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import KINDS, LayoutSpace, Move, all_layouts, permutation
 from autopar.layouts.perform import perform_move

@@ -17,10 +17,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.avals import is_opaque
+from autopar.intra_op.strategies import strategies_of
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.rules.on_shard import LocalCall
 from autopar.rules.table import entry_for, rule_for
-from autopar.strategies import strategies_of
 from tests.layouts.values import assert_holds, device_mesh, held_by_devices
 from tests.oracles import census_of_text
 from tests.rules.examples import EXAMPLES

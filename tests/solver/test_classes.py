@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.intra_op.equal_axes import class_numbers, equal_axes
+from autopar.intra_op.planner import logical_meshes
 from autopar.layouts.mesh import Layout
-from autopar.planner import logical_meshes
 from autopar.solver.classes import least_of_classes, merged_edges
 from autopar.solver.memory_prices import MemoryRow
 from autopar.solver.solve import GOOD_ENOUGH, choose, value_of

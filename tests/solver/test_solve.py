@@ -13,9 +13,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import PRESETS
-from autopar.graph import build_graph
+from autopar.intra_op.graph import build_graph
+from autopar.intra_op.options import PlannerOptions
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
 from autopar.solver.dual_ascent import bound_problem

@@ -17,16 +17,16 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from autopar.avals import dtype_name, is_opaque, itemsize_of
-from autopar.catalogue import Spaces
 from autopar.compat import Literal, Var
-from autopar.graph import Source, StrategyGraph
+from autopar.intra_op.assignment import Assignment, is_gathered
+from autopar.intra_op.catalogue import Spaces
+from autopar.intra_op.graph import Source, StrategyGraph
+from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS, Move
-from autopar.operations import Block, Kind, Operation, Value
 from autopar.program.program import Atom, Equation, Program, fan_out_p
 from autopar.rules.contraction_orders import Orders
 from autopar.rules.table import Making, entry_for
-from autopar.spmd import Assignment, is_gathered
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

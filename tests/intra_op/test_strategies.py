@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autopar.intra_op.strategies import strategies_of, undivided_dropped
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.rules.factor_rule import parse
 from autopar.rules.table import rule_for
-from autopar.strategies import strategies_of, undivided_dropped
 from tests.rules.examples import EXAMPLES
 
 DENSE = parse("b c, c e -> b e | sum: c | linear: 0; 1", [(8, 4), (4, 12)], [(8, 12)])

@@ -15,14 +15,14 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import OutOfMemoryError, data_parallel, zero3
-from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import PRESETS
-from autopar.footprint import LIBRARY_ELEMENTS, footprint_of
-from autopar.graph import build_graph
+from autopar.intra_op.graph import build_graph
+from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
+from autopar.intra_op.memory.footprint import LIBRARY_ELEMENTS, footprint_of
+from autopar.intra_op.memory.model import TEMPORARIES_MARGIN, MemoryModel
+from autopar.intra_op.options import PlannerOptions
 from autopar.layouts.mesh import LogicalMesh
-from autopar.memory import TEMPORARIES_MARGIN, MemoryModel
 from autopar.models.registry import build
-from autopar.operations import Block, Kind, Operation, Value
 from autopar.program.from_jaxpr import program_of
 from autopar.rules.contraction_orders import of_product
 

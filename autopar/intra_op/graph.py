@@ -7,7 +7,7 @@ and the other needs. Nested programs are nodes of the same graph: their prices c
 and the edges that cross a loop's boundary connect a value with its stack, or a carry with itself.
 
 What can go wrong: a graph too large to build; equal equations share their strategies and equal edges their matrices
-(`catalogue.py`), so it grows with what differs.
+(`intra_op/catalogue.py`), so it grows with what differs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from autopar.avals import is_opaque
-from autopar.catalogue import Catalogue, PlannerOptions, Spaces, StrategySet
 from autopar.compat import Literal, Var
 from autopar.cost_model.hardware import Cluster
-from autopar.fusion import Traffic
+from autopar.intra_op.catalogue import Catalogue, Spaces, StrategySet
+from autopar.intra_op.kernels import Traffic
+from autopar.intra_op.known_equations import RuleBook
+from autopar.intra_op.options import PlannerOptions
 from autopar.layouts.mesh import Axes, Layout, LogicalMesh
 from autopar.program.program import Equation, Program, fan_out_p
-from autopar.rule_book import RuleBook
 from autopar.rules.by_shape import everything_whole
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for

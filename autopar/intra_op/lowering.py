@@ -10,95 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from autopar.avals import is_opaque
-from autopar.catalogue import Spaces
 from autopar.compat import Literal, Var
-from autopar.graph import Source, StrategyGraph
+from autopar.intra_op.assignment import Assignment, is_gathered
 from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.layouts.moves import Move
 from autopar.layouts.perform import after_value, perform_move
 from autopar.program.program import Atom, Equation, Program
-from autopar.rules.factor_rule import FactorRule
 from autopar.rules.on_shard import LocalCall
 from autopar.rules.table import entry_for
-from autopar.strategies import ShardingStrategy
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Assignment:
-    """One choice for a whole program: a rule and a strategy per equation, and the layouts where control flow joins.
-
-    `seconds`: for each equation its predicted seconds and how often it runs, without moves.
-    """
-
-    program: Program
-    mesh: LogicalMesh
-    spaces: Spaces
-    rules: Mapping[Equation, FactorRule]
-    strategies: Mapping[Equation, ShardingStrategy]
-    joins: Mapping[Equation, tuple[Layout, ...]]
-    inputs: tuple[Layout, ...]
-    outputs: tuple[Layout, ...]
-    copy_span: int | None = None
-    seconds: tuple[tuple[Equation, float, float], ...] = ()
-
-
-def copy_span_of(program: Program) -> int:
-    """After how many equations without a use a gathered copy is dropped, when memory is short: an eighth of the step."""
-    return max(8, len(program.equations) // 8)
-
-
-def is_gathered(path: Sequence[Move]) -> bool:
-    """Whether a copy is made by gathering alone, so that it can be dropped and made again."""
-    return bool(path) and all(move.kind == "all-gather" for move in path)
-
-
-def assign(graph: StrategyGraph, choice: Sequence[int], *, copy_span: int | None = None) -> Assignment:
-    """The strategies that `choice`, one number per node, picks from a graph.
-
-    `copy_span`: a gathered copy that no equation has used for so many equations is gathered again; None keeps copies until
-    their last use.
-    """
-
-    def picked(number: int) -> ShardingStrategy:
-        return graph.nodes[number].choices.strategies[choice[number]]
-
-    inputs: dict[int, Layout] = {}
-    rules: dict[Equation, FactorRule] = {}
-    strategies: dict[Equation, ShardingStrategy] = {}
-    for number, node in enumerate(graph.nodes):
-        if node.equation is not None and node.rule is not None:
-            rules[node.equation] = node.rule
-            strategies[node.equation] = picked(number)
-        elif node.input_number is not None:
-            inputs[node.input_number] = picked(number).outputs[0]
-    joins = {eqn: tuple(picked(n).outputs[0] for n in numbers) for eqn, numbers in graph.joins.items()}
-
-    def output(atom: Atom, source: Source | None) -> Layout:
-        return Layout.replicated(len(atom.aval.shape)) if source is None else picked(source.node).outputs[0]
-
-    return Assignment(
-        graph.program,
-        graph.mesh,
-        graph.spaces,
-        rules,
-        strategies,
-        joins,
-        tuple(inputs[i] for i in range(len(graph.program.invars))),
-        tuple(output(a, s) for a, s in zip(graph.program.outvars, graph.outputs, strict=True)),
-        copy_span,
-        tuple(
-            (node.equation, float(node.choices.seconds[choice[number]]), node.trips)
-            for number, node in enumerate(graph.nodes)
-            if node.equation is not None
-        ),
-    )
 
 
 def local_function(assignment: Assignment) -> Any:
@@ -334,109 +259,3 @@ class Lowering:
 
 
 _LOOPS = {"scan": Lowering._scan, "while": Lowering._while, "cond": Lowering._cond}
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedMove:
-    """One move of the lowered program: what it moves, how often per step, and the equation that asks for it."""
-
-    move: Move
-    aval: Any
-    trips: float
-    equation: Equation | None
-
-
-def planned_moves(assignment: Assignment) -> list[PlannedMove]:
-    """Every move that `local_function` performs, without running it."""
-    census = _Census(assignment)
-    layouts = census.region(assignment.program, list(assignment.inputs), 1.0)
-    for layout, wanted, atom in zip(layouts, assignment.outputs, assignment.program.outvars, strict=True):
-        census.move(layout, wanted, atom.aval, 1.0, None)
-    return census.moves
-
-
-class _Census:
-    """Walks a program as `Lowering` does, with layouts in place of arrays."""
-
-    def __init__(self, assignment: Assignment) -> None:
-        self.assignment = assignment
-        self.moves: list[PlannedMove] = []
-
-    def move(self, source: Layout, target: Layout, aval: Any, trips: float, eqn: Equation | None) -> None:
-        if source != target and not is_opaque(aval):
-            space = self.assignment.spaces.between(aval, source, target)
-            self.moves += [PlannedMove(move, aval, trips, eqn) for move in space.path(source, target)]
-
-    def region(self, program: Program, inputs: Sequence[Layout], trips: float) -> list[Layout]:
-        layouts = dict(zip(program.invars, inputs, strict=True))
-        used: dict[tuple[Var, Layout], int] = {}
-        position = 0
-
-        def layout_of(atom: Atom) -> Layout:
-            return Layout.replicated(len(atom.aval.shape)) if isinstance(atom, Literal) else layouts[atom]
-
-        def need(atom: Atom, target: Layout, eqn: Equation) -> None:
-            if isinstance(atom, Literal):
-                self.move(layout_of(atom), target, atom.aval, trips, eqn)
-                return
-            key = (atom, target)
-            if key not in used or self._is_stale(layouts[atom], target, atom.aval, position - used[key]):
-                self.move(layouts[atom], target, atom.aval, trips, eqn)
-            used[key] = position
-
-        for position, eqn in enumerate(program.equations):  # noqa: B007 - `need` reads it
-            if eqn.loop is None:
-                strategy = self.assignment.strategies[eqn]
-                for atom, target in zip(eqn.invars, strategy.inputs, strict=True):
-                    need(atom, target, eqn)
-                outs: Sequence[Layout] = strategy.outputs
-            else:
-                outs = self._loop(eqn, need, trips)
-            layouts.update(zip(eqn.outvars, outs, strict=True))
-        return [layout_of(atom) for atom in program.outvars]
-
-    def _is_stale(self, source: Layout, target: Layout, aval: Any, unused_for: int) -> bool:
-        span = self.assignment.copy_span
-        if span is None or unused_for <= span or source == target or is_opaque(aval):
-            return False
-        return is_gathered(self.assignment.spaces.between(aval, source, target).path(source, target))
-
-    def _heads(self, region: Program) -> list[Layout]:
-        return [self.assignment.strategies[region.equations[i]].inputs[0] for i in range(len(region.invars))]
-
-    def _loop(self, eqn: Equation, need: Any, trips: float) -> list[Layout]:
-        loop = eqn.loop
-        assert loop is not None
-        inside = trips * max(loop.trips, 1)
-        if loop.kind == "cond":
-            joins = self.assignment.joins[eqn]
-            need(eqn.invars[0], Layout.replicated(0), eqn)
-            for region in eqn.regions:
-                heads = self._heads(region)
-                for atom, head in zip(eqn.invars[1:], heads, strict=True):
-                    need(atom, head, eqn)
-                for out, join, atom in zip(self.region(region, heads, trips), joins, region.outvars, strict=True):
-                    self.move(out, join, atom.aval, trips, eqn)
-            return list(joins)
-        body = eqn.regions[-1]
-        heads = self._heads(body)
-        operands = eqn.invars[loop.condition_consts :]
-        stack_start = loop.consts + loop.carries
-        for place, (atom, head) in enumerate(zip(operands, heads, strict=True)):
-            need(atom, head.prepend() if place >= stack_start else head, eqn)
-        outs = self.region(body, heads, inside)
-        carried = heads[loop.consts : stack_start]
-        for out, head, atom in zip(outs, carried, body.outvars, strict=False):
-            self.move(out, head, atom.aval, inside, eqn)
-        if loop.kind == "while":
-            condition = eqn.regions[0]
-            checks = self._heads(condition)
-            for atom, head in zip(eqn.invars, checks[: loop.condition_consts], strict=False):
-                need(atom, head, eqn)
-            for head, check, var in zip(
-                carried, checks[loop.condition_consts :], condition.invars[loop.condition_consts :], strict=True
-            ):
-                self.move(head, check, var.aval, inside, eqn)
-            (decision,) = self.region(condition, checks, inside)
-            self.move(decision, Layout.replicated(0), condition.outvars[0].aval, inside, eqn)
-        return [*carried, *(layout.prepend() for layout in outs[loop.carries :])]

@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.errors import OutOfMemoryError
+from autopar.intra_op.memory.model import TEMPORARIES_MARGIN, Resident
 from autopar.layouts.mesh import LogicalMesh
-from autopar.memory import TEMPORARIES_MARGIN, Resident
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,30 +18,18 @@ from autopar.avals import dtype_name, is_opaque, itemsize_of
 from autopar.cost_model.compute import roofline_s
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError
-from autopar.fusion import Traffic
+from autopar.intra_op.kernels import Traffic
+from autopar.intra_op.known_equations import RuleBook
+from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.strategies import ShardingStrategy, strategies_of, undivided_dropped
 from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.layouts.moves import KINDS, LayoutSpace, Network
+from autopar.layouts.moves import LayoutSpace, Network
 from autopar.program.program import Equation
-from autopar.rule_book import RuleBook
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import PrimitiveRule, entry_for
-from autopar.strategies import ShardingStrategy, strategies_of, undivided_dropped
 
 _TIE = 1e-3
 """Of the bytes that an operation inside a kernel gives, the part that counts although it stays in registers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannerOptions:
-    """What the search may do. `every_strategy` keeps even those that never pay: for tests.
-
-    `held`: numbers of inputs that operations take in the layout in which they come, and never in another.
-    """
-
-    allow_redundant_compute: bool = False
-    kinds: frozenset[str] = frozenset(KINDS)
-    every_strategy: bool = False
-    held: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,11 +39,6 @@ class StrategySet:
     strategies: tuple[ShardingStrategy, ...]
     seconds: np.ndarray
     out_bytes: np.ndarray
-
-
-def is_ascending(layout: Layout) -> bool:
-    """Whether axes that share a dimension are in the mesh's order."""
-    return all(list(axes) == sorted(axes) for axes in layout.dims)
 
 
 class Spaces:
@@ -110,12 +93,12 @@ class Catalogue:
         """All layouts of a value that are not partial."""
         if is_opaque(aval):
             return (Layout.replicated(len(aval.shape)),)
-        return tuple(la for la in self.spaces.of(aval, ()).layouts if is_ascending(la))
+        return tuple(la for la in self.spaces.of(aval, ()).layouts if la.is_ascending)
 
     def joined(self, aval: Any) -> tuple[Layout, ...]:
         """All layouts in which branches may hand over a result, those of terms of a sum too: a gradient stays in terms."""
         monoids = () if is_opaque(aval) or aval.dtype == bool else ("sum",)
-        return tuple(la for la in self.spaces.of(aval, monoids).layouts if is_ascending(la))
+        return tuple(la for la in self.spaces.of(aval, monoids).layouts if la.is_ascending)
 
     def choices(
         self, eqn: Equation, rule: FactorRule, carried: frozenset[str], *, traffic: Traffic | None = None
@@ -131,7 +114,7 @@ class Catalogue:
             if entry.heavy and not self.options.allow_redundant_compute and not self.options.every_strategy:
                 strategies = undivided_dropped(strategies)
             if not self.options.every_strategy:
-                strategies = tuple(s for s in strategies if all(is_ascending(la) for la in (*s.inputs, *s.outputs)))
+                strategies = tuple(s for s in strategies if all(la.is_ascending for la in (*s.inputs, *s.outputs)))
             seconds = np.array([self._seconds(eqn, entry, flops, s, traffic=traffic) for s in strategies])
             out_bytes = np.array([self._out_bytes(eqn, s) for s in strategies], dtype=float)
             self._sets[key] = StrategySet(strategies, seconds, out_bytes)

@@ -5,16 +5,16 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.catalogue import PlannerOptions
 from autopar.cost_model.hardware import PRESETS
-from autopar.device_program import device_program
-from autopar.footprint import footprint_of
-from autopar.graph import build_graph
+from autopar.intra_op.graph import build_graph
+from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
+from autopar.intra_op.memory.device_program import device_program
+from autopar.intra_op.memory.footprint import footprint_of
+from autopar.intra_op.memory.xla_rewrites import with_scattered_sums
+from autopar.intra_op.options import PlannerOptions
 from autopar.layouts.mesh import LogicalMesh
-from autopar.operations import Block, Kind, Operation, Value
 from autopar.program.from_jaxpr import program_of
 from autopar.rules.contraction_orders import of_product
-from autopar.scattered_sums import with_scattered_sums
 
 FLOAT = 4
 A, B, INDICES, UPDATES, SCATTERED, TOTAL, MORE, END = range(8)

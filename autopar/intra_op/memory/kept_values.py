@@ -15,11 +15,11 @@ from typing import Any
 
 from autopar.avals import itemsize_of
 from autopar.compat import Var
-from autopar.fusion import Kernels
+from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.kernels import Kernels
 from autopar.layouts.mesh import Layout
 from autopar.program.program import Equation, Program
 from autopar.rules.table import entry_for
-from autopar.spmd import Assignment
 
 FORWARD, AGAIN, BACKWARD = 0, 1, 2
 

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from autopar.avals import itemsize_of
 from autopar.compat import source_line
 from autopar.cost_model.hardware import Cluster
-from autopar.graph import StrategyGraph
+from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.graph import StrategyGraph
+from autopar.intra_op.memory.model import MemoryModel
+from autopar.intra_op.planned_moves import planned_moves
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS
-from autopar.memory import MemoryModel
 from autopar.plan import CollectivePlan, LiveTensor, Plan, ValuePlan
 from autopar.program.step import Leaf, TracedStep
 from autopar.solver.solve import Choice
-from autopar.spmd import Assignment, planned_moves
 
 
 def described(

@@ -15,23 +15,24 @@ from typing import Any
 
 import numpy as np
 
-from autopar.catalogue import Catalogues, PlannerOptions
 from autopar.cost_model.hardware import Cluster
-from autopar.described import described
 from autopar.errors import ConstraintError, PlanError, warn
-from autopar.graph import BatchSplit, StrategyGraph, build_graph
+from autopar.intra_op.assignment import Assignment, assign, copy_span_of
+from autopar.intra_op.catalogue import Catalogues
+from autopar.intra_op.describe import described
 from autopar.intra_op.equal_axes import class_numbers, equal_axes
+from autopar.intra_op.graph import BatchSplit, StrategyGraph, build_graph
+from autopar.intra_op.memory.model import MemoryModel, Streams
+from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
 from autopar.layouts.allowed import allowed_layouts, batch_axes
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import all_layouts
-from autopar.memory import MemoryModel, Streams
 from autopar.plan import Candidate, Plan, ValuePlan
 from autopar.program.step import Leaf, TracedStep
-from autopar.refusals import NothingFits, out_of_memory
 from autopar.solver.repeated_layers import ChoiceProblem
 from autopar.solver.solve import Choice
-from autopar.spmd import Assignment, assign, copy_span_of
 
 MEMORY_ROUNDS = 6
 """How often the memory limit is tightened before a step counts as too large."""
@@ -209,7 +210,7 @@ def _following(traced: TracedStep, mesh: LogicalMesh) -> list[Any]:
 
 
 def _stacks(leaf: Leaf, mesh: LogicalMesh) -> tuple[Layout, ...]:
-    plain = (la for la in all_layouts(leaf.one.shape, mesh, ()) if all(list(a) == sorted(a) for a in la.dims))
+    plain = (la for la in all_layouts(leaf.one.shape, mesh, ()) if la.is_ascending)
     return tuple(la.prepend() for la in plain)
 
 

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autopar.catalogue import PlannerOptions
 from autopar.commands.model_parts import part_step
 from autopar.commands.part_plans import plan_part
 from autopar.cost_model.hardware import preset
@@ -13,10 +12,11 @@ from autopar.cost_model.job_prediction import Part
 from autopar.cost_model.memory import ActivationShape, layer_activation_bytes
 from autopar.cost_model.transformer import LayerSplit
 from autopar.cost_model.transformer_shape import TransformerShape
-from autopar.fusion import ROW_BYTES, traffic_of
+from autopar.intra_op.kernels import ROW_BYTES, traffic_of
+from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layouts.constraints import Constraints, Rule
 from autopar.layouts.mesh import LogicalMesh
-from autopar.planner import PlanRequest, plan_step
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.from_jaxpr import program_of
 from autopar.program.trace import trace

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar.intra_op.known_equations import RuleBook
 from autopar.program.from_jaxpr import program_of
-from autopar.rule_book import RuleBook
 from autopar.rules.table import flops_of, rule_for
 
 SQUARE = jax.ShapeDtypeStruct((4, 4), jnp.float32)

@@ -23,9 +23,8 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopar.merged_groups import merged
-from autopar.operations import Block, Kind, Operation, Value
-from autopar.scattered_sums import with_scattered_sums
+from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
+from autopar.intra_op.memory.xla_rewrites import merged, with_scattered_sums
 
 FOLDED = (Kind.CHEAP, Kind.MOVED, Kind.COSTLY)
 LIBRARY_ELEMENTS = 4096

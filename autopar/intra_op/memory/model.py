@@ -22,15 +22,15 @@ import numpy as np
 
 from autopar.avals import itemsize_of
 from autopar.compat import Literal, Var
-from autopar.device_program import DeviceProgram, device_program
-from autopar.footprint import Footprint, footprint_of
-from autopar.graph import StrategyGraph
-from autopar.operations import Value
+from autopar.intra_op.assignment import Assignment, assign
+from autopar.intra_op.graph import StrategyGraph
+from autopar.intra_op.memory.device_operations import Value
+from autopar.intra_op.memory.device_program import DeviceProgram, device_program
+from autopar.intra_op.memory.footprint import Footprint, footprint_of
+from autopar.intra_op.strategies import ShardingStrategy
 from autopar.program.program import Equation, Program
 from autopar.rules.table import Making, entry_for
 from autopar.solver.memory_prices import MemoryRow
-from autopar.spmd import Assignment, assign
-from autopar.strategies import ShardingStrategy
 
 TEMPORARIES_MARGIN = 0.85
 """Predicted over actual temporaries at the worst, on the safe side: `benchmarks/memory_error.py` finds 0.91 at the least among

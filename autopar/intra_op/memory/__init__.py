@@ -1,0 +1,1 @@
+"""What one device keeps: predicted temporaries of a planned step, and the peak of memory."""
