@@ -22,7 +22,7 @@ from autopar.compat import Var
 from autopar.errors import ArgumentError
 from autopar.layouts.constraints import Rule
 from autopar.layouts.mesh import LogicalMesh
-from autopar.microbatch import TimeLoop
+from autopar.microbatches.loop import TimeLoop
 from autopar.pipeline_plan import PipelinePlan
 from autopar.program.program import Equation, operands_of
 from autopar.program.step import TracedStep

@@ -21,7 +21,8 @@ from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.intra_op.memory.model import TEMPORARIES_MARGIN
 from autopar.intra_op.planner import PlanRequest
 from autopar.layers import cluster
-from autopar.microbatch import TimeLoop, microbatch_counts
+from autopar.microbatches.counts import microbatch_counts
+from autopar.microbatches.loop import TimeLoop
 from autopar.planned_layers import LayerFigures, PlannedLayers
 from autopar.stage_memory import split_in_flight
 from autopar.stage_problem import CostTable

@@ -28,7 +28,7 @@ import numpy as np
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, constants_of, open_jaxpr
 from autopar.errors import ArgumentError
-from autopar.microbatch import TimeLoop
+from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Equation
 from autopar.stages import ForwardEquation, forward_chain
 from autopar.whereabouts import Kinds

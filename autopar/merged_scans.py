@@ -11,7 +11,7 @@ import bisect
 import itertools
 from collections.abc import Sequence
 
-from autopar.microbatch import TimeLoop
+from autopar.microbatches.loop import TimeLoop
 from autopar.split_scans import SplitStep, split_scans
 from autopar.stacks import ForwardWork, ScanCuts, find_stacks, forward_work
 from autopar.stages import ForwardEquation, forward_chain

@@ -20,11 +20,12 @@ from autopar.errors import ConstraintError, OutOfMemoryError, warn
 from autopar.intra_op.assignment import Assignment
 from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layer_recompute import recomputed_step
-from autopar.microbatch import in_microbatches, microbatch_counts, microbatched
+from autopar.microbatches.counts import in_microbatches, microbatch_counts, microbatched
+from autopar.microbatches.mixing import MixedExamples
+from autopar.microbatches.phases import plan_time
 from autopar.plan import Alternative, Plan
 from autopar.program.step import TracedStep
 from autopar.schedules.schedules import Open, Recompute
-from autopar.time_axis import MixedExamples, plan_time
 
 DEAR = 0.2
 """What part of a step's time without limit a limit may cost before other ways to meet it are looked for."""

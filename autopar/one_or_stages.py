@@ -21,7 +21,7 @@ import dataclasses
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
 from autopar.intra_op.assignment import Assignment
 from autopar.intra_op.planner import PlanRequest
-from autopar.microbatch import microbatch_counts
+from autopar.microbatches.counts import microbatch_counts
 from autopar.one_mesh import OneMeshStep, plan_on_one_mesh, state_is_too_large
 from autopar.pipeline_planner import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.plan import Alternative, Plan

@@ -12,7 +12,7 @@ from typing import Literal
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
-from autopar.microbatch import Result, TimeLoop
+from autopar.microbatches.loop import Result, TimeLoop
 from autopar.program.program import Equation
 from autopar.rules.table import entry_for
 

@@ -18,7 +18,7 @@ from autopar.following import Following, homes_of
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.merged_scans import merged
-from autopar.microbatch import microbatch_counts
+from autopar.microbatches.counts import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep

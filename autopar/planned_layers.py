@@ -25,7 +25,7 @@ from autopar.intra_op.planner import PlanRequest, logical_meshes
 from autopar.layers import identical
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
-from autopar.microbatch import TimeLoop
+from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Program
 from autopar.side_work import side_by_side
 from autopar.stage_problem import ChosenStage

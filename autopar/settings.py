@@ -27,7 +27,7 @@ from autopar.intra_op.planner import PlanRequest, logical_meshes, restore
 from autopar.layer_recompute import recomputed_step
 from autopar.layouts.constraints import Constraints, Rule
 from autopar.layouts.mesh import LogicalMesh
-from autopar.microbatch import in_microbatches, microbatch_counts
+from autopar.microbatches.counts import in_microbatches, microbatch_counts
 from autopar.one_mesh import OneMeshStep, plan_on_one_mesh
 from autopar.one_or_stages import one_or_stages
 from autopar.pipeline import CompiledPipeline, compile_pipeline

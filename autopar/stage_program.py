@@ -23,7 +23,7 @@ from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.intra_op.lowering import Placed, Scope
 from autopar.layouts.mesh import Layout
-from autopar.microbatch import StepLowering, TimeLoop
+from autopar.microbatches.loop import StepLowering, TimeLoop
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of, task_scope
 from autopar.program.step import Leaf, TracedStep

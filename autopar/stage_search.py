@@ -22,7 +22,7 @@ from autopar.inter_op import choose_stages
 from autopar.intra_op.planner import PlanRequest
 from autopar.layer_costs import LayerCosts
 from autopar.layouts.mesh import LogicalMesh
-from autopar.microbatch import TimeLoop
+from autopar.microbatches.loop import TimeLoop
 from autopar.plan import Alternative
 from autopar.side_work import side_by_side
 from autopar.stage_problem import CostTable, Manual, StageChoice, StageProblem

@@ -27,7 +27,7 @@ from autopar.avals import bytes_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.errors import PlanError
-from autopar.microbatch import TimeLoop
+from autopar.microbatches.loop import TimeLoop
 from autopar.pieces import Piece, PieceName, StageCut, is_costly
 from autopar.program.program import Equation, operands_of
 from autopar.rules.table import flops_of

@@ -26,7 +26,10 @@ from autopar.layers import identical
 from autopar.layouts.allowed import allowed_layouts
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
-from autopar.microbatch import TimeLoop, planned_time
+from autopar.microbatches.counts import planned_time
+from autopar.microbatches.loop import TimeLoop
+from autopar.microbatches.mixing import MixedExamples
+from autopar.microbatches.time_plan import Phase
 from autopar.plan import Plan, ValuePlan
 from autopar.program.program import Equation
 from autopar.program.step import Leaf, TracedStep
@@ -39,7 +42,6 @@ from autopar.stage_memory import StageMemory, stage_memory
 from autopar.stage_program import StageProgram, stage_program
 from autopar.stages import StageCut, cut_stages, forward_chain, place_stages
 from autopar.task_memory import TaskMemories
-from autopar.time_axis import MixedExamples, Phase
 
 MEMORY_ROUNDS = 4
 """How often a stage is planned again for the microbatches in flight before it counts as too large."""

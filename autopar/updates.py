@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from autopar.avals import bytes_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
-from autopar.microbatch import TimeLoop
+from autopar.microbatches.loop import TimeLoop
 from autopar.pieces import PieceName
 from autopar.program.program import Equation, operands_of
 

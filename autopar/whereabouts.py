@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.compat import Var, name_stack
-from autopar.microbatch import TimeLoop
+from autopar.microbatches.loop import TimeLoop
 from autopar.pieces import PieceName, is_costly
 from autopar.program.program import Equation, operands_of
 from autopar.program.step import TracedStep

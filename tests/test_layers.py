@@ -12,13 +12,13 @@ import pytest
 
 from autopar.errors import ArgumentError
 from autopar.layers import EXACT_PLACES, cluster, identical
-from autopar.microbatch import TimeLoop
+from autopar.microbatches.loop import TimeLoop
+from autopar.microbatches.phases import plan_time
 from autopar.models.registry import build
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.program import Equation
 from autopar.program.trace import trace
 from autopar.stages import ForwardEquation, forward_chain
-from autopar.time_axis import plan_time
 
 NO_EQUATION = Equation(jax.lax.add_p, (), (), {}, None)
 

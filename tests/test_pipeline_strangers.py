@@ -11,9 +11,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import autopar
+from autopar.microbatches.mixing import MixedExamples
+from autopar.microbatches.phases import plan_time
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
-from autopar.time_axis import MixedExamples, plan_time
 from tests.oracles import assert_same_as_jit
 from tests.test_strangers_programs import descend, noise
 

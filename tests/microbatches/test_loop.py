@@ -10,11 +10,13 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError, AutoparWarning
-from autopar.microbatch import TimeLoop, in_microbatches, microbatch_counts
+from autopar.microbatches.counts import in_microbatches, microbatch_counts
+from autopar.microbatches.loop import TimeLoop
+from autopar.microbatches.mixing import MixedExamples
+from autopar.microbatches.phases import plan_time
 from autopar.models.registry import build
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
-from autopar.time_axis import MixedExamples, plan_time
 from tests import zoo
 from tests.oracles import assert_same_as_jit, assert_trees_close
 

@@ -9,8 +9,8 @@ became, followed through the rules and into nested programs.
                  examples that are the minor part of a dimension, and a scan that goes through them one by one, whose
                  operations have the factor `ONE_BY_ONE`
 
-Heavy work on examples belongs to one microbatch (`time_axis.py`): strictly without exception, loosely as a whole, since a few
-of the examples may well be looked at after the loop. What can go wrong: a rule that gives a dimension a new factor though it
+Heavy work on examples belongs to one microbatch (`phases.py`): strictly without exception, loosely as a whole, since a few of the
+examples may well be looked at after the loop. What can go wrong: a rule that gives a dimension a new factor though it
 still counts examples; strictly they are lost there.
 """
 

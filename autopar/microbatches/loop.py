@@ -13,7 +13,6 @@ stages. What can go wrong: a step that mixes examples; `time_axis.MixedExamples`
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
@@ -23,14 +22,12 @@ import numpy as np
 
 from autopar.avals import is_opaque
 from autopar.compat import Literal, Var, attributed_to
-from autopar.errors import ArgumentError, warn
 from autopar.intra_op.lowering import Lowering, Placed, Scope
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.monoids import COMBINE, neutral_element
+from autopar.microbatches.time_plan import TimePlan
 from autopar.program.program import Equation
-from autopar.program.retrace import retraced
 from autopar.program.step import Leaf, TracedStep
-from autopar.time_axis import MixedExamples, Phase, TimePlan, plan_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -285,66 +282,3 @@ def _result(var: Var, layout: Layout, *, single: bool) -> Result:
     if layout.sharded_axes and not is_opaque(var.aval):
         return Result(var, dim=next(d for d, axes in enumerate(layout.dims) if axes))
     return Result(var, monoid=layout.partial[0][1] if layout.partial else "sum", single=single)
-
-
-def in_microbatches(traced: TracedStep, count: int) -> TracedStep:
-    """The step in `count` microbatches; a step that mixes examples stays whole, with a warning that names the operation."""
-    if count == 1:
-        return traced
-    plan = planned_time(traced, count)
-    if isinstance(plan, MixedExamples):
-        warn(
-            f"the step runs with one microbatch instead of {count}: {plan}. What one microbatch computes would not be what the "
-            "full batch does. Normalise, count or compare within an example or a fixed group of examples to use microbatches."
-        )
-        return traced
-    return microbatched(traced, plan)
-
-
-def planned_time(
-    traced: TracedStep, count: int, *, late_sums: bool = False, known: Mapping[Equation, Phase] | None = None
-) -> TimePlan | MixedExamples:
-    """As `plan_time`. Raises ArgumentError if the number divides no leaf of the batch, or not all that must be cut.
-
-    A leaf that it does not divide, such as a key or the weights of classes, stays whole if the step allows it.
-    """
-    leaves = _batch_leaves(traced)
-    uneven = [leaf for leaf in leaves if leaf.shape[0] % count]
-    if leaves and len(uneven) == len(leaves):
-        raise ArgumentError(_does_not_divide(traced, count, uneven))
-    plan = plan_time(traced, count, late_sums=late_sums, known=known)
-    if uneven and isinstance(plan, MixedExamples):
-        raise ArgumentError(_does_not_divide(traced, count, uneven))
-    return plan
-
-
-def _does_not_divide(traced: TracedStep, count: int, uneven: Sequence[Leaf]) -> str:
-    listed = ", ".join(f"{leaf.path} has {leaf.shape[0]} (shape {leaf.shape})" for leaf in uneven[:4])
-    return (
-        f"num_microbatches={count} does not divide the examples of the batch: {listed}. Numbers that do: "
-        f"{', '.join(map(str, microbatch_counts(traced)))}."
-    )
-
-
-def _batch_leaves(traced: TracedStep) -> list[Leaf]:
-    return [leaf for leaf in traced.inputs if leaf.role == "batch" and leaf.shape]
-
-
-def microbatch_counts(traced: TracedStep) -> tuple[int, ...]:
-    """The numbers of microbatches that divide every leaf of the batch, ascending; (1,) without a batch.
-
-    Leaves that all examples share, such as a key, a scale or the weights of classes, do not count if the step can be cut without
-    cutting them.
-    """
-    leaves = _batch_leaves(traced)
-    every = math.gcd(*(leaf.shape[0] for leaf in leaves))
-    large = math.gcd(*(leaf.shape[0] for leaf in leaves if not leaf.shared))
-    if large != every and isinstance(plan_time(traced, large), MixedExamples):
-        large = every
-    return tuple(m for m in range(1, large + 1) if large % m == 0) or (1,)
-
-
-def microbatched(traced: TracedStep, plan: TimePlan) -> TracedStep:
-    """The step as one program with the loop inside; see the module's text."""
-    loop = TimeLoop(traced, plan)
-    return dataclasses.replace(retraced(traced, loop.inputs(), loop.run), microbatches=plan.microbatches)

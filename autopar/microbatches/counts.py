@@ -1,0 +1,83 @@
+"""Numbers of microbatches: which ones divide the batch, and the step cut into one of them.
+
+In: a traced step and a number. Out: the step as a loop over its microbatches. What can go wrong: a number that divides no leaf of
+the batch is an ArgumentError; a step that mixes examples stays whole, with a warning that names the operation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from autopar.errors import ArgumentError, warn
+from autopar.microbatches.loop import TimeLoop
+from autopar.microbatches.mixing import MixedExamples
+from autopar.microbatches.phases import plan_time
+from autopar.microbatches.time_plan import Phase, TimePlan
+from autopar.program.program import Equation
+from autopar.program.retrace import retraced
+from autopar.program.step import Leaf, TracedStep
+
+
+def in_microbatches(traced: TracedStep, count: int) -> TracedStep:
+    """The step in `count` microbatches; a step that mixes examples stays whole, with a warning that names the operation."""
+    if count == 1:
+        return traced
+    plan = planned_time(traced, count)
+    if isinstance(plan, MixedExamples):
+        warn(
+            f"the step runs with one microbatch instead of {count}: {plan}. What one microbatch computes would not be what the "
+            "full batch does. Normalise, count or compare within an example or a fixed group of examples to use microbatches."
+        )
+        return traced
+    return microbatched(traced, plan)
+
+
+def planned_time(
+    traced: TracedStep, count: int, *, late_sums: bool = False, known: Mapping[Equation, Phase] | None = None
+) -> TimePlan | MixedExamples:
+    """As `plan_time`. Raises ArgumentError if the number divides no leaf of the batch, or not all that must be cut.
+
+    A leaf that it does not divide, such as a key or the weights of classes, stays whole if the step allows it.
+    """
+    leaves = _batch_leaves(traced)
+    uneven = [leaf for leaf in leaves if leaf.shape[0] % count]
+    if leaves and len(uneven) == len(leaves):
+        raise ArgumentError(_does_not_divide(traced, count, uneven))
+    plan = plan_time(traced, count, late_sums=late_sums, known=known)
+    if uneven and isinstance(plan, MixedExamples):
+        raise ArgumentError(_does_not_divide(traced, count, uneven))
+    return plan
+
+
+def _does_not_divide(traced: TracedStep, count: int, uneven: Sequence[Leaf]) -> str:
+    listed = ", ".join(f"{leaf.path} has {leaf.shape[0]} (shape {leaf.shape})" for leaf in uneven[:4])
+    return (
+        f"num_microbatches={count} does not divide the examples of the batch: {listed}. Numbers that do: "
+        f"{', '.join(map(str, microbatch_counts(traced)))}."
+    )
+
+
+def _batch_leaves(traced: TracedStep) -> list[Leaf]:
+    return [leaf for leaf in traced.inputs if leaf.role == "batch" and leaf.shape]
+
+
+def microbatch_counts(traced: TracedStep) -> tuple[int, ...]:
+    """The numbers of microbatches that divide every leaf of the batch, ascending; (1,) without a batch.
+
+    Leaves that all examples share, such as a key, a scale or the weights of classes, do not count if the step can be cut without
+    cutting them.
+    """
+    leaves = _batch_leaves(traced)
+    every = math.gcd(*(leaf.shape[0] for leaf in leaves))
+    large = math.gcd(*(leaf.shape[0] for leaf in leaves if not leaf.shared))
+    if large != every and isinstance(plan_time(traced, large), MixedExamples):
+        large = every
+    return tuple(m for m in range(1, large + 1) if large % m == 0) or (1,)
+
+
+def microbatched(traced: TracedStep, plan: TimePlan) -> TracedStep:
+    """The step as one program with the loop inside; see the module's text."""
+    loop = TimeLoop(traced, plan)
+    return dataclasses.replace(retraced(traced, loop.inputs(), loop.run), microbatches=plan.microbatches)
