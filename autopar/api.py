@@ -39,7 +39,7 @@ from autopar.compat import undisturbed
 from autopar.compile import CompiledStep, create_sharded, gathered, refuse_tracers
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError, PlanError
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.constraints import ConstraintsLike, as_constraints
 from autopar.pipeline import CompiledPipeline
 from autopar.pipeline_plan import PipelinePlan

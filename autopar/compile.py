@@ -26,8 +26,8 @@ from autopar.compat import (
     without_explicit_axes,
 )
 from autopar.errors import ArgumentError, UnsupportedProgramError
-from autopar.intra_op.assignment import Assignment
-from autopar.intra_op.lowering import partition_spec, sharded
+from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.lowering.per_device import partition_spec, sharded
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan
 from autopar.program.call import CallSignature, bind_arguments

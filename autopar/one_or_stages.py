@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
-from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.planner import PlanRequest
 from autopar.microbatches.counts import microbatch_counts
 from autopar.one_mesh import OneMeshStep, plan_on_one_mesh, state_is_too_large

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 
 from autopar.compat import Var
-from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.lowering.assignment import Assignment
 from autopar.stage_program import PROLOGUE, StageProgram
 from autopar.task_cuts import Ref
 from autopar.tasks import StageTask, stage_tasks

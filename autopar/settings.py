@@ -21,8 +21,8 @@ from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
 from autopar.errors import ArgumentError
 from autopar.following import Following
-from autopar.intra_op.assignment import Assignment
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.planner import PlanRequest, logical_meshes, restore
 from autopar.layer_recompute import recomputed_step
 from autopar.layouts.constraints import Constraints, Rule

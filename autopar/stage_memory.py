@@ -17,8 +17,8 @@ import numpy as np
 
 from autopar.avals import itemsize_of
 from autopar.compat import Literal, Var
-from autopar.intra_op.assignment import Assignment
-from autopar.intra_op.lowering import Lowering
+from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.lowering.per_device import Lowering
 from autopar.plan import Plan
 from autopar.program.program import Equation
 from autopar.schedules.in_flight import InFlight, Kept

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
-from autopar.intra_op.lowering import Placed, Scope
+from autopar.intra_op.lowering.per_device import Placed, Scope
 from autopar.layouts.mesh import Layout
 from autopar.microbatches.loop import StepLowering, TimeLoop
 from autopar.program.fingerprint import fingerprint_of

@@ -19,8 +19,8 @@ from autopar.chain_cuts import chosen_cuts
 from autopar.compat import Var
 from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
 from autopar.following import Following, leaves_at, placed_by_leaves
-from autopar.intra_op.assignment import Assignment
-from autopar.intra_op.planned_moves import planned_moves
+from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.lowering.planned_moves import planned_moves
 from autopar.intra_op.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.layers import identical
 from autopar.layouts.allowed import allowed_layouts

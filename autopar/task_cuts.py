@@ -18,8 +18,8 @@ import jax
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
-from autopar.intra_op.assignment import Assignment
-from autopar.intra_op.lowering import Lowering
+from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.lowering.per_device import Lowering
 from autopar.layouts.mesh import Layout
 from autopar.program.program import Atom, Equation, fan_out_p
 from autopar.stage_program import PROLOGUE, StageProgram

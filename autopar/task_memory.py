@@ -16,8 +16,8 @@ import numpy as np
 
 from autopar.avals import itemsize_of
 from autopar.compat import Literal
-from autopar.intra_op.assignment import Assignment
-from autopar.intra_op.lowering import Lowering
+from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.lowering.per_device import Lowering
 from autopar.intra_op.memory.device_program import task_program
 from autopar.intra_op.memory.footprint import footprint_of
 from autopar.layouts.mesh import LogicalMesh

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compat import Var
-from autopar.intra_op.assignment import Assignment
-from autopar.intra_op.lowering import Lowering, Placed, Scope
+from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.lowering.per_device import Lowering, Placed, Scope
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.stage_program import StageProgram
 from autopar.task_cuts import Ref, Slot, TaskCut, Write, cut_into_tasks

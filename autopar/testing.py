@@ -16,10 +16,10 @@ import numpy as np
 from autopar.compat import make_mesh
 from autopar.cost_model.hardware import PRESETS
 from autopar.errors import ArgumentError
-from autopar.intra_op.assignment import Assignment, assign
-from autopar.intra_op.graph import build_graph
-from autopar.intra_op.lowering import sharded
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.graph import build_graph
+from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.lowering.assignment import Assignment, assign
+from autopar.intra_op.lowering.per_device import sharded
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
 

@@ -30,7 +30,7 @@ from autopar import pipeline_planner
 from autopar.cost_model.cores import available_cores
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import OutOfMemoryError
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.models import registry

@@ -9,7 +9,7 @@ import autopar
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layer_recompute import layers_to_recompute, recomputed_step
 from autopar.layouts.constraints import Constraints

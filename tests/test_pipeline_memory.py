@@ -11,7 +11,7 @@ import pytest
 import autopar
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh

@@ -9,7 +9,7 @@ import pytest
 from autopar import planned_layers
 from autopar.cost_model.hardware import preset
 from autopar.errors import ConstraintError
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
 from autopar.layer_costs import LayerCosts
 from autopar.layouts.constraints import Constraints

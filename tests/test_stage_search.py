@@ -13,7 +13,7 @@ from autopar import planned_layers, staging
 from autopar.chain_cuts import boundaries
 from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layouts.constraints import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json

@@ -10,7 +10,7 @@ from autopar.compat import Literal
 from autopar.compile import device_mesh
 from autopar.cost_model.hardware import preset
 from autopar.errors import PlanError
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh

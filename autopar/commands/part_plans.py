@@ -23,10 +23,10 @@ from autopar.cost_model.machine import Cluster
 from autopar.cost_model.operations import Exchange, ExchangeKind, Group
 from autopar.cost_model.transformer import LayerSplit
 from autopar.cost_model.transformer_shape import TransformerShape
-from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.lowering.planned_moves import PlannedMove, planned_moves
 from autopar.intra_op.memory.kept_values import FORWARD, KeptValue, kept_values, stages_of_step
-from autopar.intra_op.options import PlannerOptions
-from autopar.intra_op.planned_moves import PlannedMove, planned_moves
 from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import KINDS, LOCAL_KINDS

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from autopar.avals import itemsize_of
 from autopar.compat import source_line
 from autopar.cost_model.hardware import Cluster
-from autopar.intra_op.assignment import Assignment
-from autopar.intra_op.graph import StrategyGraph
+from autopar.intra_op.choices.graph import StrategyGraph
+from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.lowering.planned_moves import planned_moves
 from autopar.intra_op.memory.model import MemoryModel
-from autopar.intra_op.planned_moves import planned_moves
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS
 from autopar.plan import CollectivePlan, LiveTensor, Plan, ValuePlan

@@ -17,13 +17,13 @@ import numpy as np
 
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ConstraintError, PlanError, warn
-from autopar.intra_op.assignment import Assignment, assign, copy_span_of
-from autopar.intra_op.catalogue import Catalogues
+from autopar.intra_op.choices.catalogue import Catalogues
+from autopar.intra_op.choices.equal_axes import class_numbers, equal_axes
+from autopar.intra_op.choices.graph import BatchSplit, StrategyGraph, build_graph
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.describe import described
-from autopar.intra_op.equal_axes import class_numbers, equal_axes
-from autopar.intra_op.graph import BatchSplit, StrategyGraph, build_graph
+from autopar.intra_op.lowering.assignment import Assignment, assign, copy_span_of
 from autopar.intra_op.memory.model import MemoryModel, Streams
-from autopar.intra_op.options import PlannerOptions
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
 from autopar.layouts.allowed import allowed_layouts, batch_axes
 from autopar.layouts.constraints import Constraints

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.compat import Var
-from autopar.intra_op.known_equations import RuleBook
+from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.program.program import Equation, Program
 from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule

@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.avals import is_opaque
 from autopar.compat import Literal, Var, attributed_to
-from autopar.intra_op.lowering import Lowering, Placed, Scope
+from autopar.intra_op.lowering.per_device import Lowering, Placed, Scope
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.monoids import COMBINE, neutral_element
 from autopar.microbatches.time_plan import TimePlan

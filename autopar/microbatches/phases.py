@@ -29,12 +29,12 @@ import numpy as np
 from autopar.avals import is_opaque, itemsize_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.cost_model.hardware import Cluster
-from autopar.intra_op.assignment import assign
-from autopar.intra_op.catalogue import Catalogue
-from autopar.intra_op.graph import Node, StrategyGraph, Use, build_graph
-from autopar.intra_op.known_equations import RuleBook
-from autopar.intra_op.options import PlannerOptions
-from autopar.intra_op.strategies import ShardingStrategy
+from autopar.intra_op.choices.catalogue import Catalogue
+from autopar.intra_op.choices.graph import Node, StrategyGraph, Use, build_graph
+from autopar.intra_op.choices.known_equations import RuleBook
+from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.choices.strategies import ShardingStrategy
+from autopar.intra_op.lowering.assignment import assign
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.microbatches.examples import example_factors
 from autopar.microbatches.mixing import FEW, MixedExamples, find_mixing

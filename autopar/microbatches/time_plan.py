@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Literal
 
-from autopar.intra_op.assignment import Assignment
+from autopar.intra_op.lowering.assignment import Assignment
 from autopar.program.program import Equation
 
 Phase = Literal["prologue", "body", "epilogue"]

@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from autopar.cost_model.hardware import PRESETS, Cluster
-from autopar.intra_op.catalogue import network_of
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.catalogue import network_of
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import KINDS, LayoutSpace, Move, all_layouts, permutation
 from autopar.layouts.perform import perform_move

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.avals import is_opaque
-from autopar.intra_op.strategies import strategies_of
+from autopar.intra_op.choices.strategies import strategies_of
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.rules.on_shard import LocalCall
 from autopar.rules.table import entry_for, rule_for

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.intra_op.equal_axes import class_numbers, equal_axes
+from autopar.intra_op.choices.equal_axes import class_numbers, equal_axes
 from autopar.intra_op.planner import logical_meshes
 from autopar.layouts.mesh import Layout
 from autopar.solver.classes import least_of_classes, merged_edges

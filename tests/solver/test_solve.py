@@ -14,8 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.cost_model.hardware import PRESETS
-from autopar.intra_op.graph import build_graph
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.graph import build_graph
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
 from autopar.solver.dual_ascent import bound_problem

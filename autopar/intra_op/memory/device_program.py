@@ -18,9 +18,9 @@ from typing import Any
 
 from autopar.avals import dtype_name, is_opaque, itemsize_of
 from autopar.compat import Literal, Var
-from autopar.intra_op.assignment import Assignment, is_gathered
-from autopar.intra_op.catalogue import Spaces
-from autopar.intra_op.graph import Source, StrategyGraph
+from autopar.intra_op.choices.catalogue import Spaces
+from autopar.intra_op.choices.graph import Source, StrategyGraph
+from autopar.intra_op.lowering.assignment import Assignment, is_gathered
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS, Move

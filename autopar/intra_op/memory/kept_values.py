@@ -15,8 +15,8 @@ from typing import Any
 
 from autopar.avals import itemsize_of
 from autopar.compat import Var
-from autopar.intra_op.assignment import Assignment
-from autopar.intra_op.kernels import Kernels
+from autopar.intra_op.choices.kernels import Kernels
+from autopar.intra_op.lowering.assignment import Assignment
 from autopar.layouts.mesh import Layout
 from autopar.program.program import Equation, Program
 from autopar.rules.table import entry_for

@@ -22,12 +22,12 @@ import numpy as np
 
 from autopar.avals import itemsize_of
 from autopar.compat import Literal, Var
-from autopar.intra_op.assignment import Assignment, assign
-from autopar.intra_op.graph import StrategyGraph
+from autopar.intra_op.choices.graph import StrategyGraph
+from autopar.intra_op.choices.strategies import ShardingStrategy
+from autopar.intra_op.lowering.assignment import Assignment, assign
 from autopar.intra_op.memory.device_operations import Value
 from autopar.intra_op.memory.device_program import DeviceProgram, device_program
 from autopar.intra_op.memory.footprint import Footprint, footprint_of
-from autopar.intra_op.strategies import ShardingStrategy
 from autopar.program.program import Equation, Program
 from autopar.rules.table import Making, entry_for
 from autopar.solver.memory_prices import MemoryRow

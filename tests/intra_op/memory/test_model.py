@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar import OutOfMemoryError, data_parallel, zero3
 from autopar.cost_model.hardware import PRESETS
-from autopar.intra_op.graph import build_graph
+from autopar.intra_op.choices.graph import build_graph
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 from autopar.intra_op.memory.footprint import LIBRARY_ELEMENTS, footprint_of
 from autopar.intra_op.memory.model import TEMPORARIES_MARGIN, MemoryModel
-from autopar.intra_op.options import PlannerOptions
 from autopar.layouts.mesh import LogicalMesh
 from autopar.models.registry import build
 from autopar.program.from_jaxpr import program_of

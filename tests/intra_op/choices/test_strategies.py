@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.intra_op.strategies import strategies_of, undivided_dropped
+from autopar.intra_op.choices.strategies import strategies_of, undivided_dropped
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.rules.factor_rule import parse
 from autopar.rules.table import rule_for

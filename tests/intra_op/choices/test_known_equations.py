@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.intra_op.known_equations import RuleBook
+from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.program.from_jaxpr import program_of
 from autopar.rules.table import flops_of, rule_for
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from autopar.avals import is_opaque
 from autopar.compat import Literal, Var
-from autopar.intra_op.assignment import Assignment, is_gathered
+from autopar.intra_op.lowering.assignment import Assignment, is_gathered
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.perform import after_value, perform_move
 from autopar.program.program import Atom, Equation, Program

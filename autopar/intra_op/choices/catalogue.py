@@ -18,10 +18,10 @@ from autopar.avals import dtype_name, is_opaque, itemsize_of
 from autopar.cost_model.compute import roofline_s
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError
-from autopar.intra_op.kernels import Traffic
-from autopar.intra_op.known_equations import RuleBook
-from autopar.intra_op.options import PlannerOptions
-from autopar.intra_op.strategies import ShardingStrategy, strategies_of, undivided_dropped
+from autopar.intra_op.choices.kernels import Traffic
+from autopar.intra_op.choices.known_equations import RuleBook
+from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.choices.strategies import ShardingStrategy, strategies_of, undivided_dropped
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LayoutSpace, Network
 from autopar.program.program import Equation

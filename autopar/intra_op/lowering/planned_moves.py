@@ -12,7 +12,7 @@ from typing import Any
 
 from autopar.avals import is_opaque
 from autopar.compat import Literal, Var
-from autopar.intra_op.assignment import Assignment, is_gathered
+from autopar.intra_op.lowering.assignment import Assignment, is_gathered
 from autopar.layouts.mesh import Layout
 from autopar.layouts.moves import Move
 from autopar.program.program import Atom, Equation, Program

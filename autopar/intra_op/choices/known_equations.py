@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 
 from autopar.compat import Literal
-from autopar.intra_op.kernels import Traffic, traffic_of
+from autopar.intra_op.choices.kernels import Traffic, traffic_of
 from autopar.program.program import Equation, Program
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for, flops_of, rule_for

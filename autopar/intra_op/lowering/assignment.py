@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from autopar.intra_op.catalogue import Spaces
-from autopar.intra_op.graph import Source, StrategyGraph
-from autopar.intra_op.strategies import ShardingStrategy
+from autopar.intra_op.choices.catalogue import Spaces
+from autopar.intra_op.choices.graph import Source, StrategyGraph
+from autopar.intra_op.choices.strategies import ShardingStrategy
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import Move
 from autopar.program.program import Atom, Equation, Program

@@ -21,10 +21,10 @@ import numpy as np
 from autopar.avals import is_opaque
 from autopar.compat import Literal, Var
 from autopar.cost_model.hardware import Cluster
-from autopar.intra_op.catalogue import Catalogue, Spaces, StrategySet
-from autopar.intra_op.kernels import Traffic
-from autopar.intra_op.known_equations import RuleBook
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.catalogue import Catalogue, Spaces, StrategySet
+from autopar.intra_op.choices.kernels import Traffic
+from autopar.intra_op.choices.known_equations import RuleBook
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.mesh import Axes, Layout, LogicalMesh
 from autopar.program.program import Equation, Program, fan_out_p
 from autopar.rules.by_shape import everything_whole

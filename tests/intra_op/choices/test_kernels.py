@@ -12,8 +12,8 @@ from autopar.cost_model.job_prediction import Part
 from autopar.cost_model.memory import ActivationShape, layer_activation_bytes
 from autopar.cost_model.transformer import LayerSplit
 from autopar.cost_model.transformer_shape import TransformerShape
-from autopar.intra_op.kernels import ROW_BYTES, traffic_of
-from autopar.intra_op.options import PlannerOptions
+from autopar.intra_op.choices.kernels import ROW_BYTES, traffic_of
+from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layouts.constraints import Constraints, Rule
 from autopar.layouts.mesh import LogicalMesh
