@@ -1,7 +1,7 @@
 """What ranges of layers cost on submeshes, under several numbers of microbatches.
 
 In: a step, cut into numbers of microbatches as they are asked for, and the machine. Out: a `CostTable` for the dynamic program.
-The forward chain is clustered into layers (`layers.py`), which are planned (`planned_layers.py`), and a range of layers costs the
+The forward chain is clustered into layers (`stages/layers.py`), which are planned (`planned_layers.py`), and a range of layers costs the
 sum of its layers. Planned at first are the submeshes of one node, or the smallest, under one number of microbatches, and more
 when asked (`plan_more`). Of what is not planned there is a figure all the same: a larger submesh costs what perfect division of a
 smaller one gives, another number of microbatches what `timetables.py` carries over. What can go wrong: a figure that is no
@@ -16,17 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from autopar.chain_cuts import boundaries
 from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.intra_op.memory.model import TEMPORARIES_MARGIN
 from autopar.intra_op.planner import PlanRequest
-from autopar.layers import cluster
 from autopar.microbatches.counts import microbatch_counts
 from autopar.microbatches.loop import TimeLoop
 from autopar.planned_layers import LayerFigures, PlannedLayers
-from autopar.stage_memory import split_in_flight
 from autopar.stage_problem import CostTable
-from autopar.stages import ForwardEquation, forward_chain
+from autopar.stages.chain import ForwardEquation, forward_chain
+from autopar.stages.even_cuts import boundaries
+from autopar.stages.layers import cluster
+from autopar.stages.tasks.stage_memory import split_in_flight
 from autopar.submeshes import Submesh
 from autopar.timetables import latency_share, seconds_at
 

@@ -19,13 +19,13 @@ from autopar.collector import spared_collector
 from autopar.errors import ConstraintError, OutOfMemoryError, warn
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.planner import PlanRequest, plan_step
-from autopar.layer_recompute import recomputed_step
 from autopar.microbatches.counts import in_microbatches, microbatch_counts, microbatched
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
 from autopar.plan import Alternative, Plan
 from autopar.program.step import TracedStep
 from autopar.schedules.schedules import Open, Recompute
+from autopar.stages.recompute_layers import recomputed_step
 
 DEAR = 0.2
 """What part of a step's time without limit a limit may cost before other ways to meet it are looked for."""

@@ -35,7 +35,7 @@ from autopar.schedules.instructions import Value
 from autopar.schedules.launch_order import in_launch_order, part_of
 from autopar.schedules.schedules import Schedule
 from autopar.split_array import SplitSharding, held_in, in_pieces, joined
-from autopar.split_scans import SplitStep
+from autopar.stages.split_scans import SplitStep
 from autopar.staging import Staged
 from autopar.step_inputs import StepInputs
 from autopar.task_links import linked

@@ -14,10 +14,8 @@ from typing import cast
 
 from autopar.collector import spared_collector
 from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
-from autopar.following import Following, homes_of
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
-from autopar.merged_scans import merged
 from autopar.microbatches.counts import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import Alternative
@@ -27,14 +25,17 @@ from autopar.schedules.in_flight import InFlight
 from autopar.schedules.instructions import Run
 from autopar.schedules.schedules import Open, Recompute, Schedule, ScheduleName, make_schedule
 from autopar.schedules.simulate import Simulation, simulate_schedule
-from autopar.split_scans import split_scans
-from autopar.stacks import every_layer
 from autopar.stage_search import NotFaster, search_stages
+from autopar.stages.dependence import takes_gradients
+from autopar.stages.follow import Following, homes_of
+from autopar.stages.rejoin_scans import merged
+from autopar.stages.scan_stacks import every_layer
+from autopar.stages.split_scans import split_scans
+from autopar.stages.time_loops import loops
 from autopar.staging import (
     Staged,
     StagedStage,
     StageRequest,
-    loops,
     plan_stages,
     restore_stages,
     split_devices,
@@ -42,7 +43,6 @@ from autopar.staging import (
 )
 from autopar.submeshes import machine_shape
 from autopar.timetables import Timetable, counts_around, timetables, usual_microbatches
-from autopar.whereabouts import takes_gradients
 
 ONCE = ("update", "weights")
 """Transfers that happen once per step."""

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.chain_cuts import indivisible_work, warn_of_indivisible_work
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
 from autopar.intra_op.planner import PlanRequest
 from autopar.pipeline_plan import PipelinePlan
@@ -32,10 +31,12 @@ from autopar.pipeline_planner import (
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.schedules import make_schedule
-from autopar.split_scans import split_scans
-from autopar.stacks import cuts_for_stages
-from autopar.stages import forward_chain
-from autopar.staging import Staged, divided_loop
+from autopar.stages.chain import forward_chain
+from autopar.stages.even_cuts import indivisible_work, warn_of_indivisible_work
+from autopar.stages.scan_stacks import cuts_for_stages
+from autopar.stages.split_scans import split_scans
+from autopar.stages.time_loops import divided_loop
+from autopar.staging import Staged
 from autopar.timetables import WORTH, Timetable, latency_share, seconds_at
 
 

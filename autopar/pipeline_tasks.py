@@ -14,8 +14,8 @@ import jax
 
 from autopar.compat import Var
 from autopar.intra_op.lowering.assignment import Assignment
-from autopar.stage_program import PROLOGUE, StageProgram
-from autopar.task_cuts import Ref
+from autopar.stages.tasks.cuts import Ref
+from autopar.stages.tasks.stage_program import PROLOGUE, StageProgram
 from autopar.tasks import StageTask, stage_tasks
 
 Item = tuple[int, Ref]

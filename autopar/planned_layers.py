@@ -22,15 +22,15 @@ from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.intra_op.memory.model import TEMPORARIES_MARGIN
 from autopar.intra_op.planner import PlanRequest, logical_meshes
-from autopar.layers import identical
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Program
 from autopar.side_work import side_by_side
 from autopar.stage_problem import ChosenStage
-from autopar.stage_program import StageProgram, stage_program
-from autopar.stages import cut_stages
+from autopar.stages.cut import cut_stages
+from autopar.stages.identical import identical
+from autopar.stages.tasks.stage_program import StageProgram, stage_program
 from autopar.staging import StagedStage, measured_stage
 from autopar.submeshes import machine_shape
 

@@ -20,11 +20,9 @@ from autopar.arguments import Leader
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
 from autopar.errors import ArgumentError
-from autopar.following import Following
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.planner import PlanRequest, logical_meshes, restore
-from autopar.layer_recompute import recomputed_step
 from autopar.layouts.constraints import Constraints, Rule
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import in_microbatches, microbatch_counts
@@ -38,8 +36,10 @@ from autopar.plan import Plan
 from autopar.program.call import CallSignature
 from autopar.program.step import TracedStep, require_examples
 from autopar.schedules.schedules import Open, Recompute
+from autopar.stages.dependence import takes_gradients
+from autopar.stages.follow import Following
+from autopar.stages.recompute_layers import recomputed_step
 from autopar.staging import Staged
-from autopar.whereabouts import takes_gradients
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

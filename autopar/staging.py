@@ -1,8 +1,8 @@
 """From a traced step to a planned pipeline: where to cut, and the best layouts of every stage on its devices.
 
 In: a traced step, how many stages, microbatches and which schedule, the machine. Out: a `Staged`: the stages' programs and
-assignments, and what each of their tasks takes. A stage is planned like a step of its own (`stage_program.py`), on its share of
-the devices, within the memory that its microbatches in flight leave. What can go wrong: a step that mixes examples cannot be
+assignments, and what each of their tasks takes. A stage is planned like a step of its own
+(`stages/tasks/stage_program.py`), on its share of the devices, within the memory that its microbatches in flight leave. What can go wrong: a step that mixes examples cannot be
 cut in time; a stage that does not fit is named with its bytes.
 """
 
@@ -11,37 +11,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.avals import itemsize_of
-from autopar.chain_cuts import chosen_cuts
 from autopar.compat import Var
-from autopar.errors import ArgumentError, OutOfMemoryError, UnsupportedProgramError
-from autopar.following import Following, leaves_at, placed_by_leaves
+from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.planned_moves import planned_moves
 from autopar.intra_op.planner import PlanRequest, logical_meshes, plan_step, restore
-from autopar.layers import identical
 from autopar.layouts.allowed import allowed_layouts
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
-from autopar.microbatches.counts import planned_time
 from autopar.microbatches.loop import TimeLoop
-from autopar.microbatches.mixing import MixedExamples
-from autopar.microbatches.time_plan import Phase
 from autopar.plan import Plan, ValuePlan
 from autopar.program.program import Equation
 from autopar.program.step import Leaf, TracedStep
-from autopar.recompute import recomputed
 from autopar.schedules.in_flight import InFlight
 from autopar.side_work import side_by_side
-from autopar.split_scans import SplitStep, split_scans
-from autopar.stacks import ScanCuts, cuts_for_stages
-from autopar.stage_memory import StageMemory, stage_memory
-from autopar.stage_program import StageProgram, stage_program
-from autopar.stages import StageCut, cut_stages, forward_chain, place_stages
-from autopar.task_memory import TaskMemories
+from autopar.stages.chain import forward_chain
+from autopar.stages.cut import StageCut, cut_stages, place_stages
+from autopar.stages.even_cuts import chosen_cuts
+from autopar.stages.follow import Following, leaves_at, placed_by_leaves
+from autopar.stages.identical import identical
+from autopar.stages.recompute_stages import recomputed
+from autopar.stages.scan_stacks import ScanCuts, cuts_for_stages
+from autopar.stages.split_scans import SplitStep, split_scans
+from autopar.stages.tasks.stage_memory import StageMemory, stage_memory
+from autopar.stages.tasks.stage_program import StageProgram, stage_program
+from autopar.stages.tasks.task_memory import TaskMemories
+from autopar.stages.time_loops import divided_loop
 
 MEMORY_ROUNDS = 4
 """How often a stage is planned again for the microbatches in flight before it counts as too large."""
@@ -107,32 +106,6 @@ def split_devices(devices: int, meshes: int) -> tuple[tuple[LogicalMesh, ...], .
         )
     share = devices // meshes
     return (logical_meshes(share) if share > 1 else (LogicalMesh.of((1,)),),) * meshes
-
-
-def divided_loop(split: SplitStep, num_microbatches: int) -> TimeLoop:
-    """A divided step as prologue, body and epilogue: each part of an operation where the whole one is. Raises as `time_loop`."""
-    whole = time_loop(split.whole, num_microbatches)
-    if split.step is split.whole:
-        return whole
-    known = {eqn: whole.plan.phases[origin] for eqn, origin in split.origins.items()}
-    return time_loop(split.step, num_microbatches, known=known)
-
-
-def loops(split: SplitStep, usual: int) -> Callable[[int], TimeLoop]:
-    """A divided step in any number of microbatches, its operations in the phases that they have in the usual number of them."""
-    first = divided_loop(split, usual)
-    return lambda count: first if count == usual else time_loop(split.step, count, known=first.plan.phases)
-
-
-def time_loop(traced: TracedStep, num_microbatches: int, *, known: Mapping[Equation, Phase] | None = None) -> TimeLoop:
-    """The step as prologue, body and epilogue. Raises ArgumentError, UnsupportedProgramError."""
-    plan = planned_time(traced, num_microbatches, late_sums=True, known=known)
-    if isinstance(plan, MixedExamples):
-        raise UnsupportedProgramError(
-            f"the step cannot be cut into {num_microbatches} microbatches: {plan}. What one microbatch computes would not be "
-            "what the full batch does. Use num_microbatches=1, or normalise, count and compare within an example."
-        )
-    return TimeLoop(traced, plan)
 
 
 def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) -> Staged:

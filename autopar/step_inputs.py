@@ -22,7 +22,7 @@ from autopar.pipeline_tasks import Item, PipelineTasks
 from autopar.program.step import TracedStep
 from autopar.runtime.processes import are_here, from_host
 from autopar.schedules.instructions import Value
-from autopar.task_cuts import Ref
+from autopar.stages.tasks.cuts import Ref
 
 Key = tuple[int, Value]
 """Where the driver is handed something: the mesh and the value."""

@@ -18,8 +18,8 @@ from autopar.compat import Var
 from autopar.pipeline_tasks import Item, Node, PipelineTasks
 from autopar.schedules.instructions import Slot, TaskSpec, Value
 from autopar.schedules.schedules import Schedule
-from autopar.stage_program import PROLOGUE
-from autopar.task_cuts import Ref
+from autopar.stages.tasks.cuts import Ref
+from autopar.stages.tasks.stage_program import PROLOGUE
 from autopar.transfers import opened, there
 
 

@@ -21,7 +21,7 @@ from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.schedules import make_schedule
-from autopar.stage_memory import split_in_flight
+from autopar.stages.tasks.stage_memory import split_in_flight
 from autopar.timetables import Timetable
 from tests import pipeline_steps
 from tests.live_bytes import LiveBytes

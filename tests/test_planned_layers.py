@@ -16,7 +16,8 @@ from autopar.layouts.constraints import Constraints
 from autopar.planned_layers import PlannedLayers
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
-from autopar.staging import measured_stage, time_loop
+from autopar.stages.time_loops import time_loop
+from autopar.staging import measured_stage
 from tests.test_stage_search import step
 
 LAYERS = 6

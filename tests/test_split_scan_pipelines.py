@@ -15,11 +15,11 @@ from autopar.compat import name_stack
 from autopar.errors import ArgumentError
 from autopar.pipeline_plan import PipelinePlan
 from autopar.split_array import SplitArray
-from autopar.staging import divided_loop, time_loop
-from tests import scanned_steps
+from autopar.stages.time_loops import divided_loop, time_loop
 from tests.oracles import assert_same_as_jit, assert_trees_close
 from tests.pipeline_steps import WIDTH, rows, trained_on
-from tests.test_split_scan import cut_at, operations
+from tests.stages import scanned_steps
+from tests.stages.test_split_scans import cut_at, operations
 from tests.test_stage_search import two_nodes
 
 

@@ -10,7 +10,6 @@ import pytest
 
 import autopar
 from autopar import planned_layers, staging
-from autopar.chain_cuts import boundaries
 from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.intra_op.choices.options import PlannerOptions
@@ -21,10 +20,12 @@ from autopar.pipeline_planner import PipelineWishes, SearchedPipeline, search_pi
 from autopar.planned_layers import PlannedLayers
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
-from autopar.split_scans import split_scans
 from autopar.stage_search import ROOM, search_stages
-from autopar.stages import cut_stages, forward_chain
-from autopar.staging import loops, time_loop
+from autopar.stages.chain import forward_chain
+from autopar.stages.cut import cut_stages
+from autopar.stages.even_cuts import boundaries
+from autopar.stages.split_scans import split_scans
+from autopar.stages.time_loops import loops, time_loop
 from autopar.submeshes import machine_shape
 from autopar.timetables import WORTH, Timetable
 from tests.oracles import assert_same_as_jit

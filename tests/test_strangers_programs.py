@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.chain_cuts import even_cuts
+from autopar.stages.even_cuts import even_cuts
 from tests.oracles import assert_same_as_jit
 
 PROGRAMS = {}

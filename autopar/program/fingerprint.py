@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from autopar.compat import Literal as JaxLiteral
+from autopar.compat import constants_of, open_jaxpr
 from autopar.program.program import Program
 
 
@@ -28,3 +34,60 @@ def fingerprint_of(program: Program) -> str:
         digest.update(line.encode())
     digest.update(str([name(v) for v in program.outvars]).encode())
     return digest.hexdigest()[:16]
+
+
+def signature(equations: Sequence[Any], numbers: dict[Any, int]) -> Hashable:
+    """Equations with variables numbered in order of appearance; `numbers` is filled."""
+    return tuple(
+        (
+            eqn.primitive.name,
+            tuple(_atom(v, numbers) for v in eqn.invars),
+            tuple((_atom(v, numbers), aval_key(v)) for v in eqn.outvars),
+            tuple((name, _value(value)) for name, value in sorted(eqn.params.items()) if not _is_region(eqn, value)),
+            tuple(_scope(region, ()) for region in getattr(eqn, "regions", ())),
+            getattr(eqn, "loop", None),
+        )
+        for eqn in equations
+    )
+
+
+def _is_region(eqn: Any, value: object) -> bool:
+    """Whether a parameter holds the nested programs that the equation also has as `regions`."""
+    several = value if isinstance(value, tuple) and value else (value,)
+    return bool(getattr(eqn, "regions", ())) and all(hasattr(open_jaxpr(v), "eqns") for v in several)
+
+
+def _scope(program: Any, constants: Sequence[Any]) -> Hashable:
+    """A nested `Program` or jaxpr."""
+    numbers: dict[Any, int] = {}
+    inputs = (*getattr(program, "constvars", ()), *program.invars)
+    heads = tuple((_atom(v, numbers), aval_key(v)) for v in inputs)
+    equations = program.equations if hasattr(program, "equations") else program.eqns
+    body = signature(equations, numbers)
+    return heads, body, tuple(_atom(v, numbers) for v in program.outvars), tuple(_value(c) for c in constants)
+
+
+def _atom(atom: Any, numbers: dict[Any, int]) -> Hashable:
+    if isinstance(atom, JaxLiteral):
+        return "literal", _value(np.asarray(atom.val)), aval_key(atom)
+    return numbers.setdefault(atom, len(numbers))
+
+
+def aval_key(atom: Any) -> Hashable:
+    """Shape, dtype and weak type of a value."""
+    aval = atom.aval
+    return tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", aval)), bool(getattr(aval, "weak_type", False))
+
+
+def _value(value: Any) -> Hashable:
+    """A parameter as something that compares by content; what has none, such as a function, compares by identity."""
+    if hasattr(open_jaxpr(value), "eqns"):
+        return _scope(open_jaxpr(value), constants_of(value))
+    if isinstance(value, (np.ndarray, np.generic, jax.Array)) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        array = np.asarray(value)
+        return "array", str(array.dtype), array.shape, array.tobytes()
+    if isinstance(value, Mapping):
+        return tuple((name, _value(inner)) for name, inner in sorted(value.items()))
+    if isinstance(value, (tuple, list)):
+        return type(value).__name__, tuple(_value(inner) for inner in value)
+    return type(value).__name__, value if isinstance(value, Hashable) else id(value)

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import pytest
 
-from autopar.chain_cuts import even_cuts
 from autopar.compat import Literal
 from autopar.compile import device_mesh
 from autopar.cost_model.hardware import preset
@@ -16,8 +15,11 @@ from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
-from autopar.stages import PieceName, check, cut_stages, forward_chain
-from autopar.staging import StageRequest, plan_stages, time_loop
+from autopar.stages.chain import forward_chain
+from autopar.stages.cut import PieceName, check, cut_stages
+from autopar.stages.even_cuts import even_cuts
+from autopar.stages.time_loops import time_loop
+from autopar.staging import StageRequest, plan_stages
 from autopar.tasks import stage_tasks
 from tests import pipeline_steps, zoo
 

@@ -26,8 +26,8 @@ from autopar.microbatches.loop import TimeLoop
 from autopar.pipeline_plan import PipelinePlan
 from autopar.program.program import Equation, operands_of
 from autopar.program.step import TracedStep
-from autopar.stacks import ScanCuts, find_stacks
-from autopar.whereabouts import Kinds
+from autopar.stages.dependence import Dependence
+from autopar.stages.scan_stacks import ScanCuts, find_stacks
 
 _PIECE = re.compile(r"(?P<path>.*)\[(?::, )*(?P<first>\d+):\d+\]")
 
@@ -96,7 +96,7 @@ def leaves_at(homes: Mapping[str, int], loop: TimeLoop) -> dict[Var, int]:
 
 def placed_by_leaves(loop: TimeLoop, homes: Mapping[Var, int], num_stages: int) -> tuple[int, ...]:
     """The stage of each equation of the forward chain; see the module's text. Raises ArgumentError if there are too few."""
-    kinds = Kinds.of(loop)
+    kinds = Dependence.of(loop)
     chain = kinds.forward()
     if len(chain) < num_stages:
         raise ArgumentError(
@@ -117,7 +117,7 @@ def placed_by_leaves(loop: TimeLoop, homes: Mapping[Var, int], num_stages: int) 
     return tuple(stages)
 
 
-def _leaves_read(kinds: Kinds, homes: Mapping[Var, int]) -> dict[Equation, frozenset[Var]]:
+def _leaves_read(kinds: Dependence, homes: Mapping[Var, int]) -> dict[Equation, frozenset[Var]]:
     """The leaves with a home that each forward equation reads, directly or through what is computed anywhere."""
     origins: dict[Var, frozenset[Var]] = {v: frozenset({v}) for v in homes}
     read: dict[Equation, frozenset[Var]] = {}

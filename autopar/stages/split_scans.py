@@ -28,13 +28,13 @@ import jax
 
 from autopar.avals import is_opaque
 from autopar.compat import Literal, Var, attributed_to, name_stack
-from autopar.piecewise import Divided, Values, evaluate
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of
 from autopar.program.program import Equation, Program
 from autopar.program.step import Leaf, TracedStep
 from autopar.split_array import LeafPieces, cut_at
-from autopar.stacks import ScanCuts, find_stacks
+from autopar.stages.divided_values import Divided, Values, evaluate
+from autopar.stages.scan_stacks import ScanCuts, find_stacks
 
 _MARK = "autopar equation "
 _MARKED = re.compile(_MARK + r"(?P<number>\d+)")

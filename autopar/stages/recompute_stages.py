@@ -12,7 +12,7 @@ import dataclasses
 
 from autopar.compat import Literal, Var
 from autopar.program.program import Equation
-from autopar.stages import Piece, PieceName, StageCut
+from autopar.stages.cut import PieceName, Segment, StageCut
 
 
 def recomputed(cut: StageCut) -> StageCut:
@@ -35,7 +35,7 @@ def recomputed(cut: StageCut) -> StageCut:
     return dataclasses.replace(cut, pieces=pieces)
 
 
-def _needed(forward: Piece, wanted: set[Var]) -> list[Equation]:
+def _needed(forward: Segment, wanted: set[Var]) -> list[Equation]:
     """The forward operations behind wanted values, in order."""
     chosen = []
     for eqn in reversed(forward.equations):
@@ -50,5 +50,5 @@ def _operands(equations: list[Equation], made: set[Var]) -> list[Var]:
     return [v for v in dict.fromkeys(used) if v not in made]
 
 
-def _made(piece: Piece) -> set[Var]:
+def _made(piece: Segment) -> set[Var]:
     return {v for eqn in piece.equations for v in eqn.outvars}

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from autopar.errors import ArgumentError
-from autopar.layers import EXACT_PLACES, cluster, identical
 from autopar.microbatches.loop import TimeLoop
 from autopar.microbatches.phases import plan_time
 from autopar.models.registry import build
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.program import Equation
 from autopar.program.trace import trace
-from autopar.stages import ForwardEquation, forward_chain
+from autopar.stages.chain import ForwardEquation, forward_chain
+from autopar.stages.identical import identical
+from autopar.stages.layers import EXACT_PLACES, cluster
 
 NO_EQUATION = Equation(jax.lax.add_p, (), (), {}, None)
 

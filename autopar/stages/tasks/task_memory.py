@@ -1,7 +1,7 @@
 """What the tasks of a planned stage need while they run, beyond what they are handed and hand on.
 
 In: a `StageProgram` and its `Assignment`. Out: `TaskMemories`: what the prologue makes for the whole step, and for each task of
-the loop its temporaries and what it sends. The tasks are those that the runtime gets (`task_cuts.py`), each reckoned like a step
+the loop its temporaries and what it sends. The tasks are those that the runtime gets (`cuts.py`), each reckoned like a step
 of its own (`intra_op/memory/`). Updates are not here, because the plan's own peak has them.
 """
 
@@ -22,8 +22,8 @@ from autopar.intra_op.memory.device_program import task_program
 from autopar.intra_op.memory.footprint import footprint_of
 from autopar.layouts.mesh import LogicalMesh
 from autopar.schedules.schedules import TaskKind
-from autopar.stage_program import PROLOGUE, StageProgram
-from autopar.task_cuts import TaskCut, Write, cut_into_tasks
+from autopar.stages.tasks.cuts import TaskCut, Write, cut_into_tasks
+from autopar.stages.tasks.stage_program import PROLOGUE, StageProgram
 
 
 @dataclasses.dataclass(frozen=True)

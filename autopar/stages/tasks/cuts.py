@@ -22,8 +22,8 @@ from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.per_device import Lowering
 from autopar.layouts.mesh import Layout
 from autopar.program.program import Atom, Equation, fan_out_p
-from autopar.stage_program import PROLOGUE, StageProgram
-from autopar.task_owners import LoopedProgram, task_owners, update_level, variables
+from autopar.stages.tasks.owners import LoopedProgram, task_owners, update_level, variables
+from autopar.stages.tasks.stage_program import PROLOGUE, StageProgram
 
 RefKind = Literal["input", "row", "value", "accumulator", "slice", "send", "output", "number"]
 

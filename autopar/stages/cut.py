@@ -1,6 +1,6 @@
 """Cut a step in microbatches into pipeline stages: forward, backward and update of each.
 
-In: a `TimeLoop` and where the forward equations are cut. Out: a `StageCut`: `Piece`s, each the equations of one kind of work of
+In: a `TimeLoop` and where the forward equations are cut. Out: a `StageCut`: `Segment`s, each the equations of one kind of work of
 one stage, with the values that it reads and writes. The rules:
 
     forward     body equations that depend on examples and parameters, in program order, cut at the given places
@@ -11,7 +11,7 @@ one stage, with the values that it reads and writes. The rules:
     anywhere    what depends on no example or on no parameter is computed again in each piece that reads it, unless it is
                 heavy or random: then it belongs to the first piece that reads it
 
-A scan over layers is divided before (`split_scans.py`): its pieces are links of the chain like others. A leaf lives on the first
+A scan over layers is divided before (`stages/split_scans.py`): its pieces are links of the chain like others. A leaf lives on the first
 stage that uses it; other stages are lent it (tied weights). What can go wrong: a value that would flow against the order of the
 stages; `check` refuses the cut and names it.
 """
@@ -19,24 +19,21 @@ stages; `check` refuses the cut and names it.
 from __future__ import annotations
 
 import collections
-import dataclasses
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from autopar.avals import bytes_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.errors import PlanError
 from autopar.microbatches.loop import TimeLoop
-from autopar.pieces import Piece, PieceName, StageCut, is_costly
 from autopar.program.program import Equation, operands_of
-from autopar.rules.table import flops_of
-from autopar.updates import Updates
-from autopar.whereabouts import Kinds, Whereabouts
+from autopar.stages.chain import ForwardEquation, chain_of, forward_chain
+from autopar.stages.dependence import Dependence, StagesOfValues
+from autopar.stages.segments import PieceName, Segment, StageCut, is_costly
+from autopar.stages.updates import Updates
 
 __all__ = [
     "ForwardEquation",
-    "Piece",
+    "Segment",
     "PieceName",
     "StageCut",
     "chain_of",
@@ -47,48 +44,9 @@ __all__ = [
 ]
 
 
-@dataclasses.dataclass(frozen=True)
-class ForwardEquation:
-    """One place of the forward chain: the work up to the next place, and the bytes that a cut before it would send."""
-
-    equation: Equation
-    flops: float
-    cut_bytes: float
-
-
-def forward_chain(loop: TimeLoop) -> tuple[ForwardEquation, ...]:
-    """The forward equations of the step in order, with the work of each and what a cut before it sends per microbatch."""
-    return chain_of(Kinds.of(loop), lambda eqn: _work(loop, eqn))
-
-
-def chain_of(kinds: Kinds, work: Callable[[Equation], float]) -> tuple[ForwardEquation, ...]:
-    """The forward equations of a step whose operations are of these kinds."""
-    chain = kinds.forward()
-    place = {eqn: i for i, eqn in enumerate(chain)}
-    last: dict[Var, int] = {}
-    for eqn in chain:
-        for v in operands_of(eqn):
-            last[v] = place[eqn]
-    change = [0.0] * (len(chain) + 2)
-    for eqn in chain:
-        for v in eqn.outvars:
-            change[place[eqn] + 1] += bytes_of(v)
-            change[last.get(v, place[eqn]) + 1] -= bytes_of(v)
-    crossing = list(itertools.accumulate(change))
-    return tuple(ForwardEquation(eqn, work(eqn), crossing[i]) for i, eqn in enumerate(chain))
-
-
-def _work(loop: TimeLoop, eqn: Equation) -> float:
-    rules = loop.plan.assignment.rules
-    if eqn.loop is None:
-        return flops_of(eqn, rules[eqn])
-    inside = sum(_work(loop, e) for region in eqn.regions for e in region.equations)
-    return inside * max(eqn.loop.trips, 1)
-
-
 def cut_stages(loop: TimeLoop, cuts: Sequence[int]) -> StageCut:
     """The pieces of `len(cuts) + 1` stages; `cuts` are ascending places in `forward_chain`. Raises PlanError."""
-    return place_stages(loop, [sum(i >= c for c in cuts) for i in range(len(Kinds.of(loop).forward()))], {})
+    return place_stages(loop, [sum(i >= c for c in cuts) for i in range(len(Dependence.of(loop).forward()))], {})
 
 
 def place_stages(loop: TimeLoop, stages: Sequence[int], homes: Mapping[Var, int]) -> StageCut:
@@ -103,7 +61,7 @@ class _Cutter:
     def __init__(self, loop: TimeLoop, stages: Sequence[int], homes: Mapping[Var, int]) -> None:
         self.loop, self.stages, self.homes = loop, tuple(stages), homes
         self.num_stages = max(stages, default=0) + 1
-        self.kinds = Kinds.of(loop)
+        self.kinds = Dependence.of(loop)
         self.prologue = {v: eqn for eqn in loop.plan.of_phase("prologue") for v in eqn.outvars}
         self.body_of = {v: eqn for eqn in self.kinds.body for v in eqn.outvars}
         self.piece_of: dict[Equation, PieceName] = {}
@@ -126,7 +84,7 @@ class _Cutter:
 
     def _place_backward(self) -> None:
         """Where the cotangents are, or further down, if an operand of forward is only there."""
-        where = Whereabouts(self.kinds, self.piece_of)
+        where = StagesOfValues(self.kinds, self.piece_of)
         for eqn in self.kinds.body:
             if self.kinds.is_anchored(eqn) and eqn in self.kinds.backward:
                 makers = [self.piece_of[e] for e in map(self.body_of.get, operands_of(eqn)) if e in self.piece_of]
@@ -134,7 +92,7 @@ class _Cutter:
                 self.piece_of[eqn] = PieceName(where.highest(eqn, last), "backward")
         self._sink_gradients(where)
 
-    def _sink_gradients(self, where: Whereabouts) -> None:
+    def _sink_gradients(self, where: StagesOfValues) -> None:
         """A gradient that no stage's operands hold, as of a bias, goes to its weight, if what it needs goes there anyway."""
         readers: dict[Var, list[Equation]] = {}
         # In the program's order, not a set's: several processes cut alike.
@@ -160,7 +118,7 @@ class _Cutter:
                 return []
             chain.append(self.body_of[needed[0]])
 
-    def _stages_of_gradients(self, where: Whereabouts) -> dict[Var, int]:
+    def _stages_of_gradients(self, where: StagesOfValues) -> dict[Var, int]:
         """For values of a weight's size that its new value is made of: the lowest stage whose forward uses the weight."""
         found: dict[Var, int] = {}
         for v, source in zip(self.loop.program.outvars, self.loop.traced.state_of_output, strict=True):
@@ -213,7 +171,7 @@ class _Cutter:
                 waiting += operands_of(maker)
         return found
 
-    def _pieces(self, updates: Updates) -> tuple[dict[PieceName, Piece], dict[Var, PieceName]]:
+    def _pieces(self, updates: Updates) -> tuple[dict[PieceName, Segment], dict[Var, PieceName]]:
         names = [PieceName(s, "forward") for s in range(self.num_stages)]
         if self.kinds.backward:
             names += [PieceName(s, "backward") for s in range(self.num_stages)]
@@ -243,7 +201,7 @@ class _Cutter:
             writes = tuple(
                 v for v in own if v in read and not (name.kind != "update" and self._only_updates(v, wanted))
             )
-            pieces[name] = Piece(name, tuple(equations), tuple(reads), writes, collected, updates.outputs_of(name))
+            pieces[name] = Segment(name, tuple(equations), tuple(reads), writes, collected, updates.outputs_of(name))
         return pieces, made_by
 
     def _only_updates(self, v: Var, wanted: Mapping[PieceName, set[Var]]) -> bool:

@@ -11,13 +11,13 @@ from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest, plan_step
-from autopar.layer_recompute import layers_to_recompute, recomputed_step
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.program import operands_of
 from autopar.program.trace import trace
+from autopar.stages.recompute_layers import layers_to_recompute, recomputed_step
 from tests import pipeline_steps, zoo
 from tests.oracles import assert_same_as_jit, assert_trees_close
 

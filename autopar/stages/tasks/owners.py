@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.program.program import Atom, Equation, Loop, Program, fan_out_p
-from autopar.stage_program import PROLOGUE, StageProgram
+from autopar.stages.tasks.stage_program import PROLOGUE, StageProgram
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,22 +8,22 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar import stacks
 from autopar.compat import Literal, name_stack
 from autopar.layouts.allowed import whole_path
-from autopar.merged_scans import merged
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.evaluate import bind_equation
 from autopar.program.trace import trace
 from autopar.split_array import in_pieces, joined
-from autopar.split_scans import split_scans
-from autopar.stacks import cuts_for_stages, every_layer, find_stacks
-from autopar.stages import forward_chain
-from autopar.staging import divided_loop
-from tests import scanned_steps
+from autopar.stages import scan_stacks
+from autopar.stages.chain import forward_chain
+from autopar.stages.rejoin_scans import merged
+from autopar.stages.scan_stacks import cuts_for_stages, every_layer, find_stacks
+from autopar.stages.split_scans import split_scans
+from autopar.stages.time_loops import divided_loop
 from tests.oracles import assert_trees_close
 from tests.pipeline_steps import ROWS, WIDTH, rows, trained_on
-from tests.scanned_steps import LAYERS
+from tests.stages import scanned_steps
+from tests.stages.scanned_steps import LAYERS
 
 
 def traced(step, state, batch):
@@ -161,9 +161,9 @@ def test_single_layers_are_merged_to_the_pieces_that_stages_need():
 
 def test_long_stacks_are_offered_in_groups_of_layers(monkeypatch):
     step = traced(*scanned_steps.values_per_layer())
-    monkeypatch.setattr(stacks, "MOST_PIECES", 2)
+    monkeypatch.setattr(scan_stacks, "MOST_PIECES", 2)
     assert every_layer(step) == ((3,),)
-    monkeypatch.setattr(stacks, "MOST_PIECES", 3)
+    monkeypatch.setattr(scan_stacks, "MOST_PIECES", 3)
     assert every_layer(step) == ((2, 4),)
 
 

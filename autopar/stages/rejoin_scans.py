@@ -12,10 +12,10 @@ import itertools
 from collections.abc import Sequence
 
 from autopar.microbatches.loop import TimeLoop
-from autopar.split_scans import SplitStep, split_scans
-from autopar.stacks import ForwardWork, ScanCuts, find_stacks, forward_work
-from autopar.stages import ForwardEquation, forward_chain
-from autopar.staging import divided_loop
+from autopar.stages.chain import ForwardEquation, forward_chain
+from autopar.stages.scan_stacks import ForwardWork, ScanCuts, find_stacks, forward_work
+from autopar.stages.split_scans import SplitStep, split_scans
+from autopar.stages.time_loops import divided_loop
 
 
 def merged(split: SplitStep, loop: TimeLoop, cuts: Sequence[int]) -> tuple[SplitStep, TimeLoop, tuple[int, ...]]:

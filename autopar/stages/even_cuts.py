@@ -14,7 +14,7 @@ import numpy as np
 from autopar.compat import source_line
 from autopar.errors import ArgumentError, warn
 from autopar.program.layer_boundary import layer_boundary_p
-from autopar.stages import ForwardEquation
+from autopar.stages.chain import ForwardEquation
 
 SLACK = 0.3
 """By what part of a stage's work a cut may move to where fewer bytes cross."""

@@ -1,7 +1,7 @@
 """The part of a step after the loop, in stages: where each operation of the update runs, and in which order.
 
 In: where the operations of forward and backward are. Out: a stage and a level for every operation of the epilogue, and the stage
-where each leaf lives. The rules are in `stages.py`. What can go wrong: a value that two stages make; the first one counts.
+where each leaf lives. The rules are in `stages/cut.py`. What can go wrong: a value that two stages make; the first one counts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from autopar.avals import bytes_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.microbatches.loop import TimeLoop
-from autopar.pieces import PieceName
 from autopar.program.program import Equation, operands_of
+from autopar.stages.segments import PieceName
 
 SCALAR_BYTES = 8
 """Values of at most this size follow what they are computed from."""

@@ -26,7 +26,7 @@ from autopar.program.program import Equation
 from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule, Operand
 from autopar.rules.table import flops_of, rule_for
-from autopar.whereabouts import Kinds
+from autopar.stages.dependence import Dependence
 
 Node = tuple[Var, int] | Equation
 """A dimension of a value, or the loop of a scan."""
@@ -133,7 +133,7 @@ def factor_dims(operand: Operand, factor: str) -> list[int]:
 
 
 def _forward_equations(traced: TracedStep) -> list[Equation]:
-    return Kinds(traced, (), traced.program.equations).forward()
+    return Dependence(traced, (), traced.program.equations).forward()
 
 
 def _flops(eqn: Equation) -> float:

@@ -26,14 +26,14 @@ import jax.numpy as jnp
 
 from autopar.avals import bytes_of
 from autopar.compat import Literal, Var, attributed_to
-from autopar.layers import cluster
 from autopar.program.evaluate import bind_equation
 from autopar.program.program import Equation, Program, can_be_awaited, operands_of
 from autopar.program.retrace import retraced
 from autopar.program.step import TracedStep
-from autopar.stacks import forward_work
-from autopar.stages import chain_of
-from autopar.whereabouts import Kinds
+from autopar.stages.chain import chain_of
+from autopar.stages.dependence import Dependence
+from autopar.stages.layers import cluster
+from autopar.stages.scan_stacks import forward_work
 
 COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 """Numbers of layers that are tried."""
@@ -73,7 +73,7 @@ class _Division:
 
     def __init__(self, traced: TracedStep, small_bytes: int) -> None:
         self.small_bytes = small_bytes
-        self.kinds = Kinds(traced, (), traced.program.equations)
+        self.kinds = Dependence(traced, (), traced.program.equations)
         flops = {work.equation: work.flops for work in forward_work(traced, ())}
         self.chain = chain_of(self.kinds, flops.__getitem__)
         self.forward = [eqn for eqn in self.kinds.body if eqn not in self.kinds.backward]
@@ -127,7 +127,7 @@ class _Evaluation:
     def __init__(self, traced: TracedStep, layers: Iterable[Layer]) -> None:
         self.program = traced.program
         self.layer_of = {v: layer for layer in layers for v in layer.results}
-        self.backward = Kinds(traced, (), traced.program.equations).backward
+        self.backward = Dependence(traced, (), traced.program.equations).backward
         self.constants = _constants(traced.program)
 
     def run(self, *arrays: Any) -> list[Any]:

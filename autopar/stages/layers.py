@@ -17,21 +17,12 @@ block, at the cheapest place there.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from autopar.compat import Literal as JaxLiteral
-from autopar.compat import Var, constants_of, open_jaxpr
 from autopar.errors import ArgumentError
-from autopar.microbatches.loop import TimeLoop
-from autopar.program.program import Equation
-from autopar.stages import ForwardEquation, forward_chain
-from autopar.whereabouts import Kinds
+from autopar.stages.chain import ForwardEquation
 
 EXACT_PLACES = 1024
 """Up to this many equations every place is a candidate."""
@@ -166,113 +157,3 @@ class _Clustering:
             at = int(previous[at])
             cuts.append(int(self.places[at]))
         return tuple(cuts[-2::-1])
-
-
-def identical(loop: TimeLoop, layers: Sequence[int]) -> tuple[int, ...]:
-    """For each layer, as `cluster` cuts them, the number of the first layer that is the same.
-
-    The same: a renaming of variables turns one list of equations into the other, with equal primitives, parameters,
-    literals, shapes and types; what comes from outside is of the same kind (a leaf of the same role, a value made before the
-    loop, or in it with or without weights), and the same results are read outside. Exact: signatures are compared, not digests.
-    """
-    equations = [place.equation for place in forward_chain(loop)]
-    bounds = [0, *layers, len(equations)]
-    origin = _origins(loop)
-    readers = _readers(loop)
-    first: dict[Hashable, int] = {}
-    return tuple(
-        first.setdefault(_signature_of(equations[begin:end], origin, readers), number)
-        for number, (begin, end) in enumerate(itertools.pairwise(bounds))
-    )
-
-
-def _origins(loop: TimeLoop) -> dict[Var, str]:
-    """The kind of every value of the step; what the body makes without weights has no gradient, and is a kind of its own."""
-    leaves = {v: leaf.role for v, leaf in zip(loop.program.invars, loop.traced.inputs, strict=True)}
-    before = {v: "prologue" for eqn in loop.plan.of_phase("prologue") for v in eqn.outvars}
-    kinds = Kinds.of(loop)
-    within = {
-        v: "body" if kinds.is_anchored(eqn) else "aside" for eqn in loop.plan.of_phase("body") for v in eqn.outvars
-    }
-    return {**leaves, **before, **within}
-
-
-def _readers(loop: TimeLoop) -> dict[Var, set[Equation | None]]:
-    """Which equations read a value; None stands for the step's outputs."""
-    readers: dict[Var, set[Equation | None]] = {}
-    for eqn in loop.program.equations:
-        for v in eqn.invars:
-            if not isinstance(v, JaxLiteral):
-                readers.setdefault(v, set()).add(eqn)
-    for v in loop.program.outvars:
-        if not isinstance(v, JaxLiteral):
-            readers.setdefault(v, set()).add(None)
-    return readers
-
-
-def _signature_of(
-    equations: Sequence[Equation], origin: Mapping[Var, str], readers: Mapping[Var, set[Equation | None]]
-) -> Hashable:
-    numbers: dict[Any, int] = {}
-    body = _signature(equations, numbers)
-    inside = set(equations)
-    made = {v for eqn in equations for v in eqn.outvars}
-    outside = tuple((numbers[v], _aval(v), origin.get(v, "")) for v in numbers if v not in made)
-    results = tuple(numbers[v] for v in numbers if v in made and not readers.get(v, set()) <= inside)
-    return body, outside, results
-
-
-def _signature(equations: Sequence[Any], numbers: dict[Any, int]) -> Hashable:
-    """Equations with variables numbered in order of appearance; `numbers` is filled."""
-    return tuple(
-        (
-            eqn.primitive.name,
-            tuple(_atom(v, numbers) for v in eqn.invars),
-            tuple((_atom(v, numbers), _aval(v)) for v in eqn.outvars),
-            tuple((name, _value(value)) for name, value in sorted(eqn.params.items()) if not _is_region(eqn, value)),
-            tuple(_scope(region, ()) for region in getattr(eqn, "regions", ())),
-            getattr(eqn, "loop", None),
-        )
-        for eqn in equations
-    )
-
-
-def _is_region(eqn: Any, value: object) -> bool:
-    """Whether a parameter holds the nested programs that the equation also has as `regions`."""
-    several = value if isinstance(value, tuple) and value else (value,)
-    return bool(getattr(eqn, "regions", ())) and all(hasattr(open_jaxpr(v), "eqns") for v in several)
-
-
-def _scope(program: Any, constants: Sequence[Any]) -> Hashable:
-    """A nested `Program` or jaxpr."""
-    numbers: dict[Any, int] = {}
-    inputs = (*getattr(program, "constvars", ()), *program.invars)
-    heads = tuple((_atom(v, numbers), _aval(v)) for v in inputs)
-    equations = program.equations if hasattr(program, "equations") else program.eqns
-    body = _signature(equations, numbers)
-    return heads, body, tuple(_atom(v, numbers) for v in program.outvars), tuple(_value(c) for c in constants)
-
-
-def _atom(atom: Any, numbers: dict[Any, int]) -> Hashable:
-    if isinstance(atom, JaxLiteral):
-        return "literal", _value(np.asarray(atom.val)), _aval(atom)
-    return numbers.setdefault(atom, len(numbers))
-
-
-def _aval(atom: Any) -> Hashable:
-    aval = atom.aval
-    return tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", aval)), bool(getattr(aval, "weak_type", False))
-
-
-def _value(value: Any) -> Hashable:
-    """A parameter as something that compares by content; what has none, such as a function, compares by identity."""
-    if hasattr(open_jaxpr(value), "eqns"):
-        return _scope(open_jaxpr(value), constants_of(value))
-    if isinstance(value, (np.ndarray, np.generic, jax.Array)) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
-        array = np.asarray(value)
-        return "array", str(array.dtype), array.shape, array.tobytes()
-    if isinstance(value, Mapping):
-        return tuple((name, _value(inner)) for name, inner in sorted(value.items()))
-    if isinstance(value, (tuple, list)):
-        return type(value).__name__, tuple(_value(inner) for inner in value)
-    return type(value).__name__, value if isinstance(value, Hashable) else id(value)

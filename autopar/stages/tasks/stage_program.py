@@ -27,7 +27,7 @@ from autopar.microbatches.loop import StepLowering, TimeLoop
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of, task_scope
 from autopar.program.step import Leaf, TracedStep
-from autopar.stages import Piece, PieceName, StageCut
+from autopar.stages.cut import PieceName, Segment, StageCut
 
 Source = Literal["leaf", "lent", "rows", "received", "exchanged", "constant"]
 PROLOGUE = "prologue"
@@ -123,7 +123,7 @@ class _Tracer:
             ports += [Port("leaf", self.loop.program.outvars[i], piece.name, i) for i in piece.outputs]
         return tuple(ports)
 
-    def _finisher(self) -> Piece:
+    def _finisher(self) -> Segment:
         """The first update piece: it finishes what the loop has collected."""
         return next(p for p in self.updates if p.name.level == 0)
 
@@ -262,7 +262,7 @@ class _Tracer:
 
     def _piece(
         self,
-        piece: Piece,
+        piece: Segment,
         number: Any,
         once: Mapping[Var, Any],
         values: Mapping[Var, Placed],
@@ -312,7 +312,7 @@ class _Tracer:
             def compute(
                 finishing: Sequence[Any],
                 arrays: Sequence[Any],
-                piece: Piece = piece,
+                piece: Segment = piece,
                 raw: Any = raw,
                 reads: Any = reads,
             ) -> Any:
@@ -331,7 +331,7 @@ class _Tracer:
             made |= found | dict(zip(piece.outputs, outs, strict=True))
         return made
 
-    def _reads_of(self, piece: Piece) -> list[Var]:
+    def _reads_of(self, piece: Segment) -> list[Var]:
         outvars = [self.loop.program.outvars[i] for i in piece.outputs]
         wanted = [*piece.reads, *(v for v in outvars if not isinstance(v, JaxLiteral))]
         return list(dict.fromkeys(wanted))
@@ -341,7 +341,7 @@ class _Tracer:
         return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, JaxLiteral) else scope.values[atom].array
 
 
-def _made(piece: Piece) -> list[Var]:
+def _made(piece: Segment) -> list[Var]:
     return [v for eqn in piece.equations for v in eqn.outvars]
 
 

@@ -1,6 +1,6 @@
 """What the operations of a step depend on, and which stages have which values.
 
-In: a `TimeLoop`, and for `Whereabouts` the stage of each forward equation. Out: the forward and backward equations of the body,
+In: a `TimeLoop`, and for `StagesOfValues` the stage of each forward equation. Out: the forward and backward equations of the body,
 and for every value of forward the stages that make or read it. What can go wrong: a value that no stage has; it must travel.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 
 from autopar.compat import Var, name_stack
 from autopar.microbatches.loop import TimeLoop
-from autopar.pieces import PieceName, is_costly
 from autopar.program.program import Equation, operands_of
 from autopar.program.step import TracedStep
+from autopar.stages.segments import PieceName, is_costly
 
 
 def _is_transposed(eqn: Equation) -> bool:
@@ -25,7 +25,7 @@ def takes_gradients(traced: TracedStep) -> bool:
     return any(_is_transposed(eqn) for eqn in traced.program.equations)
 
 
-class Kinds:
+class Dependence:
     """What each equation of the body depends on, also through the prologue."""
 
     def __init__(self, traced: TracedStep, prologue: Sequence[Equation], body: Sequence[Equation]) -> None:
@@ -45,7 +45,7 @@ class Kinds:
                 behind.update(eqn.outvars)
 
     @classmethod
-    def of(cls, loop: TimeLoop) -> Kinds:
+    def of(cls, loop: TimeLoop) -> Dependence:
         """Of a step in microbatches."""
         return cls(loop.traced, loop.plan.of_phase("prologue"), loop.plan.of_phase("body"))
 
@@ -59,10 +59,10 @@ class Kinds:
         return [eqn for eqn in self.body if self.is_anchored(eqn) and eqn not in self.backward]
 
 
-class Whereabouts:
+class StagesOfValues:
     """The stages that have a value of forward, because they make or read it, or what it is computed from anywhere."""
 
-    def __init__(self, kinds: Kinds, piece_of: Mapping[Equation, PieceName]) -> None:
+    def __init__(self, kinds: Dependence, piece_of: Mapping[Equation, PieceName]) -> None:
         self._origins: dict[Var, frozenset[Var]] = {}
         self._stages: dict[Var, set[int]] = {}
         weights = {

@@ -1,6 +1,6 @@
-"""The pieces of a step in stages: what `stages.py` makes and later passes read, and what it asks of single equations.
+"""The pieces of a step in stages: what `stages/cut.py` makes and later passes read, and what it asks of single equations.
 
-Plain data. A `Piece` is the equations of one kind of work of one stage; a `StageCut` is all of them. What can go wrong: nothing
+Plain data. A `Segment` is the equations of one kind of work of one stage; a `StageCut` is all of them. What can go wrong: nothing
 is checked here; `stages.check` does.
 """
 
@@ -32,7 +32,7 @@ class PieceName:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
+class Segment:
     """Equations in order; `reads` come from elsewhere, `writes` are read elsewhere; `results` are collected over the loop."""
 
     name: PieceName
@@ -49,11 +49,11 @@ class StageCut:
 
     loop: TimeLoop
     num_stages: int
-    pieces: Mapping[PieceName, Piece]
+    pieces: Mapping[PieceName, Segment]
     made_by: Mapping[Var, PieceName]
     homes: Mapping[Var, int]
 
-    def of_stage(self, stage: int) -> tuple[Piece, ...]:
+    def of_stage(self, stage: int) -> tuple[Segment, ...]:
         """The pieces of one stage: forward, backward, updates by level."""
         kinds = ("forward", "backward", "update")
         mine = [piece for name, piece in self.pieces.items() if name.stage == stage]

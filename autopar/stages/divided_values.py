@@ -28,7 +28,7 @@ from autopar.rules.factor_rule import FactorRule
 from autopar.rules.on_shard import LocalCall
 from autopar.rules.table import entry_for, rule_for
 from autopar.split_array import LeafPieces, cut_at
-from autopar.stacks import Stack, factor_dims
+from autopar.stages.scan_stacks import Stack, factor_dims
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
