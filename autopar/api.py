@@ -3,7 +3,7 @@
 A train step in, a step that runs on all devices out, with the same results. This module is the whole compiler on one page:
 
     arguments -> TracedStep (program/trace.py)
-              -> Plan and Assignment of one mesh (intra_op/planner.py), or PipelinePlan and stages (pipeline_planner.py)
+              -> Plan and Assignment of one mesh (intra_op/planner.py), or PipelinePlan and stages (inter_op/plan_pipeline.py)
               -> CompiledStep (compile.py) or CompiledPipeline (pipeline.py) -> results
 
 Each distinct set of argument shapes, static values and settings of JAX (`jax.enable_x64` and others) is traced, planned and

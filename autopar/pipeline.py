@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding
 from autopar.compat import coordination, undisturbed
 from autopar.compile import checked_leaves, device_mesh, each_taken_once, refuse_consumed
 from autopar.errors import ArgumentError
+from autopar.inter_op.plan_pipeline import schedule_of
+from autopar.inter_op.stage_seconds import Staged
 from autopar.pipeline_plan import PipelinePlan
-from autopar.pipeline_planner import schedule_of
 from autopar.pipeline_tasks import PlannedStage, pipeline_tasks
 from autopar.process_parts import PipelineProcesses, brought
 from autopar.program.call import CallSignature
@@ -36,7 +37,6 @@ from autopar.schedules.launch_order import in_launch_order, part_of
 from autopar.schedules.schedules import Schedule
 from autopar.split_array import SplitSharding, held_in, in_pieces, joined
 from autopar.stages.split_scans import SplitStep
-from autopar.staging import Staged
 from autopar.step_inputs import StepInputs
 from autopar.task_links import linked
 from autopar.transfers import Transfers

@@ -20,18 +20,19 @@ from autopar.arguments import Leader
 from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
 from autopar.errors import ArgumentError
+from autopar.inter_op.compare_timetables import best_pipeline
+from autopar.inter_op.one_mesh import OneMeshStep, plan_on_one_mesh
+from autopar.inter_op.one_or_stages import one_or_stages
+from autopar.inter_op.plan_pipeline import PipelineWishes, restore_pipeline
+from autopar.inter_op.stage_seconds import Staged
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.planner import PlanRequest, logical_meshes, restore
 from autopar.layouts.constraints import Constraints, Rule
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import in_microbatches, microbatch_counts
-from autopar.one_mesh import OneMeshStep, plan_on_one_mesh
-from autopar.one_or_stages import one_or_stages
 from autopar.pipeline import CompiledPipeline, compile_pipeline
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
-from autopar.pipeline_planner import PipelineWishes, restore_pipeline
-from autopar.pipeline_search import best_pipeline
 from autopar.plan import Plan
 from autopar.program.call import CallSignature
 from autopar.program.step import TracedStep, require_examples
@@ -39,7 +40,6 @@ from autopar.schedules.schedules import Open, Recompute
 from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following
 from autopar.stages.recompute_layers import recomputed_step
-from autopar.staging import Staged
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -26,11 +26,11 @@ from rich.table import Table
 from autopar.cost_model.cores import available_cores
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import AutoparError
+from autopar.inter_op.plan_pipeline import OneStage, PipelineWishes, search_pipeline
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.models import registry
-from autopar.pipeline_planner import OneStage, PipelineWishes, search_pipeline
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 

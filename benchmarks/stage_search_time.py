@@ -26,15 +26,15 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from autopar import pipeline_planner
 from autopar.cost_model.cores import available_cores
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import OutOfMemoryError
+from autopar.inter_op import plan_pipeline
+from autopar.inter_op.plan_pipeline import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.models import registry
-from autopar.pipeline_planner import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 
@@ -50,16 +50,16 @@ class Laps:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(self.NAMES, 0.0)
-        self._saved = {name: getattr(pipeline_planner, name) for name in self.NAMES}
+        self._saved = {name: getattr(plan_pipeline, name) for name in self.NAMES}
 
     def __enter__(self) -> Laps:
         for name, function in self._saved.items():
-            setattr(pipeline_planner, name, self._timed(name, function))
+            setattr(plan_pipeline, name, self._timed(name, function))
         return self
 
     def __exit__(self, *_: object) -> None:
         for name, function in self._saved.items():
-            setattr(pipeline_planner, name, function)
+            setattr(plan_pipeline, name, function)
 
     def _timed(self, name: str, function: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,7 @@ import jax
 
 from autopar.avals import itemsize_of
 from autopar.compile import device_mesh
-from autopar.pipeline_planner import schedule_of
+from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_tasks import PlannedStage, pipeline_tasks
 from autopar.schedules.emit import emit
 from autopar.schedules.instructions import Free, Receive, Run

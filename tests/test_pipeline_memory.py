@@ -11,21 +11,21 @@ import pytest
 import autopar
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
+from autopar.inter_op.plan_pipeline import PipelineWishes, in_other_schedules, plan_pipeline
+from autopar.inter_op.timetables import Timetable
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.models import build
-from autopar.pipeline_planner import PipelineWishes, in_other_schedules, plan_pipeline
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.schedules import make_schedule
 from autopar.stages.tasks.stage_memory import split_in_flight
-from autopar.timetables import Timetable
 from tests import pipeline_steps
+from tests.inter_op.test_search import arguments, step, two_nodes
 from tests.live_bytes import LiveBytes
-from tests.test_stage_search import arguments, step, two_nodes
 
 
 def gpt():

@@ -16,11 +16,11 @@ from autopar.errors import ArgumentError
 from autopar.pipeline_plan import PipelinePlan
 from autopar.split_array import SplitArray
 from autopar.stages.time_loops import divided_loop, time_loop
+from tests.inter_op.test_search import two_nodes
 from tests.oracles import assert_same_as_jit, assert_trees_close
 from tests.pipeline_steps import WIDTH, rows, trained_on
 from tests.stages import scanned_steps
 from tests.stages.test_split_scans import cut_at, operations
-from tests.test_stage_search import two_nodes
 
 
 def in_stages(step, num_stages=2, **options):

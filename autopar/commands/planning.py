@@ -15,8 +15,8 @@ from autopar.commands.plan_overlap import overlap_of, overlap_table, own_cluster
 from autopar.commands.subject import FOR_PIPELINES, Subject, device_count, parallel, subject_of
 from autopar.errors import ArgumentError
 from autopar.explain import TEXT_WIDTH, show, standard_output
+from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
-from autopar.pipeline_planner import schedule_of
 from autopar.plan import Plan
 from autopar.schedules.schedules import grid
 

@@ -14,7 +14,7 @@ from autopar.compat import Var
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Equation, operands_of
 from autopar.rules.table import flops_of
-from autopar.stages.dependence import Kinds
+from autopar.stages.dependence import Dependence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +28,10 @@ class ForwardEquation:
 
 def forward_chain(loop: TimeLoop) -> tuple[ForwardEquation, ...]:
     """The forward equations of the step in order, with the work of each and what a cut before it sends per microbatch."""
-    return chain_of(Kinds.of(loop), lambda eqn: _work(loop, eqn))
+    return chain_of(Dependence.of(loop), lambda eqn: _work(loop, eqn))
 
 
-def chain_of(kinds: Kinds, work: Callable[[Equation], float]) -> tuple[ForwardEquation, ...]:
+def chain_of(kinds: Dependence, work: Callable[[Equation], float]) -> tuple[ForwardEquation, ...]:
     """The forward equations of a step whose operations are of these kinds."""
     chain = kinds.forward()
     place = {eqn: i for i, eqn in enumerate(chain)}

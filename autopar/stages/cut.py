@@ -11,7 +11,7 @@ one stage, with the values that it reads and writes. The rules:
     anywhere    what depends on no example or on no parameter is computed again in each piece that reads it, unless it is
                 heavy or random: then it belongs to the first piece that reads it
 
-A scan over layers is divided before (`stages/split_scans.py`): its pieces are links of the chain like others. A leaf lives on the first
+A scan over layers is divided before (`split_scans.py`): its pieces are links of the chain like others. A leaf lives on the first
 stage that uses it; other stages are lent it (tied weights). What can go wrong: a value that would flow against the order of the
 stages; `check` refuses the cut and names it.
 """
@@ -26,22 +26,9 @@ from autopar.compat import Var, source_line
 from autopar.errors import PlanError
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Equation, operands_of
-from autopar.stages.chain import ForwardEquation, chain_of, forward_chain
 from autopar.stages.dependence import Dependence, StagesOfValues
 from autopar.stages.segments import PieceName, Segment, StageCut, is_costly
 from autopar.stages.updates import Updates
-
-__all__ = [
-    "ForwardEquation",
-    "Segment",
-    "PieceName",
-    "StageCut",
-    "chain_of",
-    "check",
-    "cut_stages",
-    "forward_chain",
-    "place_stages",
-]
 
 
 def cut_stages(loop: TimeLoop, cuts: Sequence[int]) -> StageCut:

@@ -16,7 +16,7 @@ from autopar.microbatches.loop import TimeLoop
 from autopar.program.fingerprint import aval_key, signature
 from autopar.program.program import Equation
 from autopar.stages.chain import forward_chain
-from autopar.stages.dependence import Kinds
+from autopar.stages.dependence import Dependence
 
 
 def identical(loop: TimeLoop, layers: Sequence[int]) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def _origins(loop: TimeLoop) -> dict[Var, str]:
     """The kind of every value of the step; what the body makes without weights has no gradient, and is a kind of its own."""
     leaves = {v: leaf.role for v, leaf in zip(loop.program.invars, loop.traced.inputs, strict=True)}
     before = {v: "prologue" for eqn in loop.plan.of_phase("prologue") for v in eqn.outvars}
-    kinds = Kinds.of(loop)
+    kinds = Dependence.of(loop)
     within = {
         v: "body" if kinds.is_anchored(eqn) else "aside" for eqn in loop.plan.of_phase("body") for v in eqn.outvars
     }

@@ -12,7 +12,7 @@ import dataclasses
 
 from autopar.compat import Literal, Var
 from autopar.program.program import Equation
-from autopar.stages.cut import PieceName, Segment, StageCut
+from autopar.stages.segments import PieceName, Segment, StageCut
 
 
 def recomputed(cut: StageCut) -> StageCut:

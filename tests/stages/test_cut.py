@@ -9,6 +9,7 @@ from autopar.compat import Literal
 from autopar.compile import device_mesh
 from autopar.cost_model.hardware import preset
 from autopar.errors import PlanError
+from autopar.inter_op.plan_stages import StageRequest, plan_stages
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
@@ -16,10 +17,10 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 from autopar.stages.chain import forward_chain
-from autopar.stages.cut import PieceName, check, cut_stages
+from autopar.stages.cut import check, cut_stages
 from autopar.stages.even_cuts import even_cuts
+from autopar.stages.segments import PieceName
 from autopar.stages.time_loops import time_loop
-from autopar.staging import StageRequest, plan_stages
 from autopar.tasks import stage_tasks
 from tests import pipeline_steps, zoo
 

@@ -3,7 +3,7 @@
 In: a `StageProgram`, its plan and assignment. Out: `StageMemory`. The plan's own peak is that of one executable, in which a
 microbatch leaves little between forward and backward: XLA makes again what costs little. Tasks are executables of their own,
 which hand whole arrays to each other. Which those are, the planned stage says; how many microbatches of each are there at once,
-the schedule (`schedules/in_flight.py`); what a task needs beside them, `stages/tasks/task_memory.py`. What can go wrong: an array between two
+the schedule (`schedules/in_flight.py`); what a task needs beside them, `task_memory.py`. What can go wrong: an array between two
 stages on one mesh, which lies there as its maker made it; it counts as its reader wants it.
 """
 

@@ -27,7 +27,7 @@ from autopar.microbatches.loop import StepLowering, TimeLoop
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of, task_scope
 from autopar.program.step import Leaf, TracedStep
-from autopar.stages.cut import PieceName, Segment, StageCut
+from autopar.stages.segments import PieceName, Segment, StageCut
 
 Source = Literal["leaf", "lent", "rows", "received", "exchanged", "constant"]
 PROLOGUE = "prologue"

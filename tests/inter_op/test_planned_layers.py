@@ -6,19 +6,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar import planned_layers
 from autopar.cost_model.hardware import preset
 from autopar.errors import ConstraintError
+from autopar.inter_op import planned_layers
+from autopar.inter_op.layer_costs import LayerCosts
+from autopar.inter_op.plan_stages import measured_stage
+from autopar.inter_op.planned_layers import PlannedLayers
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
-from autopar.layer_costs import LayerCosts
 from autopar.layouts.constraints import Constraints
-from autopar.planned_layers import PlannedLayers
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 from autopar.stages.time_loops import time_loop
-from autopar.staging import measured_stage
-from tests.test_stage_search import step
+from tests.inter_op.test_search import step
 
 LAYERS = 6
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.inter_op import choose_stages
+from autopar.inter_op.choose_stages import choose_stages
+from autopar.inter_op.problem import CostTable, Manual, RuledOut, StageCost, StageProblem
+from autopar.inter_op.recursion import interleaved_in_flight
+from autopar.inter_op.submeshes import place, submeshes, tiles
 from autopar.schedules.check import microbatches_in_flight
 from autopar.schedules.schedules import make_schedule, task_times
-from autopar.stage_families import interleaved_in_flight
-from autopar.stage_problem import CostTable, Manual, RuledOut, StageCost, StageProblem
-from autopar.submeshes import place, submeshes, tiles
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("inference", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1))
 

@@ -9,11 +9,11 @@ import autopar
 from autopar.cost_model.hardware import preset
 from autopar.explain import explain
 from autopar.explain.units import seconds_text
-from autopar.one_or_stages import LEAST_GAIN, SEARCH_S, SEARCH_S_PER_EQUATION, STEPS, stages_may_pay
+from autopar.inter_op.one_or_stages import LEAST_GAIN, SEARCH_S, SEARCH_S_PER_EQUATION, STEPS, stages_may_pay
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
+from tests.inter_op.test_search import arguments, step
 from tests.oracles import assert_same_as_jit
-from tests.test_stage_search import arguments, step
 
 
 def node(bytes_per_s, devices=4):

@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import planned_layers, staging
 from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.inter_op import plan_stages, planned_layers
+from autopar.inter_op.plan_pipeline import PipelineWishes, SearchedPipeline, search_pipeline
+from autopar.inter_op.planned_layers import PlannedLayers
+from autopar.inter_op.search import ROOM, search_stages
+from autopar.inter_op.submeshes import machine_shape
+from autopar.inter_op.timetables import WORTH, Timetable
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layouts.constraints import Constraints
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
-from autopar.pipeline_planner import PipelineWishes, SearchedPipeline, search_pipeline
-from autopar.planned_layers import PlannedLayers
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
-from autopar.stage_search import ROOM, search_stages
 from autopar.stages.chain import forward_chain
 from autopar.stages.cut import cut_stages
 from autopar.stages.even_cuts import boundaries
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import loops, time_loop
-from autopar.submeshes import machine_shape
-from autopar.timetables import WORTH, Timetable
 from tests.oracles import assert_same_as_jit
 
 
@@ -111,7 +111,7 @@ def test_stages_that_are_equal_are_planned_once_and_run_like_jit(monkeypatch):
         planned.append(traced.fingerprint)
         return plan_step(traced, request)
 
-    monkeypatch.setattr(staging, "plan_step", counted)
+    monkeypatch.setattr(plan_stages, "plan_step", counted)
     weights, x = arguments(32, layers=4)
     parallel = autopar.parallelize(step, devices=4, num_stages=4, num_microbatches=4, mesh_shape=[(1,)] * 4)
     plan = parallel.plan(weights, x)
@@ -159,7 +159,7 @@ def test_a_submesh_of_several_nodes_is_planned_only_where_it_may_pay(monkeypatch
 
     def counted(program, request):
         sizes.extend(mesh.size for mesh in request.meshes)
-        return staging.measured_stage(program, request)
+        return plan_stages.measured_stage(program, request)
 
     monkeypatch.setattr(planned_layers, "measured_stage", counted)
     assert searched(64, 4, two_nodes(), num_stages=2).sizes == (2, 2)
@@ -172,7 +172,7 @@ def test_devices_that_no_dimension_can_use_are_not_planned_for(monkeypatch):
 
     def counted(program, request):
         sizes.extend(mesh.size for mesh in request.meshes)
-        return staging.measured_stage(program, request)
+        return plan_stages.measured_stage(program, request)
 
     monkeypatch.setattr(planned_layers, "measured_stage", counted)
     found = searched(64, 6, preset("cpu"))
@@ -203,7 +203,7 @@ def test_a_layer_that_repeats_decides_on_which_meshes_the_others_are_planned(mon
 
     def counted(program, request):
         shapes.setdefault(program.stage, []).append({mesh.shape for mesh in request.meshes if mesh.size == 4})
-        return staging.measured_stage(program, request)
+        return plan_stages.measured_stage(program, request)
 
     monkeypatch.setattr(planned_layers, "measured_stage", counted)
     monkeypatch.setattr(planned_layers, "SAME_MESHES", 0.5)
@@ -248,7 +248,7 @@ def test_other_numbers_of_microbatches_are_planned_on_few_submeshes(monkeypatch)
 
     def counted(program, request):
         planned.append((program.cut.loop.plan.microbatches, request.meshes[0].size))
-        return staging.measured_stage(program, request)
+        return plan_stages.measured_stage(program, request)
 
     monkeypatch.setattr(planned_layers, "measured_stage", counted)
     searched(64, 4, two_nodes(), timetables=timetables_of((4, 1, 2, 8)), num_stages=2)

@@ -5,7 +5,7 @@ import pytest
 import autopar
 from autopar.errors import OutOfMemoryError
 from autopar.explain import explain
-from tests.test_stage_search import arguments, step, two_nodes
+from tests.inter_op.test_search import arguments, step, two_nodes
 
 
 def planned(weights, x, **options):

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.timetables import (
+from autopar.inter_op.timetables import (
     MOST_COUNTS,
     Timetable,
     counts_around,

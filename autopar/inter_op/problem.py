@@ -1,7 +1,7 @@
 """The inter-operator problem and its answer, as data.
 
 In: what ranges of layers cost on submeshes (`CostTable`), the cluster, the microbatches, the schedule, and what the user has
-decided (`Manual`). Out: the stages chosen, and how much did not come into question (`StageChoice`). `inter_op.py` solves it.
+decided (`Manual`). Out: the stages chosen, and how much did not come into question (`StageChoice`). `inter_op/choose_stages.py` solves it.
 What can go wrong: arrays of a `CostTable` that disagree about which choices have a plan; `seconds` says it.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from autopar.inter_op.submeshes import Submesh
 from autopar.schedules.schedules import ScheduleName
-from autopar.submeshes import Submesh
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 In: a traced step, what the user fixed, devices. Out: the plan with the least predicted step, and the stages behind it. The usual
 timetable is planned first. From the seconds of its stages follow estimates of all others: the runtime's simulator for the
-schedule, `timetables.py` for the number of microbatches, even division for virtual stages. While one promises to be better than
+schedule, `inter_op/timetables.py` for the number of microbatches, even division for virtual stages. While one promises to be better than
 the best plan, it is planned; a second number of microbatches always is, if that is left open, so that latencies are known.
 What can go wrong: an estimate that is too high hides a better timetable; the table of what was compared says which figures are
 estimates.
@@ -18,9 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
-from autopar.intra_op.planner import PlanRequest
-from autopar.pipeline_plan import PipelinePlan
-from autopar.pipeline_planner import (
+from autopar.inter_op.plan_pipeline import (
     PipelineWishes,
     as_planned,
     beside_tasks_s,
@@ -28,6 +26,10 @@ from autopar.pipeline_planner import (
     plan_pipeline,
     simulated,
 )
+from autopar.inter_op.stage_seconds import Staged
+from autopar.inter_op.timetables import WORTH, Timetable, latency_share, seconds_at
+from autopar.intra_op.planner import PlanRequest
+from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.schedules import make_schedule
@@ -36,8 +38,6 @@ from autopar.stages.even_cuts import indivisible_work, warn_of_indivisible_work
 from autopar.stages.scan_stacks import cuts_for_stages
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import divided_loop
-from autopar.staging import Staged
-from autopar.timetables import WORTH, Timetable, latency_share, seconds_at
 
 
 def best_pipeline(
@@ -167,7 +167,7 @@ class _Comparison:
         count, chunks, meshes = timetable.microbatches, timetable.virtual_stages, self._wishes.num_stages
         like = min({t.virtual_stages for t in self._planned}, key=lambda v: abs(v - chunks))
         known = {t.microbatches: plan for t, (plan, _) in self._planned.items() if t.virtual_stages == like}
-        seconds = seconds_at({m: _task_seconds(plan) for m, plan in known.items()}, count, share=self._share())
+        seconds = seconds_at({m: task_seconds(plan) for m, plan in known.items()}, count, share=self._share())
         nearest = known[min(known, key=lambda m: abs(math.log(m / count)))]
         may_do_without = self._wishes.recompute == "auto" and count > nearest.num_microbatches
         if nearest.recompute and not may_do_without:
@@ -183,13 +183,13 @@ class _Comparison:
         """What part of a stage's seconds is latency, where several numbers of microbatches are planned."""
         for like in {t.virtual_stages for t in self._planned}:
             known = {t.microbatches: plan for t, (plan, _) in self._planned.items() if t.virtual_stages == like}
-            share = latency_share({m: _task_seconds(plan).sum() for m, plan in known.items()}, next(iter(known)))
+            share = latency_share({m: task_seconds(plan).sum() for m, plan in known.items()}, next(iter(known)))
             if share is not None:
                 return float(share)
         return 0.0
 
 
-def _task_seconds(plan: PipelinePlan) -> np.ndarray:
+def task_seconds(plan: PipelinePlan) -> np.ndarray:
     """Seconds of (stage, forward or backward) per microbatch, what backward does again left out."""
     again = np.array([0.0, float(plan.recompute)])
     return np.array([[stage.forward_s, stage.backward_s] - again * stage.forward_s for stage in plan.stages])

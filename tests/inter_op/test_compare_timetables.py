@@ -9,10 +9,10 @@ import pytest
 import autopar
 from autopar import ArgumentError
 from autopar.errors import OutOfMemoryError
+from autopar.inter_op.timetables import WORTH
 from autopar.plan import Alternative
-from autopar.timetables import WORTH
+from tests.inter_op.test_search import arguments, step, two_nodes
 from tests.oracles import assert_same_as_jit
-from tests.test_stage_search import arguments, step, two_nodes
 
 BY_HAND = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)]
 

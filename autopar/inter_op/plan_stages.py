@@ -10,34 +10,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.avals import itemsize_of
-from autopar.compat import Var
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.intra_op.lowering.assignment import Assignment
-from autopar.intra_op.lowering.planned_moves import planned_moves
+from autopar.inter_op.forked_jobs import side_by_side
+from autopar.inter_op.stage_seconds import Staged, StagedStage, measured
 from autopar.intra_op.planner import PlanRequest, logical_meshes, plan_step, restore
 from autopar.layouts.allowed import allowed_layouts
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.plan import Plan, ValuePlan
-from autopar.program.program import Equation
 from autopar.program.step import Leaf, TracedStep
 from autopar.schedules.in_flight import InFlight
-from autopar.side_work import side_by_side
 from autopar.stages.chain import forward_chain
-from autopar.stages.cut import StageCut, cut_stages, place_stages
+from autopar.stages.cut import cut_stages, place_stages
 from autopar.stages.even_cuts import chosen_cuts
 from autopar.stages.follow import Following, leaves_at, placed_by_leaves
 from autopar.stages.identical import identical
 from autopar.stages.recompute_stages import recomputed
 from autopar.stages.scan_stacks import ScanCuts, cuts_for_stages
+from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep, split_scans
-from autopar.stages.tasks.stage_memory import StageMemory, stage_memory
 from autopar.stages.tasks.stage_program import StageProgram, stage_program
 from autopar.stages.tasks.task_memory import TaskMemories
 from autopar.stages.time_loops import divided_loop
@@ -66,31 +61,6 @@ class StageRequest:
     split: SplitStep | None = None
     homes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     following: Following | None = None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class StagedStage:
-    """A planned stage. Seconds are per microbatch for forward and backward, per step for the rest."""
-
-    program: StageProgram
-    plan: Plan
-    assignment: Assignment
-    forward_s: float
-    backward_s: float
-    once_s: float
-    memory: StageMemory
-    peak_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Staged:
-    """All stages, where the forward chain was cut, and the step whose chain it is."""
-
-    cut: StageCut
-    cuts: tuple[int, ...]
-    stages: tuple[StagedStage, ...]
-    split: SplitStep
-    recompute: bool = False
 
 
 def split_devices(devices: int, meshes: int) -> tuple[tuple[LogicalMesh, ...], ...]:
@@ -167,7 +137,7 @@ def _planned_first(wishes: Sequence[_Wish], kinds: Sequence[int], *, processes: 
 def _as_planned(wish: _Wish, plan: Plan, *, tasks: TaskMemories | None = None) -> StagedStage:
     """A stage by a plan of it."""
     assignment = restore(wish.program.step, plan, wish.request)
-    return _measured(wish.program, plan, assignment, wish.in_flight, tasks=tasks)
+    return measured(wish.program, plan, assignment, wish.in_flight, tasks=tasks)
 
 
 def _planned_alike(wish: _Wish, planned: Sequence[StagedStage]) -> StagedStage | None:
@@ -221,13 +191,13 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     stages = []
     for number, plan in enumerate(plans):
         program = stage_program(cut, number)
-        stages.append(_measured(program, plan, restore(program.step, plan, request)))
+        stages.append(measured(program, plan, restore(program.step, plan, request)))
     return Staged(cut, wanted.cuts, tuple(stages), split, wanted.recompute)
 
 
 def measured_stage(program: StageProgram, request: PlanRequest) -> StagedStage:
     """A stage planned with one microbatch in flight, and what its tasks take."""
-    return _measured(program, *plan_step(program.step, request))
+    return measured(program, *plan_step(program.step, request))
 
 
 def _plan_stage(wish: _Wish) -> StagedStage:
@@ -245,7 +215,7 @@ def _plan_stage(wish: _Wish) -> StagedStage:
             raise OutOfMemoryError(
                 f"stage {program.stage} of {program.cut.num_stages}, with {count} microbatches in flight: {error}"
             ) from None
-        stage = _measured(program, dataclasses.replace(plan, memory_limit_bytes=limit), assignment, in_flight)
+        stage = measured(program, dataclasses.replace(plan, memory_limit_bytes=limit), assignment, in_flight)
         if limit is None or stage.peak_bytes <= limit:
             return stage
         room = limit - (stage.peak_bytes - stage.memory.peak_bytes)
@@ -257,75 +227,3 @@ def _plan_stage(wish: _Wish) -> StagedStage:
         f"{count} microbatches in flight keep {stage.memory.each_text(in_flight)}. Use more microbatches, fewer stages, more "
         "devices, or the 1f1b schedule, which keeps less."
     )
-
-
-def _measured(
-    program: StageProgram,
-    plan: Plan,
-    assignment: Assignment,
-    in_flight: InFlight | None = None,
-    *,
-    tasks: TaskMemories | None = None,
-) -> StagedStage:
-    task_of = _tasks(assignment)
-    seconds = _task_seconds(program, assignment, task_of)
-    m = program.cut.loop.plan.microbatches
-    forward_s = sum(s for task, s in seconds.items() if task.startswith("forward")) / m
-    backward_s = sum(s for task, s in seconds.items() if task.startswith("backward")) / m
-    once_s = sum(seconds.values()) - m * (forward_s + backward_s)
-    memory = stage_memory(program, plan, assignment, tasks=tasks)
-    peak_bytes = memory.peak_bytes if in_flight is None else memory.with_in_flight(in_flight)
-    return StagedStage(program, plan, assignment, forward_s, backward_s, once_s, memory, peak_bytes)
-
-
-def _tasks(assignment: Assignment) -> dict[Equation, str]:
-    """The task of every equation, nested ones like what holds them."""
-    found: dict[Equation, str] = {}
-
-    def walk(equations: Sequence[Equation], outer: str) -> None:
-        for eqn in equations:
-            found[eqn] = eqn.task or outer
-            for region in eqn.regions:
-                walk(region.equations, found[eqn])
-
-    walk(assignment.program.equations, "")
-    return found
-
-
-def _task_seconds(program: StageProgram, assignment: Assignment, task_of: Mapping[Equation, str]) -> dict[str, float]:
-    """Seconds per step of each task, the ones of the loop for all microbatches together."""
-    seconds: dict[str, float] = {}
-    for eqn, each, trips in assignment.seconds:
-        seconds[task_of[eqn]] = seconds.get(task_of[eqn], 0.0) + each * trips
-    for planned in planned_moves(assignment):
-        shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
-        task = task_of.get(planned.equation, "") if planned.equation is not None else ""
-        each = assignment.spaces.network.seconds(planned.move, shape, itemsize)
-        seconds[task] = seconds.get(task, 0.0) + each * planned.trips
-    return seconds
-
-
-def transfer_bytes(staged: Staged) -> dict[tuple[int, int, str], int]:
-    """Bytes between stages by (source, target, what): of one microbatch for forward and backward, of one step for the rest.
-
-    What forward and backward of a stage both read counts once. weights: leaves lent to a stage where they do not live.
-    """
-    cut = staged.cut
-    layouts = cut.loop.layouts()
-    total: dict[tuple[int, int, str], int] = {}
-    counted: set[tuple[Var, int, bool]] = set()
-    for name, piece in cut.pieces.items():
-        for v in piece.reads:
-            maker = cut.made_by.get(v)
-            once = name.kind == "update"
-            if maker is not None and maker.stage != name.stage and (v, name.stage, once) not in counted:
-                counted.add((v, name.stage, once))
-                shape = v.aval.shape if once else layouts[v].local_shape(v.aval.shape, cut.loop.mesh)
-                key: tuple[int, int, str] = (maker.stage, name.stage, name.kind)
-                total[key] = total.get(key, 0) + math.prod(shape) * itemsize_of(v.aval)
-    for stage in staged.stages:
-        for port in stage.program.inputs:
-            if port.source == "lent":
-                key = (cut.homes[port.var], stage.program.stage, "weights")
-                total[key] = total.get(key, 0) + math.prod(port.var.aval.shape) * itemsize_of(port.var.aval)
-    return total

@@ -1,8 +1,8 @@
 """Choices of stages that follow equal rules, and the least sums and maxima over them.
 
 In: a `StageProblem` and what the user has decided. Out: its `Family`s, each with the numbers of stages that are left, what a
-stage keeps in flight at each place, and the letters a and b of `inter_op.py`; and, for tables of what stages cost, the recursion
-F of `inter_op.py`, quickly without places (`quick`) or with them (`exact`). What can go wrong: `quick` is a bound, no choice.
+stage keeps in flight at each place, and the letters a and b of `inter_op/choose_stages.py`; and, for tables of what stages cost, the recursion
+F of `inter_op/choose_stages.py`, quickly without places (`quick`) or with them (`exact`). What can go wrong: `quick` is a bound, no choice.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import TypeAlias
 
 import numpy as np
 
+from autopar.inter_op.problem import Manual, StageProblem
 from autopar.schedules.schedules import ScheduleName
-from autopar.stage_problem import Manual, StageProblem
 
 TIE = 1e-12
 """Relative difference up to which two times are the same."""

@@ -10,9 +10,9 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError
+from autopar.inter_op.forked_jobs import side_by_side
 from autopar.models.registry import build
-from autopar.side_work import side_by_side
-from tests.test_stage_search import arguments, step, two_nodes
+from tests.inter_op.test_search import arguments, step, two_nodes
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4, 9])

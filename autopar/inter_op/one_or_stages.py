@@ -19,15 +19,15 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
+from autopar.inter_op.one_mesh import OneMeshStep, plan_on_one_mesh, state_is_too_large
+from autopar.inter_op.plan_pipeline import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
+from autopar.inter_op.submeshes import machine_shape
+from autopar.inter_op.timetables import WORTH
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.planner import PlanRequest
 from autopar.microbatches.counts import microbatch_counts
-from autopar.one_mesh import OneMeshStep, plan_on_one_mesh, state_is_too_large
-from autopar.pipeline_planner import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
 from autopar.plan import Alternative, Plan
 from autopar.program.step import TracedStep
-from autopar.submeshes import machine_shape
-from autopar.timetables import WORTH
 
 SURELY_SLOWER = 1.3
 """One stage over several nodes is not planned if the sum of its layers exceeds the best stages by this factor."""

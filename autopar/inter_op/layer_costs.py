@@ -1,10 +1,10 @@
 """What ranges of layers cost on submeshes, under several numbers of microbatches.
 
 In: a step, cut into numbers of microbatches as they are asked for, and the machine. Out: a `CostTable` for the dynamic program.
-The forward chain is clustered into layers (`stages/layers.py`), which are planned (`planned_layers.py`), and a range of layers costs the
+The forward chain is clustered into layers (`stages/layers.py`), which are planned (`inter_op/planned_layers.py`), and a range of layers costs the
 sum of its layers. Planned at first are the submeshes of one node, or the smallest, under one number of microbatches, and more
 when asked (`plan_more`). Of what is not planned there is a figure all the same: a larger submesh costs what perfect division of a
-smaller one gives, another number of microbatches what `timetables.py` carries over. What can go wrong: a figure that is no
+smaller one gives, another number of microbatches what `inter_op/timetables.py` carries over. What can go wrong: a figure that is no
 bound; whoever chooses by one has it planned and chooses again.
 """
 
@@ -17,18 +17,18 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from autopar.errors import ArgumentError, UnsupportedProgramError
+from autopar.inter_op.planned_layers import LayerFigures, PlannedLayers
+from autopar.inter_op.problem import CostTable
+from autopar.inter_op.submeshes import Submesh
+from autopar.inter_op.timetables import latency_share, seconds_at
 from autopar.intra_op.memory.model import TEMPORARIES_MARGIN
 from autopar.intra_op.planner import PlanRequest
 from autopar.microbatches.counts import microbatch_counts
 from autopar.microbatches.loop import TimeLoop
-from autopar.planned_layers import LayerFigures, PlannedLayers
-from autopar.stage_problem import CostTable
 from autopar.stages.chain import ForwardEquation, forward_chain
 from autopar.stages.even_cuts import boundaries
 from autopar.stages.layers import cluster
 from autopar.stages.tasks.stage_memory import split_in_flight
-from autopar.submeshes import Submesh
-from autopar.timetables import latency_share, seconds_at
 
 LAYER_COUNTS = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
 """Numbers of layers into which a step may be clustered: the one whose cuts send the least, the most layers among equals."""

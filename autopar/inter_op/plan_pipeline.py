@@ -14,6 +14,11 @@ from typing import cast
 
 from autopar.collector import spared_collector
 from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
+from autopar.inter_op.plan_stages import StageRequest, plan_stages, restore_stages, split_devices
+from autopar.inter_op.search import NotFaster, search_stages
+from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes
+from autopar.inter_op.submeshes import machine_shape
+from autopar.inter_op.timetables import Timetable, counts_around, timetables, usual_microbatches
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import microbatch_counts
@@ -25,24 +30,12 @@ from autopar.schedules.in_flight import InFlight
 from autopar.schedules.instructions import Run
 from autopar.schedules.schedules import Open, Recompute, Schedule, ScheduleName, make_schedule
 from autopar.schedules.simulate import Simulation, simulate_schedule
-from autopar.stage_search import NotFaster, search_stages
 from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following, homes_of
 from autopar.stages.rejoin_scans import merged
 from autopar.stages.scan_stacks import every_layer
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import loops
-from autopar.staging import (
-    Staged,
-    StagedStage,
-    StageRequest,
-    plan_stages,
-    restore_stages,
-    split_devices,
-    transfer_bytes,
-)
-from autopar.submeshes import machine_shape
-from autopar.timetables import Timetable, counts_around, timetables, usual_microbatches
 
 ONCE = ("update", "weights")
 """Transfers that happen once per step."""

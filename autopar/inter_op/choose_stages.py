@@ -40,10 +40,10 @@ from typing import get_args
 import numpy as np
 
 from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.inter_op.problem import ChosenStage, Manual, RuledOut, StageChoice, StageProblem
+from autopar.inter_op.recursion import TIE, Family, Stages, exact, families_of, quick, stages_of
+from autopar.inter_op.submeshes import place, submeshes, tiles
 from autopar.schedules.schedules import ScheduleName
-from autopar.stage_families import TIE, Family, Stages, exact, families_of, quick, stages_of
-from autopar.stage_problem import ChosenStage, Manual, RuledOut, StageChoice, StageProblem
-from autopar.submeshes import place, submeshes, tiles
 
 
 def choose_stages(

@@ -1,8 +1,8 @@
 """How many stages, of which layers, on which devices: the inter-operator pass over planned layers.
 
 In: a traced step, the number of devices, the machine, and timetables: numbers of microbatches and schedules. Out: the cuts,
-meshes and timetable for `staging.plan_stages`. Ranges of layers have costs (`layer_costs.py`), planned or carried over from what
-was planned, and the dynamic program (`inter_op.py`) chooses once per timetable. What is chosen and not planned is planned, until
+meshes and timetable for `staging.plan_stages`. Ranges of layers have costs (`inter_op/layer_costs.py`), planned or carried over from what
+was planned, and the dynamic program (`inter_op/choose_stages.py`) chooses once per timetable. What is chosen and not planned is planned, until
 what is chosen is. What can go wrong: the sum leaves out what layers share, such as a relayout at a boundary saved or an
 activation freed early; so the chosen stages are planned again as wholes, and their own figures are the plan's.
 """
@@ -18,16 +18,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.inter_op import choose_stages
+from autopar.inter_op.choose_stages import choose_stages
+from autopar.inter_op.forked_jobs import side_by_side
+from autopar.inter_op.layer_costs import LayerCosts
+from autopar.inter_op.problem import CostTable, Manual, StageChoice, StageProblem
+from autopar.inter_op.submeshes import Submesh, machine_shape, submeshes
+from autopar.inter_op.timetables import WORTH, Timetable
 from autopar.intra_op.planner import PlanRequest
-from autopar.layer_costs import LayerCosts
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.plan import Alternative
-from autopar.side_work import side_by_side
-from autopar.stage_problem import CostTable, Manual, StageChoice, StageProblem
-from autopar.submeshes import Submesh, machine_shape, submeshes
-from autopar.timetables import WORTH, Timetable
 
 TOLERANCE = 1e-3
 """Relative gain below which the search over stages lets go; layers' costs are less exact."""

@@ -20,19 +20,20 @@ from autopar.avals import bytes_of
 from autopar.compat import Var
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError
+from autopar.inter_op.forked_jobs import side_by_side
+from autopar.inter_op.plan_stages import measured_stage
+from autopar.inter_op.problem import ChosenStage
+from autopar.inter_op.stage_seconds import StagedStage
+from autopar.inter_op.submeshes import machine_shape
 from autopar.intra_op.memory.model import TEMPORARIES_MARGIN
 from autopar.intra_op.planner import PlanRequest, logical_meshes
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Program
-from autopar.side_work import side_by_side
-from autopar.stage_problem import ChosenStage
 from autopar.stages.cut import cut_stages
 from autopar.stages.identical import identical
 from autopar.stages.tasks.stage_program import StageProgram, stage_program
-from autopar.staging import StagedStage, measured_stage
-from autopar.submeshes import machine_shape
 
 LAYER_AXES = 2
 """Layers, and so stages, are planned on logical meshes of up to so many axes."""

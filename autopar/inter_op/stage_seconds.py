@@ -1,0 +1,121 @@
+"""A planned stage and what it takes: seconds of its tasks, bytes of its memory, bytes that it sends.
+
+In: a `StageProgram`, its `Plan` and `Assignment`. Out: `StagedStage`, and `Staged`, all stages of a step. What can go wrong: work
+that belongs to no task, which is counted once per step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from autopar.avals import itemsize_of
+from autopar.compat import Var
+from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.lowering.planned_moves import planned_moves
+from autopar.plan import Plan
+from autopar.program.program import Equation
+from autopar.schedules.in_flight import InFlight
+from autopar.stages.segments import StageCut
+from autopar.stages.split_scans import SplitStep
+from autopar.stages.tasks.stage_memory import StageMemory, stage_memory
+from autopar.stages.tasks.stage_program import StageProgram
+from autopar.stages.tasks.task_memory import TaskMemories
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StagedStage:
+    """A planned stage. Seconds are per microbatch for forward and backward, per step for the rest."""
+
+    program: StageProgram
+    plan: Plan
+    assignment: Assignment
+    forward_s: float
+    backward_s: float
+    once_s: float
+    memory: StageMemory
+    peak_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Staged:
+    """All stages, where the forward chain was cut, and the step whose chain it is."""
+
+    cut: StageCut
+    cuts: tuple[int, ...]
+    stages: tuple[StagedStage, ...]
+    split: SplitStep
+    recompute: bool = False
+
+
+def measured(
+    program: StageProgram,
+    plan: Plan,
+    assignment: Assignment,
+    in_flight: InFlight | None = None,
+    *,
+    tasks: TaskMemories | None = None,
+) -> StagedStage:
+    task_of = _tasks(assignment)
+    seconds = task_seconds(program, assignment, task_of)
+    m = program.cut.loop.plan.microbatches
+    forward_s = sum(s for task, s in seconds.items() if task.startswith("forward")) / m
+    backward_s = sum(s for task, s in seconds.items() if task.startswith("backward")) / m
+    once_s = sum(seconds.values()) - m * (forward_s + backward_s)
+    memory = stage_memory(program, plan, assignment, tasks=tasks)
+    peak_bytes = memory.peak_bytes if in_flight is None else memory.with_in_flight(in_flight)
+    return StagedStage(program, plan, assignment, forward_s, backward_s, once_s, memory, peak_bytes)
+
+
+def _tasks(assignment: Assignment) -> dict[Equation, str]:
+    """The task of every equation, nested ones like what holds them."""
+    found: dict[Equation, str] = {}
+
+    def walk(equations: Sequence[Equation], outer: str) -> None:
+        for eqn in equations:
+            found[eqn] = eqn.task or outer
+            for region in eqn.regions:
+                walk(region.equations, found[eqn])
+
+    walk(assignment.program.equations, "")
+    return found
+
+
+def task_seconds(program: StageProgram, assignment: Assignment, task_of: Mapping[Equation, str]) -> dict[str, float]:
+    """Seconds per step of each task, the ones of the loop for all microbatches together."""
+    seconds: dict[str, float] = {}
+    for eqn, each, trips in assignment.seconds:
+        seconds[task_of[eqn]] = seconds.get(task_of[eqn], 0.0) + each * trips
+    for planned in planned_moves(assignment):
+        shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
+        task = task_of.get(planned.equation, "") if planned.equation is not None else ""
+        each = assignment.spaces.network.seconds(planned.move, shape, itemsize)
+        seconds[task] = seconds.get(task, 0.0) + each * planned.trips
+    return seconds
+
+
+def transfer_bytes(staged: Staged) -> dict[tuple[int, int, str], int]:
+    """Bytes between stages by (source, target, what): of one microbatch for forward and backward, of one step for the rest.
+
+    What forward and backward of a stage both read counts once. weights: leaves lent to a stage where they do not live.
+    """
+    cut = staged.cut
+    layouts = cut.loop.layouts()
+    total: dict[tuple[int, int, str], int] = {}
+    counted: set[tuple[Var, int, bool]] = set()
+    for name, piece in cut.pieces.items():
+        for v in piece.reads:
+            maker = cut.made_by.get(v)
+            once = name.kind == "update"
+            if maker is not None and maker.stage != name.stage and (v, name.stage, once) not in counted:
+                counted.add((v, name.stage, once))
+                shape = v.aval.shape if once else layouts[v].local_shape(v.aval.shape, cut.loop.mesh)
+                key: tuple[int, int, str] = (maker.stage, name.stage, name.kind)
+                total[key] = total.get(key, 0) + math.prod(shape) * itemsize_of(v.aval)
+    for stage in staged.stages:
+        for port in stage.program.inputs:
+            if port.source == "lent":
+                key = (cut.homes[port.var], stage.program.stage, "weights")
+                total[key] = total.get(key, 0) + math.prod(port.var.aval.shape) * itemsize_of(port.var.aval)
+    return total
