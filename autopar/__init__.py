@@ -6,79 +6,73 @@ when a name is first used, so that a command line which only prints its help ans
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-from autopar.errors import (
-    ArgumentError,
-    AutoparError,
-    AutoparWarning,
-    ConstraintError,
-    OutOfMemoryError,
-    PipelineError,
-    PlanError,
-    RuleError,
-    ScheduleError,
-    UnsupportedProgramError,
-)
+import importlib.metadata
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autopar.api import ParallelStep, parallelize
-    from autopar.layouts.constraints import Replicated, Split, data_parallel, zero2, zero3
-    from autopar.pipeline_plan import PipelinePlan, plan_from_json
-    from autopar.plan import Plan
-    from autopar.program.layer_boundary import layer_boundary
-    from autopar.rules.table import register_rule
-    from autopar.split_array import SplitArray
+    from autopar.api import ParallelStep as ParallelStep
+    from autopar.api import parallelize as parallelize
+    from autopar.errors import ArgumentError as ArgumentError
+    from autopar.errors import AutoparError as AutoparError
+    from autopar.errors import AutoparWarning as AutoparWarning
+    from autopar.errors import ConstraintError as ConstraintError
+    from autopar.errors import OutOfMemoryError as OutOfMemoryError
+    from autopar.errors import PipelineError as PipelineError
+    from autopar.errors import PlanError as PlanError
+    from autopar.errors import RuleError as RuleError
+    from autopar.errors import ScheduleError as ScheduleError
+    from autopar.errors import UnsupportedProgramError as UnsupportedProgramError
+    from autopar.execution.plain_jit import plain_jit as plain_jit
+    from autopar.layouts.constraints import Replicated as Replicated
+    from autopar.layouts.constraints import Split as Split
+    from autopar.layouts.constraints import data_parallel as data_parallel
+    from autopar.layouts.constraints import zero2 as zero2
+    from autopar.layouts.constraints import zero3 as zero3
+    from autopar.pipeline_plan import PipelinePlan as PipelinePlan
+    from autopar.pipeline_plan import plan_from_json as plan_from_json
+    from autopar.plan import Plan as Plan
+    from autopar.program.layer_boundary import layer_boundary as layer_boundary
+    from autopar.rules.table import register_rule as register_rule
+    from autopar.split_array import SplitArray as SplitArray
 
-__version__ = "0.1.0"
-__all__ = [
-    "ArgumentError",
-    "AutoparError",
-    "AutoparWarning",
-    "ConstraintError",
-    "OutOfMemoryError",
-    "ParallelStep",
-    "PipelineError",
-    "PipelinePlan",
-    "Plan",
-    "PlanError",
-    "Replicated",
-    "RuleError",
-    "ScheduleError",
-    "Split",
-    "SplitArray",
-    "UnsupportedProgramError",
-    "data_parallel",
-    "layer_boundary",
-    "parallelize",
-    "plan_from_json",
-    "register_rule",
-    "zero2",
-    "zero3",
-]
-_WITH_JAX = {
+_MODULES = {
+    "ArgumentError": "errors",
+    "AutoparError": "errors",
+    "AutoparWarning": "errors",
+    "ConstraintError": "errors",
+    "OutOfMemoryError": "errors",
     "ParallelStep": "api",
+    "PipelineError": "errors",
     "PipelinePlan": "pipeline_plan",
     "Plan": "plan",
+    "PlanError": "errors",
     "Replicated": "layouts.constraints",
+    "RuleError": "errors",
+    "ScheduleError": "errors",
     "Split": "layouts.constraints",
     "SplitArray": "split_array",
+    "UnsupportedProgramError": "errors",
     "data_parallel": "layouts.constraints",
     "layer_boundary": "program.layer_boundary",
     "parallelize": "api",
+    "plain_jit": "execution.plain_jit",
     "plan_from_json": "pipeline_plan",
     "register_rule": "rules.table",
     "zero2": "layouts.constraints",
     "zero3": "layouts.constraints",
 }
-"""Public names that are imported when they are used, and their modules."""
+"""The module that holds each public name; type checkers read the same from the imports above."""
+
+__all__ = [*_MODULES]  # noqa: PLE0604
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _WITH_JAX:
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return importlib.metadata.version("autopar")
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"autopar.{_WITH_JAX[name]}"), name)
+    return getattr(importlib.import_module(f"autopar.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WITH_JAX})
+    return sorted({*globals(), *_MODULES})

@@ -4,7 +4,7 @@ A train step in, a step that runs on all devices out, with the same results. Thi
 
     arguments -> TracedStep (program/trace.py)
               -> Plan and Assignment of one mesh (intra_op/planner.py), or PipelinePlan and stages (inter_op/plan_pipeline.py)
-              -> CompiledStep (compile.py) or CompiledPipeline (pipeline.py) -> results
+              -> CompiledStep (execution/one_mesh.py) or CompiledPipeline (execution/pipeline.py) -> results
 
 Each distinct set of argument shapes, static values and settings of JAX (`jax.enable_x64` and others) is traced, planned and
 compiled once. What can go wrong is said by the passes, in the user's own names.
@@ -36,12 +36,14 @@ from autopar.arguments import (
     numbers,
 )
 from autopar.compat import undisturbed
-from autopar.compile import CompiledStep, create_sharded, gathered, refuse_tracers
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError, PlanError
+from autopar.execution.calls import refuse_tracers
+from autopar.execution.one_mesh import CompiledStep
+from autopar.execution.pipeline import CompiledPipeline
+from autopar.execution.state import create_sharded, gathered
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.constraints import ConstraintsLike, as_constraints
-from autopar.pipeline import CompiledPipeline
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.call import BoundArguments, CallSignature, bind_arguments

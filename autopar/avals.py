@@ -33,4 +33,4 @@ def is_opaque(aval: Any) -> bool:
 
 def bytes_of(var: Var) -> int:
     """Bytes of a whole value, on all devices together."""
-    return math.prod(var.aval.shape) * itemsize_of(var.aval)
+    return int(math.prod(var.aval.shape)) * itemsize_of(var.aval)

@@ -114,7 +114,7 @@ class PipelinePlan:
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PlanError(f"not a plan, for it is no JSON: {error}") from None
+            raise PlanError(f"not a plan: invalid JSON: {error}") from None
         if not isinstance(fields, dict) or fields.pop("kind", None) != "pipeline":
             raise PlanError("not the plan of a pipeline: a JSON object whose 'kind' is 'pipeline' is expected")
         if fields.get("version") != VERSION:
@@ -160,6 +160,6 @@ def plan_from_json(text: str) -> Plan | PipelinePlan:
     try:
         kind = json.loads(text)
     except json.JSONDecodeError as error:
-        raise PlanError(f"not a plan, for it is no JSON: {error}") from None
+        raise PlanError(f"not a plan: invalid JSON: {error}") from None
     is_pipeline = isinstance(kind, dict) and kind.get("kind") == "pipeline"
     return PipelinePlan.from_json(text) if is_pipeline else Plan.from_json(text)

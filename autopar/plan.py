@@ -11,16 +11,12 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
-
-if TYPE_CHECKING:
-    from autopar.export import ShardedJit
 
 VERSION = 1
 Spec = tuple[tuple[str, ...], ...]
@@ -148,23 +144,6 @@ class Plan:
         """PartitionSpec of every input leaf, by path."""
         return {value.path: value.partition_spec for value in self.inputs}
 
-    def jit(
-        self,
-        fun: Callable[..., Any],
-        *,
-        devices: Sequence[jax.Device] | None = None,
-        donate_argnums: tuple[int, ...] = (),
-        static_argnums: tuple[int, ...] = (),
-    ) -> ShardedJit:
-        """`jax.jit(fun)` with this plan's layouts of arguments and results; XLA chooses what lies between.
-
-        `fun` is the function that was planned. Raises ArgumentError if there are too few devices, PlanError when it is
-        called with leaves that the plan does not have.
-        """
-        from autopar.export import jit_by_plan  # a plan is data: only this method needs what compiles
-
-        return jit_by_plan(self, fun, devices=devices, donate_argnums=donate_argnums, static_argnums=static_argnums)
-
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it back to an equal plan."""
         return json.dumps(dataclasses.asdict(self), indent=1)
@@ -175,7 +154,7 @@ class Plan:
         try:
             fields = json.loads(text)
         except json.JSONDecodeError as error:
-            raise PlanError(f"not a plan, for it is no JSON: {error}") from None
+            raise PlanError(f"not a plan: invalid JSON: {error}") from None
         if not isinstance(fields, dict) or "version" not in fields:
             raise PlanError("not a plan: a JSON object with a 'version' is expected")
         if fields["version"] != VERSION:

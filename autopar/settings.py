@@ -17,9 +17,10 @@ import numpy as np
 
 from autopar.agreement import agreed, is_needed
 from autopar.arguments import Leader
-from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
 from autopar.errors import ArgumentError
+from autopar.execution.one_mesh import CompiledStep
+from autopar.execution.pipeline import CompiledPipeline, compile_pipeline
 from autopar.inter_op.compare_timetables import best_pipeline
 from autopar.inter_op.one_mesh import OneMeshStep, plan_on_one_mesh
 from autopar.inter_op.one_or_stages import one_or_stages
@@ -31,7 +32,6 @@ from autopar.intra_op.planner import PlanRequest, logical_meshes, restore
 from autopar.layouts.constraints import Constraints, Rule
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import in_microbatches, microbatch_counts
-from autopar.pipeline import CompiledPipeline, compile_pipeline
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from autopar.program.call import CallSignature

@@ -9,13 +9,13 @@ import math
 import jax
 
 from autopar.avals import itemsize_of
-from autopar.compile import device_mesh
+from autopar.execution.devices import device_mesh
+from autopar.execution.pipeline_tasks import PlannedStage, pipeline_tasks
+from autopar.execution.slots import linked
 from autopar.inter_op.plan_pipeline import schedule_of
-from autopar.pipeline_tasks import PlannedStage, pipeline_tasks
 from autopar.schedules.emit import emit
 from autopar.schedules.instructions import Free, Receive, Run
 from autopar.schedules.simulate import simulate
-from autopar.task_links import linked
 
 LOOP_TASKS = ("forward", "backward", "input_gradient", "weight_gradient")
 EQUAL = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}

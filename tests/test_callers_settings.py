@@ -167,7 +167,7 @@ def test_a_state_of_64_bits_on_the_host_is_planned_once():
 
 def test_a_batch_that_is_filled_again_in_place_is_taken_as_it_is_now_by_an_exported_plan():
     buffers = jax.tree.map(lambda x: np.array(x, np.float64), rows())
-    jitted = autopar.parallelize(train, **ONE_MESH).plan(layers(), buffers).jit(train)
+    jitted = autopar.plain_jit(autopar.parallelize(train, **ONE_MESH).plan(layers(), buffers), train)
     first = float(jitted(layers(), buffers)[1])
     second = float(jitted(layers(), filled(buffers, jax.tree.map(lambda x: -2 * x + 1, rows())))[1])
     assert abs(first - second) > 1e-2

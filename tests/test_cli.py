@@ -197,7 +197,7 @@ def test_bad_input_is_told_on_standard_error_with_status_2(command, words, capsy
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"not json", "not a plan, for it is no JSON: Expecting value"),
+        (b"not json", "not a plan: invalid JSON: Expecting value"),
         (b"[]", "a JSON object with a 'version' is expected"),
         (b'{"version": 99}', "plan of version 99"),
         (b'{"version": 1}', "not a plan of version 1: missing fields"),

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from autopar.compile import CompiledStep
 from autopar.errors import ArgumentError
+from autopar.execution.one_mesh import CompiledStep
+from autopar.execution.pipeline import CompiledPipeline
 from autopar.explain.units import percent_text, seconds_text
-from autopar.pipeline import CompiledPipeline
 from autopar.schedules.timeline import Timeline
 
 RECORDED_STEP = 2

@@ -31,11 +31,11 @@ from autopar.commands.devices import ask_for_virtual_devices, devices_for
 from autopar.commands.planning import planned, show_plan
 from autopar.commands.recording import Recorder
 from autopar.commands.subject import DEFAULT_DEVICES, Subject, built_model, device_count, parallel, shapes_of
-from autopar.compile import CompiledStep
 from autopar.errors import ArgumentError
+from autopar.execution.one_mesh import CompiledStep
+from autopar.execution.pipeline import CompiledPipeline
 from autopar.explain import seconds_text, standard_output
 from autopar.models import BuiltModel
-from autopar.pipeline import CompiledPipeline
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 

@@ -1,11 +1,11 @@
 """A pipeline on given meshes, in the best timetable: numbers of microbatches, schedules and virtual stages compared.
 
-In: a traced step, what the user fixed, devices. Out: the plan with the least predicted step, and the stages behind it. The usual
-timetable is planned first. From the seconds of its stages follow estimates of all others: the runtime's simulator for the
-schedule, `inter_op/timetables.py` for the number of microbatches, even division for virtual stages. While one promises to be better than
-the best plan, it is planned; a second number of microbatches always is, if that is left open, so that latencies are known.
-What can go wrong: an estimate that is too high hides a better timetable; the table of what was compared says which figures are
-estimates.
+In: a traced step, what the user fixed, devices. Out: the plan with the least predicted step, and the stages behind it. The
+usual timetable is planned first. From the seconds of its stages follow estimates of all others: the runtime's simulator for
+the schedule, `inter_op/timetables.py` for the number of microbatches, even division for virtual stages. While one promises
+to be better than the best plan, it is planned; a second number of microbatches always is, if that is left open, so that
+latencies are known. What can go wrong: an estimate that is too high hides a better timetable; the table of what was
+compared says which figures are estimates.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """What ranges of layers cost on submeshes, under several numbers of microbatches.
 
-In: a step, cut into numbers of microbatches as they are asked for, and the machine. Out: a `CostTable` for the dynamic program.
-The forward chain is clustered into layers (`stages/layers.py`), which are planned (`inter_op/planned_layers.py`), and a range of layers costs the
-sum of its layers. Planned at first are the submeshes of one node, or the smallest, under one number of microbatches, and more
-when asked (`plan_more`). Of what is not planned there is a figure all the same: a larger submesh costs what perfect division of a
-smaller one gives, another number of microbatches what `inter_op/timetables.py` carries over. What can go wrong: a figure that is no
-bound; whoever chooses by one has it planned and chooses again.
+In: a step, cut into numbers of microbatches as they are asked for, and the machine. Out: a `CostTable` for the dynamic
+program. The forward chain is clustered into layers (`stages/layers.py`), which are planned (`inter_op/planned_layers.py`),
+and a range of layers costs the sum of its layers. Planned at first are the submeshes of one node, or the smallest, under
+one number of microbatches, and more when asked (`plan_more`). Of what is not planned there is a figure all the same: a
+larger submesh costs what perfect division of a smaller one gives, another number of microbatches what
+`inter_op/timetables.py` carries over. What can go wrong: a figure that is no bound; whoever chooses by one has it planned
+and chooses again.
 """
 
 from __future__ import annotations

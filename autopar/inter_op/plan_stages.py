@@ -2,8 +2,8 @@
 
 In: a traced step, how many stages, microbatches and which schedule, the machine. Out: a `Staged`: the stages' programs and
 assignments, and what each of their tasks takes. A stage is planned like a step of its own
-(`stages/tasks/stage_program.py`), on its share of the devices, within the memory that its microbatches in flight leave. What can go wrong: a step that mixes examples cannot be
-cut in time; a stage that does not fit is named with its bytes.
+(`stages/tasks/stage_program.py`), on its share of the devices, within the memory that its microbatches in flight leave.
+What can go wrong: a step that mixes examples cannot be cut in time; a stage that does not fit is named with its bytes.
 """
 
 from __future__ import annotations

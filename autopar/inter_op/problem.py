@@ -1,8 +1,9 @@
 """The inter-operator problem and its answer, as data.
 
-In: what ranges of layers cost on submeshes (`CostTable`), the cluster, the microbatches, the schedule, and what the user has
-decided (`Manual`). Out: the stages chosen, and how much did not come into question (`StageChoice`). `inter_op/choose_stages.py` solves it.
-What can go wrong: arrays of a `CostTable` that disagree about which choices have a plan; `seconds` says it.
+In: what ranges of layers cost on submeshes (`CostTable`), the cluster, the microbatches, the schedule, and what the user
+has decided (`Manual`). Out: the stages chosen, and how much did not come into question (`StageChoice`).
+`inter_op/choose_stages.py` solves it. What can go wrong: arrays of a `CostTable` that disagree about which choices have a
+plan; `seconds` says it.
 """
 
 from __future__ import annotations

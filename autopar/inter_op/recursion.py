@@ -1,8 +1,9 @@
 """Choices of stages that follow equal rules, and the least sums and maxima over them.
 
-In: a `StageProblem` and what the user has decided. Out: its `Family`s, each with the numbers of stages that are left, what a
-stage keeps in flight at each place, and the letters a and b of `inter_op/choose_stages.py`; and, for tables of what stages cost, the recursion
-F of `inter_op/choose_stages.py`, quickly without places (`quick`) or with them (`exact`). What can go wrong: `quick` is a bound, no choice.
+In: a `StageProblem` and what the user has decided. Out: its `Family`s, each with the numbers of stages that are left, what
+a stage keeps in flight at each place, and the letters a and b of `inter_op/choose_stages.py`; and, for tables of what
+stages cost, the recursion F of `inter_op/choose_stages.py`, quickly without places (`quick`) or with them (`exact`). What
+can go wrong: `quick` is a bound, no choice.
 """
 
 from __future__ import annotations

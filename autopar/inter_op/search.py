@@ -1,10 +1,11 @@
 """How many stages, of which layers, on which devices: the inter-operator pass over planned layers.
 
 In: a traced step, the number of devices, the machine, and timetables: numbers of microbatches and schedules. Out: the cuts,
-meshes and timetable for `staging.plan_stages`. Ranges of layers have costs (`inter_op/layer_costs.py`), planned or carried over from what
-was planned, and the dynamic program (`inter_op/choose_stages.py`) chooses once per timetable. What is chosen and not planned is planned, until
-what is chosen is. What can go wrong: the sum leaves out what layers share, such as a relayout at a boundary saved or an
-activation freed early; so the chosen stages are planned again as wholes, and their own figures are the plan's.
+meshes and timetable for `staging.plan_stages`. Ranges of layers have costs (`inter_op/layer_costs.py`), planned or carried
+over from what was planned, and the dynamic program (`inter_op/choose_stages.py`) chooses once per timetable. What is chosen
+and not planned is planned, until what is chosen is. What can go wrong: the sum leaves out what layers share, such as a
+relayout at a boundary saved or an activation freed early; so the chosen stages are planned again as wholes, and their own
+figures are the plan's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Why a step cannot be cut into microbatches: the operation that mixes examples, found and named.
 
-In: a `TimePlan` whose heavy operations did not all fit into the body. Out: `MixedExamples` with the operation, the user's line
-and the reason, or None where what stays outside is too little to matter. What can go wrong: the first operation that mixes is named,
-which need not be the one that the user has in mind.
+In: a `TimePlan` whose heavy operations did not all fit into the body. Out: `MixedExamples` with the operation, the user's
+line and the reason, or None where what stays outside is too little to matter. What can go wrong: the first operation that
+mixes is named, which need not be the one that the user has in mind.
 """
 
 from __future__ import annotations

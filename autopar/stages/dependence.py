@@ -1,7 +1,8 @@
 """What the operations of a step depend on, and which stages have which values.
 
 In: a `TimeLoop`, and for `StagesOfValues` the stage of each forward equation. Out: the forward and backward equations of
-the body, and for every value of forward the stages that make or read it. What can go wrong: a value that no stage has; it must travel.
+the body, and for every value of forward the stages that make or read it. What can go wrong: a value that no stage has; it
+must travel.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ import jax
 import pytest
 
 from autopar.compat import Literal
-from autopar.compile import device_mesh
 from autopar.cost_model.hardware import preset
 from autopar.errors import PlanError
+from autopar.execution.devices import device_mesh
+from autopar.execution.stage_tasks import stage_tasks
 from autopar.inter_op.plan_stages import StageRequest, plan_stages
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
@@ -21,7 +22,6 @@ from autopar.stages.cut import check, cut_stages
 from autopar.stages.even_cuts import even_cuts
 from autopar.stages.segments import PieceName
 from autopar.stages.time_loops import time_loop
-from autopar.tasks import stage_tasks
 from tests import pipeline_steps, zoo
 
 MICROBATCHES = 4

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.compile import CompiledStep
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
+from autopar.execution.one_mesh import CompiledStep
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layouts.constraints import Constraints

@@ -6,8 +6,9 @@ step, with everything that other stages send as inputs and everything that they 
     prologue;  for t in 0..m-1: forward(t), backward(t);  updates
 
 so that one strategy graph holds all layouts of the stage: of its weights, of what forward leaves for backward, of the
-accumulators. Operations carry the name of their piece (`Equation.task`), by which `tasks.py` takes the planned stage apart
-again. What can go wrong: a value that is partial over time cannot be sent whole; it travels as the term of its microbatch.
+accumulators. Operations carry the name of their piece (`Equation.task`), by which `execution/stage_tasks.py` takes the
+planned stage apart again. What can go wrong: a value that is partial over time cannot be sent whole; it travels as the term
+of its microbatch.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from typing import Any
 from jax.sharding import NamedSharding
 
 from autopar.compat import Var
-from autopar.pipeline_tasks import Item, Node, PipelineTasks
+from autopar.execution.pipeline_tasks import Item, Node, PipelineTasks
+from autopar.execution.transfers import opened, there
 from autopar.schedules.instructions import Slot, TaskSpec, Value
 from autopar.schedules.schedules import Schedule
 from autopar.stages.tasks.cuts import Ref
 from autopar.stages.tasks.stage_program import PROLOGUE
-from autopar.transfers import opened, there
 
 
 @dataclasses.dataclass(frozen=True)

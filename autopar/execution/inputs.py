@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.compat import Var, as_it_is_now, without_explicit_axes
+from autopar.execution.pipeline_tasks import Item, PipelineTasks
 from autopar.intra_op.lowering.per_device import partition_spec
-from autopar.pipeline_tasks import Item, PipelineTasks
 from autopar.program.step import TracedStep
 from autopar.runtime.processes import are_here, from_host
 from autopar.schedules.instructions import Value

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 
 from autopar.compat import Var
+from autopar.execution.stage_tasks import StageTask, stage_tasks
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.stages.tasks.cuts import Ref
 from autopar.stages.tasks.stage_program import PROLOGUE, StageProgram
-from autopar.tasks import StageTask, stage_tasks
 
 Item = tuple[int, Ref]
 """An array between tasks: the stage, and the ref there."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.weak_types import weakly_typed
+from autopar.execution.weak_types import weakly_typed
 
 WIDTH = 8
 

@@ -16,8 +16,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar.compat import as_it_is_now
-from autopar.compile import device_mesh
 from autopar.errors import PlanError
+from autopar.execution.devices import device_mesh
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan, ValuePlan
 from autopar.program.call import BoundArguments, CallSignature, bind_arguments, leaf_paths, output_paths, without_static
@@ -30,7 +30,7 @@ class _Jitted:
 
 
 class ShardedJit:
-    """`jax.jit` of a function with a plan's shardings; called like the function. Made by `Plan.jit`."""
+    """`jax.jit` of a function with a plan's shardings; called like the function. Made by `plain_jit`."""
 
     def __init__(self, plan: Plan, signature: CallSignature, devices: Sequence[jax.Device] | None) -> None:
         self.plan, self._signature = plan, signature
@@ -77,7 +77,7 @@ class ShardedJit:
     def _shardings(
         self, what: str, planned: Sequence[ValuePlan], paths: Sequence[str], types: Sequence[Any]
     ) -> tuple[NamedSharding, ...]:
-        """The planned sharding of every leaf, in order; PlanError lists the leaves that the plan has not, or has otherwise."""
+        """The planned sharding of every leaf, in order; PlanError lists leaves that it lacks, or has with another shape."""
         by_path = {value.path: value for value in planned}
         wrong = [
             f"{what} {path} is {leaf.dtype}{list(leaf.shape)}, planned {_type_of(by_path.get(path))}"
@@ -98,13 +98,28 @@ def _type_of(value: ValuePlan | None) -> str:
     return "nothing of this path" if value is None else f"{value.dtype}{list(value.shape)}"
 
 
-def jit_by_plan(
+def plain_jit(
     plan: Plan,
     fun: Callable[..., Any],
     *,
-    devices: Sequence[jax.Device] | None,
-    donate_argnums: tuple[int, ...],
-    static_argnums: tuple[int, ...],
+    devices: Sequence[jax.Device] | None = None,
+    donate_argnums: tuple[int, ...] = (),
+    static_argnums: tuple[int, ...] = (),
 ) -> ShardedJit:
-    """See `Plan.jit`."""
+    """`jax.jit(fun)` with a plan's layouts of arguments and results; XLA chooses what lies between.
+
+    Args:
+        plan: a plan of one mesh.
+        fun: the function that was planned.
+        devices: the devices to run on; all of JAX's if None.
+        donate_argnums: positional arguments whose memory the results may take.
+        static_argnums: positional arguments that are compile-time constants.
+
+    Returns:
+        A function of the arguments of `fun`, with `lower` as `jax.jit(fun)` has it.
+
+    Raises:
+        ArgumentError: there are too few devices.
+        PlanError: when called with leaves that the plan does not have, or has with another shape.
+    """
     return ShardedJit(plan, CallSignature(fun, (), static_argnums, donate_argnums), devices)

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compat import Var
+from autopar.execution.weak_types import weakly_typed
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.per_device import Lowering, Placed, Scope
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.stages.tasks.cuts import Ref, Slot, TaskCut, Write, cut_into_tasks
 from autopar.stages.tasks.stage_program import StageProgram
-from autopar.weak_types import weakly_typed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,11 +13,11 @@ from typing import Any
 
 import jax
 
-from autopar.compile import gathered
-from autopar.pipeline_tasks import PlannedStage
+from autopar.execution.inputs import StepInputs
+from autopar.execution.pipeline_tasks import PlannedStage
+from autopar.execution.state import gathered
 from autopar.runtime.processes import is_global
 from autopar.split_array import LeafPieces, SplitArray
-from autopar.step_inputs import StepInputs
 
 
 @dataclasses.dataclass(frozen=True)

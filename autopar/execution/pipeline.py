@@ -1,9 +1,9 @@
 """A planned pipeline as something that runs: one driver thread per mesh, state that stays on its stage.
 
-In: the stages' programs, assignments and devices, a schedule. Out: a `CompiledPipeline`, called with the step's flat leaves.
-What the tasks are is in `pipeline_tasks.py`, what they hand to each other in `task_links.py`; where several processes have the
-devices, each runs its part of the same instructions. What can go wrong: an executable fails on one mesh; the runtime stops all
-and names it.
+In: the stages' programs, assignments and devices, a schedule. Out: a `CompiledPipeline`, called with the step's flat
+leaves. What the tasks are is in `execution/pipeline_tasks.py`, what they hand to each other in `execution/slots.py`; where
+several processes have the devices, each runs its part of the same instructions. What can go wrong: an executable fails on
+one mesh; the runtime stops all and names it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar.compat import coordination, undisturbed
-from autopar.compile import checked_leaves, device_mesh, each_taken_once, refuse_consumed
 from autopar.errors import ArgumentError
+from autopar.execution.calls import checked_leaves, each_taken_once, refuse_consumed
+from autopar.execution.devices import device_mesh
+from autopar.execution.inputs import StepInputs
+from autopar.execution.pipeline_tasks import PlannedStage, pipeline_tasks
+from autopar.execution.processes import PipelineProcesses, brought
+from autopar.execution.slots import linked
+from autopar.execution.transfers import Transfers
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.inter_op.stage_seconds import Staged
 from autopar.pipeline_plan import PipelinePlan
-from autopar.pipeline_tasks import PlannedStage, pipeline_tasks
-from autopar.process_parts import PipelineProcesses, brought
 from autopar.program.call import CallSignature
 from autopar.program.step import TracedStep
 from autopar.runtime.driver import Driver
@@ -37,9 +41,6 @@ from autopar.schedules.launch_order import in_launch_order, part_of
 from autopar.schedules.schedules import Schedule
 from autopar.split_array import SplitSharding, held_in, in_pieces, joined
 from autopar.stages.split_scans import SplitStep
-from autopar.step_inputs import StepInputs
-from autopar.task_links import linked
-from autopar.transfers import Transfers
 
 
 def compile_pipeline(

@@ -1,0 +1,90 @@
+"""The arrays of one call: checked against what was compiled, refused where they have no values, copied where given twice.
+
+In: a step's arguments. Out: flat leaves that may be run. What can go wrong: other structures, shapes or types, tracers, arrays
+whose memory an earlier step has taken; each is refused by the paths of the leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from autopar.compat import (
+    is_inside_trace,
+)
+from autopar.errors import ArgumentError
+from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.step import TracedStep
+from autopar.runtime.processes import is_here
+from autopar.split_array import SplitArray
+
+
+def checked_leaves(
+    signature: CallSignature, traced: TracedStep, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """The flat leaves of a call; ArgumentError if they are not of the traced structure, shapes and types."""
+    bound = bind_arguments(signature, args, kwargs)
+    leaves, tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
+    refuse_tracers(signature.name, leaves)
+    if tree != traced.in_tree:
+        raise ArgumentError(
+            f"{signature.name} was compiled for arguments of structure {traced.in_tree}, called with {tree}"
+        )
+    expected = traced.inputs[: len(leaves)]
+    given = [x if isinstance(x, SplitArray) else jax.typeof(x) for x in leaves]
+    wrong = [
+        f"{leaf.path} is {x.dtype}{list(x.shape)}, compiled for {leaf.dtype}{list(leaf.given_shape)}"
+        for leaf, x in zip(expected, given, strict=True)
+        if (x.shape, x.dtype) != (leaf.given_shape, leaf.dtype)
+    ]
+    if wrong:
+        raise ArgumentError(f"{'; '.join(wrong)}. Compile again for these arguments, or call the step, which does.")
+    return leaves
+
+
+def refuse_tracers(name: str, leaves: Sequence[Any]) -> None:
+    """Raise ArgumentError inside a function that JAX traces, where arrays have no values, or no step can be run."""
+    traced = sum(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+    if not traced and not is_inside_trace():
+        return
+    without = f"{traced} of its {len(leaves)} arrays have no values yet" if traced else "its arrays are closed over"
+    raise ArgumentError(
+        f"{name} is called inside a function that JAX traces (jit, grad, vmap, scan, ...): {without}. A parallelized step is a "
+        "program of its own on all devices: call it outside, with arrays, and take gradients inside the step. Its undecorated "
+        "function can be called anywhere."
+    )
+
+
+def refuse_consumed(name: str, traced: TracedStep, leaves: Sequence[Any]) -> None:
+    """Raise ArgumentError for arrays whose memory an earlier step has taken, by their paths."""
+    gone = [
+        leaf.path for leaf, x in zip(traced.inputs, leaves, strict=False) if hasattr(x, "is_deleted") and x.is_deleted()
+    ]
+    if gone:
+        listed = ", ".join(gone[:4]) + (", ..." if len(gone) > 4 else "")
+        raise ArgumentError(
+            f"{len(gone)} of the {len(leaves)} arrays given to {name} no longer exist: {listed}. A step consumes its state: it "
+            "takes the memory for the state that it returns. Pass the returned state on, `state, ... = step(state, batch)`; "
+            "after a step that failed, start again from a saved one. To use the old state again, copy it before the step "
+            "(jax.tree.map(jnp.copy, state)), or use parallelize(..., donate_argnums=()), which keeps both in memory."
+        )
+
+
+def each_taken_once(arrays: Sequence[Any], donated: Collection[int]) -> Sequence[Any]:
+    """The arrays of a call, such that nothing else is in the memory that the step takes: of those given twice, copies.
+
+    `donated`: the numbers of the arrays that it takes. XLA ends the process where one buffer is donated twice, or read and
+    donated (0.10), or fails (0.12). Arrays of which another process has all the memory are let be.
+    """
+    if len(set(map(id, arrays))) == len(arrays):
+        return arrays
+    taken, result = set(donated), list(arrays)
+    used = {id(x) for i, x in enumerate(arrays) if i not in taken}
+    for i in sorted(taken):
+        x = arrays[i]
+        if id(x) in used and isinstance(x, jax.Array) and is_here(x.sharding):
+            result[i] = x.copy()
+        used.add(id(x))
+    return result

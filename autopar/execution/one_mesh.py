@@ -1,0 +1,150 @@
+"""From an `Assignment` to something that runs: one jitted shard_map program over the devices.
+
+In: a traced step, its assignment and plan, JAX devices. Out: a `CompiledStep`, called with the step's own arguments. Arrays that
+are not laid out as the plan says are moved first; state that the step returns stays where it is and is donated. The devices may
+belong to several processes, each of which calls the step and holds its own part of every array. What can go wrong: too few
+devices, arguments of another shape; both are refused with the numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from autopar.compat import (
+    as_it_is_now,
+    checked_for_nans,
+    undisturbed,
+    without_explicit_axes,
+)
+from autopar.errors import UnsupportedProgramError
+from autopar.execution.calls import checked_leaves, each_taken_once, refuse_consumed
+from autopar.execution.devices import device_mesh
+from autopar.execution.weak_types import weakly_typed
+from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.lowering.per_device import partition_spec, sharded
+from autopar.plan import Plan
+from autopar.program.call import CallSignature
+from autopar.program.step import TracedStep
+from autopar.runtime.processes import are_here, from_host, is_global
+from autopar.runtime.resharding.reshard import reshard
+from autopar.runtime.thread_settings import program_settings_here, under
+from autopar.split_array import SplitArray
+
+
+def _in_slices(value: Any, shape: tuple[int, ...]) -> Any:
+    """A batch leaf as microbatches; on the host this copies nothing."""
+    return without_explicit_axes(value).reshape(shape) if hasattr(value, "reshape") else np.reshape(value, shape)
+
+
+class CompiledStep:
+    """A step compiled for its plan. Calling it runs one step; it accepts arguments of the traced shapes only."""
+
+    def __init__(
+        self,
+        signature: CallSignature,
+        traced: TracedStep,
+        assignment: Assignment,
+        plan: Plan,
+        devices: Sequence[jax.Device],
+    ) -> None:
+        self.signature, self.traced, self.plan = signature, traced, plan
+        self._settings = program_settings_here()
+        self.mesh = device_mesh(assignment.mesh, devices)
+        specs = [partition_spec(layout, assignment.mesh) for layout in assignment.inputs]
+        self.in_shardings = tuple(NamedSharding(self.mesh, spec) for spec in specs)
+        out_specs = [partition_spec(layout, assignment.mesh) for layout in assignment.outputs]
+        self.out_shardings = [NamedSharding(self.mesh, spec) for spec in out_specs]
+        self._is_local = are_here(self.mesh.devices.flat)
+        self._constants = tuple(
+            from_host(value, sharding)
+            for value, sharding in zip(
+                traced.constants, self.in_shardings[len(traced.inputs) - len(traced.constants) :], strict=True
+            )
+        )
+        self._donated = tuple(i for i, leaf in enumerate(traced.inputs) if leaf.donated)
+        self._accepted: list[Any] = [object()] * len(traced.inputs)
+        self._run = jax.jit(
+            weakly_typed(sharded(assignment, self.mesh), [leaf.weak_type for leaf in traced.outputs]),
+            in_shardings=self.in_shardings,
+            out_shardings=self.out_shardings,
+            donate_argnums=self._donated,
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step on arguments of the traced structure, shapes and types; ArgumentError names those that differ."""
+        return self.run(checked_leaves(self.signature, self.traced, args, kwargs))
+
+    def run(self, leaves: Sequence[Any]) -> Any:
+        """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
+        refuse_consumed(self.signature.name, self.traced, leaves)
+        with undisturbed():
+            arrays = each_taken_once([*leaves, *self._constants], self._donated)
+            placed = [
+                x if getattr(x, "sharding", None) is self._accepted[i] else self._placed(i, x)
+                for i, x in enumerate(arrays[: len(leaves)])
+            ]
+            executable = self.executable
+            with checked_for_nans(self.signature.name):
+                found = executable(*placed, *self._constants)
+        return jax.tree_util.tree_unflatten(self.traced.out_tree, found)
+
+    def _placed(self, number: int, value: Any) -> Any:
+        """The array where the step wants it; it is already there for state that the step returned.
+
+        State that comes back has the very sharding object that was accepted before: that is all that `run` has to look at.
+
+        A donated array that comes from elsewhere stays the caller's: replicating it would share its buffer, and the
+        donation would take that, so it is copied first. (`device_put(may_alias=False)` shares it all the same, 0.10-0.12.)
+        """
+        sharding, leaf = self.in_shardings[number], self.traced.inputs[number]
+        value = np.asarray(value) if isinstance(value, SplitArray) else value
+        if leaf.microbatches > 1:
+            return self._moved(_in_slices(value, leaf.shape), sharding)
+        given = getattr(value, "sharding", None)
+        if isinstance(given, NamedSharding) and given.is_equivalent_to(sharding, value.ndim):
+            self._accepted[number] = given
+            return value
+        if leaf.donated and sharding.is_fully_replicated and given is not None:
+            value = value.copy()
+        return self._moved(value, sharding)
+
+    def _moved(self, value: Any, sharding: NamedSharding) -> Any:
+        if self._is_local:
+            return jax.device_put(as_it_is_now(value), sharding)
+        return reshard(value, sharding) if is_global(value) else from_host(value, sharding)
+
+    @functools.cached_property
+    def executable(self) -> Any:
+        """XLA's executable, compiled ahead of time from shapes, under the settings of JAX under which the step was traced.
+
+        JAX 0.10 to 0.12 compile some sharded programs of which every argument is empty, and not others.
+        """
+        shapes = [
+            jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+            for leaf, sharding in zip(self.traced.inputs, self.in_shardings, strict=True)
+        ]
+        try:
+            with undisturbed(), under(self._settings):
+                return self._run.lower(*shapes).compile()
+        except jax.errors.JaxRuntimeError as error:
+            if any(0 not in leaf.shape for leaf in self.traced.inputs):
+                raise
+            listed = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in self.traced.inputs[:4])
+            raise UnsupportedProgramError(
+                f"every argument of {self.signature.name} is empty ({listed}), and XLA compiles no sharded program for this one: "
+                "there is nothing to split. Pass at least one argument with elements, or call it with jax.jit."
+            ) from error
+
+    def as_text(self) -> str:
+        """The optimised HLO."""
+        return str(self.executable.as_text())
+
+    def memory_analysis(self) -> Any:
+        """XLA's own account of the memory of one device."""
+        return self.executable.memory_analysis()

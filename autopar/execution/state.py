@@ -1,0 +1,60 @@
+"""State on the devices of a plan: created there leaf by leaf, and gathered from there as ordinary arrays.
+
+In: a function that makes the state, and shardings; or a tree of arrays on any devices. Out: the tree. What can go wrong: a
+state of which no device may ever hold all; only parts are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from autopar.runtime.processes import absent_like, are_here, as_host, is_here
+from autopar.runtime.resharding.reshard import brought_here
+from autopar.split_array import SplitArray, SplitSharding, in_pieces, joined, placed_apart, taken_apart
+
+
+def create_sharded(
+    create_fn: Callable[..., Any], args: Sequence[Any], shardings: Sequence[NamedSharding | SplitSharding]
+) -> Any:
+    """`create_fn(*args)` with its leaves in the given shardings; no device ever holds more than its part.
+
+    Leaves, and pieces of leaves, that live on different meshes are made by one program per mesh, in the processes that have
+    devices of it.
+    """
+    tree = jax.tree.structure(jax.eval_shape(create_fn, *args))
+    held, places = placed_apart(shardings)
+    if not all(are_here(sharding.device_set) for sharding in places):
+        args = jax.tree.map(as_host, tuple(args))
+    meshes = list(dict.fromkeys(sharding.mesh for sharding in places))
+    made: list[Any] = [None] * len(places)
+    for mesh in meshes:
+        here = [i for i, sharding in enumerate(places) if sharding.mesh == mesh]
+
+        def some(*given: Any, here: Sequence[int] = here) -> list[Any]:
+            parts = in_pieces(jax.tree.leaves(create_fn(*given)), held)
+            return [parts[i] for i in here]
+
+        if is_here(places[here[0]]):
+            arrays = jax.jit(some, out_shardings=[places[i] for i in here])(*args)
+        else:
+            arrays = list(map(absent_like, jax.eval_shape(some, *args), [places[i] for i in here]))
+        for i, array in zip(here, arrays, strict=True):
+            made[i] = array
+    return jax.tree.unflatten(tree, joined(made, held))
+
+
+def gathered(tree: Any, devices: Sequence[jax.Device]) -> Any:
+    """A tree with its arrays as ordinary ones on one device: the first, or of several processes the first of each."""
+    leaves, structure = jax.tree.flatten(tree)
+    held, parts = taken_apart(leaves)
+    if are_here(devices):
+        found = [jax.device_put(x, devices[0]) if isinstance(x, jax.Array) else x for x in parts]
+    else:
+        found = brought_here(parts, devices)
+    whole = [jnp.concatenate(x.pieces, axis=x.dim) if isinstance(x, SplitArray) else x for x in joined(found, held)]
+    return jax.tree.unflatten(structure, whole)
