@@ -63,7 +63,7 @@ _MODULES = {
 }
 """The module that holds each public name; type checkers read the same from the imports above."""
 
-__all__ = [*_MODULES]  # noqa: PLE0604
+__all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> object:

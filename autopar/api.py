@@ -37,6 +37,7 @@ from autopar.arguments import (
 )
 from autopar.compat import undisturbed
 from autopar.cost_model.hardware import Cluster
+from autopar.decide import Planned, Settings
 from autopar.errors import ArgumentError, PlanError
 from autopar.execution.calls import refuse_tracers
 from autopar.execution.one_mesh import CompiledStep
@@ -52,7 +53,6 @@ from autopar.program.trace import trace
 from autopar.rules.table import warn_of_missing_rules
 from autopar.runtime.thread_settings import program_settings_here
 from autopar.schedules.schedules import Open
-from autopar.settings import Planned, Settings
 
 
 class ParallelStep:

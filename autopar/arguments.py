@@ -1,7 +1,7 @@
 """The arguments of `parallelize`, checked one by one.
 
-In: what a user wrote. Out: the same in the one form that `settings.py` works with. What can go wrong: something else was written;
-the error names the argument, what was given and what it may be. What two arguments mean together is for `settings.py`.
+In: what a user wrote. Out: the same in the one form that `decide.py` works with. What can go wrong: something else was written;
+the error names the argument, what was given and what it may be. What two arguments mean together is for `decide.py`.
 """
 
 from __future__ import annotations

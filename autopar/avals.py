@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from autopar.compat import Var
+
+class HasAval(Protocol):
+    """A variable or a literal."""
+
+    @property
+    def aval(self) -> Any:
+        """Its shape and dtype."""
 
 
 def itemsize_of(aval: Any) -> int:
@@ -31,6 +37,6 @@ def is_opaque(aval: Any) -> bool:
     return not isinstance(aval.dtype, np.dtype)
 
 
-def bytes_of(var: Var) -> int:
+def bytes_of(var: HasAval) -> int:
     """Bytes of a whole value, on all devices together."""
     return int(math.prod(var.aval.shape)) * itemsize_of(var.aval)

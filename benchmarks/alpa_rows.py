@@ -15,10 +15,10 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar.cost_model.residual_network import ResidualNetworkShape
-from autopar.cost_model.training_job import StageLayout, TrainingJob
-from autopar.cost_model.transformer import Recompute
-from autopar.cost_model.transformer_shape import TransformerShape
+from autopar.simulate.closed_forms.residual_network import ResidualNetworkShape
+from autopar.simulate.closed_forms.training_job import StageLayout, TrainingJob
+from autopar.simulate.closed_forms.transformer import Recompute
+from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 _FOUND = {"gpt": "gpt", "moe": "moe", "wresnet": "wide_resnet"}
 _SIZES = {

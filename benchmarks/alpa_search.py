@@ -13,10 +13,10 @@ import itertools
 from alpa_rows import PublishedRun
 
 from autopar.cost_model.hardware import Cluster
-from autopar.cost_model.job_prediction import JobPrediction, Timing, as_it_is, predict, stages_of, step_plan
-from autopar.cost_model.prices import FITTED, InTraining
-from autopar.cost_model.training_job import StageLayout, TrainingJob
-from autopar.cost_model.training_step import StepPrediction, predict_step
+from autopar.simulate.closed_forms.job_prediction import JobPrediction, Timing, as_it_is, predict, stages_of, step_plan
+from autopar.simulate.closed_forms.prices import FITTED, InTraining
+from autopar.simulate.closed_forms.training_job import StageLayout, TrainingJob
+from autopar.simulate.closed_forms.training_step import StepPrediction, predict_step
 
 
 def price(cluster: Cluster, run: PublishedRun) -> JobPrediction:

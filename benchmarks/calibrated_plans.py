@@ -44,7 +44,7 @@ from autopar.cost_model.hardware import Cluster, load_cluster
 from autopar.cost_model.measurements import keep_freed_memory, step_clock, undisturbed_s
 from autopar.models import registry
 from autopar.plan import Plan
-from autopar.reprice import collective_s
+from autopar.simulate.reprice import collective_s
 
 TARGET_ERROR, TARGET_RANK = 0.25, 0.8
 CLOCKS: Mapping[str, tuple[str, str]] = {

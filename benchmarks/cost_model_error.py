@@ -27,15 +27,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from autopar.commands.error_summary import PricedRow, rank_correlation
-from autopar.commands.planned_parts import PartPlanner, planned_prediction
-from autopar.commands.rows import Row, read_table
-from autopar.cost_model import job_prediction
 from autopar.cost_model.hardware import Cluster, preset
-from autopar.cost_model.job_prediction import JobPrediction, Timing
-from autopar.cost_model.prices import FITTED, FITTED_PLANS, InTraining
-from autopar.cost_model.training_job import TrainingJob
-from autopar.cost_model.training_step import StepPrediction
+from autopar.simulate.closed_forms import job_prediction
+from autopar.simulate.closed_forms.job_prediction import JobPrediction, Timing
+from autopar.simulate.closed_forms.prices import FITTED, FITTED_PLANS, InTraining
+from autopar.simulate.closed_forms.training_job import TrainingJob
+from autopar.simulate.closed_forms.training_step import StepPrediction
+from autopar.simulate.error_summary import PricedRow, rank_correlation
+from autopar.simulate.planned_parts import PartPlanner, planned_prediction
+from autopar.simulate.rows import Row, read_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from alpa_rows import (

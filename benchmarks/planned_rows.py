@@ -21,12 +21,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from autopar.commands.planned_parts import PartPlanner, planned_prediction
-from autopar.commands.rows import Row, read_table
 from autopar.cost_model.hardware import Cluster, preset
-from autopar.cost_model.job_prediction import predict
-from autopar.cost_model.training_job import TrainingJob
-from autopar.cost_model.transformer_shape import TransformerShape
+from autopar.simulate.closed_forms.job_prediction import predict
+from autopar.simulate.closed_forms.training_job import TrainingJob
+from autopar.simulate.closed_forms.transformer_shape import TransformerShape
+from autopar.simulate.planned_parts import PartPlanner, planned_prediction
+from autopar.simulate.rows import Row, read_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from alpa_rows import end_to_end, measured_s

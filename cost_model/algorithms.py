@@ -7,7 +7,7 @@ all-to-all, broadcast, reduce, send or permute, what it holds after an all-gathe
 ceil(log2 n). A message takes a + b x bytes and keeps its link that long. Sources: Thakur, Rabenseifner and Gropp, "Optimization
 of collective communication operations in MPICH" (2005) for ring, tree, butterfly, pairwise and Bruck; Sanders, Speck and Traeff,
 "Two-tree algorithms for full bandwidth broadcast, reduction and scan" (2009) for the double tree; Cho et al., "BlueConnect"
-(2019) for hierarchies of rings; `event_simulation` plays the same algorithms message by message.
+(2019) for hierarchies of rings; `tests/cost_model/event_simulation.py` plays the same algorithms message by message.
 
 What can go wrong: an algorithm that a topology cannot run at full speed, such as a butterfly on a ring. It is not offered there.
 """

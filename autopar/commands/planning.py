@@ -11,7 +11,6 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar.api import ParallelStep
-from autopar.commands.plan_overlap import overlap_of, overlap_table, own_cluster
 from autopar.commands.subject import FOR_PIPELINES, Subject, device_count, parallel, subject_of
 from autopar.errors import ArgumentError
 from autopar.explain import TEXT_WIDTH, show, standard_output
@@ -19,6 +18,7 @@ from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from autopar.schedules.schedules import grid
+from autopar.simulate.plan_overlap import overlap_of, overlap_table, own_cluster
 
 _LONGEST_BACKWARD = 3
 """Columns of the picture that a backward may take."""

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from autopar.commands.plan_overlap import overlap_of, overlap_rows, overlap_table
 from autopar.commands.planning import read_plan
 from autopar.cost_model.hardware import Cluster, find_cluster
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
 from autopar.explain.units import bytes_text, percent_text, seconds_text
-from autopar.reprice import RepricedPlan, reprice
+from autopar.simulate.plan_overlap import overlap_of, overlap_rows, overlap_table
+from autopar.simulate.reprice import RepricedPlan, reprice
 
 
 def simulate_plan(options: argparse.Namespace) -> int:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from autopar.avals import itemsize_of
-from autopar.collector import spared_collector
 from autopar.errors import ConstraintError, OutOfMemoryError, warn
+from autopar.gc_pause import spared_collector
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.microbatches.counts import in_microbatches, microbatch_counts, microbatched

@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-from autopar.collector import spared_collector
 from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
+from autopar.gc_pause import spared_collector
 from autopar.inter_op.plan_stages import StageRequest, plan_stages, restore_stages, split_devices
 from autopar.inter_op.search import NotFaster, search_stages
 from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes

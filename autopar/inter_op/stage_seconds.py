@@ -57,6 +57,7 @@ def measured(
     *,
     tasks: TaskMemories | None = None,
 ) -> StagedStage:
+    """What a planned stage takes: the seconds of its tasks, its memory with as many microbatches as are in flight."""
     task_of = _tasks(assignment)
     seconds = task_seconds(program, assignment, task_of)
     m = program.cut.loop.plan.microbatches

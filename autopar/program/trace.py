@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.collector import spared_collector
 from autopar.errors import ArgumentError
+from autopar.gc_pause import spared_collector
 from autopar.program.call import BoundArguments, CallSignature, leaf_paths, output_paths, without_static
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from autopar.cost_model.algorithms import algorithms_for
-from autopar.cost_model.event_simulation import (
+from autopar.cost_model.topology import Dimension, Tier, levels_of
+from tests.cost_model.event_simulation import (
     Message,
     Played,
     Route,
@@ -14,7 +15,7 @@ from autopar.cost_model.event_simulation import (
     holding_own_terms,
     play,
 )
-from autopar.cost_model.message_plans import (
+from tests.cost_model.message_plans import (
     all_gather,
     all_reduce,
     bruck_exchange,
@@ -38,7 +39,6 @@ from autopar.cost_model.message_plans import (
     tree_reduce,
     tree_scatter,
 )
-from autopar.cost_model.topology import Dimension, Tier, levels_of
 
 A, B, S = 3e-6, 20e9, 6e6  # seconds a message, bytes a second, bytes
 

@@ -5,13 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autopar.commands.model_parts import part_step
-from autopar.commands.part_plans import plan_part
 from autopar.cost_model.hardware import preset
-from autopar.cost_model.job_prediction import Part
 from autopar.cost_model.memory import ActivationShape, layer_activation_bytes
-from autopar.cost_model.transformer import LayerSplit
-from autopar.cost_model.transformer_shape import TransformerShape
 from autopar.intra_op.choices.kernels import ROW_BYTES, traffic_of
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest, plan_step
@@ -20,6 +15,11 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.from_jaxpr import program_of
 from autopar.program.trace import trace
+from autopar.simulate.closed_forms.job_prediction import Part
+from autopar.simulate.closed_forms.transformer import LayerSplit
+from autopar.simulate.closed_forms.transformer_shape import TransformerShape
+from autopar.simulate.model_parts import part_step
+from autopar.simulate.part_plans import plan_part
 
 CLUSTER = preset("dgx-a100-80gb")
 ROWS, WIDTH = 256, 512

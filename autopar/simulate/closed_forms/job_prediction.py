@@ -1,0 +1,235 @@
+"""A training job's step on a cluster: its stages' parts, priced and put together.
+
+In: a `TrainingJob`, a cluster. Out: a `JobPrediction`. A stage is made of parts, blocks and ends, each a `Work`: in closed form,
+or as a `Timing` says, which lets somebody else, such as a planner, tell what a part does. Without a published microbatch or
+number of virtual stages the fastest that fits is taken. What can go wrong: more devices than the cluster joins, a ValueError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+from autopar.cost_model.machine import Cluster
+from autopar.simulate.closed_forms.operations import Work
+from autopar.simulate.closed_forms.prices import FITTED, InTraining
+from autopar.simulate.closed_forms.residual_network import (
+    Block,
+    BlockSplit,
+    ResidualNetworkShape,
+    bottleneck_work,
+    linear_head_work,
+    stem_work,
+)
+from autopar.simulate.closed_forms.training_job import StageLayout, TrainingJob, problems
+from autopar.simulate.closed_forms.training_step import StageWork, StepPlan, StepPrediction, predict_step
+from autopar.simulate.closed_forms.transformer import LayerSplit, block_work, embedding_work, head_work
+from autopar.simulate.closed_forms.transformer_shape import TransformerShape
+
+_MICROBATCHES_TRIED = (1, 2, 4, 8, 16)
+
+
+@dataclasses.dataclass(frozen=True)
+class JobPrediction:
+    """A prediction with the job as it was priced: microbatch and virtual stages are known."""
+
+    job: TrainingJob
+    step: StepPrediction
+
+    @property
+    def tflops_per_device(self) -> float:
+        """Model FLOPs, as the sources count them, per second and device, in 10^12."""
+        return self.job.model_flops / self.step.step_s / self.job.devices / 1e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What a stage does many times: a kind of block ("plain", "expert", "decoder", or a residual network's), or one of its ends
+    ("embedding", "head", "stem", "classifier"), and how the stage runs it."""
+
+    kind: str | Block
+    shape: TransformerShape | ResidualNetworkShape
+    split: LayerSplit | BlockSplit
+    data_ranks: int
+
+
+Timing = Callable[[Part, Work], Work]
+"""From a part and its work in closed form to the work that counts."""
+
+
+def as_it_is(part: Part, work: Work) -> Work:
+    """The closed form."""
+    return work
+
+
+def predict(cluster: Cluster, job: TrainingJob, *, reached: InTraining = FITTED) -> JobPrediction:
+    """Price a job; what is not published is the fastest choice that fits, or the smallest if none does."""
+    found = [JobPrediction(choice, _priced(cluster, choice, reached)) for choice in _choices(job)]
+    fitting = [choice for choice in found if choice.step.fits]
+    if fitting:
+        return min(fitting, key=lambda choice: choice.step.step_s)
+    return min(found, key=lambda choice: choice.step.memory.peak_bytes)
+
+
+def _choices(job: TrainingJob) -> list[TrainingJob]:
+    sizes: Sequence[int | None] = [job.microbatch] if job.microbatch else _MICROBATCHES_TRIED
+    per_stage = job.block_count // job.stages
+    chunks: Sequence[int | None] = [job.virtual_stages]
+    if job.virtual_stages is None:
+        chunks = [v for v in range(1, per_stage + 1) if per_stage % v == 0] if job.stages > 1 else [1]
+    pairs = itertools.product(sizes, chunks)
+    choices = [dataclasses.replace(job, microbatch=size, virtual_stages=v) for size, v in pairs]
+    return [choice for choice in choices if not any(problems(choice))] or choices[:1]
+
+
+def _priced(cluster: Cluster, job: TrainingJob, reached: InTraining) -> StepPrediction:
+    return predict_step(cluster, step_plan(job), stages_of(job), reached=reached)
+
+
+def predict_with(cluster: Cluster, job: TrainingJob, timing: Timing, *, reached: InTraining = FITTED) -> JobPrediction:
+    """Price a job whose microbatch and virtual stages are known, its parts as `timing` says."""
+    return JobPrediction(job, predict_step(cluster, step_plan(job), stages_of(job, timing), reached=reached))
+
+
+def step_plan(job: TrainingJob) -> StepPlan:
+    """What holds for all stages of a job whose microbatch is known."""
+    return StepPlan(
+        microbatches=job.microbatches,
+        precision=job.precision,
+        states=job.states,
+        virtual_stages=job.virtual_stages or 1,
+        zero_stage=job.zero_stage,
+        sequence_parallel=job.sequence_parallel,
+        optimizer=job.optimizer,
+    )
+
+
+def stages_of(job: TrainingJob, timing: Timing = as_it_is) -> tuple[StageWork, ...]:
+    """The work of every stage."""
+    layouts = job.stage_layouts or _even_layouts(job)
+    starts = [sum(layout.layers for layout in layouts[:i]) for i in range(len(layouts))]
+    made = []
+    for start, layout in zip(starts, layouts, strict=True):
+        end = start + layout.layers
+        ends = _Ends(first=start == 0, last=end == job.block_count)
+        if isinstance(job.shape, TransformerShape):
+            kinds = job.shape.blocks[start:end]
+            made.append(_transformer_stage(job, job.shape, layout, kinds=kinds, ends=ends, timing=timing))
+        else:
+            blocks = job.shape.blocks[start:end]
+            made.append(_residual_stage(job, job.shape, layout, blocks=blocks, ends=ends, timing=timing))
+    return tuple(made)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ends:
+    """Whether a stage has the embedding or the stem, and whether it has the head."""
+
+    first: bool
+    last: bool
+
+
+def _even_layouts(job: TrainingJob) -> tuple[StageLayout, ...]:
+    if isinstance(job.shape, TransformerShape):
+        counts = _layers_per_stage(job.block_count, job.stages)
+    else:
+        counts = _even_cuts([sum(conv.flops for conv in block.convolutions) for block in job.shape.blocks], job.stages)
+    return tuple(StageLayout(count, job.data_ranks, job.tensor_ranks) for count in counts)
+
+
+def _layers_per_stage(layers: int, stages: int) -> list[int]:
+    """As many for each; if only layers + 2 divide, embedding and head stand for one layer each."""
+    if layers % stages == 0:
+        return [layers // stages] * stages
+    each = (layers + 2) // stages
+    return [each - 1, *[each] * (stages - 2), each - 1]
+
+
+def _even_cuts(weights: Sequence[float], parts: int) -> list[int]:
+    """How many consecutive weights each part takes so that the heaviest part is as light as can be."""
+
+    @functools.cache
+    def best(start: int, left: int) -> tuple[float, tuple[int, ...]]:
+        if left == 1:
+            return sum(weights[start:]), (len(weights) - start,)
+        options = []
+        for end in range(start + 1, len(weights) - left + 2):
+            rest, counts = best(end, left - 1)
+            options.append((max(sum(weights[start:end]), rest), (end - start, *counts)))
+        return min(options)
+
+    return list(best(0, parts)[1])
+
+
+def _transformer_stage(
+    job: TrainingJob,
+    shape: TransformerShape,
+    layout: StageLayout,
+    *,
+    kinds: Sequence[str],
+    ends: _Ends,
+    timing: Timing,
+) -> StageWork:
+    split = LayerSplit(
+        samples=_samples(job, layout),
+        tensor_ranks=layout.tensor_ranks,
+        expert_ranks=min(job.expert_ranks, layout.data_ranks),
+        sequence_parallel=job.sequence_parallel,
+        recompute=job.recompute,
+        fused_attention=job.fused_attention,
+        element_bytes=job.element_bytes,
+        gradient_bytes=int(job.states.gradient),
+    )
+
+    def timed(kind: str, work: Work) -> Work:
+        return timing(Part(kind, shape, split, layout.data_ranks), work)
+
+    distinct = {kind: timed(kind, block_work(shape, split, kind)) for kind in dict.fromkeys(kinds)}
+    head = timed("head", head_work(shape, split)) if ends.last else None
+    if head and ends.first and not shape.untied:  # one matrix for both
+        head = dataclasses.replace(head, parameters=0.0)
+    return StageWork(
+        tuple((work, kinds.count(kind)) for kind, work in distinct.items()),
+        layout.data_ranks,
+        layout.tensor_ranks,
+        split.expert_ranks,
+        first=timed("embedding", embedding_work(shape, split)) if ends.first else None,
+        last=head,
+    )
+
+
+def _residual_stage(
+    job: TrainingJob,
+    shape: ResidualNetworkShape,
+    layout: StageLayout,
+    *,
+    blocks: Sequence[Block],
+    ends: _Ends,
+    timing: Timing,
+) -> StageWork:
+    split = BlockSplit(
+        samples=_samples(job, layout),
+        tensor_ranks=layout.tensor_ranks,
+        sequence_parallel=job.sequence_parallel,
+        element_bytes=job.element_bytes,
+        recompute=job.recompute == "full",
+    )
+
+    def timed(kind: str | Block, work: Work) -> Work:
+        return timing(Part(kind, shape, split, layout.data_ranks), work)
+
+    works = {block: timed(block, bottleneck_work(block, split)) for block in dict.fromkeys(blocks)}
+    return StageWork(
+        tuple((work, blocks.count(block)) for block, work in works.items()),
+        layout.data_ranks,
+        layout.tensor_ranks,
+        first=timed("stem", stem_work(shape, split)) if ends.first else None,
+        last=timed("classifier", linear_head_work(shape, split)) if ends.last else None,
+    )
+
+
+def _samples(job: TrainingJob, layout: StageLayout) -> float:
+    assert job.microbatch is not None
+    return job.microbatch * job.data_ranks / layout.data_ranks

@@ -1,0 +1,179 @@
+"""A training job as a table's row states it, and what is impossible about it.
+
+In: a model's sizes and a plan. Out: a `TrainingJob`, and its `problems` by column, each with a way out. The columns read as
+follows: a microbatch is that of one data-parallel rank; layers are divided evenly over pp x virtual stages or, if only
+layers + 2 divide, with embedding and head in the place of one layer each; a residual network's blocks are divided by FLOPs;
+expert ranks are some of the data-parallel ranks; a microbatch or a number of virtual stages that was not published is None.
+What can go wrong: a plan whose parts do not divide; `problems` says which, and what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from autopar.cost_model.memory import StateBytes, layers_in_flight, states_of
+from autopar.simulate.closed_forms.residual_network import (
+    BLOCKS_PER_STAGE,
+    ResidualNetworkShape,
+)
+from autopar.simulate.closed_forms.training_step import Optimizer, Precision
+from autopar.simulate.closed_forms.transformer import (
+    Recompute,
+)
+from autopar.simulate.closed_forms.transformer_shape import TransformerShape
+
+
+@dataclasses.dataclass(frozen=True)
+class StageLayout:
+    """One stage's share: its layers, and the data and tensor ranks it runs on."""
+
+    layers: int
+    data_ranks: int
+    tensor_ranks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingJob:
+    """A model and a plan. `microbatch` or `virtual_stages` None: not known, the fastest that fits is taken.
+
+    `stage_layouts`, when given, says what each stage has; `data_ranks` x `microbatch` is then still what a microbatch holds.
+    """
+
+    shape: TransformerShape | ResidualNetworkShape
+    devices: int
+    global_batch: int
+    microbatch: int | None
+    data_ranks: int
+    tensor_ranks: int
+    stages: int
+    virtual_stages: int | None
+    expert_ranks: int = 1
+    zero_stage: int = 0
+    recompute: Recompute = "none"
+    sequence_parallel: bool = False
+    precision: Precision = "bf16"
+    fused_attention: bool = False
+    accumulate_fp32: bool = True
+    optimizer: Optimizer = "adam"
+    stage_layouts: tuple[StageLayout, ...] = ()
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches a step has; `microbatch` must be known."""
+        assert self.microbatch is not None
+        return max(1, self.global_batch // (self.data_ranks * self.microbatch))
+
+    @property
+    def element_bytes(self) -> int:
+        """Of parameters and activations."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def block_count(self) -> int:
+        """Layers that stages share: encoder and decoder of a T5, bottlenecks of a residual network."""
+        return len(self.shape.blocks)
+
+    @property
+    def layers_in_flight(self) -> float:
+        """Layers' worth of activations that the first stage holds at its peak."""
+        p, v = self.stages, self.virtual_stages or 1
+        return layers_in_flight(self.block_count, stages=p, virtual_stages=v, microbatches=self.microbatches)
+
+    @property
+    def states(self) -> StateBytes:
+        """Formats of parameters, gradients and optimizer state."""
+        return states_of(self.precision, optimizer=self.optimizer, accumulate_fp32=self.accumulate_fp32)
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs per step as the sources count them: three passes; blocks a fourth time if they are recomputed in full."""
+        forward = self.shape.forward_flops(self.global_batch)
+        if self.recompute != "full":
+            return 3 * forward
+        if isinstance(self.shape, ResidualNetworkShape):
+            return 4 * forward
+        logits = 2.0 * self.global_batch * self.shape.seq_len * self.shape.hidden * self.shape.vocab
+        return 4 * forward - logits
+
+
+def problems(job: TrainingJob) -> Iterator[tuple[str, str]]:
+    """What cannot work, as (column, fact and fix)."""
+    dp, tp, pp = job.data_ranks, job.tensor_ranks, job.stages
+    if dp * tp * pp != job.devices and not job.stage_layouts:
+        yield "devices", f"is {job.devices}, but dp x tp x pp is {dp} x {tp} x {pp} = {dp * tp * pp}: make them equal"
+    if isinstance(job.shape, TransformerShape):
+        yield from _transformer_problems(job, job.shape)
+    else:
+        yield from _residual_problems(job, job.shape)
+    samples = dp * (job.microbatch or 1)
+    if job.global_batch % samples:
+        yield (
+            "global_batch",
+            f"is {job.global_batch}, which dp x microbatch = {dp} x {job.microbatch or 1} = {samples} does not divide: use "
+            f"{max(1, round(job.global_batch / samples)) * samples}, or another microbatch",
+        )
+    elif (job.virtual_stages or 1) > 1 and job.global_batch // samples % pp:
+        yield (
+            "virtual_stages",
+            f"is {job.virtual_stages}: the interleaved schedule needs a number of microbatches that pp = {pp} divides, "
+            f"there are {job.global_batch // samples}: change global_batch or microbatch, or use 1",
+        )
+
+
+def _residual_problems(job: TrainingJob, shape: ResidualNetworkShape) -> Iterator[tuple[str, str]]:
+    tp, pp = job.tensor_ranks, job.stages
+    if job.virtual_stages not in (None, 1):
+        yield "virtual_stages", f"is {job.virtual_stages}, but blocks of a residual network differ: use 1"
+    if pp > job.block_count:
+        yield "pp", f"is {pp}, but the network has {job.block_count} blocks: use at most {job.block_count}"
+    if shape.channels % tp:
+        near = _divisors(shape.channels, tp)
+        yield "tp", f"is {tp}, which does not divide the base channels, hidden = {shape.channels}: use one of {near}"
+    if job.recompute == "selective":
+        yield "recompute", "is 'selective', but a residual network has no attention to recompute: use none or full"
+
+
+def _transformer_problems(job: TrainingJob, shape: TransformerShape) -> Iterator[tuple[str, str]]:
+    tp, pp, ep, v = job.tensor_ranks, job.stages, job.expert_ranks, job.virtual_stages or 1
+    if shape.hidden % shape.heads:
+        yield "heads", f"is {shape.heads}, which does not divide hidden = {shape.hidden}: use one of its divisors"
+    if shape.heads % shape.kv_heads:
+        yield "kv_heads", f"is {shape.kv_heads}, which does not divide heads = {shape.heads}: use one of its divisors"
+    for name, size in (("heads", shape.heads), ("ffn_hidden", shape.ffn_hidden)):
+        if size % tp:
+            yield "tp", f"is {tp}, which does not divide {name} = {size}: use one of {_divisors(size, tp)}"
+    if shape.kv_heads != shape.heads and shape.kv_heads % tp and tp % shape.kv_heads:
+        yield "tp", f"is {tp}; it must divide kv_heads = {shape.kv_heads} or be its multiple: use {shape.kv_heads}"
+    if job.sequence_parallel and shape.seq_len % tp:
+        yield "sequence_parallel", f"is 1, but tp = {tp} does not divide seq_len = {shape.seq_len}: change one of them"
+    with_ends = ends_count_as_layers(job, shape)
+    if job.block_count % (pp * v) and not with_ends and not job.stage_layouts:
+        yield (
+            "layers",
+            f"has {job.block_count} layers, which pp x virtual_stages = {pp} x {v} = {pp * v} does not divide: use "
+            f"{max(1, round(job.block_count / (pp * v))) * pp * v} layers, or other numbers of stages",
+        )
+    if v > 1 and pp == 1:
+        yield "virtual_stages", f"is {v}, but there is one pipeline stage: use 1, or more stages"
+    if job.data_ranks % ep:
+        yield "ep", f"is {ep}; expert ranks are some of the dp = {job.data_ranks} ranks: use one of its divisors"
+    if ep > 1 and shape.experts % ep:
+        yield (
+            "ep",
+            f"is {ep}, which does not divide the {shape.experts} experts: use one of {_divisors(shape.experts, ep)}",
+        )
+
+
+def ends_count_as_layers(job: TrainingJob, shape: TransformerShape) -> bool:
+    """Whether stages are even with embedding and head as one layer each, which is done where they are no lighter than one."""
+    even = job.stages > 2 and (job.virtual_stages or 1) == 1 and (job.block_count + 2) % job.stages == 0
+    return even and shape.vocab * shape.hidden >= shape.block_parameters(shape.blocks[0])
+
+
+def _divisors(size: int, near: int) -> str:
+    found = [d for d in range(1, size + 1) if size % d == 0]
+    return ", ".join(map(str, sorted(found, key=lambda d: abs(d - near))[:4]))
+
+
+KNOWN_DEPTHS = tuple(BLOCKS_PER_STAGE)

@@ -1,0 +1,333 @@
+"""A training step under a plan: seconds, bytes and where they go.
+
+In: for each pipeline stage the work of its layers and how many devices share it (`StageWork`), the schedule and the formats
+of states (`StepPlan`), a cluster. Out: a `StepPrediction`. With F_i and B_i seconds of one microbatch on stage i, forward and
+backward with what is recomputed, exposed collectives and sends included,
+
+    step = pipeline(F_i + B_i) + max_i (gradient reduction that backward does not hide + optimizer)
+
+The pipeline's time is that of `schedule_time`, the hiding that of `overlap`, the bytes those of `memory`. Gradients are
+reduced once per step, or for ZeRO 2 and 3, which keep only a part of them, for every microbatch. What can go wrong: a stage
+whose layers differ much in memory: the peak takes a mean layer for interleaved schedules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from autopar.cost_model import overlap
+from autopar.cost_model.machine import Cluster
+from autopar.cost_model.memory import StateBytes, layers_in_flight
+from autopar.cost_model.overlap import Communication, Kind
+from autopar.simulate.closed_forms.operations import Exchange, MatrixProduct, Operation, Work
+from autopar.simulate.closed_forms.prices import DTYPES, FITTED, InTraining, StagePrices
+from autopar.simulate.closed_forms.schedule_time import pipeline_s
+
+Precision = Literal["fp16", "bf16", "fp32"]
+Optimizer = Literal["adam", "momentum", "adafactor"]
+
+# Bytes that an optimizer moves per parameter. Adam reads a gradient, a parameter and two moments and writes three of
+# them (28); mixed precision also looks for infinities while it unscales (8), takes the norm (4), clips (8) and writes
+# half-precision parameters (6). Momentum has one moment; Adafactor none, but reads the gradient once more.
+_OPTIMIZER_BYTES = {"adam": (54.0, 28.0), "momentum": (46.0, 20.0), "adafactor": (42.0, 16.0)}  # mixed, float32
+
+
+@dataclasses.dataclass(frozen=True)
+class StageWork:
+    """One pipeline stage: `layers` are (work of one, how many), in order; `first` and `last` come once per microbatch."""
+
+    layers: tuple[tuple[Work, int], ...]
+    data_ranks: int
+    tensor_ranks: int = 1
+    expert_ranks: int = 1
+    first: Work | None = None
+    last: Work | None = None
+
+    @property
+    def devices(self) -> int:
+        """Devices of this stage."""
+        return self.data_ranks * self.tensor_ranks
+
+    @property
+    def layer_count(self) -> int:
+        """Layers without embedding and head."""
+        return sum(count for _, count in self.layers)
+
+    @property
+    def works(self) -> tuple[tuple[Work, int], ...]:
+        """Everything, in order."""
+        before = ((self.first, 1),) if self.first else ()
+        after = ((self.last, 1),) if self.last else ()
+        return (*before, *self.layers, *after)
+
+    @property
+    def parameters(self) -> float:
+        """Parameters that one device holds before ZeRO divides them."""
+        return sum(work.parameters * count for work, count in self.works)
+
+    @property
+    def expert_parameters(self) -> float:
+        """The part of `parameters` that belongs to experts."""
+        return sum(work.expert_parameters * count for work, count in self.works)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """What holds for all stages."""
+
+    microbatches: int
+    precision: Precision
+    states: StateBytes
+    virtual_stages: int = 1
+    zero_stage: int = 0
+    sequence_parallel: bool = False
+    optimizer: Optimizer = "adam"
+
+    @property
+    def element_bytes(self) -> int:
+        """Of parameters and activations."""
+        return 4 if self.precision == "fp32" else 2
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPrediction:
+    """Bytes on the fullest device."""
+
+    states_bytes: float
+    layer_states_bytes: float
+    activation_bytes: float
+    transient_bytes: float
+    stage: int
+
+    @property
+    def peak_bytes(self) -> float:
+        """All of them together."""
+        return self.states_bytes + self.activation_bytes + self.transient_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPrediction:
+    """Seconds of a step and their parts; the parts of the slowest stage add up to the step.
+
+    `communication`: by kind, in all and exposed, on the slowest stage, per step. `compute_s` has no communication, bubble or
+    optimizer in it.
+    """
+
+    step_s: float
+    compute_s: float
+    bubble_s: float
+    optimizer_s: float
+    communication: Mapping[Kind, Communication]
+    memory: MemoryPrediction
+    fits: bool
+
+    @property
+    def comm_s(self) -> float:
+        """Seconds of communication, hidden or not."""
+        return sum(part.total_s for part in self.communication.values())
+
+    @property
+    def exposed_comm_s(self) -> float:
+        """Seconds that the step waits for communication."""
+        return sum(part.exposed_s for part in self.communication.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class _StageTime:
+    """One stage: seconds per microbatch, and per step what comes after the pipeline."""
+
+    forward_s: float
+    backward_s: float
+    per_microbatch: tuple[Communication, ...]
+    per_step: tuple[Communication, ...]
+    optimizer_s: float
+
+    @property
+    def microbatch_s(self) -> float:
+        return self.forward_s + self.backward_s + sum(part.exposed_s for part in self.per_microbatch)
+
+    @property
+    def after_s(self) -> float:
+        return self.optimizer_s + sum(part.exposed_s for part in self.per_step)
+
+
+def predict_step(
+    cluster: Cluster, plan: StepPlan, stages: Sequence[StageWork], *, reached: InTraining = FITTED
+) -> StepPrediction:
+    """Predict one step. Raises ValueError if the stages need more devices than the cluster can join."""
+    total = sum(stage.devices for stage in stages)
+    starts = [sum(stage.devices for stage in stages[:i]) for i in range(len(stages) + 1)]
+    crossings = [_crosses_node(cluster, start, total) for start in starts]
+    times = [
+        _stage_time(_prices(cluster, plan, stage, total, reached), plan, stage, (crossings[i], crossings[i + 1]))
+        for i, stage in enumerate(stages)
+    ]
+    busy_s = [time.microbatch_s for time in times]
+    slowest = max(range(len(stages)), key=busy_s.__getitem__)
+    pipe_s = pipeline_s(busy_s, microbatches=plan.microbatches, virtual_stages=plan.virtual_stages)
+    last = max(times, key=lambda time: time.after_s)
+    memory = max((_memory(plan, stages, i) for i in range(len(stages))), key=lambda found: found.peak_bytes)
+    slow = times[slowest]
+    repeated = [part.times(plan.microbatches) for part in slow.per_microbatch]
+    return StepPrediction(
+        step_s=pipe_s + last.after_s,
+        compute_s=(slow.forward_s + slow.backward_s) * plan.microbatches,
+        bubble_s=pipe_s - busy_s[slowest] * plan.microbatches,
+        optimizer_s=last.optimizer_s,
+        communication=overlap.joined([*repeated, *last.per_step]),
+        memory=memory,
+        fits=memory.peak_bytes <= cluster.usable_memory_bytes,
+    )
+
+
+def _prices(cluster: Cluster, plan: StepPlan, stage: StageWork, total: int, reached: InTraining) -> StagePrices:
+    mesh = (
+        max(1, total // stage.devices),
+        stage.data_ranks // stage.expert_ranks,
+        stage.expert_ranks,
+        stage.tensor_ranks,
+    )
+    return StagePrices(cluster, DTYPES[plan.precision], plan.element_bytes, mesh, reached)
+
+
+def _crosses_node(cluster: Cluster, start: int, total: int) -> bool | None:
+    """Whether the boundary before device `start` lies between nodes; None at both ends, where there is no boundary."""
+    if start in (0, total):
+        return None
+    node = cluster.devices_per_node
+    return node is not None and start % node == 0
+
+
+def _stage_time(
+    prices: StagePrices, plan: StepPlan, stage: StageWork, crossings: tuple[bool | None, bool | None]
+) -> _StageTime:
+    """`crossings`: of the boundaries before and after this stage."""
+    forward_s = backward_s = 0.0
+    comm: list[Communication] = []
+    for work, count in stage.works:
+        run_s, parts = _run(prices, work.forward)
+        forward_s += run_s * count
+        comm += [part.times(count) for part in parts]
+        run_s, again = _run(prices, (*work.recomputed, *work.backward))
+        backward_s += run_s * count
+        comm += [part.times(count) for part in again]
+    if plan.virtual_stages > 1 and prices.mesh[0] > 1:  # the last stage's chunks go back to the first
+        crossings = (crossings[0] or False, crossings[1] or False) if any(crossings) else (False, False)
+    comm += [
+        _send(prices, plan, stage, crosses, forward_s + backward_s) for crosses in crossings if crosses is not None
+    ]
+    if plan.zero_stage >= 2:
+        comm += _partitioned(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
+    return _StageTime(
+        forward_s,
+        backward_s,
+        tuple(comm),
+        ()
+        if plan.zero_stage >= 3
+        else tuple(_reduction(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)),
+        _optimizer_s(prices, plan, stage),
+    )
+
+
+def _run(prices: StagePrices, operations: Sequence[Operation]) -> tuple[float, list[Communication]]:
+    """Seconds of the compute, and the communication among it."""
+    compute_s, comm = 0.0, []
+    for number, operation in enumerate(operations):
+        seconds = prices.seconds(operation)
+        if not isinstance(operation, Exchange):
+            compute_s += seconds
+        elif operation.group != "tensor":
+            comm.append(overlap.alone("expert" if operation.group == "expert" else "data_parallel", seconds))
+        elif operation.behind == "nothing":
+            comm.append(overlap.alone("tensor", seconds))
+        else:
+            product = next(op for op in operations[number:] if isinstance(op, MatrixProduct))
+            other_s = prices.product_s(product)
+            comm.append(overlap.beside(prices.cluster.overlap, "tensor", comm_s=seconds, compute_s=other_s))
+    return compute_s, comm
+
+
+def _send(prices: StagePrices, plan: StepPlan, stage: StageWork, crosses: bool, compute_s: float) -> Communication:
+    """Activations to the next stage, or their gradients to the one before, once per chunk of layers.
+
+    Links carry both directions at once, so a stage pays for what it sends and not for what it receives meanwhile.
+    """
+    boundary = max((work.boundary_bytes for work, _ in stage.layers), default=0.0)
+    send_s = plan.virtual_stages * prices.send_s(boundary, crosses_node=crosses, split=plan.sequence_parallel)
+    return overlap.beside(prices.cluster.overlap, "pipeline", comm_s=send_s, compute_s=compute_s)
+
+
+def _gradients(prices: StagePrices, stage: StageWork, kind: str, bytes_each: float) -> float:
+    """Seconds of one collective over all parameters' gradients, or parameters, of a device."""
+    dense_s = prices.dense_gradient_s(kind, (stage.parameters - stage.expert_parameters) * bytes_each)
+    return dense_s + prices.expert_gradient_s(kind, stage.expert_parameters * bytes_each)
+
+
+def _reduction(
+    prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
+) -> list[Communication]:
+    """Once per step: all-reduce of gradients, or a reduce-scatter and the gather of the new parameters."""
+    cluster_overlap = prices.cluster.overlap
+    # While the first layer to be reduced is still in backward there is nothing to send.
+    window = 1 - 1 / max(2, stage.layer_count)
+    if plan.zero_stage == 0:
+        comm_s = _gradients(prices, stage, "all-reduce", plan.states.gradient)
+        return [overlap.beside(cluster_overlap, "data_parallel", comm_s=comm_s, compute_s=backward_s * window)]
+    parts = []
+    if plan.zero_stage == 1:
+        comm_s = _gradients(prices, stage, "reduce-scatter", plan.states.gradient)
+        parts.append(overlap.beside(cluster_overlap, "data_parallel", comm_s=comm_s, compute_s=backward_s * window))
+    gather_s = _gradients(prices, stage, "all-gather", plan.element_bytes)
+    parts.append(overlap.beside(cluster_overlap, "data_parallel", comm_s=gather_s, compute_s=forward_s * window))
+    return parts
+
+
+def _partitioned(
+    prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
+) -> list[Communication]:
+    """For every microbatch: gradients to the rank that keeps them; ZeRO 3 gathers parameters in forward and backward."""
+    cluster_overlap = prices.cluster.overlap
+    window = 1 - 1 / max(2, stage.layer_count)
+    scatter_s = _gradients(prices, stage, "reduce-scatter", plan.states.gradient)
+    parts = [overlap.beside(cluster_overlap, "data_parallel", comm_s=scatter_s, compute_s=backward_s * window)]
+    if plan.zero_stage >= 3:
+        gather_s = _gradients(prices, stage, "all-gather", plan.element_bytes)
+        parts += [
+            overlap.beside(cluster_overlap, "zero3", comm_s=gather_s, compute_s=compute_s * window)
+            for compute_s in (forward_s, backward_s)
+        ]
+    return parts
+
+
+def _optimizer_s(prices: StagePrices, plan: StepPlan, stage: StageWork) -> float:
+    owners = stage.data_ranks if plan.zero_stage >= 1 else 1
+    mixed, single = _OPTIMIZER_BYTES[plan.optimizer]
+    moved = (single if plan.precision == "fp32" else mixed) * stage.parameters / owners
+    return prices.fused_s(moved)
+
+
+def _memory(plan: StepPlan, stages: Sequence[StageWork], index: int) -> MemoryPrediction:
+    stage = stages[index]
+    per_dense = plan.states.per_parameter(plan.zero_stage, stage.data_ranks)
+    per_expert = plan.states.per_parameter(plan.zero_stage, max(1, stage.data_ranks // stage.expert_ranks))
+    states = (stage.parameters - stage.expert_parameters) * per_dense + stage.expert_parameters * per_expert
+    layers = sum(work.parameters * count for work, count in stage.layers) * per_dense
+    count = max(1, stage.layer_count)
+    kept = sum(work.kept_bytes * number for work, number in stage.layers) / count
+    in_flight = layers_in_flight(
+        count * len(stages),
+        stages=len(stages),
+        virtual_stages=plan.virtual_stages,
+        microbatches=plan.microbatches,
+        stage=index,
+    )
+    ends = [work for work in (stage.first, stage.last) if work]
+    once = sum(work.kept_bytes for work in ends) * math.ceil(in_flight / count if stage.first else 1)
+    transient = max((work.transient_bytes for work, _ in stage.works), default=0.0)
+    if plan.zero_stage >= 3 and stage.data_ranks > 1:
+        # Two layers' parameters are whole at a time: the one that runs and the one gathered ahead.
+        transient += 2 * plan.element_bytes * max(work.parameters for work, _ in stage.works)
+    return MemoryPrediction(states, layers, kept * in_flight + once, transient, index)

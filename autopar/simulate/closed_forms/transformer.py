@@ -1,0 +1,302 @@
+"""A transformer's layers, embedding and head as operations of one device, from the plan's parameters.
+
+Letters: s sequence, b microbatch (samples), h hidden, a heads, g key-value heads, f feed-forward width, V vocabulary,
+t tensor-parallel ranks, e bytes of an element, x = s b h. Without sequence parallelism layer norms, dropouts and
+residual sums are repeated on all t ranks (r = 1); with it each rank has r = 1/t of the tokens. A block is attention, in
+T5's decoder twice, and a feed-forward; an expert block has a mixture of experts in its place.
+
+Tensor parallelism: QKV and the first feed-forward product are split by column, the others by row; one all-reduce of e x
+per sublayer and direction, or with sequence parallelism a reduce-scatter and an all-gather, and in backward one more
+all-gather (the saved input is a shard). Those in backward that a weight gradient does not wait for are `behind` it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from autopar.cost_model.memory import ActivationShape, layer_activation_bytes
+from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Operation, Work
+from autopar.simulate.closed_forms.transformer_shape import TransformerShape
+
+Recompute = Literal["none", "selective", "full"]
+
+# Bytes per logit that a cross-entropy in float32 moves: forward reads the half-precision logits and writes float32 (6),
+# then the maximum (4), shifted exponentials (8), their sum (4), the target and the division (8); backward one pass (8).
+_LOSS_BYTES_PER_LOGIT = 38.0
+# Elements that gating with one-hot tensors moves per entry of (token, expert, place): one-hot of both choices, their
+# sum, the comparison, forward and backward.
+_ROUTING_PASSES = 6.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSplit:
+    """How a stage runs a layer: b samples per device, t ranks, and what is kept.
+
+    `gradient_bytes`: of the buffer that weight gradients are added to, per parameter. `fused_attention`: scores never
+    leave the chip, and backward computes them again inside the kernel.
+    """
+
+    samples: float
+    tensor_ranks: int = 1
+    expert_ranks: int = 1
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+    fused_attention: bool = False
+    element_bytes: int = 2
+    gradient_bytes: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """Operations of a sublayer, forward and backward, and the part that selective recomputation repeats."""
+
+    forward: tuple[Operation, ...]
+    backward: tuple[Operation, ...]
+    selective: tuple[Operation, ...] = ()
+
+
+def block_work(shape: TransformerShape, split: LayerSplit, kind: str = "plain") -> Work:
+    """One block for one microbatch on one device."""
+    passes = [_attention(shape, split)]
+    if kind == "decoder":
+        passes.append(_attention(shape, split, causal=False))
+    passes.append(_experts(shape, split) if kind == "expert" else _feed_forward(shape, split, shape_m=None))
+    forward = tuple(op for sublayer in passes for op in sublayer.forward)
+    backward = tuple(op for sublayer in reversed(passes) for op in sublayer.backward)
+    recomputed = {"none": (), "full": forward, "selective": tuple(op for p in passes for op in p.selective)}
+    whole = layer_activation_bytes(_activation_shape(shape, split, kind, recompute=_inner_recompute(split)))
+    kept = layer_activation_bytes(_activation_shape(shape, split, kind, recompute=split.recompute))
+    total = shape.block_parameters(kind)
+    expert = (shape.experts * _feed_forward_parameters(shape)) if kind == "expert" else 0.0
+    expert_here = expert / split.expert_ranks / split.tensor_ranks
+    return Work(
+        forward=forward,
+        backward=backward,
+        recomputed=recomputed[split.recompute],
+        parameters=(total - expert) / split.tensor_ranks + expert_here,
+        expert_parameters=expert_here,
+        kept_bytes=kept,
+        transient_bytes=whole - kept,
+        boundary_bytes=split.element_bytes * shape.seq_len * split.samples * shape.hidden,
+    )
+
+
+def attention_core(shape: TransformerShape, split: LayerSplit) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+    """Scores to values of one attention, forward and backward, by the kernel that the split names."""
+    core = _core_attention(shape, split, shape.causal)
+    return core.forward, core.backward
+
+
+def embedding_work(shape: TransformerShape, split: LayerSplit) -> Work:
+    """Token embedding, split by vocabulary: rows looked up, their partial sums joined, dropout."""
+    x, e, r = _x(shape, split), split.element_bytes, _token_share(split)
+    table = shape.vocab * shape.hidden / split.tensor_ranks
+    forward: list[Operation] = [FusedGroup(2 * e * x), *_joined(split, e * x), FusedGroup((2 * e + 1) * x * r)]
+    # The gradient of the table is made dense, then added to the accumulated one.
+    backward: list[Operation] = [FusedGroup((2 * e + 1) * x * r), *_gathered(split, e * x)]
+    backward.append(FusedGroup(2 * e * x + table * (e + 2 * split.gradient_bytes)))
+    return Work(tuple(forward), tuple(backward), parameters=table, kept_bytes=x * r, boundary_bytes=e * x)
+
+
+def head_work(shape: TransformerShape, split: LayerSplit) -> Work:
+    """Last norm, logits split by vocabulary, cross-entropy in float32; the matrix is the embedding's if tied."""
+    x, e, r, t = _x(shape, split), split.element_bytes, _token_share(split), split.tensor_ranks
+    tokens, vocab = shape.seq_len * split.samples, shape.vocab / t
+    logits = MatrixProduct(tokens, vocab, shape.hidden)
+    forward: list[Operation] = [FusedGroup(2 * e * x * r), *_gathered(split, e * x), logits]
+    forward.append(FusedGroup((_LOSS_BYTES_PER_LOGIT - 8.0) * tokens * vocab))
+    backward: list[Operation] = [
+        FusedGroup(8.0 * tokens * vocab),
+        MatrixProduct(tokens, shape.hidden, vocab),
+        *_joined(split, e * x, behind=True),
+        _weight_gradient(split, shape.hidden, vocab, tokens),
+        FusedGroup(5 * e * x * r),
+    ]
+    kept = 2 * e * x * r + 4.0 * tokens * vocab
+    return Work(tuple(forward), tuple(backward), parameters=shape.hidden * vocab, kept_bytes=kept)
+
+
+def _x(shape: TransformerShape, split: LayerSplit) -> float:
+    return shape.seq_len * split.samples * shape.hidden
+
+
+def _token_share(split: LayerSplit) -> float:
+    return 1 / split.tensor_ranks if split.sequence_parallel else 1.0
+
+
+def _joined(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tuple[Operation, ...]:
+    """Partial sums to a result: whole on every rank, or a shard of the tokens."""
+    if split.tensor_ranks == 1:
+        return ()
+    kind: Literal["reduce-scatter", "all-reduce"] = "reduce-scatter" if split.sequence_parallel else "all-reduce"
+    return (Exchange(kind, "tensor", full_bytes, "product" if behind else "nothing"),)
+
+
+def _gathered(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tuple[Operation, ...]:
+    """A shard of the tokens to all of them: nothing to do without sequence parallelism."""
+    if split.tensor_ranks == 1 or not split.sequence_parallel:
+        return ()
+    return (Exchange("all-gather", "tensor", full_bytes, "product" if behind else "nothing"),)
+
+
+def _weight_gradient(split: LayerSplit, m: float, n: float, k: float, batch: float = 1.0) -> MatrixProduct:
+    """x^T dy, added to the accumulated gradient: that is read and written in its own format."""
+    extra = batch * m * n * (2 * split.gradient_bytes - split.element_bytes)
+    return MatrixProduct(m, n, k, batch, extra_bytes=extra)
+
+
+def _attention(shape: TransformerShape, split: LayerSplit, *, causal: bool | None = None) -> _Pass:
+    x, e, r, t = _x(shape, split), split.element_bytes, _token_share(split), split.tensor_ranks
+    tokens, h, qkv = shape.seq_len * split.samples, shape.hidden, shape.qkv_width / t
+    core = _core_attention(shape, split, shape.causal if causal is None else causal)
+    forward: tuple[Operation, ...] = (
+        FusedGroup(2 * e * x * r),  # norm
+        *_gathered(split, e * x),
+        MatrixProduct(tokens, qkv, h),
+        FusedGroup(2 * e * tokens * qkv),  # bias, heads to the front
+        *core.forward,
+        MatrixProduct(tokens, h, h / t),
+        *_joined(split, e * x),
+        FusedGroup((3 * e + 1) * x * r),  # bias, dropout, residual sum
+    )
+    backward: tuple[Operation, ...] = (
+        FusedGroup((3 * e + 1) * x * r),  # dropout; gradient of the bias
+        *_gathered(split, e * x),
+        MatrixProduct(tokens, h / t, h),
+        _weight_gradient(split, h / t, h, tokens),
+        *core.backward,
+        FusedGroup(3 * e * tokens * qkv),  # heads back, gradient of the bias
+        *_gathered(split, e * x, behind=True),
+        MatrixProduct(tokens, h, qkv),
+        *_joined(split, e * x, behind=True),
+        _weight_gradient(split, h, qkv, tokens),
+        FusedGroup(8 * e * x * r),  # norm, its weights, residual sum
+    )
+    return _Pass(forward, backward, core.selective)
+
+
+def _core_attention(shape: TransformerShape, split: LayerSplit, causal: bool) -> _Pass:
+    """Scores, softmax, dropout, values: four kernels that keep (a, s, s), or one that does not."""
+    e, t, s, d = split.element_bytes, split.tensor_ranks, shape.seq_len, shape.hidden / shape.heads
+    maps, x = split.samples * shape.heads / t, _x(shape, split)
+    if split.fused_attention:
+        # A causal kernel skips the tiles above the diagonal; backward has five products where forward has two.
+        rows = s / 2 if causal else s
+        product = MatrixProduct(s, rows, d, 2 * maps)
+        return _Pass(
+            (product, FusedGroup(4 * e * x / t)),
+            (dataclasses.replace(product, batch=5 * maps), FusedGroup(8 * e * x / t)),
+        )
+    scores = maps * s * s
+    core: tuple[Operation, ...] = (
+        MatrixProduct(s, s, d, maps),
+        FusedGroup(2 * e * scores),  # scale, mask, softmax
+        FusedGroup((2 * e + 1) * scores),  # dropout and its mask
+        MatrixProduct(s, d, s, maps),
+    )
+    backward: tuple[Operation, ...] = (
+        FusedGroup(2 * e * x / t),
+        MatrixProduct(s, s, d, maps),
+        MatrixProduct(s, d, s, maps),
+        FusedGroup((2 * e + 1) * scores),
+        FusedGroup(3 * e * scores),
+        MatrixProduct(s, d, s, 2 * maps),
+    )
+    return _Pass((*core, FusedGroup(2 * e * x / t)), backward, core)
+
+
+def _feed_forward(shape: TransformerShape, split: LayerSplit, *, shape_m: tuple[float, float] | None) -> _Pass:
+    """The dense feed-forward; `shape_m` = (rows, experts here) makes its products batched and leaves out what joins them."""
+    x, e, r, t = _x(shape, split), split.element_bytes, _token_share(split), split.tensor_ranks
+    h, f, wide = shape.hidden, shape.ffn_hidden / t, 2 if shape.gated else 1
+    rows, count = shape_m or (shape.seq_len * split.samples, 1.0)
+    size = e * h * rows * count
+    before = () if shape_m else (FusedGroup(2 * e * x * r),)
+    after = () if shape_m else (FusedGroup((3 * e + 1) * x * r),)
+    forward: tuple[Operation, ...] = (
+        *before,
+        *_gathered(split, size),
+        MatrixProduct(rows, wide * f, h, count),
+        FusedGroup((wide + 1) * e * rows * f * count),  # bias, activation
+        MatrixProduct(rows, h, f, count),
+        *_joined(split, size),
+        *after,
+    )
+    backward: tuple[Operation, ...] = (
+        *after,
+        *_gathered(split, size),
+        MatrixProduct(rows, f, h, count),
+        _weight_gradient(split, f, h, rows, count),
+        FusedGroup((2 * wide + 2) * e * rows * f * count),  # activation, gradient of the bias
+        *_gathered(split, size, behind=True),
+        MatrixProduct(rows, h, wide * f, count),
+        *_joined(split, size, behind=True),
+        _weight_gradient(split, h, wide * f, rows, count),
+        *(() if shape_m else (FusedGroup(8 * e * x * r),)),
+    )
+    return _Pass(forward, backward)
+
+
+def _experts(shape: TransformerShape, split: LayerSplit) -> _Pass:
+    """Gate, dispatch, all-to-all, experts, all-to-all, combine; k choices per token, no place left empty.
+
+    One-hot dispatch of T tokens to their k T places is a product (k T, T) x (T, h); its transpose combines.
+    """
+    x, e, r, k = _x(shape, split), split.element_bytes, _token_share(split), shape.experts_per_token
+    tokens, h = shape.seq_len * split.samples, shape.hidden
+    group = shape.expert_group
+    rows = k * tokens * split.expert_ranks / shape.experts
+    expert = _feed_forward(shape, split, shape_m=(rows, shape.experts / split.expert_ranks))
+    size = e * k * x
+    swap: tuple[Operation, ...] = (Exchange("all-to-all", "expert", size),) if split.expert_ranks > 1 else ()
+    gate = MatrixProduct(tokens, shape.experts, h)
+    if group:
+        routing: tuple[Operation, ...] = (FusedGroup(_ROUTING_PASSES * e * tokens * k * group / 2),)
+        dispatch: tuple[Operation, ...] = (MatrixProduct(k * group, h, group, tokens / group),)
+        combine: tuple[Operation, ...] = (MatrixProduct(group, h, k * group, tokens / group),)
+        # Each transposed product again, and for the weights of `combine` one more.
+        extra: tuple[Operation, ...] = (MatrixProduct(group, k * group, h, tokens / group),)
+    else:
+        routing, extra = (), ()
+        dispatch = combine = (FusedGroup(2 * size),)
+    norm: tuple[Operation, ...] = (FusedGroup(2 * e * x * r),)
+    ending: tuple[Operation, ...] = (FusedGroup((3 * e + 1) * x * r),)
+    forward = (*norm, gate, *routing, *dispatch, *swap, *expert.forward, *swap, *combine, *ending)
+    backward = (
+        *ending, *combine, *extra, *swap, *expert.backward, *swap, *dispatch, *routing, gate, gate,
+        FusedGroup(8 * e * x * r),
+    )  # fmt: skip
+    return _Pass(forward, backward)
+
+
+def _feed_forward_parameters(shape: TransformerShape) -> float:
+    return (3 if shape.gated else 2) * shape.hidden * shape.ffn_hidden + shape.ffn_hidden + shape.hidden
+
+
+def _inner_recompute(split: LayerSplit) -> Recompute:
+    """What is alive while one layer runs backward: everything, or everything but scores that never exist."""
+    return "selective" if split.fused_attention else "none"
+
+
+def _activation_shape(
+    shape: TransformerShape, split: LayerSplit, kind: str, *, recompute: Recompute
+) -> ActivationShape:
+    if split.fused_attention and recompute == "none":
+        recompute = "selective"
+    return ActivationShape(
+        seq_len=shape.seq_len,
+        samples=split.samples,
+        hidden=shape.hidden,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        ffn_hidden=shape.ffn_hidden,
+        gated=shape.gated,
+        attentions=2 if kind == "decoder" else 1,
+        feed_forwards=shape.experts_per_token if kind == "expert" else 1,
+        dispatch_places=shape.experts_per_token * shape.expert_group if kind == "expert" else 0,
+        tensor_ranks=split.tensor_ranks,
+        sequence_parallel=split.sequence_parallel,
+        recompute=recompute,
+        element_bytes=split.element_bytes,
+    )

@@ -1,0 +1,114 @@
+"""A training job's step as the ordinary planner plans its parts on a simulated cluster.
+
+In: a cluster, a job (`TrainingJob`) whose microbatch and virtual stages are known. Out: a `JobPrediction`: each part of a stage,
+a block, the embedding, the head, takes the seconds, the collectives and the memory of its own plan (`part_plans`). Equal parts
+of different rows are planned once. The closed form puts the parts together: the schedule, what happens once a step (the reduction
+of gradients, the optimizer, ZeRO's gathers), parameters and states, and what the ends keep. A kernel that fuses attention has no
+primitive of its own: where the job has one, operations on the scores are taken out and the closed form's kernel put in.
+What can go wrong: `models/` cannot build the part; UnbuildablePart says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.cost_model.machine import Cluster
+from autopar.errors import AutoparError
+from autopar.simulate.closed_forms.job_prediction import JobPrediction, Part, Timing, predict_with
+from autopar.simulate.closed_forms.operations import MatrixProduct, Operation, Timed, Work
+from autopar.simulate.closed_forms.prices import DTYPES, FITTED_PLANS, InTraining
+from autopar.simulate.closed_forms.training_job import TrainingJob
+from autopar.simulate.closed_forms.transformer import LayerSplit, attention_core
+from autopar.simulate.closed_forms.transformer_shape import TransformerShape
+from autopar.simulate.model_parts import part_step
+from autopar.simulate.part_plans import PlannedPart, Seconds, has_kernel, plan_part
+
+_CLOSED = ("stem", "classifier")
+"""Parts of a residual network that are not planned: 2 % of its work."""
+_ENDS = ("embedding", "head")
+
+
+class PartPlanner:
+    """Plans parts, each distinct one once. `reached`: what operations reach in training of what they reach in a loop."""
+
+    def __init__(self, *, reached: InTraining = FITTED_PLANS) -> None:
+        self.reached = reached
+        self._known: dict[Any, PlannedPart] = {}
+
+    def plan(self, cluster: Cluster, part: Part, job: TrainingJob) -> PlannedPart:
+        """The plan of a part. Raises UnbuildablePart."""
+        shape = dataclasses.replace(part.shape, layers=1) if isinstance(part.shape, TransformerShape) else part.shape
+        one = dataclasses.replace(part, shape=shape)
+        key = (cluster.fingerprint(), one, job.zero_stage, job.precision)
+        if key not in self._known:
+            step = part_step(one, zero_stage=job.zero_stage, precision=job.precision)
+            self._known[key] = plan_part(cluster, one, step, zero_stage=job.zero_stage)
+        return self._known[key]
+
+    @property
+    def plans(self) -> int:
+        """How many distinct parts were planned."""
+        return len(self._known)
+
+    def predict(self, cluster: Cluster, job: TrainingJob) -> JobPrediction:
+        """The prediction of a job. Raises UnbuildablePart, or an AutoparError if the row's plan cannot be stated."""
+        return predict_with(cluster, job, self.timing(cluster, job), reached=self.reached)
+
+    def timing(self, cluster: Cluster, job: TrainingJob) -> Timing:
+        """From a part and its closed form to its plan's work."""
+        return functools.partial(self._work, cluster, job)
+
+    def _work(self, cluster: Cluster, job: TrainingJob, part: Part, closed: Work) -> Work:
+        """The closed form's work with the plan's seconds, collectives and memory in the place of its own."""
+        if part.kind in _CLOSED:
+            return closed
+        planned = self.plan(cluster, part, job)
+        convolutions = _as_convolutions(cluster, part, job)
+        whole = (*closed.forward, *closed.recomputed, *closed.backward)
+        share = _flops(closed.forward) / _flops(whole) if _flops(whole) else 0.5
+        seconds = self._seconds(planned.work, convolutions)
+        exchanges = tuple(exchange for exchange, count in planned.exchanges for _ in range(count))
+        forward: tuple[Operation, ...] = (Timed(seconds * share),)
+        backward: tuple[Operation, ...] = (Timed(seconds * (1 - share)), *exchanges)
+        selective = isinstance(part.split, LayerSplit) and part.split.recompute == "selective"
+        again: tuple[Operation, ...] = ()
+        if has_kernel(part):
+            assert isinstance(part.shape, TransformerShape)
+            assert isinstance(part.split, LayerSplit)
+            ahead, behind = attention_core(part.shape, part.split)
+            times = 2 if part.kind == "decoder" else 1
+            forward, backward = (*forward, *ahead * times), (*backward, *behind * times)
+        elif selective:
+            again = (Timed(self._seconds(planned.scores, convolutions)),)
+        work = dataclasses.replace(closed, forward=forward, backward=backward, recomputed=again)
+        if part.kind in _ENDS:
+            return work
+        scores = (0.0, planned.scores_bytes) if selective else (planned.scores_bytes, 0.0)
+        kept, transient = planned.kept_bytes + scores[0], planned.again_bytes + scores[1]
+        return dataclasses.replace(work, kept_bytes=kept, transient_bytes=transient)
+
+    def _seconds(self, found: Seconds, convolutions: float) -> float:
+        return found.contraction_s * convolutions / self.reached.matrix + found.other_s / self.reached.memory
+
+
+def planned_prediction(planner: PartPlanner, cluster: Cluster, job: TrainingJob) -> tuple[JobPrediction | None, str]:
+    """The prediction of a job whose microbatch and virtual stages are known, its parts planned; or None and the reason."""
+    try:
+        return planner.predict(cluster, job), ""
+    except (ValueError, AutoparError) as error:
+        return None, str(error)
+
+
+def _as_convolutions(cluster: Cluster, part: Part, job: TrainingJob) -> float:
+    """How much longer convolutions take than the products as which the planner prices them."""
+    device, dtype = cluster.device, DTYPES[job.precision]
+    if isinstance(part.shape, TransformerShape):
+        return 1.0
+    return device.efficiency_of(dtype).best / device.convolution_efficiency_of(dtype).best
+
+
+def _flops(operations: Sequence[Operation]) -> float:
+    return sum(op.flops for op in operations if isinstance(op, MatrixProduct))

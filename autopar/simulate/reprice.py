@@ -1,0 +1,180 @@
+"""A saved plan on another cluster: the same layouts and collectives, other devices and links.
+
+In: a `Plan` or a `PipelinePlan`, a cluster. Out: a `RepricedPlan`. Each collective is priced again from its kind, bytes and
+axes on the new cluster's links; memory does not change. A plan keeps no operations, only their total seconds, so compute is
+scaled by the ratio of the two devices' rates, taken as the slower of arithmetic and memory bandwidth: exact where the plan is
+bound by one of them on both, an upper bound of the new time otherwise. The stages of a pipeline are priced one by one, and its
+step changes as the closed form of the schedule does. What can go wrong: a plan made for a cluster that has no preset.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from autopar.cost_model.collectives import MeshCosts
+from autopar.cost_model.hardware import PRESETS, Cluster
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import CollectivePlan, Plan
+from autopar.simulate.closed_forms.schedule_time import pipeline_s
+
+
+@dataclasses.dataclass(frozen=True)
+class RepricedKind:
+    """All collectives of one kind: seconds as planned and here, bytes and number per step."""
+
+    kind: str
+    planned_s: float
+    seconds: float
+    bytes: float
+    count: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RepricedPlan:
+    """See the module. Seconds per step, bytes per device."""
+
+    cluster: str
+    planned_for: str
+    planned_step_s: float
+    step_s: float
+    planned_compute_s: float
+    compute_s: float
+    communication: tuple[RepricedKind, ...]
+    peak_bytes: int
+    usable_memory_bytes: float
+    fits: bool
+    basis: str
+
+
+def reprice(plan: Plan | PipelinePlan, cluster: Cluster, *, planned_for: Cluster | None = None) -> RepricedPlan:
+    """Price `plan` on `cluster`; `planned_for` is the cluster it was made for, by default the preset that it names.
+
+    Raises ValueError if its mesh is larger than the cluster, or if it names no preset.
+    """
+    before = planned_for or _named(plan.cluster)
+    return _one_mesh(plan, cluster, before) if isinstance(plan, Plan) else _pipeline(plan, cluster, before)
+
+
+def _named(name: str) -> Cluster:
+    try:
+        return PRESETS[name]
+    except KeyError:
+        raise ValueError(
+            f"the plan was made for cluster {name!r}, which is no preset: give its file with --planned-for FILE, as "
+            "`calibrate` wrote it, or plan again with --cluster NAME"
+        ) from None
+
+
+def _one_mesh(plan: Plan, cluster: Cluster, before: Cluster) -> RepricedPlan:
+    costs = cluster.mesh_costs(plan.mesh_shape)
+    dtype = _main_dtype(plan)
+    scale, bound = _compute_scale(before, cluster, dtype)
+    kinds = tuple(_of_kind(kind, plan, costs) for kind in dict.fromkeys(item.kind for item in plan.collectives))
+    # What is local in a change of layout, a slice or a mask, counts as compute.
+    planned_compute_s = plan.step_s - sum(kind.planned_s for kind in kinds)
+    compute_s = planned_compute_s * scale
+    return RepricedPlan(
+        cluster=cluster.name,
+        planned_for=before.name,
+        planned_step_s=plan.step_s,
+        step_s=compute_s + sum(kind.seconds for kind in kinds),
+        planned_compute_s=planned_compute_s,
+        compute_s=compute_s,
+        communication=kinds,
+        peak_bytes=plan.peak_bytes,
+        usable_memory_bytes=cluster.usable_memory_bytes,
+        fits=plan.peak_bytes <= cluster.usable_memory_bytes,
+        basis=f"compute is scaled by {scale:.3g}: {bound} in {dtype} of {before.device.name} over that of "
+        f"{cluster.device.name}; launches are not counted",
+    )
+
+
+def _pipeline(plan: PipelinePlan, cluster: Cluster, before: Cluster) -> RepricedPlan:
+    stages = [_one_mesh(stage.plan, cluster, before) for stage in plan.stages]
+    sends = RepricedKind(
+        kind="transfer",
+        planned_s=sum(item.count * item.predicted_s for item in plan.transfers),
+        seconds=sum(item.count * plan.transfer_s(item, cluster) for item in plan.transfers),
+        bytes=sum(item.count * item.bytes for item in plan.transfers),
+        count=sum(item.count for item in plan.transfers),
+    )
+    slower = [new.step_s / old.plan.step_s for new, old in zip(stages, plan.stages, strict=True)]
+    before_s = _schedule_s(plan, [1.0] * len(slower)) + sends.planned_s / plan.num_microbatches
+    after_s = _schedule_s(plan, slower) + sends.seconds / plan.num_microbatches
+    return RepricedPlan(
+        cluster=cluster.name,
+        planned_for=stages[0].planned_for,
+        planned_step_s=plan.step_s,
+        step_s=plan.step_s * after_s / before_s,
+        planned_compute_s=max(stage.planned_compute_s for stage in stages),
+        compute_s=max(stage.compute_s for stage in stages),
+        communication=(*_joined(kind for stage in stages for kind in stage.communication), sends),
+        peak_bytes=plan.peak_bytes,
+        usable_memory_bytes=cluster.usable_memory_bytes,
+        fits=plan.peak_bytes <= cluster.usable_memory_bytes,
+        basis=f"{len(stages)} stages: compute is that of the slowest one, communication that of all; the step waits for the "
+        f"transfers of one microbatch, those of the others run beside compute and may add up to more; {stages[0].basis}",
+    )
+
+
+def _schedule_s(plan: PipelinePlan, slower: Sequence[float]) -> float:
+    """Closed form of the schedule with every stage so many times slower; stages of one mesh add up."""
+    busy_s: dict[int, float] = {}
+    for stage, factor in zip(plan.stages, slower, strict=True):
+        busy_s[stage.mesh] = busy_s.get(stage.mesh, 0.0) + factor * (stage.forward_s + stage.backward_s)
+    once_s = max(factor * stage.once_s for stage, factor in zip(plan.stages, slower, strict=True))
+    microbatches, chunks = plan.num_microbatches, plan.virtual_stages
+    return pipeline_s(list(busy_s.values()), microbatches=microbatches, virtual_stages=chunks) + once_s
+
+
+def _joined(kinds: Iterable[RepricedKind]) -> tuple[RepricedKind, ...]:
+    sums: dict[str, RepricedKind] = {}
+    for kind in kinds:
+        known = sums.get(kind.kind, RepricedKind(kind.kind, 0.0, 0.0, 0.0, 0.0))
+        sums[kind.kind] = RepricedKind(
+            kind=kind.kind,
+            planned_s=known.planned_s + kind.planned_s,
+            seconds=known.seconds + kind.seconds,
+            bytes=known.bytes + kind.bytes,
+            count=known.count + kind.count,
+        )
+    return tuple(sums.values())
+
+
+def _main_dtype(plan: Plan) -> str:
+    """The number format of most bytes among the floating-point inputs."""
+    sizes: dict[str, int] = {"float32": 0}
+    for value in plan.inputs:
+        if "float" in value.dtype:
+            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.bytes_per_device
+    return max(sizes, key=sizes.__getitem__)
+
+
+def _compute_scale(before: Cluster, after: Cluster, dtype: str) -> tuple[float, str]:
+    arithmetic = before.device.flops_per_s_of(dtype) / after.device.flops_per_s_of(dtype)
+    memory = before.device.sustained_bytes_per_s / after.device.sustained_bytes_per_s
+    return (arithmetic, "FLOP/s") if arithmetic >= memory else (memory, "memory bandwidth")
+
+
+def _of_kind(kind: str, plan: Plan, costs: MeshCosts) -> RepricedKind:
+    items = [item for item in plan.collectives if item.kind == kind]
+    return RepricedKind(
+        kind=kind,
+        planned_s=sum(item.count * item.predicted_s for item in items),
+        seconds=sum(item.count * collective_s(item, plan.axis_names, costs) for item in items),
+        bytes=sum(item.count * item.bytes for item in items),
+        count=sum(item.count for item in items),
+    )
+
+
+def collective_s(item: CollectivePlan, axis_names: Sequence[str], costs: MeshCosts) -> float:
+    """Seconds of a planned collective, once, on the links of `costs`."""
+    axes = [axis_names.index(name) for name in item.axes]
+    price = {
+        "all-reduce": costs.all_reduce_s,
+        "reduce-scatter": costs.reduce_scatter_s,
+        "all-gather": costs.all_gather_s,
+        "all-to-all": costs.all_to_all_s,
+    }.get(item.kind, costs.permute_s)
+    return price(item.bytes, axes)

@@ -1,0 +1,260 @@
+"""Tables of training runs: a CSV row to a `TrainingJob` with what was measured, or what is wrong with it.
+
+In: a CSV file with the columns of the published steps. Out: for each row a `Row`, or a `RowError` that names row, column
+and fix; one bad row does not stop the others. An empty cell says "not published": that is allowed for what was measured, for
+microbatch and virtual_stages (the fastest that fits is taken), and where a family has no such size. More columns may say
+what these leave open: experts, expert_group, width_factor, attention (fused or unfused), optimizer (adam, momentum or adafactor).
+
+For wide_resnet, layers is the depth, hidden the base channels, seq_len the image size, vocab the classes, and ffn_hidden
+the width factor (or hidden times it). What can go wrong: a table of another meaning under these names.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from autopar.cost_model.hardware import Cluster, find_cluster
+from autopar.errors import ArgumentError
+from autopar.simulate.closed_forms.residual_network import ResidualNetworkShape
+from autopar.simulate.closed_forms.training_job import KNOWN_DEPTHS, TrainingJob, problems
+from autopar.simulate.closed_forms.transformer_shape import TransformerShape
+
+FAMILIES = ("gpt", "llama", "moe", "t5", "wide_resnet", "bert")
+MEASURED = ("step_s", "model_tflops_per_device", "peak_mem_GB")
+NEEDED = (
+    "cluster", "devices", "family", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len",
+    "global_batch", "microbatch", "dp", "tp", "pp", "virtual_stages", "ep", "zero_stage", "recompute",
+    "sequence_parallel", "precision",
+)  # fmt: skip
+_MAY_BE_EMPTY = ("microbatch", "virtual_stages", "kv_heads")
+_NOT_OF_IMAGES = ("heads", "kv_heads", "ffn_hidden", "sequence_parallel", "ep")
+_DEFAULT_EXPERTS = 8
+_YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
+# Kernels that keep attention scores on the chip came after the runs on these generations that are published here.
+_BEFORE_FUSED_ATTENTION = ("V100", "A100")
+
+
+class RowError(ValueError):
+    """A row cannot be priced; the text names row, column and fix."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row that can be priced. What was measured is None where it was not published."""
+
+    number: int
+    id: str
+    source: str
+    cluster_name: str
+    cluster: Cluster
+    job: TrainingJob
+    step_s: float | None
+    model_tflops_per_device: float | None
+    peak_mem_GB: float | None
+    out_of_memory: bool = False
+
+
+def read_table(path: Path) -> list[Row | RowError]:
+    """Every row, in order. Raises ArgumentError if the file is no table."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            header, records = reader.fieldnames, list(reader)
+    except OSError as error:
+        raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ArgumentError(f"{path} is not a CSV table: {error}") from None
+    if not header or not records:
+        raise ArgumentError(f"{path} has no rows: the first line names the columns, each further line is a run")
+    return [_row_or_error(number, record) for number, record in enumerate(records, start=1)]
+
+
+def _row_or_error(number: int, record: Mapping[str | None, str | list[str] | None]) -> Row | RowError:
+    cells = {key.strip(): value.strip() for key, value in record.items() if key and isinstance(value, str)}
+    name = f"row {number} ({cells.get('id') or 'without id'})"
+    if None in record:
+        return RowError(f"{name}: has more cells than the first line names columns: quote cells that hold a comma")
+    try:
+        return _row(number, cells)
+    except ValueError as error:
+        return RowError(f"{name}: {error}")
+
+
+def _row(number: int, cells: Mapping[str, str]) -> Row:
+    missing = [column for column in NEEDED if column not in cells]
+    if missing:
+        raise RowError(_listed((column, f"is missing: add it{_near(column, cells)}") for column in missing))
+    family = cells["family"].lower()
+    if family not in FAMILIES:
+        raise RowError(_listed([("family", f"is {cells['family']!r}: use one of {', '.join(FAMILIES)}")]))
+    optional = (*_MAY_BE_EMPTY, *(_NOT_OF_IMAGES if family == "wide_resnet" else ()))
+    empty = [column for column in NEEDED if not cells[column] and column not in optional]
+    if empty:
+        raise RowError(
+            _listed((column, "is empty: it is needed to build the model and its plan; fill it in") for column in empty)
+        )
+    reader = _Cells(cells)
+    cluster = _cluster(reader)
+    job = _job(reader, family, cluster)
+    reader.done()
+    wrong = list(problems(job))
+    if wrong:
+        raise RowError(_listed(wrong))
+    step_s, tflops, peak = (reader.measured(column) for column in MEASURED)
+    reader.done()
+    return Row(
+        number=number,
+        id=cells.get("id") or f"row-{number}",
+        source=cells.get("source", ""),
+        cluster_name=cells["cluster"],
+        cluster=cluster,
+        job=job,
+        step_s=_if_measured(step_s),
+        model_tflops_per_device=_if_measured(tflops),
+        peak_mem_GB=_if_measured(peak),
+        out_of_memory=any(value is not None and value < 0 for value in (step_s, tflops, peak)),
+    )
+
+
+def _if_measured(value: float | None) -> float | None:
+    """None for what was not published, or is -1 because the run ran out of memory."""
+    return value if value and value > 0 else None
+
+
+def _listed(found: Iterable[tuple[str, str]]) -> str:
+    return "; ".join(f"column {column!r} {text}" for column, text in found)
+
+
+def _near(column: str, cells: Mapping[str, str]) -> str:
+    close = [name for name in difflib.get_close_matches(column, cells, n=1) if name not in NEEDED]
+    return f", or rename {close[0]!r}" if close else ""
+
+
+def _cluster(reader: _Cells) -> Cluster:
+    try:
+        return find_cluster(reader.cells["cluster"])
+    except ValueError as error:
+        raise RowError(
+            _listed([("cluster", f"is {reader.cells['cluster']!r}: {error}; or give the path of a cluster file")])
+        ) from None
+
+
+class _Cells:
+    """Cells read as numbers and words; what cannot be read is gathered and raised together by `done`."""
+
+    def __init__(self, cells: Mapping[str, str]) -> None:
+        self.cells = cells
+        self._wrong: list[tuple[str, str]] = []
+
+    def whole(self, column: str, *, least: int = 1, empty: int | None = None) -> int:
+        text = self.cells.get(column, "")
+        if not text and empty is not None:
+            return empty
+        try:
+            number = float(text)
+        except ValueError:
+            number = least - 1.0
+        if not math.isfinite(number) or number != int(number) or number < least:
+            self._wrong.append((column, f"is {text!r}: write a whole number of at least {least}"))
+            return max(1, least)
+        return int(number)
+
+    def known(self, column: str) -> int | None:
+        return self.whole(column) if self.cells.get(column) else None
+
+    def word(self, column: str, words: Sequence[str], *, empty: str | None = None) -> str:
+        text = self.cells.get(column, "").lower()
+        if not text and empty is not None:
+            return empty
+        if text not in words:
+            self._wrong.append((column, f"is {text!r}: use one of {', '.join(words)}"))
+            return words[0]
+        return text
+
+    def measured(self, column: str) -> float | None:
+        text = self.cells.get(column, "")
+        try:
+            number = float(text or "0")
+        except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
+            self._wrong.append((column, f"is {text!r}: write a number, or leave it empty if it was not published"))
+            return None
+        return number if text else None
+
+    def done(self) -> None:
+        if self._wrong:
+            raise RowError(_listed(self._wrong))
+
+
+def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
+    shape = _images(reader) if family == "wide_resnet" else _transformer(reader, family)
+    precision = reader.word("precision", ("fp16", "bf16", "fp32"))
+    fused = not any(name in cluster.device.name for name in _BEFORE_FUSED_ATTENTION)
+    attention = reader.word("attention", ("fused", "unfused"), empty="fused" if fused else "unfused")
+    usual = "momentum" if family == "wide_resnet" else "adam"
+    return TrainingJob(
+        shape=shape,
+        devices=reader.whole("devices"),
+        global_batch=reader.whole("global_batch"),
+        microbatch=reader.known("microbatch"),
+        data_ranks=reader.whole("dp"),
+        tensor_ranks=reader.whole("tp"),
+        stages=reader.whole("pp"),
+        virtual_stages=reader.known("virtual_stages"),
+        expert_ranks=reader.whole("ep", empty=1),
+        zero_stage=int(reader.word("zero_stage", ("0", "1", "2", "3"))),
+        recompute=reader.word("recompute", ("none", "selective", "full")),  # type: ignore[arg-type]
+        sequence_parallel=reader.word("sequence_parallel", (*_NO, *_YES), empty="0") in _YES,
+        precision=precision,  # type: ignore[arg-type]
+        fused_attention=attention == "fused",
+        optimizer=reader.word("optimizer", ("adam", "momentum", "adafactor"), empty=usual),  # type: ignore[arg-type]
+    )
+
+
+def _transformer(reader: _Cells, family: str) -> TransformerShape:
+    heads = reader.whole("heads")
+    return TransformerShape(
+        family=family,  # type: ignore[arg-type]
+        layers=reader.whole("layers"),
+        hidden=reader.whole("hidden"),
+        heads=heads,
+        kv_heads=reader.whole("kv_heads", empty=heads),
+        ffn_hidden=reader.whole("ffn_hidden"),
+        vocab=reader.whole("vocab"),
+        seq_len=reader.whole("seq_len"),
+        experts=_experts(reader) if family == "moe" else 1,
+        expert_group=reader.whole("expert_group", least=0, empty=0),
+    )
+
+
+def _experts(reader: _Cells) -> int:
+    """The column `experts`, else "N experts" or "experts N" in the note, else 8, or as many as there are expert ranks."""
+    if reader.cells.get("experts"):
+        return reader.whole("experts")
+    noted = re.search(r"(\d+)\s*experts|experts\D{0,3}(\d+)", reader.cells.get("note", ""))
+    if noted:
+        return int(noted[1] or noted[2])
+    return max(_DEFAULT_EXPERTS, reader.whole("ep", empty=1))
+
+
+def _images(reader: _Cells) -> ResidualNetworkShape:
+    channels, depth = reader.whole("hidden"), reader.whole("layers")
+    if depth not in KNOWN_DEPTHS:
+        raise RowError(
+            _listed([("layers", f"is {depth}: a residual network has a depth of {', '.join(map(str, KNOWN_DEPTHS))}")])
+        )
+    width = reader.whole("width_factor", empty=reader.whole("ffn_hidden", empty=2))
+    return ResidualNetworkShape(
+        depth=depth,
+        channels=channels,
+        width_factor=width // channels if width >= channels else width,
+        image_size=reader.whole("seq_len", least=32),
+        classes=reader.whole("vocab"),
+    )

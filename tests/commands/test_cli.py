@@ -1,0 +1,302 @@
+"""The command line as a user meets it: what it prints and writes, how it fails, how it helps."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.explain import explain
+from autopar.plan import Plan
+from tests.commands.command_line import ROOT, SMALL, planned, run, start
+
+# --- plan and show ----------------------------------------------------------------------------------------------------
+
+
+def test_plan_prints_the_plan_that_it_writes_and_show_prints_it_again(tmp_path, capsys):
+    plan = planned(tmp_path)
+    printed = capsys.readouterr().out
+    assert plan.mesh_shape in {(8,), (2, 4), (4, 2)}
+    report, overlap = printed.split("\n\nOverlap with compute", 1)
+    assert [line.rstrip() for line in report.splitlines()] == explain(plan).splitlines()
+    assert "data parallel" in overlap
+    assert printed.endswith(f"plan written to {tmp_path / 'plan.json'}\n")
+    assert run("show", tmp_path / "plan.json", "--full") == 0
+    shown = capsys.readouterr().out
+    report, again = shown.split("\n\nOverlap with compute", 1)
+    assert [line.rstrip() for line in report.splitlines()] == explain(plan, full=True).splitlines()
+    assert overlap.startswith(again.rstrip("\n"))
+
+
+def test_plan_needs_no_devices(tmp_path):
+    file = str(tmp_path / "plan.json")
+    process = start("plan", "mlp", *SMALL, "--devices", "1024", "-o", file, JAX_PLATFORMS="no_such_platform")
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert "(1024 devices)" in output
+    assert Plan.from_json(Path(file).read_text()).is_optimal
+
+
+def test_plan_takes_sizes_mesh_and_limits_from_its_flags(tmp_path):
+    plan = planned(
+        tmp_path, "--mesh", "data=2,model=2", "--memory-limit", "1MiB", "--outputs", "24", "--cluster", "h200"
+    )
+    assert (plan.mesh_shape, plan.axis_names) == ((2, 2), ("data", "model"))
+    assert (plan.memory_limit_bytes, plan.cluster) == (2**20, "h200")
+    assert plan.input("state/params/Dense_1/kernel").shape == (16, 24)
+    assert plan.input("batch/inputs").shape == (16, 16)
+
+
+def test_plan_obeys_constraints_of_which_the_last_that_matches_holds(tmp_path):
+    rules = ("--constraint", "state/params/*/kernel=-,x", "--constraint", "state/params/Dense_1/*=replicated")
+    plan = planned(tmp_path, "--devices", "4", "--mesh", "4", *rules)
+    assert plan.input("state/params/Dense_0/kernel").spec == ((), ("x",))
+    assert plan.input("state/params/Dense_1/kernel").spec == ((), ())
+
+
+def test_plan_data_parallel_and_zero_are_constraints(tmp_path):
+    replicated = planned(tmp_path, "--mesh", "4", "--data-parallel")
+    assert replicated.input("batch/inputs").spec == (("x",), ())
+    assert not any(any(value.spec) for value in replicated.inputs if value.role == "state")
+    moments = "state/opt_state/1/0/mu/Dense_0/kernel"
+    second, third = (planned(tmp_path, "--mesh", "4", "--zero", stage) for stage in ("2", "3"))
+    assert any(second.input(moments).spec)
+    assert not any(second.input("state/params/Dense_0/kernel").spec)
+    assert any(third.input("state/params/Dense_0/kernel").spec)
+
+
+OWN_STEP = """
+import jax
+import jax.numpy as jnp
+
+def train_step(state, batch):
+    gradient = jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(state["w"])
+    return {"w": state["w"] - 0.1 * gradient}, jnp.sum(gradient)
+
+def my_step():
+    return train_step, {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}, jax.ShapeDtypeStruct((16, 8), jnp.float32)
+
+def half():
+    return train_step
+"""
+
+
+def test_plan_takes_a_step_of_the_users_own_from_the_current_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_step_of_a_user.py").write_text(OWN_STEP)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert run("plan", "own_step_of_a_user:my_step", "--mesh", "2,2") == 0
+    assert "state/w" in capsys.readouterr().out
+    assert run("plan", "own_step_of_a_user:half") == 2
+    assert (
+        "half() returned function; it must return (train_step, state_shapes, batch_shapes)" in capsys.readouterr().err
+    )
+
+
+def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
+    file = tmp_path / "plan.json"
+    planned(tmp_path)
+    process = start("show", "--full", str(file))
+    process.stdout.close()
+    with process.stderr as errors:
+        assert errors.read() == ""
+    assert process.wait(60) == 1
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("", "the following arguments are required: COMMAND (see autopar --help)"),
+        ("plam gpt", "invalid choice: 'plam'"),
+        ("plan", "the following arguments are required: MODEL"),
+        (
+            "plan gtp",
+            "no model 'gtp': the models are mlp, gpt, gpt_scan, moe, wide_resnet, bert, t5, llama, unet; for a step",
+        ),
+        ("plan gpt --layer 2", "plan gpt has no argument '--layer'; did you mean --layers?"),
+        ("plan gpt --ffn_factor 2", "plan gpt has no argument '--ffn_factor'; did you mean --ffn-factor?"),
+        (
+            "plan gpt --zzz",
+            "plan gpt has no argument '--zzz'; it takes --allow-redundant-compute, --aux-metrics, --batch,",
+        ),
+        ("plan --hidden 2 gpt", "plan, without MODEL right after plan, has no argument '--hidden'"),
+        ("plan gpt extra", "plan gpt has no argument 'extra'"),
+        ("plan gpt --layers two", "argument --layers: 'two' is not a whole number"),
+        ("plan gpt --dropout x", "argument --dropout: 'x' is not a number"),
+        ("plan gpt --heads 3", "hidden is 128 and heads is 3, but heads must divide hidden"),
+        ("plan gpt --mesh 3,x", "argument --mesh: '3,x' is not a mesh; write the sizes of its axes, such as 2,4, or"),
+        ("plan gpt --devices 0", "argument --devices: '0' is not a whole number of at least 1"),
+        (
+            "plan gpt --memory-limit 16XB",
+            "argument --memory-limit: '16XB' is not a size; write a number and one of B, KB",
+        ),
+        (
+            "plan gpt --mesh 2,4 --devices 4",
+            "--mesh has 8 devices and --devices is 4: make them agree, or give only one",
+        ),
+        ("plan gpt --cluster dgx", "argument --cluster: no cluster preset 'dgx'; there are: cpu, "),
+        ("plan gpt --mesh 2/x", "argument --mesh: 'x' is not a mesh; write the sizes of its axes, such as 2,4, or"),
+        ("plan gpt --mesh 2/4 --stages 3", "--mesh gives 2 shapes and --stages is 3: give one shape per stage, or one"),
+        ("plan gpt --mesh 2/4 --devices 8", "the meshes of all stages have 6 devices and --devices is 8: make them"),
+        ("plan gpt --mesh 2 --stages 2 --devices 2", "the meshes of all stages have 4 devices and --devices is 2"),
+        ("plan gpt --stages 0", "argument --stages: '0' is not a whole number of at least 1"),
+        ("plan gpt --stages two", "argument --stages: 'two' is not a whole number of at least 1"),
+        ("plan gpt --microbatches 0", "argument --microbatches: '0' is not a whole number of at least 1"),
+        ("plan gpt --schedule 2f2b", "argument --schedule: invalid choice: '2f2b' (choose from "),
+        ("plan mlp --mesh 2 --schedule gpipe", "and this plan has one mesh: ask for two or more --stages"),
+        (
+            "plan mlp --mesh 2 --virtual-stages 2",
+            "--schedule and --virtual-stages are for pipelines, and this plan has",
+        ),
+        ("plan mlp --stages 2 --microbatches 3", "num_microbatches=3 does not divide the examples of the batch"),
+        (
+            "plan mlp --stages 3",
+            "8 devices cannot be shared equally by 3 stages; use 1 or 2 or 4 or 8 stages, or give each",
+        ),
+        ("plan mlp --devices 1 --stages 2", "2 stages need a device each, and there is 1 device: use more devices or"),
+        ("plan mlp --devices 3 --stages 4", "4 stages need a device each, and there are 3 devices: use more devices"),
+        ("plan gpt --zero 1", "argument --zero: invalid choice: 1"),
+        ("plan gpt --constraint state/w", "'state/w' is not GLOB=SPEC; SPEC is, for each dimension, an axis"),
+        ("plan mlp --constraint nosuch/*=x", "constraint 'nosuch/*' matches no leaf of the step's arguments"),
+        ("plan mlp --constraint batch/inputs=model,-", "names mesh axis 'model'; the mesh has x"),
+        ("plan mlp --mesh 2 --memory-limit 1KB", "no plan fits"),
+        ("plan mlp -o nosuch/plan.json", "cannot write nosuch/plan.json: there is no folder nosuch"),
+        ("plan nosuch.module:step", "cannot find 'nosuch.module:step': No module named 'nosuch'"),
+        ("plan json:nosuch", "has no attribute 'nosuch'; give an importable module:function"),
+        ("plan json:__name__", "'json:__name__' must be a function without required arguments"),
+        ("plan json:dumps", "'json:dumps' must be a function without required arguments"),
+        ("show nosuch.json", "cannot read nosuch.json: No such file or directory"),
+        ("show .", "cannot read .: Is a directory"),
+        ("train gtp", "no model 'gtp'"),
+        ("train my.module:step", "'my.module:step' is a step without data: train takes mlp, gpt"),
+        ("train mlp --steps 0", "argument --steps: '0' is not a whole number of at least 1"),
+        ("train mlp --seed x", "argument --seed: invalid int value: 'x'"),
+        ("train mlp --mesh 2 --devices 4", "--mesh has 2 devices and --devices is 4"),
+        ("train mlp --devices 512 --steps 1", "512 devices are asked for, JAX has 8 of platform cpu; XLA_FLAGS is"),
+        ("train mlp --steps 1 --log nosuch/log.csv", "cannot write nosuch/log.csv: No such file or directory"),
+        ("train gpt --seq 99999999 --steps 1", "use a shorter sequence"),
+        ("train mlp --stages 2 --mesh 8 --steps 1", "16 devices are asked for, JAX has 8 of platform cpu"),
+        ("demo --steps 1 --layers 2", "demo has no argument '--layers'"),
+    ],
+)
+def test_bad_input_is_told_on_standard_error_with_status_2(command, words, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert run(*command.split()) == 2
+    printed = capsys.readouterr()
+    assert words in printed.err
+    assert printed.err.startswith("autopar: ")
+    assert printed.out == ""
+    assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"not json", "not a plan: invalid JSON: Expecting value"),
+        (b"[]", "a JSON object with a 'version' is expected"),
+        (b'{"version": 99}', "plan of version 99"),
+        (b'{"version": 1}', "not a plan of version 1: missing fields"),
+        (b'{"kind": "pipeline"}', "plan of version None, this autopar reads version 1: plan again"),
+        (
+            b'{"kind": "pipeline", "version": 1}',
+            "not a pipeline plan of version 1: missing fields ['bubble', 'cluster',",
+        ),
+        (b"\xff\xfe\xff", "is not a plan that `autopar plan -o` wrote"),
+    ],
+)
+def test_a_file_that_is_no_plan_is_told(text, words, tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    file.write_bytes(text)
+    assert run("show", file) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_plan_with_a_damaged_part_is_told(tmp_path, capsys):
+    fields = json.loads(planned(tmp_path).to_json())
+    del fields["inputs"][0]["shape"]
+    (tmp_path / "plan.json").write_text(json.dumps(fields))
+    capsys.readouterr()
+    assert run("show", tmp_path / "plan.json") == 2
+    assert "shape" in capsys.readouterr().err
+
+
+def test_what_is_found_out_before_planning_is_one_line(capsys):
+    for command in ("plan gtp", "plan gpt --mesh 3,x", "plan gpt --devices 0", "show nosuch.json"):
+        assert run(*command.split()) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+# --- help and version -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("--version", "autopar "),
+        ("--help", "train a model on real data under a plan"),
+        ("plan --help", "module:function"),
+        ("plan moe --help", "--capacity-factor FLOAT"),
+        ("plan gpt --help", "--schedule {auto,1f1b,gpipe,inference,interleaved,zb-h1}"),
+        ("train gpt --help", "--timeline FILE"),
+        ("train wide_resnet --help", "--imagenet-stem, --no-imagenet-stem"),
+    ],
+)
+def test_help_and_version_go_to_standard_output_with_status_0(command, words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run(*command.split())
+    assert stopped.value.code == 0
+    assert words in capsys.readouterr().out
+
+
+WITHOUT_JAX = """
+import sys
+from autopar.__main__ import main
+try:
+    status = main(sys.argv[1:])
+except SystemExit as stopped:
+    status = stopped.code
+assert not {"jax", "flax", "optax", "pulp", "networkx"} & set(sys.modules)
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        ("--help", 0),
+        ("--version", 0),
+        *((f"{name} --help", 0) for name in ("plan", "train", "show", "demo", "simulate", "calibrate")),
+        ("train t5 --help", 0),
+        ("plan gpt --layrs 3", 2),
+        ("plan gtp", 2),
+        ("plan gpt --mesh 2x", 2),
+        ("plan gpt --cluster nosuch", 2),
+        ("plan mlp -o nowhere/plan.json", 2),
+        ("show nosuch.json", 2),
+        ("simulate", 2),
+        ("simulate --table nosuch.csv", 2),
+        ("simulate --table rows.csv --cluster v100", 2),
+        ("simulate --plan plan.json", 2),
+        ("simulate --plan plan.json --cluster p3 --csv out.csv", 2),
+    ],
+)
+def test_help_and_arguments_that_cannot_be_read_are_answered_without_importing_jax(command, status):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_JAX, *command.split()], cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+    assert done.stdout if status == 0 else done.stderr.startswith("autopar: ")
+
+
+def test_every_public_name_is_there_when_it_is_used_and_others_are_told():
+    assert {name for name in autopar.__all__ if getattr(autopar, name).__module__.startswith("autopar.")} == {
+        *autopar.__all__
+    }
+    assert {*autopar.__all__} <= {*dir(autopar)}
+    with pytest.raises(AttributeError, match=r"module 'autopar' has no attribute 'paralelize'"):
+        autopar.paralelize  # noqa: B018

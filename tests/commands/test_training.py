@@ -1,0 +1,177 @@
+"""`train` and `demo`: what they print, that they compute what `jax.jit` does, and how Ctrl-C ends them."""
+
+import argparse
+import csv
+import itertools
+import os
+import re
+import signal
+import time
+
+import pytest
+from rich.console import Console
+
+from autopar.commands import devices, training
+from autopar.models import build
+from tests.commands.command_line import SMALL, run, start
+
+
+def test_train_reports_each_loss_and_agrees_with_jit(tmp_path, capsys):
+    log = tmp_path / "loss.csv"
+    flags = ("--mesh", "2,4", "--steps", "12", "--seed", "3", "--log", log, "--compare-jit", "--data-parallel")
+    assert run("train", "mlp", *SMALL, "--learning-rate", "0.01", *flags) == 0
+    printed = capsys.readouterr().out
+    rows = list(csv.DictReader(log.read_text().splitlines()))
+    assert [int(row["step"]) for row in rows] == list(range(1, 13))
+    assert all(float(row["seconds"]) > 0 for row in rows)
+    first, last = float(rows[0]["loss"]), float(rows[-1]["loss"])
+    assert "mesh x=2, y=4 (8 devices)" in printed
+    assert f"first loss {first:.4f}, last loss {last:.4f}; " in printed
+    assert re.search(r"examples/s; median step \S+ .?s measured, \S+ .?s predicted \(measured/predicted \S+\)", printed)
+    difference = re.search(r"largest difference from jax.jit on one device over 12 steps: (\S+) in the loss", printed)
+    assert difference
+    assert float(difference[1]) < 1e-5
+    assert last < first
+
+
+def test_the_same_seed_trains_the_same_way_and_another_one_does_not(tmp_path):
+    losses = []
+    for number, seed in enumerate("001"):
+        log = tmp_path / f"{number}.csv"
+        assert run("train", "mlp", *SMALL, "--devices", "2", "--steps", "3", "--seed", seed, "--log", log) == 0
+        losses.append([row["loss"] for row in csv.DictReader(log.read_text().splitlines())])
+    assert losses[0] == losses[1]
+    assert not set(losses[0]) & set(losses[2])
+
+
+def test_text_is_counted_in_tokens_and_other_data_in_examples():
+    rates = {
+        name: training.Run(build(name), 1, 0, Console()).rate(0.5)
+        for name in ("gpt", "moe", "mlp", "wide_resnet", "t5")
+    }
+    assert rates == {
+        "gpt": "2,048 tokens/s",
+        "moe": "2,048 tokens/s",
+        "mlp": "64 examples/s",
+        "wide_resnet": "64 examples/s",
+        "t5": "3,072 tokens/s",
+    }
+
+
+@pytest.mark.parametrize("flags", ["--devices 4", "--stages 2 --mesh 2 --microbatches 2"])
+def test_ctrl_c_lets_the_running_step_finish_and_ends_with_a_summary(flags):
+    """In a process of its own, which also shows that the command makes its virtual devices itself."""
+    process = start("train", "mlp", *SMALL, *flags.split(), "--steps", "1000000", PYTHONUNBUFFERED="1")
+    try:
+        lines = list(itertools.takewhile(lambda line: "step 1/1000000" not in line, process.stdout))
+        assert any("(4 devices)" in line for line in lines)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert errors == ""
+    assert re.search(r"stopped by Ctrl-C after \d+ of 1000000 steps: first loss \S+, last loss", output)
+
+
+def test_ctrl_c_during_the_comparison_leaves_it_out_with_status_130(monkeypatch, capsys):
+    steps = training._steps
+
+    def stopped_in_jit(run, *arguments, title, **more):
+        run.stop.made = title == "jax.jit"
+        return steps(run, *arguments, title=title, **more)
+
+    monkeypatch.setattr(training, "_steps", stopped_in_jit)
+    assert run("train", "mlp", *SMALL, "--devices", "2", "--steps", "3", "--compare-jit") == 130
+    printed = capsys.readouterr().out
+    assert "first loss" in printed
+    assert "comparison stopped by Ctrl-C after 1 of 3 steps" in printed
+    assert "largest difference" not in printed
+
+
+def test_ctrl_c_outside_of_a_run_ends_with_a_line_and_status_130(monkeypatch, capsys, tmp_path):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autopar.commands.planning.read_plan", interrupted)
+    plan = tmp_path / "plan.json"
+    plan.write_text("{}")
+    assert run("show", str(plan)) == 130
+    assert capsys.readouterr().err == "autopar: stopped by Ctrl-C\n"
+
+
+def test_a_second_ctrl_c_interrupts_at_once_and_the_usual_handler_comes_back():
+    usual = signal.getsignal(signal.SIGINT)
+    stop = training.StopRequest()
+    with stop.listening():
+        signal.raise_signal(signal.SIGINT)
+        assert stop.made
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is usual
+
+
+def test_the_users_flags_for_xla_are_kept(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+    devices.ask_for_virtual_devices(4)
+    assert os.environ["XLA_FLAGS"] == "--xla_force_host_platform_device_count=8"
+    monkeypatch.setenv("XLA_FLAGS", "--xla_some_flag")
+    devices.ask_for_virtual_devices(4)
+    assert os.environ["XLA_FLAGS"] == "--xla_some_flag --xla_force_host_platform_device_count=4"
+
+
+# --- demo -------------------------------------------------------------------------------------------------------------
+
+
+def small_demo(**sizes: float) -> list[argparse.Namespace]:
+    """The demo's options, for one mesh and for a pipeline, with a model that takes a second."""
+    parts = training.demo_options(argparse.Namespace(steps=6, seed=0))
+    sizes = {"layers": 1, "hidden": 16, "inputs": 16, "batch": 16, "learning_rate": 0.01, **sizes}
+    return [argparse.Namespace(**(vars(options) | {"model": "mlp", "sizes": sizes})) for options in parts]
+
+
+def test_the_demo_succeeds_if_the_loss_falls_as_it_does_with_jit(capsys):
+    assert training.demo(small_demo()) == 0
+    printed = capsys.readouterr()
+    one, two = printed.out.split("pipeline ───")
+    assert "(8 devices) on cluster cpu\n" in one.splitlines(keepends=True)[1]
+    assert "2 stages x 4 devices (8 devices) on cluster cpu\n4 microbatches, schedule 1f1b\n" in two
+    for part in (one, two):
+        assert "first loss" in part
+        difference = re.search(r"largest difference from jax.jit on one device over 6 steps: (\S+) in the loss", part)
+        assert float(difference[1]) < 1e-5
+    assert ("jax.jit  step 6/6" in one, "jax.jit  step" in two) == (True, False)
+    assert printed.err == ""
+
+
+def test_the_demo_fails_if_the_loss_does_not_fall(capsys):
+    assert training.demo(small_demo(learning_rate=1e4)[:1]) == 1
+    assert "autopar demo: one mesh: the loss did not fall" in capsys.readouterr().err
+
+
+def test_the_demo_fails_if_the_two_runs_differ(capsys, monkeypatch):
+    monkeypatch.setattr(training, "LARGEST_DIFFERENCE", -1.0)
+    assert training.demo(small_demo()[1:]) == 1
+    assert "autopar demo: pipeline: the losses differ by" in capsys.readouterr().err
+
+
+def test_ctrl_c_in_the_first_part_of_the_demo_ends_it_with_status_130(monkeypatch, capsys):
+    steps = training._steps
+
+    def stopped(run, *arguments, **more):
+        run.stop.made = True
+        return steps(run, *arguments, **more)
+
+    monkeypatch.setattr(training, "_steps", stopped)
+    assert training.demo(small_demo()) == 130
+    assert "pipeline ───" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_demo_as_make_demo_runs_it():
+    process = start("demo", "--steps", "10")
+    output, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
+    assert "2 stages x 4 devices (8 devices) on cluster cpu" in output
+    assert output.count("largest difference from jax.jit on one device over 10 steps") == 2

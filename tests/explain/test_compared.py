@@ -1,0 +1,51 @@
+"""The report says which numbers of microbatches and schedules were compared, and what won by how much."""
+
+import dataclasses
+
+from autopar.explain import explain
+from autopar.plan import Alternative
+from tests.explain.test_pipelines import pipeline_of, stage_of
+
+
+def compared(*rows):
+    plan = pipeline_of(stage_of(0), stage_of(1))
+    chosen = Alternative(2, plan.num_microbatches, plan.schedule, step_s=plan.step_s)
+    return dataclasses.replace(plan, compared=(*rows, chosen))
+
+
+def test_the_fastest_comes_first_and_what_was_not_planned_is_marked():
+    step_s = pipeline_of(stage_of(0), stage_of(1)).step_s
+    text = explain(
+        compared(
+            Alternative(4, 8, "interleaved", 2, estimate_s=1.25 * step_s),
+            Alternative(2, 16, "zb-h1", recompute=True, step_s=1.125 * step_s),
+            Alternative(2, 1, "1f1b"),
+        )
+    )
+    assert (
+        "is the fastest of 4 ways compared; next is 16 microbatches in schedule zb-h1 with recomputation, 12.5% slower"
+        in text
+    )
+    table = text[text.index("Compared (~: estimated)") :].splitlines()[2:6]
+    assert [line.split()[1] for line in table] == ["4", "16", "8", "1"]
+    assert [line.split("  ")[-1] for line in table] == [
+        "chosen",
+        "12.5% slower",
+        "25.0% slower",
+        "does not fit, or cannot be cut so",
+    ]
+    assert "interleaved x 2  -          ~" in table[2]
+
+
+def test_many_rows_are_cut_short_unless_all_are_asked_for():
+    rows = [Alternative(2, 2**n, "1f1b", estimate_s=float(n)) for n in range(1, 13)]
+    assert "... 3 more" in explain(compared(*rows))
+    assert "... 3 more" not in explain(compared(*rows), full=True)
+
+
+def test_where_nothing_else_fits_the_report_says_so_and_where_nothing_was_compared_nothing():
+    assert "is the fastest of 2 ways compared: nothing else fits the memory" in explain(
+        compared(Alternative(2, 1, "1f1b"))
+    )
+    assert "ways compared" not in explain(compared())
+    assert "Compared" not in explain(pipeline_of(stage_of(0), stage_of(1)))

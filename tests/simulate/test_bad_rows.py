@@ -1,0 +1,185 @@
+"""`simulate --table`: rows, columns and cluster files that cannot be used are told, each with its place."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autopar.__main__ import main
+from autopar.errors import ArgumentError
+from autopar.simulate.rows import NEEDED, RowError, read_table
+from tests.run_tables import GOOD, json_of, table
+
+BAD = [
+    ({"tp": "5", "devices": "40"}, "column 'tp' is 5, which does not divide heads = 96: use one of 4, 6, 3, 2"),
+    ({"devices": "63"}, "column 'devices' is 63, but dp x tp x pp is 1 x 8 x 8 = 64: make them equal"),
+    (
+        {"layers": "95"},
+        "column 'layers' has 95 layers, which pp x virtual_stages = 8 x 3 = 24 does not divide: use 96 layers",
+    ),
+    ({"cluster": "dgx-a900"}, "column 'cluster' is 'dgx-a900': no cluster preset 'dgx-a900'"),
+    ({"hidden": ""}, "column 'hidden' is empty: it is needed to build the model and its plan; fill it in"),
+    ({"hidden": "wide"}, "column 'hidden' is 'wide': write a whole number of at least 1"),
+    ({"family": "rnn"}, "column 'family' is 'rnn': use one of gpt, llama, moe, t5, wide_resnet, bert"),
+    ({"recompute": "some"}, "column 'recompute' is 'some': use one of none, selective, full"),
+    ({"zero_stage": "4"}, "column 'zero_stage' is '4': use one of 0, 1, 2, 3"),
+    ({"precision": "fp8"}, "column 'precision' is 'fp8': use one of fp16, bf16, fp32"),
+    (
+        {"global_batch": "63", "microbatch": "2"},
+        "column 'global_batch' is 63, which dp x microbatch = 1 x 2 = 2 does not divide",
+    ),
+    (
+        {"global_batch": "63"},
+        "column 'virtual_stages' is 3: the interleaved schedule needs a number of microbatches that pp = 8",
+    ),
+    ({"heads": "97", "kv_heads": "97"}, "column 'heads' is 97, which does not divide hidden = 12288"),
+    ({"kv_heads": "36"}, "column 'kv_heads' is 36, which does not divide heads = 96"),
+    ({"ep": "3"}, "column 'ep' is 3; expert ranks are some of the dp = 1 ranks: use one of its divisors"),
+    ({"seq_len": "2050"}, "column 'sequence_parallel' is 1, but tp = 8 does not divide seq_len = 2050"),
+    ({"step_s": "fast"}, "column 'step_s' is 'fast': write a number, or leave it empty if it was not published"),
+    (
+        {"family": "wide_resnet", "layers": "49"},
+        "column 'layers' is 49: a residual network has a depth of 26, 50, 101, 152",
+    ),
+    (
+        {
+            "family": "wide_resnet",
+            "layers": "50",
+            "hidden": "160",
+            "recompute": "none",
+            "seq_len": "224",
+            "tp": "64",
+            "pp": "1",
+            "virtual_stages": "1",
+            "sequence_parallel": "0",
+        },
+        "column 'tp' is 64, which does not divide the base channels, hidden = 160: use one of 80, 40, 32, 20",
+    ),
+    (
+        {"family": "wide_resnet", "layers": "50", "hidden": "160", "seq_len": "224", "virtual_stages": "1"},
+        "column 'recompute' is 'selective', but a residual network has no attention to recompute: use none or full",
+    ),
+    (
+        {
+            "family": "wide_resnet",
+            "layers": "26",
+            "hidden": "160",
+            "recompute": "none",
+            "seq_len": "224",
+            "pp": "64",
+            "tp": "1",
+            "virtual_stages": "1",
+        },
+        "column 'pp' is 64, but the network has 8 blocks: use at most 8",
+    ),
+    (
+        {"ffn_hidden": "49151"},
+        "column 'tp' is 8, which does not divide ffn_hidden = 49151: use one of 1, 23, 2137, 49151",
+    ),
+    (
+        {"pp": "1", "devices": "8"},
+        "column 'virtual_stages' is 3, but there is one pipeline stage: use 1, or more stages",
+    ),
+    (
+        {"family": "moe", "note": "6 experts", "dp": "4", "ep": "4", "devices": "256"},
+        "column 'ep' is 4, which does not divide the 6 experts: use one of 3, 2, 6, 1",
+    ),
+    (
+        {"cluster": "nowhere/ours.json"},
+        "column 'cluster' is 'nowhere/ours.json': cluster file nowhere/ours.json: No such file",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), BAD)
+def test_a_bad_row_is_named_with_its_column_and_a_fix_and_the_others_run(changes, text, tmp_path, capsys):
+    rows = table(tmp_path / "rows.csv", GOOD | {"id": "bad"} | changes, GOOD)
+    status, found, errors = json_of(["--table", str(rows)], capsys)
+    assert status == 1
+    assert [row["id"] for row in found["rows"]] == ["good"]
+    assert f"rows.csv: row 1 (bad): {text}" in errors
+    assert text in found["errors"][0]
+
+
+@pytest.mark.parametrize("number", ["inf", "nan", "-1", "96.5", "1e400"])
+def test_what_is_no_size_is_told(number, tmp_path, capsys):
+    rows = table(tmp_path / "rows.csv", GOOD | {"layers": number})
+    _, _, errors = json_of(["--table", str(rows)], capsys)
+    assert f"column 'layers' is '{number}': write a whole number of at least 1" in errors
+
+
+def test_more_devices_than_the_cluster_joins_are_an_error_of_the_row(tmp_path, capsys):
+    rows = table(tmp_path / "rows.csv", GOOD | {"cluster": "h200"}, GOOD)
+    status, found, errors = json_of(["--table", str(rows)], capsys)
+    assert (status, len(found["rows"])) == (1, 1)
+    assert "row 1 (good): column 'cluster' is 'h200'" in errors
+    assert "64 devices, cluster 'h200' has at most 8" in errors
+
+
+@pytest.mark.parametrize("column", NEEDED)
+def test_a_missing_column_is_named_in_every_row(column, tmp_path, capsys):
+    rows = table(tmp_path / "rows.csv", {key: value for key, value in GOOD.items() if key != column})
+    status, found, errors = json_of(["--table", str(rows)], capsys)
+    assert (status, found["rows"]) == (1, [])
+    assert f"row 1 (good): column '{column}' is missing: add it" in errors
+
+
+def test_a_renamed_column_is_recognised(tmp_path, capsys):
+    rows = table(tmp_path / "rows.csv", {{"hidden": "hiden"}.get(key, key): value for key, value in GOOD.items()})
+    _, _, errors = json_of(["--table", str(rows)], capsys)
+    assert "column 'hidden' is missing: add it, or rename 'hiden'" in errors
+
+
+def test_several_faults_of_a_row_are_told_together(tmp_path, capsys):
+    rows = table(tmp_path / "rows.csv", GOOD | {"tp": "5", "zero_stage": "7", "hidden": "x"})
+    _, _, errors = json_of(["--table", str(rows)], capsys)
+    assert "column 'hidden'" in errors
+    assert "column 'zero_stage'" in errors
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("", "has no rows"), ("id,cluster\n", "has no rows"), (None, "cannot read")],
+)
+def test_what_is_no_table_is_one_error(content, text, tmp_path):
+    path = tmp_path / "rows.csv"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(ArgumentError, match=text):
+        read_table(path)
+
+
+def test_a_line_with_too_many_cells_is_an_error_of_its_row(tmp_path):
+    path = table(tmp_path / "rows.csv", GOOD)
+    path.write_text(path.read_text(encoding="utf-8").rstrip() + ",more,cells\n", encoding="utf-8")
+    (row,) = read_table(path)
+    assert isinstance(row, RowError)
+    assert "row 1 (good): has more cells than the first line names columns" in str(row)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda fields: fields.pop("tiers"), "the file lacks 'tiers'"),
+        (lambda fields: fields["device"].pop("memory_bytes"), "device lacks 'memory_bytes'"),
+        (lambda fields: fields["device"].update(memory_efficiency=1.5), "device.memory_efficiency is 1.5; at most 1"),
+        (lambda fields: fields["device"].update(peak_flop_per_s={}), "did you mean peak_flops_per_s?"),
+        (lambda fields: fields["tiers"][0].update(topology="mesh"), 'tiers.0.topology is "mesh"; one of'),
+        (lambda fields: fields["overlap"]["hidden"].update(tensor="much"), 'overlap.hidden.tensor is "much"; number'),
+    ],
+)
+def test_a_bad_cluster_file_is_an_error_of_its_rows_with_the_place_in_the_file(change, text, tmp_path, capsys):
+    source = Path(__file__).parents[2] / "cost_model" / "clusters" / "dgx-h100.json"
+    fields = json.loads(source.read_text(encoding="utf-8"))
+    change(fields)
+    path = tmp_path / "ours.json"
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    rows = table(tmp_path / "rows.csv", GOOD | {"id": "ours", "cluster": str(path)}, GOOD)
+    status, found, errors = json_of(["--table", str(rows)], capsys)
+    assert (status, [row["id"] for row in found["rows"]]) == (1, ["good"])
+    assert f"rows.csv: row 1 (ours): column 'cluster' is '{path}': {path}" in errors
+    assert text in errors
+    assert main(["simulate", "--table", str(rows)]) == 1  # tables as well as JSON
+    captured = capsys.readouterr()
+    assert "good" in captured.out
+    assert "row 1 (ours)" in captured.err
