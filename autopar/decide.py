@@ -229,7 +229,7 @@ class Settings:
         if isinstance(self.plan, Plan):
             step = recomputed_step(traced) if self.plan.recompute else traced
             cut = in_microbatches(step, self.plan.num_microbatches)
-            return OnOneMesh(cut, self.plan, restore(cut, self.plan, request))
+            return OnOneMesh(cut, self.plan, restore(cut, self.plan, request).assignment)
         found = plan_on_one_mesh(
             traced,
             request,

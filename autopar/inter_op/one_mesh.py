@@ -103,15 +103,15 @@ class _Search:
         """The step planned, None if it cannot be; `again`: it does forward work again in backward."""
         row = Alternative(1, step.microbatches, recompute=again)
         try:
-            plan, assignment = plan_step(step, self._request)
+            planned = plan_step(step, self._request)
         except (OutOfMemoryError, ConstraintError) as error:
             if isinstance(error, ConstraintError) and not self._compared:
                 raise  # of the first way; later, constraints that no slice of so few examples can meet
             self.errors.append(error)
             self._compared.append(row)
             return None
-        self._compared.append(replace(row, step_s=plan.step_s))
-        self._found.append(OneMeshStep(step, replace(plan, recompute=again), assignment))
+        self._compared.append(replace(row, step_s=planned.plan.step_s))
+        self._found.append(OneMeshStep(step, replace(planned.plan, recompute=again), planned.assignment))
         return self._found[-1]
 
     def climb(self, steps: Iterator[TracedStep], again: bool, before: OneMeshStep | None) -> None:

@@ -136,7 +136,7 @@ def _planned_first(wishes: Sequence[_Wish], kinds: Sequence[int], *, processes: 
 
 def _as_planned(wish: _Wish, plan: Plan, *, tasks: TaskMemories | None = None) -> StagedStage:
     """A stage by a plan of it."""
-    assignment = restore(wish.program.step, plan, wish.request)
+    assignment = restore(wish.program.step, plan, wish.request).assignment
     return measured(wish.program, plan, assignment, wish.in_flight, tasks=tasks)
 
 
@@ -191,13 +191,14 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     stages = []
     for number, plan in enumerate(plans):
         program = stage_program(cut, number)
-        stages.append(measured(program, plan, restore(program.step, plan, request)))
+        stages.append(measured(program, plan, restore(program.step, plan, request).assignment))
     return Staged(cut, wanted.cuts, tuple(stages), split, wanted.recompute)
 
 
 def measured_stage(program: StageProgram, request: PlanRequest) -> StagedStage:
     """A stage planned with one microbatch in flight, and what its tasks take."""
-    return measured(program, *plan_step(program.step, request))
+    planned = plan_step(program.step, request)
+    return measured(program, planned.plan, planned.assignment)
 
 
 def _plan_stage(wish: _Wish) -> StagedStage:
@@ -208,14 +209,16 @@ def _plan_stage(wish: _Wish) -> StagedStage:
     room, stage = limit, None
     for _ in range(MEMORY_ROUNDS):
         try:
-            plan, assignment = plan_step(program.step, dataclasses.replace(request, memory_limit_bytes=room))
+            planned = plan_step(program.step, dataclasses.replace(request, memory_limit_bytes=room))
         except OutOfMemoryError as error:
             if stage is not None:
                 break
             raise OutOfMemoryError(
                 f"stage {program.stage} of {program.cut.num_stages}, with {count} microbatches in flight: {error}"
             ) from None
-        stage = measured(program, dataclasses.replace(plan, memory_limit_bytes=limit), assignment, in_flight)
+        stage = measured(
+            program, dataclasses.replace(planned.plan, memory_limit_bytes=limit), planned.assignment, in_flight
+        )
         if limit is None or stage.peak_bytes <= limit:
             return stage
         room = limit - (stage.peak_bytes - stage.memory.peak_bytes)

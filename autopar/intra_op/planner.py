@@ -1,8 +1,8 @@
 """From a traced step to a `Plan`: compare logical meshes, choose strategies, predict.
 
-In: a `TracedStep`, the devices' number, a cluster, options. Out: a `Plan` and the `Assignment` that the lowering runs. Each
-logical mesh shape gives one strategy graph and one optimal choice; the shape with the least predicted step time wins. What
-can go wrong: nothing fits the memory; the error names the largest tensors and the ways out.
+In: a `TracedStep`, the number of devices, a cluster, options. Out: a `PlannedStep`: the `Plan`, and the `Assignment` that the
+lowering runs. Each logical mesh shape gives one strategy graph and one optimal choice; the shape with the least predicted step
+time wins. What can go wrong: nothing fits the memory; the error names the largest tensors and the ways out.
 """
 
 from __future__ import annotations
@@ -55,6 +55,15 @@ class PlanRequest:
     processes: int = 1
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedStep:
+    """A step with its plan on one mesh, and the assignment of layouts to its equations that the lowering runs."""
+
+    traced: TracedStep
+    plan: Plan
+    assignment: Assignment
+
+
 def logical_meshes(devices: int) -> tuple[LogicalMesh, ...]:
     """Every arrangement of the devices in up to `MOST_AXES` axes, fewest axes first."""
     return tuple(LogicalMesh.of(shape) for axes in range(1, MOST_AXES + 1) for shape in _factorizations(devices, axes))
@@ -70,20 +79,20 @@ def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
             yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))
 
 
-def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignment]:
+def plan_step(traced: TracedStep, request: PlanRequest) -> PlannedStep:
     """The best plan over the request's meshes. Raises ConstraintError, OutOfMemoryError.
 
     A mesh is left as soon as its bound says that it has nothing better than the best plan so far.
     """
     started = time.perf_counter()
     _warn_of_undividable_batch(traced, request)
-    best: tuple[Plan, Assignment] | None = None
+    best: PlannedStep | None = None
     failures: list[NothingFits] = []
     unreached: list[LogicalMesh] = []
     candidates: list[Candidate] = []
     found_s: list[float] = []
     for mesh in _distinct(request):
-        outcome = _plan_on(traced, mesh, request, best[0].step_s if best is not None else np.inf)
+        outcome = _plan_on(traced, mesh, request, best.plan.step_s if best is not None else np.inf)
         if isinstance(outcome, NothingFits):
             failures.append(outcome)
             candidates.append(Candidate(mesh.shape, None))
@@ -94,9 +103,9 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignmen
         if isinstance(outcome, _LeftOff):
             candidates.append(Candidate(mesh.shape, None, outcome.lower_bound_s))
             continue
-        candidates.append(Candidate(mesh.shape, outcome[0].step_s))
-        found_s.append(outcome[0].unlimited_s)
-        if best is None or outcome[0].step_s < best[0].step_s * (1 - 1e-9):
+        candidates.append(Candidate(mesh.shape, outcome.plan.step_s))
+        found_s.append(outcome.plan.unlimited_s)
+        if best is None or outcome.plan.step_s < best.plan.step_s * (1 - 1e-9):
             best = outcome
     if best is None and not failures:
         raise _no_way_there(unreached, request)
@@ -104,8 +113,9 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> tuple[Plan, Assignmen
         limit, rules = request.memory_limit_bytes, request.constraints.rules
         raise out_of_memory(failures, memory_limit_bytes=limit, is_constrained=bool(rules))
     elapsed = time.perf_counter() - started
-    free_s = min(best[0].step_s, *found_s)
-    return dataclasses.replace(best[0], planning_s=elapsed, candidates=tuple(candidates), unlimited_s=free_s), best[1]
+    free_s = min(best.plan.step_s, *found_s)
+    plan = dataclasses.replace(best.plan, planning_s=elapsed, candidates=tuple(candidates), unlimited_s=free_s)
+    return dataclasses.replace(best, plan=plan)
 
 
 def _no_way_there(meshes: Sequence[LogicalMesh], request: PlanRequest) -> ConstraintError:
@@ -168,7 +178,7 @@ def graph_for(
 
 def _plan_on(
     traced: TracedStep, mesh: LogicalMesh, request: PlanRequest, cutoff_s: float
-) -> tuple[Plan, Assignment] | NothingFits | _LeftOff | _OutOfReach:
+) -> PlannedStep | NothingFits | _LeftOff | _OutOfReach:
     """The best plan on one mesh; only plans that take less than `cutoff_s` matter."""
     allowed = _allowed_inputs(traced, mesh, request)
     graph = graph_for(traced, mesh, request, allowed, batch=_batch_split(traced, mesh, request))
@@ -198,7 +208,7 @@ def _plan_on(
         allow_redundant_compute=request.options.allow_redundant_compute,
     )
     part = free_s / choice.seconds if choice.seconds > 0 else 1.0
-    return dataclasses.replace(plan, unlimited_s=plan.step_s * part), assignment
+    return PlannedStep(traced, dataclasses.replace(plan, unlimited_s=plan.step_s * part), assignment)
 
 
 def _following(traced: TracedStep, mesh: LogicalMesh) -> list[Any]:
@@ -346,8 +356,8 @@ def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None
         )
 
 
-def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> Assignment:
-    """The assignment that a plan describes, without solving. Raises PlanError if the plan is for another step."""
+def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> PlannedStep:
+    """The step with the assignment that a plan describes, without solving. Raises PlanError if the plan is for another step."""
     if plan.fingerprint != traced.fingerprint:
         raise PlanError(
             f"the plan was made for another step: its program has fingerprint {plan.fingerprint}, this one "
@@ -366,7 +376,7 @@ def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> Assignment:
         raise PlanError("the plan has another number of decisions than this program; plan again with this version")
     choice = np.minimum(plan.choices, [len(n.choices.strategies) - 1 for n in graph.nodes])
     fixed = [0 if len(n.choices.strategies) == 1 else int(p) for n, p in zip(graph.nodes, choice, strict=True)]
-    return assign(graph, fixed, copy_span=plan.copy_span)
+    return PlannedStep(traced, plan, assign(graph, fixed, copy_span=plan.copy_span))
 
 
 def _leaf_layout(value: ValuePlan, leaf: Leaf, mesh: LogicalMesh) -> Layout:

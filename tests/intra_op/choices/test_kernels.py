@@ -170,7 +170,7 @@ def test_a_held_input_is_used_in_the_layout_in_which_it_comes():
 
     def gathered(held):
         options = PlannerOptions(held=held)
-        plan, _ = plan_step(traced, PlanRequest((mesh,), CLUSTER, None, rules, options))
+        plan = plan_step(traced, PlanRequest((mesh,), CLUSTER, None, rules, options)).plan
         return {item.operand for item in plan.collectives}
 
     assert gathered(frozenset()) == {"float32[64,64]"}
