@@ -132,8 +132,8 @@ def test_the_search_counts_no_less_than_a_split_backward_keeps_and_on_two_meshes
             ]
             most = max(most, kept.most_bytes(mesh, passing))
         each = split_in_flight(np.array(early), np.array(late), np.array(cotangents), is_full=m >= p)
-        assert most <= kept.in_flight[0] * each
-        assert most == kept.in_flight[0] * each or p > 2
+        assert most <= kept.microbatches[0] * each
+        assert most == kept.microbatches[0] * each or p > 2
 
 
 def by_two(weights, x, **options):

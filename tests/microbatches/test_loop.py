@@ -183,7 +183,7 @@ def test_a_contrastive_loss_is_refused_at_the_product_that_mixes_examples():
 
     found = mixing(step, 4, *linear())
     assert found.operation == "dot_general"
-    assert "test_microbatch.py" in found.source
+    assert "test_loop.py" in found.source
     assert "relates examples of the batch to each other" in found.reason
 
 
