@@ -56,7 +56,10 @@ from autopar.schedules.schedules import Open
 
 
 class ParallelStep:
-    """A step that plans itself for its arguments and runs on all devices; made by `parallelize`."""
+    """A step that plans itself for its arguments and runs on all devices; made by `parallelize`.
+
+    It is called like the function that it was made of, which stays available as `__wrapped__`.
+    """
 
     def __init__(self, signature: CallSignature, settings: Settings) -> None:
         self._signature, self._settings = signature, settings
@@ -66,7 +69,11 @@ class ParallelStep:
         functools.update_wrapper(self, signature.fun, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step; results equal those of the undecorated function."""
+        """Run one step; the results equal those of the undecorated function.
+
+        The first call with arguments of these shapes traces, plans and compiles. The state is consumed unless `donate_argnums`
+        says otherwise: pass on the state that the step returns.
+        """
         bound = bind_arguments(self._signature, args, kwargs)
         leaves = jax.tree_util.tree_leaves((bound.dynamic, dict(bound.kwargs)))
         refuse_tracers(self._signature.name, leaves)
@@ -74,7 +81,7 @@ class ParallelStep:
             return self._compile(bound).run(leaves)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan | PipelinePlan:
-        """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s; needs no devices if their number is given."""
+        """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s; it needs no devices if their number was given."""
         with undisturbed():
             return self._plan(bind_arguments(self._signature, args, kwargs)).plan
 
@@ -85,9 +92,17 @@ class ParallelStep:
 
     @undisturbed()
     def init_state(self, create_fn: Callable[..., Any], *args: Any) -> Any:
-        """`create_fn(*args)`, made already laid out as the last plan says; no device ever holds all of it.
+        """Create the state already laid out as the last plan says; no device ever holds all of it.
 
-        Raises ArgumentError if nothing has been planned yet, or if the result is not the step's state.
+        Args:
+            create_fn: the function that makes the state; it is compiled once per mesh.
+            *args: its arguments.
+
+        Returns:
+            What `create_fn(*args)` returns, as sharded arrays.
+
+        Raises:
+            ArgumentError: nothing has been planned yet, or the result is not the step's state.
         """
         planned = self._last
         if planned is None:
@@ -109,7 +124,7 @@ class ParallelStep:
         return create_sharded(create_fn, args, shardings)
 
     def gather(self, tree: Any) -> Any:
-        """Arrays that live on stages or are split over devices, as ordinary arrays on one device.
+        """Copy a tree of arrays that are split over devices or stages to ordinary arrays on one device.
 
         Where several processes have the devices, all of them call it, and each gets every array, on a device of its own.
         """
@@ -117,17 +132,17 @@ class ParallelStep:
             return gathered(tree, self.jax_devices())
 
     def last_plan(self) -> Plan | PipelinePlan:
-        """The plan that was made last; PlanError if there is none."""
+        """The plan that was made or used last; PlanError if there is none."""
         if self._last is None:
             raise PlanError(f"{self._signature.name} has not been planned yet; call it, or .plan(...)")
         return self._last.plan
 
     def jax_devices(self) -> list[jax.Device]:
-        """The devices that the step runs on, or may be given some of."""
+        """The devices that the step may run on."""
         return self._settings.jax_devices()
 
     def cluster(self) -> Cluster:
-        """What the planner assumes of the machine."""
+        """The cluster whose figures the planner uses."""
         return self._settings.chosen_cluster()
 
     def _plan(self, bound: BoundArguments) -> Planned:
@@ -186,30 +201,57 @@ def parallelize(
     recompute: str = "auto",
     planning_processes: int = 1,
 ) -> Any:
-    """Run a step on all devices under a plan that autopar finds; usable as a decorator with and without arguments.
+    """Run a step on all devices under a plan that autopar finds; a decorator with and without arguments.
 
-    devices: JAX devices (all if None), or their number, to plan without any. mesh_shape: sizes of the logical mesh, as a tuple
-    (axes x, y, z) or a mapping of names to sizes; "auto" compares all shapes of up to three axes. batch_argnums: arguments
-    whose leading dimension is the batch. donate_argnums: "auto" donates what the step returns in the same structure.
-    memory_limit_bytes: per device; the cluster's memory if None. constraints: leaf-path globs to PartitionSpec, `Replicated`,
-    `Split`, and presets such as `data_parallel()`. cluster: what the machine can do: a preset's name, a
-    `Cluster`, or a cluster file such as `python -m autopar calibrate` writes. allow_redundant_compute: let devices
-    repeat contractions. collectives: the kinds the plan may use (all if None). plan: use this plan instead of searching.
-    follow: reuse the mesh, or the stages, and the layouts that another step's last plan gave to leaves of the same path, so that
-    its state goes in as it is; microbatches and schedule are the follower's own.
-    num_microbatches: into how many parts the batch is cut, one after the other, with the same results; "auto" takes the
-    fastest number: in stages of several around four per stage, on one mesh of those that the memory asks for.
-    num_stages: on how many meshes the step runs as a pipeline; "auto" searches where that may be faster than one mesh or is the
-    way to fit the memory; with a mesh_shape it is one, or one per shape of a list.
-    schedule: "gpipe", "1f1b", "interleaved", "zb-h1" or "inference"; virtual_stages: stages per mesh, for "interleaved"; "auto"
-    compares 1f1b, zb-h1 and interleaved with 2 and 4 virtual stages. `plan.compared` holds what was compared.
-    recompute: "layer" does forward work again in the backward pass, with the same results: of a stage, so that a microbatch in
-    flight keeps only what the stage received; on one mesh, of each layer in turn. "auto" does so where nothing else fits; on
-    one mesh it is compared with microbatches by predicted time.
-    planning_processes: so many processes plan layers and stages, to the same plan; those beside this one are forks of it, which
-    touch no device. Leave it at 1 where forking is forbidden, or while other threads of the program compute with JAX.
+    Nothing is planned until the first call, or the first `.plan(...)`. An argument that is left out is searched or has the
+    default given here.
 
-    Raises ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, from the first call or `.plan`.
+    Args:
+        fun: the step, a function of arrays and trees of arrays. A train step takes the state first and the batch second and
+            returns the new state; see `batch_argnums` and `donate_argnums` for other orders.
+        devices: the JAX devices to run on, all of them if None; or a number of devices, to plan without having any. A number
+            plans for the `cpu` cluster unless `cluster` says otherwise.
+        mesh_shape: sizes of the logical mesh, as a tuple (axes are then `x`, `y`, `z`, ...) or a mapping of axis names to sizes;
+            a list of shapes, one per pipeline stage; `"auto"` compares all shapes of up to three axes.
+        batch_argnums: positions of the arguments whose arrays have the examples along their leading dimension.
+        donate_argnums: positions of the arguments whose memory the results may take; `"auto"` donates each argument that the step
+            returns with the same structure, shapes and types.
+        static_argnums: positions of the arguments that are compile-time constants; they must be hashable.
+        memory_limit_bytes: a hard limit, in bytes per device; None takes the memory of the cluster's devices.
+        constraints: layouts that the plan must keep: a mapping of leaf-path globs to a `PartitionSpec`, `Replicated` or `Split`;
+            a preset such as `data_parallel()`; or a list of these, of which the last that matches a leaf holds.
+        cluster: what the machine can do: the name of a preset, the path of a cluster file, or a `Cluster`; `"auto"` looks up
+            the kind of the devices.
+        allow_redundant_compute: let devices repeat contractions where that saves communication.
+        collectives: the kinds of collectives that the plan may use, of `all-reduce`, `reduce-scatter`, `all-gather`,
+            `all-to-all` and `collective-permute`; None allows all.
+        plan: use this plan instead of searching.
+        follow: another parallelized step whose mesh or stages, and whose layouts of leaves with the same path, are taken over, so
+            that its state can be passed in as it is. Microbatches and schedule are the follower's own.
+        num_microbatches: into how many parts the batch is cut, computed one after the other with the same results. `"auto"`
+            compares several: in stages around four per stage, on one mesh those that the memory asks for.
+        num_stages: on how many meshes the step runs as a pipeline. `"auto"` searches stages where they may be faster than one
+            mesh or are the way to fit the memory; with `mesh_shape` it is one, or one per shape of a list.
+        schedule: the order of work in a pipeline: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"` or `"inference"`; `"auto"`
+            compares 1F1B, ZB-H1 and interleaved.
+        virtual_stages: stages per mesh, for the interleaved schedule; `"auto"` compares 2 and 4.
+        recompute: `"layer"` repeats forward work in the backward pass, with the same results, so that less is kept in memory: of
+            a whole stage in a pipeline, of one layer after the other on one mesh. `"none"` does not; `"auto"` does where
+            nothing else fits, and on one mesh where it beats microbatches.
+        planning_processes: how many processes plan layers and stages, to the same plan. Those beside this one are forks of it,
+            which touch no device; leave it at 1 where forking is forbidden or while other threads compute with JAX.
+
+    Returns:
+        A `ParallelStep`, called like `fun` and with the same results; without `fun`, a decorator that makes one.
+
+    Raises:
+        ArgumentError: an argument cannot be used as given, alone or together with the others or with the step.
+        ConstraintError: a constraint matches no leaf, or no plan can keep it.
+        OutOfMemoryError: no plan fits the memory limit.
+        UnsupportedProgramError: the step cannot be run in parallel.
+        PlanError: `plan` is for another step or other devices.
+
+    The first error of an argument's own is raised at once, the others from the first call or `.plan(...)`.
     """
     settings = Settings(
         checked_devices(devices),

@@ -1,6 +1,7 @@
-"""What a user is told: the fact with its numbers, the reason, and what to try.
+"""The exceptions and the warning of autopar.
 
-Every exception that autopar raises on purpose is an `AutoparError`; warnings are `AutoparWarning`, shown at the user's own line.
+Every exception that autopar raises on purpose is an `AutoparError`. Its message gives the fact with its numbers, the reason, and
+what to try. Warnings are `AutoparWarning`, shown at the user's own line.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import sys
 import warnings
 
 _PASSED_OVER = ("autopar", "jax", "contextlib", "functools")
-"""Packages whose lines a warning does not name: the user wrote the line that called them, also through a decorator."""
+"""Packages whose lines a warning does not name. The user's line is the one that called them, perhaps through a decorator."""
 
 
 class AutoparError(Exception):
@@ -25,7 +26,11 @@ class ConstraintError(AutoparError, ValueError):
 
 
 class OutOfMemoryError(AutoparError, MemoryError):
-    """No plan fits the memory limit. `needed_bytes`: the limit that the least of the plans that were tried would need, if any."""
+    """No plan fits the memory limit.
+
+    Attributes:
+        needed_bytes: the lowest limit, per device, that one of the plans that were tried would fit; None if none was tried.
+    """
 
     def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
         super().__init__(message)
@@ -49,15 +54,15 @@ class ScheduleError(AutoparError, ValueError):
 
 
 class PipelineError(AutoparError, RuntimeError):
-    """A mesh failed while a step ran. All meshes were stopped; the original exception is the `__cause__`."""
+    """A mesh failed while a step ran, and all meshes were stopped; the original exception is the `__cause__`."""
 
 
 class AutoparWarning(UserWarning):
-    """Something works, though not as well as it could; the message says how to improve it."""
+    """Something works, but not as well as it could; the message says how to improve it."""
 
 
 def warn(message: str) -> None:
-    """An `AutoparWarning` at the line from which a user's code came here, however many passes, of JAX too, lie between."""
+    """Issue an `AutoparWarning` at the user's line, however many frames of autopar and JAX lie between."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
         frame, level = frame.f_back, level + 1

@@ -8,20 +8,30 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from typing import Any
 
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import PlanError
-from autopar.plan import Alternative, Plan, ValuePlan
+from autopar.plan import Alternative, Plan, ValuePlan, read_plan
+from autopar.plan_json import load, read
 
 VERSION = 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """One stage: the devices `first_device` and following, its layouts, and its seconds per microbatch and per step.
+    """One stage of a pipeline.
 
-    `peak_bytes` counts the microbatches in flight; `plan.peak_bytes` only one. `leaves` are the paths that live here.
+    Attributes:
+        stage: its number, virtual stages counted.
+        mesh: the number of the mesh that it runs on.
+        first_device: the place of its first device among the step's; the others follow.
+        leaves: paths of the state's leaves, or pieces of leaves such as `state/params/w[0:2]`, that live here.
+        forward_s: predicted seconds of the forward pass of one microbatch.
+        backward_s: predicted seconds of the backward pass of one microbatch.
+        once_s: predicted seconds of what happens once per step, such as the update.
+        microbatches_in_flight: microbatches that have gone forward and not yet backward, at the most.
+        peak_bytes: predicted peak memory of one device with all microbatches in flight; `plan.peak_bytes` counts one.
+        plan: layouts and collectives of the stage's programs, on its mesh.
     """
 
     stage: int
@@ -36,9 +46,18 @@ class StagePlan:
     plan: Plan
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """What one stage sends another: `bytes` of all arrays together, `count` times a step."""
+    """What one stage sends to another.
+
+    Attributes:
+        source: the stage that sends.
+        target: the stage that receives.
+        what: what needs it: `forward` or `backward` passes, the `update`, or `weights` that live on another mesh.
+        bytes: of all arrays together, each time.
+        count: times per step.
+        predicted_s: seconds, each time.
+    """
 
     source: int
     target: int
@@ -48,12 +67,27 @@ class TransferPlan:
     predicted_s: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """See the module's text. `cuts` are places in the chain of forward equations; `recompute`: backward repeats forward work.
+    """What was decided for a step in pipeline stages, and what that should cost.
 
-    `scan_cuts`: for each stack of layers that is scanned over, the layers at which the scan is divided before that.
-    `compared`: numbers of microbatches and schedules, if several were.
+    Attributes:
+        fingerprint: tells the traced program that the plan is for.
+        cluster: the name of the cluster whose figures the predictions use.
+        num_microbatches: parts of the batch, one after the other.
+        schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1` or `inference`.
+        virtual_stages: stages on each mesh.
+        cuts: places in the chain of forward equations where a stage ends.
+        stages: the stages, each with a plan of its own.
+        transfers: what crosses between meshes.
+        step_s: predicted seconds per step.
+        bubble: seconds that the busiest mesh waits, over the seconds that it works.
+        memory_limit_bytes: the limit that every stage keeps, per device; None if there is none.
+        planning_s: seconds that planning took.
+        recompute: whether the backward pass repeats the stages' forward work.
+        scan_cuts: for each stack of scanned layers, the layers at which its range is divided between stages.
+        compared: the numbers of microbatches and schedules, if several were compared.
+        version: of the JSON form.
     """
 
     fingerprint: str
@@ -75,22 +109,22 @@ class PipelinePlan:
 
     @property
     def num_stages(self) -> int:
-        """Number of stages, virtual ones counted."""
+        """Number of stages; virtual ones count."""
         return len(self.stages)
 
     def transfer_s(self, transfer: TransferPlan, cluster: Cluster) -> float:
-        """Seconds of one of its transfers on a cluster."""
+        """Predicted seconds of one of its transfers on a cluster, whichever it was planned for."""
         ends = (math.prod(self.stages[end].plan.mesh_shape) for end in (transfer.source, transfer.target))
         return cluster.transfer_s(transfer.bytes, meshes=self.num_stages // self.virtual_stages, devices=min(ends))
 
     @property
     def peak_bytes(self) -> int:
-        """The largest peak of any device; stages on one mesh add up."""
+        """Predicted peak memory of the fullest device; the stages of one mesh add up."""
         meshes = {stage.mesh for stage in self.stages}
         return max(sum(s.peak_bytes for s in self.stages if s.mesh == mesh) for mesh in meshes)
 
     def input(self, path: str) -> ValuePlan:
-        """The input leaf with this path, on the first stage that has it or a piece of it; PlanError if there is none."""
+        """The input leaf with this path, as the first stage has it that reads it or a piece of it; PlanError if there is none."""
         for stage in self.stages:
             for value in stage.plan.inputs:
                 if _is_or_has(path, value.path):
@@ -110,56 +144,33 @@ class PipelinePlan:
 
     @classmethod
     def from_json(cls, text: str) -> PipelinePlan:
-        """A plan from `to_json`'s text; PlanError if it is not one, or of another version."""
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"not a plan: invalid JSON: {error}") from None
-        if not isinstance(fields, dict) or fields.pop("kind", None) != "pipeline":
-            raise PlanError("not the plan of a pipeline: a JSON object whose 'kind' is 'pipeline' is expected")
-        if fields.get("version") != VERSION:
-            raise PlanError(
-                f"plan of version {fields.get('version')}, this autopar reads version {VERSION}: plan again"
-            )
-        fields.setdefault("scan_cuts", ())  # plans of version 1 from before scans were divided
-        fields.setdefault("compared", ())  # and from before timetables were compared
-        _check(cls, fields)
-        fields["compared"] = tuple(_alternative(one) for one in fields["compared"])
-        fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])
-        fields["transfers"] = tuple(TransferPlan(**transfer) for transfer in fields["transfers"])
-        fields["cuts"] = tuple(fields["cuts"])
-        fields["scan_cuts"] = tuple(tuple(cuts) for cuts in fields["scan_cuts"])
-        return cls(**fields)
+        """A plan from the text that `to_json` wrote.
+
+        Raises:
+            PlanError: the text is not such a plan, or one of another version.
+        """
+        return _read_pipeline(load(text))
+
+
+def plan_from_json(text: str) -> Plan | PipelinePlan:
+    """A plan of either kind from the text that its `to_json` wrote.
+
+    Raises:
+        PlanError: the text is not a plan, or a plan of another version.
+    """
+    fields = load(text)
+    is_pipeline = isinstance(fields, dict) and fields.get("kind") == "pipeline"
+    return _read_pipeline(fields) if is_pipeline else read_plan(fields)
+
+
+def _read_pipeline(fields: object) -> PipelinePlan:
+    """A pipeline's plan from its JSON object, and the plans of its stages from theirs."""
+    if not isinstance(fields, dict) or fields.get("kind") != "pipeline":
+        raise PlanError("not the plan of a pipeline: a JSON object whose 'kind' is 'pipeline' is expected")
+    own = {name: value for name, value in fields.items() if name != "kind"}
+    return read(PipelinePlan, own, f"not a pipeline plan of version {VERSION}: ")
 
 
 def _is_or_has(path: str, leaf: str) -> bool:
     """Whether a leaf is the one with this path, or a piece of it, such as `path[0:2]`."""
     return leaf == path or leaf.startswith(f"{path}[")
-
-
-def _alternative(fields: dict[str, Any]) -> Alternative:
-    _check(Alternative, fields)
-    return Alternative(**fields)
-
-
-def _stage(fields: dict[str, Any]) -> StagePlan:
-    _check(StagePlan, fields)
-    plan = Plan.from_json(json.dumps(fields["plan"]))
-    return StagePlan(**{**fields, "plan": plan, "leaves": tuple(fields["leaves"])})
-
-
-def _check(kind: type[Any], fields: dict[str, Any]) -> None:
-    known = {f.name for f in dataclasses.fields(kind)}
-    missing, unknown = sorted(known - set(fields)), sorted(set(fields) - known)
-    if missing or unknown:
-        raise PlanError(f"not a pipeline plan of version {VERSION}: missing fields {missing}, unknown fields {unknown}")
-
-
-def plan_from_json(text: str) -> Plan | PipelinePlan:
-    """A plan of either kind from its JSON text."""
-    try:
-        kind = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanError(f"not a plan: invalid JSON: {error}") from None
-    is_pipeline = isinstance(kind, dict) and kind.get("kind") == "pipeline"
-    return PipelinePlan.from_json(text) if is_pipeline else Plan.from_json(text)

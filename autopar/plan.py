@@ -1,9 +1,9 @@
 """A plan: what was decided, what it should cost, and nothing that runs.
 
 Frozen data with a versioned JSON form. A plan can be made on one machine, read, compared and kept in a repository, and used
-on another with `parallelize(..., plan=...)`. It holds the layout of every input and output, the layouts chosen for every
-equation (so that lowering needs no solver), every collective with its bytes, and the predictions. What can go wrong: a
-plan for another program or another version; `fingerprint` and `version` tell.
+on another with `parallelize(..., plan=...)`. It holds the layout of every input and output, the choice for every equation (so
+that lowering needs no solver), every collective with its bytes, and the predictions. What can go wrong: a plan for another
+program or another version; `fingerprint` and `version` tell.
 """
 
 from __future__ import annotations
@@ -12,19 +12,28 @@ import dataclasses
 import fnmatch
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
+from autopar.plan_json import load, read
 
 VERSION = 1
 Spec = tuple[tuple[str, ...], ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ValuePlan:
-    """One input or output leaf: `spec` has one entry per dimension, the mesh axes that split it, () if it is whole."""
+    """The layout of one input or output leaf.
+
+    Attributes:
+        path: the argument's name and the keys below it, such as `state/params/up`; outputs begin with `output`.
+        role: `state`, `batch`, `other`, `const` (an array that the step closes over) or `output`.
+        shape: the shape of the whole array.
+        dtype: its element type, as JAX names it.
+        spec: for each dimension the mesh axes that split it, major to minor; () where it is whole.
+        bytes_per_device: what one device stores.
+    """
 
     path: str
     role: str
@@ -39,9 +48,20 @@ class ValuePlan:
         return PartitionSpec(*(axes or None for axes in self.spec))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectivePlan:
-    """One collective: over which axes, `bytes` per device on its larger side, `count` times per step."""
+    """One collective operation of the step.
+
+    Attributes:
+        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all` or `permute`.
+        axes: the mesh axes whose devices take part.
+        bytes: what one device holds on the larger side: the operand of an all-reduce, all-to-all or permute, the input of a
+            reduce-scatter, the output of an all-gather.
+        count: times per step.
+        operand: type and shape of the value, such as `float32[64,256]`.
+        source: the line of the user's program that it comes from.
+        predicted_s: seconds of one execution.
+    """
 
     kind: str
     axes: tuple[str, ...]
@@ -64,9 +84,12 @@ class LiveTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A logical mesh that was compared, with the predicted step time of its best plan.
+    """A logical mesh that was compared.
 
-    Where the search ended without one: `at_least_s`, below which no plan on this mesh is, or None if none fits the memory.
+    Attributes:
+        mesh_shape: sizes of its axes.
+        step_s: predicted seconds per step of its best plan; None if the search of this mesh ended without a plan.
+        at_least_s: where it ended without one, seconds that no plan on this mesh can beat; None if none fits the memory.
     """
 
     mesh_shape: tuple[int, ...]
@@ -74,11 +97,20 @@ class Candidate:
     at_least_s: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """A way to run the step that was compared: `step_s` if it was planned, `estimate_s` if it was only estimated.
+    """A way to run the step that was compared.
 
-    Neither: it cannot be, because nothing fits the memory or the step cannot be cut like this. `num_stages` counts virtual ones.
+    If neither `step_s` nor `estimate_s` is given, the way is impossible: nothing fits the memory, or the step cannot be cut so.
+
+    Attributes:
+        num_stages: pipeline stages, virtual ones counted; 1 is one mesh.
+        num_microbatches: parts of the batch.
+        schedule: of a pipeline; empty for one mesh.
+        virtual_stages: stages on each mesh.
+        recompute: whether the backward pass repeats forward work.
+        step_s: predicted seconds per step, if it was planned.
+        estimate_s: estimated seconds per step, if it was not.
     """
 
     num_stages: int
@@ -90,12 +122,35 @@ class Alternative:
     estimate_s: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """See the module's text. Times in seconds, sizes in bytes per device. `recompute`: backward repeats layers' forward work.
+    """What was decided for a step on one mesh, and what that should cost.
 
-    `candidates`: the meshes that were compared; `compared`: numbers of microbatches and recomputation, if several were.
-    `unlimited_s`: about what the best plan without the memory limit would take, as far as that was searched.
+    Attributes:
+        fingerprint: tells the traced program that the plan is for.
+        cluster: the name of the cluster whose figures the predictions use.
+        mesh_shape: sizes of the logical mesh's axes.
+        axis_names: their names: `x`, `y`, ... unless the user named them.
+        inputs: the layout of every input leaf.
+        outputs: the layout of every output leaf.
+        choices: for every equation, the number of the strategy that was chosen.
+        collectives: every collective, in program order.
+        compute_s: predicted seconds of compute per step.
+        comm_s: predicted seconds of communication per step, as if none of it hid behind compute.
+        peak_bytes: predicted peak memory of one device.
+        memory_limit_bytes: the limit that the plan keeps, per device; None if there is none.
+        peak_tensors: the largest values at the peak, largest first.
+        planning_s: seconds that planning took.
+        lower_bound_s: no plan on this mesh is faster, under the cost model.
+        allow_redundant_compute: whether devices may repeat contractions.
+        candidates: the meshes that were compared.
+        copy_span: a gathered copy that no equation has used for this many equations is dropped and gathered again; None keeps
+            copies to their last use.
+        num_microbatches: parts of the batch, one after the other.
+        recompute: whether the backward pass repeats the layers' forward work.
+        compared: the numbers of microbatches, and recomputation, if several were compared.
+        unlimited_s: about what the best plan without the memory limit would take, as far as that was searched.
+        version: of the JSON form.
     """
 
     fingerprint: str
@@ -124,12 +179,12 @@ class Plan:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds per step."""
+        """Predicted seconds per step: compute and communication, one after the other."""
         return self.compute_s + self.comm_s
 
     @property
     def is_optimal(self) -> bool:
-        """Whether the solver proved that no plan of the model is better."""
+        """Whether the solver proved that no plan on this mesh is faster, under the cost model."""
         return self.step_s <= self.lower_bound_s * (1 + 1e-6) + 1e-12
 
     def input(self, path: str) -> ValuePlan:
@@ -137,7 +192,7 @@ class Plan:
         return _find(self.inputs, path)
 
     def output(self, path: str) -> ValuePlan:
-        """The output leaf with this path."""
+        """The output leaf with this path; PlanError names the nearest paths if there is none."""
         return _find(self.outputs, path)
 
     def partition_specs(self) -> Mapping[str, PartitionSpec]:
@@ -150,39 +205,19 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """A plan from `to_json`'s text; PlanError if it is not one, or of another version."""
-        try:
-            fields = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"not a plan: invalid JSON: {error}") from None
-        if not isinstance(fields, dict) or "version" not in fields:
-            raise PlanError("not a plan: a JSON object with a 'version' is expected")
-        if fields["version"] != VERSION:
-            raise PlanError(f"plan of version {fields['version']}, this autopar reads version {VERSION}: plan again")
-        fields.setdefault("recompute", False)  # plans of version 1 from before it could be done on one mesh
-        fields.setdefault("compared", [])  # and from before numbers of microbatches were compared
-        fields.setdefault("unlimited_s", 0.0)
-        _check_fields(cls, fields, "")
-        nested = {"inputs": ValuePlan, "outputs": ValuePlan, "collectives": CollectivePlan}
-        nested |= {"peak_tensors": LiveTensor, "candidates": Candidate, "compared": Alternative}
-        for name, kind in nested.items():
-            if not isinstance(fields[name], list) or not all(isinstance(item, dict) for item in fields[name]):
-                raise PlanError(f"not a plan of version {VERSION}: {name}: a list of objects is expected")
-            for item in fields[name]:
-                _check_fields(kind, item, f"{name}: ")
-            fields[name] = [kind(**{key: _tuples(value) for key, value in item.items()}) for item in fields[name]]
-        return cls(**{key: _tuples(value) for key, value in fields.items()})
+        """A plan from the text that `to_json` wrote.
+
+        Raises:
+            PlanError: the text is not such a plan, or one of another version.
+        """
+        return read_plan(load(text))
 
 
-def _check_fields(kind: type[Any], fields: Mapping[str, Any], where: str) -> None:
-    known = {f.name for f in dataclasses.fields(kind)}
-    missing, unknown = sorted(known - set(fields)), sorted(set(fields) - known)
-    if missing or unknown:
-        raise PlanError(f"not a plan of version {VERSION}: {where}missing fields {missing}, unknown fields {unknown}")
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+def read_plan(fields: object) -> Plan:
+    """A plan from its JSON object; PlanError if it is not one, or of another version."""
+    if not isinstance(fields, dict):
+        raise PlanError("not a plan: a JSON object with a 'version' is expected")
+    return read(Plan, fields, f"not a plan of version {VERSION}: ")
 
 
 def _find(values: tuple[ValuePlan, ...], path: str) -> ValuePlan:

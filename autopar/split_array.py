@@ -1,40 +1,44 @@
-"""An array whose pieces live on several meshes: one leaf of the state to the user.
+"""An array whose pieces live on several meshes, and is one leaf of the state to the user.
 
-A `jax.Array` lies on one mesh; layers that several stages share cannot be one. A `SplitArray` holds one `jax.Array` for each
-range of layers. It has a shape and a type, and reads, compares, computes and saves as the numpy array that it stands for, which
-is assembled on the host each time: its operators, NumPy's functions and the methods of `READS` give NumPy arrays. The step takes
-it back as it is, without copies. What can go wrong: JAX's own functions and transformations take JAX's own arrays alone, and say
-"Triggering __jax_array__() during abstractification"; arithmetic on a large one is slow. `step.gather` makes `jax.Array`s first.
+A `jax.Array` lies on one mesh; a stack of layers that several stages share cannot be one. A `SplitArray` holds one `jax.Array`
+for each range of layers. The functions below take leaves apart into such pieces and join them again.
+
+What can go wrong: JAX's own functions and transformations take JAX's own arrays alone, and say "Triggering __jax_array__()
+during abstractification"; arithmetic on a large array is slow, because it is assembled on the host each time. `step.gather`
+makes `jax.Array`s first.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
+from numpy.typing import DTypeLike
 
 from autopar.compat import without_explicit_axes
+
+A = TypeVar("A")
 
 _OF_MEMORY = {"base", "byteswap", "ctypes", "data", "device", "flags", "strides", "to_device", "view"}
 _WRITING = {"fill", "itemset", "partition", "put", "resize", "setfield", "setflags", "sort"}
 READS = frozenset(name for name in dir(np.ndarray) if not name.startswith("_")) - _OF_MEMORY - _WRITING
-"""What it has of a NumPy array's attributes: those that read."""
+"""The attributes of a NumPy array that a `SplitArray` has too: those that read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SplitSharding:
-    """Where the pieces of a leaf are: along `dim` the entries from bounds[k] to bounds[k + 1] are laid out by shardings[k]."""
+    """Where the pieces of a leaf are: along `dim`, the entries from bounds[k] to bounds[k + 1] have shardings[k]."""
 
     dim: int
     bounds: tuple[int, ...]
     shardings: tuple[NamedSharding, ...]
-    # What `jnp.zeros_like` asks of a sharding that it might give to its result (JAX 0.10 to 0.12); it makes an ordinary array.
+    # `jnp.zeros_like` of a sharding that it might give to its result (JAX 0.10 to 0.12); the result is an ordinary array.
     _is_concrete: ClassVar[bool] = False
 
     @property
@@ -45,7 +49,13 @@ class SplitSharding:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPieces:
-    """How a leaf is held: whole, or along a dimension between `bounds`; `first` is the number of its first piece's leaf."""
+    """How a leaf is held: whole, or in pieces.
+
+    Attributes:
+        first: the number of its first piece among all pieces of all leaves.
+        dim: the dimension along which it is cut.
+        bounds: piece k holds the entries from bounds[k] to bounds[k + 1]; empty if the leaf is whole.
+    """
 
     first: int
     dim: int = 0
@@ -53,12 +63,24 @@ class LeafPieces:
 
     @property
     def count(self) -> int:
-        """How many leaves hold it."""
+        """Number of its pieces."""
         return max(len(self.bounds) - 1, 1)
 
 
 class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """See the module's text. `pieces` are joined along dimension `dim`."""
+    """One array in pieces that lie on different meshes.
+
+    It reads, compares, computes, pickles and saves as the NumPy array that it stands for. Operators, NumPy's functions and the
+    methods that read (`sum`, `mean`, `T`, `reshape`, `astype`, ...) compute on the host and return NumPy arrays. The step takes
+    it back as it is, without copies.
+
+    Attributes:
+        pieces: one `jax.Array` per range of entries along `dim`.
+        dim: the dimension along which the pieces are joined.
+        bounds: piece k holds the entries from bounds[k] to bounds[k + 1].
+        shape: of the whole array.
+        dtype: of its elements.
+    """
 
     def __init__(self, pieces: Sequence[jax.Array], dim: int = 0) -> None:
         self.pieces, self.dim = tuple(pieces), dim
@@ -89,7 +111,7 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def weak_type(self) -> bool:
-        """Whether its type gives way to that of other operands, as a Python number's does."""
+        """Whether its type yields to that of other operands, as a Python number's does."""
         return all(piece.weak_type for piece in self.pieces)
 
     @property
@@ -107,7 +129,7 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
         return set().union(*(piece.devices() for piece in self.pieces))
 
     def is_deleted(self) -> bool:
-        """Whether a step has taken it."""
+        """Whether a step has consumed it."""
         return any(piece.is_deleted() for piece in self.pieces)
 
     def delete(self) -> None:
@@ -126,20 +148,21 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
             piece.block_until_ready()
         return self
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError("an array in pieces is copied when it becomes one array; use copy=None or copy=True")
         whole = np.concatenate([np.asarray(piece) for piece in self.pieces], axis=self.dim)
         return whole if dtype is None else whole.astype(dtype)
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **kwargs: Any) -> object:
         if any(isinstance(x, SplitArray) for x in kwargs.get("out", ())):
             raise TypeError("out= is a SplitArray, which cannot be written to: it stands for pieces on several meshes")
         whole = [np.asarray(x) if isinstance(x, SplitArray | jax.Array) else x for x in inputs]
-        return getattr(ufunc, method)(*whole, **kwargs)
+        result: object = getattr(ufunc, method)(*whole, **kwargs)
+        return result
 
-    def _not_in_place(self, other: Any) -> Any:
-        """Nothing is computed in place: `leaf += 1` gives the name to the new array of `leaf + 1`, as with `jax.Array`."""
+    def _not_in_place(self, other: object) -> object:
+        """Nothing is computed in place: `leaf += 1` binds the name to the new array `leaf + 1`, as with `jax.Array`."""
         return NotImplemented
 
     __iadd__ = __isub__ = __imul__ = __imatmul__ = __itruediv__ = __ifloordiv__ = __imod__ = _not_in_place
@@ -160,8 +183,8 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __bool__(self) -> bool:
         return bool(np.asarray(self))
 
-    def __reduce__(self) -> Any:
-        """Saved and copied as an ordinary numpy array, which the step accepts."""
+    def __reduce__(self) -> tuple[Callable[..., np.ndarray], tuple[np.ndarray]]:
+        """Pickle and copy it as an ordinary NumPy array, which the step accepts."""
         return np.asarray, (np.asarray(self),)
 
     def __repr__(self) -> str:
@@ -177,55 +200,58 @@ def _place(piece: jax.Array) -> str:
     return f"on device{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def cut_at(array: Any, pieces: LeafPieces) -> list[Any]:
-    """An array in the pieces of a leaf."""
+def cut_array(array: A, pieces: LeafPieces) -> list[A | jax.Array | np.ndarray]:
+    """The pieces of an array; traced arrays are cut in the trace, arrays of the host on the host."""
     if not pieces.bounds:
         return [array]
     ranges = itertools.pairwise(pieces.bounds)
     if isinstance(array, jax.Array):
-        array = without_explicit_axes(array)
-        return [jax.lax.slice_in_dim(array, a, b, axis=pieces.dim) for a, b in ranges]
-    return [array[(slice(None),) * pieces.dim + (slice(a, b),)] for a, b in ranges]
+        whole = without_explicit_axes(array)
+        return [jax.lax.slice_in_dim(whole, a, b, axis=pieces.dim) for a, b in ranges]
+    host = np.asarray(array)
+    return [host[(slice(None),) * pieces.dim + (slice(a, b),)] for a, b in ranges]
 
 
-def in_pieces(leaves: Sequence[Any], held: Sequence[LeafPieces]) -> list[Any]:
-    """Leaves as they are held: a `SplitArray` that is cut alike is taken apart, anything else is cut."""
+def cut_leaves(leaves: Sequence[A], held: Sequence[LeafPieces]) -> list[A | jax.Array | np.ndarray]:
+    """The pieces of all leaves: a `SplitArray` with the same cuts is taken apart, anything else is cut."""
     return [part for leaf, pieces in zip(leaves, held, strict=True) for part in _parts(leaf, pieces)]
 
 
-def _parts(leaf: Any, pieces: LeafPieces) -> Sequence[Any]:
+def _parts(leaf: A, pieces: LeafPieces) -> Sequence[A | jax.Array | np.ndarray]:
     if not isinstance(leaf, SplitArray):
-        return cut_at(leaf, pieces)
+        return cut_array(leaf, pieces)
     if (leaf.dim, leaf.bounds) == (pieces.dim, pieces.bounds):
         return leaf.pieces
-    return cut_at(np.asarray(leaf), pieces)
+    return cut_array(np.asarray(leaf), pieces)
 
 
-def taken_apart(leaves: Sequence[Any]) -> tuple[list[LeafPieces], list[Any]]:
-    """How leaves are held, and all pieces of those that are in pieces in place of them."""
+def take_apart(leaves: Sequence[A]) -> tuple[list[LeafPieces], list[A | jax.Array]]:
+    """(how the leaves are held, the leaves with each `SplitArray` replaced by its pieces)."""
     held: list[LeafPieces] = []
-    parts: list[Any] = []
+    parts: list[A | jax.Array] = []
     for leaf in leaves:
-        split = isinstance(leaf, SplitArray)
-        held.append(LeafPieces(len(parts), leaf.dim, leaf.bounds) if split else LeafPieces(len(parts)))
-        parts += leaf.pieces if split else [leaf]
+        if isinstance(leaf, SplitArray):
+            held.append(LeafPieces(len(parts), leaf.dim, leaf.bounds))
+            parts += leaf.pieces
+        else:
+            held.append(LeafPieces(len(parts)))
+            parts.append(leaf)
     return held, parts
 
 
-def joined(parts: Sequence[Any], held: Sequence[LeafPieces]) -> list[Any]:
+def join_leaves(parts: Sequence[A], held: Sequence[LeafPieces]) -> list[A | SplitArray]:
     """The leaves that are held in these parts."""
-    return [
-        SplitArray(parts[pieces.first : pieces.first + pieces.count], pieces.dim)
-        if pieces.bounds
-        else parts[pieces.first]
-        for pieces in held
-    ]
+    return [_join(parts[pieces.first : pieces.first + pieces.count], pieces) for pieces in held]
 
 
-def held_in(
+def _join(parts: Sequence[Any], pieces: LeafPieces) -> Any:
+    return SplitArray(parts, pieces.dim) if pieces.bounds else parts[0]
+
+
+def leaf_shardings(
     held: Sequence[LeafPieces], places: Mapping[int, NamedSharding]
 ) -> dict[int, NamedSharding | SplitSharding]:
-    """Where each leaf is, by number, from where each of the parts is; parts of the batch have no place."""
+    """Sharding of each leaf, by number, from those of the parts; parts of the batch have none."""
     found: dict[int, NamedSharding | SplitSharding] = {}
     for number, pieces in enumerate(held):
         if pieces.bounds:
@@ -236,10 +262,10 @@ def held_in(
     return found
 
 
-def placed_apart(
+def take_shardings_apart(
     shardings: Sequence[NamedSharding | SplitSharding],
 ) -> tuple[list[LeafPieces], list[NamedSharding]]:
-    """How leaves of these shardings are held, and the sharding of every part."""
+    """(how leaves with these shardings are held, the sharding of every part)."""
     held: list[LeafPieces] = []
     places: list[NamedSharding] = []
     for sharding in shardings:

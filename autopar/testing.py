@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -23,10 +23,12 @@ from autopar.intra_op.lowering.per_device import sharded
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
 
+T = TypeVar("T")
+
 
 def random_assignment(
-    fun: Callable[..., Any], *args: Any, mesh_shape: Sequence[int] | Mapping[str, int], seed: int
-) -> tuple[Assignment, tuple[Any, ...], Any]:
+    fun: Callable[..., object], *args: object, mesh_shape: Sequence[int] | Mapping[str, int], seed: int
+) -> tuple[Assignment, tuple[jax.Array, ...], jax.tree_util.PyTreeDef]:
     """(assignment, constants, output tree) with a random legal strategy on every equation of `fun(*args)`."""
     closed, out_shape = jax.make_jaxpr(fun, return_shape=True)(*args)
     program, constants = program_of(closed)
@@ -44,12 +46,21 @@ def random_assignment(
 
 
 def run_with_random_strategies(
-    fun: Callable[..., Any], *args: Any, mesh_shape: Sequence[int] | Mapping[str, int], seed: int
-) -> Any:
-    """Outputs of `fun(*args)`, computed on a mesh with a random legal strategy on every equation.
+    fun: Callable[..., T], *args: object, mesh_shape: Sequence[int] | Mapping[str, int], seed: int
+) -> T:
+    """Run `fun(*args)` on a mesh with a random legal strategy on every equation.
 
-    `mesh_shape`: sizes of the mesh axes; as many devices as their product are needed. Equal seeds pick equal strategies.
-    Raises ArgumentError if there are too few devices.
+    Args:
+        fun: a function of arrays, or trees of arrays, that JAX can trace.
+        *args: its arguments.
+        mesh_shape: sizes of the mesh axes, as a sequence or a mapping of names to sizes; their product is the number of devices.
+        seed: equal seeds choose equal strategies.
+
+    Returns:
+        The outputs, equal to those of `fun(*args)` up to rounding if all factor rules are right.
+
+    Raises:
+        ArgumentError: there are fewer devices than the mesh needs.
     """
     assignment, constants, tree = random_assignment(fun, *args, mesh_shape=mesh_shape, seed=seed)
     mesh = assignment.mesh
@@ -59,4 +70,5 @@ def run_with_random_strategies(
     device_mesh = make_mesh(devices, mesh.axis_names)
     # Such a program runs once and has many more operations than `fun`: compile it fast rather than well.
     run = jax.jit(sharded(assignment, device_mesh), compiler_options={"xla_backend_optimization_level": 0})
-    return jax.tree.unflatten(tree, run(*jax.tree.leaves(args), *constants))
+    outputs: T = jax.tree.unflatten(tree, run(*jax.tree.leaves(args), *constants))
+    return outputs

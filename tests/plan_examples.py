@@ -12,11 +12,14 @@ MESH = {"x": 2, "y": 4}
 def leaf(path: str, shape: tuple[int, ...], spec: Spec | None = None, *, role: str = "state") -> ValuePlan:
     spec = spec or ((),) * len(shape)
     ways = math.prod(MESH[axis] for axes in spec for axis in axes)
-    return ValuePlan(path, role, shape, "float32", spec, 4 * math.prod(shape) // ways)
+    size = 4 * math.prod(shape) // ways
+    return ValuePlan(path=path, role=role, shape=shape, dtype="float32", spec=spec, bytes_per_device=size)
 
 
 def collective(kind: str, axis: str, *, operand: str = "float32[7]", count: float = 1, source: str = "m.py:7"):
-    return CollectivePlan(kind, (axis,), 1024, count, operand, source, 1e-3)
+    return CollectivePlan(
+        kind=kind, axes=(axis,), bytes=1024, count=count, operand=operand, source=source, predicted_s=1e-3
+    )
 
 
 def plan_of(*inputs: ValuePlan, collectives: tuple[CollectivePlan, ...] = (), **changes) -> Plan:

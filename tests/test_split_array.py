@@ -18,12 +18,12 @@ from autopar.split_array import (
     LeafPieces,
     SplitArray,
     SplitSharding,
-    cut_at,
-    held_in,
-    in_pieces,
-    joined,
-    placed_apart,
-    taken_apart,
+    cut_array,
+    cut_leaves,
+    join_leaves,
+    leaf_shardings,
+    take_apart,
+    take_shardings_apart,
 )
 
 WHOLE = np.arange(24, dtype=np.float32).reshape(4, 6)
@@ -36,7 +36,7 @@ def on(number):
 
 def split(dim=1, bounds=(0, 1, 6), whole=WHOLE):
     """The array cut along a dimension, its pieces on devices 0, 1, ..."""
-    parts = cut_at(whole, LeafPieces(0, dim, bounds))
+    parts = cut_array(whole, LeafPieces(0, dim, bounds))
     return SplitArray([jax.device_put(part, on(n)) for n, part in enumerate(parts)], dim)
 
 
@@ -138,7 +138,7 @@ def test_it_says_where_its_pieces_are_and_which_are_gone():
 def test_of_leaves_that_are_held_in_pieces_those_cut_alike_are_taken_as_they_are():
     array, host = split(), WHOLE + 1
     held = [LeafPieces(0, 1, (0, 1, 6)), LeafPieces(2), LeafPieces(3, 0, (0, 2, 4))]
-    parts = in_pieces([array, host, host], held)
+    parts = cut_leaves([array, host, host], held)
     assert parts[0] is array.pieces[0]
     assert parts[1] is array.pieces[1]
     assert parts[2] is host
@@ -148,36 +148,36 @@ def test_of_leaves_that_are_held_in_pieces_those_cut_alike_are_taken_as_they_are
 
 @pytest.mark.parametrize(("dim", "bounds"), [(1, (0, 3, 6)), (0, (0, 1, 4))])
 def test_one_that_is_cut_elsewhere_is_cut_anew(dim, bounds):
-    parts = in_pieces([split()], [LeafPieces(0, dim, bounds)])
+    parts = cut_leaves([split()], [LeafPieces(0, dim, bounds)])
     np.testing.assert_array_equal(np.concatenate(parts, axis=dim), WHOLE)
     assert [part.shape[dim] for part in parts] == np.diff(bounds).tolist()
 
 
 def test_one_that_is_cut_alike_along_another_dimension_is_cut_anew():
     square = WHOLE[:, :4]
-    parts = in_pieces([split(1, (0, 1, 4), square)], [LeafPieces(0, 0, (0, 1, 4))])
+    parts = cut_leaves([split(1, (0, 1, 4), square)], [LeafPieces(0, 0, (0, 1, 4))])
     np.testing.assert_array_equal(parts[0], square[:1])
     np.testing.assert_array_equal(parts[1], square[1:])
 
 
 @pytest.mark.parametrize("kind", [np.asarray, jnp.asarray])
 def test_arrays_of_every_kind_are_cut_along_any_dimension(kind):
-    left, right = cut_at(kind(WHOLE), LeafPieces(0, 1, (0, 2, 6)))
+    left, right = cut_array(kind(WHOLE), LeafPieces(0, 1, (0, 2, 6)))
     np.testing.assert_array_equal(left, WHOLE[:, :2])
     np.testing.assert_array_equal(right, WHOLE[:, 2:])
 
 
 def test_one_is_read_whole_where_a_leaf_is_whole():
-    (part,) = in_pieces([split()], [LeafPieces(0)])
+    (part,) = cut_leaves([split()], [LeafPieces(0)])
     np.testing.assert_array_equal(part, WHOLE)
 
 
 def test_leaves_taken_apart_are_joined_again():
     leaves = [split(), np.ones(3), split(0, (0, 3, 4))]
-    held, parts = taken_apart(leaves)
+    held, parts = take_apart(leaves)
     assert held == [LeafPieces(0, 1, (0, 1, 6)), LeafPieces(2), LeafPieces(3, 0, (0, 3, 4))]
     assert [pieces.count for pieces in held] == [2, 1, 2]
-    again = joined(parts, held)
+    again = join_leaves(parts, held)
     assert again[1] is leaves[1]
     for found, leaf in ((again[0], leaves[0]), (again[2], leaves[2])):
         assert (found.pieces, found.dim) == (leaf.pieces, leaf.dim)
@@ -185,8 +185,8 @@ def test_leaves_taken_apart_are_joined_again():
 
 def test_shardings_of_leaves_are_those_of_their_parts_and_back():
     shardings = [on(3), SplitSharding(1, (0, 1, 6), (on(0), on(1))), on(2)]
-    held, places = placed_apart(shardings)
+    held, places = take_shardings_apart(shardings)
     assert places == [on(3), on(0), on(1), on(2)]
     assert held == [LeafPieces(0), LeafPieces(1, 1, (0, 1, 6)), LeafPieces(3)]
-    assert held_in(held, dict(enumerate(places))) == dict(enumerate(shardings))
-    assert held_in([*held, LeafPieces(4)], dict(enumerate(places))).keys() == {0, 1, 2}
+    assert leaf_shardings(held, dict(enumerate(places))) == dict(enumerate(shardings))
+    assert leaf_shardings([*held, LeafPieces(4)], dict(enumerate(places))).keys() == {0, 1, 2}

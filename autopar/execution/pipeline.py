@@ -39,7 +39,7 @@ from autopar.schedules.emit import emit
 from autopar.schedules.instructions import Value
 from autopar.schedules.launch_order import in_launch_order, part_of
 from autopar.schedules.schedules import Schedule
-from autopar.split_array import SplitSharding, held_in, in_pieces, joined
+from autopar.split_array import SplitSharding, cut_leaves, join_leaves, leaf_shardings
 from autopar.stages.split_scans import SplitStep
 
 
@@ -129,7 +129,7 @@ class CompiledPipeline:
     @functools.cached_property
     def in_shardings(self) -> dict[int, NamedSharding | SplitSharding]:
         """Where each leaf of the step lives between steps, by number; leaves of the batch have no such place."""
-        return held_in(self._split.inputs, self._inputs.places)
+        return leaf_shardings(self._split.inputs, self._inputs.places)
 
     def run(self, leaves: Sequence[Any], *, record: bool = False) -> Any:
         """One step on the flat leaves of its arguments; results as a tree, each on the stage that made it."""
@@ -141,7 +141,7 @@ class CompiledPipeline:
                 flat = self._results(self._driver.run(self._supplied(leaves), record=record))
             else:
                 flat = self._run_with_others(leaves, self._watch, record=record)
-        return jax.tree.unflatten(self.traced.out_tree, joined(flat, self._split.outputs))
+        return jax.tree.unflatten(self.traced.out_tree, join_leaves(flat, self._split.outputs))
 
     def _run_with_others(self, leaves: Sequence[Any], watch: Watch, *, record: bool) -> list[Any]:
         """The same where other processes have stages; scalars come to each of them, and a failure is told to all."""
@@ -161,7 +161,7 @@ class CompiledPipeline:
 
     def _supplied(self, leaves: Sequence[Any]) -> dict[tuple[int, Value], list[Any]]:
         """The driver's inputs, from the leaves of a call: stacks in pieces, and constants."""
-        parts = [*in_pieces(leaves, self._split.inputs), *self._split.step.constants]
+        parts = [*cut_leaves(leaves, self._split.inputs), *self._split.step.constants]
         return self._inputs.supplied(each_taken_once(parts, self._donated), self._part.meshes)
 
     def _results(self, found: Mapping[tuple[int, Value], Sequence[Any]]) -> list[Any]:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from autopar.runtime.processes import absent_like, are_here, as_host, is_here
 from autopar.runtime.resharding.reshard import brought_here
-from autopar.split_array import SplitArray, SplitSharding, in_pieces, joined, placed_apart, taken_apart
+from autopar.split_array import SplitArray, SplitSharding, cut_leaves, join_leaves, take_apart, take_shardings_apart
 
 
 def create_sharded(
@@ -27,7 +27,7 @@ def create_sharded(
     devices of it.
     """
     tree = jax.tree.structure(jax.eval_shape(create_fn, *args))
-    held, places = placed_apart(shardings)
+    held, places = take_shardings_apart(shardings)
     if not all(are_here(sharding.device_set) for sharding in places):
         args = jax.tree.map(as_host, tuple(args))
     meshes = list(dict.fromkeys(sharding.mesh for sharding in places))
@@ -36,7 +36,7 @@ def create_sharded(
         here = [i for i, sharding in enumerate(places) if sharding.mesh == mesh]
 
         def some(*given: Any, here: Sequence[int] = here) -> list[Any]:
-            parts = in_pieces(jax.tree.leaves(create_fn(*given)), held)
+            parts = cut_leaves(jax.tree.leaves(create_fn(*given)), held)
             return [parts[i] for i in here]
 
         if is_here(places[here[0]]):
@@ -45,16 +45,18 @@ def create_sharded(
             arrays = list(map(absent_like, jax.eval_shape(some, *args), [places[i] for i in here]))
         for i, array in zip(here, arrays, strict=True):
             made[i] = array
-    return jax.tree.unflatten(tree, joined(made, held))
+    return jax.tree.unflatten(tree, join_leaves(made, held))
 
 
 def gathered(tree: Any, devices: Sequence[jax.Device]) -> Any:
     """A tree with its arrays as ordinary ones on one device: the first, or of several processes the first of each."""
     leaves, structure = jax.tree.flatten(tree)
-    held, parts = taken_apart(leaves)
+    held, parts = take_apart(leaves)
     if are_here(devices):
         found = [jax.device_put(x, devices[0]) if isinstance(x, jax.Array) else x for x in parts]
     else:
         found = brought_here(parts, devices)
-    whole = [jnp.concatenate(x.pieces, axis=x.dim) if isinstance(x, SplitArray) else x for x in joined(found, held)]
+    whole = [
+        jnp.concatenate(x.pieces, axis=x.dim) if isinstance(x, SplitArray) else x for x in join_leaves(found, held)
+    ]
     return jax.tree.unflatten(structure, whole)

@@ -155,10 +155,10 @@ class _Comparison:
             return as_planned(self._planned[timetable][0])
         estimate_s = None if timetable in self._failed else self._estimate_s(timetable)
         return Alternative(
-            self._wishes.num_stages * timetable.virtual_stages,
-            timetable.microbatches,
-            timetable.schedule,
-            timetable.virtual_stages,
+            num_stages=self._wishes.num_stages * timetable.virtual_stages,
+            num_microbatches=timetable.microbatches,
+            schedule=timetable.schedule,
+            virtual_stages=timetable.virtual_stages,
             estimate_s=estimate_s,
         )
 

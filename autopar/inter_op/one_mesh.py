@@ -101,7 +101,7 @@ class _Search:
 
     def tried(self, step: TracedStep, again: bool) -> OneMeshStep | None:
         """The step planned, None if it cannot be; `again`: it does forward work again in backward."""
-        row = Alternative(1, step.microbatches, recompute=again)
+        row = Alternative(num_stages=1, num_microbatches=step.microbatches, recompute=again)
         try:
             planned = plan_step(step, self._request)
         except (OutOfMemoryError, ConstraintError) as error:

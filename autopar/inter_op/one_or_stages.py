@@ -126,7 +126,12 @@ def _in_stages(
 def _faster(one: OneMeshStep, found: SearchedPipeline | OneStage) -> OneMeshStep | SearchedPipeline:
     """Of two plans the faster one; its report compares the other's ways too."""
     own = one.plan.compared or (
-        Alternative(1, one.plan.num_microbatches, recompute=one.plan.recompute, step_s=one.plan.step_s),
+        Alternative(
+            num_stages=1,
+            num_microbatches=one.plan.num_microbatches,
+            recompute=one.plan.recompute,
+            step_s=one.plan.step_s,
+        ),
     )
     if isinstance(found, SearchedPipeline) and found.plan.step_s < one.plan.step_s:
         compared = (*own, *found.as_compared())

@@ -115,10 +115,10 @@ def _in_timetable(
 def as_planned(plan: PipelinePlan) -> Alternative:
     """A planned pipeline among what was compared."""
     return Alternative(
-        plan.num_stages,
-        plan.num_microbatches,
-        plan.schedule,
-        plan.virtual_stages,
+        num_stages=plan.num_stages,
+        num_microbatches=plan.num_microbatches,
+        schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
         recompute=plan.recompute,
         step_s=plan.step_s,
     )
@@ -311,16 +311,16 @@ def _stage_plan(number: int, stage: StagedStage, first_device: int, meshes: int,
         if cut.homes[var] == number and leaf.role not in ("batch", "const")
     )
     return StagePlan(
-        number,
-        number % meshes,
-        first_device,
-        leaves,
-        stage.forward_s,
-        stage.backward_s,
-        stage.once_s,
-        in_flight,
-        stage.peak_bytes,
-        stage.plan,
+        stage=number,
+        mesh=number % meshes,
+        first_device=first_device,
+        leaves=leaves,
+        forward_s=stage.forward_s,
+        backward_s=stage.backward_s,
+        once_s=stage.once_s,
+        microbatches_in_flight=in_flight,
+        peak_bytes=stage.peak_bytes,
+        plan=stage.plan,
     )
 
 
@@ -345,12 +345,12 @@ def _transfers(staged: Staged, schedule: Schedule, request: PlanRequest) -> tupl
 
     return tuple(
         TransferPlan(
-            source,
-            target,
-            what,
-            size,
-            1 if what in ONCE else schedule.num_microbatches,
-            seconds(source, target, size),
+            source=source,
+            target=target,
+            what=what,
+            bytes=size,
+            count=1 if what in ONCE else schedule.num_microbatches,
+            predicted_s=seconds(source, target, size),
         )
         for (source, target, what), size in sorted(transfer_bytes(staged).items())
         if source % schedule.num_meshes != target % schedule.num_meshes

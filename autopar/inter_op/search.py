@@ -209,10 +209,10 @@ def _compared(choices: Mapping[_Way, StageChoice]) -> tuple[Alternative, ...]:
     """Every timetable with what its best stages would take, with or without recomputation."""
     best = {
         way[0]: Alternative(
-            len(found.stages),
-            way[0].microbatches,
-            way[0].schedule,
-            way[0].virtual_stages,
+            num_stages=len(found.stages),
+            num_microbatches=way[0].microbatches,
+            schedule=way[0].schedule,
+            virtual_stages=way[0].virtual_stages,
             recompute=way[1],
             step_s=None,
             estimate_s=found.step_s,

@@ -65,12 +65,12 @@ def described(
 def _values(leaves: Sequence[Leaf], layouts: Sequence[Layout], mesh: LogicalMesh) -> tuple[ValuePlan, ...]:
     return tuple(
         ValuePlan(
-            leaf.path,
-            leaf.role,
-            leaf.given_shape,
-            str(leaf.dtype),
-            layout.spec(mesh) if leaf.microbatches == 1 else layout.spec(mesh)[1:],
-            layout.local_bytes(leaf.shape, itemsize_of(leaf), mesh),
+            path=leaf.path,
+            role=leaf.role,
+            shape=leaf.given_shape,
+            dtype=str(leaf.dtype),
+            spec=layout.spec(mesh) if leaf.microbatches == 1 else layout.spec(mesh)[1:],
+            bytes_per_device=layout.local_bytes(leaf.shape, itemsize_of(leaf), mesh),
         )
         for leaf, layout in zip(leaves, layouts, strict=True)
     )
@@ -86,13 +86,13 @@ def _collectives(graph: StrategyGraph, assignment: Assignment) -> tuple[tuple[Co
         if planned.move.kind not in LOCAL_KINDS:
             plans.append(
                 CollectivePlan(
-                    planned.move.kind,
-                    graph.mesh.names(planned.move.axes),
-                    planned.move.payload(shape, graph.mesh) * itemsize,
-                    planned.trips,
-                    f"{planned.aval.dtype}[{','.join(map(str, shape))}]",
-                    source_line(planned.equation) if planned.equation is not None else "output",
-                    each,
+                    kind=planned.move.kind,
+                    axes=graph.mesh.names(planned.move.axes),
+                    bytes=planned.move.payload(shape, graph.mesh) * itemsize,
+                    count=planned.trips,
+                    operand=f"{planned.aval.dtype}[{','.join(map(str, shape))}]",
+                    source=source_line(planned.equation) if planned.equation is not None else "output",
+                    predicted_s=each,
                 )
             )
     return tuple(plans), seconds

@@ -1,4 +1,4 @@
-"""What a user can say about a step: options and layout constraints, as frozen data.
+"""What a user can demand of a plan's layouts, as frozen data.
 
 `constraints` of `parallelize` is a mapping from leaf-path globs to a layout, a preset such as `data_parallel()`, or a list of
 these. A layout is a `PartitionSpec`, `Replicated()` or `Split(...)`. Constraints restrict the choices of the planner's one
@@ -30,7 +30,12 @@ def _axes(what: str, axes: Any) -> tuple[str, ...] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Replicated:
-    """Every device holds the whole leaf; with `axes`, every device along those mesh axes."""
+    """A layout: every device holds the whole leaf.
+
+    Attributes:
+        axes: mesh axes along which the devices hold the same, as one name or several; along the others the search is free.
+            None stands for all axes.
+    """
 
     axes: tuple[str, ...] | None = None
 
@@ -41,7 +46,11 @@ class Replicated:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """The leaf is split over `axes` (all mesh axes if None), along any dimensions, as many ways as its shape allows."""
+    """A layout: the leaf is split along whatever dimensions are best, as many ways as its shape allows.
+
+    Attributes:
+        axes: mesh axes to split over, as one name or several; None stands for all axes.
+    """
 
     axes: tuple[str, ...] | None = None
 
@@ -52,9 +61,9 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class SplitBatch:
-    """The leading dimension is split over `axes` (all mesh axes if None); so are, in every operation, the examples that it holds.
+    """The leading dimension is split over `axes` (all mesh axes if None), and so are, in every operation, the examples along it.
 
-    `rest`: how the other dimensions are split, by other axes; whole if nothing is said."""
+    `rest`: how other axes split the other dimensions; whole by default."""
 
     axes: tuple[str, ...] | None = None
     rest: PartitionSpec = dataclasses.field(default_factory=PartitionSpec)
@@ -74,8 +83,8 @@ class Rule:
 
 
 HOW_A_BATCH_IS_GIVEN = (
-    "batch_argnums, (1,) if nothing is said, are the numbers of the positional arguments that are batches; an argument that is "
-    "keyword-only cannot be one: make it positional"
+    "batch_argnums (default (1,)) lists the positional arguments that are batches; a keyword-only argument cannot be one: make "
+    "it positional"
 )
 
 
@@ -90,9 +99,16 @@ ConstraintsLike = Mapping[str, LeafLayout] | Constraints | Sequence["Mapping[str
 
 
 def data_parallel(axis: str | Sequence[str] | None = None) -> Constraints:
-    """Split the batch over `axis` (all mesh axes if None) and replicate the state along it.
+    """Constraints of data parallelism: the batch is split by example, the state is replicated.
 
-    In every operation that sees the examples, `axis` splits them, and no other axis does: those are left to the other dimensions.
+    In every operation that sees the examples, `axis` splits them and no other axis does; other axes are left to the other
+    dimensions.
+
+    Args:
+        axis: the mesh axes, as one name or several; None stands for all axes.
+
+    Raises:
+        ConstraintError: `axis` is no name of a mesh axis, or names one twice.
     """
     axes = _axes("data_parallel", axis)
     return Constraints(
@@ -104,7 +120,15 @@ def data_parallel(axis: str | Sequence[str] | None = None) -> Constraints:
 
 
 def zero2(axis: str | Sequence[str] | None = None, *, optimizer: str = "*opt_state*") -> Constraints:
-    """Data parallel, with the leaves that match `optimizer` split over `axis`: ZeRO stage 2."""
+    """Constraints of ZeRO stage 2: data parallel, with the optimizer's state split.
+
+    Args:
+        axis: the mesh axes, as one name or several; None stands for all axes.
+        optimizer: a glob of the paths of the optimizer's leaves, such as `state/optimizer/*`.
+
+    Raises:
+        ConstraintError: `axis` is no name of a mesh axis, or names one twice; once planned, no leaf matches the glob.
+    """
     axes = _axes("zero2", axis)
     return Constraints((*data_parallel(axis).rules, Rule(optimizer, Split(axes), role="state")))
 
@@ -112,7 +136,16 @@ def zero2(axis: str | Sequence[str] | None = None, *, optimizer: str = "*opt_sta
 def zero3(
     axis: str | Sequence[str] | None = None, *, optimizer: str = "*opt_state*", params: str = "*params*"
 ) -> Constraints:
-    """As `zero2`, with the leaves that match `params` split too: ZeRO stage 3, fully sharded data parallel."""
+    """Constraints of ZeRO stage 3, fully sharded data parallel: as `zero2`, with the parameters split too.
+
+    Args:
+        axis: the mesh axes, as one name or several; None stands for all axes.
+        optimizer: a glob of the paths of the optimizer's leaves.
+        params: a glob of the paths of the parameters.
+
+    Raises:
+        ConstraintError: `axis` is no name of a mesh axis, or names one twice; once planned, no leaf matches a glob.
+    """
     axes = _axes("zero3", axis)
     return Constraints((*zero2(axis, optimizer=optimizer).rules, Rule(params, Split(axes), role="state")))
 

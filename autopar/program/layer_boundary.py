@@ -35,6 +35,15 @@ mlir.register_lowering(layer_boundary_p, lambda ctx, x: [x])
 
 
 def layer_boundary(x: T) -> T:
-    """`x`, an array or a tree of arrays, marked as the place where a layer ends and a pipeline stage may begin."""
+    """Mark the place where a layer ends and a pipeline stage may begin.
+
+    In a step with such marks stages begin at marks and nowhere else. Outside of a parallelized step it does nothing.
+
+    Args:
+        x: an array, or a tree of arrays, on its way from one layer to the next.
+
+    Returns:
+        `x`; use it in place of the argument.
+    """
     marked: T = jax.tree.map(layer_boundary_p.bind, x)
     return marked

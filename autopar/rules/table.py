@@ -197,11 +197,19 @@ _FALLBACK = PrimitiveRule(by_shape.everything_whole)
 def register_rule(
     primitive: str, notation: str | Rule, *, local: on_shard.Local = on_shard.unchanged, heavy: bool = False
 ) -> None:
-    """Teach autopar a primitive of your own.
+    """Teach autopar how a primitive of your own shards, such as a Pallas kernel or a custom call.
 
-    `notation` is a rule as `autopar.rules.factor_rule` reads it, e.g. `"b s c, c e -> b s e | sum: c"`, or a function from the
-    equation to a `FactorRule`. `local` runs it on a shard; without it the primitive is bound with the same parameters.
-    Raises RuleError if the primitive has a rule in autopar already.
+    Args:
+        primitive: the primitive's name.
+        notation: the factor rule as text, such as `"b s c, c e -> b s e | sum: c"`, or a function from the equation to a
+            `FactorRule`.
+        local: runs the equation on a shard; by default the primitive is bound with the same parameters.
+        heavy: whether it is to be priced as a contraction, 2 operations for every combination of its factors, and not as an
+            elementwise operation.
+
+    Raises:
+        RuleError: autopar has a rule for the primitive already. A rule that does not describe an equation's shapes is refused
+            when a step with it is planned.
     """
     if primitive in RULES:
         raise RuleError(f"primitive {primitive!r} has a rule in autopar; only new primitives can be registered")

@@ -27,7 +27,7 @@ from autopar.program.program import Equation, Program, fan_out_p
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.on_shard import LocalCall
 from autopar.rules.table import entry_for, rule_for
-from autopar.split_array import LeafPieces, cut_at
+from autopar.split_array import LeafPieces, cut_array
 from autopar.stages.scan_stacks import Stack, factor_dims
 
 
@@ -108,12 +108,12 @@ class Values:
     def parts_between(self, atom: Any, dim: int, bounds: tuple[int, ...]) -> list[Any]:
         """The value in pieces between these bounds; a whole one is cut once, where it is made."""
         if isinstance(atom, Literal):
-            return cut_at(self.whole(atom), LeafPieces(0, dim, bounds))
+            return cut_array(self.whole(atom), LeafPieces(0, dim, bounds))
         key = (atom, dim, bounds)
         if key not in self._parts:
             array = self.whole(atom)
             with self._where_made(atom):
-                self._parts[key] = cut_at(array, LeafPieces(0, dim, bounds))
+                self._parts[key] = cut_array(array, LeafPieces(0, dim, bounds))
         return self._parts[key]
 
     def _where_made(self, v: Var) -> Any:

@@ -32,7 +32,7 @@ from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of
 from autopar.program.program import Equation, Program
 from autopar.program.step import Leaf, TracedStep
-from autopar.split_array import LeafPieces, cut_at
+from autopar.split_array import LeafPieces, cut_array
 from autopar.stages.divided_values import Divided, Values, evaluate
 from autopar.stages.scan_stacks import ScanCuts, find_stacks
 
@@ -134,7 +134,7 @@ class _Splitter:
         return [
             part
             for value, pieces in zip(self.traced.constants, self._leaves[self._given :], strict=True)
-            for part in cut_at(value, pieces)
+            for part in cut_array(value, pieces)
         ]
 
     def _in_pieces(self, leaves: Sequence[Leaf], pieces: Sequence[LeafPieces]) -> list[Leaf]:

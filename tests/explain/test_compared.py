@@ -7,9 +7,14 @@ from autopar.plan import Alternative
 from tests.explain.test_pipelines import pipeline_of, stage_of
 
 
+def way(num_stages, num_microbatches, schedule, **more):
+    """A way to run a step in stages."""
+    return Alternative(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule, **more)
+
+
 def compared(*rows):
     plan = pipeline_of(stage_of(0), stage_of(1))
-    chosen = Alternative(2, plan.num_microbatches, plan.schedule, step_s=plan.step_s)
+    chosen = way(2, plan.num_microbatches, plan.schedule, step_s=plan.step_s)
     return dataclasses.replace(plan, compared=(*rows, chosen))
 
 
@@ -17,9 +22,9 @@ def test_the_fastest_comes_first_and_what_was_not_planned_is_marked():
     step_s = pipeline_of(stage_of(0), stage_of(1)).step_s
     text = explain(
         compared(
-            Alternative(4, 8, "interleaved", 2, estimate_s=1.25 * step_s),
-            Alternative(2, 16, "zb-h1", recompute=True, step_s=1.125 * step_s),
-            Alternative(2, 1, "1f1b"),
+            way(4, 8, "interleaved", virtual_stages=2, estimate_s=1.25 * step_s),
+            way(2, 16, "zb-h1", recompute=True, step_s=1.125 * step_s),
+            way(2, 1, "1f1b"),
         )
     )
     assert (
@@ -38,14 +43,12 @@ def test_the_fastest_comes_first_and_what_was_not_planned_is_marked():
 
 
 def test_many_rows_are_cut_short_unless_all_are_asked_for():
-    rows = [Alternative(2, 2**n, "1f1b", estimate_s=float(n)) for n in range(1, 13)]
+    rows = [way(2, 2**n, "1f1b", estimate_s=float(n)) for n in range(1, 13)]
     assert "... 3 more" in explain(compared(*rows))
     assert "... 3 more" not in explain(compared(*rows), full=True)
 
 
 def test_where_nothing_else_fits_the_report_says_so_and_where_nothing_was_compared_nothing():
-    assert "is the fastest of 2 ways compared: nothing else fits the memory" in explain(
-        compared(Alternative(2, 1, "1f1b"))
-    )
+    assert "is the fastest of 2 ways compared: nothing else fits the memory" in explain(compared(way(2, 1, "1f1b")))
     assert "ways compared" not in explain(compared())
     assert "Compared" not in explain(pipeline_of(stage_of(0), stage_of(1)))

@@ -60,10 +60,10 @@ def two_stages(**second) -> tuple[StagePlan, StagePlan]:
 
 
 TRANSFERS = (
-    TransferPlan(0, 1, "forward", 1024, 4, 1e-3),
-    TransferPlan(1, 0, "backward", 2048, 4, 2e-3),
-    TransferPlan(0, 1, "update", 4, 1, 1e-6),
-    TransferPlan(0, 1, "weights", 512, 1, 1e-4),
+    TransferPlan(source=0, target=1, what="forward", bytes=1024, count=4, predicted_s=1e-3),
+    TransferPlan(source=1, target=0, what="backward", bytes=2048, count=4, predicted_s=2e-3),
+    TransferPlan(source=0, target=1, what="update", bytes=4, count=1, predicted_s=1e-6),
+    TransferPlan(source=0, target=1, what="weights", bytes=512, count=1, predicted_s=1e-4),
 )
 
 

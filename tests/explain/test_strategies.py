@@ -6,7 +6,6 @@ import pytest
 
 from autopar.explain import explain, findings
 from autopar.explain.strategies import traffic
-from autopar.plan import CollectivePlan
 from tests.plan_examples import (
     ALL_WHOLE,
     BATCH,
@@ -34,7 +33,7 @@ def test_a_split_batch_and_whole_parameters_are_data_parallel():
 
 
 def test_collectives_are_summed_for_each_combination_of_axes():
-    both = CollectivePlan("all-reduce", ("x", "y"), 1024, 3, "float32[7]", "m.py:7", 1e-3)
+    both = dataclasses.replace(collective("all-reduce", "x", count=3), axes=("x", "y"))
     items = (both, collective("all-gather", "y", count=2), collective("all-reduce", "y"), both)
     assert traffic(plan_of(BATCH, collectives=items)) == (
         "collectives over x and y: 6 all-reduce, 6.0 KiB",
@@ -49,7 +48,7 @@ def test_a_step_without_parameters_can_be_data_parallel():
 
 def test_axes_that_split_the_batch_together_are_one_finding():
     batch = leaf("batch/tokens", (16, 64), (("x", "y"), ()), role="batch")
-    both = CollectivePlan("all-reduce", ("x", "y"), 1024, 1, "float32[32,32]", "m.py:7", 1e-3)
+    both = dataclasses.replace(collective("all-reduce", "x", operand="float32[32,32]"), axes=("x", "y"))
     assert findings(plan_of(leaf(UP, (32, 32)), batch, collectives=(both,))) == (
         f"data parallel over x and y, 8 ways: the batch split by example, {ALL_WHOLE}",
     )

@@ -104,7 +104,13 @@ def test_what_was_compared_goes_with_the_plan_and_into_its_file():
     plan = planned(*arguments(64, batch=8))
     assert {(one.num_microbatches, one.schedule) for one in plan.compared} >= {(1, "1f1b"), (8, "zb-h1")}
     assert type(plan).from_json(plan.to_json()) == plan
-    chosen = Alternative(2, plan.num_microbatches, plan.schedule, plan.virtual_stages, step_s=plan.step_s)
+    chosen = Alternative(
+        num_stages=2,
+        num_microbatches=plan.num_microbatches,
+        schedule=plan.schedule,
+        virtual_stages=plan.virtual_stages,
+        step_s=plan.step_s,
+    )
     assert chosen in plan.compared
     assert np.isclose(min(one.step_s or np.inf for one in plan.compared), plan.step_s)
     assert not planned(*arguments(64, batch=8), num_microbatches=2, schedule="gpipe").compared

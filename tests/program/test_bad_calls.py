@@ -66,8 +66,8 @@ def test_a_static_value_that_cannot_be_hashed_is_named(value):
 
 
 NO_BATCH = (
-    "batch_argnums, (1,) if nothing is said, are the numbers of the positional arguments that are batches",
-    "keyword-only cannot be one: make it positional",
+    "batch_argnums (default (1,)) lists the positional arguments that are batches",
+    "a keyword-only argument cannot be one: make it positional",
 )
 
 

@@ -117,7 +117,9 @@ def test_collectives_are_a_microbatchs_or_a_steps_by_what_they_move():
     gradients = [jax.ShapeDtypeStruct((64, 256), "float32"), jax.ShapeDtypeStruct((256,), "float32")]
 
     def collective(kind: str, axes: tuple[str, ...], size: int, operand: str) -> CollectivePlan:
-        return CollectivePlan(kind, axes, size, 2.0, operand, "a line", 0.5)
+        return CollectivePlan(
+            kind=kind, axes=axes, bytes=size, count=2.0, operand=operand, source="a line", predicted_s=0.5
+        )
 
     found, reduced = exchanges_of(
         [

@@ -13,7 +13,7 @@ from autopar.layouts.allowed import whole_path
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.evaluate import bind_equation
 from autopar.program.trace import trace
-from autopar.split_array import in_pieces, joined
+from autopar.split_array import cut_leaves, join_leaves
 from autopar.stages import scan_stacks
 from autopar.stages.chain import forward_chain
 from autopar.stages.rejoin_scans import merged
@@ -46,8 +46,8 @@ def evaluated(split, state, batch):
             values.update(zip(eqn.outvars, bind_equation(eqn, [read(v) for v in eqn.invars]), strict=True))
         return [read(v) for v in step.program.outvars]
 
-    leaves = in_pieces(jax.tree.leaves((state, batch)), split.inputs)
-    flat = joined(jax.jit(run)([*leaves, *step.constants]), split.outputs)
+    leaves = cut_leaves(jax.tree.leaves((state, batch)), split.inputs)
+    flat = join_leaves(jax.jit(run)([*leaves, *step.constants]), split.outputs)
     return jax.tree.unflatten(split.whole.out_tree, flat)
 
 
