@@ -49,11 +49,12 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.runtime.driver import Driver
-from autopar.schedules.chain import chain
-from autopar.schedules.check import microbatches_in_flight
+from autopar.schedules.chain import make_chain
+from autopar.schedules.in_flight import microbatches_in_flight
 from autopar.schedules.instructions import InstructionList, TaskSpec, Value
-from autopar.schedules.schedules import Schedule, make_schedule
+from autopar.schedules.schedules import make_schedule
 from autopar.schedules.simulate import simulate
+from autopar.schedules.tasks import Schedule
 from autopar.schedules.timeline import Timeline
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("inference", 1))
@@ -227,7 +228,7 @@ def measured_hop(*, task_s: float, length: int = 24, chains: int = 5) -> float:
 
 def emulate(schedule: Schedule, *, task_s: float, residual_bytes: int, hop_s: float = 0.0) -> Emulation:
     """Compile one sleeping program per task and device."""
-    work = chain(schedule)
+    work = make_chain(schedule)
     program = work.emit()
     devices = jax.devices()
 

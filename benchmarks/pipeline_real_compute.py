@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.runtime.driver import Driver
-from autopar.schedules.chain import Chain, chain
+from autopar.schedules.chain import Chain, make_chain
 from autopar.schedules.instructions import Free, InstructionList, Run, Send, TaskSpec, Value
 from autopar.schedules.schedules import make_schedule
 
@@ -124,7 +124,7 @@ def main() -> None:
     rows = []
     for name, v in SCHEDULES:
         sizes = {"num_meshes": arguments.stages, "num_microbatches": arguments.microbatches, "virtual_stages": v}
-        work = chain(make_schedule(name, **sizes))
+        work = make_chain(make_schedule(name, **sizes))
         rows.append(measure(name, work, width=arguments.width, rounds=arguments.rounds))
     table = Table(title=f"{arguments.stages} stages x {arguments.microbatches} microbatches, JAX {jax.__version__}")
     for column in ("schedule", "pipelined ms", "in a row ms", "median of paired ratios"):

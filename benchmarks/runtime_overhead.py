@@ -34,7 +34,7 @@ import autopar
 from autopar.compat import make_mesh
 from autopar.models.registry import build
 from autopar.runtime.driver import Driver
-from autopar.schedules.chain import chain
+from autopar.schedules.chain import make_chain
 from autopar.schedules.instructions import Run
 from autopar.schedules.schedules import make_schedule
 
@@ -77,7 +77,7 @@ def paired(options: argparse.Namespace) -> list[tuple[float, float]]:
 
 def instruction_us(rounds: int) -> float:
     """Least microseconds per instruction of a driver whose tasks do nothing: 4 stages, 16 microbatches."""
-    program = chain(make_schedule("1f1b", num_meshes=4, num_microbatches=16)).emit()
+    program = make_chain(make_schedule("1f1b", num_meshes=4, num_microbatches=16)).emit()
     runs = {i.task: len(i.writes) for i in program.instructions if isinstance(i, Run)}
     nothing = {task: lambda arrays, count=count: [None] * count for task, count in runs.items()}
     driver = Driver(program, nothing, lambda array, value, source, target: array)

@@ -17,7 +17,7 @@ from autopar.explain import TEXT_WIDTH, show, standard_output
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
-from autopar.schedules.schedules import grid
+from autopar.schedules.grid import draw_grid
 from autopar.simulate.plan_overlap import overlap_of, overlap_table, own_cluster
 
 _LONGEST_BACKWARD = 3
@@ -70,7 +70,7 @@ def schedule_grid(plan: PipelinePlan) -> str:
     columns = dict.fromkeys(schedule.kinds, 1)
     if "backward" in columns:
         columns["backward"] = _backward_columns(plan)
-    picture = grid(schedule, columns)
+    picture = draw_grid(schedule, columns)
     return picture if max(map(len, picture.splitlines())) <= TEXT_WIDTH else ""
 
 

@@ -37,8 +37,8 @@ from autopar.runtime.thread_settings import program_settings_here, under
 from autopar.runtime.watch import Watch
 from autopar.schedules.emit import emit
 from autopar.schedules.instructions import Value
-from autopar.schedules.launch_order import in_launch_order, part_of
-from autopar.schedules.schedules import Schedule
+from autopar.schedules.launch_order import order_launches, part_of
+from autopar.schedules.tasks import Schedule
 from autopar.split_array import SplitSharding, cut_leaves, join_leaves, leaf_shardings
 from autopar.stages.split_scans import SplitStep
 
@@ -111,7 +111,7 @@ class CompiledPipeline:
         )
         self._processes = PipelineProcesses.of(self.stages)
         if self._processes.are_several:
-            self.instructions = in_launch_order(self.instructions, self._processes.of_mesh)
+            self.instructions = order_launches(self.instructions, self._processes.of_mesh)
         self._part = part_of(self.instructions, self._processes.of_mesh, jax.process_index())
         self._watch = _watch_on(self._processes)
         self._driver = Driver(

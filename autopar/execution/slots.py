@@ -18,7 +18,7 @@ from autopar.compat import Var
 from autopar.execution.pipeline_tasks import Item, Node, PipelineTasks
 from autopar.execution.transfers import opened, there
 from autopar.schedules.instructions import Slot, TaskSpec, Value
-from autopar.schedules.schedules import Schedule
+from autopar.schedules.tasks import Schedule
 from autopar.stages.tasks.cuts import Ref
 from autopar.stages.tasks.stage_program import PROLOGUE
 
@@ -102,13 +102,28 @@ class _Linker:
         inputs = tuple(group.slot for group in self.reads[name])
         outputs = tuple(group.slot for group in self.writes[name])
         donated = tuple(i for i, slot in enumerate(inputs) if slot in outputs)
-        return TaskSpec(name, self.tasks.mesh_of(node.stage), kind, node.stage, inputs, outputs, donated)
+        return TaskSpec(
+            name=name,
+            mesh=self.tasks.mesh_of(node.stage),
+            kind=kind,
+            stage=node.stage,
+            inputs=inputs,
+            outputs=outputs,
+            donated=donated,
+        )
 
     def _missing(self, specs: Sequence[TaskSpec]) -> list[TaskSpec]:
         """Tasks of the schedule for which a stage has nothing to do."""
         have = {(spec.kind, spec.stage) for spec in specs}
         return [
-            TaskSpec(f"{kind} {stage}", self.tasks.mesh_of(stage), kind, stage, (), ())
+            TaskSpec(
+                name=f"{kind} {stage}",
+                mesh=self.tasks.mesh_of(stage),
+                kind=kind,
+                stage=stage,
+                inputs=(),
+                outputs=(),
+            )
             for kind in self.schedule.kinds
             for stage in range(len(self.tasks.stages))
             if (kind, stage) not in have

@@ -25,11 +25,11 @@ from autopar.microbatches.counts import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
-from autopar.schedules.check import microbatches_in_flight
-from autopar.schedules.in_flight import InFlight
+from autopar.schedules.in_flight import InFlight, microbatches_in_flight
 from autopar.schedules.instructions import Run
-from autopar.schedules.schedules import Open, Recompute, Schedule, ScheduleName, make_schedule
+from autopar.schedules.schedules import Open, Recompute, ScheduleName, make_schedule
 from autopar.schedules.simulate import Simulation, simulate_schedule
+from autopar.schedules.tasks import Schedule
 from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following, homes_of
 from autopar.stages.rejoin_scans import merged

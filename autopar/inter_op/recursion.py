@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from autopar.inter_op.problem import Manual, StageProblem
-from autopar.schedules.schedules import ScheduleName
+from autopar.schedules.schedules import NAMED_SCHEDULES, most_in_flight
 
 TIE = 1e-12
 """Relative difference up to which two times are the same."""
@@ -121,37 +121,21 @@ def families_of(problem: StageProblem, manual: Manual) -> Iterator[Family]:
     if is_left(1, 1):
         yield Family(problem, manual, (1,), {1: (1,)}, 1.0, (batches - 1.0,))
     counts = tuple(p for p in range(2, most + 1) if is_left(p, p * chunks))
-    if problem.schedule == "interleaved":
+    known = NAMED_SCHEDULES[problem.schedule]
+
+    def in_flight_of(meshes: int) -> tuple[int, ...]:
+        sizes = {"num_meshes": meshes, "num_microbatches": batches, "virtual_stages": chunks}
+        return most_in_flight(problem.schedule, **sizes)[::-1]
+
+    if known.chunks == "several":
         for p in counts:
             if problem.devices % p == 0 and batches % p == 0:
-                in_flight = {p * chunks: interleaved_in_flight(p, microbatches=batches, chunks=chunks)[::-1]}
+                in_flight = {p * chunks: in_flight_of(p)}
                 yield Family(problem, manual, (p * chunks,), in_flight, 1 / chunks, (chunks * batches - 1.0,), chunks)
     elif counts:
-        in_flight = {p: scheduled_in_flight(problem.schedule, p, microbatches=batches) for p in counts}
-        split = problem.schedule == "zb-h1"
+        in_flight, split = {p: in_flight_of(p) for p in counts}, known.is_split
         slowest = tuple(batches - 1 / 3 + max(0, p - batches) / 3 if split else batches - 1.0 for p in counts)
         yield Family(problem, manual, counts, in_flight, 1 / 3 if split else 1.0, slowest)
-
-
-def scheduled_in_flight(schedule: ScheduleName, stages: int, *, microbatches: int) -> tuple[int, ...]:
-    """The most microbatches that stages keep, the last stage first."""
-    kept = {"gpipe": [microbatches] * stages, "inference": [1] * stages, "zb-h1": [stages] * stages}
-    return tuple(min(microbatches, k) for k in kept.get(schedule, range(1, stages + 1)))
-
-
-def interleaved_in_flight(meshes: int, *, microbatches: int, chunks: int) -> tuple[int, ...]:
-    """The most microbatches that each of p v chunks keeps under interleaved 1F1B, by counting through each mesh's row."""
-    total = microbatches * chunks
-    forward = np.arange(total) % (meshes * chunks) // meshes
-    kept = np.zeros((chunks, meshes), int)
-    for mesh in range(meshes):
-        ahead = min(total, 2 * (meshes - 1 - mesh) + (chunks - 1) * meshes)
-        for chunk in range(chunks):
-            started = np.concatenate([[0], np.cumsum(forward == chunk)])
-            finished = np.concatenate([[0], np.cumsum(forward == chunks - 1 - chunk)])
-            done = np.minimum(np.arange(total) + ahead + 1, total)
-            kept[chunk, mesh] = np.max(started[done] - finished[:total])
-    return tuple(int(f) for f in kept.ravel())
 
 
 def quick(table: np.ndarray, family: Family, combine: np.ufunc) -> float:

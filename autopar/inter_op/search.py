@@ -29,6 +29,7 @@ from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.plan import Alternative
+from autopar.schedules.schedules import NAMED_SCHEDULES
 
 TOLERANCE = 1e-3
 """Relative gain below which the search over stages lets go; layers' costs are less exact."""
@@ -142,7 +143,7 @@ class _Search:
 
     def _table(self, way: _Way) -> CostTable:
         timetable, again = way
-        is_split = timetable.schedule == "zb-h1"
+        is_split = NAMED_SCHEDULES[timetable.schedule].is_split
         return self.costs.table(timetable.microbatches, self.options, recompute=again, split=is_split)
 
     def _solved(self, way: _Way) -> tuple[StageChoice | OutOfMemoryError | ArgumentError, float]:

@@ -1,8 +1,8 @@
-"""The plain chain of stages that a schedule is about, as tasks: what a schedule means when no model is at hand.
+"""A plain chain of stages as tasks: what a schedule means when no model is at hand.
 
-In: a `Schedule`. Out: one `TaskSpec` per kind and stage, and the inputs and outputs that go with them. Stage s turns `x{s}`
-into `x{s+1}` and keeps residuals `r{s}`; its backward turns the cotangent `g{s+1}` into `g{s}` and adds to the accumulator
-`dw{s}`. The last stage's output is its own cotangent. The simulator measures bubbles on it, and so do tests and benchmarks.
+Stage s turns `x{s}` into `x{s+1}` and keeps residuals `r{s}`. Its backward turns the cotangent `g{s+1}` into `g{s}` and adds
+to the accumulator `dw{s}`. The last stage's output is its own cotangent. The simulator measures bubbles on the chain, and
+tests and benchmarks run it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from autopar.schedules.emit import emit
 from autopar.schedules.instructions import InstructionList, Slot, TaskSpec, Value
-from autopar.schedules.schedules import Schedule
+from autopar.schedules.tasks import Schedule, TaskKind
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Tasks of a chain, with the arguments of `emit` that go with them."""
+    """The tasks of a chain, and the other arguments of `emit`."""
 
     schedule: Schedule
     specs: tuple[TaskSpec, ...]
@@ -29,8 +29,8 @@ class Chain:
         return emit(self.schedule, self.specs, inputs=self.inputs, outputs=self.outputs, consumable=self.consumable)
 
 
-def chain(schedule: Schedule) -> Chain:
-    """The chain of the schedule's stages. Weights `w{s}` survive the step, accumulators and the batch do not."""
+def make_chain(schedule: Schedule) -> Chain:
+    """Make the chain of a schedule's stages. Weights `w{s}` survive the step; accumulators and the batch do not."""
     p, last = schedule.num_meshes, schedule.num_stages - 1
     training = len(schedule.kinds) > 1
     specs = [spec for stage in range(last + 1) for spec in _stage_specs(schedule, stage)]
@@ -60,14 +60,16 @@ def _stage_specs(schedule: Schedule, stage: int) -> list[TaskSpec]:
     before = (Slot(f"g{stage}", True),) if stage > 0 else ()
     training = len(schedule.kinds) > 1
 
-    specs = [TaskSpec(f"forward{stage}", mesh, "forward", stage, (weight, x), (y, residual) if training else (y,))]
+    def spec(
+        kind: TaskKind, inputs: tuple[Slot, ...], outputs: tuple[Slot, ...], donated: tuple[int, ...] = ()
+    ) -> TaskSpec:
+        name = f"{kind}{stage}"
+        return TaskSpec(name=name, mesh=mesh, kind=kind, stage=stage, inputs=inputs, outputs=outputs, donated=donated)
+
+    specs = [spec("forward", (weight, x), (y, residual) if training else (y,))]
     if "backward" in schedule.kinds:
-        all_reads = (accumulator, residual, cotangent, weight)
-        specs.append(TaskSpec(f"backward{stage}", mesh, "backward", stage, all_reads, (accumulator, *before), (0, 1)))
+        specs.append(spec("backward", (accumulator, residual, cotangent, weight), (accumulator, *before), (0, 1)))
     if "input_gradient" in schedule.kinds:
-        first, second = (residual, cotangent, weight), (accumulator, residual, cotangent)
-        specs.append(TaskSpec(f"input_gradient{stage}", mesh, "input_gradient", stage, first, before))
-        specs.append(
-            TaskSpec(f"weight_gradient{stage}", mesh, "weight_gradient", stage, second, (accumulator,), (0, 1))
-        )
+        specs.append(spec("input_gradient", (residual, cotangent, weight), before))
+        specs.append(spec("weight_gradient", (accumulator, residual, cotangent), (accumulator,), (0, 1)))
     return specs

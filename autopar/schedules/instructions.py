@@ -1,13 +1,14 @@
 """What a step executes: runs, sends, receives and frees, in one global order for the whole cluster.
 
-In: a compiler describes each executable once as a `TaskSpec`, which reads and writes named slots. Out (made by
-`autopar.schedules.emit`): an `InstructionList`, whose instructions speak of `Value`s, that is, of a slot at one microbatch.
-Each instruction belongs to one mesh. A mesh executes its own instructions in order (`InstructionList.of`); sends do not
-wait for their receiver. The global order is one valid order for a single worker, and the one in which several processes
-must issue their transfers: `Send.number` and `Receive.number` count along it.
+A compiler describes each executable once as a `TaskSpec`, which reads and writes named slots. `autopar.schedules.emit`
+makes an `InstructionList` of them, whose instructions speak of `Value`s, that is, of a slot at one microbatch. Each
+instruction belongs to one mesh. A mesh executes its own instructions in order (`InstructionList.of`); sends do not wait for
+their receiver. The global order is one valid order for a single worker, and the one in which several processes must issue
+their transfers: `Send.number` and `Receive.number` count along it.
 
 What can go wrong: a name has one meaning at a time. An accumulator is read and written under the same name, so an
-instruction's value is the latest version in the global order. `autopar.schedules.check` verifies a list before it runs.
+instruction's value is the latest version in the global order. `autopar.schedules.check_instructions` verifies a list before
+it runs.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from autopar.schedules.schedules import TaskKind
+from autopar.schedules.tasks import TaskKind
 
 SpecKind = TaskKind | Literal["prologue", "epilogue"]
 
@@ -35,19 +36,29 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What a task reads or writes. In a task that runs once, a slot per microbatch stands for all of them in order."""
+    """What a task reads or writes.
+
+    In a task that runs once, a slot that is per microbatch stands for the values of all microbatches in order.
+    """
 
     name: str
     per_microbatch: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TaskSpec:
     """One executable of a mesh: run for every microbatch of its stage, or once before or after the schedule.
 
-    `donated` lists positions of `inputs` whose arrays the executable consumes. A slot that is not per microbatch and is
-    both read and written is an accumulator. `name` is unique among all specs. `stage` is ignored by the compiler of
-    instructions for "prologue" and "epilogue"; it only names the stage in messages.
+    A slot that is not per microbatch and is both read and written is an accumulator.
+
+    Attributes:
+        name: Unique among all specs.
+        mesh: Where it runs.
+        kind: What it is to the schedule, or "prologue" or "epilogue" for what runs once.
+        stage: The stage; in a prologue or epilogue it only serves messages.
+        inputs: The slots that it reads, in the order of its arguments.
+        outputs: The slots that it writes, in the order of its results.
+        donated: Positions of `inputs` whose arrays the executable consumes.
     """
 
     name: str
@@ -59,9 +70,9 @@ class TaskSpec:
     donated: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Call the executable `task`; `donated` are positions of `reads` that do not exist afterwards."""
+    """Call the executable `task`; `donated` lists positions of `reads` whose values do not exist afterwards."""
 
     mesh: int
     task: str
@@ -132,9 +143,9 @@ class Free:
 Instruction = Run | Send | Receive | Free
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InstructionList:
-    """One step. `inputs` and `outputs` are (mesh, value); of the inputs only `consumable` ones may be freed or donated."""
+    """One step. `inputs` and `outputs` are (mesh, value). Of the inputs, only `consumable` ones may be freed or donated."""
 
     num_meshes: int
     instructions: tuple[Instruction, ...]

@@ -1,39 +1,48 @@
-"""What one of several processes does of a program, and an order of launches in which no two processes wait for each other.
+"""Orders the launches of several processes so that none waits for another in vain, and picks out one process's part.
 
-In: an `InstructionList`, and the processes that have devices of each mesh. Out: the same instructions in another global order,
-and the `Part` of one process. Some instructions are *shared*: a run on a mesh of several processes, and a transfer between
-meshes that are not of one and the same process, which is one program on both sides (`autopar.runtime.resharding.exchange`). A
-process launches the shared ones in the global order, whichever thread they come from, and every shared transfer is one event
-there: its receive follows its send at once. Then no process ever waits in vain. For take the first instruction of the
-global order that is
-not done: all that it needs lies before it and is done, and each process that takes part either has launched it or has
-nothing before it that is not done.
+In: an `InstructionList`, and for each mesh the processes that have devices of it. Out: the same instructions in another
+global order, and the `Part` of one process. Some instructions are *shared*: a run on a mesh of several processes, and a
+transfer between meshes that do not belong to one and the same process. A shared transfer is one program on both sides
+(`autopar.runtime.resharding.exchange`).
 
-A shared transfer keeps the devices of both sides until both have come to it. So it is placed where its value is made, before
-what the two meshes do next, by a simulated clock; at one time the lower mesh comes first. So the order follows from what each
-mesh does in its own order, and not from how the list that comes in interleaves the meshes. What can go wrong: a value that would
-have to arrive before its older version is let go, which needs that transfer to happen first; `ScheduleError` names it.
+A process launches its shared instructions in the global order, whichever of its threads they come from, and every shared
+transfer is one event there: its receive follows its send at once. Then no process ever waits in vain. For take the first
+instruction of the global order that is not done. All that it needs lies before it and is done, and each process that takes
+part either has launched it or has nothing before it that is not done.
+
+A shared transfer occupies the devices of both sides until both have come to it. So it is placed where its value is made,
+before what the two meshes do next, by a simulated clock; at equal times the lower mesh comes first. The order therefore
+follows from what each mesh does in its own order, and not from how the incoming list interleaves the meshes.
+
+What can go wrong: a value has to arrive before its older version is let go, and letting go needs that transfer to happen
+first. `ScheduleError` names the transfer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from autopar.errors import ScheduleError
-from autopar.schedules.check import check_instructions
+from autopar.schedules.check_instructions import check_instructions
 from autopar.schedules.instructions import Instruction, InstructionList, Receive, Run, Send, Value
+from autopar.schedules.tasks import NOMINAL_DURATIONS
 
-DURATIONS: Mapping[str, float] = {"forward": 1.0, "backward": 2.0}
+_DURATIONS: Mapping[str, int] = {str(kind): duration for kind, duration in NOMINAL_DURATIONS.items()}
+Processes = Sequence[frozenset[int]]
+"""For each mesh, the numbers of the processes that have devices of it."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Part:
-    """What one process does. `meshes`: of which it has devices; `turns`: the shared instructions in its threads, in their order.
+    """What one process does of a program.
 
-    `sends` are the numbers of shared transfers; those in `remote` come from meshes of which the process has no device.
+    Attributes:
+        meshes: The meshes of which the process has devices.
+        turns: The shared instructions of the process in the order of their launches, as (mesh, position in its row).
+        remote: Numbers of the transfers to its meshes from meshes of which it has no device.
     """
 
     meshes: tuple[int, ...]
@@ -42,12 +51,12 @@ class Part:
 
     @classmethod
     def whole(cls, program: InstructionList) -> Part:
-        """All meshes are this process's alone."""
+        """The part of a process that has all meshes to itself."""
         return cls(tuple(range(program.num_meshes)), (), frozenset())
 
 
-def part_of(program: InstructionList, processes: Sequence[frozenset[int]], process: int) -> Part:
-    """The part of one process; `processes[mesh]` are those with devices of a mesh. The program is in launch order."""
+def part_of(program: InstructionList, processes: Processes, process: int) -> Part:
+    """The part of one process. The program must be in launch order."""
     meshes = tuple(mesh for mesh, those in enumerate(processes) if process in those)
     shared = shared_transfers(program, processes)
     remote = frozenset(
@@ -65,7 +74,7 @@ def part_of(program: InstructionList, processes: Sequence[frozenset[int]], proce
     return Part(meshes, tuple(turns), remote)
 
 
-def shared_transfers(program: InstructionList, processes: Sequence[frozenset[int]]) -> frozenset[int]:
+def shared_transfers(program: InstructionList, processes: Processes) -> frozenset[int]:
     """The numbers of the transfers in which devices of several processes take part."""
     return frozenset(
         i.number
@@ -75,7 +84,7 @@ def shared_transfers(program: InstructionList, processes: Sequence[frozenset[int
 
 
 def _is_launched_together(
-    instruction: Instruction, processes: Sequence[frozenset[int]], *, shared: frozenset[int], remote: frozenset[int]
+    instruction: Instruction, processes: Processes, *, shared: frozenset[int], remote: frozenset[int]
 ) -> bool:
     if isinstance(instruction, Run):
         return len(processes[instruction.mesh]) > 1
@@ -84,22 +93,16 @@ def _is_launched_together(
     return isinstance(instruction, Receive) and instruction.number in remote
 
 
-def in_launch_order(program: InstructionList, processes: Sequence[frozenset[int]]) -> InstructionList:
-    """The program in an order in which several processes can launch it; `ScheduleError` if there is none."""
+def order_launches(program: InstructionList, processes: Processes) -> InstructionList:
+    """Put the program in an order in which several processes can launch it; `ScheduleError` if there is none."""
     shared = shared_transfers(program, processes)
-    ordered = InstructionList(
-        program.num_meshes,
-        tuple(_ordered(program, shared)),
-        program.inputs,
-        program.outputs,
-        program.consumable,
-    )
+    ordered = dataclasses.replace(program, instructions=tuple(_sort(program, shared)))
     check_instructions(ordered)
     check_launch_order(ordered, processes)
     return ordered
 
 
-def check_launch_order(program: InstructionList, processes: Sequence[frozenset[int]]) -> None:
+def check_launch_order(program: InstructionList, processes: Processes) -> None:
     """Raise `ScheduleError` unless the receive of every shared transfer follows its send at once."""
     shared = shared_transfers(program, processes)
     for n, instruction in enumerate(program.instructions):
@@ -113,8 +116,8 @@ def check_launch_order(program: InstructionList, processes: Sequence[frozenset[i
                 )
 
 
-def _ordered(program: InstructionList, shared: frozenset[int]) -> list[Instruction]:
-    """Instructions by simulated time, as far as what must come first allows; a shared transfer is one event."""
+def _sort(program: InstructionList, shared: frozenset[int]) -> list[Instruction]:
+    """Instructions by simulated time, each behind those that must come first; a shared transfer is one event."""
     instructions = program.instructions
     sends = {i.number: n for n, i in enumerate(instructions) if isinstance(i, Send)}
     event = [
@@ -144,7 +147,8 @@ def _ordered(program: InstructionList, shared: frozenset[int]) -> list[Instructi
         stuck = next(instructions[n] for n in event if missing[n] and isinstance(instructions[n], Send))
         raise ScheduleError(
             f"No order of launches suits all processes: `{stuck}` of mesh {stuck.mesh} has to wait for an older version of the "
-            "value to be let go, and that for the transfer. Put the two meshes into one process, or use another schedule."
+            "value to be let go, which has to wait for the transfer. Put the two meshes into one process, or use another "
+            "schedule."
         )
     return found
 
@@ -152,7 +156,10 @@ def _ordered(program: InstructionList, shared: frozenset[int]) -> list[Instructi
 def _edges(
     instructions: Sequence[Instruction], event: Sequence[int], *, shared: frozenset[int]
 ) -> dict[int, tuple[int, ...]]:
-    """What must come first: on a mesh the instruction before, for a shared receive only those that touch its value."""
+    """For each event, those that must come after it.
+
+    An instruction comes after the one before it on its mesh; a shared receive only after those that touch its value.
+    """
     sends = {i.number: n for n, i in enumerate(instructions) if isinstance(i, Send)}
     after: dict[int, dict[int, None]] = defaultdict(dict)
     latest: dict[int, int] = {}
@@ -170,7 +177,7 @@ def _edges(
             after[sends[instruction.number]][n] = None
         if mesh in latest:
             after[latest[mesh]][n] = None
-        for value in _values(instruction):
+        for value in _values_of(instruction):
             if (mesh, value) in arrived:
                 after[arrived.pop((mesh, value))][n] = None
             touched[mesh, value] = n
@@ -180,12 +187,12 @@ def _edges(
     }
 
 
-def _values(instruction: Instruction) -> tuple[Value, ...]:
+def _values_of(instruction: Instruction) -> tuple[Value, ...]:
     return (*instruction.reads, *instruction.writes) if isinstance(instruction, Run) else (instruction.value,)
 
 
 def _ranks(instructions: Sequence[Instruction]) -> list[tuple[float, bool, int]]:
-    """(When each is performed if transfers take no time, whether it is a run, its mesh); transfers when their mesh is free."""
+    """For each instruction: when it is performed if transfers take no time, whether it is a run, and its mesh."""
     clock: dict[int, float] = defaultdict(float)
     sent: dict[int, float] = {}
     ranks = []
@@ -197,5 +204,5 @@ def _ranks(instructions: Sequence[Instruction]) -> list[tuple[float, bool, int]]
             clock[mesh] = max(clock[mesh], sent[instruction.number])
         ranks.append((clock[mesh], isinstance(instruction, Run), mesh))
         if isinstance(instruction, Run):
-            clock[mesh] += DURATIONS.get(instruction.kind, 1.0)
+            clock[mesh] += _DURATIONS.get(instruction.kind, 1)
     return ranks

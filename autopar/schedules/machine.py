@@ -1,11 +1,11 @@
 """The state of one mesh while it executes its instructions: events in, next instruction out, no input or output.
 
-In: the instructions of one mesh. The driver (`autopar.runtime.driver`) and the simulator (`autopar.schedules.simulate`) tell
-the machine what happened (`arrived`, `start`, `finish`, `fail`, `stop`) and ask what is `ready`. Out: the index of the
-instruction to perform now, or None while the mesh has to wait for a transfer. Instructions go through the states of
-`TRANSITIONS`, strictly in order; a receive becomes ready only when its transfer has arrived.
+The driver (`autopar.runtime.driver`) and the simulator (`autopar.schedules.simulate`) tell the machine what happened
+(`arrived`, `start`, `finish`, `fail`, `stop`) and ask what is `ready`. The answer is the index of the instruction to perform
+now, or None while the mesh has to wait for a transfer. Instructions go through the states of `TRANSITIONS`, strictly in
+order; a receive becomes ready only when its transfer has arrived.
 
-An event that the table does not allow is an error in the driver or simulator; it raises with the latest events.
+An event that the table does not allow is a mistake in the driver or the simulator. It raises with the latest events.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ HISTORY_LENGTH = 12
 
 
 class MachineError(AssertionError):
-    """An event that cannot happen in this state: a mistake in what drives the machine."""
+    """An event that cannot happen in this state: a mistake of whoever drives the machine."""
 
 
 class MeshMachine:
     """The instructions of one mesh. Instructions before `position` are done, those after it are waiting."""
 
     def __init__(self, instructions: tuple[Instruction, ...]) -> None:
-        """A machine in front of its first instruction."""
+        """Stand in front of the first instruction."""
         self.instructions = instructions
         self.position = 0
         self.state: State = "waiting"

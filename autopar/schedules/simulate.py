@@ -1,14 +1,14 @@
 """How long a step takes and what it keeps alive, from durations instead of devices.
 
-In: an `InstructionList`, seconds per task and per transfer, bytes per value. Out: a `Simulation`. The same `MeshMachine`s
-that the driver obeys say what may run; only the clock differs. A mesh executes in order; a task takes its seconds, every
-other instruction none. A transfer occupies the link from its source to its target mesh, one after another per link and
-direction, while both meshes go on. Only sums and maxima of the given durations are formed: whole numbers and fractions give
-exact results.
+In: an `InstructionList`, seconds per task and per transfer, bytes per value. Out: a `Simulation`. The `MeshMachine`s that the
+driver obeys say what may run; only the clock differs. A mesh executes in order. A task takes its seconds, every other
+instruction none. A transfer occupies the link from its source to its target mesh, one after another per link and direction,
+while both meshes go on. Only sums and maxima of the given durations are formed, so whole numbers and fractions give exact
+results.
 
-Memory on a mesh: inputs from the start; what a task writes from its start; what it consumes until its end, except
-accumulators, which are written in place; a received copy from the moment it is sent. What can go wrong: temporaries inside
-a task are not known here.
+Memory on a mesh: inputs count from the start. What a task writes counts from the task's start. What it consumes counts until
+its end, except for accumulators, which are written in place. A received copy counts from the moment it is sent. What can go
+wrong: temporaries inside a task are not known here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
 
-from autopar.schedules.chain import chain
+from autopar.schedules.chain import make_chain
 from autopar.schedules.instructions import Free, InstructionList, Receive, Run, Send, Value
 from autopar.schedules.machine import MeshMachine
-from autopar.schedules.schedules import Schedule
+from autopar.schedules.tasks import Schedule
 from autopar.schedules.timeline import Span, Timeline
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Simulation:
     """A simulated step; tuples have one entry per mesh."""
 
@@ -32,12 +32,6 @@ class Simulation:
     makespan_s: float
     busy_s: tuple[float, ...]
     peak_bytes: tuple[int, ...]
-    peak_values: tuple[int, ...]
-
-    @property
-    def idle_s(self) -> tuple[float, ...]:
-        """Seconds in which a mesh runs no task."""
-        return tuple(self.makespan_s - busy_s for busy_s in self.busy_s)
 
     @property
     def bubble(self) -> float:
@@ -53,7 +47,14 @@ def simulate(
     transfer_s: Callable[[Send], float] = lambda send: 0,
     value_bytes: Callable[[Value], int] = lambda value: 1,
 ) -> Simulation:
-    """Execute `program` by the clock. It must have passed `check_instructions`, as everything that `emit` returns has."""
+    """Execute `program` by the clock.
+
+    Args:
+        program: It must have passed `check_instructions`, as everything that `emit` returns has.
+        run_s: Seconds of a task.
+        transfer_s: Seconds of a transfer.
+        value_bytes: Bytes per device of a value.
+    """
     meshes = range(program.num_meshes)
     state = _Clock(
         machines=[MeshMachine(program.of(mesh)) for mesh in meshes],
@@ -78,20 +79,19 @@ def simulate(
         makespan_s=max(state.now),
         busy_s=tuple(state.busy),
         peak_bytes=tuple(_peak(book, value_bytes) for book in state.books),
-        peak_values=tuple(_peak(book, lambda value: 1) for book in state.books),
     )
 
 
 def simulate_schedule(schedule: Schedule, run_s: Callable[[Run], float]) -> Simulation:
-    """The schedule on the plain chain of its stages, with transfers that take no time."""
-    return simulate(chain(schedule).emit(), run_s=run_s)
+    """Execute the schedule on the plain chain of its stages, with transfers that take no time."""
+    return simulate(make_chain(schedule).emit(), run_s=run_s)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Clock:
     """Per mesh: its machine, its time, its work so far, and when values came (+1) and went (-1).
 
-    `kept`: inputs that survive the step, as long as no later version has taken their name.
+    `kept` holds the inputs that survive the step, as long as no later version has taken their name.
     """
 
     machines: list[MeshMachine]
@@ -116,7 +116,7 @@ def _perform(
     if isinstance(instruction, Run):
         end = start + run_s(instruction)
         state.busy[mesh] += end - start
-        state.books[mesh] += _entries(instruction, start, end, kept=state.kept)
+        state.books[mesh] += _book(instruction, start, end, kept=state.kept)
         state.kept -= {(mesh, value) for value in instruction.writes}
     elif isinstance(instruction, Send):
         link = (mesh, instruction.target_mesh)
@@ -133,8 +133,8 @@ def _perform(
     state.spans.append(Span(instruction, start, end))
 
 
-def _entries(run: Run, start: float, end: float, *, kept: set[tuple[int, Value]]) -> Iterator[tuple[float, int, Value]]:
-    """What a task adds to its mesh and takes away. A donated value that is written again stays where it is."""
+def _book(run: Run, start: float, end: float, *, kept: set[tuple[int, Value]]) -> Iterator[tuple[float, int, Value]]:
+    """What a task brings to its mesh and takes away. A donated value that is written again stays where it is."""
     donated = {run.reads[position] for position in run.donated}
     replaced = {value for value in run.writes if value in run.reads and (run.mesh, value) not in kept}
     yield from ((start, 1, value) for value in run.writes if value not in donated)

@@ -1,8 +1,8 @@
-"""When each instruction ran: a measured or simulated step, and its picture for a trace viewer.
+"""When each instruction ran, in a measured or simulated step, and a picture of it for a trace viewer.
 
 In: spans of time per mesh. Out: a JSON object in Chrome's trace event format, which Perfetto and chrome://tracing open: one
 row per mesh, an arrow for each transfer from its send to its receive. Times are seconds here and microseconds in the file.
-What can go wrong: in a measured step, work that was only queued; the driver therefore waits for each task while it records.
+What can go wrong: a measured step whose work was only queued. The driver therefore waits for each task while it records.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from autopar.schedules.instructions import Free, Instruction, Receive, Run, Send
+
+Event: TypeAlias = dict[str, object]
+"""One entry of a trace, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """From the first start to the last end."""
+        """Seconds from the first start to the last end."""
         return max((span.end_s for span in self.spans), default=0.0) - min((s.start_s for s in self.spans), default=0.0)
 
     def busy_s(self, mesh: int) -> float:
@@ -42,15 +45,15 @@ class Timeline:
         runs = (span for span in self.spans if isinstance(span.instruction, Run) and span.instruction.mesh == mesh)
         return sum(span.end_s - span.start_s for span in runs)
 
-    def chrome_trace(self, name: str = "step") -> dict[str, Any]:
-        """The trace as an object to be written as JSON; frees are left out."""
+    def chrome_trace(self, name: str = "step") -> dict[str, object]:
+        """The trace as a JSON object, without the frees."""
         return {"displayTimeUnit": "ms", "traceEvents": list(self._events(name))}
 
     def save(self, path: str | Path, name: str = "step") -> None:
         """Write the trace to a file."""
         Path(path).write_text(json.dumps(self.chrome_trace(name), indent=1) + "\n", encoding="utf-8")
 
-    def _events(self, name: str) -> Iterator[dict[str, Any]]:
+    def _events(self, name: str) -> Iterator[Event]:
         yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}
         for mesh in range(self.num_meshes):
             yield {"ph": "M", "pid": 0, "tid": mesh, "name": "thread_name", "args": {"name": f"mesh {mesh}"}}
@@ -59,13 +62,13 @@ class Timeline:
                 yield from _slice(span)
 
 
-def _slice(span: Span) -> Iterator[dict[str, Any]]:
+def _slice(span: Span) -> Iterator[Event]:
     instruction = span.instruction
     place = {"pid": 0, "tid": instruction.mesh}
     start_us, end_us = span.start_s * 1e6, span.end_s * 1e6
     if isinstance(instruction, Run):
         at = "" if instruction.microbatch is None else f" {instruction.microbatch}"
-        arguments: dict[str, Any] = {"task": instruction.task, "stage": instruction.stage}
+        arguments: Event = {"task": instruction.task, "stage": instruction.stage}
         if instruction.microbatch is not None:
             arguments["microbatch"] = instruction.microbatch
         label, category = f"{instruction.kind}{at}", str(instruction.kind)

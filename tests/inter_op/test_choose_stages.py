@@ -12,10 +12,10 @@ import pytest
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.choose_stages import choose_stages
 from autopar.inter_op.problem import CostTable, Manual, RuledOut, StageCost, StageProblem
-from autopar.inter_op.recursion import interleaved_in_flight
 from autopar.inter_op.submeshes import place, submeshes, tiles
-from autopar.schedules.check import microbatches_in_flight
-from autopar.schedules.schedules import make_schedule, task_times
+from autopar.schedules.in_flight import microbatches_in_flight
+from autopar.schedules.schedules import make_schedule
+from autopar.schedules.tasks import task_times
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("inference", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1))
 
@@ -213,14 +213,6 @@ def test_the_seconds_are_those_of_the_schedule_run_with_equal_stages(schedule, c
             times = task_times(made, lambda task: durations[task.kind])
             assert choice.step_s == pytest.approx(max(end for _, end in times.values())), (meshes, batches)
             assert tuple(stage.in_flight for stage in choice.stages) == microbatches_in_flight(made)
-
-
-def test_microbatches_in_flight_of_chunks_are_those_of_the_schedule():
-    for meshes, chunks, rounds in itertools.product((2, 3, 4), (2, 3), (1, 2, 3)):
-        batches = meshes * rounds
-        assert interleaved_in_flight(meshes, microbatches=batches, chunks=chunks) == in_flight(
-            "interleaved", chunks, meshes=meshes, batches=batches
-        )
 
 
 def test_among_equals_fewer_stages_win_and_then_earlier_cuts():

@@ -14,7 +14,7 @@ import pytest
 
 from autopar.errors import ArgumentError, PipelineError
 from autopar.runtime.driver import Driver
-from autopar.schedules.chain import chain
+from autopar.schedules.chain import make_chain
 from autopar.schedules.instructions import Free, Receive, Run, Send, TaskSpec, Value
 from autopar.schedules.schedules import make_schedule
 from tests.schedules.chains import callables_of, ctrl_c, driver_of, expected, inputs_of, number, small_schedules
@@ -48,7 +48,7 @@ class Watched:
     """A chain on `Number`s; `before` is called in front of every task and transfer with the instruction."""
 
     def __init__(self, schedule, before):
-        self.work = chain(schedule)
+        self.work = make_chain(schedule)
         self.program = self.work.emit()
         self.alive = weakref.WeakSet()
         self.before = before
@@ -87,7 +87,7 @@ def nothing(instruction):
 
 def test_every_small_schedule_computes_what_a_plain_loop_computes():
     for schedule in small_schedules(max_meshes=4, max_microbatches=8, max_virtual=2):
-        outputs = by_name(driver_of(schedule).run(inputs_of(chain(schedule))))
+        outputs = by_name(driver_of(schedule).run(inputs_of(make_chain(schedule))))
         assert outputs == pytest.approx(expected(schedule)), schedule.name
 
 
@@ -96,7 +96,7 @@ def test_all_schedules_add_gradients_in_the_same_order_to_the_last_bit():
     for name in ("gpipe", "1f1b", "zb-h1"):
         schedule = make_schedule(name, num_meshes=4, num_microbatches=8)
         inputs = inputs_of(
-            chain(schedule), lambda mesh, v: {"w": 1.1, "d": 0.0, "x": 0.1 * ((v.microbatch or 0) + 1)}[v.name[0]]
+            make_chain(schedule), lambda mesh, v: {"w": 1.1, "d": 0.0, "x": 0.1 * ((v.microbatch or 0) + 1)}[v.name[0]]
         )
         results.append(driver_of(schedule).run(inputs))
     assert results[0] == results[1] == results[2]
@@ -207,6 +207,11 @@ def test_a_failure_at_any_place_is_named_stops_all_and_leaves_nothing(name, p, m
         del again
 
 
+def prologue(name, mesh):
+    """A task that runs once, reads nothing and writes nothing."""
+    return TaskSpec(name=name, mesh=mesh, kind="prologue", stage=mesh, inputs=(), outputs=())
+
+
 def test_the_first_in_the_global_order_is_reported_when_several_meshes_fail():
     schedule = make_schedule("inference", num_meshes=3, num_microbatches=1)
     barrier = threading.Barrier(2)
@@ -218,8 +223,8 @@ def test_the_first_in_the_global_order_is_reported_when_several_meshes_fail():
 
         return run
 
-    work = chain(schedule)
-    alone = tuple(TaskSpec(f"alone{mesh}", mesh, "prologue", mesh, (), ()) for mesh in (1, 2))
+    work = make_chain(schedule)
+    alone = tuple(prologue(f"alone{mesh}", mesh) for mesh in (1, 2))
     program = dataclasses.replace(work, specs=alone + work.specs).emit()
     calls = {**callables_of(work.specs), "alone1": fail("one"), "alone2": fail("two")}
     driver = Driver(program, calls, lambda a, v, s, t: a)
@@ -229,7 +234,7 @@ def test_the_first_in_the_global_order_is_reported_when_several_meshes_fail():
 
 def test_a_task_that_returns_too_few_arrays_is_named():
     schedule = make_schedule("inference", num_meshes=2, num_microbatches=1)
-    work = chain(schedule)
+    work = make_chain(schedule)
     calls = {**callables_of(work.specs), "forward1": lambda arrays: []}
     driver = Driver(work.emit(), calls, lambda a, v, s, t: a)
     with pytest.raises(PipelineError, match="task 'forward1' returned 0 arrays, it writes 1"):
@@ -238,7 +243,7 @@ def test_a_task_that_returns_too_few_arrays_is_named():
 
 def test_a_task_that_exits_is_reported_like_any_failure():
     schedule = make_schedule("inference", num_meshes=2, num_microbatches=1)
-    work = chain(schedule)
+    work = make_chain(schedule)
     calls = {**callables_of(work.specs), "forward0": lambda arrays: sys.exit(3)}
     driver = Driver(work.emit(), calls, lambda a, v, s, t: a)
     with pytest.raises(PipelineError, match=r"Stage 0, microbatch 0: the forward failed on mesh 0 .*SystemExit: 3"):
@@ -314,7 +319,7 @@ def test_an_interpreter_whose_step_failed_ends():
     script = """
         from tests.schedules.chains import *
         schedule = make_schedule("1f1b", num_meshes=3, num_microbatches=4)
-        work = chain(schedule)
+        work = make_chain(schedule)
         def fail(arrays):
             raise ValueError("boom")
         driver = Driver(work.emit(), {**callables_of(work.specs), "backward1": fail}, lambda a, v, s, t: a)
@@ -333,7 +338,7 @@ def test_an_interpreter_whose_step_failed_ends():
 
 def test_missing_and_unknown_inputs_are_reported_together():
     schedule = make_schedule("inference", num_meshes=2, num_microbatches=1)
-    inputs = inputs_of(chain(schedule))
+    inputs = inputs_of(make_chain(schedule))
     inputs[0, Value("typo")] = inputs.pop((0, Value("w0")))
     with pytest.raises(ArgumentError) as error:
         driver_of(schedule).run(inputs)
@@ -343,7 +348,7 @@ def test_missing_and_unknown_inputs_are_reported_together():
 
 
 def test_a_task_without_a_callable_is_reported():
-    work = chain(make_schedule("inference", num_meshes=2, num_microbatches=1))
+    work = make_chain(make_schedule("inference", num_meshes=2, num_microbatches=1))
     with pytest.raises(ArgumentError, match="No callable is given for task 'forward0', 'forward1'"):
         Driver(work.emit(), {}, lambda a, v, s, t: a)
 
@@ -353,9 +358,9 @@ def test_a_timeline_has_a_span_for_every_instruction_in_the_order_of_its_mesh():
     driver = driver_of(schedule)
     with pytest.raises(ArgumentError, match=r"No timeline was recorded: call run\(..., record=True\) first"):
         driver.timeline()
-    driver.run(inputs_of(chain(schedule)), record=True)
+    driver.run(inputs_of(make_chain(schedule)), record=True)
     timeline = driver.timeline()
-    program = chain(schedule).emit()
+    program = make_chain(schedule).emit()
     for mesh in range(2):
         spans = [span for span in timeline.spans if span.instruction.mesh == mesh]
         assert tuple(span.instruction for span in spans) == program.of(mesh)
@@ -380,7 +385,7 @@ class Late:
 @pytest.mark.parametrize(("options", "record"), [({}, True), ({"synchronous": True}, False), ({}, False)])
 def test_results_and_copies_are_waited_for_when_recording_or_asked_to(options, record):
     """Two forwards on mesh 0; on mesh 1 two copies and two forwards."""
-    work = chain(make_schedule("inference", num_meshes=2, num_microbatches=2))
+    work = make_chain(make_schedule("inference", num_meshes=2, num_microbatches=2))
     waited = []
     calls = {spec.name: lambda arrays: [Late(waited)] for spec in work.specs}
     driver = Driver(work.emit(), calls, lambda a, v, s, t: a, **options)
@@ -431,7 +436,7 @@ def with_witnesses(work, culprit, waited):
 @pytest.mark.parametrize("p", [1, 3])
 def test_every_late_failure_is_traced_to_its_instruction_and_every_mesh_waits_in_its_own_thread(p):
     schedule = make_schedule("gpipe", num_meshes=p, num_microbatches=3)
-    work = chain(schedule)
+    work = make_chain(schedule)
     for spec in work.specs:
         for k in range(3):
             waited = []
@@ -445,7 +450,7 @@ def test_every_late_failure_is_traced_to_its_instruction_and_every_mesh_waits_in
 
 
 def test_results_without_late_failures_are_waited_for_once():
-    work = chain(make_schedule("inference", num_meshes=2, num_microbatches=2))
+    work = make_chain(make_schedule("inference", num_meshes=2, num_microbatches=2))
     waited = []
     calls, inputs = with_witnesses(work, None, waited)
     Driver(work.emit(), calls, lambda a, v, s, t: a).run(inputs)
@@ -453,7 +458,7 @@ def test_results_without_late_failures_are_waited_for_once():
 
 
 def test_an_interrupt_does_not_wait_for_what_is_under_way():
-    work = chain(make_schedule("inference", num_meshes=2, num_microbatches=2))
+    work = make_chain(make_schedule("inference", num_meshes=2, num_microbatches=2))
     waited = []
     calls, inputs = with_witnesses(work, None, waited)
     real = calls["forward0"]
@@ -470,7 +475,7 @@ def test_an_interrupt_does_not_wait_for_what_is_under_way():
 def test_an_instruction_costs_less_than_50_microseconds_of_python():
     """Processor time of all threads, so that other work on the machine does not count."""
     schedule = make_schedule("1f1b", num_meshes=4, num_microbatches=32)
-    work = chain(schedule)
+    work = make_chain(schedule)
     program = work.emit()
     writes = {spec.name: [0.0] * len(spec.outputs) for spec in work.specs}
     driver = Driver(program, {name: (lambda a, r=r: r) for name, r in writes.items()}, lambda a, v, s, t: a)

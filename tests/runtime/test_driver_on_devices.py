@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PipelineError
 from autopar.runtime.driver import Driver
-from autopar.schedules.chain import chain
+from autopar.schedules.chain import make_chain
 from autopar.schedules.instructions import Value
 from autopar.schedules.schedules import make_schedule
 from tests.schedules.chains import ctrl_c, small_schedules
@@ -64,7 +64,7 @@ class Step:
     """The chain of tanh(x @ w), on `per_mesh` devices for each mesh; rows of the batch are split over them."""
 
     def __init__(self, schedule, *, per_mesh=1, extra=None, **options):
-        self.work = chain(schedule)
+        self.work = make_chain(schedule)
         p = schedule.num_meshes
         devices = np.array(jax.devices()[: p * per_mesh]).reshape(p, per_mesh)
         self.meshes = [Mesh(row, ("data",)) for row in devices]

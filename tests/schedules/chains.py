@@ -11,16 +11,14 @@ import time
 
 from autopar.errors import ScheduleError
 from autopar.runtime.driver import Driver
-from autopar.schedules.chain import chain
-from autopar.schedules.schedules import make_schedule
-
-NAMES = ("1f1b", "gpipe", "inference", "interleaved", "zb-h1")
+from autopar.schedules.chain import make_chain
+from autopar.schedules.schedules import SCHEDULES, make_schedule
 
 
 def small_schedules(max_meshes=4, max_microbatches=9, max_virtual=3):
     """Every schedule that exists within these sizes."""
     sizes = (range(1, max_meshes + 1), range(1, max_microbatches + 1), range(1, max_virtual + 1))
-    for name, (p, m, v) in itertools.product(NAMES, itertools.product(*sizes)):
+    for name, (p, m, v) in itertools.product(SCHEDULES, itertools.product(*sizes)):
         try:
             yield make_schedule(name, num_meshes=p, num_microbatches=m, virtual_stages=v)
         except ScheduleError:
@@ -54,7 +52,7 @@ def inputs_of(work, make=lambda mesh, value: number(value)):
 
 def driver_of(schedule, **options):
     """A driver for the chain whose transfers hand over the same number."""
-    work = chain(schedule)
+    work = make_chain(schedule)
     return Driver(work.emit(), callables_of(work.specs), lambda array, value, source, target: array, **options)
 
 

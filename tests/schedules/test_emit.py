@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError
 from autopar.runtime.driver import Driver
-from autopar.schedules.chain import chain
+from autopar.schedules.chain import make_chain
 from autopar.schedules.emit import emit
 from autopar.schedules.instructions import Free, Receive, Run, Send, Slot, TaskSpec, Value
 from autopar.schedules.schedules import make_schedule
@@ -27,7 +27,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "instructions.txt"
 def test_the_instructions_are_those_of_the_golden_file():
     blocks = []
     for name, p, m, v in (("1f1b", 2, 2, 1), ("zb-h1", 2, 1, 1), ("inference", 2, 2, 2)):
-        program = chain(make_schedule(name, num_meshes=p, num_microbatches=m, virtual_stages=v)).emit()
+        program = make_chain(make_schedule(name, num_meshes=p, num_microbatches=m, virtual_stages=v)).emit()
         blocks.append(f"{name}, {p} meshes, {m} microbatches, {v} chunks per mesh\n{program}")
     text = "\n".join(blocks)
     if os.environ.get("AUTOPAR_WRITE_GOLDEN"):
@@ -37,7 +37,7 @@ def test_the_instructions_are_those_of_the_golden_file():
 
 def test_every_value_goes_to_a_mesh_once_right_after_its_task_and_is_received_right_before_its_reader():
     for schedule in small_schedules(max_meshes=3, max_microbatches=5, max_virtual=2):
-        program = chain(schedule).emit()
+        program = make_chain(schedule).emit()
         sends = [i for i in program.instructions if isinstance(i, Send)]
         assert len({(send.value, send.target_mesh) for send in sends}) == len(sends)
         assert [send.number for send in sends] == list(range(len(sends)))
@@ -54,7 +54,7 @@ def test_every_value_goes_to_a_mesh_once_right_after_its_task_and_is_received_ri
 
 def test_every_value_is_freed_right_after_its_last_use():
     for schedule in small_schedules(max_meshes=3, max_microbatches=5, max_virtual=2):
-        program = chain(schedule).emit()
+        program = make_chain(schedule).emit()
         for mesh in range(program.num_meshes):
             row = program.of(mesh)
             for n, instruction in enumerate(row):
@@ -66,7 +66,7 @@ def test_every_value_is_freed_right_after_its_last_use():
 
 
 def test_the_global_order_is_that_of_the_schedule_in_time():
-    program = chain(make_schedule("1f1b", num_meshes=2, num_microbatches=3)).emit()
+    program = make_chain(make_schedule("1f1b", num_meshes=2, num_microbatches=3)).emit()
     runs = [f"{i.kind[0]}{i.stage}@{i.microbatch}" for i in program.instructions if isinstance(i, Run)]
     assert runs == ["f0@0", "f0@1", "f1@0", "b1@0", "b0@0", "f1@1", "b1@1", "f0@2", "b0@1", "f1@2", "b1@2", "b0@2"]
 
@@ -80,7 +80,15 @@ def spec(name, mesh, kind, reads="", writes="", donated=(), stage=None):
     def slots(names):
         return tuple(Slot(name.rstrip("*"), name.endswith("*")) for name in names.split())
 
-    return TaskSpec(name, mesh, kind, mesh if stage is None else stage, slots(reads), slots(writes), donated)
+    return TaskSpec(
+        name=name,
+        mesh=mesh,
+        kind=kind,
+        stage=mesh if stage is None else stage,
+        inputs=slots(reads),
+        outputs=slots(writes),
+        donated=donated,
+    )
 
 
 def values(names):
@@ -228,7 +236,7 @@ def test_tasks_that_do_not_fit_are_refused(arguments, words):
 
 
 def test_a_stage_on_the_wrong_mesh_is_refused():
-    work = chain(ONE)
+    work = make_chain(ONE)
     specs = tuple(dataclasses.replace(s, mesh=0) for s in work.specs)
     with pytest.raises(ScheduleError, match="'forward1' is on mesh 0; stage 1 lives on mesh 1"):
         dataclasses.replace(work, specs=specs).emit()
@@ -290,7 +298,7 @@ def random_steps(draw):
     tasks, made, accumulators = [], {}, []
     for kind in schedule.kinds:
         for stage in range(last + 1):
-            task = TaskSpec(f"{kind}{stage}", stage % p, kind, stage, (), ())
+            task = spec(f"{kind}{stage}", stage % p, kind, stage=stage)
             earlier = [name for other in tasks if before(task, other) for name in made[other.name]]
             reads = draw(
                 st.lists(st.sampled_from(parameters + batches + prologue_made + earlier), max_size=4, unique=True)

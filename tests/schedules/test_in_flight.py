@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from autopar.schedules.chain import chain
+from autopar.schedules.chain import make_chain
 from autopar.schedules.in_flight import Kept, most_kept_bytes
 from autopar.schedules.schedules import make_schedule
 from autopar.schedules.simulate import simulate
@@ -78,7 +78,7 @@ def test_no_speeds_of_tasks_make_a_stage_keep_more():
             for _ in range(3):
                 mesh = stage % schedule.num_meshes
                 simulation = simulate(
-                    chain(schedule).emit(),
+                    make_chain(schedule).emit(),
                     run_s=lambda run: draw.choice([0, 1, 1, 2, 5]),
                     value_bytes=lambda value, sizes=sizes: sizes.get(value.name, 0),
                 )

@@ -1,4 +1,4 @@
-"""Several processes that launch what they share in the order of `in_launch_order` never wait for each other in vain.
+"""Several processes that launch what they share in the order of `order_launches` never wait for each other in vain.
 
 The oracle performs the parts of all processes in the most cautious way: what is shared blocks its thread until every process
 that takes part has come to it. It must reach the end, whatever the schedule and whichever processes have the meshes.
@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import ScheduleError
-from autopar.schedules.chain import chain
+from autopar.schedules.chain import make_chain
 from autopar.schedules.instructions import Free, InstructionList, Receive, Run, Send, Value
-from autopar.schedules.launch_order import check_launch_order, in_launch_order, part_of
+from autopar.schedules.launch_order import check_launch_order, order_launches, part_of
 from autopar.schedules.schedules import make_schedule
 from tests.schedules.chains import small_schedules
 
@@ -87,9 +87,9 @@ class Processes:
 @pytest.mark.parametrize("sets", HOMES, ids=str)
 def test_processes_that_share_meshes_or_transfers_reach_the_end_of_every_schedule(sets):
     for schedule in small_schedules(max_meshes=4, max_microbatches=5, max_virtual=2):
-        program = chain(schedule).emit()
+        program = make_chain(schedule).emit()
         processes = homes(schedule.num_meshes, *sets)
-        ordered = in_launch_order(program, processes)
+        ordered = order_launches(program, processes)
         assert Processes(ordered, processes).reach_the_end(), f"{schedule}\n{ordered}"
 
 
@@ -109,25 +109,25 @@ def interleaved_anew(program, draw):
 def test_the_order_is_the_same_however_the_list_interleaves_the_meshes(sets):
     draw = random.Random(0)
     for schedule in small_schedules(max_meshes=4, max_microbatches=4, max_virtual=2):
-        program = chain(schedule).emit()
+        program = make_chain(schedule).emit()
         processes = homes(schedule.num_meshes, *sets)
-        ordered = str(in_launch_order(program, processes))
+        ordered = str(order_launches(program, processes))
         for _ in range(3):
-            assert str(in_launch_order(interleaved_anew(program, draw), processes)) == ordered, str(schedule)
+            assert str(order_launches(interleaved_anew(program, draw), processes)) == ordered, str(schedule)
 
 
 def test_the_order_is_that_of_the_golden_file():
     """A forward takes one unit of time, a backward two; at one time transfers come before runs, lower meshes before higher."""
-    program = chain(make_schedule("1f1b", num_meshes=2, num_microbatches=3)).emit()
-    text = str(in_launch_order(program, homes(2, {0}, {1})))
+    program = make_chain(make_schedule("1f1b", num_meshes=2, num_microbatches=3)).emit()
+    text = str(order_launches(program, homes(2, {0}, {1})))
     if os.environ.get("AUTOPAR_WRITE_GOLDEN"):
         GOLDEN.write_text(text)
     assert text == GOLDEN.read_text()
 
 
 def test_every_mesh_does_the_same_in_the_same_order_but_for_earlier_receives():
-    program = chain(make_schedule("1f1b", num_meshes=4, num_microbatches=6)).emit()
-    ordered = in_launch_order(program, homes(4, {0}, {1}))
+    program = make_chain(make_schedule("1f1b", num_meshes=4, num_microbatches=6)).emit()
+    ordered = order_launches(program, homes(4, {0}, {1}))
     for mesh in range(4):
         before, after = ([i for i in p.of(mesh) if not isinstance(i, Receive)] for p in (program, ordered))
         assert after == before
@@ -136,8 +136,8 @@ def test_every_mesh_does_the_same_in_the_same_order_but_for_earlier_receives():
 
 def test_a_mesh_passes_a_microbatch_on_before_it_takes_up_the_next():
     """The transfer of x1@0 needs both meshes: it is over before mesh 0 begins with microbatch 1."""
-    program = chain(make_schedule("gpipe", num_meshes=2, num_microbatches=3)).emit()
-    lines = [str(i) for i in in_launch_order(program, homes(2, {0}, {1})).instructions]
+    program = make_chain(make_schedule("gpipe", num_meshes=2, num_microbatches=3)).emit()
+    lines = [str(i) for i in order_launches(program, homes(2, {0}, {1})).instructions]
     sent = lines.index("send x1@0 to mesh 1 (transfer 0)")
     assert lines[sent + 1] == "receive x1@0 from mesh 0 (transfer 0)"
     assert [line[:14] for line in lines[:sent] if line.startswith("run")] == ["run forward0@0"]
@@ -145,21 +145,21 @@ def test_a_mesh_passes_a_microbatch_on_before_it_takes_up_the_next():
 
 def test_a_mesh_takes_what_is_ready_before_it_begins_something_long():
     """At time 2 mesh 0 has made x1@1 and mesh 1 can begin a backward: mesh 0 is not kept waiting for the end of that."""
-    program = chain(make_schedule("1f1b", num_meshes=2, num_microbatches=4)).emit()
-    lines = [str(i) for i in in_launch_order(program, homes(2, {0}, {1})).instructions]
+    program = make_chain(make_schedule("1f1b", num_meshes=2, num_microbatches=4)).emit()
+    lines = [str(i) for i in order_launches(program, homes(2, {0}, {1})).instructions]
     backward = next(n for n, line in enumerate(lines) if line.startswith("run backward1@0"))
     assert lines.index("send x1@1 to mesh 1 (transfer 1)") < backward
 
 
 def test_transfers_within_one_process_stay_where_they_were():
-    program = chain(make_schedule("1f1b", num_meshes=3, num_microbatches=4)).emit()
+    program = make_chain(make_schedule("1f1b", num_meshes=3, num_microbatches=4)).emit()
     assert part_of(program, homes(3, {0}), 0).turns == ()
-    rows = [in_launch_order(program, homes(3, {0})).of(mesh) for mesh in range(3)]
+    rows = [order_launches(program, homes(3, {0})).of(mesh) for mesh in range(3)]
     assert rows == [program.of(mesh) for mesh in range(3)]
 
 
 def test_the_order_of_one_process_would_let_two_wait_for_each_other():
-    program = chain(make_schedule("1f1b", num_meshes=2, num_microbatches=4)).emit()
+    program = make_chain(make_schedule("1f1b", num_meshes=2, num_microbatches=4)).emit()
     with pytest.raises(
         ScheduleError, match=r"`receive .*` of mesh \d, does not follow its send at once: meshes 0 and 1"
     ):
@@ -168,8 +168,8 @@ def test_the_order_of_one_process_would_let_two_wait_for_each_other():
 
 
 def test_a_process_takes_turns_only_in_what_others_launch_too():
-    program = in_launch_order(
-        chain(make_schedule("gpipe", num_meshes=4, num_microbatches=2)).emit(), homes(4, {0}, {0}, {1}, {1})
+    program = order_launches(
+        make_chain(make_schedule("gpipe", num_meshes=4, num_microbatches=2)).emit(), homes(4, {0}, {0}, {1}, {1})
     )
     part = part_of(program, homes(4, {0}, {0}, {1}, {1}), 1)
     assert part.meshes == (2, 3)
@@ -183,16 +183,16 @@ def test_a_transfer_that_waits_for_what_waits_for_it_is_refused():
     x, y = Value("x"), Value("y")
     run = {"kind": "epilogue", "stage": 0, "microbatch": None}
     program = InstructionList(
-        2,
-        (
-            Run(0, "make", reads=(), writes=(x,), **run),
+        num_meshes=2,
+        instructions=(
+            Run(mesh=0, task="make", reads=(), writes=(x,), **run),
             Send(x, 0, 1, 0),
-            Run(0, "more", reads=(x,), writes=(y,), **run),
+            Run(mesh=0, task="more", reads=(x,), writes=(y,), **run),
             Send(y, 0, 1, 1),
             Free(x, 0),
             Free(y, 0),
             Receive(y, 0, 1, 1),
-            Run(1, "use", reads=(y, x), writes=(), **run),
+            Run(mesh=1, task="use", reads=(y, x), writes=(), **run),
             Free(y, 1),
             Free(x, 1),
             Receive(x, 0, 1, 0),
@@ -205,4 +205,4 @@ def test_a_transfer_that_waits_for_what_waits_for_it_is_refused():
     with pytest.raises(
         ScheduleError, match=r"`send x to mesh 1 \(transfer 0\)` of mesh 0 has to wait for an older version"
     ):
-        in_launch_order(program, homes(2, {0}, {1}))
+        order_launches(program, homes(2, {0}, {1}))

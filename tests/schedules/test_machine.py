@@ -6,7 +6,7 @@ from autopar.schedules.instructions import Free, Receive, Run, Value
 from autopar.schedules.machine import TRANSITIONS, MachineError, MeshMachine
 
 A = Value("a", 3)
-RUN = Run(1, "task", "forward", 1, 3, (A,), ())
+RUN = Run(mesh=1, task="task", kind="forward", stage=1, microbatch=3, reads=(A,), writes=())
 ROW = (Receive(A, 0, 1, 7), RUN, Free(A, 1))
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from autopar.errors import PipelineError
 from autopar.runtime.driver import Driver
-from autopar.schedules.chain import chain
-from autopar.schedules.launch_order import in_launch_order, part_of
+from autopar.schedules.chain import make_chain
+from autopar.schedules.launch_order import order_launches, part_of
 from autopar.schedules.schedules import make_schedule
 from tests.schedules.chains import callables_of, expected, inputs_of, small_schedules
 
@@ -21,8 +21,8 @@ class World:
     """Processes as threads; what is shared blocks until all that take part have come."""
 
     def __init__(self, schedule, processes):
-        self.work, self.processes = chain(schedule), processes
-        self.program = in_launch_order(self.work.emit(), processes)
+        self.work, self.processes = make_chain(schedule), processes
+        self.program = order_launches(self.work.emit(), processes)
         self.everyone = sorted(set().union(*processes))
         self.come, self.given, self.changed = collections.defaultdict(set), {}, threading.Condition()
         self.log = {process: [] for process in self.everyone}

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import ScheduleError
-from autopar.schedules.check import check_schedule, microbatches_in_flight
-from autopar.schedules.schedules import Task, dependencies, grid, make_schedule, task_times
+from autopar.schedules.check_schedule import check_schedule
+from autopar.schedules.grid import draw_grid
+from autopar.schedules.in_flight import microbatches_in_flight
+from autopar.schedules.schedules import NAMED_SCHEDULES, make_schedule, most_in_flight
+from autopar.schedules.tasks import Task, dependencies, task_times
 from tests.schedules.chains import small_schedules
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "schedules.txt"
@@ -36,7 +39,7 @@ def test_the_grids_are_those_of_the_golden_file():
         schedule = make_schedule(name, num_meshes=p, num_microbatches=m, virtual_stages=v)
         title = f"{name}, {p} meshes, {m} microbatches" + (f", {v} chunks per mesh" if v > 1 else "")
         flights = ", ".join(map(str, microbatches_in_flight(schedule)))
-        blocks.append(f"{title}\n{grid(schedule, DURATIONS)}in flight per stage: {flights}\n")
+        blocks.append(f"{title}\n{draw_grid(schedule, DURATIONS)}in flight per stage: {flights}\n")
     text = "\n".join(blocks)
     if os.environ.get("AUTOPAR_WRITE_GOLDEN"):
         GOLDEN.write_text(text)
@@ -83,6 +86,14 @@ def test_microbatches_in_flight_are_those_of_the_papers(name, expected):
         for m in range(1, 11):
             schedule = make_schedule(name, num_meshes=p, num_microbatches=m)
             assert microbatches_in_flight(schedule) == tuple(expected(p, m, stage) for stage in range(p)), (p, m)
+
+
+def test_what_the_planner_knows_of_a_schedule_is_what_counting_gives():
+    for schedule in small_schedules(max_meshes=5, max_microbatches=12, max_virtual=3):
+        sizes = {"num_meshes": schedule.num_meshes, "num_microbatches": schedule.num_microbatches}
+        known = most_in_flight(schedule.name, virtual_stages=schedule.virtual_stages, **sizes)
+        assert known == microbatches_in_flight(schedule), schedule
+        assert NAMED_SCHEDULES[schedule.name].is_split == ("weight_gradient" in schedule.kinds)
 
 
 def test_interleaving_keeps_as_many_chunk_activations_on_the_first_mesh_as_its_warm_up_says():

@@ -5,11 +5,13 @@ from fractions import Fraction
 
 import pytest
 
-from autopar.schedules.chain import chain
+from autopar.schedules.chain import make_chain
 from autopar.schedules.emit import emit
+from autopar.schedules.grid import draw_grid
 from autopar.schedules.instructions import Run, Slot, TaskSpec, Value
-from autopar.schedules.schedules import grid, make_schedule, task_times
+from autopar.schedules.schedules import make_schedule
 from autopar.schedules.simulate import simulate, simulate_schedule
+from autopar.schedules.tasks import task_times
 from tests.schedules.chains import small_schedules
 
 # Forward, input gradient, weight gradient.
@@ -29,7 +31,7 @@ def seconds(forward, input_gradient, weight_gradient):
 
 @functools.cache
 def program(name, p, m, v=1):
-    return chain(make_schedule(name, num_meshes=p, num_microbatches=m, virtual_stages=v)).emit()
+    return make_chain(make_schedule(name, num_meshes=p, num_microbatches=m, virtual_stages=v)).emit()
 
 
 def simulated(name, p, m, times, *, v=1):
@@ -87,16 +89,16 @@ def test_the_simulated_tasks_are_where_the_grid_draws_them():
         assert spans == {(task.kind, task.stage, task.microbatch): when for task, when in times.items()}
 
 
-def test_busy_and_idle_seconds_add_up_to_the_makespan():
+def test_the_bubble_is_what_busy_seconds_leave_of_the_makespan():
     simulation = simulate_schedule(make_schedule("1f1b", num_meshes=3, num_microbatches=4), seconds(1, 1, 1))
     assert simulation.busy_s == (12, 12, 12)
-    assert simulation.idle_s == (6, 6, 6)
+    assert simulation.bubble == (18 - 12) / 12
     assert simulation.timeline.busy_s(1) == 12
     assert simulation.timeline.makespan_s == 18
 
 
 def test_a_transfer_delays_its_receiver_and_not_its_sender():
-    program = chain(make_schedule("inference", num_meshes=2, num_microbatches=2)).emit()
+    program = make_chain(make_schedule("inference", num_meshes=2, num_microbatches=2)).emit()
     simulation = simulate(program, run_s=lambda run: 10, transfer_s=lambda send: 3)
     starts = {
         (span.instruction.mesh, span.instruction.microbatch): span.start_s
@@ -107,7 +109,7 @@ def test_a_transfer_delays_its_receiver_and_not_its_sender():
 
 
 def test_transfers_on_one_link_follow_each_other():
-    program = chain(make_schedule("inference", num_meshes=2, num_microbatches=3)).emit()
+    program = make_chain(make_schedule("inference", num_meshes=2, num_microbatches=3)).emit()
     simulation = simulate(program, run_s=lambda run: 1, transfer_s=lambda send: 10)
     starts = [
         s.start_s for s in simulation.timeline.spans if isinstance(s.instruction, Run) and s.instruction.mesh == 1
@@ -130,7 +132,7 @@ def residuals(value):
 )
 def test_residual_memory_follows_the_microbatches_in_flight(name, v, expected):
     schedule = make_schedule(name, num_meshes=4, num_microbatches=8, virtual_stages=v)
-    simulation = simulate(chain(schedule).emit(), run_s=seconds(1, 1, 1), value_bytes=residuals)
+    simulation = simulate(make_chain(schedule).emit(), run_s=seconds(1, 1, 1), value_bytes=residuals)
     assert simulation.peak_bytes == expected
 
 
@@ -142,8 +144,8 @@ def test_a_copy_that_goes_makes_room_for_one_that_comes_at_the_same_instant():
 
 
 def once(name, mesh, kind, reads, writes, donated=()):
-    slots = tuple(Slot(r, False) for r in reads), tuple(Slot(w, False) for w in writes)
-    return TaskSpec(name, mesh, kind, 0, *slots, donated)
+    inputs, outputs = tuple(Slot(r, False) for r in reads), tuple(Slot(w, False) for w in writes)
+    return TaskSpec(name=name, mesh=mesh, kind=kind, stage=0, inputs=inputs, outputs=outputs, donated=donated)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +172,6 @@ def test_an_update_in_place_needs_the_parameter_once_and_any_other_update_twice(
 
 def test_a_grid_cell_is_one_unit_of_the_simulator():
     schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=2)
-    lines = grid(schedule, {"forward": 1, "backward": 2}).splitlines()
+    lines = draw_grid(schedule, {"forward": 1, "backward": 2}).splitlines()
     assert lines == ["mesh 0 | F0 F1 .  .  B0 -  .  B1 -", "mesh 1 | .  F0 B0 -  F1 B1 -"]
     assert simulate_schedule(schedule, seconds(1, 1, 1)).makespan_s == 9

@@ -2,14 +2,14 @@
 
 import json
 
-from autopar.schedules.chain import chain
+from autopar.schedules.chain import make_chain
 from autopar.schedules.instructions import Free
 from autopar.schedules.schedules import make_schedule
 from autopar.schedules.simulate import simulate
 
 
 def simulated():
-    program = chain(make_schedule("1f1b", num_meshes=2, num_microbatches=1)).emit()
+    program = make_chain(make_schedule("1f1b", num_meshes=2, num_microbatches=1)).emit()
     simulation = simulate(program, run_s=lambda run: 0.5, transfer_s=lambda send: 0.25)
     return simulation.timeline
 

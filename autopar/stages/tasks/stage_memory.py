@@ -22,7 +22,7 @@ from autopar.intra_op.lowering.per_device import Lowering
 from autopar.plan import Plan
 from autopar.program.program import Equation
 from autopar.schedules.in_flight import InFlight, Kept
-from autopar.schedules.schedules import TaskKind
+from autopar.schedules.tasks import TaskKind
 from autopar.stages.tasks.owners import LoopedProgram, task_owners, variables
 from autopar.stages.tasks.stage_program import StageProgram
 from autopar.stages.tasks.task_memory import TaskMemories

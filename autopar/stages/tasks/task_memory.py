@@ -21,7 +21,7 @@ from autopar.intra_op.lowering.per_device import Lowering
 from autopar.intra_op.memory.device_program import task_program
 from autopar.intra_op.memory.footprint import footprint_of
 from autopar.layouts.mesh import LogicalMesh
-from autopar.schedules.schedules import TaskKind
+from autopar.schedules.tasks import TaskKind
 from autopar.stages.tasks.cuts import TaskCut, Write, cut_into_tasks
 from autopar.stages.tasks.stage_program import PROLOGUE, StageProgram
 
