@@ -191,6 +191,11 @@ def as_it_is_now(value: Any) -> Any:
     return value.astype(dtype)
 
 
+def is_threefry_key(dtype: Any) -> bool:
+    """Whether a random key's type is threefry's, which shows in nothing but its text, `key<fry>`."""
+    return "fry" in str(dtype)
+
+
 def threefry_is_partitionable() -> bool:
     """Whether random bits of a slice can be computed from the slice's positions alone."""
     return bool(getattr(jax.config, "jax_threefry_partitionable", True))

@@ -14,15 +14,14 @@ and replicates the rest. After the bars:
     linear: 0 1; 2   inputs 0 and 1 together, or input 2 alone, may be partial: so are then the outputs
     any          those linear groups carry partial results of every monoid (the operation only moves data)
 
-In: text or tuples. Out: a frozen `FactorRule`. What can go wrong: a rule that does not describe the shapes it is given;
-`check` raises `RuleError` naming operand and dimension.
+In: the parts of a rule; `notation.py` reads it from text. Out: a frozen `FactorRule`, which prints in the notation. What can go
+wrong: a rule that does not describe the shapes it is given; `check` raises `RuleError` naming the operand.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import RuleError
@@ -32,7 +31,7 @@ Dim = tuple[str, ...]
 Operand = tuple[Dim, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FactorRule:
     """See the module's text. `sizes` lists every factor once, in order of appearance."""
 
@@ -98,93 +97,19 @@ def make_rule(
     any_monoid: bool = False,
 ) -> FactorRule:
     """A rule from parts; factors of size one are dropped and the rest renamed a, b, c, ... in order of appearance."""
-    order: dict[str, None] = {}
-    for operand in (*inputs, *outputs):
-        for dim in operand:
-            order.update(dict.fromkeys(f for f in dim if sizes[f] != 1))
+    order = dict.fromkeys(f for operand in (*inputs, *outputs) for dim in operand for f in dim if sizes[f] != 1)
     names = {old: _letter(i) for i, old in enumerate(order)}
-    present = list(order)
+    reduced = reduced or {}
     return FactorRule(
-        tuple(_rename(operand, names) for operand in inputs),
-        tuple(_rename(operand, names) for operand in outputs),
-        tuple((names[old], sizes[old]) for old in present),
-        tuple((names[old], (reduced or {})[old]) for old in present if old in (reduced or {})),
-        frozenset(names[old] for old in present if old in set(whole)),
-        tuple(seeds),
-        tuple(tuple(group) for group in linear),
-        any_monoid,
+        inputs=tuple(_rename(operand, names) for operand in inputs),
+        outputs=tuple(_rename(operand, names) for operand in outputs),
+        sizes=tuple((name, sizes[old]) for old, name in names.items()),
+        reduced=tuple((name, reduced[old]) for old, name in names.items() if old in reduced),
+        whole=frozenset(names[old] for old in whole if old in names),
+        seeds=tuple(seeds),
+        linear=tuple(tuple(group) for group in linear),
+        any_monoid=any_monoid,
     )
-
-
-def parse(text: str, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> FactorRule:
-    """Read the notation for an operation of these shapes; RuleError says what is wrong and where."""
-    head, *clauses = (part.strip() for part in text.split("|"))
-    if head.count("->") != 1:
-        raise RuleError(f"rule '{text}' needs exactly one '->' between its inputs and its outputs")
-    left, right = head.split("->")
-    inputs, outputs = _parse_operands(left), _parse_operands(right)
-    fields: dict[str, str] = {}
-    for clause in clauses:
-        key, _, value = clause.partition(":")
-        if key.strip() not in (*MONOIDS, "whole", "seed", "linear", "any"):
-            raise RuleError(
-                f"rule '{text}': no clause {key.strip()!r}; there are {', '.join(MONOIDS)}, whole, seed, linear, any"
-            )
-        fields[key.strip()] = value.strip()
-    sizes = _solve_sizes(text, (*inputs, *outputs), (*in_shapes, *out_shapes))
-    reduced = {factor: monoid for monoid in MONOIDS for factor in fields.get(monoid, "").split()}
-    whole = frozenset(fields.get("whole", "").split())
-    for factor in (*reduced, *whole):
-        if factor not in sizes:
-            raise RuleError(f"rule '{text}': factor {factor!r} indexes no dimension")
-    rule = FactorRule(
-        inputs,
-        outputs,
-        tuple(sizes.items()),
-        tuple(reduced.items()),
-        whole,
-        tuple(int(word) for word in fields.get("seed", "").split()),
-        tuple(tuple(int(w) for w in group.split()) for group in fields.get("linear", "").split(";") if group.strip()),
-        "any" in fields,
-    )
-    return rule.check(in_shapes, out_shapes)
-
-
-def _solve_sizes(text: str, operands: Sequence[Operand], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    if len(operands) != len(shapes):
-        raise RuleError(f"rule '{text}' names {len(operands)} operands, the operation has {len(shapes)}")
-    pairs = []
-    for number, (operand, shape) in enumerate(zip(operands, shapes, strict=True)):
-        if len(operand) != len(shape):
-            raise RuleError(
-                f"rule '{text}': operand {number} has {len(operand)} dimensions, its shape is {tuple(shape)}"
-            )
-        pairs += list(zip(operand, shape, strict=True))
-    sizes: dict[str, int] = {}
-    for _ in range(len(pairs) + 1):
-        for dim, size in pairs:
-            unknown = [f for f in dim if f not in sizes]
-            known = math.prod(sizes[f] for f in dim if f in sizes)
-            if len(unknown) == 1 and known and size % known == 0:
-                sizes[unknown[0]] = size // known
-    missing = sorted({f for dim, _ in pairs for f in dim if f not in sizes})
-    if missing:
-        raise RuleError(f"rule '{text}': the sizes of {', '.join(missing)} do not follow from the shapes")
-    return sizes
-
-
-def _parse_operands(text: str) -> tuple[Operand, ...]:
-    text = text.strip()
-    if not text:
-        return ()
-    return tuple(_parse_operand(part) for part in text.split(","))
-
-
-def _parse_operand(text: str) -> Operand:
-    words = re.findall(r"\([^()]*\)|[^\s()]+", text)
-    if words == ["."]:
-        return ()
-    return tuple(() if word == "1" else tuple(word.strip("()").split()) for word in words)
 
 
 def _show_operands(operands: Sequence[Operand]) -> str:

@@ -18,7 +18,7 @@ from autopar.rules.factor_rule import Dim, FactorRule, make_rule
 from autopar.rules.on_shard import LocalCall
 
 
-def conv_general_dilated(eqn: JaxprEqn) -> FactorRule:
+def conv(eqn: JaxprEqn) -> FactorRule:
     """n (g c) h w, (g o) c i j -> n (g o) y x | sum: c | whole: h w i j y x | linear: 0; 1."""
     params = eqn.params
     numbers, groups, batch_groups = (

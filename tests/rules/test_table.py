@@ -9,6 +9,7 @@ import functools
 import inspect
 import os
 import random
+import re
 import warnings
 from pathlib import Path
 
@@ -84,10 +85,10 @@ def test_every_primitive_of_the_table_has_an_example_or_a_reason():
     assert not {*EXAMPLES} & {*WITHOUT_EXAMPLE}
 
 
-def test_the_table_is_sorted():
+def test_the_table_is_sorted_and_each_primitive_has_one_line():
     source = inspect.getsource(table)
-    first = [line.split('"')[1].split()[0] for line in source.splitlines() if line.startswith('    **_names("')]
-    assert first == sorted(first, key=lambda name: name.replace("-", "_"))
+    rows = re.findall(r'^        "([^"]+)": PrimitiveRule\(.*\),$', source, re.MULTILINE)
+    assert rows == sorted(RULES)
 
 
 # --- no model falls back ----------------------------------------------------------------------------------------------
@@ -238,6 +239,21 @@ def test_a_registered_rule_may_run_the_shard_its_own_way():
 def test_a_primitive_of_the_table_cannot_be_registered_again():
     with pytest.raises(RuleError, match="'dot_general' has a rule in autopar; only new primitives can be registered"):
         register_rule("dot_general", "a b, b c -> a c | sum: b")
+
+
+@pytest.mark.usefixtures("user_rules")
+def test_a_registered_rule_is_replaced_only_on_request():
+    register_rule("fused_dense", "b s c, c e -> b s e | whole: c", heavy=True)
+    register_rule("fused_dense", "b s c, c e -> b s e | whole: c", heavy=True)
+    with pytest.raises(
+        RuleError, match=r"'fused_dense' has been .* rule, 'b s c, c e .* whole: c' and heavy=True; pass"
+    ):
+        register_rule("fused_dense", "b s c, c e -> b s e | whole: c s")
+    with pytest.raises(RuleError, match=r"to register 'b s c, c e -> b s e \| whole: c' in its place"):
+        register_rule("fused_dense", "b s c, c e -> b s e | whole: c")
+    assert table._USER_RULES["fused_dense"].heavy
+    register_rule("fused_dense", "b s c, c e -> b s e | whole: c s", replace=True)
+    assert not table._USER_RULES["fused_dense"].heavy
 
 
 @pytest.mark.usefixtures("user_rules")

@@ -22,11 +22,13 @@ from autopar.intra_op.choices.kernels import Traffic
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.strategies import ShardingStrategy, strategies_of, undivided_dropped
+from autopar.intra_op.xla_cpu import orders_of
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LayoutSpace, Network
 from autopar.program.program import Equation
 from autopar.rules.factor_rule import FactorRule
-from autopar.rules.table import PrimitiveRule, entry_for
+from autopar.rules.primitive_rule import PrimitiveRule
+from autopar.rules.table import entry_for
 
 _TIE = 1e-3
 """Of the bytes that an operation inside a kernel gives, the part that counts although it stays in registers."""
@@ -198,7 +200,7 @@ class Catalogue:
             dtype=dtype,
             launched=not entry.fused,
             sizes=self._product_sizes(eqn, strategy) if entry.heavy else None,
-            reordered_bytes=self._reordered_bytes(eqn, entry, strategy),
+            reordered_bytes=self._reordered_bytes(eqn, strategy),
             random_bytes=self._out_bytes(eqn, strategy) if entry.random else 0.0,
         )
 
@@ -212,11 +214,11 @@ class Catalogue:
         device = self.cluster.device
         return (sum(made) + sum(read) + computed) / device.sustained_bytes_per_s + traffic.kernels * device.launch_s
 
-    def _reordered_bytes(self, eqn: Equation, entry: PrimitiveRule, strategy: ShardingStrategy) -> int:
+    def _reordered_bytes(self, eqn: Equation, strategy: ShardingStrategy) -> int:
         """Bytes per device of a contraction's operands that are copied with their dimensions in another order."""
-        if entry.orders is None or not self.cluster.device.reorder_s_per_byte:
+        orders = orders_of(eqn) if self.cluster.device.reorder_s_per_byte else None
+        if orders is None:
             return 0
-        orders = entry.orders(eqn)
         operands = zip(eqn.invars, strategy.inputs, strict=True)
         return sum(
             layout.local_bytes(v.aval.shape, itemsize_of(v.aval), self.mesh)

@@ -31,11 +31,15 @@ import numpy as np
 from autopar.avals import bytes_of
 from autopar.compat import Literal, Var
 from autopar.program.program import Equation, Program
-from autopar.rules import by_shape
-from autopar.rules.table import Making, entry_for
+from autopar.rules.primitive_rule import Work
+from autopar.rules.reductions import reduced_dimensions
+from autopar.rules.table import entry_for
 
 ROW_BYTES = 128 * 1024
 """The longest row that a kernel reduces without reading it twice: half of the 256 KiB of registers of a multiprocessor."""
+
+_FUSED = frozenset({Work.POINTWISE, Work.FREE, Work.MOVE, Work.REDUCTION, Work.RANDOM})
+"""What a compiler puts into one kernel with other work."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,20 +316,18 @@ def _keeps_apart(eqn: Equation) -> bool:
 
 def _fuses(eqn: Equation) -> bool:
     """Whether it is a stream or a sum."""
-    entry = entry_for(eqn)
     if _keeps_apart(eqn):
         return False
     if any(not isinstance(v.aval.dtype, np.dtype) for v in (*eqn.invars, *eqn.outvars)):
         return eqn.loop is None  # arithmetic with keys
-    plain = entry.fused or entry.random or entry.reduces or entry.making is Making.MOVED
-    return plain and not entry.heavy and eqn.loop is None
+    return entry_for(eqn).work in _FUSED and eqn.loop is None
 
 
 def _sums(eqn: Equation) -> bool:
     """Whether it is a reduction of more than a row that fits."""
-    if not entry_for(eqn).reduces:
+    if entry_for(eqn).work is not Work.REDUCTION:
         return False
-    shape, axes = eqn.invars[0].aval.shape, set(eqn.params["axes"])
+    shape, axes = eqn.invars[0].aval.shape, reduced_dimensions(eqn)
     real = [d for d, size in enumerate(shape) if size > 1]
     gone = [d for d in real if d in axes]
     trailing = gone == real[len(real) - len(gone) :]
@@ -334,7 +336,7 @@ def _sums(eqn: Equation) -> bool:
 
 def _adds(eqn: Equation) -> bool:
     """Whether it is the sum or the difference of two values, element by element."""
-    return entry_for(eqn).rule is by_shape.pointwise_sum
+    return entry_for(eqn).adds
 
 
 def _variables(atoms: Sequence[Any]) -> list[Var]:

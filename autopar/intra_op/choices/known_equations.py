@@ -14,6 +14,7 @@ import numpy as np
 
 from autopar.compat import Literal
 from autopar.intra_op.choices.kernels import Traffic, traffic_of
+from autopar.intra_op.xla_cpu import orders_of
 from autopar.program.program import Equation, Program
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for, flops_of, rule_for
@@ -73,8 +74,7 @@ class RuleBook:
     def _number(self, eqn: Equation, rule: FactorRule) -> int:
         entry = entry_for(eqn)
         dtypes = tuple(v.aval.dtype for v in (*eqn.invars, *eqn.outvars))
-        orders = entry.orders(eqn) if entry.orders is not None else None
-        kind = (rule, entry.heavy, entry.fused, entry.free, entry.picks, entry.random, orders, self.flops(eqn), dtypes)
+        kind = (rule, entry.work, entry.picks, orders_of(eqn), self.flops(eqn), dtypes)
         return self._numbers.setdefault(kind, len(self._numbers))
 
     def _first_alike(self, eqn: Equation) -> Equation:

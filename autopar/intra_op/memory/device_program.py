@@ -5,7 +5,7 @@ device and every move is an operation, as the lowering performs them. Without on
 of the whole: which buffers live together then is what all choices have in common, and `Value.key` says whose choice decides
 a buffer's size. Equal work is one operation, as XLA makes it. What can go wrong: an operation that XLA's CPU compiler expands
 into several; those that matter are here (random bits, operands that are repeated or wanted in another order, collectives
-over inner dimensions, loops). What a primitive's result needs is in the rule table (`rules.Making`).
+over inner dimensions, loops). What a primitive's result needs is in `xla_cpu.py`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from typing import Any
 
 from autopar.avals import dtype_name, is_opaque, itemsize_of
 from autopar.compat import Literal, Var
+from autopar.intra_op import xla_cpu
 from autopar.intra_op.choices.catalogue import Spaces
 from autopar.intra_op.choices.graph import Source, StrategyGraph
+from autopar.intra_op.contraction_orders import Orders
 from autopar.intra_op.lowering.assignment import Assignment, is_gathered
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
+from autopar.intra_op.xla_cpu import Making
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS, Move
 from autopar.program.program import Atom, Equation, Program, fan_out_p
-from autopar.rules.contraction_orders import Orders
-from autopar.rules.table import Making, entry_for
+from autopar.rules.table import entry_for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -225,9 +227,9 @@ class _Region:
         wanted: Sequence[Layout | None] = [None] * len(eqn.invars) if strategy is None else strategy.inputs
         operands = [self.need(v, layout) for v, layout in zip(eqn.invars, wanted, strict=True)]
         results: Sequence[Layout | None] = [None] * len(eqn.outvars) if strategy is None else strategy.outputs
-        entry = entry_for(eqn)
-        if entry.orders is not None:
-            self._contraction(eqn, operands, wanted, results, entry.orders(eqn))
+        entry, making, orders = entry_for(eqn), xla_cpu.making_of(eqn), xla_cpu.orders_of(eqn)
+        if orders is not None:
+            self._contraction(eqn, operands, wanted, results, orders)
             return
         if entry.fused and not entry.free:
             operands = [self._spread(v, n, eqn, results) for v, n in zip(eqn.invars, operands, strict=True)]
@@ -243,22 +245,23 @@ class _Region:
             bits = self._like(outputs[0], factor=2)
             self.emit(Kind.WHOLE, operands, (bits,))
             self.emit(Kind.CHEAP, (bits,), outputs)
-        elif entry.making is Making.IN_PLACE:
+        elif making is Making.IN_PLACE:
             over = (operands[0],) if operands[0] >= 0 else ()
-            self.emit(Kind.WHOLE, operands, outputs, over=over, adds=entry.adds and bool(over))
-        elif entry.permutes and operands[0] >= 0:
-            self._permute(operands[0], eqn.params["permutation"], outputs[0])
+            self.emit(Kind.WHOLE, operands, outputs, over=over, adds=xla_cpu.can_move_sums(eqn) and bool(over))
+        elif entry.permutation is not None and operands[0] >= 0:
+            self._permute(operands[0], entry.permutation(eqn), outputs[0])
         elif is_gathered_input:  # if it is split
             self.walk.values[outputs[0]] = dataclasses.replace(self.walk.values[outputs[0]], is_copy=True)
             self.emit(Kind.WHOLE, operands, outputs)
         elif eqn.after is not None and eqn.after in self.held:
             self._wait(operands[0], self.held[eqn.after].value, outputs[0])
-        elif self._is_renaming(entry.making, operands, outputs):
+        elif self._is_renaming(making, operands, outputs):
             self.emit(Kind.ALIAS, operands[:1], outputs)
             if operands[0] in self.walk.permuted and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape:
                 self.walk.permuted[outputs[0]] = self.walk.permuted[operands[0]]
         else:
-            self.emit(_kind_of(eqn), operands, outputs, by_library=entry.library, adds=entry.adds)
+            by_library, adds = xla_cpu.can_join_library(eqn), xla_cpu.can_move_sums(eqn)
+            self.emit(_KINDS[making], operands, outputs, by_library=by_library, adds=adds)
 
     def _wait(self, value: int, late: int, out: int) -> None:
         """The value as soon as another is there, of which one element is read."""
@@ -455,7 +458,6 @@ _KINDS = {
     Making.CHEAP: Kind.CHEAP,
     Making.MOVED: Kind.MOVED,
     Making.COSTLY: Kind.COSTLY,
-    Making.QUOTIENT: Kind.COSTLY,
     Making.REDUCTION: Kind.REDUCE,
     Making.LIBRARY: Kind.LIBRARY,
 }
@@ -466,7 +468,7 @@ def _same_work(eqn: Equation, operands: Sequence[int], results: Sequence[Layout 
 
     It leaves barriers apart, so that what is recomputed behind one stays apart too.
     """
-    if entry_for(eqn).barrier or entry_for(eqn).making in (Making.WHOLE, Making.IN_PLACE):
+    if entry_for(eqn).barrier or xla_cpu.making_of(eqn) in (Making.WHOLE, Making.IN_PLACE):
         return None
     read = tuple(
         (str(v.aval), str(v.val)) if isinstance(v, Literal) else n for v, n in zip(eqn.invars, operands, strict=True)
@@ -483,10 +485,3 @@ def _comparable(value: Any) -> Hashable:
     except TypeError:
         return str(value)
     return key
-
-
-def _kind_of(eqn: Equation) -> Kind:
-    making = entry_for(eqn).making
-    if making is Making.QUOTIENT and isinstance(eqn.invars[1], Literal):
-        return Kind.CHEAP
-    return _KINDS[making]

@@ -25,10 +25,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 from autopar.intra_op.memory.xla_rewrites import merged, with_scattered_sums
+from autopar.intra_op.xla_cpu import LIBRARY_ELEMENTS
 
 FOLDED = (Kind.CHEAP, Kind.MOVED, Kind.COSTLY)
-LIBRARY_ELEMENTS = 4096
-"""XLA's CPU compiler leaves reductions that read so many elements or more to YNNPACK (its `kMinElements`), from 0.10 to 0.12."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,9 @@ from autopar.intra_op.lowering.assignment import Assignment, assign
 from autopar.intra_op.memory.device_operations import Value
 from autopar.intra_op.memory.device_program import DeviceProgram, device_program
 from autopar.intra_op.memory.footprint import Footprint, footprint_of
+from autopar.intra_op.xla_cpu import Making, making_of
 from autopar.program.program import Equation, Program
-from autopar.rules.table import Making, entry_for
+from autopar.rules.table import entry_for
 from autopar.solver.memory_prices import MemoryRow
 
 TEMPORARIES_MARGIN = 0.85
@@ -208,7 +209,7 @@ def _there_anyway(program: Program) -> set[Var]:
     renamed = [
         (eqn.invars[0], eqn.outvars[0])
         for eqn in program.equations
-        if entry_for(eqn).making in (Making.NAME, Making.SAME) and eqn.invars and not isinstance(eqn.invars[0], Literal)
+        if making_of(eqn) in (Making.NAME, Making.SAME) and eqn.invars and not isinstance(eqn.invars[0], Literal)
     ]
     given = set(program.invars)
     for before, after in renamed:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.intra_op.choices.strategies import strategies_of, undivided_dropped
 from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.rules.factor_rule import parse
+from autopar.rules.notation import parse
 from autopar.rules.table import rule_for
 from tests.rules.examples import EXAMPLES
 

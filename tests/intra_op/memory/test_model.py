@@ -18,13 +18,13 @@ from autopar import OutOfMemoryError, data_parallel, zero3
 from autopar.cost_model.hardware import PRESETS
 from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.contraction_orders import of_product
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 from autopar.intra_op.memory.footprint import LIBRARY_ELEMENTS, footprint_of
 from autopar.intra_op.memory.model import TEMPORARIES_MARGIN, MemoryModel
 from autopar.layouts.mesh import LogicalMesh
 from autopar.models.registry import build
 from autopar.program.from_jaxpr import program_of
-from autopar.rules.contraction_orders import of_product
 
 LEAST_RATIO, MOST_RATIO = 0.9, 1.1
 FLOAT = 4

@@ -8,13 +8,13 @@ import autopar
 from autopar.cost_model.hardware import PRESETS
 from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.contraction_orders import of_product
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 from autopar.intra_op.memory.device_program import device_program
 from autopar.intra_op.memory.footprint import footprint_of
 from autopar.intra_op.memory.xla_rewrites import with_scattered_sums
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
-from autopar.rules.contraction_orders import of_product
 
 FLOAT = 4
 A, B, INDICES, UPDATES, SCATTERED, TOTAL, MORE, END = range(8)

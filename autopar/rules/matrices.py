@@ -1,0 +1,35 @@
+"""Factor rules of matrix products, and of operations on the last dimensions of a batch: factorizations, Fourier transforms.
+
+In: an equation. Out: its `FactorRule`. What can go wrong: a factorization of one large matrix, which runs whole on every device.
+"""
+
+from __future__ import annotations
+
+from autopar.compat import JaxprEqn
+from autopar.rules.by_shape import Factors, leading_dimensions, linear_groups, shape_of
+from autopar.rules.factor_rule import FactorRule, make_rule
+
+
+def dot_general(eqn: JaxprEqn) -> FactorRule:
+    """batch m k, batch k n -> batch m n | sum: k | linear: 0; 1."""
+    (left_contract, right_contract), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    factors = Factors()
+    left = factors.operand(shape_of(eqn.invars[0]))
+    pairs = dict(zip((*right_contract, *right_batch), (*left_contract, *left_batch), strict=True))
+    right = [left[pairs[d]] if d in pairs else (factors.new(n),) for d, n in enumerate(shape_of(eqn.invars[1]))]
+    out = [left[d] for d in left_batch]
+    out += [dim for d, dim in enumerate(left) if d not in (*left_contract, *left_batch)]
+    out += [dim for d, dim in enumerate(right) if d not in pairs]
+    reduced = {left[d][0]: "sum" for d in left_contract}
+    linear = linear_groups(eqn, (0,), (1,))
+    return make_rule([tuple(left), tuple(right)], [tuple(out)], factors.sizes, reduced=reduced, linear=linear)
+
+
+def factorization(eqn: JaxprEqn) -> FactorRule:
+    """a b c -> a b c | whole: b c: the last two dimensions are a matrix, the others a batch of matrices."""
+    return leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - 2)
+
+
+def fft(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a c | whole: b c | linear: 0: the last dimensions are transformed, the others are a batch."""
+    return leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - len(eqn.params["fft_lengths"]), linear=[(0,)])

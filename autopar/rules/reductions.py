@@ -1,0 +1,95 @@
+"""Factor rules of operations along dimensions: reductions, accumulations, sorts.
+
+In: an equation. Out: its `FactorRule`. What can go wrong: a reduction whose partial results no all-reduce combines, such as a
+product; the dimensions that it reduces are whole.
+"""
+
+from __future__ import annotations
+
+from autopar.compat import JaxprEqn
+from autopar.rules.by_shape import Factors, kept_dimensions, linear_groups, shape_of
+from autopar.rules.factor_rule import FactorRule, make_rule
+
+
+def reduced_dimensions(eqn: JaxprEqn) -> frozenset[int]:
+    """The dimensions of its operands that a reduction reduces."""
+    return frozenset(eqn.params["axes"])
+
+
+def _reduction(eqn: JaxprEqn, monoid: str | None, *, is_linear: bool = False) -> FactorRule:
+    """a b -> a, b reduced; without a monoid that can be all-reduced b stays whole."""
+    factors = Factors()
+    axes = reduced_dimensions(eqn)
+    operand = factors.operand(shape_of(eqn.invars[0]))
+    out = tuple(dim for d, dim in enumerate(operand) if d not in axes)
+    gone = [dim[0] for d, dim in enumerate(operand) if d in axes]
+    return make_rule(
+        [tuple(operand)] * len(eqn.invars),
+        [out] * len(eqn.outvars),
+        factors.sizes,
+        reduced=dict.fromkeys(gone, monoid) if monoid else {},
+        whole=() if monoid else gone,
+        linear=linear_groups(eqn, (0,)) if is_linear else (),
+    )
+
+
+def reduce_sum(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a | sum: b | linear: 0."""
+    return _reduction(eqn, "sum", is_linear=True)
+
+
+def reduce_max(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a | max: b."""
+    return _reduction(eqn, "max")
+
+
+def reduce_min(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a | min: b."""
+    return _reduction(eqn, "min")
+
+
+def reduce_or(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a | or: b, for truth values; bitwise on integers b stays whole."""
+    return _reduction(eqn, "or" if eqn.invars[0].aval.dtype == bool else None)
+
+
+def reduce_and(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a | and: b, for truth values; bitwise on integers b stays whole."""
+    return _reduction(eqn, "and" if eqn.invars[0].aval.dtype == bool else None)
+
+
+def reduce_whole(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a | whole: b: products, argmax, argmin."""
+    return _reduction(eqn, None)
+
+
+def _cumulative(eqn: JaxprEqn, *, is_linear: bool) -> FactorRule:
+    """a b -> a b | whole: the axis along which it accumulates."""
+    rank = len(shape_of(eqn.invars[0]))
+    kept = [d != eqn.params["axis"] for d in range(rank)]
+    return kept_dimensions(eqn, kept, linear=[(0,)] if is_linear else (), any_monoid=False)
+
+
+def cumulative_sum(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a c | whole: b c | linear: 0."""
+    return _cumulative(eqn, is_linear=True)
+
+
+def cumulative_other(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a c | whole: b c."""
+    return _cumulative(eqn, is_linear=False)
+
+
+def sort(eqn: JaxprEqn) -> FactorRule:
+    """a b, a b -> a b, a b | whole: the sorted dimension."""
+    factors = Factors()
+    operand = tuple(factors.operand(shape_of(eqn.invars[0])))
+    whole = operand[eqn.params["dimension"]]
+    return make_rule([operand] * len(eqn.invars), [operand] * len(eqn.outvars), factors.sizes, whole=whole)
+
+
+def top_k(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a k, a k | whole: b k."""
+    rank = len(shape_of(eqn.invars[0]))
+    axis = eqn.params.get("axis", rank - 1) % rank
+    return kept_dimensions(eqn, [d != axis for d in range(rank)], linear=(), any_monoid=False)
