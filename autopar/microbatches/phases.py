@@ -29,6 +29,7 @@ import numpy as np
 from autopar.avals import is_opaque, itemsize_of
 from autopar.compat import Literal as JaxLiteral
 from autopar.cost_model.hardware import Cluster
+from autopar.disjoint_sets import DisjointSets
 from autopar.intra_op.choices.catalogue import Catalogue
 from autopar.intra_op.choices.graph import Node, StrategyGraph, Use, build_graph
 from autopar.intra_op.choices.known_equations import RuleBook
@@ -267,24 +268,17 @@ def _uses_between(graph: StrategyGraph) -> dict[tuple[int, int], Use]:
 
 def _unconnected(graph: StrategyGraph) -> list[tuple[int, int]]:
     """Pairs of nodes that link the parts of each loop that no value links, so that they share a phase."""
-    parent = list(range(len(graph.nodes)))
-
-    def root(v: int) -> int:
-        while parent[v] != v:
-            parent[v] = parent[parent[v]]
-            v = parent[v]
-        return v
-
+    parts = DisjointSets(range(len(graph.nodes)))
     for u, v in graph.edges:
         if graph.nodes[u].loop is not None and graph.nodes[u].loop is graph.nodes[v].loop:
-            parent[root(u)] = root(v)
+            parts.join((u, v))
     pairs, first = [], dict[Equation, int]()
     for number, node in enumerate(graph.nodes):
         if node.loop is not None:
             anchor = first.setdefault(node.loop, number)
-            if root(anchor) != root(number):
+            if parts.find(anchor) != parts.find(number):
                 pairs.append((anchor, number))
-                parent[root(number)] = root(anchor)
+                parts.join((anchor, number))
     return pairs
 
 

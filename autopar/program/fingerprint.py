@@ -5,15 +5,15 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.compat import JaxprEqn, constants_of, open_jaxpr
 from autopar.compat import Literal as JaxLiteral
-from autopar.compat import constants_of, open_jaxpr
-from autopar.program.program import Program
+from autopar.program.program import Atom, Program
 
 
 def fingerprint_of(program: Program) -> str:
@@ -49,6 +49,24 @@ def signature(equations: Sequence[Any], numbers: dict[Any, int]) -> Hashable:
         )
         for eqn in equations
     )
+
+
+def operation_key(eqn: JaxprEqn) -> Hashable:
+    """Equal for equations that do the same with equal operands: the same primitive with the same parameters."""
+    params = tuple(eqn.params.items())
+    try:
+        hash(params)
+    except TypeError:
+        params = tuple((name, _value(value)) for name, value in params)
+    return eqn.primitive, params
+
+
+def operand_key(atom: Atom) -> Hashable:
+    """What a rule may know of an operand: its shape and dtype, and a literal's value."""
+    if not isinstance(atom, JaxLiteral):
+        return cast(Hashable, atom.aval)
+    value = np.asarray(atom.val)
+    return atom.aval, id(atom.val) if value.dtype == object else value.tobytes()
 
 
 def _is_region(eqn: Any, value: object) -> bool:

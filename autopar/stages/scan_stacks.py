@@ -21,6 +21,7 @@ import numpy as np
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
+from autopar.disjoint_sets import DisjointSets
 from autopar.program.layer_boundary import layer_boundary_p
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
@@ -55,37 +56,13 @@ class ForwardWork:
     stack: int | None
 
 
-class _Classes:
-    """Dimensions that belong together; the representative of each class."""
-
-    def __init__(self) -> None:
-        self._parent: dict[Node, Node] = {}
-
-    def root(self, node: Node) -> Node:
-        self._parent.setdefault(node, node)
-        while self._parent[node] is not node:
-            self._parent[node] = self._parent[self._parent[node]]
-            node = self._parent[node]
-        return node
-
-    def join(self, nodes: Sequence[Node]) -> None:
-        for node in nodes[1:]:
-            self._parent[self.root(node)] = self.root(nodes[0])
-
-    def members(self) -> dict[Node, list[Node]]:
-        found: dict[Node, list[Node]] = {}
-        for node in self._parent:
-            found.setdefault(self.root(node), []).append(node)
-        return found
-
-
 def find_stacks(traced: TracedStep) -> tuple[Stack, ...]:
     """The stacks whose layers can be divided, in the order of their forward scans."""
     forward = [eqn for eqn in _forward_equations(traced) if is_scan(eqn)]
     if not forward:
         return ()
-    members = _classes_of(traced).members()
-    stacks = [stack for nodes in members.values() if (stack := _stack(traced, nodes)) is not None]
+    groups = _dimensions_together(traced).groups()
+    stacks = [stack for nodes in groups if (stack := _stack(traced, nodes)) is not None]
     first = {id(stack): next((i for i, eqn in enumerate(forward) if eqn in stack.scans), None) for stack in stacks}
     usable = [stack for stack in stacks if first[id(stack)] is not None]
     return tuple(sorted(usable, key=lambda stack: first[id(stack)] or 0))
@@ -142,8 +119,9 @@ def _flops(eqn: Equation) -> float:
     return max(eqn.loop.trips, 1) * sum(_flops(inner) for region in eqn.regions for inner in region.equations)
 
 
-def _classes_of(traced: TracedStep) -> _Classes:
-    classes = _Classes()
+def _dimensions_together(traced: TracedStep) -> DisjointSets[Node]:
+    """Dimensions, and loops, that some operation indexes by one factor."""
+    classes = DisjointSets[Node]()
     for eqn in traced.program.equations:
         if eqn.loop is None:
             rule = rule_for(eqn)

@@ -30,6 +30,7 @@ import numpy as np
 
 from autopar.avals import bytes_of
 from autopar.compat import Literal, Var
+from autopar.disjoint_sets import DisjointSets
 from autopar.program.program import Equation, Program
 from autopar.rules.primitive_rule import Work
 from autopar.rules.reductions import reduced_dimensions
@@ -209,16 +210,16 @@ class Kernels:
     def _fused_kernels(self) -> list[list[Equation]]:
         """Streams and sums by kernel, kernels by level."""
         fused = [e for e in self.program.equations if _fuses(e) and not _is_alias(e) and e not in self.absorbed]
-        joined = _Joined(fused)
+        joined = DisjointSets(fused)
         readers: dict[tuple[Var, int], Equation] = {}
         for eqn in fused:
             level = self.levels[eqn.outvars[0]]
             for root in {self.root(v) for v in _variables(eqn.invars)}:
                 producer = self.producers.get(root)
                 if producer is not None and self._streams(producer) and self.levels[root] == level:
-                    joined.join(producer, eqn)
+                    joined.join((producer, eqn))
                 elif root in self.written and root.aval.size > 1:
-                    joined.join(readers.setdefault((root, level), eqn), eqn)
+                    joined.join((readers.setdefault((root, level), eqn), eqn))
         return sorted(joined.groups(), key=lambda group: (self.levels[group[0].outvars[0]], self.order[group[0]]))
 
     def _read_by(self, kernel: Sequence[Equation]) -> None:
@@ -277,28 +278,6 @@ class Kernels:
             if self.root(var) not in own:
                 found |= self._sources(self.root(var)) or set()
         return frozenset(found)
-
-
-class _Joined:
-    """Equations in sets that are joined one by one."""
-
-    def __init__(self, equations: Sequence[Equation]) -> None:
-        self._parents = {eqn: eqn for eqn in equations}
-
-    def _first(self, eqn: Equation) -> Equation:
-        while self._parents[eqn] is not eqn:
-            self._parents[eqn] = self._parents[self._parents[eqn]]
-            eqn = self._parents[eqn]
-        return eqn
-
-    def join(self, one: Equation, other: Equation) -> None:
-        self._parents[self._first(other)] = self._first(one)
-
-    def groups(self) -> list[list[Equation]]:
-        found: dict[Equation, list[Equation]] = {}
-        for eqn in self._parents:
-            found.setdefault(self._first(eqn), []).append(eqn)
-        return list(found.values())
 
 
 def _is_alias(eqn: Equation) -> bool:

@@ -8,26 +8,13 @@ can go wrong: a registered rule that looks at more of an equation than that, suc
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from typing import Any, cast
 
-import numpy as np
-
-from autopar.compat import Literal
 from autopar.intra_op.choices.kernels import Traffic, traffic_of
 from autopar.intra_op.xla_cpu import orders_of
+from autopar.program.fingerprint import operand_key, operation_key
 from autopar.program.program import Equation, Program
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for, flops_of, rule_for
-
-
-def _operand(atom: Any) -> Hashable:
-    """What a rule may know of an operand."""
-    if not isinstance(atom, Literal):
-        return cast(Hashable, atom.aval)
-    value = np.asarray(atom.val)
-    if value.dtype == object:
-        raise TypeError("an operand that is no number has no bytes to compare")
-    return atom.aval, value.tobytes()
 
 
 class RuleBook:
@@ -78,13 +65,9 @@ class RuleBook:
         return self._numbers.setdefault(kind, len(self._numbers))
 
     def _first_alike(self, eqn: Equation) -> Equation:
-        """The first equation that is like this one; itself where parameters cannot be compared."""
+        """The first equation that is like this one."""
         if eqn not in self._first:
-            try:
-                operands = tuple([_operand(v) for v in eqn.invars])
-                results = tuple([v.aval for v in eqn.outvars])
-                key = (eqn.primitive, operands, results, tuple(eqn.params.items()))
-                self._first[eqn] = self._alike.setdefault(key, eqn)
-            except TypeError:
-                self._first[eqn] = eqn
+            operands = tuple([operand_key(v) for v in eqn.invars])
+            results = tuple([v.aval for v in eqn.outvars])
+            self._first[eqn] = self._alike.setdefault((operation_key(eqn), operands, results), eqn)
         return self._first[eqn]
