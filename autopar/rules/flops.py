@@ -26,9 +26,9 @@ def of_product(eqn: JaxprEqn, rule: FactorRule) -> float:
 
 
 def of_conv(eqn: JaxprEqn, rule: FactorRule) -> float:
-    """With windows every output meets one kernel position per kernel element of its feature; without, it is a product."""
+    """With windows every output meets each kernel element of its feature once, at borders in the padding; without, a product."""
     if not rule.whole:
         return of_product(eqn, rule)
     out, kernel = shape_of(eqn.outvars[0]), shape_of(eqn.invars[1])
-    features = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return float(2 * math.prod(out) * math.prod(kernel) / features / eqn.params["batch_group_count"])
+    features: int = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2.0 * math.prod(out) * math.prod(kernel) / features

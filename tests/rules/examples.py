@@ -59,7 +59,7 @@ _IMAGE, _TOKENS = (4, 8, 8, 8), floats(8, 4, 12)
 _TABLE = floats(16, 12)
 
 
-def _convolution(images, kernel, **params):
+def convolution(images, kernel, **params):
     params = {"window_strides": (1, 1), "padding": "SAME"} | params
 
     def run(x, k):
@@ -146,12 +146,12 @@ EXAMPLES = {
     "clamp": [Example(lambda x: lax.clamp(jnp.float32(0.2), x, jnp.float32(0.7)), (X,))],
     "concatenate": [Example(lambda x, y: lax.concatenate([x, y], 1), (X, floats(8, 4)))],
     "conv_general_dilated": [
-        _convolution(_IMAGE, (3, 3, 8, 16)),
-        _convolution(_IMAGE, (1, 1, 8, 16), padding="VALID"),
-        _convolution(_IMAGE, (8, 8, 8, 4), padding="VALID"),
-        _convolution(_IMAGE, (3, 3, 2, 16), feature_group_count=4),
-        _convolution(_IMAGE, (3, 3, 1, 8), feature_group_count=8, window_strides=(2, 2)),
-        _convolution((16, 8, 8, 8), (3, 3, 8, 16), batch_group_count=4),
+        convolution(_IMAGE, (3, 3, 8, 16)),
+        convolution(_IMAGE, (1, 1, 8, 16), padding="VALID"),
+        convolution(_IMAGE, (8, 8, 8, 4), padding="VALID"),
+        convolution(_IMAGE, (3, 3, 2, 16), feature_group_count=4),
+        convolution(_IMAGE, (3, 3, 1, 8), feature_group_count=8, window_strides=(2, 2)),
+        convolution((16, 8, 8, 8), (3, 3, 8, 16), batch_group_count=4),
     ],
     "convert_element_type": [
         Example(lambda x: lax.convert_element_type(x, jnp.bfloat16), (X,)),
