@@ -2,8 +2,9 @@
 
 A train step in, a step that runs on all devices out, with the same results. This module is the whole compiler on one page:
 
-    arguments -> TracedStep (program/trace.py)
-              -> Plan and Assignment of one mesh (intra_op/planner.py), or PipelinePlan and stages (inter_op/plan_pipeline.py)
+    arguments -> Settings (settings.py), checked one by one (arguments.py)
+    call      -> TracedStep (program/trace.py)
+              -> PlannedStep of one mesh, or PlannedPipeline of stages (decide.py chooses which)
               -> CompiledStep (execution/one_mesh.py) or CompiledPipeline (execution/pipeline.py) -> results
 
 Each distinct set of argument shapes, static values and settings of JAX (`jax.enable_x64` and others) is traced, planned and
@@ -18,41 +19,44 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import numpy as np
 
 from autopar.arguments import (
     MeshShape,
-    checked_cluster,
-    checked_count,
-    checked_devices,
-    checked_kinds,
-    checked_leader,
-    checked_memory_limit,
-    checked_meshes,
-    checked_plan,
-    checked_processes,
-    checked_recompute,
-    checked_schedule,
-    numbers,
+    check_cluster,
+    check_count,
+    check_devices,
+    check_donation,
+    check_kinds,
+    check_leader,
+    check_memory_limit,
+    check_meshes,
+    check_plan,
+    check_positions,
+    check_processes,
+    check_recompute,
+    check_schedule,
 )
 from autopar.compat import undisturbed
 from autopar.cost_model.hardware import Cluster
-from autopar.decide import Planned, Settings
+from autopar.decide import Planned, decide_together
 from autopar.errors import ArgumentError, PlanError
-from autopar.execution.calls import refuse_tracers
+from autopar.execution.calls import CallKey, key_of, refuse_tracers
 from autopar.execution.one_mesh import CompiledStep
-from autopar.execution.pipeline import CompiledPipeline
+from autopar.execution.pipeline import CompiledPipeline, compile_pipeline
 from autopar.execution.state import create_sharded, gathered
+from autopar.gc_pause import pause_full_collections
 from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.planner import PlannedStep
 from autopar.layouts.constraints import ConstraintsLike, as_constraints
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.call import BoundArguments, CallSignature, bind_arguments
-from autopar.program.step import require_state
+from autopar.program.step import require_state, require_state_like
 from autopar.program.trace import trace
 from autopar.rules.table import warn_of_missing_rules
-from autopar.runtime.thread_settings import program_settings_here
+from autopar.runtime.thread_settings import under
 from autopar.schedules.schedules import Open
+from autopar.settings import Settings, choose_cluster, list_devices
 
 
 class ParallelStep:
@@ -63,9 +67,9 @@ class ParallelStep:
 
     def __init__(self, signature: CallSignature, settings: Settings) -> None:
         self._signature, self._settings = signature, settings
-        self._planned: dict[Any, Planned] = {}
-        self._compiled: dict[Any, CompiledStep | CompiledPipeline] = {}
-        self._last: Planned | None = None
+        self._planned: dict[CallKey, Planned] = {}
+        self._compiled: dict[CallKey, CompiledStep | CompiledPipeline] = {}
+        self._last: CallKey | None = None
         functools.update_wrapper(self, signature.fun, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,21 +78,21 @@ class ParallelStep:
         The first call with arguments of these shapes traces, plans and compiles. The state is consumed unless `donate_argnums`
         says otherwise: pass on the state that the step returns.
         """
-        bound = bind_arguments(self._signature, args, kwargs)
-        leaves = jax.tree_util.tree_leaves((bound.dynamic, dict(bound.kwargs)))
+        call = bind_arguments(self._signature, args, kwargs)
+        leaves, _ = call.flatten()
         refuse_tracers(self._signature.name, leaves)
         with undisturbed():
-            return self._compile(bound).run(leaves)
+            return self._compile(self._plan(call)).run(leaves)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan | PipelinePlan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s; it needs no devices if their number was given."""
         with undisturbed():
-            return self._plan(bind_arguments(self._signature, args, kwargs)).plan
+            return self._planned[self._plan(bind_arguments(self._signature, args, kwargs))].plan
 
     def compile(self, *args: Any, **kwargs: Any) -> CompiledStep | CompiledPipeline:
         """The compiled step for these arguments, arrays or `jax.ShapeDtypeStruct`s."""
         with undisturbed():
-            return self._compile(bind_arguments(self._signature, args, kwargs))
+            return self._compile(self._plan(bind_arguments(self._signature, args, kwargs)))
 
     @undisturbed()
     def init_state(self, create_fn: Callable[..., Any], *args: Any) -> Any:
@@ -104,24 +108,17 @@ class ParallelStep:
         Raises:
             ArgumentError: nothing has been planned yet, or the result is not the step's state.
         """
-        planned = self._last
-        if planned is None:
+        if self._last is None:
             raise ArgumentError(
                 f"init_state needs to know the plan: call {self._signature.name}.plan(state, batch) first, with arrays or "
                 "shapes, e.g. state = jax.eval_shape(create_fn, *args)"
             )
-        require_state(planned.traced, self._signature.name)
-        shapes = jax.eval_shape(create_fn, *args)
-        wanted = [(i, leaf) for i, leaf in enumerate(planned.traced.inputs) if leaf.role == "state"]
-        made = [(tuple(x.shape), x.dtype) for x in jax.tree.leaves(shapes)]
-        if made != [(leaf.shape, leaf.dtype) for _, leaf in wanted]:
-            raise ArgumentError(
-                f"create_fn makes {len(made)} leaves, the state of {self._signature.name} has {len(wanted)} of the planned "
-                "shapes and types; pass the function that makes the state, with the same sizes as were planned"
-            )
-        compiled = self._compiled_for(planned)
-        shardings = [compiled.in_shardings[i] for i, _ in wanted]
-        return create_sharded(create_fn, args, shardings)
+        traced = self._planned[self._last].traced
+        require_state(traced, self._signature.name)
+        require_state_like(traced, jax.eval_shape(create_fn, *args), self._signature.name)
+        shardings = self._compile(self._last).in_shardings
+        of_state = [shardings[i] for i, leaf in enumerate(traced.inputs) if leaf.role == "state"]
+        return create_sharded(create_fn, args, of_state)
 
     def gather(self, tree: Any) -> Any:
         """Copy a tree of arrays that are split over devices or stages to ordinary arrays on one device.
@@ -135,48 +132,44 @@ class ParallelStep:
         """The plan that was made or used last; PlanError if there is none."""
         if self._last is None:
             raise PlanError(f"{self._signature.name} has not been planned yet; call it, or .plan(...)")
-        return self._last.plan
+        return self._planned[self._last].plan
 
     def jax_devices(self) -> list[jax.Device]:
         """The devices that the step may run on."""
-        return self._settings.jax_devices()
+        return list_devices(self._settings)
 
     def cluster(self) -> Cluster:
         """The cluster whose figures the planner uses."""
-        return self._settings.chosen_cluster()
+        return choose_cluster(self._settings)
 
-    def _plan(self, bound: BoundArguments) -> Planned:
-        key = _key(bound)
+    def _plan(self, call: BoundArguments) -> CallKey:
+        """Trace and plan the step for such a call, once; returns the key under which the plan is kept."""
+        key = key_of(call)
         if key not in self._planned:
-            traced = trace(self._signature, bound)
-            warn_of_missing_rules([eqn for eqn in traced.program.walk() if eqn.loop is None])
-            self._planned[key] = self._settings.planned_by_all(traced, self._signature.name)
-        self._last = self._planned[key]
-        return self._last
+            with pause_full_collections():
+                traced = trace(self._signature, call)
+                warn_of_missing_rules([eqn for eqn in traced.program.walk() if eqn.loop is None])
+                self._planned[key] = decide_together(self._settings, traced, self._signature.name)
+        self._last = key
+        return key
 
-    def _compile(self, bound: BoundArguments) -> CompiledStep | CompiledPipeline:
-        key = _key(bound)
+    def _compile(self, key: CallKey) -> CompiledStep | CompiledPipeline:
+        """The step compiled by a plan, once, under the settings of JAX under which it was planned."""
         if key not in self._compiled:
-            self._compiled[key] = self._compiled_for(self._plan(bound))
+            with under(dict(key.settings)):
+                self._compiled[key] = compile_planned(self._signature, self._planned[key], self.jax_devices())
         return self._compiled[key]
 
-    def _compiled_for(self, planned: Planned) -> CompiledStep | CompiledPipeline:
-        return planned.compiled(self._signature, self._settings.jax_devices())
 
-
-def _key(bound: BoundArguments) -> Any:
-    leaves, tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
-    return tree, tuple(map(_kind, leaves)), bound.static, tuple(program_settings_here().values())
-
-
-def _kind(leaf: Any) -> Any:
-    """What a leaf is traced as: a number or an array of the host as the `jax.Array` that takes its place after the first step."""
-    if isinstance(leaf, (bool, int, float, complex)):
-        leaf = jax.typeof(leaf)
-    if not hasattr(leaf, "dtype"):
-        return type(leaf)
-    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype
-    return np.shape(leaf), str(dtype), bool(getattr(leaf, "weak_type", False))
+def compile_planned(
+    signature: CallSignature, planned: Planned, devices: Sequence[jax.Device]
+) -> CompiledStep | CompiledPipeline:
+    """The step as its plan says, on devices. Raises ArgumentError if there are too few."""
+    match planned:
+        case PlannedStep():
+            return CompiledStep(signature, planned, devices)
+        case _:
+            return compile_pipeline(signature, planned.traced, planned.staged, planned.plan, devices)
 
 
 def parallelize(
@@ -254,27 +247,23 @@ def parallelize(
     The first error of an argument's own is raised at once, the others from the first call or `.plan(...)`.
     """
     settings = Settings(
-        checked_devices(devices),
-        checked_meshes(mesh_shape),
-        checked_memory_limit(memory_limit_bytes),
-        as_constraints(constraints),
-        checked_cluster(cluster),
-        PlannerOptions(allow_redundant_compute, checked_kinds(collectives)),
-        checked_plan(plan),
-        checked_leader(follow),
-        checked_count("num_microbatches", num_microbatches),
-        checked_count("num_stages", num_stages),
-        checked_schedule(schedule),
-        checked_count("virtual_stages", virtual_stages),
-        checked_recompute(recompute),
-        checked_processes(planning_processes),
+        devices=check_devices(devices),
+        meshes=check_meshes(mesh_shape),
+        memory_limit_bytes=check_memory_limit(memory_limit_bytes),
+        constraints=as_constraints(constraints),
+        cluster=check_cluster(cluster),
+        options=PlannerOptions(allow_redundant_compute, check_kinds(collectives)),
+        plan=check_plan(plan),
+        follow=check_leader(follow),
+        num_microbatches=check_count("num_microbatches", num_microbatches),
+        num_stages=check_count("num_stages", num_stages),
+        schedule=check_schedule(schedule),
+        virtual_stages=check_count("virtual_stages", virtual_stages),
+        recompute=check_recompute(recompute),
+        processes=check_processes(planning_processes),
     )
-    batch, static = numbers("batch_argnums", batch_argnums), numbers("static_argnums", static_argnums)
-    donate: Any = (
-        donate_argnums
-        if isinstance(donate_argnums, str) and donate_argnums == "auto"
-        else numbers("donate_argnums", donate_argnums)
-    )
+    batch, static = check_positions("batch_argnums", batch_argnums), check_positions("static_argnums", static_argnums)
+    donate = check_donation(donate_argnums)
 
     def decorate(step: Callable[..., Any]) -> ParallelStep:
         if not callable(step):

@@ -1,7 +1,7 @@
 """The arguments of `parallelize`, checked one by one.
 
-In: what a user wrote. Out: the same in the one form that `decide.py` works with. What can go wrong: something else was written;
-the error names the argument, what was given and what it may be. What two arguments mean together is for `decide.py`.
+In: what a user wrote. Out: the same in the one form that `Settings` holds. What can go wrong: an argument is something else; the
+error names the argument, what was given and what it may be. What two arguments mean together is for `decide.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args, runtime_checkable
 
 import jax
 import numpy as np
@@ -28,21 +28,22 @@ Shape = Sequence[int] | Mapping[str, int]
 MeshShape = Literal["auto"] | Shape | Sequence[Shape]
 
 
+@runtime_checkable
 class Leader(Protocol):
     """A step whose mesh and layouts another one follows."""
 
     def last_plan(self) -> Plan | PipelinePlan:
-        """Its plan."""
+        """The plan that was made last; PlanError if there is none."""
 
     def jax_devices(self) -> list[jax.Device]:
-        """Its devices."""
+        """The devices that it runs on."""
 
     def cluster(self) -> Cluster:
-        """Its machine."""
+        """What the planner assumes of the machine."""
 
 
-def checked_devices(devices: Any) -> tuple[jax.Device, ...] | int | None:
-    """The devices, or their number; ArgumentError for anything else."""
+def check_devices(devices: object) -> tuple[jax.Device, ...] | int | None:
+    """The devices, or their number."""
     if devices is None:
         return None
     number = whole_number(devices)
@@ -62,10 +63,12 @@ def checked_devices(devices: Any) -> tuple[jax.Device, ...] | int | None:
     return listed
 
 
-def checked_cluster(cluster: Any) -> Literal["auto"] | Cluster:
-    """A cluster by name, file or value; ArgumentError names the known ones."""
-    if cluster == "auto" or isinstance(cluster, Cluster):
-        return cluster  # type: ignore[no-any-return]
+def check_cluster(cluster: object) -> Literal["auto"] | Cluster:
+    """A cluster by name, file or value; the error names the known ones."""
+    if isinstance(cluster, str) and cluster == "auto":
+        return "auto"
+    if isinstance(cluster, Cluster):
+        return cluster
     if not isinstance(cluster, str | os.PathLike):
         raise ArgumentError(
             f"cluster={cluster!r}: 'auto', the name of a preset or a Cluster is expected, or the path of a file"
@@ -76,7 +79,7 @@ def checked_cluster(cluster: Any) -> Literal["auto"] | Cluster:
         raise ArgumentError(f"cluster={cluster!r}: {error}") from None
 
 
-def checked_count(name: str, count: Any) -> Open:
+def check_count(name: str, count: object) -> Open:
     """A number of microbatches, stages or virtual stages, or 'auto'."""
     if isinstance(count, str) and count == "auto":
         return "auto"
@@ -86,15 +89,15 @@ def checked_count(name: str, count: Any) -> Open:
     return number
 
 
-def checked_processes(count: Any) -> int:
-    """A number of processes."""
+def check_processes(count: object) -> int:
+    """The number of processes that plan."""
     number = whole_number(count)
     if number is None or number < 1:
         raise ArgumentError(f"planning_processes={count!r}: a positive whole number is expected")
     return number
 
 
-def checked_kinds(collectives: Any) -> frozenset[str]:
+def check_kinds(collectives: object) -> frozenset[str]:
     """The kinds of collectives that may be used."""
     given = KINDS if collectives is None else (collectives,) if isinstance(collectives, str) else collectives
     if not isinstance(given, Iterable) or not all(isinstance(kind, str) for kind in given):
@@ -107,32 +110,39 @@ def checked_kinds(collectives: Any) -> frozenset[str]:
     return frozenset(given)
 
 
-def numbers(what: str, given: Any) -> tuple[int, ...]:
-    """Positions of arguments, as a tuple."""
+def check_positions(what: str, given: object) -> tuple[int, ...]:
+    """Positions of arguments, as a tuple; one number stands for itself alone."""
     one = whole_number(given)
     listed = tuple(given) if isinstance(given, Iterable) and one is None and not isinstance(given, str) else (given,)
-    numbers = tuple(number for number in map(whole_number, listed) if number is not None)
-    if len(numbers) < len(listed):
+    positions = tuple(number for number in map(whole_number, listed) if number is not None)
+    if len(positions) < len(listed):
         raise ArgumentError(
             f"{what}={given!r}: a number, or a list of numbers, of positional arguments is expected; () stands for none"
         )
-    return numbers
+    return positions
 
 
-def checked_memory_limit(limit: Any) -> int | None:
+def check_donation(given: object) -> Literal["auto"] | tuple[int, ...]:
+    """`donate_argnums`: 'auto', or positions of arguments."""
+    if isinstance(given, str) and given == "auto":
+        return "auto"
+    return check_positions("donate_argnums", given)
+
+
+def check_memory_limit(limit: object) -> int | None:
     """Bytes per device, or None."""
     if limit is None:
         return None
-    is_number = isinstance(limit, Real) and not isinstance(limit, bool)
-    if not is_number or not 1 <= limit < math.inf:
+    number = math.nan if isinstance(limit, bool) or not isinstance(limit, Real) else float(limit)
+    if not 1 <= number < math.inf:
         raise ArgumentError(
             f"memory_limit_bytes={limit!r}: a positive number of bytes per device is expected, such as 16e9, or None for the "
             "memory of the cluster's devices"
         )
-    return int(limit)
+    return int(number)
 
 
-def checked_plan(plan: Any) -> Plan | PipelinePlan | None:
+def check_plan(plan: object) -> Plan | PipelinePlan | None:
     """A plan, or None."""
     if plan is not None and not isinstance(plan, Plan | PipelinePlan):
         raise ArgumentError(
@@ -142,18 +152,18 @@ def checked_plan(plan: Any) -> Plan | PipelinePlan | None:
     return plan
 
 
-def checked_leader(follow: Any) -> Leader | None:
+def check_leader(follow: object) -> Leader | None:
     """A step that has a plan, or None."""
-    if follow is not None and not hasattr(follow, "last_plan"):
+    if follow is not None and not isinstance(follow, Leader):
         raise ArgumentError(
             f"follow={follow!r} is of type {type(follow).__name__}: a step that `parallelize` returned is expected, not the "
             "function that it was made of"
         )
-    return follow  # type: ignore[no-any-return]
+    return follow
 
 
-def checked_meshes(shape: Any) -> Literal["auto"] | tuple[LogicalMesh, ...]:
-    """One mesh, or one per stage; ArgumentError for anything else."""
+def check_meshes(shape: object) -> Literal["auto"] | tuple[LogicalMesh, ...]:
+    """One mesh, or one per stage."""
     if isinstance(shape, str):
         if shape != "auto":
             raise ArgumentError(f"mesh_shape={shape!r}: 'auto', sizes, or a list of sizes, one per stage, is expected")
@@ -168,15 +178,17 @@ def checked_meshes(shape: Any) -> Literal["auto"] | tuple[LogicalMesh, ...]:
     return (LogicalMesh.of(shape),)
 
 
-def checked_schedule(schedule: Any) -> str:
+def check_schedule(schedule: object) -> str:
     """A schedule's name or 'auto'."""
     if schedule != "auto" and schedule not in SCHEDULES:
         raise ArgumentError(f"schedule={schedule!r}: 'auto' or one of {', '.join(SCHEDULES)} is expected")
     return str(schedule)
 
 
-def checked_recompute(recompute: Any) -> Recompute:
-    """What is done again in backward."""
-    if recompute not in get_args(Recompute):
-        raise ArgumentError(f"recompute={recompute!r}: one of {', '.join(map(repr, get_args(Recompute)))} is expected")
-    return recompute  # type: ignore[no-any-return]
+def check_recompute(recompute: object) -> Recompute:
+    """Which forward work is done again in backward."""
+    known: tuple[Recompute, ...] = get_args(Recompute)
+    for one in known:
+        if recompute == one:
+            return one
+    raise ArgumentError(f"recompute={recompute!r}: one of {', '.join(map(repr, known))} is expected")

@@ -1,10 +1,10 @@
 """One plan for all processes: the first makes it, the others take it over.
 
 In: what each process asks for, and a function that plans. Out: on every process the same plan as text. JAX's coordination service
-carries it: each process counts the plans it asks for, and publishes its n-th question; the first process publishes the answer,
-and goes on when all have asked the same. So nobody searches twice, and a search that the clock ends cannot end differently
-elsewhere. What can go wrong: processes that ask for different things, or in another order; each is told both questions. A
-process that never asks is waited for no longer than `ANSWER_S`.
+carries it: each process counts the plans that it asks for, and publishes its n-th question. The first process publishes the
+answer, and goes on when all have asked the same question. So only one process searches, and a search that a time limit ends
+cannot end differently elsewhere. What can go wrong: processes ask for different things, or in another order; each is told both
+questions. A process that never asks is waited for at most `ANSWER_S` seconds.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from autopar.compat import Coordination, coordination
 from autopar.errors import PlanError
 
 ANSWER_S = 1800.0
+"""Seconds that a process waits for another one's question or answer: longer than any search takes."""
 LOOK_S = 5.0
+"""Seconds between two looks at this process's signals while it waits."""
 CHUNK_BYTES, CHUNK_MS = 1 << 20, 60_000
+"""Messages are published in chunks of this many bytes, each of which must arrive within this many milliseconds."""
 
 
 def is_needed(devices: Callable[[], Sequence[jax.Device]]) -> bool:
-    """Whether the devices are those of several processes; without `jax.distributed` nobody asks for them."""
+    """Whether the devices belong to several processes; without `jax.distributed` they are not asked for."""
     return coordination() is not None and len({device.process_index for device in devices()}) > 1
 
 
-def agreed(question: str, devices: Sequence[jax.Device], plan: Callable[[], str]) -> str:
+def agree_on_plan(question: str, devices: Sequence[jax.Device], plan: Callable[[], str]) -> str:
     """`plan()` of the first process among the devices, on each of their processes; PlanError if their questions differ.
 
     An error of the first process is raised on all: its own there, a PlanError with its words elsewhere.
@@ -38,7 +41,7 @@ def agreed(question: str, devices: Sequence[jax.Device], plan: Callable[[], str]
     service = coordination()
     assert service is not None, "several processes without jax.distributed"
     processes = tuple(sorted({device.process_index for device in devices}))
-    return Group(service, jax.process_index(), processes).agreed(question, plan)
+    return Group(service, jax.process_index(), processes).agree(question, plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +53,8 @@ class Group:
     processes: tuple[int, ...]
     answer_s: float = ANSWER_S
 
-    def agreed(self, question: str, plan: Callable[[], str]) -> str:
-        """See `agreed`, the function."""
+    def agree(self, question: str, plan: Callable[[], str]) -> str:
+        """See `agree_on_plan`."""
         leader, *others = self.processes
         group = "-".join(map(str, self.processes))
         number = self.service.key_value_increment(f"autopar/asked/{group}/{self.here}", 1)
@@ -68,7 +71,7 @@ class Group:
         return answer["plan"]
 
     def _answer(self, topic: str, question: str, plan: Callable[[], str]) -> str:
-        """Plan, and tell the others what came of it."""
+        """Plan, and publish the plan or the error."""
         try:
             text = plan()
         except BaseException as error:
@@ -91,7 +94,7 @@ class Group:
         return message
 
     def _count(self, key: str, question: str, *, of: int) -> int:
-        """In how many chunks another process publishes; waits for it, with a look at the signals of this one now and then."""
+        """The number of chunks that another process publishes; waits for it, and looks at this process's signals meanwhile."""
         began = time.monotonic()
         while True:
             try:

@@ -26,7 +26,9 @@ from rich.table import Table
 from autopar.cost_model.cores import available_cores
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import AutoparError
-from autopar.inter_op.plan_pipeline import OneStage, PipelineWishes, search_pipeline
+from autopar.gc_pause import pause_full_collections
+from autopar.inter_op.plan_pipeline import PipelineWishes
+from autopar.inter_op.search_pipeline import OneStage, search_pipeline
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
@@ -51,11 +53,13 @@ def ratios(name: str, given: argparse.Namespace) -> Sequence[float]:
     limit = int(machine.usable_memory_bytes) if math.isfinite(machine.usable_memory_bytes) else None
     request = PlanRequest((), machine, limit, Constraints(), PlannerOptions(), processes=available_cores())
     signature = CallSignature(model.train_step, (1,), (), "auto")
-    traced = trace(signature, bind_arguments(signature, (state, model.batch_shape()), {}))
-    found = search_pipeline(traced, PipelineWishes(1, given.microbatches), request, devices=given.devices)
+    wishes = PipelineWishes(num_stages=1, num_microbatches=given.microbatches)
+    with pause_full_collections():
+        traced = trace(signature, bind_arguments(signature, (state, model.batch_shape()), {}))
+        found = search_pipeline(traced, wishes, request, devices=given.devices)
     if isinstance(found, OneStage):
         return ()
-    whole = [stage.forward_s + stage.backward_s for stage in found.staged.stages]
+    whole = [stage.forward_s + stage.backward_s for stage in found.pipeline.staged.stages]
     return [by_layers / s for by_layers, s in zip(found.by_layers_s, whole, strict=True)]
 
 

@@ -29,8 +29,10 @@ from rich.table import Table
 from autopar.cost_model.cores import available_cores
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op import plan_pipeline
-from autopar.inter_op.plan_pipeline import OneStage, PipelineWishes, SearchedPipeline, search_pipeline
+from autopar.gc_pause import pause_full_collections
+from autopar.inter_op import search_pipeline as search_module
+from autopar.inter_op.plan_pipeline import PipelineWishes
+from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline, search_pipeline
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
@@ -46,20 +48,20 @@ HEAD = 128
 class Laps:
     """Processor seconds by phase, gathered around the functions of the search that do them."""
 
-    NAMES = ("loops", "search_stages", "_with_recomputation")
+    NAMES = ("loops", "search_stages", "plan_with_recomputation")
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(self.NAMES, 0.0)
-        self._saved = {name: getattr(plan_pipeline, name) for name in self.NAMES}
+        self._saved = {name: getattr(search_module, name) for name in self.NAMES}
 
     def __enter__(self) -> Laps:
         for name, function in self._saved.items():
-            setattr(plan_pipeline, name, self._timed(name, function))
+            setattr(search_module, name, self._timed(name, function))
         return self
 
     def __exit__(self, *_: object) -> None:
         for name, function in self._saved.items():
-            setattr(plan_pipeline, name, function)
+            setattr(search_module, name, function)
 
     def _timed(self, name: str, function: Any) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -83,12 +85,13 @@ def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
     request = PlanRequest((), machine, limit, Constraints(), PlannerOptions(), processes=given.processes)
     started, wall = time.process_time(), time.perf_counter()
     signature = CallSignature(model.train_step, (1,), (), "auto")
-    traced = trace(signature, bind_arguments(signature, (state, model.batch_shape()), {}))
-    trace_s = time.process_time() - started
+    wishes = PipelineWishes(num_stages=1, num_microbatches=given.microbatches)
     found: SearchedPipeline | OneStage = OneStage()
-    with Laps() as laps:
+    with pause_full_collections(), Laps() as laps:
+        traced = trace(signature, bind_arguments(signature, (state, model.batch_shape()), {}))
+        trace_s = time.process_time() - started
         try:
-            found = search_pipeline(traced, PipelineWishes(1, given.microbatches), request, devices=given.devices)
+            found = search_pipeline(traced, wishes, request, devices=given.devices)
             outcome = _stages(found) if isinstance(found, SearchedPipeline) else "one stage"
         except OutOfMemoryError as error:
             outcome = str(error).split("\n", 1)[0]
@@ -97,17 +100,18 @@ def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
         "trace_s": trace_s,
         "time_axis_s": laps.seconds["loops"],
         "search_s": laps.seconds["search_stages"],
-        "stages_s": laps.seconds["_with_recomputation"],
+        "stages_s": laps.seconds["plan_with_recomputation"],
         "total_s": time.process_time() - started,
         "wall_s": time.perf_counter() - wall,
-        "step_s": found.plan.step_s if isinstance(found, SearchedPipeline) else None,
+        "step_s": found.pipeline.plan.step_s if isinstance(found, SearchedPipeline) else None,
         "outcome": outcome,
     }
 
 
 def _stages(found: SearchedPipeline) -> str:
-    shapes = " ".join("x".join(map(str, stage.plan.mesh_shape)) for stage in found.plan.stages)
-    return f"{found.plan.num_stages} stages on {shapes}{', recomputing' if found.plan.recompute else ''}"
+    plan = found.pipeline.plan
+    shapes = " ".join("x".join(map(str, stage.plan.mesh_shape)) for stage in plan.stages)
+    return f"{plan.num_stages} stages on {shapes}{', recomputing' if plan.recompute else ''}"
 
 
 def table_of(rows: list[dict[str, Any]], given: argparse.Namespace) -> Table:

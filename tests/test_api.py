@@ -16,6 +16,8 @@ from jax.sharding import NamedSharding
 
 import autopar
 from autopar.errors import ArgumentError
+from autopar.execution.one_mesh import CompiledStep
+from autopar.execution.pipeline import CompiledPipeline
 from tests import oracles
 from tests.oracles import assert_trees_close
 
@@ -220,6 +222,31 @@ def test_init_state_makes_the_same_bits_already_laid_out():
     new, _ = step(state, make_batch())
     assert kernel.is_deleted()
     assert_trees_close(new, jax.jit(train_step)(make_state(jax.random.key(3)), make_batch())[0])
+
+
+@pytest.mark.parametrize(
+    ("compiled", "options"),
+    [(CompiledStep, {"mesh_shape": (2,)}), (CompiledPipeline, {"num_stages": 2, "num_microbatches": 2, "devices": 2})],
+)
+def test_a_step_is_compiled_once_for_its_state_its_calls_and_whoever_asks_for_it(compiled, options, monkeypatch):
+    made, build = [], compiled.__init__
+    monkeypatch.setattr(compiled, "__init__", lambda self, *args, **kwargs: made.append(build(self, *args, **kwargs)))
+    step = autopar.parallelize(train_step, **options)
+    step.plan(jax.eval_shape(make_state), make_batch())
+    assert len(made) == 0, "a plan needs no compilation"
+    state = step.init_state(make_state)
+    for _ in range(2):
+        state, _ = step(state, make_batch())
+    assert step.compile(state, make_batch()) is step.compile(make_state(), make_batch())
+    assert len(made) == 1
+
+
+def test_the_last_plan_is_the_one_that_was_made_or_used_last():
+    step = autopar.parallelize(train_step, mesh_shape=(2,))
+    small, large = (step.plan(make_state(), make_batch(examples)) for examples in (16, 32))
+    assert step.last_plan() is large
+    step(make_state(), make_batch(16))
+    assert step.last_plan() is small
 
 
 def test_an_evaluation_that_follows_has_the_steps_mesh_and_layouts_and_moves_nothing():

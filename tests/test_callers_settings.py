@@ -201,6 +201,15 @@ def test_a_compiled_step_is_that_of_the_settings_under_which_it_was_compiled(opt
 
 
 @on_one_mesh_and_in_stages
+def test_a_state_that_is_made_under_other_settings_leaves_the_step_as_it_was_planned(options):
+    step = autopar.parallelize(masked, **options)
+    step.plan(layers(), rows())
+    with jax.threefry_partitionable(False):
+        state = step.init_state(layers)
+    np.testing.assert_allclose(step(state, rows())[1], jax.jit(masked)(layers(), rows())[1], rtol=1e-5)
+
+
+@on_one_mesh_and_in_stages
 def test_looking_for_nans_plans_nothing_anew(options):
     step = autopar.parallelize(train, **options)
     plan = step.plan(layers(), rows())

@@ -1,11 +1,14 @@
-"""The collector while planning: no whole collections, fewer young ones, and afterwards it is as it was."""
+"""The collector while planning: no full collections, fewer young ones, and afterwards it is as it was."""
 
 import gc
 import weakref
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from autopar.gc_pause import NEVER, YOUNG, spared_collector
+import autopar
+from autopar.gc_pause import NEVER, YOUNG, pause_full_collections
 
 
 class Ring:
@@ -16,7 +19,7 @@ class Ring:
 
 
 def fail_within() -> None:
-    with spared_collector():
+    with pause_full_collections():
         raise KeyError
 
 
@@ -30,14 +33,14 @@ def threshold(request):
 
 @pytest.mark.parametrize("threshold", [(700, 10, 10), (YOUNG + 1, 20, 5)], indirect=True)
 def test_whole_collections_are_put_off_within_and_young_ones_are_fewer(threshold) -> None:
-    with spared_collector(), spared_collector():
+    with pause_full_collections(), pause_full_collections():
         assert gc.get_threshold() == (max(threshold[0], YOUNG), threshold[1], NEVER)
     assert gc.get_threshold() == threshold
 
 
 @pytest.mark.parametrize("threshold", [(0, 10, 10)], indirect=True)
 def test_a_collector_that_is_off_stays_off(threshold) -> None:
-    with spared_collector():
+    with pause_full_collections():
         assert gc.get_threshold()[0] == 0
     assert gc.get_threshold() == threshold
 
@@ -50,7 +53,43 @@ def test_it_is_as_before_after_an_error() -> None:
 
 
 def test_young_garbage_is_collected_within() -> None:
-    with spared_collector():
+    with pause_full_collections():
         watched = weakref.ref(Ring())
         gc.collect(1)
         assert watched() is None
+
+
+class Followed:
+    """A step to follow, which notes how the collector is set when the planner asks it something."""
+
+    def __init__(self, step):
+        self.step, self.thresholds = step, []
+
+    def last_plan(self):
+        return self.step.last_plan()
+
+    def jax_devices(self):
+        return self.step.jax_devices()
+
+    def cluster(self):
+        self.thresholds.append(gc.get_threshold())
+        return self.step.cluster()
+
+
+def test_the_collector_is_paused_while_a_step_is_traced_and_while_it_is_planned():
+    before, traced = gc.get_threshold(), []
+
+    def step(state, batch):
+        traced.append(gc.get_threshold())
+        return state + jnp.sum(batch)
+
+    arguments = jax.ShapeDtypeStruct((8,), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.float32)
+    first = autopar.parallelize(step, devices=2)
+    first.plan(*arguments)
+    followed = Followed(first)
+    autopar.parallelize(step, follow=followed).plan(*arguments)
+    paused = (max(before[0], YOUNG), before[1], NEVER)
+    assert {*traced, *followed.thresholds} == {paused}
+    assert len(traced) == 2
+    assert followed.thresholds
+    assert gc.get_threshold() == before

@@ -11,7 +11,7 @@ import pytest
 import autopar
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op.plan_pipeline import PipelineWishes, in_other_schedules, plan_pipeline
+from autopar.inter_op.plan_pipeline import PipelineWishes, plan_in_other_schedules, plan_pipeline
 from autopar.inter_op.timetables import Timetable
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
@@ -59,9 +59,10 @@ def traced_model(name):
 
 def planned(traced, timetables, *, meshes, **wishes):
     """What is planned in the first timetable, also in others that differ by the schedule alone: plans with their stages."""
-    wished = PipelineWishes(meshes, stage_meshes=(LogicalMesh.of((2,)),) * meshes, **wishes)
-    plan, staged = plan_pipeline(traced, wished, timetables[0], REQUEST, devices=2 * meshes)
-    return [(plan, staged), *in_other_schedules(traced, staged, timetables[0], timetables, REQUEST).values()]
+    wished = PipelineWishes(num_stages=meshes, stage_meshes=(LogicalMesh.of((2,)),) * meshes, **wishes)
+    first = plan_pipeline(traced, wished, timetables[0], REQUEST, devices=2 * meshes)
+    others = plan_in_other_schedules(first, timetables[0], timetables, REQUEST)
+    return [(one.plan, one.staged) for one in (first, *others.values())]
 
 
 def assert_kept_as_predicted(plan, staged, *, slack):

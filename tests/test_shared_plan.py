@@ -15,7 +15,7 @@ def asked(table, questions, plan, **options):
 
     def outcome(process):
         try:
-            return Group(table, process, PROCESSES, **options).agreed(questions[process], lambda: plan(process))
+            return Group(table, process, PROCESSES, **options).agree(questions[process], lambda: plan(process))
         except (OutOfMemoryError, PlanError) as error:
             return error
 

@@ -6,19 +6,47 @@ whose memory an earlier step has taken; each is refused by the paths of the leav
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from autopar.compat import (
-    is_inside_trace,
-)
+from autopar.compat import is_inside_trace
 from autopar.errors import ArgumentError
-from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.call import BoundArguments, CallSignature, bind_arguments
 from autopar.program.step import TracedStep
 from autopar.runtime.processes import is_here
+from autopar.runtime.thread_settings import program_settings_here
 from autopar.split_array import SplitArray
+
+
+class CallKey(NamedTuple):
+    """What a step is traced, planned and compiled for: calls with equal keys run the same program.
+
+    `kinds`: of each leaf of `tree`. `settings`: JAX's settings that decide what a program computes, by name.
+    """
+
+    tree: jax.tree_util.PyTreeDef
+    kinds: tuple[object, ...]
+    static: tuple[tuple[int, Hashable], ...]
+    settings: tuple[tuple[str, Hashable], ...]
+
+
+def key_of(call: BoundArguments) -> CallKey:
+    """The key of a call, here and now."""
+    leaves, tree = call.flatten()
+    return CallKey(tree, tuple(map(_kind_of, leaves)), call.static, tuple(program_settings_here().items()))
+
+
+def _kind_of(leaf: Any) -> object:
+    """What a leaf is traced as; numbers and arrays of the host as the `jax.Array` that takes their place after the first step."""
+    if isinstance(leaf, (bool, int, float, complex)):
+        leaf = jax.typeof(leaf)
+    if not hasattr(leaf, "dtype"):
+        return type(leaf)
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype
+    return np.shape(leaf), str(dtype), bool(getattr(leaf, "weak_type", False))
 
 
 def checked_leaves(
@@ -26,7 +54,7 @@ def checked_leaves(
 ) -> list[Any]:
     """The flat leaves of a call; ArgumentError if they are not of the traced structure, shapes and types."""
     bound = bind_arguments(signature, args, kwargs)
-    leaves, tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
+    leaves, tree = bound.flatten()
     refuse_tracers(signature.name, leaves)
     if tree != traced.in_tree:
         raise ArgumentError(

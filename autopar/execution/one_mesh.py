@@ -26,11 +26,9 @@ from autopar.errors import UnsupportedProgramError
 from autopar.execution.calls import checked_leaves, each_taken_once, refuse_consumed
 from autopar.execution.devices import device_mesh
 from autopar.execution.weak_types import weakly_typed
-from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.per_device import partition_spec, sharded
-from autopar.plan import Plan
+from autopar.intra_op.planner import PlannedStep
 from autopar.program.call import CallSignature
-from autopar.program.step import TracedStep
 from autopar.runtime.processes import are_here, from_host, is_global
 from autopar.runtime.resharding.reshard import reshard
 from autopar.runtime.thread_settings import program_settings_here, under
@@ -45,15 +43,9 @@ def _in_slices(value: Any, shape: tuple[int, ...]) -> Any:
 class CompiledStep:
     """A step compiled for its plan. Calling it runs one step; it accepts arguments of the traced shapes only."""
 
-    def __init__(
-        self,
-        signature: CallSignature,
-        traced: TracedStep,
-        assignment: Assignment,
-        plan: Plan,
-        devices: Sequence[jax.Device],
-    ) -> None:
-        self.signature, self.traced, self.plan = signature, traced, plan
+    def __init__(self, signature: CallSignature, planned: PlannedStep, devices: Sequence[jax.Device]) -> None:
+        self.signature, self.traced, self.plan = signature, planned.traced, planned.plan
+        traced, assignment = planned.traced, planned.assignment
         self._settings = program_settings_here()
         self.mesh = device_mesh(assignment.mesh, devices)
         specs = [partition_spec(layout, assignment.mesh) for layout in assignment.inputs]

@@ -51,7 +51,7 @@ class ShardedJit:
 
     def _prepared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[_Jitted, list[Any]]:
         bound = bind_arguments(self._signature, args, kwargs)
-        leaves, tree = jax.tree.flatten((bound.dynamic, dict(bound.kwargs)))
+        leaves, tree = bound.flatten()
         types = tuple(jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves)
         key = (tree, tuple((x.shape, x.dtype) for x in types), bound.static)
         if key not in self._jitted:

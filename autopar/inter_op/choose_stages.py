@@ -59,7 +59,7 @@ def choose_stages(
     families = tuple(families_of(problem, manual))
     best = _Best(tolerance)
     for family in families:
-        _Search(family, best).run()
+        _FamilySearch(family, best).run()
     if best.stages is None:
         possible = [family for family in families if family.is_possible]
         if possible and not explain:
@@ -123,7 +123,7 @@ def _rank(stages: Stages) -> tuple[int, list[int], list[int]]:
     return len(stages), [i for i, _, _ in stages], [z for _, _, z in stages]
 
 
-class _Search:
+class _FamilySearch:
     """The least T of one family; the module's text says how."""
 
     def __init__(self, family: Family, best: _Best) -> None:
@@ -185,7 +185,7 @@ class _Search:
 class _Round:
     """min over x for one y: the choice that attains it, or None if no choice with max o <= y can still matter."""
 
-    def __init__(self, search: _Search, once_s: float) -> None:
+    def __init__(self, search: _FamilySearch, once_s: float) -> None:
         self.search, self.once_s = search, once_s
         self.family = search.family
         self.value = math.inf
@@ -277,7 +277,14 @@ def _choice(problem: StageProblem, best: _Best, families: Sequence[Family]) -> S
     assert devices is not None
     ruled_out = _ruled_out(families, stages[slowest].stage_s)
     bound_s = best.step_s * (1 - best.tolerance)
-    return StageChoice(stages, best.step_s, bound_s, slowest, ruled_out, devices)
+    return StageChoice(
+        stages=stages,
+        step_s=best.step_s,
+        bound_s=bound_s,
+        bottleneck=slowest,
+        ruled_out=ruled_out,
+        devices=devices,
+    )
 
 
 def _chosen(stages: Stages, family: Family) -> tuple[ChosenStage, ...]:
@@ -313,9 +320,9 @@ def _ruled_out(families: Sequence[Family], slowest_s: float) -> RuledOut:
         open_ |= places.any(axis=3)
         fits |= within.any(axis=3)
         fast |= (family.stage_s(within) <= slowest_s * (1 + TIE)).any(axis=3)
-    nested = [spans, planned, open_, fits, fast]
-    counts = [int(part.sum()) for part in nested]
-    return RuledOut(counts[0], *(more - fewer for more, fewer in itertools.pairwise(counts)))
+    counts = [int(part.sum()) for part in (spans, planned, open_, fits, fast)]
+    no_plan, decided, memory, too_slow = (more - fewer for more, fewer in itertools.pairwise(counts))
+    return RuledOut(considered=counts[0], no_plan=no_plan, decided=decided, memory=memory, too_slow=too_slow)
 
 
 def _nothing_left(problem: StageProblem, manual: Manual) -> str:

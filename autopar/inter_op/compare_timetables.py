@@ -1,11 +1,10 @@
 """A pipeline on given meshes, in the best timetable: numbers of microbatches, schedules and virtual stages compared.
 
-In: a traced step, what the user fixed, devices. Out: the plan with the least predicted step, and the stages behind it. The
-usual timetable is planned first. From the seconds of its stages follow estimates of all others: the runtime's simulator for
-the schedule, `inter_op/timetables.py` for the number of microbatches, even division for virtual stages. While one promises
-to be better than the best plan, it is planned; a second number of microbatches always is, if that is left open, so that
-latencies are known. What can go wrong: an estimate that is too high hides a better timetable; the table of what was
-compared says which figures are estimates.
+In: a traced step, what the user fixed, devices. Out: the pipeline with the least predicted step. The usual timetable is planned
+first. The seconds of its stages give estimates of all others: the simulator accounts for the schedule, `timetables.py` for the
+number of microbatches, even division for virtual stages. While a timetable promises to be better than the best plan, it is
+planned. A second number of microbatches always is, if the number is left open, so that latencies are known. What can go wrong:
+an estimate that is too high hides a better timetable; the table of what was compared says which figures are estimates.
 """
 
 from __future__ import annotations
@@ -18,16 +17,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
-from autopar.inter_op.plan_pipeline import (
-    PipelineWishes,
-    as_planned,
-    beside_tasks_s,
-    in_other_schedules,
-    plan_pipeline,
-    simulated,
-)
-from autopar.inter_op.stage_seconds import Staged
-from autopar.inter_op.timetables import WORTH, Timetable, latency_share, seconds_at
+from autopar.inter_op.describe_pipeline import PlannedPipeline, beside_tasks_s, simulate_stages
+from autopar.inter_op.plan_pipeline import PipelineWishes, alternative_of, plan_in_other_schedules, plan_pipeline
+from autopar.inter_op.timetables import Timetable, latency_share, seconds_at
+from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.planner import PlanRequest
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Alternative
@@ -40,28 +33,29 @@ from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import divided_loop
 
 
-def best_pipeline(
-    traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int
-) -> tuple[PipelinePlan, Staged]:
-    """The best plan of a pipeline on so many devices. Raises ArgumentError, ConstraintError, OutOfMemoryError and others."""
+def plan_best_pipeline(
+    traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int, tuning: Tuning = TUNING
+) -> PlannedPipeline:
+    """The best plan of a pipeline on these devices. Raises ArgumentError, ConstraintError, OutOfMemoryError and others."""
     started = time.perf_counter()
-    tables = [t for t in wishes.timetables(traced, wishes.num_stages) if _is_possible(t, wishes)]
-    comparison = _Comparison(traced, wishes, request, devices=devices, tables=tables)
+    tables = [t for t in wishes.timetables(traced, wishes.num_stages, tuning) if _is_possible(t, wishes)]
+    comparison = _Comparison(traced, wishes, request, devices=devices, tables=tables, tuning=tuning)
     try:
-        plan, staged = comparison.run()
+        best = comparison.run()
     except UnsupportedProgramError as error:
         if wishes.num_microbatches != "auto" or tables[0].microbatches == 1:
             raise
         warn(f"the stages run with one microbatch, one after the other: {error}")
-        return best_pipeline(traced, dataclasses.replace(wishes, num_microbatches=1), request, devices=devices)
+        uncut = dataclasses.replace(wishes, num_microbatches=1)
+        return plan_best_pipeline(traced, uncut, request, devices=devices, tuning=tuning)
     if wishes.following is None:
-        chain = forward_chain(staged.cut.loop)
-        warn_of_indivisible_work(chain, staged.cut.num_stages, divided=any(staged.split.cuts))
-    return dataclasses.replace(plan, planning_s=time.perf_counter() - started), staged
+        cut, split = best.staged.cut, best.staged.split
+        warn_of_indivisible_work(forward_chain(cut.loop), cut.num_stages, divided=any(split.cuts))
+    return dataclasses.replace(best, plan=dataclasses.replace(best.plan, planning_s=time.perf_counter() - started))
 
 
 def _is_possible(timetable: Timetable, wishes: PipelineWishes) -> bool:
-    """Whether interleaving is; where it was asked for, `make_schedule` says what is wrong."""
+    """Whether the meshes can interleave the microbatches; if the user fixed both, `make_schedule` says what is wrong."""
     is_asked_for = wishes.schedule != "auto" and wishes.num_microbatches != "auto"
     return is_asked_for or timetable.schedule != "interleaved" or timetable.microbatches % wishes.num_stages == 0
 
@@ -77,23 +71,24 @@ class _Comparison:
         *,
         devices: int,
         tables: Sequence[Timetable],
+        tuning: Tuning,
     ) -> None:
         self._traced, self._wishes, self._request = traced, wishes, request
-        self._devices, self._tables = devices, tuple(tables)
-        self._planned: dict[Timetable, tuple[PipelinePlan, Staged]] = {}
+        self._devices, self._tables, self._tuning = devices, tuple(tables), tuning
+        self._planned: dict[Timetable, PlannedPipeline] = {}
         self._failed: dict[Timetable, Exception] = {}
 
-    def run(self) -> tuple[PipelinePlan, Staged]:
-        """The best plan. Raises what the first timetable does if no other one has a plan either."""
+    def run(self) -> PlannedPipeline:
+        """The best plan. Raises the first timetable's error if no other one has a plan either."""
         self._plan_one_that_fits()
         while (chosen := self._most_promising() or self._second_count()) is not None:
             self._plan(chosen)
-        plan, staged = self._planned[min(self._planned, key=lambda t: self._planned[t][0].step_s)]
+        best = min(self._planned.values(), key=lambda one: one.plan.step_s)
         compared = tuple(self._alternative(t) for t in sorted(self._tables)) if len(self._tables) > 1 else ()
-        return dataclasses.replace(plan, compared=compared), staged
+        return dataclasses.replace(best, plan=dataclasses.replace(best.plan, compared=compared))
 
     def _plan_one_that_fits(self) -> None:
-        """The first timetable; where the memory is too small, the next one with more microbatches, which need less."""
+        """Plan the first timetable; if the memory is too small, the next one with more microbatches, which need less."""
         first = self._tables[0]
         larger = sorted(
             t for t in self._tables if (t.schedule, t.virtual_stages) == (first.schedule, first.virtual_stages)
@@ -107,20 +102,22 @@ class _Comparison:
         raise self._failed[first]
 
     def _plan(self, timetable: Timetable) -> None:
-        """Plan the stages, and see what they take in other schedules."""
+        """Plan the stages, and what they take in other schedules."""
         wishes = self._wishes
         try:
             if wishes.virtual_stages == "auto" and timetable.virtual_stages > 1:
-                self._check_layers(timetable)
-            plan, staged = plan_pipeline(self._traced, wishes, timetable, self._request, devices=self._devices)
+                self._refuse_too_few_layers(timetable)
+            planned = plan_pipeline(
+                self._traced, wishes, timetable, self._request, devices=self._devices, tuning=self._tuning
+            )
         except (ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError) as error:
             self._failed[timetable] = error
             return
-        self._planned[timetable] = plan, staged
-        self._planned |= in_other_schedules(self._traced, staged, timetable, self._open(), self._request)
+        self._planned[timetable] = planned
+        self._planned |= plan_in_other_schedules(planned, timetable, self._open(), self._request)
 
-    def _check_layers(self, timetable: Timetable) -> None:
-        """Raise ArgumentError where an operation is too much for a stage, if there are so many of them."""
+    def _refuse_too_few_layers(self, timetable: Timetable) -> None:
+        """Raise ArgumentError if one operation is too much work for one of this many stages."""
         chunks = self._wishes.num_stages * timetable.virtual_stages
         split = split_scans(self._traced, cuts_for_stages(self._traced, chunks))
         chain = forward_chain(divided_loop(split, timetable.microbatches))
@@ -135,14 +132,14 @@ class _Comparison:
         return [t for t in self._tables if t not in self._planned and t not in self._failed]
 
     def _most_promising(self) -> Timetable | None:
-        """The one with the least estimate among those that are not planned, if that is worth it."""
-        least_s = min(plan.step_s for plan, _ in self._planned.values())
+        """The timetable with the least estimate among those that are not planned, if that is worth it."""
+        least_s = min(one.plan.step_s for one in self._planned.values())
         estimates = {t: self._estimate_s(t) for t in self._open()}
         best = min(estimates, key=lambda t: estimates[t], default=None)
-        return best if best is not None and estimates[best] < least_s * (1 - WORTH) else None
+        return best if best is not None and estimates[best] < least_s * (1 - self._tuning.worth) else None
 
     def _second_count(self) -> Timetable | None:
-        """The best one with the number of microbatches next to the only one that is planned."""
+        """The best timetable with the number of microbatches next to the only one that is planned."""
         counts = {t.microbatches for t in (*self._planned, *self._failed)}
         others = [t for t in self._open() if t.microbatches not in counts]
         if len(counts) > 1 or not others:
@@ -152,7 +149,7 @@ class _Comparison:
 
     def _alternative(self, timetable: Timetable) -> Alternative:
         if timetable in self._planned:
-            return as_planned(self._planned[timetable][0])
+            return alternative_of(self._planned[timetable].plan)
         estimate_s = None if timetable in self._failed else self._estimate_s(timetable)
         return Alternative(
             num_stages=self._wishes.num_stages * timetable.virtual_stages,
@@ -163,10 +160,10 @@ class _Comparison:
         )
 
     def _estimate_s(self, timetable: Timetable) -> float:
-        """What a step would take in a timetable that is not planned."""
+        """Seconds that a step would take in a timetable that is not planned."""
         count, chunks, meshes = timetable.microbatches, timetable.virtual_stages, self._wishes.num_stages
         like = min({t.virtual_stages for t in self._planned}, key=lambda v: abs(v - chunks))
-        known = {t.microbatches: plan for t, (plan, _) in self._planned.items() if t.virtual_stages == like}
+        known = self._plans_with(like)
         seconds = seconds_at({m: task_seconds(plan) for m, plan in known.items()}, count, share=self._share())
         nearest = known[min(known, key=lambda m: abs(math.log(m / count)))]
         may_do_without = self._wishes.recompute == "auto" and count > nearest.num_microbatches
@@ -177,12 +174,16 @@ class _Comparison:
         schedule = make_schedule(timetable.schedule, num_meshes=meshes, num_microbatches=count, virtual_stages=chunks)
         fill_s, once_s = beside_tasks_s([stage.once_s for stage in nearest.stages], nearest.transfers)
         fill_s *= (meshes * chunks - 1) / max(1, meshes * like - 1) * min(1.0, nearest.num_microbatches / count)
-        return simulated(schedule, [tuple(one) for one in seconds.tolist()]).makespan_s + fill_s + once_s
+        return simulate_stages(schedule, [tuple(one) for one in seconds.tolist()]).makespan_s + fill_s + once_s
+
+    def _plans_with(self, virtual_stages: int) -> dict[int, PipelinePlan]:
+        """The plans with this number of virtual stages, by the number of microbatches."""
+        return {t.microbatches: one.plan for t, one in self._planned.items() if t.virtual_stages == virtual_stages}
 
     def _share(self) -> float:
-        """What part of a stage's seconds is latency, where several numbers of microbatches are planned."""
+        """The part of a stage's seconds that is latency, if several numbers of microbatches are planned; else 0."""
         for like in {t.virtual_stages for t in self._planned}:
-            known = {t.microbatches: plan for t, (plan, _) in self._planned.items() if t.virtual_stages == like}
+            known = self._plans_with(like)
             share = latency_share({m: task_seconds(plan).sum() for m, plan in known.items()}, next(iter(known)))
             if share is not None:
                 return float(share)
@@ -190,6 +191,6 @@ class _Comparison:
 
 
 def task_seconds(plan: PipelinePlan) -> np.ndarray:
-    """Seconds of (stage, forward or backward) per microbatch, what backward does again left out."""
+    """Seconds per microbatch of (stage, forward or backward), without the forward work that backward does again."""
     again = np.array([0.0, float(plan.recompute)])
     return np.array([[stage.forward_s, stage.backward_s] - again * stage.forward_s for stage in plan.stages])

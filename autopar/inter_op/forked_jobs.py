@@ -1,10 +1,10 @@
 """Planning on several cores: independent jobs, done by this process and by forks of it.
 
-In: jobs, functions whose results can be pickled, and how many processes may work. Out: their results, in order. All processes
-take the next job from one queue until it is empty; forks write what they find to files and end. What a fork does not bring (its
-job raised an error or warned, or it died or hangs) is done again here, so errors and warnings are those of one process. What can
-go wrong: threads do not survive a fork, so a fork that runs an array operation of JAX waits for ever: jobs compute with numbers
-alone, and one that takes far longer than it may is given up.
+In: jobs, and how many processes may work. Out: their results, in order. All processes take the next job from one queue until it
+is empty; forks write what they find to files and end. This process does again what a fork does not bring (its job raised an error
+or warned, or the fork died or hangs), so errors and warnings are those of one process. What can go wrong: threads do not survive
+a fork, so a fork that runs an array operation of JAX waits forever. Jobs compute with numbers alone, and a fork that takes far
+longer than it should is given up.
 """
 
 from __future__ import annotations
@@ -17,45 +17,58 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, NoReturn, TypeVar
+from typing import IO, NoReturn, TypeVar, cast
 
 T = TypeVar("T")
 
 PATIENCE_S = 20.0
-"""How long a fork's last job may take after this process has done its own; or as long again as all took before."""
+"""Seconds that a fork's last job may take after this process has run out of jobs, unless all jobs together took longer."""
 _POLL_S = 0.005
 _TOKEN_BYTES = 4
 _WARNED_OF = (("os.fork", RuntimeWarning), (".*multi-threaded", DeprecationWarning))
-"""What JAX and Python say where a process with threads forks."""
+"""What JAX and Python say if a process with threads forks."""
 
 
-def side_by_side(
+def run_side_by_side(
     jobs: Sequence[Callable[[], T]],
     *,
     processes: int,
     weights: Sequence[float] | None = None,
+    pack: Callable[[T], object] | None = None,
+    unpack: Callable[[int, object], T] | None = None,
     patience_s: float = PATIENCE_S,
 ) -> list[T]:
-    """The results of all jobs, by up to so many processes. Raises the error of the first job that raises one.
+    """The results of all jobs, found by up to `processes` processes.
 
-    `weights`: about how much work each is; several processes take the largest first.
+    Args:
+        jobs: functions without arguments. Their results must be picklable, unless `pack` says what is sent of them.
+        processes: how many processes work, this one counted.
+        weights: about how much work each job is; several processes take the largest first.
+        pack: what a fork sends of a result that cannot be pickled, or is too large.
+        unpack: the result of job `number` from what a fork packed; needed with `pack`. What this process did itself is
+            neither packed nor unpacked.
+        patience_s: see `PATIENCE_S`.
+
+    Raises:
+        Exception: the error of the first job that raises one.
     """
     if min(processes, len(jobs)) <= 1 or not hasattr(os, "fork"):
         return [job() for job in jobs]
     done: dict[int, T] = {}
     failed: dict[int, Exception] = {}
     order = sorted(range(len(jobs)), key=lambda number: 0 if weights is None else -weights[number])
-    with _queue(order) as queue, contextlib.ExitStack() as ended:
+    with _open_queue(order) as queue, contextlib.ExitStack() as ended:
         started = time.monotonic()
-        forks = [ended.enter_context(_forked(jobs, queue)) for _ in range(min(processes, len(jobs)) - 1)]
-        for number in _taken(queue):
+        forks = [ended.enter_context(_fork_worker(jobs, queue, pack)) for _ in range(min(processes, len(jobs)) - 1)]
+        for number in _take_jobs(queue):
             try:
                 done[number] = jobs[number]()
             except Exception as error:  # noqa: BLE001 - raised below, unless an earlier job raises one
                 failed[number] = error
         until = time.monotonic() + max(patience_s, time.monotonic() - started)
         for fork in forks:
-            done.update(fork.results(until))
+            for number, sent in fork.results(until).items():
+                done[number] = cast(T, sent) if unpack is None else unpack(number, sent)
     for number in sorted({*range(len(jobs))} - set(done)):
         if number in failed:
             raise failed[number]
@@ -64,8 +77,8 @@ def side_by_side(
 
 
 @contextlib.contextmanager
-def _queue(order: Sequence[int]) -> Iterator[int]:
-    """A pipe that holds the numbers of all jobs; a read of one token by whichever process gets it takes that job."""
+def _open_queue(order: Sequence[int]) -> Iterator[int]:
+    """A pipe that holds the numbers of all jobs. Whichever process reads a token takes that job."""
     reader, writer = os.pipe()
     try:
         os.write(writer, b"".join(number.to_bytes(_TOKEN_BYTES, "little") for number in order))
@@ -75,25 +88,25 @@ def _queue(order: Sequence[int]) -> Iterator[int]:
         os.close(reader)
 
 
-def _taken(queue: int) -> Iterator[int]:
+def _take_jobs(queue: int) -> Iterator[int]:
     while token := os.read(queue, _TOKEN_BYTES):
         yield int.from_bytes(token, "little")
 
 
 class _Fork:
-    """A process at work, and the file to which it writes (number, result)."""
+    """A process at work, and the file to which it writes (number, what it sends of the result)."""
 
     def __init__(self, process: int, file: IO[bytes]) -> None:
         self._process, self._file = process, file
-        self._is_there = True
+        self._has_ended = False
 
-    def results(self, until: float) -> Mapping[int, Any]:
-        """What it brought when it had ended, or when the time came."""
-        while self._still_works() and time.monotonic() < until:
+    def results(self, until: float) -> Mapping[int, object]:
+        """What it wrote, by the number of the job, once it has ended or the time has come."""
+        while self._is_at_work() and time.monotonic() < until:
             time.sleep(_POLL_S)
         self.end()
         self._file.seek(0)
-        found: dict[int, Any] = {}
+        found: dict[int, object] = {}
         with contextlib.suppress(EOFError, pickle.UnpicklingError):  # the end, or a record cut off
             while True:
                 number, result = pickle.load(self._file)
@@ -101,19 +114,19 @@ class _Fork:
         return found
 
     def end(self) -> None:
-        """End it if it is still there."""
-        if self._still_works():
+        """Kill it if it is still at work."""
+        if self._is_at_work():
             os.kill(self._process, signal.SIGKILL)
             os.waitpid(self._process, 0)
-            self._is_there = False
+            self._has_ended = True
 
-    def _still_works(self) -> bool:
-        self._is_there = self._is_there and os.waitpid(self._process, os.WNOHANG)[0] == 0
-        return self._is_there
+    def _is_at_work(self) -> bool:
+        self._has_ended = self._has_ended or os.waitpid(self._process, os.WNOHANG)[0] != 0
+        return not self._has_ended
 
 
 @contextlib.contextmanager
-def _forked(jobs: Sequence[Callable[[], Any]], queue: int) -> Iterator[_Fork]:
+def _fork_worker(jobs: Sequence[Callable[[], T]], queue: int, pack: Callable[[T], object] | None) -> Iterator[_Fork]:
     """A fork that works on the queue, and is gone at the end."""
     with tempfile.TemporaryFile() as file:
         with warnings.catch_warnings():
@@ -121,7 +134,7 @@ def _forked(jobs: Sequence[Callable[[], Any]], queue: int) -> Iterator[_Fork]:
                 warnings.filterwarnings("ignore", message, category)
             process = os.fork()
         if process == 0:
-            _work(jobs, queue, file)
+            _work_and_exit(jobs, queue, file, pack)
         fork = _Fork(process, file)
         try:
             yield fork
@@ -129,14 +142,18 @@ def _forked(jobs: Sequence[Callable[[], Any]], queue: int) -> Iterator[_Fork]:
             fork.end()
 
 
-def _work(jobs: Sequence[Callable[[], Any]], queue: int, file: IO[bytes]) -> NoReturn:
-    """In the fork: do jobs, and leave without running anything that belongs to the process it came from."""
+def _work_and_exit(
+    jobs: Sequence[Callable[[], T]], queue: int, file: IO[bytes], pack: Callable[[T], object] | None
+) -> NoReturn:
+    """In the fork: do jobs, then exit without running anything that belongs to the parent process."""
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process it came from hears it, and ends this one
-        for number in _taken(queue):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends this process
+        for number in _take_jobs(queue):
+            # Errors and warnings are left to the parent, which does the job again.
             with warnings.catch_warnings(record=True) as warned, contextlib.suppress(Exception):
                 warnings.simplefilter("always")
-                record = pickle.dumps((number, jobs[number]()))
+                result = jobs[number]()
+                record = pickle.dumps((number, result if pack is None else pack(result)))
                 if not warned:
                     file.write(record)
                     file.flush()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, cast
 
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.inter_op.forked_jobs import side_by_side
+from autopar.inter_op.forked_jobs import run_side_by_side
 from autopar.inter_op.stage_seconds import Staged, StagedStage, measured
-from autopar.intra_op.planner import PlanRequest, logical_meshes, plan_step, restore
+from autopar.inter_op.tuning import TUNING, Tuning
+from autopar.intra_op.planner import PlannedStep, PlanRequest, logical_meshes, plan_step, restore
 from autopar.layouts.allowed import allowed_layouts
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
@@ -37,17 +38,25 @@ from autopar.stages.tasks.stage_program import StageProgram, stage_program
 from autopar.stages.tasks.task_memory import TaskMemories
 from autopar.stages.time_loops import divided_loop
 
-MEMORY_ROUNDS = 4
-"""How often a stage is planned again for the microbatches in flight before it counts as too large."""
+Planner: TypeAlias = Callable[[StageProgram, PlanRequest], PlannedStep]
+"""Plans the program of a stage, or of a layer as if it were one, on the best of the request's meshes.
+
+Raises ConstraintError, OutOfMemoryError.
+"""
 
 
-@dataclasses.dataclass(frozen=True)
+def plan_program(program: StageProgram, request: PlanRequest) -> PlannedStep:
+    """The `Planner` in use: the intra-operator pass."""
+    return plan_step(program.step, request)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageRequest:
-    """How many stages on how many meshes, which logical shapes each mesh may have, and what the schedule keeps in flight; None
-    is one microbatch at a time.
+    """How many stages on how many meshes, which logical shapes each mesh may have, and what the schedule keeps in flight.
 
-    `cuts`, `scan_cuts`, and `split` with its `loop`, if they are known already. `recompute`: backward does forward work again.
-    `homes`: the stages of leaves by path, if they are known; `following`: what is taken over from another step.
+    `in_flight`: None stands for one microbatch at a time. `cuts`, `scan_cuts`, and `split` with its `loop`: what is known of them
+    already. `recompute`: backward does forward work again. `homes`: the stages of leaves by path, as far as they are known.
+    `following`: what is taken over from another step.
     """
 
     meshes: tuple[tuple[LogicalMesh, ...], ...]
@@ -78,116 +87,39 @@ def split_devices(devices: int, meshes: int) -> tuple[tuple[LogicalMesh, ...], .
     return (logical_meshes(share) if share > 1 else (LogicalMesh.of((1,)),),) * meshes
 
 
-def plan_stages(traced: TracedStep, wanted: StageRequest, request: PlanRequest) -> Staged:
+def plan_stages(
+    traced: TracedStep,
+    wanted: StageRequest,
+    request: PlanRequest,
+    *,
+    tuning: Tuning = TUNING,
+    planner: Planner = plan_program,
+) -> Staged:
     """All stages, planned. Raises ConstraintError, OutOfMemoryError, and what `time_loop` raises."""
     leaves = [leaf.one for leaf in traced.inputs]
     allowed_layouts(leaves, wanted.meshes[0][0], request.constraints, shared=traced.shared)
-    split = _split(traced, wanted)
+    split = _split_scans(traced, wanted)
     loop = wanted.loop if wanted.loop is not None else divided_loop(split, wanted.num_microbatches)
     cuts = wanted.cuts
     if cuts is None and wanted.following is None:
         cuts = chosen_cuts(forward_chain(loop), wanted.num_stages)
     cut = _cut(loop, cuts or (), wanted)
-    cut = recomputed(cut) if wanted.recompute else cut
-    wishes = [_wish(stage_program(cut, stage), wanted, request) for stage in range(wanted.num_stages)]
+    planning = _Planning(planner, wanted.in_flight, tuning.memory_rounds)
+    jobs = [_job_of(stage_program(cut, stage), wanted, request) for stage in range(wanted.num_stages)]
     kinds: Sequence[int] = identical(loop, cuts) if cuts else range(wanted.num_stages)
-    planned = _planned_first(wishes, kinds, processes=request.processes)
+    leaders = _plan_leaders(planning, jobs, kinds, processes=request.processes)
     stages: list[StagedStage] = []
-    for stage, wish in enumerate(wishes):
-        same = [stages[other] for other in range(stage) if kinds[other] == kinds[stage]]
-        stages.append(planned.get(stage) or _planned_alike(wish, same) or _plan_stage(wish))
+    for number, job in enumerate(jobs):
+        alike = [stages[other] for other in range(number) if kinds[other] == kinds[number]]
+        stages.append(leaders.get(number) or planning.plan_like(job, alike) or planning.plan(job))
     return Staged(cut, cuts or (), tuple(stages), split, wanted.recompute)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Wish:
-    """A stage to plan, and what the schedule keeps in flight."""
-
-    program: StageProgram
-    request: PlanRequest
-    in_flight: InFlight | None
-
-
-def _wish(program: StageProgram, wanted: StageRequest, request: PlanRequest) -> _Wish:
-    rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
-    layouts = wanted.following.layouts[program.stage] if wanted.following is not None else ()
-    meshes = wanted.meshes[program.stage % len(wanted.meshes)]
-    own = dataclasses.replace(request, meshes=meshes, constraints=Constraints((*layouts, *rules)))
-    return _Wish(program, own, wanted.in_flight)
-
-
-def _planned_first(wishes: Sequence[_Wish], kinds: Sequence[int], *, processes: int) -> dict[int, StagedStage]:
-    """The first stage of each kind on each choice of meshes, planned side by side; where layouts are given, every stage."""
-    leaders: dict[Any, int] = {}
-    for stage, wish in enumerate(wishes):
-        leaders.setdefault((kinds[stage], stage if wish.request.constraints.rules else wish.request.meshes), stage)
-    kept: dict[int, StagedStage] = {}
-
-    def plan(stage: int) -> Plan:
-        kept[stage] = _plan_stage(wishes[stage])  # a fork keeps it for itself
-        return kept[stage].plan
-
-    numbers = list(leaders.values())
-    weights = [len(wishes[n].program.step.inputs) * wishes[n].request.meshes[0].size for n in numbers]
-    jobs = [functools.partial(plan, stage) for stage in numbers]
-    plans = side_by_side(jobs, processes=processes, weights=weights)
-    return {n: kept.get(n) or _as_planned(wishes[n], found) for n, found in zip(numbers, plans, strict=True)}
-
-
-def _as_planned(wish: _Wish, plan: Plan, *, tasks: TaskMemories | None = None) -> StagedStage:
-    """A stage by a plan of it."""
-    assignment = restore(wish.program.step, plan, wish.request).assignment
-    return measured(wish.program, plan, assignment, wish.in_flight, tasks=tasks)
-
-
-def _planned_alike(wish: _Wish, planned: Sequence[StagedStage]) -> StagedStage | None:
-    """By the plan of an earlier stage that differs by the names of its leaves alone, if it fits here too."""
-    step, limit = wish.program.step, wish.request.memory_limit_bytes
-    kind = _kind(step)
-    for stage in planned:
-        if stage.assignment.mesh in wish.request.meshes and _kind(stage.program.step) == kind:
-            inputs = _renamed(stage.plan.inputs, step.inputs)
-            outputs = _renamed(stage.plan.outputs, step.outputs)
-            plan = dataclasses.replace(stage.plan, inputs=inputs, outputs=outputs)
-            found = _as_planned(wish, plan, tasks=stage.memory.tasks)
-            if limit is None or found.peak_bytes <= limit:
-                return found
-    return None
-
-
-def _kind(step: TracedStep) -> tuple[Any, ...]:
-    """What two stages' programs have in common if one's plan is the other's."""
-    leaves = [dataclasses.replace(leaf, path="") for leaf in (*step.inputs, *step.outputs)]
-    return step.fingerprint, leaves, step.state_of_output
-
-
-def _renamed(values: Sequence[ValuePlan], leaves: Sequence[Leaf]) -> tuple[ValuePlan, ...]:
-    return tuple(dataclasses.replace(v, path=leaf.path) for v, leaf in zip(values, leaves, strict=True))
-
-
-def _cut(loop: TimeLoop, cuts: tuple[int, ...], wanted: StageRequest) -> StageCut:
-    """The stages between these cuts; several stages without cuts are those where another step keeps the leaves."""
-    if cuts or wanted.num_stages == 1:
-        return cut_stages(loop, cuts)
-    homes = leaves_at(wanted.homes, loop)
-    return place_stages(loop, placed_by_leaves(loop, homes, wanted.num_stages), homes)
-
-
-def _split(traced: TracedStep, wanted: StageRequest) -> SplitStep:
-    """The step with its scans divided: as asked for, or, where cuts are still to be found, between stages of equal work."""
-    if wanted.split is not None:
-        return wanted.split
-    if wanted.scan_cuts is not None or wanted.loop is not None:
-        return split_scans(traced, wanted.scan_cuts or ())
-    return split_scans(traced, cuts_for_stages(traced, wanted.num_stages))
 
 
 def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageRequest, request: PlanRequest) -> Staged:
     """The stages that a plan describes, without solving."""
     assert wanted.cuts is not None
-    split = _split(traced, wanted)
+    split = _split_scans(traced, wanted)
     cut = _cut(divided_loop(split, wanted.num_microbatches), wanted.cuts, wanted)
-    cut = recomputed(cut) if wanted.recompute else cut
     stages = []
     for number, plan in enumerate(plans):
         program = stage_program(cut, number)
@@ -195,38 +127,133 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     return Staged(cut, wanted.cuts, tuple(stages), split, wanted.recompute)
 
 
-def measured_stage(program: StageProgram, request: PlanRequest) -> StagedStage:
-    """A stage planned with one microbatch in flight, and what its tasks take."""
-    planned = plan_step(program.step, request)
-    return measured(program, planned.plan, planned.assignment)
+def _split_scans(traced: TracedStep, wanted: StageRequest) -> SplitStep:
+    """The step with its scans divided: as asked for, or, if cuts are still to be found, between stages of equal work."""
+    if wanted.split is not None:
+        return wanted.split
+    if wanted.scan_cuts is not None or wanted.loop is not None:
+        return split_scans(traced, wanted.scan_cuts or ())
+    return split_scans(traced, cuts_for_stages(traced, wanted.num_stages))
 
 
-def _plan_stage(wish: _Wish) -> StagedStage:
-    """One stage, within what its microbatches in flight leave of the memory."""
-    program, request, in_flight = wish.program, wish.request, wish.in_flight
-    limit = request.memory_limit_bytes
-    count = 1 if in_flight is None else in_flight.microbatches[program.stage]
-    room, stage = limit, None
-    for _ in range(MEMORY_ROUNDS):
-        try:
-            planned = plan_step(program.step, dataclasses.replace(request, memory_limit_bytes=room))
-        except OutOfMemoryError as error:
-            if stage is not None:
-                break
-            raise OutOfMemoryError(
-                f"stage {program.stage} of {program.cut.num_stages}, with {count} microbatches in flight: {error}"
-            ) from None
-        stage = measured(
-            program, dataclasses.replace(planned.plan, memory_limit_bytes=limit), planned.assignment, in_flight
-        )
-        if limit is None or stage.peak_bytes <= limit:
-            return stage
-        room = limit - (stage.peak_bytes - stage.memory.peak_bytes)
-        if room <= 0:
-            break
-    assert stage is not None
-    raise OutOfMemoryError(
-        f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is {limit:,}: "
-        f"{count} microbatches in flight keep {stage.memory.each_text(in_flight)}. Use more microbatches, fewer stages, more "
-        "devices, or the 1f1b schedule, which keeps less."
+def _cut(loop: TimeLoop, cuts: tuple[int, ...], wanted: StageRequest) -> StageCut:
+    """The stages between these cuts; several stages without cuts are those on which another step keeps the leaves."""
+    if cuts or wanted.num_stages == 1:
+        cut = cut_stages(loop, cuts)
+    else:
+        homes = leaves_at(wanted.homes, loop)
+        cut = place_stages(loop, placed_by_leaves(loop, homes, wanted.num_stages), homes)
+    return recomputed(cut) if wanted.recompute else cut
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _StageJob:
+    """A stage to plan: its program, and its own meshes, constraints and memory limit."""
+
+    program: StageProgram
+    request: PlanRequest
+
+
+def _job_of(program: StageProgram, wanted: StageRequest, request: PlanRequest) -> _StageJob:
+    rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
+    layouts = wanted.following.layouts[program.stage] if wanted.following is not None else ()
+    meshes = wanted.meshes[program.stage % len(wanted.meshes)]
+    own = dataclasses.replace(request, meshes=meshes, constraints=Constraints((*layouts, *rules)))
+    return _StageJob(program, own)
+
+
+def _plan_leaders(
+    planning: _Planning, jobs: Sequence[_StageJob], kinds: Sequence[int], *, processes: int
+) -> dict[int, StagedStage]:
+    """The first stage of each kind on each choice of meshes, planned side by side; under constraints, every stage.
+
+    A fork sends the plan alone, which is small; this process restores the assignment from it.
+    """
+    leaders: dict[tuple[int, int | tuple[LogicalMesh, ...]], int] = {}
+    for number, job in enumerate(jobs):
+        leaders.setdefault((kinds[number], number if job.request.constraints.rules else job.request.meshes), number)
+    numbers = list(leaders.values())
+
+    def restore_sent(place: int, plan: object) -> StagedStage:
+        return planning.restore(jobs[numbers[place]], cast(Plan, plan))
+
+    stages = run_side_by_side(
+        [functools.partial(planning.plan, jobs[number]) for number in numbers],
+        processes=processes,
+        weights=[len(jobs[n].program.step.inputs) * jobs[n].request.meshes[0].size for n in numbers],
+        pack=lambda stage: stage.plan,
+        unpack=restore_sent,
     )
+    return dict(zip(numbers, stages, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Planning:
+    """How each stage is planned. `memory_rounds`: see `Tuning`."""
+
+    planner: Planner
+    in_flight: InFlight | None
+    memory_rounds: int
+
+    def plan(self, job: _StageJob) -> StagedStage:
+        """Plan one stage within what its microbatches in flight leave of the memory. Raises OutOfMemoryError."""
+        program, limit = job.program, job.request.memory_limit_bytes
+        count = 1 if self.in_flight is None else self.in_flight.microbatches[program.stage]
+        room, stage = limit, None
+        for _ in range(self.memory_rounds):
+            try:
+                planned = self.planner(program, dataclasses.replace(job.request, memory_limit_bytes=room))
+            except OutOfMemoryError as error:
+                if stage is not None:
+                    break
+                raise OutOfMemoryError(
+                    f"stage {program.stage} of {program.cut.num_stages}, with {count} microbatches in flight: {error}"
+                ) from None
+            plan = dataclasses.replace(planned.plan, memory_limit_bytes=limit)
+            stage = measured(program, plan, planned.assignment, self.in_flight)
+            if limit is None or stage.peak_bytes <= limit:
+                return stage
+            room = limit - (stage.peak_bytes - stage.memory.peak_bytes)
+            if room <= 0:
+                break
+        assert stage is not None
+        raise OutOfMemoryError(
+            f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is "
+            f"{limit:,}: {count} microbatches in flight keep {stage.memory.each_text(self.in_flight)}. Use more microbatches, "
+            "fewer stages, more devices, or the 1f1b schedule, which keeps less."
+        )
+
+    def plan_like(self, job: _StageJob, planned: Sequence[StagedStage]) -> StagedStage | None:
+        """The plan of an earlier stage that differs only by the names of its leaves, if it fits here too."""
+        step, limit = job.program.step, job.request.memory_limit_bytes
+        for stage in planned:
+            if stage.assignment.mesh in job.request.meshes and _have_equal_plans(stage.program.step, step):
+                inputs = _rename(stage.plan.inputs, step.inputs)
+                outputs = _rename(stage.plan.outputs, step.outputs)
+                plan = dataclasses.replace(stage.plan, inputs=inputs, outputs=outputs)
+                found = self.restore(job, plan, tasks=stage.memory.tasks)
+                if limit is None or found.peak_bytes <= limit:
+                    return found
+        return None
+
+    def restore(self, job: _StageJob, plan: Plan, *, tasks: TaskMemories | None = None) -> StagedStage:
+        """The stage that a plan describes."""
+        assignment = restore(job.program.step, plan, job.request).assignment
+        return measured(job.program, plan, assignment, self.in_flight, tasks=tasks)
+
+
+def _have_equal_plans(one: TracedStep, other: TracedStep) -> bool:
+    """Whether the plan of one step is the plan of the other, with the paths of its own leaves."""
+    return (
+        one.fingerprint == other.fingerprint
+        and one.state_of_output == other.state_of_output
+        and _without_paths(one) == _without_paths(other)
+    )
+
+
+def _without_paths(step: TracedStep) -> list[Leaf]:
+    return [dataclasses.replace(leaf, path="") for leaf in (*step.inputs, *step.outputs)]
+
+
+def _rename(values: Sequence[ValuePlan], leaves: Sequence[Leaf]) -> tuple[ValuePlan, ...]:
+    return tuple(dataclasses.replace(v, path=leaf.path) for v, leaf in zip(values, leaves, strict=True))

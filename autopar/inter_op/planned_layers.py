@@ -1,8 +1,9 @@
 """The layers of a step in one number of microbatches, each planned like a stage of its own.
 
-In: a step cut in time, where its layers begin, the machine. Out: `PlannedLayers`: what each layer takes and keeps on so many
-devices, and the mesh that is best for it. Equal layers are planned once, side by side on several cores, those of devices that
-divide none of a layer's dimensions not at all. What can go wrong: a layer that fits no memory by itself; it has no figures.
+In: a step cut in time, where its layers begin, the machine. Out: `PlannedLayers`: what each layer takes and keeps on a number of
+devices, and the mesh that is best for it. Equal layers are planned once, and different ones side by side on several cores. A
+layer is not planned on devices that divide none of its dimensions. What can go wrong: a layer may not fit the memory by itself;
+it has no figures then.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from autopar.avals import bytes_of
 from autopar.compat import Var
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError
-from autopar.inter_op.forked_jobs import side_by_side
-from autopar.inter_op.plan_stages import measured_stage
+from autopar.inter_op.forked_jobs import run_side_by_side
+from autopar.inter_op.plan_stages import Planner, plan_program
 from autopar.inter_op.problem import ChosenStage
-from autopar.inter_op.stage_seconds import StagedStage
+from autopar.inter_op.stage_seconds import StagedStage, measured
 from autopar.inter_op.submeshes import machine_shape
+from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.memory.model import TEMPORARIES_MARGIN
 from autopar.intra_op.planner import PlanRequest, logical_meshes
 from autopar.layouts.constraints import Constraints
@@ -35,23 +37,17 @@ from autopar.stages.cut import cut_stages
 from autopar.stages.identical import identical
 from autopar.stages.tasks.stage_program import StageProgram, stage_program
 
-LAYER_AXES = 2
-"""Layers, and so stages, are planned on logical meshes of up to so many axes."""
-SAME_MESHES = 1.1
-"""Where many layers are alike, the others are planned on the meshes that are best for those, or this near to it: a stage has one
-mesh for all its layers."""
 
-
-def layer_meshes(devices: int, machine: Cluster) -> tuple[LogicalMesh, ...]:
-    """The meshes on which layers are planned: up to `LAYER_AXES` axes, where nodes are several the last within a node."""
+def layer_meshes(devices: int, machine: Cluster, most_axes: int) -> tuple[LogicalMesh, ...]:
+    """The meshes on which layers are planned: up to `most_axes` axes; across nodes, the last axis lies within a node."""
     if devices == 1:
         return (LogicalMesh.of((1,)),)
     nodes, per_node = machine_shape(machine, devices)
-    meshes = (mesh for mesh in logical_meshes(devices) if len(mesh.shape) <= LAYER_AXES)
+    meshes = (mesh for mesh in logical_meshes(devices) if len(mesh.shape) <= most_axes)
     return tuple(mesh for mesh in meshes if nodes == 1 or len(mesh.shape) == 1 or per_node % mesh.shape[-1] == 0)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerFigures:
     """What a layer costs on some devices: seconds per microbatch, of the update per step, and bytes as in `StageMemory`."""
 
@@ -70,21 +66,21 @@ class LayerFigures:
         """Of a layer planned as a stage."""
         memory = stage.memory
         return cls(
-            stage.forward_s,
-            stage.backward_s,
-            stage.once_s,
-            memory.kept_bytes + memory.accumulator_bytes / TEMPORARIES_MARGIN,
-            memory.passing_bytes,
-            memory.residual_bytes,
-            memory.received_bytes,
-            memory.late_residual_bytes,
-            memory.cotangent_bytes,
+            forward_s=stage.forward_s,
+            backward_s=stage.backward_s,
+            once_s=stage.once_s,
+            kept_bytes=memory.kept_bytes + memory.accumulator_bytes / TEMPORARIES_MARGIN,
+            passing_bytes=memory.passing_bytes,
+            residual_bytes=memory.residual_bytes,
+            received_bytes=memory.received_bytes,
+            late_residual_bytes=memory.late_residual_bytes,
+            cotangent_bytes=memory.cotangent_bytes,
         )
 
 
 @dataclasses.dataclass(frozen=True)
 class _PlannedLayer:
-    """What is known of a layer on some devices: its figures, the best mesh and its time, and the least time on each mesh."""
+    """A layer on some devices: its figures, the best mesh with its seconds, and at least how many seconds each mesh takes."""
 
     figures: LayerFigures
     mesh: LogicalMesh
@@ -107,29 +103,60 @@ def _lengths(program: Program) -> frozenset[int]:
     return frozenset(found) - {0}
 
 
-class PlannedLayers:
-    """Layers of the step in one number of microbatches, planned on demand; equal ones once."""
+@dataclasses.dataclass(frozen=True)
+class _TooLarge:
+    """A layer that does not fit the memory on some devices."""
 
-    def __init__(self, loop: TimeLoop, places: tuple[int, ...], request: PlanRequest) -> None:
+
+@dataclasses.dataclass(frozen=True)
+class _Failed:
+    """A layer on devices that nobody has asked for yet, and the error that planning it raised."""
+
+    error: AutoparError
+
+
+_Key = tuple[int, int]
+"""(the first of the layers that are equal to it, the devices that it can use)."""
+
+
+class PlannedLayers:
+    """The layers of the step in one number of microbatches, planned on demand; equal ones once."""
+
+    def __init__(
+        self,
+        loop: TimeLoop,
+        places: tuple[int, ...],
+        request: PlanRequest,
+        *,
+        tuning: Tuning = TUNING,
+        planner: Planner = plan_program,
+    ) -> None:
         self.loop, self.places = loop, places
+        self._tuning, self._planner = tuning, planner
         self._cut = cut_stages(loop, places)
         self._first = identical(loop, places)
         rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
         self._request = dataclasses.replace(request, constraints=Constraints(rules), memory_limit_bytes=None)
         self._programs: dict[int, StageProgram] = {}
         self._lengths: dict[int, frozenset[int]] = {}
-        self._planned: dict[tuple[int, int], _PlannedLayer | None] = {}
+        self._planned: dict[_Key, _PlannedLayer | _TooLarge] = {}
         (self._common, count), *_ = collections.Counter(self._first).most_common(1)
         self._is_usual = 3 * count > len(self._first)
 
     def __len__(self) -> int:
         return len(self._first)
 
+    @property
+    def common(self) -> int:
+        """The first of the layers that repeat most often."""
+        return self._common
+
     @functools.cached_property
     def sent_once_bytes(self) -> np.ndarray:
-        """[i, j]: what a stage of layers i to j - 1 sends to other stages once a step, or receives from them, if that is more.
+        """[i, j]: bytes that a stage of layers i to j - 1 sends to other stages once a step, or receives, whichever is more.
 
-        Sent are leaves that live here and are read elsewhere (tied weights) and what updates elsewhere read, their gradients.
+        Sent: leaves that live in the stage and are read in others (tied weights). Received: what the stage's updates read of
+        others, such as gradients.
         """
         layers = len(self)
         sent, received = np.zeros((2, layers, layers + 1))
@@ -151,70 +178,83 @@ class PlannedLayers:
         return np.maximum(sent, received)
 
     def meshes(self, stage: ChosenStage) -> tuple[LogicalMesh, ...]:
-        """The logical meshes that the layers of a stage were planned on, the most frequent first."""
+        """The logical meshes that are best for the layers of a stage, the most frequent first."""
         devices = math.prod(stage.submesh)
-        planned = (self._layer(layer, devices) for layer in range(stage.first_layer, stage.end_layer))
-        count = collections.Counter(one.mesh for one in planned if one is not None)
+        planned = (self._plan_layer(layer, devices) for layer in range(stage.first_layer, stage.end_layer))
+        count = collections.Counter(one.mesh for one in planned if isinstance(one, _PlannedLayer))
         return tuple(mesh for mesh, _ in count.most_common())
 
     def figures(self, layer: int, devices: int) -> LayerFigures | None:
-        """What a layer costs on so many devices, None if there is no plan."""
-        planned = self._layer(layer, devices)
-        return None if planned is None else planned.figures
+        """What a layer costs on a number of devices, None if it does not fit the memory."""
+        planned = self._plan_layer(layer, devices)
+        return planned.figures if isinstance(planned, _PlannedLayer) else None
 
     def plan(self, sizes: Collection[int], *, perhaps: int | None = None) -> None:
-        """Plan all layers on so many devices each, side by side: first the layer that repeats, whose meshes the others take.
+        """Plan all layers on each of these numbers of devices, side by side.
 
-        `perhaps`: devices that may be asked for next. The layer that repeats is planned on them if a process is idle meanwhile.
+        The layer that repeats comes first, as the others take its meshes. `perhaps`: a number of devices that may be asked for
+        next; the layer that repeats is planned on it if a process is idle meanwhile.
         """
         kinds = dict.fromkeys(self._first)
         first = [self._common] if self._is_usual else []
         for layers in (first, [layer for layer in kinds if layer not in first]):
-            keys = dict.fromkeys((n, self._useful(n, size)) for size in sorted(sizes, reverse=True) for n in layers)
+            keys = dict.fromkeys(self._key(layer, size) for size in sorted(sizes, reverse=True) for layer in layers)
             new = [key for key in keys if key not in self._planned]
-            for number, _ in new:
-                self._program(number)
-            jobs: list[Callable[[], _PlannedLayer | AutoparError | None]]
-            jobs = [functools.partial(self._plan, key) for key in new]
+            for layer, _ in new:
+                self._program(layer)  # before this process forks, so that every fork has it
             is_idle = layers is first and 0 < len(new) < self._request.processes
-            ahead = [key for key in self._ahead(perhaps) if is_idle and key not in new]
-            jobs += [functools.partial(self._plan_ahead, key) for key in ahead]
-            found = zip([*new, *ahead], side_by_side(jobs, processes=self._request.processes), strict=True)
-            self._planned |= {key: one for key, one in found if not isinstance(one, AutoparError)}
+            ahead = [key for key in self._ahead(perhaps) if key not in new] if is_idle else []
+            self._plan_keys(new, ahead)
 
-    def _ahead(self, devices: int | None) -> list[tuple[int, int]]:
+    def _plan_keys(self, new: list[_Key], ahead: list[_Key]) -> None:
+        """Plan layers side by side, some of them before anybody has asked for them."""
+        jobs: list[Callable[[], _PlannedLayer | _TooLarge | _Failed]]
+        jobs = [functools.partial(self._plan_key, key) for key in new]
+        jobs += [functools.partial(self._try_key, key) for key in ahead]
+        outcomes = run_side_by_side(jobs, processes=self._request.processes)
+        for key, outcome in zip([*new, *ahead], outcomes, strict=True):
+            if not isinstance(outcome, _Failed):  # whoever asks for it plans it again, and gets the error
+                self._planned[key] = outcome
+
+    def _ahead(self, devices: int | None) -> list[_Key]:
         """The layer that repeats on these devices, unless that is planned."""
-        keys = [] if devices is None else [(self._common, self._useful(self._common, devices))]
+        keys = [] if devices is None else [self._key(self._common, devices)]
         return [key for key in keys if key not in self._planned]
 
-    def _plan_ahead(self, key: tuple[int, int]) -> _PlannedLayer | AutoparError | None:
-        """An error is nobody's who did not ask."""
-        try:
-            return self._plan(key)
-        except AutoparError as error:
-            return error
-
-    def _layer(self, layer: int, devices: int) -> _PlannedLayer | None:
-        number = self._first[layer]
-        key = (number, self._useful(number, devices))
+    def _plan_layer(self, layer: int, devices: int) -> _PlannedLayer | _TooLarge:
+        key = self._key(layer, devices)
         if key not in self._planned:
-            self._planned[key] = self._plan(key)
+            self._planned[key] = self._plan_key(key)
         return self._planned[key]
 
-    def _plan(self, key: tuple[int, int]) -> _PlannedLayer | None:
-        request = dataclasses.replace(self._request, meshes=self._meshes_for(*key))
+    def _plan_key(self, key: _Key) -> _PlannedLayer | _TooLarge:
+        layer, devices = key
+        program = self._program(layer)
+        request = dataclasses.replace(self._request, meshes=self._meshes_for(layer, devices))
         try:
-            return _PlannedLayer.of(measured_stage(self._program(key[0]), request))
+            planned = self._planner(program, request)
         except OutOfMemoryError:
-            return None
+            return _TooLarge()
+        return _PlannedLayer.of(measured(program, planned.plan, planned.assignment))
+
+    def _try_key(self, key: _Key) -> _PlannedLayer | _TooLarge | _Failed:
+        """Plan a layer that nobody has asked for; an error waits until somebody does."""
+        try:
+            return self._plan_key(key)
+        except AutoparError as error:
+            return _Failed(error)
 
     def _program(self, layer: int) -> StageProgram:
         if layer not in self._programs:
             self._programs[layer] = stage_program(self._cut, layer)
         return self._programs[layer]
 
-    def _useful(self, layer: int, devices: int) -> int:
-        """How many of the devices a layer can use: without the prime factors that divide no dimension of its values."""
+    def _key(self, layer: int, devices: int) -> _Key:
+        first = self._first[layer]
+        return first, self._useful_devices(first, devices)
+
+    def _useful_devices(self, layer: int, devices: int) -> int:
+        """How many of the devices a layer can use: prime factors that divide no dimension of its values are left out."""
         if layer not in self._lengths:
             self._lengths[layer] = _lengths(self._program(layer).step.program)
         rest, prime = devices, 2
@@ -228,11 +268,14 @@ class PlannedLayers:
         return devices
 
     def _meshes_for(self, layer: int, devices: int) -> tuple[LogicalMesh, ...]:
-        """The meshes to plan a layer on: all, unless more than a third of the layers are of another kind."""
-        meshes = layer_meshes(devices, self._request.cluster)
-        usual = self._layer(self._common, devices) if layer != self._common and self._is_usual else None
-        if usual is None or usual.mesh.size != devices:
+        """The meshes to plan a layer on: all, or those that are good for the layer that repeats, if that is a third of all."""
+        meshes = layer_meshes(devices, self._request.cluster, self._tuning.layer_axes)
+        if layer == self._common or not self._is_usual:
             return meshes
-        near = usual.step_s * SAME_MESHES
-        good = {shape for shape, seconds in usual.times.items() if seconds is not None and seconds <= near}
-        return tuple(mesh for mesh in meshes if mesh.shape in good or mesh == usual.mesh)
+        match self._plan_layer(self._common, devices):
+            case _PlannedLayer(mesh=mesh) as usual if mesh.size == devices:
+                near = usual.step_s * self._tuning.same_meshes
+                good = {shape for shape, seconds in usual.times.items() if seconds is not None and seconds <= near}
+                return tuple(one for one in meshes if one.shape in good or one == mesh)
+            case _:
+                return meshes

@@ -1,9 +1,9 @@
 """The inter-operator problem and its answer, as data.
 
 In: what ranges of layers cost on submeshes (`CostTable`), the cluster, the microbatches, the schedule, and what the user
-has decided (`Manual`). Out: the stages chosen, and how much did not come into question (`StageChoice`).
-`inter_op/choose_stages.py` solves it. What can go wrong: arrays of a `CostTable` that disagree about which choices have a
-plan; `seconds` says it.
+has decided (`Manual`). Out: the stages chosen, and how many candidates were ruled out and why (`StageChoice`).
+`inter_op/choose_stages.py` solves it. What can go wrong: the arrays of a `CostTable` may disagree about which choices have a
+plan; `seconds` decides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.inter_op.submeshes import Submesh
 from autopar.schedules.schedules import ScheduleName
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageCost:
     """What some layers cost on a submesh; bytes are per device.
 
@@ -34,7 +34,7 @@ class StageCost:
     activation_bytes: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CostTable:
     """Arrays (option, first layer, end layer) of the figures of `StageCost`; `seconds` is infinite where there is no plan."""
 
@@ -47,18 +47,26 @@ class CostTable:
     @classmethod
     def of(cls, layers: int, options: int, cost_of: Callable[[int, int, int], StageCost | None]) -> CostTable:
         """From a function of (first layer, end layer, number of the option); None where there is no plan."""
-        arrays = np.zeros((5, options, layers, layers + 1))
-        arrays[0] = np.inf
+        seconds, once_s, transfer_s, weight_bytes, activation_bytes = np.zeros((5, options, layers, layers + 1))
+        seconds[:] = np.inf
         for z in range(options):
             for i in range(layers):
                 for j in range(i + 1, layers + 1):
                     cost = cost_of(i, j, z)
                     if cost is not None:
-                        arrays[:, z, i, j] = dataclasses.astuple(cost)
-        return cls(*arrays)
+                        seconds[z, i, j] = cost.seconds_per_microbatch
+                        once_s[z, i, j], transfer_s[z, i, j] = cost.once_s, cost.transfer_s
+                        weight_bytes[z, i, j], activation_bytes[z, i, j] = cost.weight_bytes, cost.activation_bytes
+        return cls(
+            seconds=seconds,
+            once_s=once_s,
+            transfer_s=transfer_s,
+            weight_bytes=weight_bytes,
+            activation_bytes=activation_bytes,
+        )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StageProblem:
     """See the module's text. `options` may list a submesh several times, for instance with and without recomputation."""
 
@@ -95,7 +103,7 @@ class Manual:
     submeshes: tuple[Submesh, ...] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ChosenStage:
     """Layers `first_layer` to `end_layer` - 1 on a mesh; `option` is the number of the option taken."""
 
@@ -116,12 +124,12 @@ class ChosenStage:
         return self.weight_bytes + self.in_flight * self.activation_bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RuledOut:
-    """How many of all (layers, submesh) did not come into question, each counted once, by the first reason that applies.
+    """How many of all candidates (layers, submesh) were ruled out, each counted once, by the first reason that applies.
 
-    `decided`: the user's decisions or the schedule leave it out. `memory`: it does not fit at any place. `too_slow`: slower than
-    the slowest stage chosen.
+    `decided`: by the user's decisions or the schedule. `memory`: it does not fit at any place in the pipeline. `too_slow`: it is
+    slower than the slowest chosen stage.
     """
 
     considered: int
@@ -131,9 +139,9 @@ class RuledOut:
     too_slow: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageChoice:
-    """Stages in order; `bottleneck` is the number of the slowest, `bound_s` a time that no choice beats."""
+    """The stages in order. `bottleneck`: the number of the slowest. `bound_s`: no choice takes less. `devices`: of each mesh."""
 
     stages: tuple[ChosenStage, ...]
     step_s: float
@@ -141,4 +149,3 @@ class StageChoice:
     bottleneck: int
     ruled_out: RuledOut
     devices: tuple[tuple[int, ...], ...]
-    """Of each mesh."""

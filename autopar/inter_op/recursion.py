@@ -3,7 +3,7 @@
 In: a `StageProblem` and what the user has decided. Out: its `Family`s, each with the numbers of stages that are left, what
 a stage keeps in flight at each place, and the letters a and b of `inter_op/choose_stages.py`; and, for tables of what
 stages cost, the recursion F of `inter_op/choose_stages.py`, quickly without places (`quick`) or with them (`exact`). What
-can go wrong: `quick` is a bound, no choice.
+can go wrong: `quick` is a bound, which no choice need attain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Stages: TypeAlias = tuple[tuple[int, int, int], ...]
 """(first layer, end layer, option) of each."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Family:
     """Choices of equal rules: `counts` are the S in it, `slowest` their b(S), `fill` is a.
 
@@ -106,6 +106,7 @@ class Family:
 
 def families_of(problem: StageProblem, manual: Manual) -> Iterator[Family]:
     """All families that the user's decisions leave; one stage first."""
+    family = functools.partial(Family, problem=problem, manual=manual)
     batches, chunks = problem.microbatches, problem.virtual_stages
     most = min(problem.layers, problem.devices // min(problem.sizes))
 
@@ -119,23 +120,32 @@ def families_of(problem: StageProblem, manual: Manual) -> Iterator[Family]:
         )
 
     if is_left(1, 1):
-        yield Family(problem, manual, (1,), {1: (1,)}, 1.0, (batches - 1.0,))
+        yield family(counts=(1,), in_flight={1: (1,)}, fill=1.0, slowest=(batches - 1.0,))
     counts = tuple(p for p in range(2, most + 1) if is_left(p, p * chunks))
-    known = NAMED_SCHEDULES[problem.schedule]
+    schedule = NAMED_SCHEDULES[problem.schedule]
 
     def in_flight_of(meshes: int) -> tuple[int, ...]:
         sizes = {"num_meshes": meshes, "num_microbatches": batches, "virtual_stages": chunks}
         return most_in_flight(problem.schedule, **sizes)[::-1]
 
-    if known.chunks == "several":
+    if schedule.chunks == "several":
         for p in counts:
             if problem.devices % p == 0 and batches % p == 0:
-                in_flight = {p * chunks: in_flight_of(p)}
-                yield Family(problem, manual, (p * chunks,), in_flight, 1 / chunks, (chunks * batches - 1.0,), chunks)
+                yield family(
+                    counts=(p * chunks,),
+                    in_flight={p * chunks: in_flight_of(p)},
+                    fill=1 / chunks,
+                    slowest=(chunks * batches - 1.0,),
+                    chunks=chunks,
+                )
     elif counts:
-        in_flight, split = {p: in_flight_of(p) for p in counts}, known.is_split
-        slowest = tuple(batches - 1 / 3 + max(0, p - batches) / 3 if split else batches - 1.0 for p in counts)
-        yield Family(problem, manual, counts, in_flight, 1 / 3 if split else 1.0, slowest)
+        split = schedule.is_split
+        yield family(
+            counts=counts,
+            in_flight={p: in_flight_of(p) for p in counts},
+            fill=1 / 3 if split else 1.0,
+            slowest=tuple(batches - 1 / 3 + max(0, p - batches) / 3 if split else batches - 1.0 for p in counts),
+        )
 
 
 def quick(table: np.ndarray, family: Family, combine: np.ufunc) -> float:

@@ -1,11 +1,11 @@
 """How many stages, of which layers, on which devices: the inter-operator pass over planned layers.
 
 In: a traced step, the number of devices, the machine, and timetables: numbers of microbatches and schedules. Out: the cuts,
-meshes and timetable for `staging.plan_stages`. Ranges of layers have costs (`inter_op/layer_costs.py`), planned or carried
-over from what was planned, and the dynamic program (`inter_op/choose_stages.py`) chooses once per timetable. What is chosen
-and not planned is planned, until what is chosen is. What can go wrong: the sum leaves out what layers share, such as a
-relayout at a boundary saved or an activation freed early; so the chosen stages are planned again as wholes, and their own
-figures are the plan's.
+meshes and timetable for `plan_stages`. Ranges of layers have costs (`layer_costs.py`), planned or estimated from what is planned,
+and the dynamic program (`choose_stages.py`) chooses once per timetable. Whatever is chosen by an estimate is planned, and the
+choice made again, until everything that is chosen has been planned. What can go wrong: the sum leaves out what layers share,
+such as a relayout at a boundary saved or an activation freed early. So the chosen stages are planned again as wholes, and their
+own figures are the plan's.
 """
 
 from __future__ import annotations
@@ -16,31 +16,24 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.choose_stages import choose_stages
-from autopar.inter_op.forked_jobs import side_by_side
+from autopar.inter_op.forked_jobs import run_side_by_side
 from autopar.inter_op.layer_costs import LayerCosts
+from autopar.inter_op.plan_stages import Planner, plan_program
 from autopar.inter_op.problem import CostTable, Manual, StageChoice, StageProblem
 from autopar.inter_op.submeshes import Submesh, machine_shape, submeshes
-from autopar.inter_op.timetables import WORTH, Timetable
+from autopar.inter_op.timetables import Timetable
+from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.plan import Alternative
 from autopar.schedules.schedules import NAMED_SCHEDULES
 
-TOLERANCE = 1e-3
-"""Relative gain below which the search over stages lets go; layers' costs are less exact."""
-ROOM = 0.92
-"""Part of the memory that stages may take by the sum of their layers, so that they fit as wholes."""
-NEAR = 0.15
-"""By how much an estimate may exceed the best and be planned all the same, for a number of microbatches next to the best one, or
-what stages have to beat: its bubble is that of equal stages, and unequal ones may idle less."""
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
     """What the search chose: places of the cuts in the forward chain, the devices of each stage, and their logical meshes.
 
@@ -62,7 +55,7 @@ class Found:
 
 @dataclasses.dataclass(frozen=True)
 class NotFaster:
-    """No stages promise to be faster than what they had to beat; `compared`: the least that each timetable would take."""
+    """No stages promise to be faster than the time to beat; `compared`: the least that each timetable would take."""
 
     compared: tuple[Alternative, ...]
 
@@ -76,29 +69,71 @@ def search_stages(
     num_stages: int | None = None,
     recompute: Sequence[bool] = (False,),
     beat_s: float | None = None,
+    tuning: Tuning = TUNING,
+    planner: Planner = plan_program,
 ) -> Found | NotFaster:
-    """The best stages in the best of these timetables, with or without recomputation. Raises OutOfMemoryError, ArgumentError.
+    """The best stages in the best of these timetables, with or without recomputation.
 
-    `loop_of`: the step in so many microbatches. The search begins with the number of the first timetable. `beat_s`: seconds of
-    the step on one mesh, which several stages have to beat; `NotFaster` as soon as none comes near it. One stage is then no
-    candidate, and `one_stage_s` is infinite.
+    Args:
+        loop_of: the step in a number of microbatches.
+        request: the machine, the memory limit, the constraints.
+        devices: their number, all of which the stages use.
+        timetables: what is compared; the search begins with the first one's number of microbatches.
+        num_stages: the number of meshes, if it is given.
+        recompute: whether backward does forward's work again; both are compared if both are listed.
+        beat_s: seconds of the step on one mesh, which several stages have to beat. One stage is then no candidate, and
+            `one_stage_s` is infinite.
+        tuning: how long to look.
+        planner: how a layer is planned.
+
+    Returns:
+        `NotFaster` as soon as no timetable comes near `beat_s`.
+
+    Raises:
+        OutOfMemoryError: no stages fit.
+        ArgumentError: nothing is left to choose.
     """
     shape, start = machine_shape(request.cluster, devices), timetables[0].microbatches
     options = submeshes(*shape) if beat_s is None else submeshes(*shape)[:-1]
-    costs = LayerCosts(loop_of, start, request, options, smallest_first=beat_s is not None)
-    limit = math.inf if request.memory_limit_bytes is None else ROOM * request.memory_limit_bytes
-    ways = tuple(itertools.product(timetables, recompute))
-    target_s = math.inf if beat_s is None else beat_s
-    return _Search(costs, ways, options, shape, limit, num_stages, target_s, request.processes).run()
+    smallest_first = beat_s is not None
+    search = _StageSearch(
+        costs=LayerCosts(
+            loop_of, start, request, options, smallest_first=smallest_first, tuning=tuning, planner=planner
+        ),
+        all_ways=tuple(_Way(*way) for way in itertools.product(timetables, recompute)),
+        options=options,
+        shape=shape,
+        limit_bytes=math.inf if request.memory_limit_bytes is None else tuning.room * request.memory_limit_bytes,
+        num_stages=num_stages,
+        beat_s=math.inf if beat_s is None else beat_s,
+        processes=request.processes,
+        tuning=tuning,
+    )
+    return search.run()
 
 
-_Way: TypeAlias = tuple[Timetable, bool]
-"""A timetable, and whether backward does forward's work again."""
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """A timetable, and whether backward does forward's work again."""
+
+    timetable: Timetable
+    recompute: bool
+
+    @property
+    def microbatches(self) -> int:
+        return self.timetable.microbatches
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Search:
-    """The loop of the search: solve every case, plan what looks best, until what looks best has been planned."""
+@dataclasses.dataclass(frozen=True)
+class _Unsolved:
+    """A way in which no stages can be chosen, and why."""
+
+    error: OutOfMemoryError | ArgumentError
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _StageSearch:
+    """The loop of the search: choose stages in every way, plan what looks best, until what looks best has been planned."""
 
     costs: LayerCosts
     all_ways: tuple[_Way, ...]
@@ -108,113 +143,126 @@ class _Search:
     num_stages: int | None
     beat_s: float
     processes: int
+    tuning: Tuning
 
     def run(self) -> Found | NotFaster:
-        """The best stages over all timetables."""
+        """The best stages in the best way."""
         took_s: dict[_Way, float] = {}
         while True:
-            ways = self._ways()
-            for way in ways:
-                self._table(way)  # which plans layers, and keeps what it has planned
-            jobs = [functools.partial(self._solved, way) for way in ways]
-            weights = [took_s.get(way, 0.0) for way in ways]
-            found = side_by_side(jobs, processes=self.processes, weights=weights)
-            took_s |= {way: seconds for way, (_, seconds) in zip(ways, found, strict=True)}
-            solved = {way: choice for way, (choice, _) in zip(ways, found, strict=True)}
-            choices = {way: choice for way, choice in solved.items() if isinstance(choice, StageChoice)}
+            outcomes = self._solve_all(took_s)
+            choices = {way: outcome for way, outcome in outcomes.items() if isinstance(outcome, StageChoice)}
             if not choices:
-                if self.costs.plan_more(self.all_ways[0][0].microbatches, self.options):
+                if self.costs.plan_more(self.all_ways[0].microbatches, self.options):
                     continue
                 if math.isfinite(self.beat_s):
                     return NotFaster(())  # too few layers, or too little memory in parts of the machine
-                way = max(solved, key=lambda way: isinstance(solved[way], OutOfMemoryError))
-                error = self._solve(way, self.num_stages, explain=True)
-                assert not isinstance(error, StageChoice)
-                raise error
-            best = min(choices, key=lambda way: self._handicapped(way, choices[way]))
-            if choices[best].step_s >= (1 + NEAR) * self.beat_s:
-                return NotFaster(_compared(choices))
-            sizes = [stage.submesh for stage in choices[best].stages]
-            if not self.costs.plan_more(best[0].microbatches, sizes) and not self._plan_neighbour(best, choices):
+                raise self._explain(outcomes)
+            best = min(choices, key=lambda way: self._handicapped_s(way, choices[way]))
+            if choices[best].step_s >= (1 + self.tuning.near) * self.beat_s:
+                return NotFaster(_compare(choices))
+            submeshes = [stage.submesh for stage in choices[best].stages]
+            if not self.costs.plan_more(best.microbatches, submeshes) and not self._plan_neighbour(best, choices):
                 return self._found(best, choices)
 
-    def _ways(self) -> list[_Way]:
-        return [way for way in self.all_ways if way[0].microbatches not in self.costs.impossible]
+    def _solve_all(self, took_s: dict[_Way, float]) -> dict[_Way, StageChoice | _Unsolved]:
+        """Choose stages in every way that is left, side by side; `took_s` holds seconds and is brought up to date."""
+        ways = self._possible_ways()
+        for way in ways:
+            self._table(way)  # here, not in a fork: it plans layers, which this process keeps
+        found = run_side_by_side(
+            [functools.partial(self._solve_timed, way) for way in ways],
+            processes=self.processes,
+            weights=[took_s.get(way, 0.0) for way in ways],
+        )
+        took_s |= {way: seconds for way, (_, seconds) in zip(ways, found, strict=True)}
+        return {way: outcome for way, (outcome, _) in zip(ways, found, strict=True)}
+
+    def _possible_ways(self) -> list[_Way]:
+        return [way for way in self.all_ways if way.microbatches not in self.costs.impossible]
 
     def _table(self, way: _Way) -> CostTable:
-        timetable, again = way
-        is_split = NAMED_SCHEDULES[timetable.schedule].is_split
-        return self.costs.table(timetable.microbatches, self.options, recompute=again, split=is_split)
+        is_split = NAMED_SCHEDULES[way.timetable.schedule].is_split
+        return self.costs.table(way.microbatches, self.options, recompute=way.recompute, split=is_split)
 
-    def _solved(self, way: _Way) -> tuple[StageChoice | OutOfMemoryError | ArgumentError, float]:
-        """`_solve` in the number of stages wanted, and the seconds that it took."""
+    def _solve_timed(self, way: _Way) -> tuple[StageChoice | _Unsolved, float]:
+        """The choice in the number of stages that is wanted, and the seconds that it took."""
         started = time.perf_counter()
         return self._solve(way, self.num_stages), time.perf_counter() - started
 
-    def _solve(
-        self, way: _Way, num_stages: int | None, *, explain: bool = False
-    ) -> StageChoice | OutOfMemoryError | ArgumentError:
-        timetable, _ = way
+    def _solve(self, way: _Way, num_stages: int | None, *, explain: bool = False) -> StageChoice | _Unsolved:
         problem = StageProblem(
-            self._table(way),
-            self.options,
-            self.shape,
-            timetable.microbatches,
-            timetable.schedule,
-            timetable.virtual_stages,
+            costs=self._table(way),
+            options=self.options,
+            cluster=self.shape,
+            microbatches=way.microbatches,
+            schedule=way.timetable.schedule,
+            virtual_stages=way.timetable.virtual_stages,
             memory_bytes=self.limit_bytes,
         )
+        manual, tolerance = Manual(num_stages=num_stages), self.tuning.tolerance
         try:
-            return choose_stages(problem, manual=Manual(num_stages=num_stages), tolerance=TOLERANCE, explain=explain)
+            return choose_stages(problem, manual=manual, tolerance=tolerance, explain=explain)
         except (OutOfMemoryError, ArgumentError) as error:
-            return error
+            return _Unsolved(error)
 
-    def _handicapped(self, way: _Way, choice: StageChoice) -> float:
-        """The time of a step; where its number of microbatches has not been planned it must promise something."""
-        is_planned = way[0].microbatches in self.costs.counts
-        return choice.step_s * (1.0 if is_planned else 1 + WORTH)
+    def _explain(self, outcomes: Mapping[_Way, StageChoice | _Unsolved]) -> OutOfMemoryError | ArgumentError:
+        """The error of a way that does not fit the memory if there is one, with what its tightest stage needs."""
+
+        def is_out_of_memory(way: _Way) -> bool:
+            outcome = outcomes[way]
+            return isinstance(outcome, _Unsolved) and isinstance(outcome.error, OutOfMemoryError)
+
+        explained = self._solve(max(outcomes, key=is_out_of_memory), self.num_stages, explain=True)
+        assert isinstance(explained, _Unsolved)
+        return explained.error
+
+    def _handicapped_s(self, way: _Way, choice: StageChoice) -> float:
+        """Seconds of a step; more if its number of microbatches is only estimated, as that must promise something."""
+        is_planned = way.microbatches in self.costs.counts
+        return choice.step_s * (1.0 if is_planned else 1 + self.tuning.worth)
 
     def _plan_neighbour(self, best: _Way, choices: Mapping[_Way, StageChoice]) -> bool:
-        """Plan the number of microbatches below or above the best one if it is near by its estimate; whether there was one.
+        """Plan the number of microbatches below or above the best one if its estimate is near; whether there was one.
 
         The first such number is planned in any case, so that latencies are known.
         """
-        count = best[0].microbatches
-        numbers = sorted({way[0].microbatches for way in choices} | {count})
+        count = best.microbatches
+        numbers = sorted({way.microbatches for way in choices} | {count})
         place = numbers.index(count)
         for number in (*numbers[max(0, place - 1) : place], *numbers[place + 1 : place + 2]):
-            way = min((way for way in choices if way[0].microbatches == number), key=lambda way: choices[way].step_s)
-            is_near = len(self.costs.counts) == 1 or choices[way].step_s < (1 + NEAR) * choices[best].step_s
+            way = min((way for way in choices if way.microbatches == number), key=lambda way: choices[way].step_s)
+            near_s = (1 + self.tuning.near) * choices[best].step_s
+            is_near = len(self.costs.counts) == 1 or choices[way].step_s < near_s
             if number not in self.costs.counts and is_near:
                 return self.costs.plan_more(number, [stage.submesh for stage in choices[way].stages])
         return False
 
     def _found(self, best: _Way, choices: Mapping[_Way, StageChoice]) -> Found:
-        timetable, again = best
-        choice, layers = choices[best], self.costs.of(timetable.microbatches)
-        alone = [self._solve(way, 1) for way in self._ways() if way[0].schedule == self.all_ways[0][0].schedule]
+        choice, layers = choices[best], self.costs.of(best.microbatches)
+        first_schedule = self.all_ways[0].timetable.schedule
+        alone = [self._solve(way, 1) for way in self._possible_ways() if way.timetable.schedule == first_schedule]
         return Found(
-            tuple(layers.places[stage.first_layer - 1] for stage in choice.stages[1:]),
-            tuple(math.prod(stage.submesh) for stage in choice.stages),
-            tuple(map(layers.meshes, choice.stages)),
-            choice,
-            timetable,
-            again,
-            layers.loop,
-            min((one.step_s for one in alone if isinstance(one, StageChoice)), default=math.inf),
-            _compared(choices),
+            cuts=tuple(layers.places[stage.first_layer - 1] for stage in choice.stages[1:]),
+            sizes=tuple(math.prod(stage.submesh) for stage in choice.stages),
+            meshes=tuple(map(layers.meshes, choice.stages)),
+            choice=choice,
+            timetable=best.timetable,
+            recompute=best.recompute,
+            loop=layers.loop,
+            one_stage_s=min((one.step_s for one in alone if isinstance(one, StageChoice)), default=math.inf),
+            compared=_compare(choices),
         )
 
 
-def _compared(choices: Mapping[_Way, StageChoice]) -> tuple[Alternative, ...]:
+def _compare(choices: Mapping[_Way, StageChoice]) -> tuple[Alternative, ...]:
     """Every timetable with what its best stages would take, with or without recomputation."""
     best = {
-        way[0]: Alternative(
+        way.timetable: Alternative(
             num_stages=len(found.stages),
-            num_microbatches=way[0].microbatches,
-            schedule=way[0].schedule,
-            virtual_stages=way[0].virtual_stages,
-            recompute=way[1],
+            num_microbatches=way.microbatches,
+            schedule=way.timetable.schedule,
+            virtual_stages=way.timetable.virtual_stages,
+            recompute=way.recompute,
             step_s=None,
             estimate_s=found.step_s,
         )

@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 
 from autopar.errors import ArgumentError
+
+PyTree: TypeAlias = object
+"""A tree of containers and leaves, as JAX flattens it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,10 @@ class BoundArguments:
     kwargs: Mapping[str, Any]
     numbers: tuple[int, ...]
     names: tuple[str, ...]
+
+    def flatten(self) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
+        """The leaves that are not static, in the order of the traced step's inputs, and their tree."""
+        return jax.tree_util.tree_flatten((self.dynamic, dict(self.kwargs)))
 
 
 def bind_arguments(signature: CallSignature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:

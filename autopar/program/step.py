@@ -13,6 +13,7 @@ import jax
 
 from autopar.errors import ArgumentError
 from autopar.layouts.constraints import HOW_A_BATCH_IS_GIVEN
+from autopar.program.call import PyTree
 from autopar.program.program import Program
 
 Role = Literal["state", "batch", "other", "const", "output"]
@@ -81,6 +82,17 @@ def require_state(traced: TracedStep, name: str) -> None:
         raise ArgumentError(
             f"{name} does not return its state: no output has the structure, shapes and types of an argument, so there is no "
             "state to keep on the devices between steps. A train step returns the new state, e.g. `return state, loss`."
+        )
+
+
+def require_state_like(traced: TracedStep, shapes: PyTree, name: str) -> None:
+    """Raise ArgumentError if a tree of shapes is not the state that was planned, leaf by leaf."""
+    wanted = [(leaf.shape, leaf.dtype) for leaf in traced.inputs if leaf.role == "state"]
+    made = [(tuple(x.shape), x.dtype) for x in jax.tree.leaves(shapes)]
+    if made != wanted:
+        raise ArgumentError(
+            f"create_fn makes {len(made)} leaves, the state of {name} has {len(wanted)} of the planned shapes and types; pass "
+            "the function that makes the state, with the same sizes as were planned"
         )
 
 

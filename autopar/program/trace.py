@@ -16,7 +16,6 @@ import jax
 import numpy as np
 
 from autopar.errors import ArgumentError
-from autopar.gc_pause import spared_collector
 from autopar.program.call import BoundArguments, CallSignature, leaf_paths, output_paths, without_static
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of
@@ -24,10 +23,9 @@ from autopar.program.roles import donated_arguments, dtype_of, input_leaves, out
 from autopar.program.step import Leaf, TracedStep
 
 
-@spared_collector()
 def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
     """Trace the step; see the module's text. Raises ArgumentError, UnsupportedProgramError."""
-    leaves, in_tree = jax.tree_util.tree_flatten((bound.dynamic, dict(bound.kwargs)))
+    leaves, in_tree = bound.flatten()
     paths = leaf_paths(bound)
     _refuse_non_arrays(signature, paths, leaves)
     closed, out_shape = jax.make_jaxpr(without_static(signature.fun, bound), return_shape=True)(

@@ -1,5 +1,6 @@
 """The choice of stages is the best of all choices, and it says what it chose and why nothing else was possible."""
 
+import dataclasses
 import itertools
 import math
 import time
@@ -18,6 +19,29 @@ from autopar.schedules.schedules import make_schedule
 from autopar.schedules.tasks import task_times
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("inference", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1))
+
+
+def problem_of(costs, options, cluster, microbatches, schedule="1f1b", virtual_stages=1, memory_bytes=math.inf):
+    return StageProblem(
+        costs=costs,
+        options=options,
+        cluster=cluster,
+        microbatches=microbatches,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        memory_bytes=memory_bytes,
+    )
+
+
+def table_of_arrays(*arrays):
+    """Seconds, seconds once a step and of the transfer, bytes of weights and of activations."""
+    return CostTable(**{field.name: array for field, array in zip(dataclasses.fields(CostTable), arrays, strict=True)})
+
+
+def cost_of(seconds, *figures, **others):
+    """Seconds per microbatch, and the other figures of a `StageCost` in order or by name."""
+    names = [field.name for field in dataclasses.fields(StageCost)]
+    return StageCost(**dict(zip(names, (seconds, *figures), strict=False)), **others)
 
 
 def in_flight(schedule, chunks, *, meshes, batches):
@@ -108,7 +132,7 @@ def table_of(rng, layers, options, *, whole=False):
 
     seconds = draw(1, 6)
     seconds[rng.random(seconds.shape) < 0.1] = np.inf
-    return CostTable(seconds, draw(0, 5), draw(0, 2), draw(0, 4), draw(0, 3))
+    return table_of_arrays(seconds, draw(0, 5), draw(0, 2), draw(0, 4), draw(0, 3))
 
 
 def chosen_of(choice):
@@ -141,7 +165,7 @@ def test_the_choice_is_the_best_of_all_for_every_small_cluster_and_number_of_lay
         for batches, memory, whole in itertools.product((1, 2, 4), (math.inf, 12.0, 6.0), (False, True)):
             rng = np.random.default_rng([layers, batches, int(whole), *cluster])
             costs = table_of(rng, layers, len(options), whole=whole)
-            assert_best(StageProblem(costs, options, cluster, batches, schedule, chunks, memory))
+            assert_best(problem_of(costs, options, cluster, batches, schedule, chunks, memory))
 
 
 @hypothesis.settings(max_examples=150, deadline=None)
@@ -159,10 +183,10 @@ def test_the_choice_is_the_best_of_all_whatever_the_costs(data):
         return np.array(data.draw(st.lists(allowed, min_size=size, max_size=size))).reshape(shape)
 
     seconds = draw(st.sampled_from([1.0, 2.0, 3.0, 5.0, 0.3, 0.7, math.inf]))
-    costs = CostTable(seconds, draw(figure), draw(figure), draw(figure), draw(figure))
+    costs = table_of_arrays(seconds, draw(figure), draw(figure), draw(figure), draw(figure))
     memory = data.draw(st.sampled_from([math.inf, 30.0, 12.0, 6.0, 2.0]))
     batches = data.draw(st.sampled_from([1, 2, 3, 4, 6, 16]))
-    assert_best(StageProblem(costs, options, cluster, batches, schedule, chunks, memory))
+    assert_best(problem_of(costs, options, cluster, batches, schedule, chunks, memory))
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
@@ -176,18 +200,15 @@ def test_what_the_user_decides_is_kept_and_the_rest_is_the_best(schedule, chunks
     for seed, manual in enumerate(decisions):
         for memory in (math.inf, 12.0):
             costs = table_of(np.random.default_rng(seed), layers, len(options))
-            assert_best(StageProblem(costs, options, cluster, 4, schedule, chunks, memory), manual)
+            assert_best(problem_of(costs, options, cluster, 4, schedule, chunks, memory), manual)
 
 
 def test_an_option_may_occur_twice_as_with_and_without_recomputation():
     options = ((1, 2), (1, 2))
 
-    def cost_of(i, j, option):
-        return StageCost(1.0 + option, activation_bytes=8.0 / (1 + option))
-
-    costs = CostTable.of(1, 2, cost_of)
-    assert chosen_of(choose_stages(StageProblem(costs, options, (1, 2), 4))) == [(0, 1, 0)]
-    assert chosen_of(choose_stages(StageProblem(costs, options, (1, 2), 4, memory_bytes=5.0))) == [(0, 1, 1)]
+    costs = CostTable.of(1, 2, lambda i, j, z: cost_of(1.0 + z, activation_bytes=8.0 / (1 + z)))
+    assert chosen_of(choose_stages(problem_of(costs, options, (1, 2), 4))) == [(0, 1, 0)]
+    assert chosen_of(choose_stages(problem_of(costs, options, (1, 2), 4, memory_bytes=5.0))) == [(0, 1, 1)]
 
 
 def equal_layers(layers, options, *, once_s=0.0):
@@ -195,7 +216,7 @@ def equal_layers(layers, options, *, once_s=0.0):
     return CostTable.of(
         layers,
         len(options),
-        lambda i, j, z: StageCost((j - i) / math.prod(options[z]), once_s, weight_bytes=j - i, activation_bytes=1.0),
+        lambda i, j, z: cost_of((j - i) / math.prod(options[z]), once_s, weight_bytes=j - i, activation_bytes=1.0),
     )
 
 
@@ -207,7 +228,7 @@ def test_the_seconds_are_those_of_the_schedule_run_with_equal_stages(schedule, c
             if schedule == "interleaved" and batches % meshes:
                 continue
             layers = meshes * chunks
-            problem = StageProblem(equal_layers(layers, [(1, 1)]), ((1, 1),), (1, meshes), batches, schedule, chunks)
+            problem = problem_of(equal_layers(layers, [(1, 1)]), ((1, 1),), (1, meshes), batches, schedule, chunks)
             choice = choose_stages(problem, manual=Manual(num_stages=meshes))
             made = make_schedule(schedule, num_meshes=meshes, num_microbatches=batches, virtual_stages=chunks)
             times = task_times(made, lambda task: durations[task.kind])
@@ -217,16 +238,16 @@ def test_the_seconds_are_those_of_the_schedule_run_with_equal_stages(schedule, c
 
 def test_among_equals_fewer_stages_win_and_then_earlier_cuts():
     options = submeshes(1, 4)
-    free = CostTable.of(3, len(options), lambda i, j, z: StageCost(0.0))
-    assert chosen_of(choose_stages(StageProblem(free, options, (1, 4), 4))) == [(0, 3, 2)]
-    two = choose_stages(StageProblem(free, options, (1, 4), 4), manual=Manual(num_stages=2))
+    free = CostTable.of(3, len(options), lambda i, j, z: cost_of(0.0))
+    assert chosen_of(choose_stages(problem_of(free, options, (1, 4), 4))) == [(0, 3, 2)]
+    two = choose_stages(problem_of(free, options, (1, 4), 4), manual=Manual(num_stages=2))
     assert chosen_of(two) == [(0, 1, 1), (1, 3, 1)]
 
 
 def test_a_tolerance_never_costs_more_than_it_says_and_the_bound_holds():
     for seed in range(30):
         options = submeshes(2, 4)
-        problem = StageProblem(table_of(np.random.default_rng(seed), 8, len(options)), options, (2, 4), 6)
+        problem = problem_of(table_of(np.random.default_rng(seed), 8, len(options)), options, (2, 4), 6)
         exact, rough = choose_stages(problem), choose_stages(problem, tolerance=0.2)
         assert exact.bound_s == exact.step_s
         assert rough.bound_s <= exact.step_s <= rough.step_s <= exact.step_s / 0.8
@@ -240,10 +261,10 @@ def test_64_layers_on_64_devices_take_seconds():
     work = (
         (ends[None, None, :] - ends[None, :-1, None]) / sizes * rng.uniform(1, 1.2, (len(options), layers, layers + 1))
     )
-    costs = CostTable(work, work * 0.3, np.full_like(work, 0.01), work, work * 0.3)
+    costs = table_of_arrays(work, work * 0.3, np.full_like(work, 0.01), work, work * 0.3)
     for schedule in ("1f1b", "zb-h1"):
         start = time.perf_counter()
-        choice = choose_stages(StageProblem(costs, options, (8, 8), 64, schedule, memory_bytes=3.0))
+        choice = choose_stages(problem_of(costs, options, (8, 8), 64, schedule, memory_bytes=3.0))
         assert time.perf_counter() - start < 30
         assert max(stage.peak_bytes for stage in choice.stages) <= 3.0
 
@@ -253,9 +274,9 @@ def test_the_choice_says_what_each_stage_needs_and_which_is_slowest():
     costs = CostTable.of(
         2,
         len(options),
-        lambda i, j, z: StageCost(5.0 if i else 2.0, 0.5, 0.25, 100.0, 7.0) if j - i == 1 and z == 1 else None,
+        lambda i, j, z: cost_of(5.0 if i else 2.0, 0.5, 0.25, 100.0, 7.0) if j - i == 1 and z == 1 else None,
     )
-    choice = choose_stages(StageProblem(costs, options, (1, 4), 8, memory_bytes=114.0))
+    choice = choose_stages(problem_of(costs, options, (1, 4), 8, memory_bytes=114.0))
     first, second = choice.stages
     assert (first.stage_s, second.stage_s, choice.bottleneck) == (2.0, 5.0, 1)
     assert (first.in_flight, first.peak_bytes, second.in_flight, second.peak_bytes) == (2, 114.0, 1, 107.0)
@@ -265,22 +286,22 @@ def test_the_choice_says_what_each_stage_needs_and_which_is_slowest():
 
 def test_alternatives_are_counted_by_what_ruled_them_out():
     options = submeshes(1, 2)
-    figures = {(0, 2, 1): StageCost(9.0), (0, 1, 0): StageCost(1.0), (1, 2, 0): StageCost(1.0)}
-    figures |= {(0, 1, 1): StageCost(1.0, weight_bytes=99.0)}
+    figures = {(0, 2, 1): cost_of(9.0), (0, 1, 0): cost_of(1.0), (1, 2, 0): cost_of(1.0)}
+    figures |= {(0, 1, 1): cost_of(1.0, weight_bytes=99.0)}
     costs = CostTable.of(2, 2, lambda i, j, z: figures.get((i, j, z)))
-    ruled_out = choose_stages(StageProblem(costs, options, (1, 2), 4, memory_bytes=50.0)).ruled_out
+    ruled_out = choose_stages(problem_of(costs, options, (1, 2), 4, memory_bytes=50.0)).ruled_out
     assert ruled_out == RuledOut(considered=6, no_plan=2, decided=0, memory=1, too_slow=1)
     alone = choose_stages(
-        StageProblem(costs, options, (1, 2), 4, memory_bytes=50.0), manual=Manual(num_stages=1)
+        problem_of(costs, options, (1, 2), 4, memory_bytes=50.0), manual=Manual(num_stages=1)
     ).ruled_out
     assert alone == RuledOut(considered=6, no_plan=2, decided=3, memory=0, too_slow=0)
 
 
 def test_if_nothing_fits_the_tightest_stage_is_named_with_its_bytes():
     options = ((1, 1),)
-    costs = CostTable.of(2, 1, lambda i, j, z: StageCost(1.0, weight_bytes=4000.0, activation_bytes=1000.0 - 300 * i))
+    costs = CostTable.of(2, 1, lambda i, j, z: cost_of(1.0, weight_bytes=4000.0, activation_bytes=1000.0 - 300 * i))
     with pytest.raises(OutOfMemoryError) as error:
-        choose_stages(StageProblem(costs, options, (1, 2), 4, "gpipe", memory_bytes=5000.0))
+        choose_stages(problem_of(costs, options, (1, 2), 4, "gpipe", memory_bytes=5000.0))
     assert "fits into 5,000 bytes per device" in str(error.value)
     assert "stage 0, layers 0 to 0 on a submesh of 1 x 1 devices, needs 8,000 bytes" in str(error.value)
     assert "4,000 of parameters, optimizer state and gradients, and 4 x 1,000 of activations" in str(error.value)
@@ -289,10 +310,10 @@ def test_if_nothing_fits_the_tightest_stage_is_named_with_its_bytes():
 
 def test_wrong_questions_are_refused_with_all_that_is_wrong():
     options = ((1, 3), (1, 4))
-    costs = CostTable.of(2, 2, lambda i, j, z: StageCost(1.0))
+    costs = CostTable.of(2, 2, lambda i, j, z: cost_of(1.0))
     with pytest.raises(ArgumentError) as error:
         choose_stages(
-            StageProblem(costs, options, (1, 4), 0, "interleaved"), manual=Manual(cuts=(2,), submeshes=((1, 3),))
+            problem_of(costs, options, (1, 4), 0, "interleaved"), manual=Manual(cuts=(2,), submeshes=((1, 3),))
         )
     text = str(error.value)
     assert "'interleaved' with virtual_stages=1: 'interleaved' needs two or more" in text
@@ -300,13 +321,13 @@ def test_wrong_questions_are_refused_with_all_that_is_wrong():
     assert "submeshes ((1, 3),) do not fill (1, 4)" in text
     assert "cuts (2,) are not ascending numbers of layers between 1 and 1" in text
     with pytest.raises(ArgumentError, match=r"submeshes \[\(1, 3\)\] are not among"):
-        choose_stages(StageProblem(costs, options, (1, 4), 1))
+        choose_stages(problem_of(costs, options, (1, 4), 1))
 
 
 def test_decisions_that_leave_nothing_are_told_apart_from_too_little_memory():
     costs = equal_layers(2, [(1, 2)])
     with pytest.raises(ArgumentError, match=r"decided by hand: num_stages=2"):
-        choose_stages(StageProblem(costs, ((1, 2),), (1, 2), 4), manual=Manual(num_stages=2))
+        choose_stages(problem_of(costs, ((1, 2),), (1, 2), 4), manual=Manual(num_stages=2))
 
 
 def test_submeshes_are_parts_of_a_node_and_whole_nodes():
@@ -355,8 +376,8 @@ def test_submeshes_that_do_not_fill_the_cluster_are_told():
 
 def test_stages_that_do_not_fit_while_they_are_fast_are_found_where_they_may_be_slower():
     """Three microbatches in flight are too many for the fast last layer; two, those of two stages, would not be."""
-    figures = {(i, i + 1, 0): StageCost(1.0) for i in range(3)}
-    figures |= {(2, 3, 1): StageCost(1.0, activation_bytes=1.0), (0, 1, 1): StageCost(5.0)}
+    figures = {(i, i + 1, 0): cost_of(1.0) for i in range(3)}
+    figures |= {(2, 3, 1): cost_of(1.0, activation_bytes=1.0), (0, 1, 1): cost_of(5.0)}
     costs = CostTable.of(3, 2, lambda i, j, z: figures.get((i, j, z)))
-    problem = StageProblem(costs, ((1, 1), (1, 2)), (1, 4), 4, "zb-h1", memory_bytes=2.5)
+    problem = problem_of(costs, ((1, 1), (1, 2)), (1, 4), 4, "zb-h1", memory_bytes=2.5)
     assert chosen_of(choose_stages(problem)) == [(0, 1, 1), (1, 2, 0), (2, 3, 0)]

@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar import ArgumentError
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op.timetables import WORTH
+from autopar.inter_op.tuning import TUNING
 from autopar.plan import Alternative
 from tests.inter_op.test_search import arguments, step, two_nodes
 from tests.oracles import assert_same_as_jit
@@ -41,14 +41,14 @@ def test_the_search_is_no_worse_than_any_choice_by_hand(width, batch):
     counts = [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= batch]
     plan = planned(weights, x)
     hand = by_hand(weights, x, counts)
-    assert plan.step_s <= min(hand.values()) * (1 + WORTH)
+    assert plan.step_s <= min(hand.values()) * (1 + TUNING.worth)
     assert plan.step_s == pytest.approx(hand[plan.num_microbatches, plan.schedule, plan.virtual_stages])
     for one in plan.compared:
         real_s = hand[one.num_microbatches, one.schedule, one.virtual_stages]
         if one.step_s is not None:
             assert one.step_s == pytest.approx(real_s)
         else:
-            assert one.estimate_s > plan.step_s * (1 - WORTH)
+            assert one.estimate_s > plan.step_s * (1 - TUNING.worth)
 
 
 def test_latencies_make_few_microbatches_best_and_work_makes_many_so():
@@ -84,7 +84,7 @@ def test_under_a_memory_limit_what_does_not_fit_is_left_and_the_rest_is_no_worse
     assert plan.peak_bytes <= tight
     assert plan.num_microbatches > free.num_microbatches or plan.recompute
     hand = by_hand(weights, x, counts, BY_HAND[:3], memory_limit_bytes=tight)
-    assert plan.step_s <= min(hand.values()) * (1 + WORTH)
+    assert plan.step_s <= min(hand.values()) * (1 + TUNING.worth)
 
 
 def test_where_nothing_fits_the_error_is_that_of_the_usual_timetable():

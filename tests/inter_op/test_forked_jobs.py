@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError
-from autopar.inter_op.forked_jobs import side_by_side
+from autopar.inter_op.forked_jobs import run_side_by_side
 from autopar.models.registry import build
 from tests.inter_op.test_search import arguments, step, two_nodes
 
@@ -18,7 +18,9 @@ from tests.inter_op.test_search import arguments, step, two_nodes
 @pytest.mark.parametrize("processes", [1, 2, 4, 9])
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_results_come_in_the_order_of_the_jobs(count, processes):
-    assert side_by_side([lambda n=n: n * n for n in range(count)], processes=processes) == [n * n for n in range(count)]
+    assert run_side_by_side([lambda n=n: n * n for n in range(count)], processes=processes) == [
+        n * n for n in range(count)
+    ]
 
 
 def test_several_processes_work_at_the_same_time():
@@ -27,7 +29,7 @@ def test_several_processes_work_at_the_same_time():
         return os.getpid()
 
     started = time.monotonic()
-    found = side_by_side([job] * 4, processes=4)
+    found = run_side_by_side([job] * 4, processes=4)
     assert len(set(found)) > 1
     assert time.monotonic() - started < 1.2
 
@@ -39,7 +41,7 @@ def test_several_processes_take_the_largest_jobs_first_and_results_keep_their_or
         time.sleep(0.05)
         return number, time.monotonic() - started
 
-    found = side_by_side([lambda n=n: job(n) for n in range(6)], processes=2, weights=[1, 2, 3, 4, 5, 6])
+    found = run_side_by_side([lambda n=n: job(n) for n in range(6)], processes=2, weights=[1, 2, 3, 4, 5, 6])
     assert [number for number, _ in found] == [0, 1, 2, 3, 4, 5]
     assert found[5][1] < found[0][1]
 
@@ -51,7 +53,7 @@ def test_the_first_job_that_fails_is_the_one_whose_error_is_raised():
 
     jobs = [lambda: 0, *(lambda n=n: fail(n) for n in (1, 2, 3))]
     with pytest.raises(ValueError, match="job 1"):
-        side_by_side(jobs, processes=3)
+        run_side_by_side(jobs, processes=3)
 
 
 def test_a_warning_is_heard_whichever_process_it_came_up_in():
@@ -62,7 +64,7 @@ def test_a_warning_is_heard_whichever_process_it_came_up_in():
 
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        assert side_by_side([lambda n=n: job(n) for n in range(4)], processes=2) == [0, 1, 2, 3]
+        assert run_side_by_side([lambda n=n: job(n) for n in range(4)], processes=2) == [0, 1, 2, 3]
     assert sorted(str(one.message) for one in heard) == ["job 0", "job 1", "job 2", "job 3"]
 
 
@@ -71,7 +73,7 @@ def test_results_that_cannot_be_sent_are_found_here():
         time.sleep(0.05)
         return lambda: os.getpid()
 
-    assert [found() for found in side_by_side([job] * 3, processes=2)] == [os.getpid()] * 3
+    assert [found() for found in run_side_by_side([job] * 3, processes=2)] == [os.getpid()] * 3
 
 
 @pytest.mark.parametrize("fate", ["hangs", "dies"])
@@ -85,7 +87,7 @@ def test_what_a_fork_does_not_bring_is_done_here(fate):
         return number
 
     started = time.monotonic()
-    assert side_by_side([lambda n=n: job(n) for n in range(4)], processes=3, patience_s=0.5) == [0, 1, 2, 3]
+    assert run_side_by_side([lambda n=n: job(n) for n in range(4)], processes=3, patience_s=0.5) == [0, 1, 2, 3]
     assert time.monotonic() - started < 30
 
 
@@ -101,7 +103,7 @@ def test_forks_are_gone_after_an_interrupt(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        side_by_side([job] * 2, processes=2)
+        run_side_by_side([job] * 2, processes=2)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "fork").read_text()), 0)
 
@@ -134,7 +136,7 @@ def test_a_search_over_stages_ends_with_the_plan_of_one_process():
     ],
     ids=["gpt_scan", "gpt", "moe"],
 )
-def test_stages_planned_side_by_side_are_those_of_one_process(name, sizes):
+def test_stages_planned_run_side_by_side_are_those_of_one_process(name, sizes):
     model = build(name, hidden=32, heads=4, seq=8, batch=16, sgd=True, **sizes)
     state = jax.eval_shape(model.create_state, jax.random.key(0))
     wishes = {"num_stages": 2, "num_microbatches": 4, "schedule": "1f1b"}

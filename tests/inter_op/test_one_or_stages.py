@@ -9,7 +9,8 @@ import autopar
 from autopar.cost_model.hardware import preset
 from autopar.explain import explain
 from autopar.explain.units import seconds_text
-from autopar.inter_op.one_or_stages import LEAST_GAIN, SEARCH_S, SEARCH_S_PER_EQUATION, STEPS, stages_may_pay
+from autopar.inter_op.one_or_stages import stages_may_pay
+from autopar.inter_op.tuning import TUNING
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from tests.inter_op.test_search import arguments, step
@@ -50,7 +51,7 @@ def test_stages_by_hand_are_not_better_than_those_found_on_one_node():
 def test_on_a_node_with_fast_links_one_mesh_is_taken_and_no_stages_are_searched():
     plan = planned(node(1e12), width=2048, batch=2048)
     assert isinstance(plan, Plan)
-    assert plan.comm_s < LEAST_GAIN * plan.step_s  # so that nothing else can be gained
+    assert plan.comm_s < TUNING.least_gain * plan.step_s  # so that nothing else can be gained
     assert plan.compared == ()
 
 
@@ -115,7 +116,8 @@ def test_stages_are_searched_only_where_they_may_save_enough():
     assert not may_pay(0.7, 0.3, microbatches=1), "a third of the work is bubble"
     assert may_pay(0.95, 0.05, together_s=0.2), "work that stages divide"
     assert may_pay(0.95, 0.05, recompute=True), "stages may keep what one mesh has no room for"
-    wins_back = (0.3 * STEPS - SEARCH_S) / SEARCH_S_PER_EQUATION
+    steps, search_s = TUNING.repaid_in_steps, TUNING.search_s
+    wins_back = (0.3 * steps - search_s) / TUNING.search_s_per_equation
     assert not may_pay(0.7, 0.3, equations=wins_back), "the bubble takes a little of the 0.3"
     assert may_pay(0.7, 0.3, equations=0.9 * wins_back)
-    assert not may_pay(0.7 * SEARCH_S / STEPS, 0.3 * SEARCH_S / STEPS, equations=0), "a step of a few milliseconds"
+    assert not may_pay(0.7 * search_s / steps, 0.3 * search_s / steps, equations=0), "a step of a few milliseconds"

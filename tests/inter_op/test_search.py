@@ -11,15 +11,18 @@ import pytest
 import autopar
 from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.inter_op import plan_stages, planned_layers
-from autopar.inter_op.plan_pipeline import PipelineWishes, SearchedPipeline, search_pipeline
+from autopar.inter_op.plan_pipeline import PipelineWishes
+from autopar.inter_op.plan_stages import StageRequest, plan_program, plan_stages
 from autopar.inter_op.planned_layers import PlannedLayers
-from autopar.inter_op.search import ROOM, search_stages
+from autopar.inter_op.search import search_stages
+from autopar.inter_op.search_pipeline import SearchedPipeline, search_pipeline
 from autopar.inter_op.submeshes import machine_shape
-from autopar.inter_op.timetables import WORTH, Timetable
+from autopar.inter_op.timetables import Timetable
+from autopar.inter_op.tuning import TUNING
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.planner import PlanRequest, plan_step
+from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
+from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
@@ -57,11 +60,34 @@ def arguments(width, layers=4, batch=8):
     return weights, jnp.asarray(rng.normal(size=(batch, width)), jnp.float32)
 
 
+def traced_step(weights, x, fun=step):
+    signature = CallSignature(fun, (1,), (), "auto")
+    return trace(signature, bind_arguments(signature, (weights, x), {}))
+
+
+def request_on(machine, limit=None, processes=1):
+    return PlanRequest((), machine, limit, Constraints(), PlannerOptions(), processes=processes)
+
+
+class CountingPlanner:
+    """Plans as usual, and keeps what it was asked to plan: programs, and the meshes for each."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, program, request):
+        self.asked.append((program, request.meshes))
+        return plan_program(program, request)
+
+    @property
+    def sizes(self):
+        """The numbers of devices on which something was planned."""
+        return {mesh.size for _, meshes in self.asked for mesh in meshes}
+
+
 def searched(width, devices, machine, limit=None, batch=8, **options):
-    weights, x = arguments(width, batch=batch)
-    signature = CallSignature(step, (1,), (), "auto")
-    split = split_scans(trace(signature, bind_arguments(signature, (weights, x), {})), ())
-    request = PlanRequest((), machine, limit, Constraints(), PlannerOptions())
+    split = split_scans(traced_step(*arguments(width, batch=batch)), ())
+    request = request_on(machine, limit)
     options = {"timetables": [Timetable(4, "1f1b")], **options}
     loop_of = loops(split, options["timetables"][0].microbatches)
     return search_stages(loop_of, request, devices=devices, **options)
@@ -78,14 +104,20 @@ def test_the_chosen_stages_use_all_devices_and_cut_between_layers():
     assert sum(found.sizes) == 4
     assert len(found.cuts) == len(found.sizes) - 1
     assert list(found.cuts) == sorted(set(found.cuts))
+    chain = forward_chain(found.loop)
+    assert {chain[cut].cut_bytes for cut in found.cuts} == {4 * 8 * 64}, "what one layer hands to the next"
+    for size, meshes in zip(found.sizes, found.meshes, strict=True):
+        assert {mesh.size for mesh in meshes} == {size}
 
 
 def test_a_given_number_of_stages_is_kept():
-    assert len(searched(64, 4, two_nodes(), num_stages=2).sizes) == 2
+    found = searched(64, 4, two_nodes(), num_stages=2)
+    assert len(found.sizes) == 2
+    assert [stage.first_layer for stage in found.choice.stages] == [0, found.choice.stages[0].end_layer]
 
 
 def test_weights_that_one_device_cannot_hold_are_cut_and_too_small_a_limit_names_the_stage():
-    with pytest.raises(OutOfMemoryError, match="stage"):
+    with pytest.raises(OutOfMemoryError, match=r"stage 0, layers 0 to \d+ on a submesh of .*, needs [\d,]+ bytes"):
         searched(64, 4, two_nodes(), limit=1000)
 
 
@@ -104,32 +136,27 @@ def test_across_nodes_the_faster_of_one_mesh_and_stages_is_taken_and_runs_like_j
     assert_same_as_jit(step, parallel, weights, x)
 
 
-def test_stages_that_are_equal_are_planned_once_and_run_like_jit(monkeypatch):
-    planned = []
-
-    def counted(traced, request):
-        planned.append(traced.fingerprint)
-        return plan_step(traced, request)
-
-    monkeypatch.setattr(plan_stages, "plan_step", counted)
+def test_stages_that_are_equal_are_planned_once_and_run_like_jit():
+    planner = CountingPlanner()
     weights, x = arguments(32, layers=4)
+    wanted = StageRequest(meshes=((LogicalMesh.of((1,)),),) * 4, num_stages=4, num_microbatches=4)
+    staged = plan_stages(traced_step(weights, x), wanted, request_on(preset("cpu")), planner=planner)
+    planned = [program.step.fingerprint for program, _ in planner.asked]
+    assert len(planned) == len(set(planned)) == 3, "the first, one of the two in the middle, the last"
     parallel = autopar.parallelize(step, devices=4, num_stages=4, num_microbatches=4, mesh_shape=[(1,)] * 4)
     plan = parallel.plan(weights, x)
-    assert len(planned) == len(set(planned)) == 3, "the first, one of the two in the middle, the last"
+    assert [stage.plan.fingerprint for stage in plan.stages] == [stage.plan.fingerprint for stage in staged.stages]
     assert [stage.leaves for stage in plan.stages] == [(f"weights/{i}",) for i in range(4)]
     assert_same_as_jit(step, parallel, weights, x)
 
 
 def test_the_search_recomputes_where_activations_alone_are_too_large():
-    weights, x = arguments(16, layers=4, batch=4096)
-    signature = CallSignature(step, (1,), (), "auto")
-    traced = trace(signature, bind_arguments(signature, (weights, x), {}))
+    traced = traced_step(*arguments(16, layers=4, batch=4096))
 
     def found(limit, recompute):
-        request = PlanRequest((), two_nodes(), limit, Constraints(), PlannerOptions())
         return search_stages(
             lambda count: time_loop(traced, count),
-            request,
+            request_on(two_nodes(), limit),
             devices=4,
             timetables=[Timetable(4, "gpipe")],
             num_stages=2,
@@ -146,51 +173,37 @@ def test_the_search_recomputes_where_activations_alone_are_too_large():
     free = found(None, (False, True))
     assert not free.recompute
     assert found(None, (True,)).choice.step_s > free.choice.step_s, "backward takes a forward more"
-    need = max(stage.peak_bytes for stage in free.choice.stages) / ROOM
+    need = max(stage.peak_bytes for stage in free.choice.stages) / TUNING.room
     limit = next(int(need * part) for part in np.arange(1.0, 0.1, -0.02) if not fits(int(need * part)))
     short = found(limit, (False, True))
     assert short.recompute
     assert short.choice.step_s > free.choice.step_s
 
 
-def test_a_submesh_of_several_nodes_is_planned_only_where_it_may_pay(monkeypatch):
+def test_a_submesh_of_several_nodes_is_planned_only_where_it_may_pay():
     """Even perfect division over two nodes gains less than the slow network costs; then four devices are never planned."""
-    sizes = []
-
-    def counted(program, request):
-        sizes.extend(mesh.size for mesh in request.meshes)
-        return plan_stages.measured_stage(program, request)
-
-    monkeypatch.setattr(planned_layers, "measured_stage", counted)
-    assert searched(64, 4, two_nodes(), num_stages=2).sizes == (2, 2)
-    assert set(sizes) == {1, 2}
+    planner = CountingPlanner()
+    assert searched(64, 4, two_nodes(), num_stages=2, planner=planner).sizes == (2, 2)
+    assert planner.sizes == {1, 2}
 
 
-def test_devices_that_no_dimension_can_use_are_not_planned_for(monkeypatch):
+def test_devices_that_no_dimension_can_use_are_not_planned_for():
     """Three divides no dimension of this step: a layer on six devices is a layer on two."""
-    sizes = []
-
-    def counted(program, request):
-        sizes.extend(mesh.size for mesh in request.meshes)
-        return plan_stages.measured_stage(program, request)
-
-    monkeypatch.setattr(planned_layers, "measured_stage", counted)
-    found = searched(64, 6, preset("cpu"))
-    assert {1, 2} <= set(sizes)
-    assert all(size % 3 for size in sizes)
+    planner = CountingPlanner()
+    found = searched(64, 6, preset("cpu"), planner=planner)
+    assert planner.sizes >= {1, 2}
+    assert all(size % 3 for size in planner.sizes)
     assert sum(found.sizes) == 6
-    sizes.clear()
-    searched(96, 6, preset("cpu"))
-    assert any(size % 3 == 0 for size in sizes)
+    planner = CountingPlanner()
+    searched(96, 6, preset("cpu"), planner=planner)
+    assert any(size % 3 == 0 for size in planner.sizes)
 
 
 def test_a_layer_that_can_use_more_devices_than_the_repeated_one_is_planned_on_them():
     """Three divides the last layer's width alone: the others are planned on two of six devices."""
     weights, x = arguments(64, layers=6)
-    weights = [*weights, jnp.ones((64, 96), jnp.float32)]
-    signature = CallSignature(step, (1,), (), "auto")
-    traced = trace(signature, bind_arguments(signature, (weights, x), {}))
-    request = PlanRequest((), preset("cpu"), None, Constraints(), PlannerOptions())
+    traced = traced_step([*weights, jnp.ones((64, 96), jnp.float32)], x)
+    request = request_on(preset("cpu"))
     tables = [Timetable(4, "1f1b")]
     found = search_stages(lambda m: time_loop(traced, m), request, devices=6, timetables=tables)
     assert sum(found.sizes) == 6
@@ -198,20 +211,20 @@ def test_a_layer_that_can_use_more_devices_than_the_repeated_one_is_planned_on_t
         search_stages(lambda m: time_loop(traced, m), request, devices=6, timetables=tables, num_stages=2)
 
 
-def test_a_layer_that_repeats_decides_on_which_meshes_the_others_are_planned(monkeypatch):
+def test_a_layer_that_repeats_decides_on_which_meshes_the_others_are_planned():
+    planner = CountingPlanner()
+    traced = traced_step(*arguments(64, layers=8, batch=4096))
+    search_stages(
+        lambda m: time_loop(traced, m),
+        request_on(preset("cpu")),
+        devices=4,
+        timetables=[Timetable(4, "1f1b")],
+        tuning=dataclasses.replace(TUNING, same_meshes=0.5),
+        planner=planner,
+    )
     shapes = {}
-
-    def counted(program, request):
-        shapes.setdefault(program.stage, []).append({mesh.shape for mesh in request.meshes if mesh.size == 4})
-        return plan_stages.measured_stage(program, request)
-
-    monkeypatch.setattr(planned_layers, "measured_stage", counted)
-    monkeypatch.setattr(planned_layers, "SAME_MESHES", 0.5)
-    weights, x = arguments(64, layers=8, batch=4096)
-    signature = CallSignature(step, (1,), (), "auto")
-    traced = trace(signature, bind_arguments(signature, (weights, x), {}))
-    request = PlanRequest((), preset("cpu"), None, Constraints(), PlannerOptions())
-    search_stages(lambda m: time_loop(traced, m), request, devices=4, timetables=[Timetable(4, "1f1b")])
+    for program, meshes in planner.asked:
+        shapes.setdefault(program.stage, []).append({mesh.shape for mesh in meshes if mesh.size == 4})
     asked = {stage: max(of, key=len) for stage, of in shapes.items()}
     (common,) = [stage for stage, of in asked.items() if len(of) > 1]
     assert asked[common] >= {(4,), (2, 2)}
@@ -239,19 +252,14 @@ def test_the_search_over_timetables_finds_what_a_search_of_each_alone_finds(widt
     alone = {t: searched(width, 4, two_nodes(), batch=batch, timetables=[t], num_stages=num_stages) for t in tables}
     least_s = min(found.choice.step_s for found in alone.values())
     found = searched(width, 4, two_nodes(), batch=batch, timetables=tables, num_stages=num_stages)
-    assert found.choice.step_s <= least_s * (1 + WORTH)
+    assert found.choice.step_s <= least_s * (1 + TUNING.worth)
     assert found.choice.step_s == pytest.approx(alone[found.timetable].choice.step_s, rel=0.02)
 
 
-def test_other_numbers_of_microbatches_are_planned_on_few_submeshes(monkeypatch):
-    planned = []
-
-    def counted(program, request):
-        planned.append((program.cut.loop.plan.microbatches, request.meshes[0].size))
-        return plan_stages.measured_stage(program, request)
-
-    monkeypatch.setattr(planned_layers, "measured_stage", counted)
-    searched(64, 4, two_nodes(), timetables=timetables_of((4, 1, 2, 8)), num_stages=2)
+def test_other_numbers_of_microbatches_are_planned_on_few_submeshes():
+    planner = CountingPlanner()
+    searched(64, 4, two_nodes(), timetables=timetables_of((4, 1, 2, 8)), num_stages=2, planner=planner)
+    planned = [(program.cut.loop.plan.microbatches, meshes[0].size) for program, meshes in planner.asked]
     sizes = {m: {size for count, size in planned if count == m} for m, _ in planned}
     assert sizes[4] == {1, 2}
     assert len(sizes) < 4, "not every number is planned"
@@ -259,10 +267,7 @@ def test_other_numbers_of_microbatches_are_planned_on_few_submeshes(monkeypatch)
 
 
 def test_a_number_in_which_the_step_cannot_be_cut_is_left_out():
-    weights, x = arguments(64)
-    signature = CallSignature(step, (1,), (), "auto")
-    traced = trace(signature, bind_arguments(signature, (weights, x), {}))
-    request = PlanRequest((), two_nodes(), None, Constraints(), PlannerOptions())
+    traced, request = traced_step(*arguments(64)), request_on(two_nodes())
     tables = [Timetable(m, "1f1b") for m in (4, 3)]
     found = search_stages(lambda count: time_loop(traced, count), request, devices=4, timetables=tables, num_stages=2)
     assert found.timetable == Timetable(4, "1f1b")
@@ -300,13 +305,10 @@ def test_transfers_take_what_the_cluster_says_of_meshes_of_their_size():
 
 
 def test_the_sum_of_its_layers_is_near_what_a_stage_takes_as_a_whole():
-    weights, x = arguments(2048, batch=512)  # compute counts more than latencies
-    signature = CallSignature(step, (1,), (), "auto")
-    request = PlanRequest((), two_nodes(), None, Constraints(), PlannerOptions())
-    traced = trace(signature, bind_arguments(signature, (weights, x), {}))
-    found = search_pipeline(traced, PipelineWishes(1), request, devices=4)
+    traced = traced_step(*arguments(2048, batch=512))  # compute counts more than latencies
+    found = search_pipeline(traced, PipelineWishes(num_stages=1), request_on(two_nodes()), devices=4)
     assert isinstance(found, SearchedPipeline)
-    for by_layers_s, stage in zip(found.by_layers_s, found.staged.stages, strict=True):
+    for by_layers_s, stage in zip(found.by_layers_s, found.pipeline.staged.stages, strict=True):
         assert by_layers_s == pytest.approx(stage.forward_s + stage.backward_s, rel=0.02)
 
 
@@ -326,15 +328,13 @@ def tied_step(weights, x):
 
 
 def traced_tied_step(width, batch, layers=5):
-    weights, x = arguments(width, layers=layers, batch=batch)
-    signature = CallSignature(tied_step, (1,), (), "auto")
-    return trace(signature, bind_arguments(signature, (weights, x), {}))
+    return traced_step(*arguments(width, layers=layers, batch=batch), fun=tied_step)
 
 
 def test_what_layers_send_once_a_step_is_what_the_stages_made_of_them_send():
     loop = time_loop(traced_tied_step(8, 8), 4)
     places = boundaries(forward_chain(loop)) or tuple(range(1, len(forward_chain(loop)), 2))
-    layers = PlannedLayers(loop, places, PlanRequest((), two_nodes(), None, Constraints(), PlannerOptions()))
+    layers = PlannedLayers(loop, places, request_on(two_nodes()))
     end = len(layers)
     assert layers.sent_once_bytes[0, end] == 0
     for first, second in itertools.combinations(range(1, end), 2):
@@ -352,10 +352,10 @@ def test_what_layers_send_once_a_step_is_what_the_stages_made_of_them_send():
 
 
 def test_the_search_counts_what_tied_weights_send():
-    request = PlanRequest((), two_nodes(), None, Constraints(), PlannerOptions())
-    traced = traced_tied_step(1024, 2048, layers=9)
+    traced, request = traced_tied_step(1024, 2048, layers=9), request_on(two_nodes())
     found = search_stages(lambda m: time_loop(traced, m), request, devices=4, timetables=[Timetable(4, "1f1b")])
-    plan = search_pipeline(traced, PipelineWishes(1, 4, "1f1b"), request, devices=4).plan
+    wishes = PipelineWishes(num_stages=1, num_microbatches=4, schedule="1f1b")
+    plan = search_pipeline(traced, wishes, request, devices=4).pipeline.plan
     assert len(found.sizes) == plan.num_stages > 1
     assert found.choice.step_s == pytest.approx(plan.step_s, rel=0.1)
     sent_s = max(t.predicted_s for t in plan.transfers if t.what == "weights")

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from autopar.inter_op.timetables import (
-    MOST_COUNTS,
     Timetable,
     counts_around,
     latency_share,
+    list_timetables,
     seconds_at,
-    timetables,
     usual_microbatches,
 )
+from autopar.inter_op.tuning import TUNING
 
 
 def test_two_planned_numbers_tell_exactly_about_others_if_costs_are_latency_and_work():
@@ -44,7 +44,7 @@ def test_numbers_around_the_usual_one_are_all_compared_if_they_are_few_and_evenl
     assert counts_around((1, 2, 4, 8, 16), 8) == (1, 2, 4, 8, 16)
     assert counts_around((1, 3, 128), 8) == (1, 3)
     many = counts_around(tuple(range(1, 721)), 30)
-    assert len(many) <= MOST_COUNTS + 1
+    assert len(many) <= TUNING.most_counts + 1
     assert (many[0], many[-1], 30 in many) == (4, 240, True)
     assert all(1.5 < b / a < 2.5 for a, b in itertools.pairwise(many) if 30 not in (a, b))
 
@@ -62,7 +62,7 @@ def test_numbers_around_the_usual_one_are_all_compared_if_they_are_few_and_evenl
 )
 def test_what_is_decided_by_hand_is_not_compared(options, expected):
     options = {"schedule": "auto", "virtual_stages": "auto", "gradients": True, **options}
-    found = timetables((2, 4, 8), usual=4, **options)
+    found = list_timetables((2, 4, 8), usual=4, **options)
     assert found[: len(expected)] == tuple(Timetable(4, name, v) for name, v in expected), "the usual number first"
     assert {t.microbatches for t in found} == {2, 4, 8}
     assert len(found) == 3 * len(expected)

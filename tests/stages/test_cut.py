@@ -156,7 +156,9 @@ def test_a_stage_that_only_hands_on_what_it_receives_has_a_task_for_all_that_it_
         i for i, place in enumerate(chain) if place.equation.primitive.name == "fan_out" and 0 < i < len(chain) - 1
     ]
     for place in copies[:3]:
-        wanted = StageRequest(((one,),) * 3, 3, MICROBATCHES, cuts=(place, place + 1))
+        wanted = StageRequest(
+            meshes=((one,),) * 3, num_stages=3, num_microbatches=MICROBATCHES, cuts=(place, place + 1)
+        )
         for stage in plan_stages(step, wanted, request).stages:
             mesh = device_mesh(one, jax.devices())
             tasks = stage_tasks(stage.program, stage.assignment, mesh, split_backward=split)

@@ -113,7 +113,7 @@ def test_what_is_hard_to_cut_is_recomputed_with_the_same_results(name):
     assert len(again.program.equations) > len(once.program.equations) + 4
     request = PlanRequest((LogicalMesh.of((2,)),), preset("cpu"), None, Constraints(), PlannerOptions())
     planned = plan_step(again, request)
-    compiled = CompiledStep(signature_of(fun), again, planned.assignment, planned.plan, jax.devices()[:2])
+    compiled = CompiledStep(signature_of(fun), planned, jax.devices()[:2])
     assert_same_as_jit(fun, compiled, state, batch, steps=2, adam_lr=1e-2 if name == "clipped_adamw" else None)
 
 

@@ -1,0 +1,135 @@
+"""From planned stages and a schedule to a `PipelinePlan`: what is where, what crosses, and what a step takes.
+
+In: `Staged`, the stages' programs and assignments, and a `Schedule`. Out: the plan, frozen data without programs. Its step time
+is the makespan that the schedule's simulator finds from the stages' seconds, plus the time that fills the pipeline and the time
+of what happens once a step (`beside_tasks_s`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes
+from autopar.intra_op.planner import PlanRequest
+from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
+from autopar.program.step import TracedStep
+from autopar.schedules.in_flight import microbatches_in_flight
+from autopar.schedules.instructions import Run
+from autopar.schedules.simulate import Simulation, simulate_schedule
+from autopar.schedules.tasks import Schedule
+
+ONCE = ("update", "weights")
+"""Transfers that happen once per step."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedPipeline:
+    """A step with its plan in pipeline stages, and the stages' programs and assignments that the runtime compiles."""
+
+    traced: TracedStep
+    plan: PipelinePlan
+    staged: Staged
+
+
+def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, request: PlanRequest) -> PlannedPipeline:
+    """The stages under a schedule, with the plan that describes them; its `planning_s` is 0."""
+    sizes = [staged.stages[mesh].assignment.mesh.size for mesh in range(schedule.num_meshes)]
+    first_devices = [0, *itertools.accumulate(sizes)]
+    in_flight = microbatches_in_flight(schedule)
+    stages = tuple(
+        _describe_stage(
+            stage,
+            number=number,
+            mesh=number % schedule.num_meshes,
+            first_device=first_devices[number % schedule.num_meshes],
+            in_flight=in_flight[number],
+        )
+        for number, stage in enumerate(staged.stages)
+    )
+    transfers = _list_transfers(staged, schedule, request)
+    simulation = simulate_stages(schedule, [(stage.forward_s, stage.backward_s) for stage in staged.stages])
+    fill_s, once_s = beside_tasks_s([stage.once_s for stage in staged.stages], transfers)
+    plan = PipelinePlan(
+        fingerprint=traced.fingerprint,
+        cluster=request.cluster.name,
+        num_microbatches=schedule.num_microbatches,
+        schedule=schedule.name,
+        virtual_stages=schedule.virtual_stages,
+        cuts=staged.cuts,
+        recompute=staged.recompute,
+        stages=stages,
+        transfers=transfers,
+        step_s=simulation.makespan_s + fill_s + once_s,
+        bubble=simulation.bubble,
+        memory_limit_bytes=request.memory_limit_bytes,
+        planning_s=0.0,
+        scan_cuts=staged.split.cuts,
+    )
+    return PlannedPipeline(traced, plan, staged)
+
+
+def _describe_stage(stage: StagedStage, *, number: int, mesh: int, first_device: int, in_flight: int) -> StagePlan:
+    cut = stage.program.cut
+    leaves = tuple(
+        leaf.path
+        for leaf, var in zip(cut.loop.traced.inputs, cut.loop.program.invars, strict=True)
+        if cut.homes[var] == number and leaf.role not in ("batch", "const")
+    )
+    return StagePlan(
+        stage=number,
+        mesh=mesh,
+        first_device=first_device,
+        leaves=leaves,
+        forward_s=stage.forward_s,
+        backward_s=stage.backward_s,
+        once_s=stage.once_s,
+        microbatches_in_flight=in_flight,
+        peak_bytes=stage.peak_bytes,
+        plan=stage.plan,
+    )
+
+
+def _list_transfers(staged: Staged, schedule: Schedule, request: PlanRequest) -> tuple[TransferPlan, ...]:
+    """What crosses between meshes, over the links that join them."""
+    devices = [stage.assignment.mesh.size for stage in staged.stages]
+
+    def seconds(source: int, target: int, size: int) -> float:
+        smaller = min(devices[source], devices[target])
+        return request.cluster.transfer_s(size, meshes=schedule.num_meshes, devices=smaller)
+
+    return tuple(
+        TransferPlan(
+            source=source,
+            target=target,
+            what=what,
+            bytes=size,
+            count=1 if what in ONCE else schedule.num_microbatches,
+            predicted_s=seconds(source, target, size),
+        )
+        for (source, target, what), size in sorted(transfer_bytes(staged).items())
+        if source % schedule.num_meshes != target % schedule.num_meshes
+    )
+
+
+def beside_tasks_s(stages_once_s: Sequence[float], transfers: Sequence[TransferPlan]) -> tuple[float, float]:
+    """Seconds of a step that no task takes: (of what fills the pipeline, of what all stages do once a step).
+
+    One microbatch's transfers through all stages fill the pipeline; the others are hidden. Once a step the stages update their
+    state at the same time, so the slowest counts, after the longest transfer of that kind.
+    """
+    fill_s = sum(t.predicted_s for t in transfers if t.what not in ONCE)
+    sent_s = max((t.predicted_s for t in transfers if t.what in ONCE), default=0.0)
+    return fill_s, max(stages_once_s) + sent_s
+
+
+def simulate_stages(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> Simulation:
+    """The schedule with these seconds of (forward, backward) per stage; a split backward has two equal parts."""
+    is_split = "weight_gradient" in schedule.kinds
+
+    def run_s(run: Run) -> float:
+        forward_s, backward_s = seconds[run.stage]
+        return forward_s if run.kind == "forward" else backward_s / 2 if is_split else backward_s
+
+    return simulate_schedule(schedule, run_s)

@@ -1,0 +1,124 @@
+"""The search for a pipeline whose number of stages is open: from a traced step to the best `PlannedPipeline`.
+
+In: a step, what the user wishes, the machine and its devices. Out: `SearchedPipeline`, or `OneStage` if stages do not pay.
+The search over layers (`search.py`) chooses the stages, which are then planned as wholes (`plan_stages.py`), under every schedule
+that fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from autopar.inter_op.describe_pipeline import PlannedPipeline, describe_pipeline
+from autopar.inter_op.plan_pipeline import (
+    PipelineWishes,
+    alternative_of,
+    plan_in_other_schedules,
+    plan_with_recomputation,
+    schedule_for,
+    share_memory,
+    timetable_of,
+)
+from autopar.inter_op.plan_stages import StageRequest
+from autopar.inter_op.search import Found, NotFaster, search_stages
+from autopar.inter_op.submeshes import machine_shape
+from autopar.inter_op.tuning import TUNING, Tuning
+from autopar.intra_op.planner import PlanRequest
+from autopar.plan import Alternative
+from autopar.program.step import TracedStep
+from autopar.schedules.in_flight import InFlight
+from autopar.stages.rejoin_scans import merged
+from autopar.stages.scan_stacks import every_layer
+from autopar.stages.split_scans import SplitStep, split_scans
+from autopar.stages.time_loops import loops
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SearchedPipeline:
+    """A pipeline of several stages, and two figures by the sum of layers.
+
+    `one_stage_s`: seconds of a step in one stage on all devices. `by_layers_s`: a microbatch's seconds in each stage.
+    """
+
+    pipeline: PlannedPipeline
+    one_stage_s: float
+    by_layers_s: tuple[float, ...]
+
+    @property
+    def compared(self) -> tuple[Alternative, ...]:
+        """All that was compared: the plan itself if nothing else was."""
+        plan = self.pipeline.plan
+        return plan.compared or (alternative_of(plan),)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneStage:
+    """One stage is best; `compared`: what several would take, if they had a time to beat."""
+
+    compared: tuple[Alternative, ...] = ()
+
+
+def search_pipeline(
+    traced: TracedStep,
+    wishes: PipelineWishes,
+    request: PlanRequest,
+    *,
+    devices: int,
+    beat_s: float | None = None,
+    tuning: Tuning = TUNING,
+) -> SearchedPipeline | OneStage:
+    """The best pipeline with as many stages as pay. Raises what `plan_pipeline` raises.
+
+    `beat_s`: seconds of the step on one mesh; the search ends when several stages do not promise to take less.
+    """
+    started = time.perf_counter()
+    tables = wishes.timetables(traced, max(2, machine_shape(request.cluster, devices)[0]), tuning)
+    split = split_scans(traced, every_layer(traced))
+    found = search_stages(
+        loops(split, tables[0].microbatches),
+        request,
+        devices=devices,
+        timetables=tables,
+        recompute={"auto": (False, True), "none": (False,), "layer": (True,)}[wishes.recompute],
+        beat_s=beat_s,
+        tuning=tuning,
+    )
+    if isinstance(found, NotFaster):
+        return OneStage(found.compared)
+    if len(found.sizes) == 1:
+        return OneStage()
+    first = _plan_found(traced, split, found, wishes, request, tuning)
+    planned = {found.timetable: first, **plan_in_other_schedules(first, found.timetable, tables, request)}
+    best = min(planned.values(), key=lambda one: one.plan.step_s)
+    rows = {timetable_of(one): one for one in found.compared}
+    rows |= {timetable: alternative_of(one.plan) for timetable, one in planned.items()}
+    compared = tuple(rows[timetable] for timetable in sorted(rows)) if len(rows) > 1 else ()
+    plan = dataclasses.replace(best.plan, planning_s=time.perf_counter() - started, compared=compared)
+    by_layers_s = tuple(stage.stage_s for stage in found.choice.stages)
+    return SearchedPipeline(dataclasses.replace(best, plan=plan), found.one_stage_s, by_layers_s)
+
+
+def _plan_found(
+    traced: TracedStep,
+    split: SplitStep,
+    found: Found,
+    wishes: PipelineWishes,
+    request: PlanRequest,
+    tuning: Tuning,
+) -> PlannedPipeline:
+    """The chosen stages, planned as wholes in the chosen timetable."""
+    schedule = schedule_for(found.timetable, len(found.sizes) // found.timetable.virtual_stages)
+    split, loop, cuts = merged(split, found.loop, found.cuts)
+    wanted = StageRequest(
+        meshes=found.meshes,
+        num_stages=schedule.num_stages,
+        num_microbatches=schedule.num_microbatches,
+        in_flight=InFlight(schedule),
+        cuts=cuts,
+        loop=loop,
+        split=split,
+    )
+    recompute = "layer" if found.recompute else wishes.recompute
+    staged = plan_with_recomputation(traced, wanted, share_memory(request, schedule), recompute, tuning=tuning)
+    return describe_pipeline(traced, staged, schedule, request)

@@ -1,0 +1,76 @@
+"""The tuned numbers of the outer search, in one value that its passes take as an argument.
+
+None of them changes what a plan means. Each trades planning time against the chance that a better plan is missed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """See the module's text; `TUNING` holds the values in use."""
+
+    # One mesh: `one_mesh.py`.
+    dear: float = 0.2
+    """Part of the step's time without a limit that a memory limit may cost before microbatches and recomputation are compared.
+    A larger part plans faster and keeps dearer plans. `tests/inter_op/test_one_mesh.py` compares with every way by hand."""
+
+    # One mesh or stages: `one_or_stages.py`. "Stages on one node" in benchmarks/README.md holds the measured planning times.
+    surely_slower: float = 1.3
+    """Across nodes, one mesh is not planned if one stage, as the sum of its layers, takes this many times the best stages' time.
+    `benchmarks/layer_sums.py` shows how far such a sum is off: 3 %, and 27 % where latencies dominate."""
+    least_gain: float = 0.1
+    """On one node, stages are searched only if the bound on their gain exceeds this part of one mesh's step. Stages reach
+    about half of the bound."""
+    repaid_in_steps: int = 1000
+    """On one node, stages are searched only if the bound on their gain repays the search in this number of steps."""
+    search_s: float = 2.0
+    """Seconds that a search of stages takes on one core at least, as that condition assumes. `benchmarks/stage_search_time.py`
+    measures them."""
+    search_s_per_equation: float = 5e-3
+    """Seconds per equation of the step that a search of stages takes beyond that. GPTs of 4 layers took 0.5 to 4 ms per
+    equation; `benchmarks/stage_search_time.py` measures deeper ones."""
+
+    # Timetables: `timetables.py`, `compare_timetables.py` and `search.py`.
+    virtual_stages: tuple[int, ...] = (2, 4)
+    """Stages per mesh with which interleaved schedules are compared. More of them idle less and send more often."""
+    widest: int = 8
+    """Numbers of microbatches are compared from the usual one divided by this to the usual one times this."""
+    most_counts: int = 7
+    """If more numbers of microbatches than this are possible, this many are compared, evenly spaced. Most are only estimated.
+    `tests/inter_op/test_search.py` compares the result with a search of each timetable alone."""
+    worth: float = 0.03
+    """Relative gain that an estimate must promise before a timetable is planned. Sums of layers are up to 3 % off
+    (`benchmarks/layer_sums.py`), so a smaller gain may be none."""
+    near: float = 0.15
+    """Relative excess over the best within which an estimate is planned all the same: of a number of microbatches next to the
+    best one, or of stages that have to beat one mesh. The estimate assumes equal stages, and unequal ones may idle less."""
+
+    # The dynamic program over layers: `search.py`, `layer_costs.py` and `planned_layers.py`.
+    tolerance: float = 1e-3
+    """Relative gain below which the dynamic program stops looking. Layers' costs are less exact than this
+    (`benchmarks/layer_sums.py`)."""
+    room: float = 0.92
+    """Part of the memory limit that stages may use by the sum of their layers. The rest is for what the sum leaves out. A larger
+    part wastes less memory, and more of the chosen stages do not fit as wholes, which costs them layouts or the plan
+    (`benchmarks/stage_search_time.py`, GPT-39B)."""
+    layer_counts: tuple[int, ...] = (64, 48, 40, 32, 24, 16, 12, 8, 4, 2)
+    """Numbers of layers into which a step without block boundaries may be clustered. The number whose cuts send the fewest bytes
+    wins, the largest among equals. `benchmarks/stage_search_time.py` plans 48 layers."""
+    layer_axes: int = 2
+    """Layers, and so stages, are planned on logical meshes of at most this many axes. A third axis is seldom chosen and adds
+    meshes to plan for every layer (`benchmarks/stage_search_time.py`)."""
+    same_meshes: float = 1.1
+    """If many layers are alike, the other layers are planned only on meshes on which those take at most this many times their
+    best, since a stage has one mesh for all its layers. A larger factor plans more meshes
+    (`benchmarks/stage_search_time.py`)."""
+
+    # Stages as wholes: `plan_stages.py`.
+    memory_rounds: int = 4
+    """Times that a stage is planned again for its microbatches in flight before it counts as too large."""
+
+
+TUNING = Tuning()
+"""The values in use."""

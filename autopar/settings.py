@@ -1,0 +1,153 @@
+"""The arguments of `parallelize` as one frozen value, and what they say of devices, meshes, the machine and its memory.
+
+In: a `Settings`, whose fields `arguments.py` checked one by one. Out: what the planner is asked (`make_request`). Only these
+functions look at devices, and only to count them and to learn their kind. What can go wrong: a mesh that needs more devices than
+there are, or numbers of stages that contradict each other; each error names the arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from typing import Literal
+
+import jax
+
+from autopar.arguments import Leader
+from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
+from autopar.errors import ArgumentError
+from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.planner import PlanRequest, logical_meshes
+from autopar.layouts.constraints import Constraints, Rule
+from autopar.layouts.mesh import LogicalMesh
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
+from autopar.program.step import TracedStep
+from autopar.schedules.schedules import Open, Recompute
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Settings:
+    """The arguments of `parallelize`, checked. `meshes` has one shape per stage if the user gave several."""
+
+    devices: tuple[jax.Device, ...] | int | None
+    meshes: Literal["auto"] | tuple[LogicalMesh, ...]
+    memory_limit_bytes: int | None
+    constraints: Constraints
+    cluster: Literal["auto"] | Cluster
+    options: PlannerOptions
+    plan: Plan | PipelinePlan | None
+    follow: Leader | None
+    num_microbatches: Open
+    num_stages: Open
+    schedule: str
+    virtual_stages: Open
+    recompute: Recompute = "auto"
+    processes: int = 1
+
+
+def list_devices(settings: Settings) -> list[jax.Device]:
+    """The devices to run on."""
+    match settings.devices:
+        case int() as count:
+            return jax.devices()[:count]
+        case tuple() as given:
+            return list(given)
+        case None:
+            return jax.devices() if settings.follow is None else settings.follow.jax_devices()
+
+
+def count_devices(settings: Settings) -> int:
+    """The number of devices; if that is what the user gave, none is looked at."""
+    return settings.devices if isinstance(settings.devices, int) else len(list_devices(settings))
+
+
+def choose_cluster(settings: Settings) -> Cluster:
+    """What the machine can do: as the user says, like the step that is followed, or by the devices' kind."""
+    if isinstance(settings.cluster, Cluster):
+        return settings.cluster
+    if settings.follow is not None:
+        return settings.follow.cluster()
+    if isinstance(settings.devices, int):
+        return preset("cpu")
+    device = list_devices(settings)[0]
+    return preset_for_device_kind(device.platform, device.device_kind)
+
+
+def plan_to_follow(settings: Settings) -> Plan | PipelinePlan | None:
+    """The last plan of the step that this one follows. Raises PlanError if that has none."""
+    return None if settings.follow is None else settings.follow.last_plan()
+
+
+def count_meshes(settings: Settings) -> int:
+    """On how many meshes the step is to run: as asked for, or one for each shape; one if neither is given."""
+    shapes = 1 if settings.meshes == "auto" else len(settings.meshes)
+    if settings.num_stages == "auto":
+        return shapes
+    if shapes not in (1, settings.num_stages):
+        raise ArgumentError(
+            f"mesh_shape has {shapes} shapes, num_stages is {settings.num_stages}; give one shape per stage, or one for all"
+        )
+    return settings.num_stages
+
+
+def choose_one_mesh(settings: Settings) -> tuple[LogicalMesh, ...]:
+    """The logical meshes that one mesh may have: that of the step to follow, the given one, or all shapes of the devices."""
+    followed = plan_to_follow(settings)
+    if isinstance(followed, Plan):
+        return (LogicalMesh(followed.mesh_shape, followed.axis_names),)
+    if settings.meshes == "auto":
+        return logical_meshes(count_devices(settings))
+    mesh = settings.meshes[0]
+    if settings.devices is not None and mesh.size > count_devices(settings):
+        raise ArgumentError(
+            f"mesh_shape={mesh.shape} needs {mesh.size} devices, there are {count_devices(settings)}; use a smaller mesh_shape, "
+            f"or XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size} to try it on virtual CPU devices"
+        )
+    return settings.meshes
+
+
+def make_request(settings: Settings, meshes: tuple[LogicalMesh, ...] = ()) -> PlanRequest:
+    """What the planner is asked; `meshes` are left out for a pipeline, whose stages have their own."""
+    cluster = choose_cluster(settings)
+    limit = settings.memory_limit_bytes
+    if limit is None and math.isfinite(cluster.usable_memory_bytes):
+        limit = int(cluster.usable_memory_bytes)
+    return PlanRequest(
+        meshes, cluster, limit, _gather_constraints(settings), settings.options, processes=settings.processes
+    )
+
+
+def _gather_constraints(settings: Settings) -> Constraints:
+    """The user's constraints, after the layouts that the state of the step to follow has on one mesh."""
+    followed = plan_to_follow(settings)
+    if not isinstance(followed, Plan):
+        return settings.constraints
+    layouts = tuple(Rule(v.path, v.partition_spec, must_match=False) for v in followed.inputs if v.role == "state")
+    return Constraints((*layouts, *settings.constraints.rules))
+
+
+def describe_question(settings: Settings, traced: TracedStep, name: str) -> str:
+    """What is to be planned, in words that are the same on every process if the step and the options are.
+
+    The cluster is left out: each process may have measured its own machine, and the first one's plan is for all.
+    """
+    batch = ", ".join(f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in traced.inputs if leaf.role == "batch")
+    meshes = settings.meshes if settings.meshes == "auto" else [mesh.shape for mesh in settings.meshes]
+    given = "" if settings.plan is None else f", plan={_digest(settings.plan.to_json())}"
+    rules = "" if not settings.constraints.rules else f", constraints={_digest(repr(settings.constraints.rules))}"
+    options = settings.options
+    kinds = "" if options.kinds == PlannerOptions().kinds else f", collectives={sorted(options.kinds)}"
+    redundant = ", allow_redundant_compute=True" if options.allow_redundant_compute else ""
+    return (
+        f"{name} (program {traced.fingerprint}; {batch}; {count_devices(settings)} devices, mesh_shape={meshes}, "
+        f"memory_limit_bytes={settings.memory_limit_bytes}, num_microbatches={settings.num_microbatches}, "
+        f"num_stages={settings.num_stages}, schedule={settings.schedule!r}, virtual_stages={settings.virtual_stages}, "
+        f"recompute={settings.recompute!r}{rules}{kinds}{redundant}{given})"
+    )
+
+
+def _digest(text: str) -> str:
+    """A few characters that tell two texts apart."""
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
