@@ -1,7 +1,8 @@
 """What is said when a mesh fails: stage, microbatch, instruction and mesh in the user's words.
 
-In: the exception on a mesh and where the mesh was. Out: a `PipelineError` with the exception as its cause. What can go wrong:
-tracebacks keep the locals of their frames alive, and with them the arrays of the step; `report` empties the frames.
+In: the exceptions, each with the mesh and its position. Out: a `PipelineError` with the first exception as its cause. What
+can go wrong: tracebacks keep the locals of their frames alive, and with them the arrays of the step. `describe_failures`
+empties the frames.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Failure:
     error: BaseException
 
 
-def report(program: InstructionList, failures: Sequence[Failure]) -> BaseException:
-    """What to raise: about the failure that is the first in the global order; an interrupt is raised as it is."""
+def describe_failures(program: InstructionList, failures: Sequence[Failure]) -> BaseException:
+    """What to raise: an error about the failure that is first in the global order; an interrupt is returned as it is."""
     for failure in failures:
         _clear_frames(failure.error)
     first = min(failures, key=lambda failure: _global_index(program, failure))
@@ -48,7 +49,7 @@ def _describe(program: InstructionList, failure: Failure) -> str:
 
 
 def _summary(error: BaseException) -> str:
-    """The first line; of a traceback inside the text, as of a callback that failed, its last line, which says what happened."""
+    """The first line; if a traceback follows it, as for a callback that failed, the traceback's last line instead."""
     lines = str(error).strip().splitlines()
     if not lines or not lines[0].endswith(TRACEBACK):
         return lines[0] if lines else ""

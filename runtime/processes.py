@@ -2,31 +2,52 @@
 
 In: shardings, and values that are the same on every process. Out: arrays of which each process holds its own part. A *global*
 array has one sharding that all processes know: autopar made it, or `jax.jit` did. Any other value (a NumPy array, a number, a
-`jax.Array` on one device) is a *host* value: every process has its own copy and all are equal. What a process does must depend
-on nothing but what all processes know, so the kind of sharding decides, and never whether the array can be addressed here.
+`jax.Array` on one device) is a *host* value: every process has its own copy, and all copies are equal. What a process does
+must depend on nothing but what all processes know. So the kind of sharding decides, and never whether the array can be
+addressed here.
 
-What can go wrong: host values that differ; nothing compares them, and each process makes its part from its own.
+What can go wrong: host values that differ. Nothing compares them, and each process makes its part from its own.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Protocol, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
+from jax.typing import ArrayLike
 
 from autopar.compat import as_it_is_now
+from autopar.runtime.tuning import TUNING
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 5e-5, 2e-3
+
+@runtime_checkable
+class _Waitable(Protocol):
+    """What an array offers that may still be in computation; JAX's annotations do not say so."""
+
+    def is_ready(self) -> bool:
+        """Whether it has been computed, or failed."""
+
+
+class ShapeAndType(Protocol):
+    """What has the shape and the type of an array: an array, or what stands for one while a step is traced."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the dimensions."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of the elements."""
 
 
 def processes_of(sharding: Sharding) -> frozenset[int]:
     """The processes that have devices of a sharding."""
-    devices: Iterable[Any] = sharding.device_set
+    devices: Iterable[jax.Device] = sharding.device_set
     return frozenset(device.process_index for device in devices)
 
 
@@ -35,35 +56,34 @@ def is_here(sharding: Sharding) -> bool:
     return jax.process_index() in processes_of(sharding)
 
 
-def are_here(devices: Iterable[Any]) -> bool:
+def are_here(devices: Iterable[jax.Device]) -> bool:
     """Whether all devices are of this process."""
     here = jax.process_index()
     return all(device.process_index == here for device in devices)
 
 
-def absent(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
+def absent(shape: Sequence[int], dtype: np.dtype, sharding: Sharding) -> jax.Array:
     """An array that lies on devices of other processes alone: shape, type and sharding, and no shard here."""
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 
-def absent_like(shape: Any, sharding: Sharding) -> jax.Array:
-    """The same for anything that has a shape and a type, which is weak as it is: all processes must trace alike."""
-    array = absent(shape.shape, shape.dtype, sharding)
-    if not getattr(shape, "weak_type", False):
+def absent_like(like: ShapeAndType, sharding: Sharding) -> jax.Array:
+    """The same, of the shape and type of `like`. The type is weak if that of `like` is: all processes must trace alike."""
+    array = absent(like.shape, like.dtype, sharding)
+    if not getattr(like, "weak_type", False):
         return array
     # JAX's public functions make no array without shards that is weakly typed.
-    kind: Any = type(array)
-    weak: jax.Array = kind(jax.typeof(array).update(weak_type=True), sharding, [], committed=True)
-    return weak
+    make: Callable[..., jax.Array] = type(array)
+    return make(jax.typeof(array).update(weak_type=True), sharding, [], committed=True)
 
 
-def is_global(value: Any) -> bool:
-    """Whether a value is an array that all processes know by one sharding; see the module's text."""
+def is_global(value: object) -> TypeGuard[jax.Array]:
+    """Whether a value is a global array, one that all processes know by one sharding."""
     return isinstance(value, jax.Array) and not isinstance(value.sharding, SingleDeviceSharding)
 
 
-def as_host(value: Any) -> Any:
-    """A host value that is committed to no device, so that every process may pass it to a program of all."""
+def as_host(value: object) -> object:
+    """Take a host value off its device, so that every process may pass it to a program of all; other values stay."""
     if not isinstance(value, jax.Array) or is_global(value):
         return value
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -72,8 +92,8 @@ def as_host(value: Any) -> Any:
     return np.asarray(value)
 
 
-def from_host(value: Any, sharding: Sharding) -> jax.Array:
-    """The array of a host value, on devices of any processes: each makes its own part; PRNG keys as their words."""
+def from_host(value: ArrayLike, sharding: Sharding) -> jax.Array:
+    """Make the array of a host value on devices of any processes; each makes its own part. PRNG keys travel as their words."""
     if not is_here(sharding):
         return absent(np.shape(value), jax.typeof(value).dtype, sharding)
     if are_here(sharding.device_set):
@@ -87,15 +107,16 @@ def from_host(value: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
 
 
-def wait_until_ready(array: Any, given_up: Callable[[], bool]) -> bool:
-    """Wait for an array in Python, where a waiting thread can be told to stop; False if it was given up.
+def wait_until_ready(array: object, given_up: Callable[[], bool]) -> bool:
+    """Wait for an array in Python, where a waiting thread can be told to stop; False if it has given up.
 
     What waits in XLA for another process cannot be woken up, and ends the process badly when the interpreter exits.
     """
-    pause_s = SHORTEST_PAUSE_S
+    assert isinstance(array, _Waitable), f"a {type(array).__name__} cannot be waited for"
+    pause_s = TUNING.shortest_pause_s
     while not array.is_ready():
         if given_up():
             return False
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, TUNING.longest_pause_s)
     return True

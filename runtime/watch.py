@@ -1,9 +1,11 @@
 """Tells the other processes of a failure here, and this one of failures elsewhere.
 
-In: the processes that run one program together. Out: a note in JAX's coordination service when this one fails, and a
-`PipelineError` with the note's words in those that look. The idea: a process that waits for another one waits inside XLA,
-without end and without a sign; so waiting is done here, with a look for notes now and then. What can go wrong: what waits inside
-XLA cannot be cancelled, so after a note the processes have lost step, and all have to be started again. The notes stay.
+A process that fails leaves a note in JAX's coordination service, and the others raise `PipelineError` with the note's words
+when they look. A process that waits for another one inside XLA waits without end and without a sign. So waiting is done
+here, with a look for notes now and then.
+
+What can go wrong: what waits inside XLA cannot be cancelled. After a note the processes have lost step, and all have to be
+started again. The notes stay.
 """
 
 from __future__ import annotations
@@ -17,15 +19,17 @@ import jax
 from autopar.compat import Coordination
 from autopar.errors import PipelineError
 from autopar.runtime.processes import wait_until_ready
+from autopar.runtime.tuning import TUNING
 
-LOOK_S = 0.5
 MAX_NOTE = 2000
+"""Characters of a note."""
 
 
 class Watch:
-    """One process's view of the others; made by each of `processes`."""
+    """One process's view of the others."""
 
     def __init__(self, processes: Sequence[int], service: Coordination) -> None:
+        """Watch `processes`, which run one program together; each of them makes a `Watch` of its own."""
         self._service = service
         self._processes = tuple(sorted(processes))
         self._topic = f"autopar/failed/{'-'.join(map(str, self._processes))}/"
@@ -40,28 +44,29 @@ class Watch:
                 self._service.key_value_set_bytes(f"{self._topic}{jax.process_index()}", self._lost.encode())
 
     def refuse_if_lost(self) -> None:
-        """Raise PipelineError if this process has failed before, or heard of a failure."""
+        """Raise PipelineError if this process has failed before, or has heard of a failure."""
         if self._lost is not None:
-            raise PipelineError(self._lost_words())
+            raise PipelineError(self._describe_loss())
 
     def look(self) -> None:
         """Raise PipelineError if a process has failed."""
         for _, note in self._service.key_value_dir_get_bytes(self._topic):
             self._lost = note.decode()
-            raise PipelineError(self._lost_words())
+            raise PipelineError(self._describe_loss())
 
     def wait(self, arrays: Sequence[jax.Array]) -> None:
-        """Wait until arrays are computed; PipelineError if a process fails before."""
+        """Wait until arrays are computed; raise PipelineError if a process fails before."""
         for array in arrays:
-            while not wait_until_ready(array, self._time_to_look()):
+            while not wait_until_ready(array, self._make_alarm()):
                 self.look()
         jax.block_until_ready(arrays)
 
-    def _time_to_look(self) -> Callable[[], bool]:
+    def _make_alarm(self) -> Callable[[], bool]:
+        """A function that says whether it is time to look."""
         began = time.monotonic()
-        return lambda: time.monotonic() - began > LOOK_S
+        return lambda: time.monotonic() - began > TUNING.look_s
 
-    def _lost_words(self) -> str:
+    def _describe_loss(self) -> str:
         listed = ", ".join(map(str, self._processes))
         return (
             f"{self._lost}\nThe step runs on processes {listed} together, and they have lost step with each other: what waits "

@@ -267,7 +267,7 @@ def test_settings_of_the_caller_that_a_thread_cannot_have_end_the_step_with_an_e
     """The calling thread waits for every mesh: one that ends without a word would keep it waiting for ever."""
     schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=2)
     step = Watched(schedule, lambda instruction: None)
-    monkeypatch.setattr("autopar.runtime.driver.under", under)
+    monkeypatch.setattr("autopar.runtime.mesh_threads.under", under)
     with pytest.raises(PipelineError, match="ValueError: no such setting here"):
         step.driver.run(step.inputs())
     assert not step.alive
@@ -382,16 +382,16 @@ class Late:
         return self
 
 
-@pytest.mark.parametrize(("options", "record"), [({}, True), ({"synchronous": True}, False), ({}, False)])
-def test_results_and_copies_are_waited_for_when_recording_or_asked_to(options, record):
+@pytest.mark.parametrize("record", [True, False])
+def test_results_and_copies_are_waited_for_when_recording(record):
     """Two forwards on mesh 0; on mesh 1 two copies and two forwards."""
     work = make_chain(make_schedule("inference", num_meshes=2, num_microbatches=2))
     waited = []
     calls = {spec.name: lambda arrays: [Late(waited)] for spec in work.specs}
-    driver = Driver(work.emit(), calls, lambda a, v, s, t: a, **options)
+    driver = Driver(work.emit(), calls, lambda a, v, s, t: a)
     driver.run(inputs_of(work), record=record)
     expected_waits = ["autopar mesh 0"] * 2 + ["autopar mesh 1"] * 4
-    assert sorted(waited) == (expected_waits if record or options else [])
+    assert sorted(waited) == (expected_waits if record else [])
 
 
 class Poisoned(Number):

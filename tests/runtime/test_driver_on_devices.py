@@ -191,19 +191,19 @@ def test_an_error_inside_a_program_names_the_stage_and_leaves_no_buffer():
 
 
 @pytest.mark.usefixtures("quiet_callbacks")
-@pytest.mark.parametrize("options", [{}, {"synchronous": True}])
+@pytest.mark.parametrize("record", [False, True])
 @pytest.mark.parametrize(("culprit", "kind", "mesh"), [("forward1", "forward", 1), ("backward1", "backward", 1)])
 def test_an_error_that_xla_reports_late_names_the_program_that_failed_not_the_first_one_that_notices(
-    options, culprit, kind, mesh
+    record, culprit, kind, mesh
 ):
     """Programs of several devices run behind the caller's back; without collectives, which would wait for each other."""
     before = len(jax.live_arrays())
     schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=3)
-    step = Step(schedule, per_mesh=2, extra={culprit: on_each_device(boom_after(2))}, **options)
+    step = Step(schedule, per_mesh=2, extra={culprit: on_each_device(boom_after(2))})
     # One microbatch passes on each of two devices, so the second one is the first that fails.
     words = f"Stage 1, microbatch 1: the {kind} failed on mesh {mesh} .*ValueError: boom in the callback\nAll meshes"
     with pytest.raises(PipelineError, match=words) as caught:
-        step.gradients()
+        step.gradients(record=record)
     assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
     assert len(jax.live_arrays()) == before, "the exception is still held, the arrays are gone"
     assert_equal(Step(schedule, per_mesh=2).gradients(), by_jax_grad(2, 3))

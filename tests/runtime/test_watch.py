@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.errors import PipelineError
-from autopar.runtime.processes import LONGEST_PAUSE_S, wait_until_ready
-from autopar.runtime.watch import LOOK_S, MAX_NOTE, Watch
+from autopar.runtime.processes import wait_until_ready
+from autopar.runtime.tuning import TUNING
+from autopar.runtime.watch import MAX_NOTE, Watch
 from tests.process_table import Table
 
 TOGETHER = "The step runs on processes 0, 3 together, and they have lost step with each other"
@@ -83,11 +84,11 @@ def test_who_waits_looks_for_notes():
     watch = Watch((0, 3), table)
     table.entries["autopar/failed/0-3/3"] = b"process 3 failed: broken"
     with pytest.raises(PipelineError, match="process 3 failed: broken"):
-        watch.wait([Slow(3 * LOOK_S)])
+        watch.wait([Slow(3 * TUNING.look_s)])
 
 
 def test_an_array_that_needs_longer_than_a_look_is_waited_for():
-    array, table = Slow(1.5 * LOOK_S), Table()
+    array, table = Slow(1.5 * TUNING.look_s), Table()
     Watch((0, 3), table).wait([array])
     assert array.is_ready()
     assert table.looks == 1
@@ -98,4 +99,4 @@ def test_waiting_is_given_up_when_told_and_costs_little():
     assert not wait_until_ready(Slow(10.0), lambda: True)
     array = Slow(0.1)
     assert wait_until_ready(array, lambda: False)
-    assert array.looks <= 10 + 0.1 / LONGEST_PAUSE_S
+    assert array.looks <= 10 + 0.1 / TUNING.longest_pause_s
