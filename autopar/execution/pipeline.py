@@ -32,7 +32,7 @@ from autopar.program.call import CallSignature
 from autopar.program.step import TracedStep
 from autopar.runtime.driver import Driver
 from autopar.runtime.processes import absent_like
-from autopar.runtime.resharding.reshard import brought_here
+from autopar.runtime.resharding.reshard import bring_here
 from autopar.runtime.thread_settings import program_settings_here, under
 from autopar.runtime.watch import Watch
 from autopar.schedules.emit import emit
@@ -151,7 +151,7 @@ class CompiledPipeline:
             flat = self._results(self._driver.run(self._supplied(leaves), record=record))
             step = self._split.step
             scalars = [n for n, x in enumerate(flat) if x.shape == () and step.state_of_output[n] is None]
-            for n, x in zip(scalars, brought_here([flat[n] for n in scalars], devices), strict=True):
+            for n, x in zip(scalars, bring_here([flat[n] for n in scalars], devices), strict=True):
                 flat[n] = x
             watch.wait([flat[n] for n in scalars])
         except BaseException as error:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from autopar.runtime.processes import absent_like, are_here, as_host, is_here
-from autopar.runtime.resharding.reshard import brought_here
+from autopar.runtime.resharding.reshard import bring_here
 from autopar.split_array import SplitArray, SplitSharding, cut_leaves, join_leaves, take_apart, take_shardings_apart
 
 
@@ -55,7 +55,7 @@ def gathered(tree: Any, devices: Sequence[jax.Device]) -> Any:
     if are_here(devices):
         found = [jax.device_put(x, devices[0]) if isinstance(x, jax.Array) else x for x in parts]
     else:
-        found = brought_here(parts, devices)
+        found = bring_here(parts, devices)
     whole = [
         jnp.concatenate(x.pieces, axis=x.dim) if isinstance(x, SplitArray) else x for x in join_leaves(found, held)
     ]

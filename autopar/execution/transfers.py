@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar.runtime.processes import are_here
-from autopar.runtime.resharding.reshard import BatchResharder, reshard
+from autopar.runtime.resharding.reshard import Resharder, reshard
 from autopar.runtime.resharding.routes import Move
 from autopar.schedules.instructions import Value
 
@@ -22,7 +22,7 @@ from autopar.schedules.instructions import Value
 class Parcel:
     """Arrays under way; the receiving mesh's thread finishes the transfer, once."""
 
-    def __init__(self, resharder: BatchResharder, sent: Any) -> None:
+    def __init__(self, resharder: Resharder, sent: Any) -> None:
         self._resharder, self._sent = resharder, sent
         self._arrays: list[Any] | None = None
 
@@ -59,13 +59,13 @@ class Transfers:
         """`targets` by slot; `shapes(slot, mesh)` are those of the slot's arrays on a mesh, with shardings."""
         self._targets, self._shapes = targets, shapes
         self._several = several_processes
-        self._resharders: dict[str, BatchResharder] = {}
+        self._resharders: dict[str, Resharder] = {}
 
     def __call__(self, group: Any, value: Value, source_mesh: int, target_mesh: int) -> Parcel:
         """Start to move a group of arrays; None in place of arrays that lie on no device of this process."""
         arrays = opened(group)
         if value.name not in self._resharders:
-            self._resharders[value.name] = BatchResharder(self._moves(value.name, arrays, source_mesh))
+            self._resharders[value.name] = Resharder(self._moves(value.name, arrays, source_mesh))
         resharder = self._resharders[value.name]
         if arrays is None:
             arrays = [move.absent() for move in resharder.moves]

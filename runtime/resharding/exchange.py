@@ -1,15 +1,17 @@
-"""Move arrays between meshes of which several processes hold the devices: one program over the devices of both sides.
+"""Moves arrays between meshes of which several processes hold the devices: one program over the devices of both sides.
 
-In: for each array its `ReshardPlan`, its type, and this process's tiles of it. Out: the tiles of `plan.between` on this process's
-target devices. The idea: every process that has a device of either side launches the same program; in it the boxes of the plan
-travel in *rounds*. In a round each device sends at most one box and receives at most one, all of one shape, so that a round is
-one `ppermute`, with tables that say where each device cuts its box out and where it puts the box that it got. `jax.device_put`
-between processes is no alternative: it carries whole tiles only, and where one process leaves out a transfer, or several arrays
-of one device each travel together, values arrive in each other's place without an error (JAX 0.10 and 0.12, CPU).
+In: for each array its `ReshardPlan`, its type, and this process's tiles of it. Out: the tiles of `plan.between` on this
+process's target devices. Every process that has a device of either side launches the same program. In it the boxes of the
+plan travel in *rounds*. In a round each device sends at most one box and receives at most one, all of one shape, so a round
+is one `ppermute`, with tables that say where each device cuts its box out and where it puts the box that it got.
 
-What can go wrong: the processes launch their programs in different orders and wait for each other for ever. Nothing here can
-see that; who calls this has to keep one order (`autopar.schedules.launch_order`). A device that sends nothing takes part with
-zeros in place of a tile, which occupy as much memory as a source's tile; equal ones of one exchange are one array.
+`jax.device_put` between processes is no alternative. It carries whole tiles only. And where one process leaves out a
+transfer, or several arrays of one device each travel together, values arrive in each other's place without an error
+(JAX 0.10 and 0.12, CPU).
+
+What can go wrong: the processes launch their programs in different orders and wait for each other forever. Nothing here
+can see that; the caller has to keep one order (`autopar.schedules.launch_order`). A device that sends nothing takes part
+with zeros in place of a tile, which occupy as much memory as a source's tile; equal ones of one exchange are one array.
 """
 
 from __future__ import annotations
@@ -18,15 +20,14 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.runtime.resharding.plan import ReshardPlan, Send
-from autopar.runtime.resharding.tiles import Box, extent, relative_to
+from autopar.runtime.resharding.box import Box, extent, relative_to
+from autopar.runtime.resharding.plan import BoxSend, ReshardPlan
 
 Array = jax.Array
 AXIS = "device"
@@ -38,7 +39,7 @@ class Passage:
 
     plan: ReshardPlan
     frames: Mapping[int, Box]
-    dtype: Any
+    dtype: np.dtype
 
 
 class Exchange:
@@ -47,17 +48,20 @@ class Exchange:
     def __init__(
         self, passages: Sequence[Passage], devices: Mapping[int, jax.Device], *, is_rare: bool = False
     ) -> None:
-        """Prepare the program; it is compiled at the first call. `devices` are those of both sides, by id.
+        """Prepare the program; it is compiled at the first call.
 
-        `self.devices` are the same in the order of the program's mesh, by id: it has to be one order in all processes. One that
-        `is_rare` makes its zeros anew each time, and holds no memory between two calls.
+        Args:
+            passages: What moves.
+            devices: The devices of both sides, by id. The program's mesh has them in the order of their ids, because it has
+                to be one order in all processes.
+            is_rare: Make the zeros anew at each call, so that no memory is held between two calls.
         """
         self._passages, self._is_rare = tuple(passages), is_rare
         self.devices = tuple(devices[number] for number in sorted(devices))
         auto = (jax.sharding.AxisType.Auto,)
         self._sharding = NamedSharding(Mesh(np.array(self.devices), (AXIS,), axis_types=auto), PartitionSpec(AXIS))
         place = {device.id: n for n, device in enumerate(self.devices)}
-        self._journeys = tuple(_journey(passage, place) for passage in self._passages)
+        self._journeys = tuple(_plan_journey(passage, place) for passage in self._passages)
         here = jax.process_index()
         self._local = tuple(device for device in self.devices if device.process_index == here)
         specs = (PartitionSpec(AXIS),) * len(self._journeys)
@@ -65,12 +69,12 @@ class Exchange:
         self._run = jax.jit(traced, out_shardings=(self._sharding,) * len(self._journeys))
 
     def __call__(self, tiles: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
-        """This process's received tiles by device, from its source tiles by device, array by array; does not wait."""
-        zeros = self._zeros() if self._is_rare else self._kept_zeros
-        operands = [self._operand(n, held, zeros) for n, held in enumerate(tiles)]
-        return [self._received(n, result) for n, result in enumerate(self._run(*operands))]
+        """Move the arrays without waiting: from this process's source tiles to its received tiles, by device."""
+        zeros = self._make_zeros() if self._is_rare else self._kept_zeros
+        operands = [self._make_operand(n, held, zeros) for n, held in enumerate(tiles)]
+        return [self._collect(n, result) for n, result in enumerate(self._run(*operands))]
 
-    def _operand(self, number: int, held: Mapping[int, Array], zeros: Mapping[tuple[int, int], Array]) -> Array:
+    def _make_operand(self, number: int, held: Mapping[int, Array], zeros: Mapping[tuple[int, int], Array]) -> Array:
         shape = self._journeys[number].tile
         tiles = [
             held[device.id].reshape(shape) if device.id in held else zeros[number, device.id] for device in self._local
@@ -80,11 +84,11 @@ class Exchange:
 
     @functools.cached_property
     def _kept_zeros(self) -> dict[tuple[int, int], Array]:
-        return self._zeros()
+        return self._make_zeros()
 
-    def _zeros(self) -> dict[tuple[int, int], Array]:
-        """What devices that are no source put in; equal ones are one array."""
-        made: dict[tuple[tuple[int, ...], Any, int], Array] = {}
+    def _make_zeros(self) -> dict[tuple[int, int], Array]:
+        """What devices that are no source put in, by (array, device); equal ones are one array."""
+        made: dict[tuple[tuple[int, ...], np.dtype, int], Array] = {}
         found = {}
         for n, (passage, journey) in enumerate(zip(self._passages, self._journeys, strict=True)):
             for device in self._local:
@@ -95,7 +99,7 @@ class Exchange:
                     found[n, device.id] = made[key]
         return found
 
-    def _received(self, number: int, result: Array) -> dict[int, Array]:
+    def _collect(self, number: int, result: Array) -> dict[int, Array]:
         frames = self._passages[number].frames
         return {
             shard.device.id: shard.data.reshape(extent(frames[shard.device.id]))
@@ -104,13 +108,13 @@ class Exchange:
         }
 
     def _body(self, *tiles: Array) -> tuple[Array, ...]:
-        """Traced: what each device receives, in place of what it holds."""
-        return tuple(journey.traced(tile) for journey, tile in zip(self._journeys, tiles, strict=True))
+        """Traced: turns what each device holds into what it receives."""
+        return tuple(journey.trace(tile) for journey, tile in zip(self._journeys, tiles, strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Round:
-    """One `ppermute`: boxes of one shape. Rows of the tables are devices in the order of the mesh."""
+    """One `ppermute`: boxes of one shape. Rows of the three tables are devices in the order of the mesh."""
 
     shape: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...]
@@ -127,8 +131,8 @@ class _Journey:
     frame: tuple[int, ...]
     rounds: tuple[_Round, ...]
 
-    def traced(self, tile: Array) -> Array:
-        """This device's frame."""
+    def trace(self, tile: Array) -> Array:
+        """Traced: turns this device's tile into its frame."""
         me = jax.lax.axis_index(AXIS)
         frame = jnp.zeros(self.frame, tile.dtype)
         for turn in self.rounds:
@@ -141,13 +145,13 @@ class _Journey:
         return frame
 
 
-def _journey(passage: Passage, place: Mapping[int, int]) -> _Journey:
+def _plan_journey(passage: Passage, place: Mapping[int, int]) -> _Journey:
     plan = passage.plan
     tile_of = dict(zip(plan.source.devices, plan.source.boxes, strict=True))
     tile = extent(plan.source.boxes[0]) or (1,)
     frame = extent(next(iter(passage.frames.values()))) or (1,)
     rounds = []
-    for sends in _in_rounds(plan.sends):
+    for sends in _group_in_rounds(plan.sends):
         cut_at, put_at = (np.zeros((len(place), len(tile)), np.int32) for _ in range(2))
         receives = np.zeros(len(place), bool)
         for send in sends:
@@ -157,13 +161,14 @@ def _journey(passage: Passage, place: Mapping[int, int]) -> _Journey:
             ] or [0]
             receives[place[send.receiver]] = True
         pairs = tuple((place[send.sender], place[send.receiver]) for send in sends)
-        rounds.append(_Round(extent(sends[0].box) or (1,), pairs, cut_at, put_at, receives))
+        shape = extent(sends[0].box) or (1,)
+        rounds.append(_Round(shape=shape, pairs=pairs, cut_at=cut_at, put_at=put_at, receives=receives))
     return _Journey(tile, frame, tuple(rounds))
 
 
-def _in_rounds(sends: Sequence[Send]) -> list[list[Send]]:
-    """The sends in as few groups as come out when each joins the first in which its shape fits and both its ends are free."""
-    rounds: dict[tuple[int, ...], list[list[Send]]] = defaultdict(list)
+def _group_in_rounds(sends: Sequence[BoxSend]) -> list[list[BoxSend]]:
+    """Group the sends: each joins the first group of its shape in which both its ends are free."""
+    rounds: dict[tuple[int, ...], list[list[BoxSend]]] = defaultdict(list)
     for send in sends:
         groups = rounds[extent(send.box)]
         for group in groups:

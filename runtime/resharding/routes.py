@@ -1,27 +1,30 @@
-"""How one array moves to another mesh: which way it takes, what stands for it on the way, and what it is made of at the end.
+"""How one array moves to another mesh: which way it takes, what stands for it on the way, and what it becomes at the end.
 
-In: a `Move`, that is, an array's shape and type and its two shardings. Out: a `Route`, which knows the keys of the values on the
-way (tiles of the source, boxes, tiles of the target), and turns an array into the first and the last into an array. No program is
-launched here but for PRNG keys, which travel as their words. What can go wrong: an array that is not the one that was
-prepared for; the error says both.
+In: a `Move`, that is, an array's shape and type and its two shardings. Out: a `Route`. It knows the keys of the values on the
+way (tiles of the source, boxes, tiles of the target), turns an array into the first of them and the last into an array. No
+program is launched here except for PRNG keys, which travel as their words. What can go wrong: an array that is not the one
+that was prepared for; the error names both.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from autopar.errors import ArgumentError
 from autopar.runtime.processes import absent, is_here, processes_of
-from autopar.runtime.resharding.plan import ReshardPlan, Send, plan_reshard
-from autopar.runtime.resharding.tiles import Box, Links, Tiling, extent
+from autopar.runtime.resharding.box import Box, extent
+from autopar.runtime.resharding.links import Links
+from autopar.runtime.resharding.plan import BoxSend, ReshardPlan
+from autopar.runtime.resharding.planner import plan_reshard
+from autopar.runtime.resharding.tiling import Tiling
 
 Array = jax.Array
 
@@ -31,7 +34,7 @@ class Move:
     """One array's shape and type, the sharding it has and the sharding it is to have."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     source: Sharding
     target: NamedSharding
 
@@ -45,7 +48,7 @@ class Move:
         """Whether the array holds PRNG keys; these travel as their words."""
         return bool(jnp.issubdtype(self.dtype, jax.dtypes.prng_key))
 
-    def words(self) -> Move:
+    def in_words(self) -> Move:
         """The move of the numbers that the array is made of: itself unless it holds PRNG keys."""
         if not self.is_key:
             return self
@@ -79,7 +82,7 @@ class Parcel:
     """One box of one of the arrays, from a device to another."""
 
     move: int
-    send: Send
+    send: BoxSend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +94,8 @@ class Tile:
     device: int
 
 
-# A value on its way: an array by its number, a box, a tile.
 Key = int | Parcel | Tile
+"""A value on its way: an array by its number, a box, a tile."""
 
 
 class Route:
@@ -101,28 +104,28 @@ class Route:
     def __init__(self, number: int, move: Move, links: Links | None) -> None:
         self.number = number
         self.move = move
-        self.words = move.words()
+        self.words = move.in_words()
         self.key_impl = _key_impl(move.dtype) if move.is_key else None
         self.target = self.words.target
         self.plan = self.words.plan(links)
-        self.kind = self._kind()
+        self.kind = self._find_kind()
         self.between = _between_sharding(self.words, self.plan)
         self.parcels = tuple(Parcel(number, send) for send in self.plan.sends) if self.kind == "tiles" else ()
         self.tile_of = dict(zip(self.plan.source.devices, self.plan.source.boxes, strict=True))
         pairs = zip(self.plan.between.devices, self.plan.between.boxes, strict=True)
         self.frames = {device: self._frame(box) for device, box in pairs}
-        self.arrivals = {device: self._arrival(device) for device in self.frames}
+        self.arrivals = {device: self._find_arrival(device) for device in self.frames}
 
-    def _kind(self) -> Literal["empty", "elsewhere", "exchange", "copy", "tiles"]:
-        """What this process does: nothing if all devices are those of others; they work together if there are several."""
+    def _find_kind(self) -> Literal["empty", "elsewhere", "exchange", "copy", "tiles"]:
+        """What this process does. All devices may be those of others; and several processes exchange."""
         if jax.process_index() not in self.move.processes:
             return "elsewhere"
         if 0 in self.words.shape:
             return "empty"
         return "exchange" if len(self.move.processes) > 1 else self.plan.kind
 
-    def opened(self, array: Array) -> Array:
-        """The numbers of an array of this move."""
+    def to_words(self, array: Array) -> Array:
+        """The numbers that an array of this move is made of; ArgumentError if the array is another one."""
         wanted = self.move.source
         if array.shape != self.move.shape or array.dtype != self.move.dtype:
             raise ArgumentError(
@@ -138,8 +141,8 @@ class Route:
             return array
         return jax.random.key_data(array) if is_here(wanted) else self.words.absent()
 
-    def closed(self, words: Array | None) -> Array:
-        """The array of this move that is made of these numbers; an array of size zero is made of none."""
+    def from_words(self, words: Array | None) -> Array:
+        """The array of this move that is made of these numbers; None makes an array of size zero."""
         if not is_here(self.target):
             return absent(self.move.shape, self.move.dtype, self.move.target)
         if words is None:
@@ -148,7 +151,7 @@ class Route:
         return words if self.key_impl is None else jax.random.wrap_key_data(words, impl=self.key_impl)
 
     def tiles(self, array: Array) -> dict[Key, Array]:
-        """What each sender holds, and the boxes among it that are whole tiles."""
+        """What each sender holds, and those boxes that are whole tiles."""
         held = tiles_by_device(array)
         values: dict[Key, Array] = {Tile("source", self.number, device): tile for device, tile in held.items()}
         values.update({parcel: held[parcel.send.sender] for parcel in self.parcels if not self.is_cut(parcel)})
@@ -171,37 +174,37 @@ class Route:
             frame[cut.dim] = (start, start + cut.chunk)
         return tuple(frame)
 
-    def _arrival(self, device: int) -> Key:
-        """What becomes a device's tile: the one box that it receives, or boxes joined."""
+    def _find_arrival(self, device: int) -> Key:
+        """The key of what becomes a device's tile: the one box that it receives, or boxes joined."""
         arriving = [parcel for parcel in self.parcels if parcel.send.receiver == device]
         if len(arriving) == 1 and arriving[0].send.box == self.frames[device]:
             return arriving[0]
         return Tile("target", self.number, device)
 
-    def assembled(self, values: Mapping[Key, Array]) -> Array:
-        """The array under `between` that the received tiles make."""
-        return self.between_array([values[key] for key in self.arrivals.values()])
+    def assemble(self, values: Mapping[Key, Array]) -> Array:
+        """Make the array under `between` from the received tiles."""
+        return self.make_between([values[key] for key in self.arrivals.values()])
 
-    def between_array(self, tiles: Sequence[Array]) -> Array:
-        """The array under `between` of which this process holds these tiles."""
+    def make_between(self, tiles: Sequence[Array]) -> Array:
+        """Make the array under `between` of which this process holds these tiles."""
         shape = list(self.words.shape)
         for cut in self.plan.cuts:
             parts = math.prod(self.plan.target.mesh_shape[axis] for axis in cut.axes)
             shape[cut.dim] = shape[cut.dim] // self._tile_size(cut.dim) * parts * cut.chunk
         return jax.make_array_from_single_device_arrays(tuple(shape), self.between, tiles, dtype=self.words.dtype)
 
-    def gathered(self, shares: Array) -> Array:
-        """Traced: the target's tiles from their shares."""
+    def gather(self, shares: Array) -> Array:
+        """Traced: make the target's tiles from their shares."""
 
-        def gather(array: Array) -> Array:
-            # The leading dimension last: there the parts lie one behind the other and need no copy.
+        def complete(array: Array) -> Array:
+            # The leading dimension comes last: its parts lie one behind the other and need no copy.
             for cut in reversed(self.plan.cuts):
                 names = tuple(self.target.mesh.axis_names[axis] for axis in cut.axes)
                 whole = jax.lax.all_gather(array, names, axis=cut.dim, tiled=True)
                 array = jax.lax.slice_in_dim(whole, 0, self._tile_size(cut.dim), axis=cut.dim)
             return array
 
-        return _per_device(gather, self.target.mesh, specs=(self.between.spec, self.target.spec))(shares)
+        return _per_device(complete, self.target.mesh, specs=(self.between.spec, self.target.spec))(shares)
 
     def _tile_size(self, dim: int) -> int:
         return extent(self.plan.target.boxes[0])[dim]
@@ -213,14 +216,14 @@ def tiles_by_device(array: Array) -> dict[int, Array]:
 
 
 def _per_device(
-    body: Callable[[Array], Array], mesh: Any, *, specs: tuple[PartitionSpec, PartitionSpec]
+    body: Callable[[Array], Array], mesh: Mesh | AbstractMesh, *, specs: tuple[PartitionSpec, PartitionSpec]
 ) -> Callable[[Array], Array]:
     return jax.shard_map(body, mesh=mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
 
 
-def _key_impl(dtype: Any) -> Any:
-    """The generator of a key type, which JAX tells of an array or a traced one."""
-    found: list[Any] = []
+def _key_impl(dtype: np.dtype) -> Hashable:
+    """The generator of a key type; JAX tells it of an array only, so one is traced."""
+    found: list[Hashable] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
     return found[0]
 
@@ -230,7 +233,7 @@ def _between_sharding(move: Move, plan: ReshardPlan) -> NamedSharding:
     target = move.target
     if not plan.cuts:
         return target
-    spec: list[Any] = [*target.spec, *[None] * (len(move.shape) - len(target.spec))]
+    spec: list[str | tuple[str, ...] | None] = [*target.spec, *[None] * (len(move.shape) - len(target.spec))]
     for cut in plan.cuts:
         names = spec[cut.dim] or ()
         names = (names,) if isinstance(names, str) else tuple(names)

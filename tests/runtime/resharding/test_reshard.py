@@ -14,10 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.compat import make_mesh
 from autopar.errors import ArgumentError
-from autopar.runtime.resharding.boxes import cutters, joiners
-from autopar.runtime.resharding.reshard import BatchResharder, Resharder, reshard
+from autopar.runtime.resharding.executables import make_cutters, make_joiners
+from autopar.runtime.resharding.links import Links
+from autopar.runtime.resharding.reshard import Resharder, reshard
 from autopar.runtime.resharding.routes import Move, Route
-from autopar.runtime.resharding.tiles import Links, Tiling
+from autopar.runtime.resharding.tiling import Tiling
+from autopar.runtime.resharding.tuning import Tuning
 
 # (source mesh, first source device) -> (target mesh, first target device)
 PLACES = [
@@ -37,6 +39,9 @@ PLACES = [
 ]
 
 
+WITHOUT_SLACK = Tuning(slack_bytes=0, call_bytes=0, message_bytes=0)
+
+
 def sharding_on(mesh_shape, first_device, spec):
     size = math.prod(mesh_shape)
     devices = np.array(jax.devices()[first_device : first_device + size]).reshape(mesh_shape)
@@ -45,6 +50,12 @@ def sharding_on(mesh_shape, first_device, spec):
 
 def moved_from(sharding, value):
     return jax.device_put(value, sharding)
+
+
+def prepared_for(shape, source, target, *, links=None):
+    """A function that moves one array of float32."""
+    resharder = Resharder([Move(tuple(shape), np.dtype(np.float32), source, target)], links=links)
+    return lambda array: resharder([array])[0]
 
 
 def numbers(shape, dtype=np.float32):
@@ -85,7 +96,7 @@ def moves(draw):
 def links_without_slack(move):
     source, target = Tiling.of_sharding(move.source, move.shape), Tiling.of_sharding(move.target, move.shape)
     nodes = Links.between(source, target).node_of
-    return Links(nodes, slack_bytes=0, call_bytes=0, message_bytes=0)
+    return Links(nodes, WITHOUT_SLACK)
 
 
 @given(moves(), st.booleans())
@@ -95,7 +106,7 @@ def test_a_moved_array_equals_its_source_and_has_the_target_sharding(move, exact
     value = numbers(shape)
     array = moved_from(source, value)
     links = links_without_slack(Move.of(array, target)) if exact else None
-    check(Resharder(shape, np.float32, source, target, links=links)(array), value, target)
+    check(prepared_for(shape, source, target, links=links)(array), value, target)
 
 
 ROUTES = [
@@ -122,7 +133,7 @@ def test_programs_run_only_where_boxes_are_less_than_tiles(target, senders, rece
     """24 numbers on four devices: a box that is all that its sender has, or its receiver is to have, needs no program there."""
     route = Route(0, Move((24,), np.dtype(np.float32), sharding_on((4,), 0, P("x")), target), None)
     assert route.kind == "tiles"
-    assert (len(cutters([route])), len(joiners([route]))) == (senders, receivers)
+    assert (len(make_cutters([route])), len(make_joiners([route]))) == (senders, receivers)
 
 
 def test_nothing_is_sent_of_an_array_of_size_zero():
@@ -134,10 +145,11 @@ def test_nothing_is_sent_of_an_array_of_size_zero():
 @pytest.mark.parametrize(("source", "target", "kind", "gathers"), ROUTES)
 def test_every_kind_of_plan_moves_a_large_array(source, target, kind, gathers):
     value = numbers((1024, 512))
-    prepared = Resharder(value.shape, np.float32, source, target)
-    assert prepared.plan.kind == kind
-    assert bool(prepared.plan.cuts) == gathers
-    check(prepared(moved_from(source, value)), value, target)
+    array = moved_from(source, value)
+    prepared = Resharder([Move.of(array, target)])
+    assert prepared.plans[0].kind == kind
+    assert bool(prepared.plans[0].cuts) == gathers
+    check(prepared([array])[0], value, target)
 
 
 @pytest.mark.parametrize("source", [sharding_on((2,), 0, P("x")), sharding_on((2,), 0, P())], ids=["split", "whole"])
@@ -145,10 +157,11 @@ def test_every_kind_of_plan_moves_a_large_array(source, target, kind, gathers):
 def test_shares_of_a_tile_may_be_of_different_lengths(source, rows):
     """Each of four devices takes a share over the slow link, the last ones less or nothing, and all gather the whole."""
     value, target = numbers((rows, 512)), sharding_on((4,), 4, P())
-    links = Links({device.id: device.id // 4 for device in jax.devices()}, slack_bytes=0, call_bytes=0, message_bytes=0)
-    prepared = Resharder(value.shape, np.float32, source, target, links=links)
-    assert [cut.chunk * 4 > rows for cut in prepared.plan.cuts] == [True]
-    check(prepared(moved_from(source, value)), value, target)
+    links = Links({device.id: device.id // 4 for device in jax.devices()}, WITHOUT_SLACK)
+    array = moved_from(source, value)
+    prepared = Resharder([Move.of(array, target)], links=links)
+    assert [cut.chunk * 4 > rows for cut in prepared.plans[0].cuts] == [True]
+    check(prepared([array])[0], value, target)
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
@@ -217,7 +230,7 @@ def batch_of(count):
 
 def test_a_batch_of_arrays_moves_in_one_call_of_device_put(monkeypatch):
     moves, values = batch_of(10)
-    prepared = BatchResharder(moves)
+    prepared = Resharder(moves)
     assert {plan.kind for plan in prepared.plans} == {"copy", "tiles"}
     puts, put = [], jax.device_put
     monkeypatch.setattr(
@@ -232,7 +245,7 @@ def test_a_batch_of_arrays_moves_in_one_call_of_device_put(monkeypatch):
 def test_source_and_result_share_no_memory():
     moves, values = batch_of(len(BATCH))
     expected = [np.array(value) for value in values]
-    prepared = BatchResharder(moves)
+    prepared = Resharder(moves)
     for value, array in zip(expected, prepared(values), strict=True):
         array.delete()
         assert value.size
@@ -257,7 +270,7 @@ def test_a_transfer_returns_before_its_operand_is_computed(case):
     source_mesh, source_first, source_spec, target_mesh, target_first, target_spec = case
     source = sharding_on(source_mesh, source_first, source_spec)
     target = sharding_on(target_mesh, target_first, target_spec)
-    prepared = Resharder((480, 480), np.float32, source, target)
+    prepared = prepared_for((480, 480), source, target)
 
     def grind(array, rounds):
         return jax.lax.fori_loop(0, rounds, lambda _, x: jnp.tanh(x @ x), array)
@@ -273,7 +286,7 @@ def test_a_transfer_returns_before_its_operand_is_computed(case):
 
 def test_one_resharder_serves_many_threads():
     source, target = sharding_on((4,), 0, P("x")), sharding_on((2,), 4, P(None, "x"))
-    prepared = Resharder((64, 64), np.float32, source, target)
+    prepared = prepared_for((64, 64), source, target)
     arrays = [moved_from(source, numbers((64, 64)) + number) for number in range(40)]
     with ThreadPoolExecutor(4) as threads:
         moved = list(threads.map(prepared, arrays))
@@ -283,7 +296,7 @@ def test_one_resharder_serves_many_threads():
 
 def test_an_array_that_a_transfer_was_not_prepared_for_is_refused():
     source, target = sharding_on((4,), 0, P("x")), sharding_on((2,), 4, P())
-    prepared = Resharder((8, 8), np.float32, source, target)
+    prepared = prepared_for((8, 8), source, target)
     with pytest.raises(ArgumentError, match=r"array 0 to move is int32\(8, 8\).*prepared for.*float32.*\(8, 8\)"):
         prepared(moved_from(source, numbers((8, 8), np.int32)))
     with pytest.raises(ArgumentError, match=r"array 0 to move is float32\(8, 4\).*prepared for.*float32.*\(8, 8\)"):

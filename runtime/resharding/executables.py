@@ -10,13 +10,13 @@ import dataclasses
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from autopar.runtime.resharding.box import Box, extent, intersect, relative_to
 from autopar.runtime.resharding.routes import Key, Parcel, Route, Tile
-from autopar.runtime.resharding.tiles import Box, extent, intersect, relative_to
 
 Array = jax.Array
 
@@ -30,12 +30,12 @@ class Step:
     run: Callable[..., Sequence[Array]]
 
     def apply(self, values: dict[Key, Array]) -> None:
-        """Add the outputs, in place of older values of the same keys."""
+        """Run it, and add the outputs to `values`, in place of older values of the same keys."""
         values.update(zip(self.outputs, self.run(*[values[key] for key in self.inputs]), strict=True))
 
 
-def gatherers(routes: Sequence[Route]) -> list[Step]:
-    """One executable per target mesh that completes the tiles of all arrays there."""
+def make_gatherers(routes: Sequence[Route]) -> list[Step]:
+    """Make one executable per target mesh; it completes the tiles of all arrays there."""
     by_mesh: dict[tuple[int, ...], list[Route]] = defaultdict(list)
     for route in routes:
         by_mesh[route.plan.target.devices].append(route)
@@ -48,11 +48,11 @@ def gatherers(routes: Sequence[Route]) -> list[Step]:
 
 
 def _gather_all(routes: Sequence[Route], *arrays: Array) -> tuple[Array, ...]:
-    return tuple(route.gathered(array) for route, array in zip(routes, arrays, strict=True))
+    return tuple(route.gather(array) for route, array in zip(routes, arrays, strict=True))
 
 
-def cutters(routes: Sequence[Route]) -> list[Step]:
-    """One executable per sender that cuts all boxes out of its tiles."""
+def make_cutters(routes: Sequence[Route]) -> list[Step]:
+    """Make one executable per sender; it cuts all boxes out of the sender's tiles."""
     by_sender: dict[int, dict[Parcel, Box]] = defaultdict(dict)
     for route in routes:
         for parcel in filter(route.is_cut, route.parcels):
@@ -66,14 +66,14 @@ def cutters(routes: Sequence[Route]) -> list[Step]:
 
 
 def _cut(places: Sequence[tuple[int, Box]], *tiles: Array) -> list[Array]:
-    """Boxes of tiles, each given by its tile's number and its place there."""
+    """Cut boxes out of tiles; each is given by the number of its tile and its place there."""
     return [
         jax.lax.slice(tiles[number], [start for start, _ in box], [stop for _, stop in box]) for number, box in places
     ]
 
 
-def joiners(routes: Sequence[Route]) -> list[Step]:
-    """One executable per receiver that joins boxes to tiles."""
+def make_joiners(routes: Sequence[Route]) -> list[Step]:
+    """Make one executable per receiver; it joins boxes to tiles."""
     by_receiver: dict[int, list[tuple[Route, Box]]] = defaultdict(list)
     for route in routes:
         for device, frame in route.frames.items():
@@ -95,11 +95,11 @@ def joiners(routes: Sequence[Route]) -> list[Step]:
 
 @dataclasses.dataclass(frozen=True)
 class _Join:
-    """The boxes that make a tile; what they leave open at its end is filled with zeros."""
+    """The boxes that make a tile. What they leave open at its end is filled with zeros."""
 
     frame: Box
     boxes: tuple[Box, ...]
-    dtype: Any
+    dtype: np.dtype
 
 
 def _join_all(joins: Sequence[_Join], *arrays: Array) -> list[Array]:
@@ -107,13 +107,13 @@ def _join_all(joins: Sequence[_Join], *arrays: Array) -> list[Array]:
     return [_join(join.frame, [(box, next(remaining)) for box in join.boxes], join.dtype) for join in joins]
 
 
-def _join(frame: Box, parts: Sequence[tuple[Box, Array]], dtype: Any) -> Array:
-    """The array of a frame from boxes in it: cut the frame where no box is cut, join both sides, concatenate."""
+def _join(frame: Box, parts: Sequence[tuple[Box, Array]], dtype: np.dtype) -> Array:
+    """Join boxes to the array of a frame: cut the frame where no box is cut, join both sides, concatenate."""
     if not parts:
         return jnp.zeros(extent(frame), dtype)
     if len(parts) == 1 and parts[0][0] == frame:
         return parts[0][1]
-    dim, place = _free_cut(frame, [box for box, _ in parts])
+    dim, place = _find_free_cut(frame, [box for box, _ in parts])
     start, stop = frame[dim]
     sides = []
     for interval in ((start, place), (place, stop)):
@@ -122,7 +122,7 @@ def _join(frame: Box, parts: Sequence[tuple[Box, Array]], dtype: Any) -> Array:
     return jnp.concatenate(sides, axis=dim)
 
 
-def _free_cut(frame: Box, boxes: Sequence[Box]) -> tuple[int, int]:
+def _find_free_cut(frame: Box, boxes: Sequence[Box]) -> tuple[int, int]:
     """A dimension and a place inside the frame at which no box is cut."""
     for dim, (start, stop) in enumerate(frame):
         for place in sorted({edge for box in boxes for edge in box[dim]}):
