@@ -66,7 +66,10 @@ class Driver(Generic[A]):
             transfer=transfer,
             places=self._places,
             part=self._part,
-            turn_of={place: turn for turn, place in enumerate(self._part.turns)},
+            turns=[
+                {position: turn for turn, (at, position) in enumerate(self._part.turns) if at == mesh}
+                for mesh in range(program.num_meshes)
+            ],
             is_watched=watch is not None,
         )
 

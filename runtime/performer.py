@@ -40,7 +40,7 @@ class Performer(Generic[A]):
         transfer: Starts a copy to another mesh.
         places: Where instructions find their arrays.
         part: What this process does of the program.
-        turn_of: The turn of each instruction that is shared with other processes, by (mesh, index).
+        turns: For each mesh, the turn of each instruction that is shared with other processes, by its index.
         is_watched: Other processes take part, and may never do their part of what is waited for.
     """
 
@@ -48,7 +48,7 @@ class Performer(Generic[A]):
     transfer: Transfer[A]
     places: PlaceTable
     part: Part
-    turn_of: Mapping[tuple[int, int], int]
+    turns: Sequence[Mapping[int, int]]
     is_watched: bool
 
     def drive(self, step: StepState[A], mesh: int) -> list[Failure]:
@@ -65,8 +65,8 @@ class Performer(Generic[A]):
         return failures
 
     def _walk(self, step: StepState[A], mesh: int) -> Failure | None:
-        state, places = step.meshes[mesh], self.places.of_instruction[mesh]
-        machine = state.machine
+        state, places, turns = step.meshes[mesh], self.places.of_instruction[mesh], self.turns[mesh]
+        machine, clock = state.machine, time.perf_counter
         try:
             while not machine.finished:
                 if step.over:
@@ -76,24 +76,23 @@ class Performer(Generic[A]):
                 if position is None:
                     state.accept()
                     continue
-                turn = self.turn_of.get((mesh, position))
+                turn = turns.get(position)
                 if turn is not None and not step.wait_for_turn(turn):
                     continue
-                started = time.perf_counter()
+                started = clock()
                 machine.start()
-                self._perform(machine.instructions[position], places[position], step)
+                self._perform(machine.instructions[position], places[position], state, step)
                 machine.finish()
                 if turn is not None:
                     step.pass_turn()
-                state.spans.append((position, started, time.perf_counter()))
+                state.spans.append((position, started, clock()))
         except BaseException as error:  # noqa: BLE001 - every failure of a mesh is raised by `Driver.run`
             if machine.state == "running":
                 machine.fail()
             return Failure(mesh, machine.position, error)
         return None
 
-    def _perform(self, instruction: Instruction, places: Places, step: StepState[A]) -> None:
-        state = step.meshes[instruction.mesh]
+    def _perform(self, instruction: Instruction, places: Places, state: MeshState[A], step: StepState[A]) -> None:
         arrays = state.arrays
         if isinstance(instruction, Run):
             self._call(instruction, places, state, wait=step.wait)
