@@ -36,7 +36,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import autopar  # noqa: E402
-from autopar.intra_op.memory.model import TEMPORARIES_MARGIN  # noqa: E402
+from autopar.intra_op.memory.tuning import TUNING  # noqa: E402
 from autopar.models import registry  # noqa: E402
 
 LEAST_RATIO, MOST_RATIO = 0.9, 1.1
@@ -202,7 +202,7 @@ def account_of(group: str, model_name: str, plan_name: str, mesh: tuple[int, ...
 def required_bytes(plan: autopar.Plan) -> float:
     """The least limit under which a plan may be chosen: inputs are exact, temporaries have a margin."""
     inputs = sum(value.bytes_per_device for value in plan.inputs)
-    return inputs + (plan.peak_bytes - inputs) / TEMPORARIES_MARGIN
+    return inputs + (plan.peak_bytes - inputs) / TUNING.temporaries_margin
 
 
 def shown(accounts: Sequence[Account]) -> Table:

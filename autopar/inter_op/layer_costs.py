@@ -24,7 +24,7 @@ from autopar.inter_op.problem import CostTable
 from autopar.inter_op.submeshes import Submesh
 from autopar.inter_op.timetables import latency_share, seconds_at
 from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.intra_op.memory.model import TEMPORARIES_MARGIN
+from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.intra_op.planner import PlanRequest
 from autopar.microbatches.counts import microbatch_counts
 from autopar.microbatches.loop import TimeLoop
@@ -198,8 +198,8 @@ class LayerCosts:
             _sums([getattr(one, name) for one in figures]) for name in ("forward_s", "backward_s", "once_s")
         )
         residual = _sums([one.residual_bytes for one in figures])
-        passing = _largest([one.passing_bytes for one in figures]) / TEMPORARIES_MARGIN
-        first = residual / TEMPORARIES_MARGIN - (0.0 if case.recompute else residual)
+        passing = _largest([one.passing_bytes for one in figures]) / memory_tuning.TUNING.temporaries_margin
+        first = residual / memory_tuning.TUNING.temporaries_margin - (0.0 if case.recompute else residual)
         meshes = min(layers, self._devices // min(map(math.prod, options)))
         return CostTable(
             seconds=np.where(has_plan, (1.0 + case.recompute) * forward_s + backward_s, np.inf),

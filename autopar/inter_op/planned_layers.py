@@ -27,7 +27,7 @@ from autopar.inter_op.problem import ChosenStage
 from autopar.inter_op.stage_seconds import StagedStage, measured
 from autopar.inter_op.submeshes import machine_shape
 from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.intra_op.memory.model import TEMPORARIES_MARGIN
+from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.intra_op.planner import PlanRequest, logical_meshes
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
@@ -69,7 +69,7 @@ class LayerFigures:
             forward_s=stage.forward_s,
             backward_s=stage.backward_s,
             once_s=stage.once_s,
-            kept_bytes=memory.kept_bytes + memory.accumulator_bytes / TEMPORARIES_MARGIN,
+            kept_bytes=memory.kept_bytes + memory.accumulator_bytes / memory_tuning.TUNING.temporaries_margin,
             passing_bytes=memory.passing_bytes,
             residual_bytes=memory.residual_bytes,
             received_bytes=memory.received_bytes,

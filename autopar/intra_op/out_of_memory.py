@@ -10,7 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.errors import OutOfMemoryError
-from autopar.intra_op.memory.model import TEMPORARIES_MARGIN, Resident
+from autopar.intra_op.memory.model import Resident
+from autopar.intra_op.memory.tuning import TUNING
 from autopar.layouts.mesh import LogicalMesh
 
 
@@ -40,7 +41,8 @@ def out_of_memory(
     lines = [
         f"no plan fits {_size(limit)} per device on {best.mesh.size} devices: on mesh {best.mesh.shape} every plan needs at "
         f"least {_size(best.bound_bytes)} per device; {known}. "
-        f"A limit must leave room for {1 / TEMPORARIES_MARGIN - 1:.0%} more temporaries than predicted, which XLA may need. "
+        f"A limit must leave room for {1 / TUNING.temporaries_margin - 1:.0%} more temporaries than predicted, which XLA may "
+        "need. "
         "The largest tensors that are alive together:",
         *(f"  {_size(t.bytes):>12}  {t.name}  {t.dtype}{list(t.shape)}" for t in best.tensors[:6]),
         "Ways out: more devices; a smaller batch; recompute activations in the backward pass (jax.checkpoint on the layers); "

@@ -4,7 +4,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.intra_op.memory.model import TEMPORARIES_MARGIN
+from autopar.intra_op.memory.tuning import TUNING
 from tests.acceptance.models import dropout_mlp, mlp
 from tests.acceptance.planning import (
     ALL_REDUCE,
@@ -32,7 +32,7 @@ def xla_bytes(program):
 def required_bytes(plan):
     """The least limit under which a plan may be chosen: inputs are exact, temporaries have a margin."""
     inputs = sum(value.bytes_per_device for value in plan.inputs)
-    return inputs + (plan.peak_bytes - inputs) / TEMPORARIES_MARGIN
+    return inputs + (plan.peak_bytes - inputs) / TUNING.temporaries_margin
 
 
 def kernel(number):

@@ -21,7 +21,7 @@ from autopar.errors import ArgumentError
 from autopar.intra_op.choices.kernels import Traffic
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.choices.strategies import ShardingStrategy, strategies_of, undivided_dropped
+from autopar.intra_op.choices.strategies import ShardingStrategy, most_divided, strategies_of
 from autopar.intra_op.xla_cpu import orders_of
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LayoutSpace, Network
@@ -29,9 +29,6 @@ from autopar.program.program import Equation
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.primitive_rule import PrimitiveRule
 from autopar.rules.table import entry_for
-
-_TIE = 1e-3
-"""Of the bytes that an operation inside a kernel gives, the part that counts although it stays in registers."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,7 +111,7 @@ class Catalogue:
             entry, flops = entry_for(eqn), self.rules.flops(eqn)
             strategies = strategies_of(rule, self.mesh, monoids=tuple(sorted(carried)))
             if entry.heavy and not self.options.allow_redundant_compute and not self.options.every_strategy:
-                strategies = undivided_dropped(strategies)
+                strategies = most_divided(strategies)
             if not self.options.every_strategy:
                 strategies = tuple(s for s in strategies if all(la.is_ascending for la in (*s.inputs, *s.outputs)))
             seconds = np.array([self._seconds(eqn, entry, flops, s, traffic=traffic) for s in strategies])
@@ -210,7 +207,7 @@ class Catalogue:
         read = [part * size for part, size in zip(traffic.reads, self._in_bytes(eqn, strategy), strict=True)]
         if entry.picks and read:
             read[0] = min(read[0], float(self._out_bytes(eqn, strategy)))
-        computed = 0.0 if entry.free else _TIE * self._out_bytes(eqn, strategy)
+        computed = 0.0 if entry.free else self.rules.tuning.tie * self._out_bytes(eqn, strategy)
         device = self.cluster.device
         return (sum(made) + sum(read) + computed) / device.sustained_bytes_per_s + traffic.kernels * device.launch_s
 

@@ -31,13 +31,11 @@ import numpy as np
 from autopar.avals import bytes_of
 from autopar.compat import Literal, Var
 from autopar.disjoint_sets import DisjointSets
+from autopar.intra_op.choices.tuning import TUNING, Tuning
 from autopar.program.program import Equation, Program
 from autopar.rules.primitive_rule import Work
 from autopar.rules.reductions import reduced_dimensions
 from autopar.rules.table import entry_for
-
-ROW_BYTES = 128 * 1024
-"""The longest row that a kernel reduces without reading it twice: half of the 256 KiB of registers of a multiprocessor."""
 
 _FUSED = frozenset({Work.POINTWISE, Work.FREE, Work.MOVE, Work.REDUCTION, Work.RANDOM})
 """What a compiler puts into one kernel with other work."""
@@ -52,11 +50,11 @@ class Traffic:
     kernels: int = 0
 
 
-def traffic_of(program: Program) -> Mapping[Equation, Traffic]:
+def traffic_of(program: Program, tuning: Tuning = TUNING) -> Mapping[Equation, Traffic]:
     """The traffic of every equation, nested ones included."""
     found: dict[Equation, Traffic] = {}
     for scope in _scopes(program):
-        found.update(Kernels(scope).traffic())
+        found.update(Kernels(scope, tuning=tuning).traffic())
     return found
 
 
@@ -74,8 +72,10 @@ class Kernels:
     `readers`: for each value in memory the equations that read it.
     """
 
-    def __init__(self, program: Program, stage_of: Mapping[Equation, int] | None = None) -> None:
-        self.program = program
+    def __init__(
+        self, program: Program, stage_of: Mapping[Equation, int] | None = None, *, tuning: Tuning = TUNING
+    ) -> None:
+        self.program, self.tuning = program, tuning
         self.stage_of = stage_of or {}
         self.readers: dict[Var, set[Equation]] = defaultdict(set)
         self.roots: dict[Var, Var] = {}
@@ -126,7 +126,7 @@ class Kernels:
         return self.levels[self.root(var)] + (0 if self._streams(producer) and _fuses(eqn) else 1)
 
     def _streams(self, eqn: Equation) -> bool:
-        return eqn not in self.absorbed and _fuses(eqn) and not _sums(eqn)
+        return eqn not in self.absorbed and _fuses(eqn) and not _sums(eqn, self.tuning.row_bytes)
 
     def _absorb(self, eqn: Equation) -> None:
         """If an equation adds a product, alone wanted for that, to what was there before: let the product do it."""
@@ -302,15 +302,15 @@ def _fuses(eqn: Equation) -> bool:
     return entry_for(eqn).work in _FUSED and eqn.loop is None
 
 
-def _sums(eqn: Equation) -> bool:
-    """Whether it is a reduction of more than a row that fits."""
+def _sums(eqn: Equation, row_bytes: int) -> bool:
+    """Whether it is a reduction of more than a row of so many bytes."""
     if entry_for(eqn).work is not Work.REDUCTION:
         return False
     shape, axes = eqn.invars[0].aval.shape, reduced_dimensions(eqn)
     real = [d for d, size in enumerate(shape) if size > 1]
     gone = [d for d in real if d in axes]
     trailing = gone == real[len(real) - len(gone) :]
-    return not trailing or math.prod(shape[d] for d in gone) * eqn.invars[0].aval.dtype.itemsize > ROW_BYTES
+    return not trailing or math.prod(shape[d] for d in gone) * eqn.invars[0].aval.dtype.itemsize > row_bytes
 
 
 def _adds(eqn: Equation) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from autopar.intra_op.choices.kernels import Traffic, traffic_of
+from autopar.intra_op.choices.tuning import TUNING, Tuning
 from autopar.intra_op.xla_cpu import orders_of
 from autopar.program.fingerprint import operand_key, operation_key
 from autopar.program.program import Equation, Program
@@ -20,7 +21,8 @@ from autopar.rules.table import entry_for, flops_of, rule_for
 class RuleBook:
     """Rules, work and traffic of equations."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: Tuning = TUNING) -> None:
+        self.tuning = tuning
         self._first: dict[Equation, Equation] = {}
         self._alike: dict[Hashable, Equation] = {}
         self._rules: dict[Equation, FactorRule] = {}
@@ -55,7 +57,7 @@ class RuleBook:
     def traffic(self, program: Program) -> Mapping[Equation, Traffic]:
         """`traffic_of` a program."""
         if program not in self._traffic:
-            self._traffic[program] = traffic_of(program)
+            self._traffic[program] = traffic_of(program, self.tuning)
         return self._traffic[program]
 
     def _number(self, eqn: Equation, rule: FactorRule) -> int:

@@ -125,7 +125,7 @@ def _partial(
     return tuple(entries)
 
 
-def undivided_dropped(strategies: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, ...]:
+def most_divided(strategies: Sequence[ShardingStrategy]) -> tuple[ShardingStrategy, ...]:
     """Only the strategies that divide the work the most ways."""
     most = max(strategy.ways for strategy in strategies)
     return tuple(strategy for strategy in strategies if strategy.ways == most)

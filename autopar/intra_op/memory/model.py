@@ -9,7 +9,7 @@ In: a `StrategyGraph` and what becomes of its inputs. Out: the peak of a finishe
 counts everything, moved copies too; rows leave out what depends on pairs of choices, so the planner checks each result.
 
 What can go wrong: XLA needs more than predicted, by what it rewrites and by gaps between buffers. Arguments and results are
-exact; for temporaries a limit must leave room for `1 / TEMPORARIES_MARGIN` of the prediction, which `required` counts.
+exact; for temporaries a limit must leave room for more than the prediction, `Tuning.temporaries_margin`, which `required` counts.
 """
 
 from __future__ import annotations
@@ -28,16 +28,11 @@ from autopar.intra_op.lowering.assignment import Assignment, assign
 from autopar.intra_op.memory.device_operations import Value
 from autopar.intra_op.memory.device_program import DeviceProgram, device_program
 from autopar.intra_op.memory.footprint import Footprint, footprint_of
+from autopar.intra_op.memory.tuning import TUNING, Tuning
 from autopar.intra_op.xla_cpu import Making, making_of
 from autopar.program.program import Equation, Program
 from autopar.rules.table import entry_for
 from autopar.solver.memory_prices import MemoryRow
-
-TEMPORARIES_MARGIN = 0.85
-"""Predicted over actual temporaries at the worst, on the safe side: `benchmarks/memory_error.py` finds 0.91 at the least among
-its plans without a limit, and 0.87 among those under one."""
-ROWS = 48
-"""How many program points a search watches at most; the peak of what it finds is checked over all of them."""
 
 Key = tuple[int, int, bool]
 
@@ -72,8 +67,10 @@ class MemoryModel:
         input_names: Sequence[str],
         aliased_outputs: frozenset[int],
         streams: Streams | None = None,
+        tuning: Tuning = TUNING,
     ) -> None:
         self.graph, self.input_names, self.aliased = graph, tuple(input_names), aliased_outputs
+        self.tuning = tuning
         self.streams = streams or Streams()
         self._bytes: dict[tuple[Key, tuple[int, ...]], np.ndarray] = {}
         self._latest: tuple[Hashable, tuple[int, tuple[Resident, ...]]] | None = None
@@ -93,7 +90,7 @@ class MemoryModel:
         """Bytes per device that a limit must offer for a finished choice, so that XLA's own figure is within it."""
         peak, tensors = self.peak(choice, copy_span=copy_span)
         kept = sum(t.bytes for t in tensors if t.is_kept)
-        return kept + math.ceil((peak - kept) / TEMPORARIES_MARGIN)
+        return kept + math.ceil((peak - kept) / self.tuning.temporaries_margin)
 
     def bound(self) -> int:
         """Bytes per device below which `required` is for no choice: least inputs and results, and the least that one operation
@@ -108,7 +105,7 @@ class MemoryModel:
                 continue
             made = [i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v not in there]
             most = max(most, min(self._together(eqn, made, s) for s in node.choices.strategies))
-        return kept + math.ceil(most / TEMPORARIES_MARGIN)
+        return kept + math.ceil(most / self.tuning.temporaries_margin)
 
     def _together(self, eqn: Equation, operands: Sequence[int], strategy: ShardingStrategy) -> int:
         """Bytes of an operation's result and of some of its operands, each counted once."""
@@ -128,7 +125,7 @@ class MemoryModel:
         footprint = self._footprint(program)
         sizes = [float(self._sizes(v)[0 if v.key is None else choice[v.key[0]]]) for v in program.values]
         totals = _totals(footprint, sizes)
-        stretch = max(1, math.ceil(len(totals) / ROWS))
+        stretch = max(1, math.ceil(len(totals) / self.tuning.watched_points))
         points = [at + int(np.argmax(totals[at : at + stretch])) for at in range(0, len(totals), stretch)]
         kept = [program.values[v] for v in self._kept(program)]
         alive: dict[int, list[int]] = {at: [] for at in points}
@@ -142,9 +139,10 @@ class MemoryModel:
     def _row(self, name: str, kept: Iterable[Value], temporaries: Iterable[Value]) -> MemoryRow:
         fixed = 0.0
         by_node: dict[int, np.ndarray] = {}
-        counted = [*((v, 1.0) for v in kept), *((v, TEMPORARIES_MARGIN) for v in temporaries)]
-        for value, margin in counted:
-            sizes = self._sizes(value) / margin
+        margin = self.tuning.temporaries_margin
+        counted = [*((v, 1.0) for v in kept), *((v, margin) for v in temporaries)]
+        for value, ratio in counted:
+            sizes = self._sizes(value) / ratio
             if value.key is None or np.ptp(sizes) == 0:
                 fixed += float(sizes[0])
             elif value.key[0] in by_node:

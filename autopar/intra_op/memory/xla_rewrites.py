@@ -20,7 +20,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 
 
-def merged(block: Block) -> Block:
+def merge_groups(block: Block) -> Block:
     """The block with operations of one group merged: in depth-first order from the outputs, until one waits for another."""
     if not any(op.group is not None for op in block.operations):
         return block
@@ -41,22 +41,20 @@ def merged(block: Block) -> Block:
             members = open_groups[op.group] = []
             joined.append(members)
         members.append(op)
-    operations = _joined(block.operations, joined)
-    if not _has_order(
-        operations
-    ):  # members of two groups read from each other: only groups that keep an order are joined
+    operations = _join(block.operations, joined)
+    if not _has_order(operations):  # members of two groups read from each other: join only groups that keep an order
         kept: list[list[Operation]] = []
         for members in joined:
-            if _has_order(_joined(block.operations, [*kept, members])):
+            if _has_order(_join(block.operations, [*kept, members])):
                 kept.append(members)
-        operations = _joined(block.operations, kept)
-    return dataclasses.replace(block, operations=_sorted(operations))
+        operations = _join(block.operations, kept)
+    return dataclasses.replace(block, operations=_sort(operations))
 
 
-def _joined(operations: Sequence[Operation], merged: Sequence[Sequence[Operation]]) -> list[Operation]:
-    """The operations with each group of `merged` as one, in the place of its first member."""
+def _join(operations: Sequence[Operation], groups: Sequence[Sequence[Operation]]) -> list[Operation]:
+    """The operations with the members of each group as one, in the place of its first member."""
     replaced: dict[Operation, Operation | None] = {}
-    for members in merged:
+    for members in groups:
         inputs = tuple(dict.fromkeys(v for m in members for v in m.inputs))
         whole = dataclasses.replace(members[0], inputs=inputs, outputs=tuple(v for m in members for v in m.outputs))
         replaced.update(dict.fromkeys(members))
@@ -82,16 +80,16 @@ def _has_order(operations: Sequence[Operation]) -> bool:
     return len(ready) == len(operations)
 
 
-def _sorted(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+def _sort(operations: Sequence[Operation]) -> tuple[Operation, ...]:
     """Every operation after those that it reads from, else in the order given."""
     maker = {v: op for op in operations for v in op.outputs}
     done: dict[Operation, None] = {}
     for start in operations:
-        _visit(start, maker, done)
+        _add_with_sources(start, maker, done)
     return tuple(done)
 
 
-def _visit(start: Operation, maker: Mapping[int, Operation], done: dict[Operation, None]) -> None:
+def _add_with_sources(start: Operation, maker: Mapping[int, Operation], done: dict[Operation, None]) -> None:
     """Add an operation after all that it reads from."""
     stack = [(start, False)]
     while stack:
@@ -108,16 +106,16 @@ def _depth_first(block: Block, maker: Mapping[int, Operation]) -> list[Operation
     done: dict[Operation, None] = {}
     for v in block.outputs:
         if v in maker:
-            _visit(maker[v], maker, done)
+            _add_with_sources(maker[v], maker, done)
     return list(done)
 
 
-def with_scattered_sums(block: Block, values: Sequence[Value]) -> Block:
+def move_sums_into_scatters(block: Block, values: Sequence[Value]) -> Block:
     """The block with sums inside its scatters, which take the places of the sums among the operations."""
     if not any(_is_scatter(op) for op in block.operations):
         return block
     sums = _Sums(block, values)
-    operations = [new for op in block.operations for new in sums.turned(op)]
+    operations = [new for op in block.operations for new in sums.rewrite(op)]
     return dataclasses.replace(block, operations=tuple(op for op in operations if op not in sums.gone))
 
 
@@ -149,23 +147,23 @@ class _Sums:
         """The value that this is only another name of."""
         return self.names.get(value, value)
 
-    def turned(self, op: Operation) -> list[Operation]:
+    def rewrite(self, op: Operation) -> list[Operation]:
         """What runs in the place of an operation."""
         if not op.adds or op.kind is not Kind.CHEAP or len(op.inputs) != 2:
             return [op]
         for one, other in (op.inputs, op.inputs[::-1]):
             scatter = self.maker.get(self.original(one))
             if scatter is not None and _is_scatter(scatter) and self.uses[self.original(one)] == 1:
-                return self._scattered(op, scatter, other)
+                return self._scatter_onto(op, scatter, other)
         return [op]
 
-    def _scattered(self, total: Operation, scatter: Operation, other: int) -> list[Operation]:
+    def _scatter_onto(self, total: Operation, scatter: Operation, other: int) -> list[Operation]:
         """The scatter onto the other summand, and before it the sum of that with what the scatter added to."""
         self.gone.add(scatter)
         (made,), (base, *rest) = scatter.outputs, scatter.inputs
         before: list[Operation] = []
         if self.original(base) not in self.constants:
-            before = self.turned(Operation(Kind.CHEAP, (other, base), (made,), adds=True))
+            before = self.rewrite(Operation(Kind.CHEAP, (other, base), (made,), adds=True))
             other = made
         last = dataclasses.replace(scatter, inputs=(other, *rest), outputs=total.outputs, over=(other,))
         self.maker[total.outputs[0]] = last

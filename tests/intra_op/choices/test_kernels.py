@@ -7,8 +7,9 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.cost_model.hardware import preset
 from autopar.cost_model.memory import ActivationShape, layer_activation_bytes
-from autopar.intra_op.choices.kernels import ROW_BYTES, traffic_of
+from autopar.intra_op.choices.kernels import traffic_of
 from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.choices.tuning import TUNING, Tuning
 from autopar.intra_op.planner import PlanRequest, plan_step
 from autopar.layouts.constraints import Constraints, Rule
 from autopar.layouts.mesh import LogicalMesh
@@ -70,11 +71,18 @@ def test_softmax_of_rows_that_fit_is_one_kernel():
 
 def test_a_row_that_does_not_fit_is_read_again_by_every_kernel_after_its_sums():
     """Maximum, sum and quotient: three kernels, each of which reads the row; the exponential is computed again."""
-    wide = array(4, ROW_BYTES // 4 + 1)
+    wide = array(4, TUNING.row_bytes // 4 + 1)
     size = 4 * wide.size
     found, kernels = moved(lambda x: jax.nn.softmax(x), wide)
     assert kernels == 3
     assert found == pytest.approx(4 * size, rel=1e-3)
+
+
+@pytest.mark.parametrize(("row_bytes", "kernels"), [(4 * WIDTH, 1), (4 * WIDTH - 1, 3)])
+def test_how_long_a_row_fits_is_tuned(row_bytes, kernels):
+    program, _ = program_of(jax.make_jaxpr(jax.nn.softmax)(X))
+    traffic = traffic_of(program, Tuning(row_bytes=row_bytes))
+    assert sum(one.kernels for one in traffic.values()) == kernels
 
 
 def test_sums_over_examples_end_a_kernel_but_their_input_is_read_with_the_rest():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.intra_op.choices.strategies import strategies_of, undivided_dropped
+from autopar.intra_op.choices.strategies import most_divided, strategies_of
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.rules.notation import parse
 from autopar.rules.table import rule_for
@@ -71,7 +71,7 @@ def test_operands_of_one_linear_group_are_partial_together():
 
 def test_undivided_strategies_are_dropped_where_some_divide_the_work():
     mesh = LogicalMesh.of((2, 2))
-    kept = undivided_dropped(strategies_of(DENSE, mesh))
+    kept = most_divided(strategies_of(DENSE, mesh))
     assert {strategy.ways for strategy in kept} == {4}
 
 

@@ -1,7 +1,7 @@
 """Predicted peak memory against XLA's own account, limits that hold in it, and programs that can be reckoned by hand.
 
 XLA's account is arguments + outputs - aliased + temporaries of one device. Predictions are within a tenth of it on both JAX
-ends, `benchmarks/memory_error.py` has many more plans; limits leave room for what is missing (`memory.TEMPORARIES_MARGIN`).
+ends, `benchmarks/memory_error.py` has many more plans; limits leave room for what is missing (`Tuning.temporaries_margin`).
 """
 
 import dataclasses
@@ -20,8 +20,10 @@ from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.contraction_orders import of_product
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
-from autopar.intra_op.memory.footprint import LIBRARY_ELEMENTS, footprint_of
-from autopar.intra_op.memory.model import TEMPORARIES_MARGIN, MemoryModel
+from autopar.intra_op.memory.footprint import footprint_of
+from autopar.intra_op.memory.model import MemoryModel
+from autopar.intra_op.memory.tuning import TUNING
+from autopar.intra_op.xla_cpu import LIBRARY_ELEMENTS
 from autopar.layouts.mesh import LogicalMesh
 from autopar.models.registry import build
 from autopar.program.from_jaxpr import program_of
@@ -39,7 +41,7 @@ def real_bytes(compiled):
 def required_bytes(plan):
     """The least limit under which a plan may be chosen: inputs are exact, temporaries have a margin."""
     inputs = sum(value.bytes_per_device for value in plan.inputs)
-    return inputs + (plan.peak_bytes - inputs) / TEMPORARIES_MARGIN
+    return inputs + (plan.peak_bytes - inputs) / TUNING.temporaries_margin
 
 
 def shapes_of(model):

@@ -12,7 +12,7 @@ from autopar.intra_op.contraction_orders import of_product
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 from autopar.intra_op.memory.device_program import device_program
 from autopar.intra_op.memory.footprint import footprint_of
-from autopar.intra_op.memory.xla_rewrites import with_scattered_sums
+from autopar.intra_op.memory.xla_rewrites import move_sums_into_scatters
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
 
@@ -30,7 +30,7 @@ def total(*summands, out=TOTAL):
 
 def turned(operations, *, outputs=(TOTAL,)):
     """(kind, inputs, outputs, over) of what runs."""
-    block = with_scattered_sums(Block(tuple(operations), tuple(outputs)), VALUES)
+    block = move_sums_into_scatters(Block(tuple(operations), tuple(outputs)), VALUES)
     return [(op.kind, op.inputs, op.outputs, op.over) for op in block.operations if op.inputs]
 
 
