@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from autopar.errors import ConstraintError
 
 
-def _axes(what: str, axes: Any) -> tuple[str, ...] | None:
+def _axes(what: str, axes: object) -> tuple[str, ...] | None:
     """Names of mesh axes, given as one or as several; None stands for all. Raises ConstraintError."""
     if axes is None:
         return None
@@ -166,7 +165,7 @@ def _rule(glob: str, layout: LeafLayout) -> Rule:
     return Rule(glob, layout)
 
 
-def _names_axes(entry: Any) -> bool:
+def _names_axes(entry: object) -> bool:
     names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
     return all(isinstance(name, str) for name in names)
 

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import SupportsIndex
 
 import jax
 
@@ -24,11 +24,13 @@ AXIS_NAMES = ("x", "y", "z", "u", "v", "w")
 Axes = tuple[int, ...]
 
 
-def whole_number(value: Any) -> int | None:
+def whole_number(value: object) -> int | None:
     """A whole number of any type, NumPy's too, as Python's own; None for truths and for all else."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        return None
     try:
-        return None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
+        return operator.index(value)
+    except TypeError:  # an array has an index only if it holds one whole number
         return None
 
 
@@ -42,7 +44,7 @@ class LogicalMesh:
     @classmethod
     def of(cls, shape: Sequence[int] | Mapping[str, int]) -> LogicalMesh:
         """A mesh from sizes, named x, y, z, ..., or from a mapping of names to sizes."""
-        names: tuple[Any, ...] = tuple(shape) if isinstance(shape, Mapping) else AXIS_NAMES[: len(shape)]
+        names: tuple[object, ...] = tuple(shape) if isinstance(shape, Mapping) else AXIS_NAMES[: len(shape)]
         sizes = tuple(shape.values()) if isinstance(shape, Mapping) else tuple(shape)
         if not sizes or len(sizes) > len(AXIS_NAMES):
             raise ArgumentError(f"mesh_shape={shape!r}: a mesh has 1 to {len(AXIS_NAMES)} axes, this has {len(sizes)}")
@@ -57,7 +59,7 @@ class LogicalMesh:
                 raise ArgumentError(
                     f"mesh_shape={shape!r}: every axis needs a positive whole size, {size!r} is not one"
                 )
-        return cls(whole, names)
+        return cls(whole, tuple(map(str, names)))
 
     @property
     def size(self) -> int:
@@ -68,9 +70,10 @@ class LogicalMesh:
         """Into how many parts `axes` together split."""
         return math.prod(self.shape[axis] for axis in axes)
 
-    def index(self, axis: int) -> Any:
+    def index(self, axis: int) -> jax.Array:
         """This device's place along an axis; only inside a per-device program."""
-        return jax.lax.axis_index(self.axis_names[axis])
+        index: jax.Array = jax.lax.axis_index(self.axis_names[axis])
+        return index
 
     def names(self, axes: Sequence[int]) -> tuple[str, ...]:
         """The names of `axes`."""

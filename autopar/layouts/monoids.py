@@ -6,28 +6,33 @@ truth values are combined as bytes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 MONOIDS = ("sum", "max", "min", "or", "and")
 COMBINE = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum, "or": jnp.logical_or, "and": jnp.logical_and}
 """How two partial results are combined, by monoid."""
 
 
-def all_reduce(array: Any, names: tuple[str, ...], monoid: str) -> Any:
+def all_reduce(array: jax.Array, names: tuple[str, ...], monoid: str) -> jax.Array:
     """The partial results of all devices along the named mesh axes, combined on each of them."""
-    if monoid == "sum":
-        return jax.lax.psum(array, names)
     if monoid in ("or", "and"):
         kind = "max" if monoid == "or" else "min"
         return all_reduce(array.astype(jnp.uint8), names, kind).astype(jnp.bool_)
-    return jax.lax.pmax(array, names) if monoid == "max" else jax.lax.pmin(array, names)
+    result: jax.Array
+    match monoid:
+        case "sum":
+            result = jax.lax.psum(array, names)
+        case "max":
+            result = jax.lax.pmax(array, names)
+        case _:
+            result = jax.lax.pmin(array, names)
+    return result
 
 
-def neutral_element(monoid: str, dtype: Any) -> jax.Array:
+def neutral_element(monoid: str, dtype: DTypeLike) -> jax.Array:
     """The value that changes nothing when combined: of truths the greatest is "or", the least "and"."""
     if monoid in ("or", "and") or dtype == jnp.bool_:
         return jnp.asarray(monoid in ("and", "min"), dtype)

@@ -6,8 +6,6 @@ truth values, for which XLA has no collective; they are added as bytes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -17,28 +15,32 @@ from autopar.layouts.monoids import all_reduce, neutral_element
 from autopar.layouts.moves import Move, permutation
 
 
-def perform_move(move: Move, array: Any, mesh: LogicalMesh) -> Any:
+def perform_move(move: Move, array: jax.Array, mesh: LogicalMesh) -> jax.Array:
     """One move on this device's shard."""
     if array.dtype == jnp.bool_ and move.monoid == "sum":  # one term at most is true, and XLA adds numbers only
         return perform_move(move, array.astype(jnp.uint8), mesh).astype(jnp.bool_)
     names = mesh.names(move.axes)
+    result: jax.Array
     match move.kind:
         case "all-reduce":
-            return all_reduce(array, names, move.monoid)
+            result = all_reduce(array, names, move.monoid)
         case "reduce-scatter":
-            return jax.lax.psum_scatter(array, names[0], scatter_dimension=move.to_dim, tiled=True)
+            result = jax.lax.psum_scatter(array, names[0], scatter_dimension=move.to_dim, tiled=True)
         case "all-gather":
-            return jax.lax.all_gather(array, names, axis=move.from_dim, tiled=True)
+            result = jax.lax.all_gather(array, names, axis=move.from_dim, tiled=True)
         case "all-to-all":
-            return jax.lax.all_to_all(array, names[0], split_axis=move.to_dim, concat_axis=move.from_dim, tiled=True)
+            result = jax.lax.all_to_all(array, names[0], move.to_dim, move.from_dim, tiled=True)
         case "collective-permute":
-            return jax.lax.ppermute(array, mesh.axis_names, permutation(move.source, move.target, mesh))
+            result = jax.lax.ppermute(array, mesh.axis_names, permutation(move.source, move.target, mesh))
         case "slice":
             size = array.shape[move.to_dim] // mesh.shape[move.axes[0]]
-            start = mesh.index(move.axes[0]) * size
-            return jax.lax.dynamic_slice_in_dim(array, start, size, axis=move.to_dim)
-    neutral = neutral_element(move.monoid, array.dtype)
-    return jnp.where(mesh.index(move.axes[0]) == 0, array, neutral)
+            result = jax.lax.dynamic_slice_in_dim(array, mesh.index(move.axes[0]) * size, size, axis=move.to_dim)
+        case "mask":
+            neutral = neutral_element(move.monoid, array.dtype)
+            result = jnp.where(mesh.index(move.axes[0]) == 0, array, neutral)
+        case _:
+            raise AssertionError(f"no move is called {move.kind}")
+    return result
 
 
 def after_value(late: jax.Array, array: jax.Array) -> jax.Array:

@@ -67,7 +67,7 @@ class LocalCall:
         """Whether any factor of the dimension is sharded."""
         return any(self.ways(factor) > 1 for factor in dim)
 
-    def bind(self, *operands: jax.Array, **changed: Any) -> Sequence[jax.Array]:
+    def bind(self, *operands: jax.Array, **changed: object) -> Sequence[jax.Array]:
         """The equation's primitive on local operands with some parameters changed."""
         primitive = self.eqn.primitive
         results = primitive.bind(*operands, **{**self.params, **changed})

@@ -27,6 +27,7 @@ from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Va
 from autopar.intra_op.xla_cpu import Making
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS, Move
+from autopar.program.fingerprint import operation_key
 from autopar.program.program import Atom, Equation, Program, fan_out_p
 from autopar.rules.table import entry_for
 
@@ -473,15 +474,4 @@ def _same_work(eqn: Equation, operands: Sequence[int], results: Sequence[Layout 
     read = tuple(
         (str(v.aval), str(v.val)) if isinstance(v, Literal) else n for v, n in zip(eqn.invars, operands, strict=True)
     )
-    params = tuple((name, _comparable(value)) for name, value in eqn.params.items())
-    return eqn.primitive, read, tuple(results), params
-
-
-def _comparable(value: Any) -> Hashable:
-    """A parameter of an equation, or what it prints where it cannot be a key."""
-    key: Hashable = value
-    try:
-        hash(key)
-    except TypeError:
-        return str(value)
-    return key
+    return operation_key(eqn), read, tuple(results)
