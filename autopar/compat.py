@@ -1,14 +1,14 @@
 """The differences between the JAX versions autopar runs on, and the only use of JAX's private modules.
 
-Versions 0.10 to 0.12. Everything here is a thin name for something that moved, was renamed or changed shape; when a
-version is dropped, its half goes. Source of each difference: measured on 0.10.2 and 0.12.0.
+Versions 0.10 to 0.12. Everything here is a thin name for something that moved, was renamed or changed shape. When a version is
+dropped, its half goes. Each difference was observed on 0.10.2 and 0.12.0.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import jax
 import numpy as np
@@ -20,43 +20,48 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
 
+SourceInfo = private_source_info.SourceInfo
+Params = dict[str, Any]
+"""Parameters of an equation by name: whatever its primitive defines."""
+T = TypeVar("T")
+
 if TYPE_CHECKING:
 
     class Var:
         """JAX's variable; its `aval` is an array's shape and type here, which JAX's own annotation leaves open."""
 
-        aval: Any
+        aval: jax.core.ShapedArray
 
-        def __init__(self, aval: Any) -> None:
+        def __init__(self, aval: jax.core.AbstractValue) -> None:
             """A fresh variable."""
 
     class Literal:
         """JAX's literal."""
 
-        aval: Any
-        val: Any
+        aval: jax.core.ShapedArray
+        val: object
 
     class JaxprEqn(Protocol):
         """What autopar reads of a JaxprEqn; `program.Equation` has it too."""
 
         @property
-        def primitive(self) -> Any:
+        def primitive(self) -> jex_core.Primitive:
             """The operation."""
 
         @property
-        def params(self) -> dict[str, Any]:
+        def params(self) -> Params:
             """Its parameters."""
 
         @property
-        def invars(self) -> Sequence[Any]:
+        def invars(self) -> Sequence[Var | Literal]:
             """Its operands."""
 
         @property
-        def outvars(self) -> Sequence[Any]:
+        def outvars(self) -> Sequence[Var]:
             """Its results."""
 
         @property
-        def source_info(self) -> Any:
+        def source_info(self) -> SourceInfo:
             """Where it comes from."""
 
 else:
@@ -65,17 +70,17 @@ else:
     Var = jex_core.Var
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: object) -> jex_core.Jaxpr:
     """The jaxpr without its constants, which 0.12 stores on the same class and 0.10 on another."""
-    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    return cast(jex_core.Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
 
 
-def constants_of(jaxpr: Any) -> Sequence[Any]:
+def constants_of(jaxpr: object) -> Sequence[jax.typing.ArrayLike]:
     """The constants of a closed jaxpr, none for an open one."""
     return tuple(getattr(jaxpr, "consts", ()) or ())
 
 
-def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+def scan_counts(params: Params) -> tuple[int, int]:
     """(constants, carries) of a scan equation; 0.12 keeps them in a flat tree, 0.10 as numbers."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -83,40 +88,35 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def is_drop(var: Any) -> bool:
-    """Whether an equation's output is thrown away."""
-    return isinstance(var, jex_core.DropVar) if hasattr(jex_core, "DropVar") else type(var).__name__ == "DropVar"
-
-
-def source_line(eqn: Any) -> str:
+def source_line(eqn: JaxprEqn) -> str:
     """`file:line (function)` of the user's line that an equation comes from."""
     return str(source_info_util.summarize(eqn.source_info))
 
 
-def unknown_source() -> Any:
-    """Where an operation comes from that no line of the user's asked for."""
+def unknown_source() -> SourceInfo:
+    """The source of an operation that no line of the user's asked for."""
     return private_source_info.new_source_info()
 
 
-def attributed_to(eqn: Any, *, mark: str = "") -> Any:
-    """A context in which traced operations carry an equation's source line and scopes, and inside these a mark."""
+def attributed_to(eqn: JaxprEqn, *, mark: str = "") -> contextlib.AbstractContextManager[None]:
+    """A context in which traced operations carry an equation's source line and scopes, and a mark as the innermost scope."""
     info = eqn.source_info
     scopes = info.name_stack.extend(mark) if mark else info.name_stack
     return private_source_info.user_context(info.traceback, name_stack=scopes)
 
 
-def name_stack(eqn: Any) -> str:
+def name_stack(eqn: JaxprEqn) -> str:
     """The named scopes around an equation, such as `transpose(jvp(block_0))`."""
     return str(eqn.source_info.name_stack)
 
 
-def eliminate_dead_code(jaxpr: Any) -> Any:
-    """The jaxpr without what no output needs, such as stacks of a scan that nobody reads; inputs are kept."""
+def eliminate_dead_code(jaxpr: jex_core.Jaxpr) -> jex_core.Jaxpr:
+    """The jaxpr without operations that no output needs, such as stacks of a scan that nobody reads; inputs are kept."""
     result, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return result
 
 
-def make_mesh(devices: Any, axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
+def make_mesh(devices: np.ndarray, axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
     """A mesh whose axes are Auto: the default is Explicit in 0.12 and Auto in 0.10."""
     auto = jax.sharding.AxisType.Auto
     return jax.sharding.Mesh(devices, axis_names, axis_types=(auto,) * len(axis_names))
@@ -125,14 +125,14 @@ def make_mesh(devices: Any, axis_names: tuple[str, ...]) -> jax.sharding.Mesh:
 _DISABLE_JIT = "jax_disable_jit"  # which JAX's annotations leave out
 
 
-def _no_abstract_mesh() -> contextlib.AbstractContextManager[Any]:
-    """What can be had inside a function that JAX traces, where `jax.set_mesh` refuses to be called."""
+def _no_abstract_mesh() -> contextlib.AbstractContextManager[object]:
+    """A context without a mesh inside a function that JAX traces, where `jax.set_mesh` refuses to be called."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """A context without the caller's mesh and `jax.disable_jit`, for what a step is traced, planned and run in.
+    """A context without the caller's mesh and `jax.disable_jit`, in which steps are traced, planned and run.
 
     Under a mesh that `jax.set_mesh` made current, whose axes are Explicit by default, a step is traced with types that name its
     axes, and programs for other meshes fail or end the process. Without compilation there is no program for all devices.
@@ -147,7 +147,7 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def checked_for_nans(name: str) -> Iterator[None]:
-    """What `jax.debug_nans` and `jax.debug_infs` find in a program as the FloatingPointError that `jax.jit` makes of it."""
+    """A context that turns what `jax.debug_nans` and `jax.debug_infs` find into a FloatingPointError, as `jax.jit` does."""
     try:
         yield
     except InternalFloatingPointError as error:
@@ -159,39 +159,40 @@ def checked_for_nans(name: str) -> Iterator[None]:
 
 
 def is_inside_trace() -> bool:
-    """Whether this is called inside a function of which JAX makes a program (jit, scan, ...), be its arrays closed over or not.
+    """Whether the caller is inside a function that JAX turns into a program (jit, scan, ...).
 
-    `grad` and `vmap` compute at once what depends on none of their own arguments; the second question tells them apart.
+    `grad` and `vmap` trace too, and compute at once what depends on none of their own arguments; an operation on constants tells
+    them apart, as it has a value there.
     """
     if private_core.trace_state_clean():
         return False
     return isinstance(jax.lax.add(np.int32(0), np.int32(0)), jax.core.Tracer)
 
 
-def without_explicit_axes(value: Any) -> Any:
-    """A value that may be cut: an array on a mesh with Explicit axes as the same one on a mesh of Auto axes, uncopied."""
+def without_explicit_axes(value: T) -> T:
+    """The value in a form that may be sliced: an array on a mesh with Explicit axes moves to Auto axes without a copy."""
     given = getattr(value, "sharding", None)
     explicit = jax.sharding.AxisType.Explicit
     if not isinstance(given, jax.sharding.NamedSharding) or explicit not in given.mesh.axis_types:
         return value
     mesh = make_mesh(given.mesh.devices, given.mesh.axis_names)
-    return jax.device_put(value, jax.sharding.NamedSharding(mesh, given.spec, memory_kind=given.memory_kind))
+    return cast(T, jax.device_put(value, jax.sharding.NamedSharding(mesh, given.spec, memory_kind=given.memory_kind)))
 
 
-def as_it_is_now(value: Any) -> Any:
-    """A value for `jax.device_put`: of a NumPy array a copy, in the type that JAX has for it now, so that it may be filled again.
+def as_it_is_now(value: T) -> T:
+    """A value for `jax.device_put`: a copy if it is a NumPy array, with JAX's present dtype for it, so that it may be refilled.
 
-    `device_put` (0.10-0.12) may share the array's memory, also while a program reads it. And it finds what it converted, such as
-    integers of 64 bits, by the array's identity for as long as that is in use somewhere: filled again in place, the array would
-    be taken for what it was; given under another `jax.enable_x64`, it would end the process.
+    `device_put` (0.10-0.12) may share the array's memory, even while a program reads it. It also caches what it converted, such as
+    integers of 64 bits, under the array's identity for as long as that is in use. An array that is refilled in place would be
+    taken for what it was, and one that is given under another `jax.enable_x64` would end the process.
     """
     if not isinstance(value, np.ndarray):
         return value
-    dtype: Any = jax.dtypes.canonicalize_dtype(value.dtype)
-    return value.astype(dtype)
+    dtype: np.dtype = np.dtype(jax.dtypes.canonicalize_dtype(value.dtype))
+    return cast(T, value.astype(dtype))
 
 
-def is_threefry_key(dtype: Any) -> bool:
+def is_threefry_key(dtype: object) -> bool:
     """Whether a random key's type is threefry's, which shows in nothing but its text, `key<fry>`."""
     return "fry" in str(dtype)
 
