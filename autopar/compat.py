@@ -182,9 +182,9 @@ def without_explicit_axes(value: T) -> T:
 def as_it_is_now(value: T) -> T:
     """A value for `jax.device_put`: a copy if it is a NumPy array, with JAX's present dtype for it, so that it may be refilled.
 
-    `device_put` (0.10-0.12) may share the array's memory, even while a program reads it. It also caches what it converted, such as
-    integers of 64 bits, under the array's identity for as long as that is in use. An array that is refilled in place would be
-    taken for what it was, and one that is given under another `jax.enable_x64` would end the process.
+    `device_put` (0.10-0.12) may share the array's memory, even while a program reads it. It also caches what it converted, such
+    as integers of 64 bits, under the array's identity for as long as that is in use. An array that is refilled in place would
+    be taken for what it was, and one that is given under another `jax.enable_x64` would end the process.
     """
     if not isinstance(value, np.ndarray):
         return value

@@ -20,7 +20,7 @@ from autopar.errors import PlanError
 from autopar.execution.devices import device_mesh
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan, ValuePlan
-from autopar.program.call import BoundArguments, CallSignature, bind_arguments, leaf_paths, output_paths, without_static
+from autopar.program.call import BoundArguments, CallSignature, bind_arguments, fix_static, leaf_paths, output_paths
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,7 +59,7 @@ class ShardedJit:
         return self._jitted[key], leaves
 
     def _jit(self, bound: BoundArguments, tree: Any, types: Sequence[Any]) -> _Jitted:
-        call = without_static(self._signature.fun, bound)
+        call = fix_static(self._signature.fun, bound)
 
         def flat(*leaves: Any) -> Any:
             dynamic, kwargs = jax.tree.unflatten(tree, leaves)

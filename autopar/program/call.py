@@ -1,14 +1,14 @@
 """The arguments of one call of a step: which are static, which the batch, and the path of each leaf.
 
 In: a `CallSignature`, what the user said of the step's arguments, and the arguments of a call. Out: `BoundArguments`. What can go
-wrong: numbers of arguments that the step lacks, and static values that cannot be hashed; each error names the argument.
+wrong: the step lacks an argument that the user numbers, or a static value cannot be hashed; each error names the argument.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -23,7 +23,7 @@ PyTree: TypeAlias = object
 class CallSignature:
     """How a step's arguments are read: which are batch, static, donated."""
 
-    fun: Callable[..., Any]
+    fun: Callable[..., PyTree]
     batch_argnums: tuple[int, ...]
     static_argnums: tuple[int, ...]
     donate_argnums: tuple[int, ...] | Literal["auto"]
@@ -38,9 +38,9 @@ class CallSignature:
 class BoundArguments:
     """Arguments of one call: static values by position, and the tree of the others as (positional, keyword)."""
 
-    static: tuple[tuple[int, Any], ...]
-    dynamic: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    static: tuple[tuple[int, Hashable], ...]
+    dynamic: tuple[PyTree, ...]
+    kwargs: Mapping[str, PyTree]
     numbers: tuple[int, ...]
     names: tuple[str, ...]
 
@@ -49,9 +49,9 @@ class BoundArguments:
         return jax.tree_util.tree_flatten((self.dynamic, dict(self.kwargs)))
 
 
-def bind_arguments(signature: CallSignature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:
+def bind_arguments(signature: CallSignature, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> BoundArguments:
     """Sort a call's arguments; keywords that name positional parameters take their positions."""
-    args, kwargs, names = _positions(signature.fun, tuple(args), dict(kwargs))
+    args, kwargs, names = _move_to_positions(signature.fun, tuple(args), dict(kwargs))
     _refuse_bad_numbers(signature, max(len(args), len(names)))
     all_names = (*names, *(f"arg{i}" for i in range(len(names), len(args))))
     static = tuple((i, args[i]) for i in signature.static_argnums if i < len(args))
@@ -63,7 +63,7 @@ def bind_arguments(signature: CallSignature, args: Sequence[Any], kwargs: Mappin
 
 
 def _refuse_bad_numbers(signature: CallSignature, count: int) -> None:
-    """Every argument number must be one of the step's; batch_argnums=(1,) is the default and holds where there is one."""
+    """Raise ArgumentError for numbers of arguments that the step lacks, except for the default, batch_argnums=(1,)."""
     donate = () if signature.donate_argnums == "auto" else signature.donate_argnums
     given = {
         "batch_argnums": signature.batch_argnums,
@@ -82,7 +82,7 @@ def _refuse_bad_numbers(signature: CallSignature, count: int) -> None:
         )
 
 
-def _refuse_unhashable(signature: CallSignature, static: Sequence[tuple[int, Any]], names: Sequence[str]) -> None:
+def _refuse_unhashable(signature: CallSignature, static: Sequence[tuple[int, object]], names: Sequence[str]) -> None:
     wrong = []
     for number, value in static:
         try:
@@ -97,9 +97,10 @@ def _refuse_unhashable(signature: CallSignature, static: Sequence[tuple[int, Any
         )
 
 
-def _positions(
-    fun: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any], tuple[str, ...]]:
+def _move_to_positions(
+    fun: Callable[..., PyTree], args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
+) -> tuple[tuple[PyTree, ...], dict[str, PyTree], tuple[str, ...]]:
+    """Arguments with keywords that name positional parameters in their places, and the names of these parameters."""
     try:
         signature = inspect.signature(fun)
     except (TypeError, ValueError):
@@ -112,30 +113,31 @@ def _positions(
     return args, kwargs, tuple(positional)
 
 
-def without_static(fun: Callable[..., Any], bound: BoundArguments) -> Callable[..., Any]:
-    """The function of the arguments that are not static."""
+def fix_static(fun: Callable[..., PyTree], bound: BoundArguments) -> Callable[..., PyTree]:
+    """The function of the arguments that are not static, with the static ones filled in."""
 
-    def call(*dynamic: Any, **kwargs: Any) -> Any:
-        args: dict[int, Any] = dict(bound.static) | dict(zip(bound.numbers, dynamic, strict=True))
+    def call(*dynamic: PyTree, **kwargs: PyTree) -> PyTree:
+        args: dict[int, PyTree] = dict(bound.static) | dict(zip(bound.numbers, dynamic, strict=True))
         return fun(*(args[i] for i in sorted(args)), **kwargs)
 
     return call
 
 
-def join_path(head: str, path: Sequence[Any]) -> str:
-    """`head/key/key` of a leaf whose path in a tree is `path`."""
-    tail = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-    return f"{head}/{tail}" if tail else head
+def leaf_paths_below(head: str, tree: PyTree) -> list[str]:
+    """`head/key/key` of every leaf of a tree, in order."""
+    tails = [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]
+    ]
+    return [f"{head}/{tail}" if tail else head for tail in tails]
 
 
 def leaf_paths(bound: BoundArguments) -> list[str]:
     """`argument/key/key` of every leaf of the arguments, in order."""
-    paths = []
-    for name, value in (*zip(bound.names, bound.dynamic, strict=True), *sorted(bound.kwargs.items())):
-        paths += [join_path(name, path) for path, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
-    return paths
+    named = (*zip(bound.names, bound.dynamic, strict=True), *sorted(bound.kwargs.items()))
+    return [path for name, value in named for path in leaf_paths_below(name, value)]
 
 
-def output_paths(results: Any) -> list[str]:
+def output_paths(results: PyTree) -> list[str]:
     """`output/key/key` of every leaf of the results, in order."""
-    return [join_path("output", path) for path, _ in jax.tree_util.tree_flatten_with_path(results)[0]]
+    return leaf_paths_below("output", results)

@@ -1,8 +1,8 @@
 """What each argument of a step is: state if the step returns its structure, shapes and types; else batch or other.
 
 In: bound arguments and the shapes of the results. Out: the state arguments, the donated ones, the role of every leaf, and for
-each output the state leaf whose place it takes. What can go wrong: a donated argument that the step does not return; the error
-names what keeps the nearest output from being it.
+each output the state leaf whose place it takes. What can go wrong: the step does not return a donated argument; the error says
+how the nearest output differs.
 """
 
 from __future__ import annotations
@@ -10,48 +10,63 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
 from autopar.errors import ArgumentError
-from autopar.program.call import BoundArguments, CallSignature, join_path
+from autopar.program.call import BoundArguments, CallSignature, PyTree, leaf_paths_below
 from autopar.program.program import Program
 from autopar.program.step import Leaf, Role
 
 SMALL = 1 / 16
-"""Leaves of a batch with fewer bytes than this part of the largest, and another leading size, are shared by all examples."""
+"""Leaves of a batch with another leading size than the largest, and less than this part of its bytes, are shared by all examples.
+
+Sizes are all there is to tell a key, a scale or class weights from examples. A larger part would take the labels of wide rows for
+shared, a smaller one the weights of many classes for examples.
+"""
 
 
-def shapes_of(tree: Any) -> list[tuple[tuple[int, ...], str]]:
+def shapes_of(tree: PyTree) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of each leaf."""
     return [(tuple(np.shape(x)), str(dtype_of(x))) for x in jax.tree.leaves(tree)]
 
 
-def dtype_of(leaf: Any) -> Any:
-    """The type that a leaf has in a traced program, where there are no 64-bit types unless they are enabled."""
+def dtype_of(leaf: object) -> object:
+    """The dtype of a leaf in a traced program, which has no 64-bit types unless they are enabled."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
-def _parts(out_shape: Any) -> list[Any]:
+def _parts(out_shape: PyTree) -> list[PyTree]:
     """The whole result, and its elements if it is a tuple or list."""
     return [out_shape, *(out_shape if isinstance(out_shape, (tuple, list)) else ())]
 
 
-def returned_arguments(bound: BoundArguments, out_shape: Any) -> dict[int, Any]:
-    """Arguments (by place among the dynamic ones) that the step returns, with the part of the result that they match."""
+def _is_lone_scalar(value: PyTree) -> bool:
+    """Whether an argument is one number, which is never state.
+
+    A learning rate that goes in and a loss that comes out have the same structure, shape and type. If the rate were state, the
+    loss would take its place.
+    """
+    return [shape for shape, _ in shapes_of(value)] == [()]
+
+
+def _are_alike(one: PyTree, other: PyTree) -> bool:
+    """Whether two trees have the same structure, shapes and dtypes."""
+    return (jax.tree.structure(one), shapes_of(one)) == (jax.tree.structure(other), shapes_of(other))
+
+
+def returned_arguments(bound: BoundArguments, out_shape: PyTree) -> dict[int, PyTree]:
+    """Arguments (by place among the dynamic ones) that the step returns, each with the part of the result that it matches."""
     taken: set[int] = set()
-    found: dict[int, Any] = {}
-    structure: Callable[[Any], Any] = jax.tree.structure
+    found: dict[int, PyTree] = {}
     for place, value in enumerate(bound.dynamic):
-        if not jax.tree.leaves(value):
+        if not jax.tree.leaves(value) or _is_lone_scalar(value):
             continue
         for part in _parts(out_shape):
-            same = structure(part) == structure(value) and shapes_of(part) == shapes_of(value)
-            if same and id(part) not in taken and not (len(shapes_of(value)) == 1 and shapes_of(value)[0][0] == ()):
+            if id(part) not in taken and _are_alike(part, value):
                 found[place] = part
                 taken.add(id(part))
                 break
@@ -59,28 +74,28 @@ def returned_arguments(bound: BoundArguments, out_shape: Any) -> dict[int, Any]:
 
 
 def donated_arguments(
-    signature: CallSignature, bound: BoundArguments, state: Mapping[int, Any], out_shape: Any
+    signature: CallSignature, bound: BoundArguments, state: Mapping[int, PyTree], out_shape: PyTree
 ) -> frozenset[int]:
     """Arguments, by place among the dynamic ones, whose memory the step may reuse.
 
-    Raises ArgumentError for one that the step does not return.
+    Raises ArgumentError if the user asks for one that the step does not return.
     """
     wanted = signature.donate_argnums
     batch = {place for place, number in enumerate(bound.numbers) if number in signature.batch_argnums}
     if wanted == "auto":
         return frozenset(place for place in state if place not in batch)
-    for place, number in enumerate(bound.numbers):
-        if number in wanted and place not in state and jax.tree.leaves(bound.dynamic[place]):
+    for place, (number, name, value) in enumerate(zip(bound.numbers, bound.names, bound.dynamic, strict=True)):
+        if number in wanted and place not in state and jax.tree.leaves(value):
             raise ArgumentError(
-                f"{signature.name} donates argument {number} ({bound.names[place]!r}) but does not return it: no output has "
-                f"its structure, shapes and types. {_nearest(bound.names[place], bound.dynamic[place], out_shape)}Return the "
-                f"new {bound.names[place]}, or leave it out of donate_argnums."
+                f"{signature.name} donates argument {number} ({name!r}) but does not return it: no output has its structure, "
+                f"shapes and types. {_describe_nearest(name, value, out_shape)}Return the new {name}, or leave it out of "
+                "donate_argnums."
             )
     return frozenset(place for place, number in enumerate(bound.numbers) if number in wanted)
 
 
-def _nearest(name: str, value: Any, out_shape: Any) -> str:
-    """What keeps the part of the result that shares most leaves with the argument from being it; "" if none shares any."""
+def _describe_nearest(name: str, value: PyTree, out_shape: PyTree) -> str:
+    """How the part of the result that shares most leaves with the argument differs from it; "" if none shares any."""
     before = _leaf_types(name, value)
     candidates = [after for part in _parts(out_shape) if (after := _leaf_types(name, part)).keys() & before.keys()]
     if not candidates:
@@ -97,10 +112,10 @@ def _nearest(name: str, value: Any, out_shape: Any) -> str:
     return f"The nearest output differs: {listed or 'its containers are of other types'}. "
 
 
-def _leaf_types(name: str, tree: Any) -> dict[str, str]:
+def _leaf_types(name: str, tree: PyTree) -> dict[str, str]:
     """Type of each leaf, as JAX writes it, by path."""
-    paths = [join_path(name, path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    return {path: f"{dtype}{list(shape)}" for path, (shape, dtype) in zip(paths, shapes_of(tree), strict=True)}
+    types = [f"{dtype}{list(shape)}" for shape, dtype in shapes_of(tree)]
+    return dict(zip(leaf_paths_below(name, tree), types, strict=True))
 
 
 def input_leaves(
@@ -108,7 +123,7 @@ def input_leaves(
     bound: BoundArguments,
     paths: Sequence[str],
     program: Program,
-    state: Mapping[int, Any],
+    state: Mapping[int, PyTree],
     donated: frozenset[int],
 ) -> tuple[Leaf, ...]:
     """A leaf for every array that the step takes, in order."""
@@ -129,7 +144,7 @@ def input_leaves(
 
 
 def _numbers_of_examples(leaves: Sequence[Leaf]) -> set[int]:
-    """The leading sizes of a batch that count examples; those of a key, a scale or the weights of classes need little memory."""
+    """The leading sizes of a batch that count examples. That of a key, a scale or class weights does not; see `SMALL`."""
     bytes_of = collections.Counter[int]()
     for leaf in leaves:
         bytes_of[leaf.shape[0]] += math.prod(leaf.shape) * leaf.dtype.itemsize
@@ -138,9 +153,9 @@ def _numbers_of_examples(leaves: Sequence[Leaf]) -> set[int]:
 
 
 def outputs_of_state(
-    bound: BoundArguments, state: Mapping[int, Any], out_leaves: Sequence[Any]
+    bound: BoundArguments, state: Mapping[int, PyTree], out_leaves: Sequence[object]
 ) -> tuple[int | None, ...]:
-    """For each output leaf the number of the input leaf whose place it takes."""
+    """For each output leaf the number of the input leaf whose place it takes, None if it is not state."""
     starts, total = [], 0
     for value in bound.dynamic:
         starts.append(total)

@@ -1,7 +1,6 @@
 """A traced step: its program, its leaves with paths and roles, and which output takes which state leaf's place.
 
-Data alone: `trace.py` makes it, passes rewrite it. `require_state` and `require_examples` refuse steps that
-lack what a wish needs.
+Data alone: `trace.py` makes it, passes rewrite it. `require_state` and its neighbours refuse steps that lack what a wish needs.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class Leaf:
     """One input or output array: its path, role, shape and type.
 
     A leaf that enters as `microbatches` slices has a leading dimension of that size, which the caller's array lacks. If it is
-    `streamed`, slices come and go one by one, and never are all there. Of outputs it is kept whether they are weakly typed, of
-    the batch which leaves all examples share.
+    `streamed`, slices come and go one by one and are never all in memory. `weak_type` is set for outputs alone. `shared`: all
+    examples of the batch share the leaf.
     """
 
     path: str
@@ -56,14 +55,14 @@ class Leaf:
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class TracedStep:
     """See the module's text. `constants` are the values of the program's last inputs, leaves of role const."""
 
     program: Program
-    constants: tuple[Any, ...]
-    in_tree: Any
-    out_tree: Any
+    constants: tuple[jax.typing.ArrayLike, ...]
+    in_tree: jax.tree_util.PyTreeDef
+    out_tree: jax.tree_util.PyTreeDef
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     state_of_output: tuple[int | None, ...]

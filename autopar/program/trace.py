@@ -3,24 +3,26 @@
 In: a Python function and its arguments, arrays or `jax.ShapeDtypeStruct`s. Out: a frozen `TracedStep`: the program, the trees
 of arguments and results, for each input leaf its path (`argument/key/key`), role (state, batch or other) and whether it is
 donated, and which output takes which state leaf's place. An argument is state if the step returns a value of the same
-structure, shapes and types, as train steps do. What can go wrong: leaves that are not arrays, side effects, a donated argument
-that the step does not return; each is an error in the user's own names.
+structure, shapes and types, as train steps do (`roles.py`). What can go wrong: leaves that are not arrays, side effects, a
+donated argument that the step does not return. Each is an error in the user's own names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
 from autopar.errors import ArgumentError
-from autopar.program.call import BoundArguments, CallSignature, leaf_paths, output_paths, without_static
+from autopar.program.call import BoundArguments, CallSignature, fix_static, leaf_paths, output_paths
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of
 from autopar.program.roles import donated_arguments, dtype_of, input_leaves, outputs_of_state, returned_arguments
 from autopar.program.step import Leaf, TracedStep
+
+T = TypeVar("T")
 
 
 def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
@@ -28,8 +30,8 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
     leaves, in_tree = bound.flatten()
     paths = leaf_paths(bound)
     _refuse_non_arrays(signature, paths, leaves)
-    closed, out_shape = jax.make_jaxpr(without_static(signature.fun, bound), return_shape=True)(
-        *_abstract(bound.dynamic), **_abstract(dict(bound.kwargs))
+    closed, out_shape = jax.make_jaxpr(fix_static(signature.fun, bound), return_shape=True)(
+        *_make_abstract(bound.dynamic), **_make_abstract(dict(bound.kwargs))
     )
     program, constants = program_of(closed, pruned=True)
     out_leaves, out_tree = jax.tree_util.tree_flatten(out_shape)
@@ -46,32 +48,40 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
         for p, x in zip(output_paths(out_shape), out_leaves, strict=True)
     )
     return TracedStep(
-        program, constants, in_tree, out_tree, (*inputs, *consts), outputs, state_of_output, fingerprint_of(program)
+        program=program,
+        constants=constants,
+        in_tree=in_tree,
+        out_tree=out_tree,
+        inputs=(*inputs, *consts),
+        outputs=outputs,
+        state_of_output=state_of_output,
+        fingerprint=fingerprint_of(program),
     )
 
 
-def _abstract(tree: Any) -> Any:
-    """Leaves as abstract values, so that tracing touches no device; Python numbers stay weakly typed."""
+def _make_abstract(tree: T) -> T:
+    """The tree with abstract values for leaves, so that tracing touches no device; Python numbers stay, weakly typed."""
 
     def leaf(x: Any) -> Any:
         if isinstance(x, (bool, int, float, complex)):
             return x
         weak = bool(getattr(x, "weak_type", False))
-        # JAX 0.12 warns of types that it makes narrower; what comes from NumPy it takes as narrow without a word.
+        # JAX 0.12 warns of dtypes that it narrows, except for NumPy's own arrays, which it narrows silently.
         dtype = jax.typeof(x).dtype if isinstance(x, (np.ndarray, np.generic)) else x.dtype
         return jax.ShapeDtypeStruct(np.shape(x), dtype, weak_type=weak)
 
-    return jax.tree.map(leaf, tree)
+    made: T = jax.tree.map(leaf, tree)
+    return made
 
 
-def _refuse_non_arrays(signature: CallSignature, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+def _refuse_non_arrays(signature: CallSignature, paths: Sequence[str], leaves: Sequence[object]) -> None:
     wrong = [
         f"{path} is a {type(leaf).__name__} ({str(leaf)[:40]!r})"
         for path, leaf in zip(paths, leaves, strict=True)
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) and not isinstance(leaf, (bool, int, float, complex))
     ]
     for path, leaf in zip(paths, leaves, strict=True):
-        if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not _has_a_type_of_jax(leaf):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not _has_a_dtype_of_jax(leaf):
             wrong.append(f"{path} is a {type(leaf).__name__} with dtype {leaf.dtype}, which JAX does not support")
     if wrong:
         raise ArgumentError(
@@ -80,7 +90,7 @@ def _refuse_non_arrays(signature: CallSignature, paths: Sequence[str], leaves: S
         )
 
 
-def _has_a_type_of_jax(leaf: Any) -> bool:
+def _has_a_dtype_of_jax(leaf: object) -> bool:
     try:
         jax.typeof(leaf) if isinstance(leaf, np.ndarray) else dtype_of(leaf)
     except TypeError:

@@ -142,15 +142,15 @@ class _Tracer:
             for i, v in enumerate(program.invars[len(leaves) :])
         )
         step = TracedStep(
-            program,
-            constants,
-            jax.tree.structure(tuple(avals)),
-            jax.tree.structure(tuple(shapes)),
-            (*leaves, *added),
-            tuple(self._output_leaf(p, s) for p, s in zip(self.outputs, shapes, strict=True)),
-            tuple(sources),
-            fingerprint_of(program),
-            self.microbatches,
+            program=program,
+            constants=constants,
+            in_tree=jax.tree.structure(tuple(avals)),
+            out_tree=jax.tree.structure(tuple(shapes)),
+            inputs=(*leaves, *added),
+            outputs=tuple(self._output_leaf(p, s) for p, s in zip(self.outputs, shapes, strict=True)),
+            state_of_output=tuple(sources),
+            fingerprint=fingerprint_of(program),
+            microbatches=self.microbatches,
         )
         return StageProgram(self.stage, self.cut, step, self.inputs, self.outputs)
 
