@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint format types contracts bench setup clean
+.PHONY: help demo test test-all lint format types contracts docs bench setup clean
 
 help:
 	@echo "make demo       train a small GPT on 8 virtual CPU devices: on one mesh and as a pipeline, both compared with jax.jit"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-all   all tests"
 	@echo "make lint | types | contracts     ruff | mypy --strict | import-linter"
 	@echo "make format     let ruff mend what it can"
+	@echo "make docs       the pages as a site, in build/site; warnings are errors"
 	@echo "make bench      the scripts in benchmarks/, one after the other"
 	@echo "make clean      remove environments, caches and build outputs"
 
@@ -41,6 +42,9 @@ types: $(READY)
 
 contracts: $(READY)
 	$(BIN)/lint-imports --no-logo
+
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 bench: $(READY)
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done

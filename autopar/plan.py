@@ -53,7 +53,7 @@ class CollectivePlan:
     """One collective operation of the step.
 
     Attributes:
-        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all` or `permute`.
+        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all` or `collective-permute`.
         axes: the mesh axes whose devices take part.
         bytes: what one device holds on the larger side: the operand of an all-reduce, all-to-all or permute, the input of a
             reduce-scatter, the output of an all-gather.
