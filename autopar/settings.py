@@ -15,8 +15,8 @@ from typing import Literal
 import jax
 
 from autopar.arguments import Leader
-from autopar.cost_model.hardware import Cluster, preset, preset_for_device_kind
-from autopar.errors import ArgumentError
+from autopar.cost_model.hardware import Cluster, find_preset, preset
+from autopar.errors import ArgumentError, warn
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest, logical_meshes
 from autopar.layouts.constraints import Constraints, Rule
@@ -72,7 +72,10 @@ def choose_cluster(settings: Settings) -> Cluster:
     if isinstance(settings.devices, int):
         return preset("cpu")
     device = list_devices(settings)[0]
-    return preset_for_device_kind(device.platform, device.device_kind)
+    nearest = find_preset(device.platform, device.device_kind)
+    if nearest.guess:
+        warn(nearest.guess)
+    return nearest.cluster
 
 
 def plan_to_follow(settings: Settings) -> Plan | PipelinePlan | None:

@@ -39,9 +39,9 @@ from rich.table import Table
 
 import autopar
 from autopar.commands.calibrate import calibrate_to_file
-from autopar.cost_model.calibrate import without_waiting
+from autopar.cost_model.calibration.clocks import keep_freed_memory, step_clock, undisturbed_s
+from autopar.cost_model.calibration.fit_waiting import remove_waiting
 from autopar.cost_model.hardware import Cluster, load_cluster
-from autopar.cost_model.measurements import keep_freed_memory, step_clock, undisturbed_s
 from autopar.models import registry
 from autopar.plan import Plan
 from autopar.simulate.reprice import collective_s
@@ -154,7 +154,7 @@ def row_of(model: str, variant: Variant, processor_s: Sequence[float], cluster: 
 
 def waiting_s(plan: Plan, cluster: Cluster) -> float:
     """The part of the plan's predicted step in which cores idle because collectives wait for ranks."""
-    waiting, ready = cluster.mesh_costs(plan.mesh_shape), without_waiting(cluster).mesh_costs(plan.mesh_shape)
+    waiting, ready = cluster.mesh_costs(plan.mesh_shape), remove_waiting(cluster).mesh_costs(plan.mesh_shape)
     return sum(
         item.count * (collective_s(item, plan.axis_names, waiting) - collective_s(item, plan.axis_names, ready))
         for item in plan.collectives

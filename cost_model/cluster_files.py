@@ -1,34 +1,34 @@
 """Cluster files: JSON to `Cluster` and back.
 
-In: a path, or the JSON as a dictionary. Out: a `Cluster`. A file is checked against `cluster.schema.json` and then for what a
-schema cannot say: tiers that grow from the inside out, link tables that fit their group. What can go wrong is a
-`ClusterFileError`, which names the file, the place in it, what stands there and what is expected.
+In: a path, or the JSON as a dictionary. Out: a `Cluster`. What can go wrong is a `ClusterFileError`, which names the file, the
+place in it, what stands there and what is expected.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jsonschema
+from autopar.cost_model.cluster_schema import ClusterFileError, check_fields, check_tiers
+from autopar.cost_model.device import Device, MatrixEfficiency, slowest_device
+from autopar.cost_model.machine import Cluster, NodeKind, Overlap
+from autopar.cost_model.tiers import MeasuredCollective, Tier
 
-from autopar.cost_model.machine import Cluster, Device, MatrixEfficiency, NodeKind, Overlap, slowest_device
-from autopar.cost_model.topology import MeasuredCollective, Tier
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FORMAT = "autopar-cluster-1"
-SCHEMA_FILE = Path(__file__).resolve().parent / "cluster.schema.json"
+Fields: TypeAlias = Mapping[str, Any]
+"""JSON that the schema has checked: the names are the parameters of the dataclasses, the values of their types."""
 
-
-class ClusterFileError(ValueError):
-    """A cluster file cannot be used: where, what stands there, what is expected."""
+__all__ = ["ClusterFileError", "cluster_from_json", "cluster_to_json", "load_cluster", "save_cluster"]
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """The cluster in a file. Raises ClusterFileError."""
+    """Read the cluster in a file. Raises ClusterFileError."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -40,25 +40,25 @@ def load_cluster(path: str | Path) -> Cluster:
         fields = json.loads(text)
     except json.JSONDecodeError as error:
         raise ClusterFileError(f"cluster file {path}: line {error.lineno} is not JSON: {error.msg}") from None
-    return cluster_from(fields, origin=str(path))
+    return cluster_from_json(fields, origin=str(path))
 
 
-def cluster_from(fields: Any, *, origin: str) -> Cluster:
+def cluster_from_json(fields: Fields, *, origin: str) -> Cluster:
     """The cluster that a file's JSON states; `origin` names the file in errors. Raises ClusterFileError."""
-    _check_schema(fields, origin)
+    check_fields(fields, origin)
     compiler = fields.get("compiler", {})
     overlap = fields.get("overlap", {})
     kinds = tuple(_node_kind(kind, f"node_kinds.{i}", origin) for i, kind in enumerate(fields.get("node_kinds", ())))
     inner = _slowest_tiers(kinds) if kinds else ()
     tiers = (*inner, *(_tier(tier) for tier in fields["tiers"]))
-    _check_tiers(tiers, "tiers", origin, skipped=len(inner))
+    check_tiers(tiers, "tiers", origin, skipped=len(inner))
     device = slowest_device([kind.device for kind in kinds]) if kinds else _device(fields["device"])
     return Cluster(
-        fields["name"],
-        device,
-        tiers,
-        Overlap(overlap.get("hidden", {}), overlap.get("interference", 0.0)),
-        kinds,
+        name=fields["name"],
+        device=device,
+        tiers=tiers,
+        overlap=Overlap(overlap.get("hidden", {}), overlap.get("interference", 0.0)),
+        node_kinds=kinds,
         joint_reductions=compiler.get("joint_reductions", True),
         all_reduce_latency=compiler.get("all_reduce_latency", 1.0),
         call_s=compiler.get("call_s", 0.0),
@@ -66,10 +66,10 @@ def cluster_from(fields: Any, *, origin: str) -> Cluster:
     )
 
 
-def cluster_to_json(cluster: Cluster, *, about: str, sources: Mapping[str, str]) -> dict[str, Any]:
+def cluster_to_json(cluster: Cluster, *, about: str, sources: Mapping[str, str]) -> dict[str, object]:
     """What a file of this cluster holds; fields at their defaults are left out. Only for clusters with tiers."""
     network = cluster.tiers
-    fields: dict[str, Any] = {"format": FORMAT, "name": cluster.name, "about": about}
+    fields: dict[str, object] = {"format": FORMAT, "name": cluster.name, "about": about}
     if cluster.node_kinds:
         network = cluster.tiers[len(cluster.node_kinds[0].tiers) :]
         fields["node_kinds"] = [_plain(kind) for kind in cluster.node_kinds]
@@ -92,7 +92,7 @@ def save_cluster(path: str | Path, cluster: Cluster, *, about: str, sources: Map
     Path(path).write_text(text + "\n", encoding="utf-8")
 
 
-def _plain(value: Any) -> dict[str, Any]:
+def _plain(value: DataclassInstance) -> dict[str, object]:
     """A frozen dataclass as a dictionary without the fields that have their default value."""
     fields = {}
     for field in dataclasses.fields(value):
@@ -105,8 +105,8 @@ def _plain(value: Any) -> dict[str, Any]:
     return fields
 
 
-def _plain_content(content: Any) -> Any:
-    if dataclasses.is_dataclass(content):
+def _plain_content(content: object) -> object:
+    if dataclasses.is_dataclass(content) and not isinstance(content, type):
         return _plain(content)
     if isinstance(content, Mapping):
         return {key: _plain_content(item) for key, item in content.items()}
@@ -115,27 +115,27 @@ def _plain_content(content: Any) -> Any:
     return content
 
 
-def _device(fields: Mapping[str, Any]) -> Device:
+def _device(fields: Fields) -> Device:
     curves = {name: _curves(fields.get(name, {})) for name in ("matrix_efficiency", "convolution_efficiency")}
     return Device(**{**fields, **curves})
 
 
-def _curves(fields: Mapping[str, Any]) -> dict[str, MatrixEfficiency]:
+def _curves(fields: Fields) -> dict[str, MatrixEfficiency]:
     return {
         dtype: MatrixEfficiency(curve.get("best", 1.0), tuple(curve.get("half", (0.0, 0.0, 0.0))))
         for dtype, curve in fields.items()
     }
 
 
-def _tier(fields: Mapping[str, Any]) -> Tier:
+def _tier(fields: Fields) -> Tier:
     counts = tuple(tuple(row) for row in fields.get("link_counts", ()))
     measured = {kind: MeasuredCollective(**figures) for kind, figures in fields.get("measured", {}).items()}
     return Tier(**{**fields, "link_counts": counts, "measured": measured})
 
 
-def _node_kind(fields: Mapping[str, Any], place: str, origin: str) -> NodeKind:
+def _node_kind(fields: Fields, place: str, origin: str) -> NodeKind:
     tiers = tuple(_tier(tier) for tier in fields["tiers"])
-    _check_tiers(tiers, f"{place}.tiers", origin)
+    check_tiers(tiers, f"{place}.tiers", origin)
     if tiers[-1].devices is None:
         raise ClusterFileError(
             f"{origin}: {place}.tiers.{len(tiers) - 1}.devices is null; the outermost tier of a node says how many devices "
@@ -149,63 +149,3 @@ def _slowest_tiers(kinds: Sequence[NodeKind]) -> tuple[Tier, ...]:
     weakest = min(kinds, key=lambda kind: min(tier.sustained_bytes_per_s for tier in kind.tiers))
     fewest = min(kind.devices_per_node for kind in kinds)
     return (*weakest.tiers[:-1], dataclasses.replace(weakest.tiers[-1], devices=fewest))
-
-
-def _check_tiers(tiers: Sequence[Tier], place: str, origin: str, *, skipped: int = 0) -> None:
-    below = 1
-    for number, tier in enumerate(tiers):
-        here = f"{origin}: {place}.{number - skipped}"
-        if tier.devices is None and number < len(tiers) - 1:
-            raise ClusterFileError(f"{here}.devices is null; only the outermost tier may join any number of devices")
-        if tier.devices is not None and (tier.devices < below or tier.devices % below):
-            raise ClusterFileError(
-                f"{here}.devices is {tier.devices}; a multiple of the {below} devices of the tier below is expected"
-            )
-        side = tier.devices or 0
-        if tier.topology == "hybrid-cube-mesh":
-            if len(tier.link_counts) != side or any(len(row) != side for row in tier.link_counts):
-                raise ClusterFileError(
-                    f"{here}.link_counts: {side} rows of {side} numbers of links are expected, as the group has {side} devices"
-                )
-            if tier.fallback_bytes_per_s <= 0:
-                raise ClusterFileError(
-                    f"{here}.fallback_bytes_per_s is missing; a hybrid cube mesh needs it for devices without a link"
-                )
-        below = tier.devices or below
-
-
-def _check_schema(fields: Any, origin: str) -> None:
-    schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))
-    errors = sorted(jsonschema.Draft202012Validator(schema).iter_errors(fields), key=lambda e: list(map(str, e.path)))
-    if errors:
-        raise ClusterFileError("; ".join(f"{origin}: {_explained(error)}" for error in errors[:5]))
-
-
-def _explained(error: Any) -> str:
-    """One schema violation as place, value, expected."""
-    place = ".".join(map(str, error.absolute_path)) or "the file"
-    shown = json.dumps(error.instance)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    match error.validator:
-        case "required":
-            missing = [name for name in error.validator_value if name not in error.instance]
-            return f"{place} lacks {', '.join(map(repr, missing))}"
-        case "additionalProperties":
-            known = sorted(error.schema.get("properties", ()))
-            unknown = sorted(set(error.instance) - set(known))
-            close = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1)]
-            hint = f"did you mean {', '.join(close)}?" if close else f"it takes {', '.join(known)}"
-            return f"{place} has unknown {', '.join(map(repr, unknown))}; {hint}"
-        case "oneOf":
-            return f"{place} needs either 'device' or, for a mixed cluster, 'node_kinds'"
-        case "enum":
-            return f"{place} is {shown}; one of {', '.join(map(repr, error.validator_value))} is expected"
-        case "const":
-            return f"{place} is {shown}; {error.validator_value!r} is expected"
-        case "type":
-            kinds = error.validator_value
-            return f"{place} is {shown}; {' or '.join([kinds] if isinstance(kinds, str) else kinds)} is expected"
-        case "minimum" | "exclusiveMinimum" | "maximum":
-            words = {"minimum": "at least", "exclusiveMinimum": "more than", "maximum": "at most"}[error.validator]
-            return f"{place} is {shown}; {words} {error.validator_value} is expected"
-    return f"{place} is {shown}: {error.message}"

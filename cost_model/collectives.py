@@ -1,8 +1,8 @@
 """Seconds of a collective over axes of a logical mesh, by the cheapest algorithm for its size.
 
-In: a kind of collective, bytes per rank, the mesh axes taken part in. Out: seconds, and on request the algorithm's name. With the
-tiers of a machine every algorithm of `algorithms` is priced on the levels that these axes cross together, and the cheapest taken.
-Without tiers (`Cluster.uniform`), the links are all there is, each a latency a per collective and b seconds per byte:
+With the tiers of a machine, every algorithm of `algorithms` is priced on the levels that the axes cross together, and the
+cheapest is taken. Without tiers (`Cluster.uniform`), the links are all there is, each a latency a per collective and b seconds
+per byte:
 
     all-reduce       a + 2 b S (n-1)/n          S: operand
     reduce-scatter   a +   b S (n-1)/n          S: operand (the larger side)
@@ -10,7 +10,7 @@ Without tiers (`Cluster.uniform`), the links are all there is, each a latency a 
     all-to-all       a +   b S (n-1)/n          S: operand
     permute          a +   b S                  S: operand
 
-What can go wrong: axes that cannot reduce jointly (`joint_reductions`); each axis is then paid in full.
+What can go wrong: axes that cannot reduce jointly (`joint_reductions`). Each axis is then paid in full.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ import functools
 import itertools
 from collections.abc import Sequence
 
-from autopar.cost_model.algorithms import FOR_COMPARISON, Affine, Kind, algorithms_for
-from autopar.cost_model.topology import Dimension, Tier, levels_of
+from autopar.cost_model.affine import Affine
+from autopar.cost_model.algorithms import FOR_COMPARISON, Kind, algorithms_for
+from autopar.cost_model.tiers import Dimension, Tier
+from autopar.cost_model.topology import levels_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +42,16 @@ class Chosen:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshCosts:
-    """Collective times on a logical mesh of `sizes`, on the tiers of a machine or, without any, one link per axis.
+    """Times of collectives on a logical mesh.
 
-    `all_reduce_latency`: the part of its latency that an all-reduce still pays where the compiler merges all-reduces.
+    Attributes:
+        sizes: The sizes of the mesh axes.
+        links: The link of each axis; used where there are no tiers.
+        joint_reductions: One collective may span several axes at once.
+        all_reduce_latency: The part of its latency that an all-reduce still pays where the compiler merges all-reduces.
+        tiers: The tiers of the machine, from the inside out.
     """
 
     sizes: tuple[int, ...]
@@ -58,11 +65,13 @@ class MeshCosts:
         return levels_of(self.tiers, self.sizes, axes) if self.tiers else ()
 
     def algorithms(self, kind: Kind, axes: Sequence[int]) -> dict[str, Affine]:
-        """Every algorithm for `kind` over `axes`, as seconds of bytes; the links' formula as "links" without tiers."""
+        """Every algorithm for `kind` over `axes`, as seconds of bytes; without tiers the one formula, as "links"."""
         key = (kind, tuple(sorted(axes)))
         if key not in self._known:
-            found = algorithms_for(kind, self.levels(axes)) if self.tiers else {"links": self._of_links(kind, axes)}
-            self._known[key] = {name: self._merged(kind, cost) for name, cost in found.items()}
+            found = (
+                algorithms_for(kind, self.levels(axes)) if self.tiers else {"links": self._price_on_links(kind, axes)}
+            )
+            self._known[key] = {name: self._merge(kind, cost) for name, cost in found.items()}
         return self._known[key]
 
     def best(self, kind: Kind, size_bytes: float, axes: Sequence[int]) -> Chosen:
@@ -104,20 +113,20 @@ class MeshCosts:
             return self.seconds(kind, size_bytes, axes)
         return sum(self.seconds(kind, size_bytes, (axis,)) for axis in axes)
 
-    def _merged(self, kind: Kind, cost: Affine) -> Affine:
+    def _merge(self, kind: Kind, cost: Affine) -> Affine:
         part = self.all_reduce_latency if kind == "all-reduce" else 1.0
         return Affine(part * cost.latency_s, cost.s_per_byte)
 
-    def _of_links(self, kind: Kind, axes: Sequence[int]) -> Affine:
-        """The formulas of the module's text; over several axes hierarchical, in the cheapest order of the axes."""
+    def _price_on_links(self, kind: Kind, axes: Sequence[int]) -> Affine:
+        """The formulas of the module's docstring; several axes are taken one by one, in the cheapest order."""
         latency_s = max(self.links[axis].alpha_s for axis in axes)
         if kind in ("collective-permute", "send", "broadcast", "reduce"):
             return Affine(latency_s, max(self.links[axis].beta_s_per_byte for axis in axes))
         passes = 2.0 if kind == "all-reduce" else 1.0
         orders = itertools.permutations(axes) if len(axes) <= 3 else [tuple(axes)]
-        return Affine(latency_s, passes * min(self._hierarchical(order) for order in orders))
+        return Affine(latency_s, passes * min(self._s_per_byte_in(order) for order in orders))
 
-    def _hierarchical(self, order: Sequence[int]) -> float:
+    def _s_per_byte_in(self, order: Sequence[int]) -> float:
         s_per_byte, part = 0.0, 1.0
         for axis in order:
             n = self.sizes[axis]

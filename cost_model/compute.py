@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 
-from autopar.cost_model.machine import Cluster, Device
+from autopar.cost_model.device import Device
+from autopar.cost_model.machine import Cluster
 
 
 def roofline_s(

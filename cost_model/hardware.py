@@ -1,12 +1,12 @@
-"""Clusters by name: the presets in `clusters/`, and which of them a JAX device is nearest to.
+"""Clusters by name: the presets in `clusters/`, and which of them is nearest to a JAX device.
 
-In: a preset's name or alias, a path, or a device's platform and kind. Out: a `Cluster`. Each preset is a cluster file with
-the source of every figure; it is read when it is asked for. What can go wrong: an unknown name; the error lists the
-nearest ones.
+Each preset is a cluster file with the source of every figure; it is read when it is asked for. What can go wrong: an unknown
+name; the error lists the nearest ones.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import json
@@ -14,7 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from autopar.cost_model.cluster_files import ClusterFileError, load_cluster
-from autopar.cost_model.machine import Cluster, Device, MatrixEfficiency, NodeKind, Overlap
+from autopar.cost_model.device import Device, MatrixEfficiency
+from autopar.cost_model.machine import Cluster, NodeKind, Overlap
 
 __all__ = [
     "PRESETS",
@@ -22,16 +23,17 @@ __all__ = [
     "ClusterFileError",
     "Device",
     "MatrixEfficiency",
+    "NearestPreset",
     "NodeKind",
     "Overlap",
     "find_cluster",
+    "find_preset",
     "load_cluster",
     "preset",
-    "preset_for_device_kind",
 ]
 
 _FOLDER = Path(__file__).resolve().parent / "clusters"
-_KINDS = {
+_KINDS: Mapping[str, str] = {
     "H200": "dgx-h200",
     "H100": "dgx-h100",
     "B200": "b200",
@@ -43,6 +45,9 @@ _KINDS = {
     "TPU v5": "tpu-v5p",
     "TPU v6": "tpu-v6e",
 }
+"""The preset of each kind of device, by a word of `jax.Device.device_kind`; the first word that occurs counts."""
+_UNKNOWN = {"tpu": "tpu-v5e", "gpu": "dgx-a100-80gb"}
+"""The preset of kinds that are not listed."""
 
 
 class _Presets(Mapping[str, Cluster]):
@@ -81,14 +86,34 @@ def find_cluster(name_or_path: str) -> Cluster:
     return preset(name_or_path)
 
 
-def preset_for_device_kind(platform: str, device_kind: str) -> Cluster:
-    """The preset nearest to a JAX device's platform and kind (`jax.Device.platform`, `.device_kind`)."""
+@dataclasses.dataclass(frozen=True)
+class NearestPreset:
+    """The preset taken for a device, and whether the device's kind is one that a preset is made for."""
+
+    cluster: Cluster
+    device_kind: str
+    is_known: bool
+
+    @property
+    def guess(self) -> str | None:
+        """What was guessed and what to do about it, in words for a warning; None for a known kind."""
+        if self.is_known:
+            return None
+        return (
+            f"there is no cluster preset for devices of kind {self.device_kind!r}: they are priced as {self.cluster.name!r}, so "
+            "predicted seconds and the memory limit may be far off. Measure them with `python -m autopar calibrate -o FILE` and "
+            "pass cluster=FILE, or name the nearest preset: cluster='NAME'"
+        )
+
+
+def find_preset(platform: str, device_kind: str) -> NearestPreset:
+    """The preset nearest to a JAX device (`jax.Device.platform`, `.device_kind`)."""
     if platform == "cpu":
-        return PRESETS["cpu"]
+        return NearestPreset(PRESETS["cpu"], device_kind, is_known=True)
     for word, name in _KINDS.items():
         if word in device_kind:
-            return PRESETS[name]
-    return PRESETS["tpu-v5e" if platform == "tpu" else "dgx-a100-80gb"]
+            return NearestPreset(PRESETS[name], device_kind, is_known=True)
+    return NearestPreset(PRESETS[_UNKNOWN.get(platform, _UNKNOWN["gpu"])], device_kind, is_known=False)
 
 
 @functools.cache

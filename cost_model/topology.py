@@ -2,8 +2,8 @@
 
 In: the tiers of a cluster, the sizes of a row-major mesh. Out: for each axis its `Dimension`s from the inside out, each with
 the bandwidth that the axis sees there while all other groups along the same axis communicate too, as they do in an SPMD
-program. The idea: with stride s (the product of the sizes after it) an axis of n ranks has m = n or G // s ranks in a group of
-G devices; the remaining G / m devices of that group belong to other groups of the axis and share its ports.
+program. With stride s (the product of the sizes after it) an axis of n ranks has m = n or G // s ranks in a group of G
+devices. The remaining G / m devices of that group belong to other groups of the axis and share its ports.
 
 Ports, for a group of G devices with p ports of b bytes/s: c = G / m rings leave it, so each has p/c ports, and at most one port
 (or p/G, if there are more ports than devices) for each of its m ranks. When every rank sends at once, each has p b / G.
@@ -15,88 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
-Topology = Literal["switch", "ring", "torus", "hybrid-cube-mesh"]
-
-
-@dataclasses.dataclass(frozen=True)
-class MeasuredCollective:
-    """A collective as measured: what it takes when all n ranks are ready, and what it waits for them in a step.
-
-    ready:   latency_s + latency_s_per_rank n + (s_per_byte + s_per_byte_per_rank n) x bytes sent
-    waiting: waiting_s_per_rank n
-
-    Bytes sent are those of the ring: (n-1)/n S, twice that for an all-reduce, S for a permute. Ranks wait where devices share
-    cores: the last one comes when its thread has had its turn, and cores idle meanwhile.
-    """
-
-    latency_s: float
-    s_per_byte: float
-    latency_s_per_rank: float = 0.0
-    s_per_byte_per_rank: float = 0.0
-    waiting_s_per_rank: float = 0.0
-
-    def before_first_byte_s(self, n: int) -> float:
-        """Seconds of a collective among n ranks that sends nothing: its latency and its waiting."""
-        return self.latency_s + (self.latency_s_per_rank + self.waiting_s_per_rank) * n
-
-
-@dataclasses.dataclass(frozen=True)
-class Tier:
-    """One level of links. `devices`: how many one group of this tier holds; None for any number.
-
-    `bytes_per_s`: of one port, one way, before `efficiency`; a port belongs to a device in the first tier, and to a group of the
-    tier below, which has `ports` of them, in all others. In a torus and a hybrid cube mesh it is that of one link.
-    `torus_dimensions` says how many dimensions a torus has, `wraps_at` the least length whose ends are joined (and its
-    multiples). `link_counts[i][j]` is the number of links between devices i and j of a hybrid cube mesh; pairs without one
-    use `fallback_bytes_per_s`. `measured` replaces the algorithms for groups that lie within this tier.
-    """
-
-    name: str
-    devices: int | None
-    topology: Topology
-    latency_s: float
-    bytes_per_s: float
-    efficiency: float = 1.0
-    ports: int = 1
-    torus_dimensions: int = 1
-    wraps_at: int = 1
-    link_counts: tuple[tuple[int, ...], ...] = ()
-    fallback_bytes_per_s: float = 0.0
-    measured: Mapping[str, MeasuredCollective] = dataclasses.field(default_factory=dict)
-
-    @property
-    def sustained_bytes_per_s(self) -> float:
-        """Bytes/s that large messages reach through one port or link, one way."""
-        return self.bytes_per_s * self.efficiency
-
-
-@dataclasses.dataclass(frozen=True)
-class Dimension:
-    """One level that a group of ranks spans: `size` ranks, or groups of ranks, joined by links of one tier.
-
-    `ring_bytes_per_s`: what one ring through all ranks of the group gets here. `rank_bytes_per_s`: what each rank gets when
-    all of them send across this level at once. `sender_bytes_per_s`: what a rank gets that sends alone. `link_bytes_per_s` and
-    `wraps` describe a ring or a line of a torus: one link one way, and whether its ends are joined.
-    """
-
-    tier: str
-    topology: Topology
-    size: int
-    latency_s: float
-    ring_bytes_per_s: float
-    rank_bytes_per_s: float
-    sender_bytes_per_s: float
-    link_bytes_per_s: float = 0.0
-    wraps: bool = False
-    measured: Mapping[str, MeasuredCollective] = dataclasses.field(default_factory=dict, compare=False)
-
-    @property
-    def switched(self) -> bool:
-        """Whether any two ranks may exchange at full speed."""
-        return self.topology == "switch"
+from autopar.cost_model.tiers import Dimension, Tier
 
 
 def levels_of(tiers: Sequence[Tier], mesh_shape: Sequence[int], axes: Sequence[int]) -> tuple[Dimension, ...]:
@@ -114,10 +35,11 @@ def levels_of(tiers: Sequence[Tier], mesh_shape: Sequence[int], axes: Sequence[i
             left, apart = size // inside[run], stride * inside[run]
             part = left if outermost else _part_inside(left, apart, group)
             if part > 1:
-                levels += _within(tier, part, apart, group=group, below=below, inside=ranks_below)
+                group_of = _Group(devices=group, below=below, ranks_below=ranks_below)
+                levels += _levels_within(tier, part, apart, group_of)
             inside[run] *= part
         below = group
-    return _joined(levels)
+    return _join_switches(levels)
 
 
 def check_size(tiers: Sequence[Tier], mesh_shape: Sequence[int], cluster: str) -> None:
@@ -150,7 +72,7 @@ def _part_inside(size: int, stride: int, group: int) -> int:
     return size if size * stride <= group else math.gcd(size, max(1, group // stride))
 
 
-def _joined(levels: Sequence[Dimension]) -> tuple[Dimension, ...]:
+def _join_switches(levels: Sequence[Dimension]) -> tuple[Dimension, ...]:
     """Neighbouring levels of one switch are one level: any of its ports reaches any other."""
     joined: list[Dimension] = []
     for level in levels:
@@ -161,14 +83,33 @@ def _joined(levels: Sequence[Dimension]) -> tuple[Dimension, ...]:
     return tuple(joined)
 
 
-def _within(tier: Tier, size: int, stride: int, *, group: int, below: int, inside: int) -> list[Dimension]:
-    """The dimensions of `size` members, `stride` devices apart, in one tier's group; `inside` ranks lie in each `below`."""
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """A group of one tier: its devices, those of a group below it, and how many ranks lie in each of these."""
+
+    devices: int
+    below: int
+    ranks_below: int
+
+
+def _levels_within(tier: Tier, size: int, stride: int, group: _Group) -> list[Dimension]:
+    """The levels of `size` members, `stride` devices apart, within one group of a tier."""
     if tier.topology in ("torus", "ring"):
-        return _torus_levels(tier, size, max(1, stride // below), group // below)
+        return _torus_levels(tier, size, stride=max(1, stride // group.below), group=group.devices // group.below)
     if tier.topology == "hybrid-cube-mesh":
         return [_cube_level(tier, size, stride)]
-    ring, each, sender = _port_bandwidths(tier, below, inside)
-    return [Dimension(tier.name, "switch", size, tier.latency_s, ring, each, sender, measured=tier.measured)]
+    ring, each, sender = _port_bandwidths(tier, group.below, group.ranks_below)
+    level = Dimension(
+        tier=tier.name,
+        topology="switch",
+        size=size,
+        latency_s=tier.latency_s,
+        ring_bytes_per_s=ring,
+        rank_bytes_per_s=each,
+        sender_bytes_per_s=sender,
+        measured=tier.measured,
+    )
+    return [level]
 
 
 def _port_bandwidths(tier: Tier, below: int, inside: int) -> tuple[float, float, float]:
@@ -193,7 +134,14 @@ def _cube_level(tier: Tier, size: int, stride: int) -> Dimension:
     rings = min(min(sum(counts[i][j] for j in members) for i in members) for members in groups)
     bandwidth = tier.sustained_bytes_per_s * rings if rings else tier.fallback_bytes_per_s * tier.efficiency
     return Dimension(
-        tier.name, tier.topology, size, tier.latency_s, bandwidth, bandwidth, bandwidth, measured=tier.measured
+        tier=tier.name,
+        topology=tier.topology,
+        size=size,
+        latency_s=tier.latency_s,
+        ring_bytes_per_s=bandwidth,
+        rank_bytes_per_s=bandwidth,
+        sender_bytes_per_s=bandwidth,
+        measured=tier.measured,
     )
 
 
@@ -206,8 +154,8 @@ def torus_shape(devices: int, dimensions: int) -> tuple[int, ...]:
     return min(shapes, key=lambda shape: (max(shape) / min(shape), shape))
 
 
-def _torus_levels(tier: Tier, size: int, stride: int, group: int) -> list[Dimension]:
-    """Rings and lines of a torus; `spacing` interleaved groups share a ring, so each has that part of its links."""
+def _torus_levels(tier: Tier, size: int, *, stride: int, group: int) -> list[Dimension]:
+    """Rings and lines of a torus. `spacing` interleaved groups share a ring, so each has that part of its links."""
     levels: list[Dimension] = []
     inside, below = 1, 1
     for length in reversed(torus_shape(group, 1 if tier.topology == "ring" else tier.torus_dimensions)):
@@ -224,7 +172,15 @@ def _ring_level(tier: Tier, size: int, spacing: int, *, wraps: bool) -> Dimensio
     """A ring, whose two directions both carry, or a line, whose end has one link only."""
     link = tier.sustained_bytes_per_s / spacing
     each = 2 * link if wraps else link
-    latency_s = tier.latency_s * spacing
     return Dimension(
-        tier.name, "torus", size, latency_s, each, each, tier.sustained_bytes_per_s, link, wraps, tier.measured
+        tier=tier.name,
+        topology="torus",
+        size=size,
+        latency_s=tier.latency_s * spacing,
+        ring_bytes_per_s=each,
+        rank_bytes_per_s=each,
+        sender_bytes_per_s=tier.sustained_bytes_per_s,
+        link_bytes_per_s=link,
+        wraps=wraps,
+        measured=tier.measured,
     )

@@ -20,12 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.commands.simulate_plan import print_json, simulate_plan, titled_table
-from autopar.cost_model.overlap import Kind, overlap_ratio
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.simulate.closed_forms.job_prediction import predict
 from autopar.simulate.error_summary import GIGA, ErrorSummary, PricedRow, summarise
+from autopar.simulate.overlap import Kind, overlap_ratio
 from autopar.simulate.planned_parts import PartPlanner, planned_prediction
 from autopar.simulate.rows import Row, RowError, read_table
 

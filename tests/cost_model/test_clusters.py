@@ -4,11 +4,14 @@ import copy
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from autopar.cost_model.cluster_files import ClusterFileError, cluster_from, load_cluster, save_cluster
-from autopar.cost_model.hardware import PRESETS, Cluster, find_cluster, preset, preset_for_device_kind
+from autopar.cost_model.cluster_files import ClusterFileError, cluster_from_json, load_cluster, save_cluster
+from autopar.cost_model.hardware import PRESETS, Cluster, find_cluster, find_preset, preset
+from autopar.errors import AutoparWarning
+from autopar.settings import choose_cluster
 
 FOLDER = Path(__file__).resolve().parents[2] / "cost_model" / "clusters"
 FILES = sorted(FOLDER.glob("*.json"))
@@ -128,7 +131,31 @@ def test_every_cluster_that_the_published_steps_name_is_a_preset():
     ],
 )
 def test_a_device_kind_leads_to_its_preset(platform, kind, name):
-    assert preset_for_device_kind(platform, kind).name == name
+    nearest = find_preset(platform, kind)
+    assert (nearest.cluster.name, nearest.is_known, nearest.guess) == (name, True, None)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "name"), [("gpu", "MI300X", "dgx-a100-80gb"), ("tpu", "TPU v9", "tpu-v5e")]
+)
+def test_an_unknown_device_kind_is_guessed_in_words(platform, kind, name):
+    nearest = find_preset(platform, kind)
+    assert (nearest.cluster.name, nearest.is_known) == (name, False)
+    assert f"no cluster preset for devices of kind {kind!r}: they are priced as {name!r}" in nearest.guess
+    assert "autopar calibrate -o FILE" in nearest.guess
+
+
+def test_the_user_is_warned_of_a_guessed_preset_and_of_no_other():
+    def choose(platform, kind):
+        device = SimpleNamespace(platform=platform, device_kind=kind)
+        return choose_cluster(SimpleNamespace(cluster="auto", follow=None, devices=(device,))).name
+
+    with pytest.warns(
+        AutoparWarning, match="no cluster preset for devices of kind 'MI300X': they are priced as 'dgx-a100-80gb'"
+    ):
+        assert choose("gpu", "MI300X") == "dgx-a100-80gb"
+    assert choose("cpu", "cpu") == "cpu"
+    assert choose("gpu", "NVIDIA H100 80GB HBM3") == "dgx-h100"
 
 
 def test_an_unknown_preset_is_answered_with_the_nearest_names():
@@ -173,7 +200,7 @@ def changed(change, name="dgx-a100-80gb"):
 )
 def test_a_bad_file_says_where_what_and_what_is_expected(change, words):
     with pytest.raises(ClusterFileError) as raised:
-        cluster_from(changed(change), origin="mine.json")
+        cluster_from_json(changed(change), origin="mine.json")
     assert str(raised.value).startswith("mine.json: ")
     assert words in str(raised.value)
 

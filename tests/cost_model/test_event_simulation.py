@@ -6,7 +6,8 @@ import math
 import pytest
 
 from autopar.cost_model.algorithms import algorithms_for
-from autopar.cost_model.topology import Dimension, Tier, levels_of
+from autopar.cost_model.tiers import Dimension, Tier
+from autopar.cost_model.topology import levels_of
 from tests.cost_model.event_simulation import (
     Message,
     Played,
@@ -44,12 +45,41 @@ A, B, S = 3e-6, 20e9, 6e6  # seconds a message, bytes a second, bytes
 
 
 def switch(size, *, latency_s=A, bytes_per_s=B):
-    return Dimension("switch", "switch", size, latency_s, bytes_per_s, bytes_per_s, bytes_per_s)
+    return Dimension(
+        tier="switch",
+        topology="switch",
+        size=size,
+        latency_s=latency_s,
+        ring_bytes_per_s=bytes_per_s,
+        rank_bytes_per_s=bytes_per_s,
+        sender_bytes_per_s=bytes_per_s,
+    )
 
 
 def ring_of(size, *, wraps=True, latency_s=A, bytes_per_s=B):
     each = (2 if wraps else 1) * bytes_per_s
-    return Dimension("ring", "torus", size, latency_s, each, each, bytes_per_s, bytes_per_s, wraps)
+    return Dimension(
+        tier="ring",
+        topology="torus",
+        size=size,
+        latency_s=latency_s,
+        ring_bytes_per_s=each,
+        rank_bytes_per_s=each,
+        sender_bytes_per_s=bytes_per_s,
+        link_bytes_per_s=bytes_per_s,
+        wraps=wraps,
+    )
+
+
+def node(*, latency_s):
+    """Four devices on a switch."""
+    return Tier(name="inside", devices=4, topology="switch", latency_s=latency_s, bytes_per_s=B)
+
+
+def network(*, latency_s, ports):
+    """Any number of nodes, each with so many ports of an eighth of a device's bandwidth."""
+    figures = {"latency_s": latency_s, "bytes_per_s": B / 8, "ports": ports}
+    return Tier(name="between", devices=None, topology="switch", **figures)
 
 
 def by_ports(levels):
@@ -336,8 +366,8 @@ def test_a_double_tree_approaches_its_bandwidth_limit_with_many_chunks(n):
 def test_a_flat_ring_over_nodes_goes_at_the_pace_of_the_ports_between_them():
     """Two nodes of four devices with one port each: eight ranks in a ring, two of whose eight links are ports."""
     tiers = (
-        Tier("inside", 4, "switch", A, B),
-        Tier("between", None, "switch", 4 * A, B / 8, ports=1),
+        node(latency_s=A),
+        network(latency_s=4 * A, ports=1),
     )
     levels = levels_of(tiers, (8,), (0,))
 
@@ -355,7 +385,7 @@ def test_a_flat_ring_over_nodes_goes_at_the_pace_of_the_ports_between_them():
 @pytest.mark.parametrize("ports", [1, 2, 4])
 def test_ranks_that_all_send_out_of_their_node_share_its_ports(ports):
     """Four devices a node, four rings across two nodes at once: each rank has ports / 4 of a port."""
-    tiers = (Tier("inside", 4, "switch", 0.0, B), Tier("between", None, "switch", 0.0, B / 8, ports=ports))
+    tiers = (node(latency_s=0.0), network(latency_s=0.0, ports=ports))
     (level,) = levels_of(tiers, (2, 4), (0,))
     messages = [
         Message(0, (node, device), (1 - node, device), frozenset({(node, device)}))

@@ -3,7 +3,8 @@
 import pytest
 
 from autopar.cost_model.hardware import Cluster, Device, preset
-from autopar.cost_model.topology import Tier, torus_shape
+from autopar.cost_model.tiers import Tier
+from autopar.cost_model.topology import torus_shape
 
 GB = 1e9
 
@@ -51,8 +52,17 @@ def test_a_group_in_a_hybrid_cube_mesh_has_the_links_of_its_least_connected_memb
 
 def test_devices_without_a_link_fall_back_to_the_slow_way():
     counts = ((0, 1, 0, 0), (1, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0))
-    tier = Tier("pairs", 4, "hybrid-cube-mesh", 1e-6, 25 * GB, link_counts=counts, fallback_bytes_per_s=5 * GB)
-    cluster = Cluster("pairs", Device("d", {"float32": 1.0}, 1.0, 1.0), (tier,))
+    tier = Tier(
+        name="pairs",
+        devices=4,
+        topology="hybrid-cube-mesh",
+        latency_s=1e-6,
+        bytes_per_s=25 * GB,
+        link_counts=counts,
+        fallback_bytes_per_s=5 * GB,
+    )
+    device = Device(name="d", peak_flops_per_s={"float32": 1.0}, memory_bytes=1.0, memory_bytes_per_s=1.0)
+    cluster = Cluster(name="pairs", device=device, tiers=(tier,))
     assert cluster.mesh_costs((2, 2)).levels((0,))[0].ring_bytes_per_s == 5 * GB
     assert cluster.mesh_costs((2, 2)).levels((1,))[0].ring_bytes_per_s == 25 * GB
 

@@ -6,17 +6,19 @@ Eight ranks, 1 MB, 10 GB/s, 5 us a message, unless a test says otherwise: (n-1)/
 import pytest
 
 from autopar.cost_model.hardware import Cluster, Device
-from autopar.cost_model.topology import MeasuredCollective, Tier
+from autopar.cost_model.tiers import MeasuredCollective, Tier
 
 MB, US = 1e6, 1e-6
 
 
 def machine(*tiers: Tier) -> Cluster:
-    return Cluster("machine", Device("device", {"float32": 1e12}, 1e9, 1e11), tiers)
+    device = Device(name="device", peak_flops_per_s={"float32": 1e12}, memory_bytes=1e9, memory_bytes_per_s=1e11)
+    return Cluster(name="machine", device=device, tiers=tiers)
 
 
 def inside(devices=None, latency_us=5.0, gb_per_s=10.0) -> Tier:
-    return Tier("inside", devices, "switch", latency_us * US, gb_per_s * 1e9)
+    figures = {"latency_s": latency_us * US, "bytes_per_s": gb_per_s * 1e9}
+    return Tier(name="inside", devices=devices, topology="switch", **figures)
 
 
 def microseconds(kind, algorithm, *, mesh=(8,), cluster=None, size=MB):
@@ -42,7 +44,8 @@ def test_a_hierarchical_all_reduce_sends_an_eighth_across():
 
     Inside: reduce-scatter 3 x 5 + 87.5 us, all-gather the same. Across, of 125 kB over 2: 2 x 20 + 125 us.
     """
-    cluster = machine(inside(8), Tier("between", None, "switch", 20 * US, 8e9, ports=1))
+    between = Tier(name="between", devices=None, topology="switch", latency_s=20 * US, bytes_per_s=8e9, ports=1)
+    cluster = machine(inside(8), between)
     assert microseconds("all-reduce", "hierarchical", mesh=(2, 8), cluster=cluster) == pytest.approx(
         2 * (15 + 87.5) + 40 + 125
     )
@@ -76,8 +79,11 @@ def test_bus_factors_are_those_of_nccl_tests(kind, algorithm, factor):
 
 def test_a_measured_all_reduce_is_its_latencies_plus_the_bus_factor_times_its_seconds_per_byte():
     """100 us + 8 x 10 us, and 1.75 MB at 1e-10 + 8 x 5e-11 s/byte, 875 us."""
-    figures = MeasuredCollective(100 * US, 1e-10, 10 * US, 5e-11)
-    tier = Tier("shared memory", None, "switch", 5 * US, 1e10, measured={"all-reduce": figures})
+    figures = MeasuredCollective(
+        latency_s=100 * US, s_per_byte=1e-10, latency_s_per_rank=10 * US, s_per_byte_per_rank=5e-11
+    )
+    links = {"topology": "switch", "latency_s": 5 * US, "bytes_per_s": 1e10}
+    tier = Tier(name="shared memory", devices=None, measured={"all-reduce": figures}, **links)
     assert microseconds("all-reduce", "measured", cluster=machine(tier)) == pytest.approx(180 + 875)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from autopar.cost_model.memory import StateBytes, layers_in_flight, states_of
+from autopar.simulate.closed_forms.memory import StateBytes, layers_in_flight, states_of
 from autopar.simulate.closed_forms.residual_network import (
     BLOCKS_PER_STAGE,
     ResidualNetworkShape,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from autopar.cost_model.memory import ActivationShape, layer_activation_bytes
+from autopar.simulate.closed_forms.memory import ActivationShape, layer_activation_bytes
 from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Operation, Work
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 

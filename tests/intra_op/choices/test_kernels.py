@@ -6,7 +6,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from autopar.cost_model.hardware import preset
-from autopar.cost_model.memory import ActivationShape, layer_activation_bytes
 from autopar.intra_op.choices.kernels import traffic_of
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.tuning import TUNING, Tuning
@@ -17,6 +16,7 @@ from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.from_jaxpr import program_of
 from autopar.program.trace import trace
 from autopar.simulate.closed_forms.job_prediction import Part
+from autopar.simulate.closed_forms.memory import ActivationShape, layer_activation_bytes
 from autopar.simulate.closed_forms.transformer import LayerSplit
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 from autopar.simulate.model_parts import part_step

@@ -2,7 +2,13 @@
 
 import pytest
 
-from autopar.cost_model.memory import ActivationShape, StateBytes, layer_activation_bytes, layers_in_flight, states_of
+from autopar.simulate.closed_forms.memory import (
+    ActivationShape,
+    StateBytes,
+    layer_activation_bytes,
+    layers_in_flight,
+    states_of,
+)
 from autopar.simulate.closed_forms.schedule_time import bubble_fraction, pipeline_s
 from autopar.simulate.closed_forms.training_job import TrainingJob
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape

@@ -4,24 +4,26 @@ import dataclasses
 
 import pytest
 
-from autopar.cost_model.machine import Cluster, Device, MatrixEfficiency, Overlap
-from autopar.cost_model.memory import StateBytes
-from autopar.cost_model.overlap import alone, beside, joined, overlap_ratio
-from autopar.cost_model.topology import Tier
+from autopar.cost_model.device import Device, MatrixEfficiency
+from autopar.cost_model.machine import Cluster, Overlap
+from autopar.cost_model.tiers import Tier
+from autopar.simulate.closed_forms.memory import StateBytes
 from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Work
 from autopar.simulate.closed_forms.prices import InTraining, StagePrices
 from autopar.simulate.closed_forms.training_step import StageWork, StepPlan, predict_step
+from autopar.simulate.overlap import alone, beside, joined, overlap_ratio
 
 AS_MEASURED = InTraining()
-DEVICE = Device("round", {"float16": 1e12, "float32": 1e11}, memory_bytes=1e9, memory_bytes_per_s=1e9)
+PEAKS = {"float16": 1e12, "float32": 1e11}
+DEVICE = Device(name="round", peak_flops_per_s=PEAKS, memory_bytes=1e9, memory_bytes_per_s=1e9)
 """10^12 FLOP/s, 10^9 bytes/s, 1 GB."""
 
 
 def machine(**hidden: float) -> Cluster:
     """Nodes of four devices at 10^8 bytes/s, joined by one port of 10^7 bytes/s; no latency."""
-    inside = Tier("inside", 4, "switch", 0.0, 1e8)
-    outside = Tier("outside", None, "switch", 0.0, 1e7)
-    return Cluster("round", DEVICE, (inside, outside), Overlap(hidden))
+    inside = Tier(name="inside", devices=4, topology="switch", latency_s=0.0, bytes_per_s=1e8)
+    outside = Tier(name="outside", devices=None, topology="switch", latency_s=0.0, bytes_per_s=1e7)
+    return Cluster(name="round", device=DEVICE, tiers=(inside, outside), overlap=Overlap(hidden))
 
 
 PLAN = StepPlan(microbatches=4, precision="fp16", states=StateBytes(2, 2, 12))

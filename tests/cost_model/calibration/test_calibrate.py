@@ -16,29 +16,26 @@ from jax import lax
 
 import autopar
 from autopar.__main__ import main
-from autopar.cost_model.calibrate import calibrated_cluster, nonnegative_fit, slowed
+from autopar.cost_model.calibration.cases import Case, Sample, cases_for
+from autopar.cost_model.calibration.clocks import undisturbed_s
+from autopar.cost_model.calibration.fit_cluster import MeasuredDevices, fit_cluster, slow_down
+from autopar.cost_model.calibration.fits import nonnegative_fit
+from autopar.cost_model.calibration.measure import measure
+from autopar.cost_model.calibration.programs import pointwise_equations
+from autopar.cost_model.calibration.tuning import TUNING
+from autopar.cost_model.calibration.waiting import ranks_wait
 from autopar.cost_model.compute import matrix_product_s, roofline_s
+from autopar.cost_model.device import Device, MatrixEfficiency
 from autopar.cost_model.hardware import load_cluster, preset
-from autopar.cost_model.machine import Device, MatrixEfficiency
-from autopar.cost_model.measurements import (
-    REPEATS,
-    Case,
-    Sample,
-    cases_for,
-    measure,
-    pointwise_equations,
-    undisturbed_s,
-)
-from autopar.cost_model.waiting import ranks_wait
 from autopar.errors import AutoparWarning
 from autopar.models import registry
 
 TRUE = Device(
-    "made up",
-    {"float32": 20e9},
-    1e9,
-    5e9,
-    {"float32": MatrixEfficiency(1.0, (8.0, 16.0, 64.0))},
+    name="made up",
+    peak_flops_per_s={"float32": 20e9},
+    memory_bytes=1e9,
+    memory_bytes_per_s=5e9,
+    matrix_efficiency={"float32": MatrixEfficiency(1.0, (8.0, 16.0, 64.0))},
     launch_s=2e-6,
     reorder_s_per_byte=0.7e-9,
     random_s_per_byte=3e-9,
@@ -65,11 +62,11 @@ def true_seconds(case: Case) -> float:
             wide = {"dtype": "float32", "itemsize": 4, "batch": examples * heads}
             scores_s = matrix_product_s(TRUE, positions, positions, width, **wide)
             mixtures_s = matrix_product_s(TRUE, positions, width, positions, **wide)
-            return REPEATS * (scores_s + mixtures_s + 0.7e-9 * 3 * 4 * math.prod(case.sizes))
+            return TUNING.repeats * (scores_s + mixtures_s + 0.7e-9 * 3 * 4 * math.prod(case.sizes))
         case "transposed":
-            return REPEATS * 2e-9 * 4 * math.prod(case.sizes)
+            return TUNING.repeats * 2e-9 * 4 * math.prod(case.sizes)
         case "random":
-            return REPEATS * (2e-6 + case.sizes[0] / 5e9 + 3e-9 * case.sizes[0])
+            return TUNING.repeats * (2e-6 + case.sizes[0] / 5e9 + 3e-9 * case.sizes[0])
         case "pointwise":
             return pointwise_equations() * case.sizes[0] / 5e9
         case "operation":
@@ -85,7 +82,7 @@ def true_seconds(case: Case) -> float:
 @pytest.fixture(scope="module")
 def found():
     samples = [Sample(case, true_seconds(case), 1.0) for case in cases_for("cpu", 8)]
-    return calibrated_cluster(samples, preset("cpu"), name="mine", device="made up", memory_bytes=3e9, devices=8)
+    return fit_cluster(samples, preset("cpu"), MeasuredDevices("made up", 8, 3e9), name="mine")
 
 
 def test_the_fit_finds_the_device_that_made_the_measurements(found):
@@ -121,10 +118,10 @@ def test_a_calibrated_cluster_predicts_the_measurements_it_was_made_of(found):
 
 
 def test_a_slowed_cluster_computes_longer_and_communicates_as_before(found):
-    slow = slowed(found.cluster, 1.5)
+    slow = slow_down(found.cluster, 1.5)
     assert slow.device.flops_per_s_of("float32") == found.cluster.device.flops_per_s_of("float32") / 1.5
     assert slow.device.sustained_bytes_per_s == found.cluster.device.sustained_bytes_per_s / 1.5
-    assert slow.operation_s == found.cluster.operation_s * 1.5
+    assert slow.device.launch_s == found.cluster.device.launch_s * 1.5
     assert slow.device.reorder_s_per_byte == found.cluster.device.reorder_s_per_byte * 1.5
     assert slow.device.random_s_per_byte == found.cluster.device.random_s_per_byte * 1.5
     assert slow.device.transpose_s_per_byte == found.cluster.device.transpose_s_per_byte * 1.5
@@ -182,7 +179,8 @@ def test_random_bits_are_priced_by_the_bytes_that_are_drawn():
 
 def _priced_s(step, given, **figures):
     """Predicted seconds on one device of which only these figures cost anything worth mention."""
-    device = Device("made up", {"float32": 1e15}, 1e9, 1e15, **figures)
+    sizes = {"memory_bytes": 1e9, "memory_bytes_per_s": 1e15}
+    device = Device(name="made up", peak_flops_per_s={"float32": 1e15}, **sizes, **figures)
     cluster = dataclasses.replace(preset("cpu"), name="made up", device=device)
     args = [given] * len(inspect.signature(step).parameters) if step is not jnp.dot else [given, given]
     return autopar.parallelize(step, devices=1, cluster=cluster).plan(*args).step_s
@@ -198,7 +196,7 @@ def test_a_process_asked_to_keep_freed_memory_takes_no_new_pages_for_a_buffer_of
     """A process of its own, since the allocator cannot be asked to forget it."""
     source = """
 import resource, numpy as np
-from autopar.cost_model.measurements import keep_freed_memory
+from autopar.cost_model.calibration.clocks import keep_freed_memory
 assert keep_freed_memory()
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

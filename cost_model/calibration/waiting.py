@@ -1,9 +1,9 @@
 """What a collective waits for its ranks in a step: programs that alternate compute and a collective, by the wall's clock.
 
 In: virtual devices that share cores. Out: `Waited`s, the seconds that a small all-reduce adds to a program for each time that it
-stands between two pieces of compute. The idea: a collective ends when the last rank has come. While all devices stand ready
-it costs the work of its rendezvous; in a step each device first has its turn on a core, the last ones leave cores idle, and
-every thread that sleeps has to be woken. So
+stands between two pieces of compute. A collective ends when the last rank has come. While all devices stand ready it costs the
+work of its rendezvous. In a step each device first has its turn on a core, the last ones leave cores idle, and every thread
+that sleeps has to be woken. So
 
     seconds = (wall of K x (compute, collective) - wall of K x compute) / K
 
@@ -11,8 +11,8 @@ at two grains of compute, for each size of group, and for several independent al
 into one instruction whose parts may or may not pay anew.
 
 What can go wrong: other programs on the cores. The wall's clock then measures them. Compute alone tells: on a quiet machine it
-takes its processor seconds over the cores; `Waited.disturbed` is what it took over that, and beyond `DISTURBED` the samples say
-nothing.
+takes its processor seconds over the cores. `Waited.disturbed` is what it took over that; beyond `Tuning.disturbed` the samples
+say nothing.
 """
 
 from __future__ import annotations
@@ -30,16 +30,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar.cost_model.measurements import cores_of, step_clock, undisturbed_s
-
-PAIRS = 8
-"""K: how often a program alternates."""
-MERGED = 4
-"""Independent all-reduces at once; so many are a few layers' statistics or the gradients of a block."""
-WIDTH = 64
-"""Elements of a collective: too few for their bytes to count."""
-DISTURBED = 1.25
-WARM_ROUNDS = 2
+from autopar.cost_model.calibration.clocks import cores_of, step_clock, undisturbed_s
+from autopar.cost_model.calibration.tuning import TUNING
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +46,7 @@ GRAINS = (Grain("product", 5), Grain("convolution", 4))
 """About 0.6 and 3 ms for 8 devices on two cores: from many small collectives to one a layer."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Waited:
     """Wall seconds of each time that `merged` all-reduces at once, among `ranks`, stand between pieces of `compute_s`."""
 
@@ -67,7 +59,9 @@ class Waited:
 
 
 @dataclasses.dataclass
-class _Program:
+class WaitingProgram:
+    """A compiled program with its operands, and the times of its rounds by two clocks."""
+
     step: jax.stages.Compiled
     operands: Sequence[jax.Array]
     wall_s: list[float] = dataclasses.field(default_factory=list)
@@ -79,37 +73,44 @@ def ranks_wait(devices: Sequence[jax.Device]) -> bool:
     return devices[0].platform == "cpu" and len(devices) > cores_of(devices)
 
 
-def steady(samples: Sequence[Waited]) -> bool:
-    """Whether there are samples, and other programs left them alone."""
-    return bool(samples) and all(sample.disturbed <= DISTURBED for sample in samples)
+def are_steady(samples: Sequence[Waited]) -> bool:
+    """Whether there are samples and other programs did not disturb them."""
+    return bool(samples) and all(sample.disturbed <= TUNING.disturbed for sample in samples)
 
 
 def measure_waiting(devices: Sequence[jax.Device], *, rounds: int = 20) -> Iterator[str | Waited]:
-    """Time programs with and without collectives in turns; yields what is being done, then the samples."""
+    """Time programs with and without collectives in turn; yields what is being done, then the samples."""
     groups = [n for n in range(2, len(devices) + 1) if len(devices) % n == 0]
-    wanted = [(n, 1) for n in groups] + [(len(devices), MERGED)]
-    programs: dict[tuple[Grain, int, int], _Program] = {}
+    wanted = [(n, 1) for n in groups] + [(len(devices), TUNING.merged)]
+    programs: dict[tuple[Grain, int, int], WaitingProgram] = {}
     for grain in GRAINS:
         for ranks, merged in [(len(devices), 0), *wanted]:
             yield f"compiling {grain.operation}s between {merged or 'no'} all-reduces of {ranks} ranks"
-            programs[grain, ranks, merged] = _program(grain, ranks, merged, devices)
+            programs[grain, ranks, merged] = make_program(grain, devices, ranks=ranks, merged=merged)
     clock = step_clock(devices)
-    for turn in range(WARM_ROUNDS + rounds):
-        yield f"collectives between compute, round {turn + 1} of {WARM_ROUNDS + rounds}"
+    for turn in range(TUNING.warm_rounds + rounds):
+        yield f"collectives between compute, round {turn + 1} of {TUNING.warm_rounds + rounds}"
         for program in programs.values():
             _time(program, clock)
     for program in programs.values():
-        del program.wall_s[:WARM_ROUNDS], program.processor_s[:WARM_ROUNDS]
+        del program.wall_s[: TUNING.warm_rounds], program.processor_s[: TUNING.warm_rounds]
     for grain in GRAINS:
         alone = programs[grain, len(devices), 0]
         compute_s = undisturbed_s(alone.wall_s)
         disturbed = compute_s / undisturbed_s(alone.processor_s)
         for ranks, merged in wanted:
             beyond_s = undisturbed_s(programs[grain, ranks, merged].wall_s) - compute_s
-            yield Waited(grain, ranks, merged, beyond_s / PAIRS, compute_s / PAIRS, disturbed)
+            yield Waited(
+                grain=grain,
+                ranks=ranks,
+                merged=merged,
+                seconds=beyond_s / TUNING.pairs,
+                compute_s=compute_s / TUNING.pairs,
+                disturbed=disturbed,
+            )
 
 
-def _time(program: _Program, clock: Callable[[], float]) -> None:
+def _time(program: WaitingProgram, clock: Callable[[], float]) -> None:
     """Run twice and time the second."""
     jax.block_until_ready(program.step(*program.operands))
     started_s, wall_s = clock(), time.perf_counter()
@@ -118,26 +119,26 @@ def _time(program: _Program, clock: Callable[[], float]) -> None:
     program.processor_s.append(clock() - started_s)
 
 
-def _program(grain: Grain, ranks: int, merged: int, devices: Sequence[jax.Device]) -> _Program:
-    """K times: compute, then `merged` all-reduces of what it gave, which the next compute needs."""
+def make_program(grain: Grain, devices: Sequence[jax.Device], *, ranks: int, merged: int) -> WaitingProgram:
+    """Compile K times compute, then `merged` all-reduces of its result, which the next compute needs."""
     mesh = Mesh(np.array(devices).reshape(-1, ranks), ("group", "rank"))
     shapes = {"product": ((64, 128), (128, 128)), "convolution": ((4, 16, 16, 32), (3, 3, 32, 32))}[grain.operation]
     operands = [
         jax.device_put(np.full((len(devices), *shape), 0.01, np.float32), NamedSharding(mesh, P(("group", "rank"))))
-        for shape in (*shapes, *[(WIDTH,)] * max(1, merged))
+        for shape in (*shapes, *[(TUNING.waiting_width,)] * max(1, merged))
     ]
-    body = functools.partial(_alternating, grain, merged)
+    body = functools.partial(_alternate, grain, merged)
     spec = P(("group", "rank"))
     step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
-    return _Program(step.lower(*operands).compile(), operands)
+    return WaitingProgram(step.lower(*operands).compile(), operands)
 
 
-def _alternating(grain: Grain, merged: int, held: jax.Array, weights: jax.Array, *added: jax.Array) -> jax.Array:
+def _alternate(grain: Grain, merged: int, held: jax.Array, weights: jax.Array, *added: jax.Array) -> jax.Array:
     """One device's part: every array has a leading dimension of 1."""
     x = held[0]
-    for _ in range(PAIRS):
+    for _ in range(TUNING.pairs):
         for _ in range(grain.repetitions):
-            x = _computed(grain, x, weights[0])
+            x = _compute(grain, x, weights[0])
         parts = [one[0] * x.ravel()[0] for one in added]
         if merged:
             parts = [lax.psum(part, "rank") for part in parts]
@@ -145,7 +146,7 @@ def _alternating(grain: Grain, merged: int, held: jax.Array, weights: jax.Array,
     return x[None]
 
 
-def _computed(grain: Grain, x: jax.Array, weights: jax.Array) -> jax.Array:
+def _compute(grain: Grain, x: jax.Array, weights: jax.Array) -> jax.Array:
     if grain.operation == "product":
         return jnp.tanh(jnp.dot(x, weights))
     dimensions = ("NHWC", "HWIO", "NHWC")

@@ -7,14 +7,22 @@ import re
 import jax
 import pytest
 
-from autopar.cost_model.calibrate import slowed, with_waiting, without_waiting
-from autopar.cost_model.cluster_files import ClusterFileError, cluster_from, cluster_to_json, load_cluster, save_cluster
+from autopar.cost_model.calibration.clocks import cores_of
+from autopar.cost_model.calibration.fit_cluster import slow_down
+from autopar.cost_model.calibration.fit_waiting import add_waiting, remove_waiting
+from autopar.cost_model.calibration.tuning import TUNING
+from autopar.cost_model.calibration.waiting import GRAINS, Waited, are_steady, make_program, measure_waiting, ranks_wait
+from autopar.cost_model.cluster_files import (
+    ClusterFileError,
+    cluster_from_json,
+    cluster_to_json,
+    load_cluster,
+    save_cluster,
+)
 from autopar.cost_model.hardware import preset
-from autopar.cost_model.measurements import cores_of
-from autopar.cost_model.topology import MeasuredCollective
-from autopar.cost_model.waiting import DISTURBED, GRAINS, PAIRS, Waited, _program, measure_waiting, ranks_wait, steady
+from autopar.cost_model.tiers import MeasuredCollective
 
-FIGURES = MeasuredCollective(10e-6, 1e-9, 2e-6)
+FIGURES = MeasuredCollective(latency_s=10e-6, s_per_byte=1e-9, latency_s_per_rank=2e-6)
 
 
 def cluster_with(figures, all_reduce_latency=1.0):
@@ -25,7 +33,8 @@ def cluster_with(figures, all_reduce_latency=1.0):
 
 
 def waited(ranks, merged, seconds, grain=GRAINS[0], disturbed=1.0):
-    return Waited(grain, ranks, merged, seconds, 1e-3, disturbed)
+    figures = {"seconds": seconds, "compute_s": 1e-3, "disturbed": disturbed}
+    return Waited(grain=grain, ranks=ranks, merged=merged, **figures)
 
 
 def test_a_collective_pays_its_latency_its_waiting_and_its_bytes():
@@ -60,7 +69,7 @@ def test_a_negative_waiting_is_refused_with_its_place():
     with pytest.raises(
         ClusterFileError, match=r"tiers\.0\.measured\.all-gather\.waiting_s_per_rank is -1e-06; at least 0"
     ):
-        cluster_from(fields, origin="mine.json")
+        cluster_from_json(fields, origin="mine.json")
 
 
 def test_the_fit_finds_the_waiting_of_a_machine_that_waits_in_proportion_to_its_ranks():
@@ -68,7 +77,7 @@ def test_the_fit_finds_the_waiting_of_a_machine_that_waits_in_proportion_to_its_
     alone = {n: 10e-6 + 32e-6 * n for n in (2, 4, 8)}
     samples = [waited(n, 1, seconds, grain) for n, seconds in alone.items() for grain in GRAINS]
     samples += [waited(8, 4, 0.9 * 4 * alone[8], grain) for grain in GRAINS]
-    found = with_waiting(cluster_with(FIGURES, all_reduce_latency=0.3), samples)
+    found = add_waiting(cluster_with(FIGURES, all_reduce_latency=0.3), samples)
     for figures in found.tiers[0].measured.values():
         assert figures.waiting_s_per_rank == pytest.approx(30e-6)
     assert found.all_reduce_latency == pytest.approx(0.9)
@@ -77,30 +86,30 @@ def test_the_fit_finds_the_waiting_of_a_machine_that_waits_in_proportion_to_its_
 def test_the_fit_takes_the_mean_over_grains_and_the_least_squares_over_ranks():
     """Waits of 100 us among 2 and 200 us among 4: (2 x 100 + 4 x 200) / (4 + 16) = 50 us a rank."""
     samples = [waited(2, 1, 14e-6 + 90e-6), waited(2, 1, 14e-6 + 110e-6, GRAINS[1]), waited(4, 1, 18e-6 + 200e-6)]
-    found = with_waiting(cluster_with(FIGURES), [*samples, waited(4, 4, 436e-6)])
+    found = add_waiting(cluster_with(FIGURES), [*samples, waited(4, 4, 436e-6)])
     assert found.tiers[0].measured["all-to-all"].waiting_s_per_rank == pytest.approx(50e-6)
     assert found.all_reduce_latency == pytest.approx(436 / (4 * 218))
 
 
 def test_collectives_quicker_than_those_of_ready_ranks_wait_for_nothing():
-    found = with_waiting(cluster_with(FIGURES), [waited(2, 1, 5e-6), waited(2, 4, 40e-6)])
+    found = add_waiting(cluster_with(FIGURES), [waited(2, 1, 5e-6), waited(2, 4, 40e-6)])
     assert found.tiers[0].measured["all-reduce"].waiting_s_per_rank == 0.0
     assert found.all_reduce_latency == 1.0  # twice the price of one alone is no merging
 
 
 def test_processor_time_is_priced_without_waiting_and_a_slower_device_waits_as_long():
     cluster = cluster_with(dataclasses.replace(FIGURES, waiting_s_per_rank=30e-6))
-    assert without_waiting(cluster) == cluster_with(FIGURES)
-    assert slowed(cluster, 1.5).tiers == cluster.tiers
+    assert remove_waiting(cluster) == cluster_with(FIGURES)
+    assert slow_down(cluster, 1.5).tiers == cluster.tiers
 
 
 def test_samples_beside_other_programs_are_not_used():
-    quiet, busy = waited(2, 1, 1e-4, disturbed=DISTURBED), waited(2, 1, 1e-4, disturbed=1.01 * DISTURBED)
-    assert steady([quiet])
-    assert not steady([quiet, busy])
-    assert not steady([])
+    quiet, busy = waited(2, 1, 1e-4, disturbed=TUNING.disturbed), waited(2, 1, 1e-4, disturbed=1.01 * TUNING.disturbed)
+    assert are_steady([quiet])
+    assert not are_steady([quiet, busy])
+    assert not are_steady([])
     cluster = cluster_with(FIGURES, all_reduce_latency=0.3)
-    assert with_waiting(cluster, [busy]) == with_waiting(cluster, []) == cluster
+    assert add_waiting(cluster, [busy]) == add_waiting(cluster, []) == cluster
 
 
 def test_ranks_wait_only_where_devices_share_cores():
@@ -113,9 +122,9 @@ def test_ranks_wait_only_where_devices_share_cores():
 def test_a_program_alternates_compute_and_one_instruction_of_so_many_all_reduces(merged):
     """What XLA does not merge, or moves out of the way, would be measured as something else."""
     for grain in GRAINS:
-        text = _program(grain, 2, merged, jax.devices()[:4]).step.as_text()
+        text = make_program(grain, jax.devices()[:4], ranks=2, merged=merged).step.as_text()
         reductions = re.findall(r"= (.*?) all-reduce\(", text)
-        assert [result.count("f32[64]") for result in reductions] == [merged] * (PAIRS if merged else 0)
+        assert [result.count("f32[64]") for result in reductions] == [merged] * (TUNING.pairs if merged else 0)
 
 
 def test_waiting_is_measured_for_every_group_and_grain():

@@ -1,0 +1,85 @@
+"""What calibration found, in words and as a table, and warnings where the machine was busy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from rich.table import Table
+
+from autopar.cost_model.calibration.cases import Sample
+from autopar.cost_model.calibration.fit_cluster import Calibrated
+from autopar.cost_model.calibration.waiting import Waited, are_steady
+from autopar.cost_model.machine import Cluster
+from autopar.errors import warn
+
+UNSTEADY = 1.5
+"""Where the median round takes this many times the least, the machine counts as busy."""
+
+
+def waiting_source(waited: Sequence[Waited]) -> str:
+    """Where the file's figures of waiting come from."""
+    if are_steady(waited):
+        return "waiting by the wall's clock, beside compute alone"
+    return "waiting was not measured: " + ("other programs ran" if waited else "each device has a core of its own")
+
+
+def describe_waiting(cluster: Cluster, waited: Sequence[Waited]) -> Iterator[str]:
+    """Yield what was found of waiting, line by line; nothing if other programs ran."""
+    if not are_steady(waited):
+        return
+    for sample in waited:
+        what = f"{sample.merged} all-reduces at once" if sample.merged > 1 else "an all-reduce"
+        yield (
+            f"{what} of {sample.ranks} ranks between {sample.grain.operation}s of {sample.compute_s * 1e3:.1f} ms: "
+            f"{sample.seconds * 1e6:.0f} us"
+        )
+    per_rank_s = cluster.tiers[0].measured["all-reduce"].waiting_s_per_rank
+    yield (
+        f"collectives wait {per_rank_s * 1e6:.1f} n us for ranks that share cores; one of many all-reduces pays "
+        f"{cluster.all_reduce_latency:.2f} of latency and waiting"
+    )
+
+
+def make_table(found: Calibrated, samples: Sequence[Sample]) -> Table:
+    """Make a table of the figures, how well they explain the samples, and how steady these were."""
+    cluster, device = found.cluster, found.cluster.device
+    table = Table(title=f"cluster {cluster.name}: {device.name}")
+    for heading in ("what", "found", "mean error", "median round / least"):
+        table.add_column(heading)
+
+    def row(what: str, text: str, key: str) -> None:
+        kind = key.split(" ")[0]
+        spreads = sorted(sample.spread for sample in samples if sample.case.kind == kind)
+        table.add_row(what, text, f"{found.errors[key]:.0%}", f"{spreads[len(spreads) // 2]:.2f}")
+
+    for dtype, peak in device.peak_flops_per_s.items():
+        half = ", ".join(f"{length:.0f}" for length in device.efficiency_of(dtype).half)
+        row(f"products, {dtype}", f"{peak / 1e9:,.1f} GFLOP/s, half lengths {half}", f"product {dtype}")
+    row("pointwise equations", f"{device.memory_bytes_per_s / 1e9:.2f} GB/s written", "pointwise")
+    row("operands in another order", f"{device.reorder_s_per_byte * 1e9:.2f} ns a byte", "reordered")
+    row("transposed copies", f"{device.transpose_s_per_byte * 1e9:.2f} ns a byte", "transposed")
+    row("random bits", f"{device.random_s_per_byte * 1e9:.2f} ns a byte", "random")
+    table.add_row("launch of an operation", f"{device.launch_s * 1e6:.1f} us")
+    row("calls", f"{cluster.call_s * 1e6:.0f} us + {cluster.call_s_per_array * 1e6:.1f} us an array", "dispatch")
+    for kind, figures in cluster.tiers[0].measured.items():
+        latency = f"{figures.latency_s * 1e6:.0f} + {figures.latency_s_per_rank * 1e6:.1f} n us"
+        per_byte = f"{figures.s_per_byte * 1e9:.3f} + {figures.s_per_byte_per_rank * 1e9:.4f} n ns a byte"
+        row(kind, f"{latency}, {per_byte}", kind)
+    return table
+
+
+def warn_if_busy(samples: Sequence[Sample], waited: Sequence[Waited]) -> None:
+    """Warn if other programs disturbed the measurements."""
+    if waited and not are_steady(waited):
+        warn(
+            f"other programs ran: compute took {max(sample.disturbed for sample in waited):.1f} times its processor time, so "
+            "what collectives wait for their ranks could not be measured. Predicted steps are those of processor time, too fast "
+            "where a plan has many small collectives; close other programs and calibrate again"
+        )
+    spreads = sorted(sample.spread for sample in samples)
+    typical = spreads[len(spreads) // 2]
+    if typical > UNSTEADY:
+        warn(
+            f"the machine was busy while it was measured: a typical round took {typical:.1f} times the least one. Close other "
+            "programs and calibrate again, or give more time with --seconds"
+        )

@@ -1,0 +1,85 @@
+"""What is measured: products, pointwise work, collectives and calls, of sizes that tell on the platform at hand."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from autopar.cost_model.calibration.tuning import TUNING
+
+Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute"]
+Kind = Literal["product", "reordered", "transposed", "random", "pointwise", "operation", "dispatch"] | Collective
+PRODUCTS_CPU = (
+    (32, 32, 32),
+    (128, 128, 128),
+    (512, 512, 512),
+    (64, 256, 1024),
+    (256, 64, 256),
+    (1024, 256, 32),
+    (16, 512, 512),
+    (4096, 4, 256),
+    (1024, 8, 512),
+    (4096, 16, 64),
+)
+"""The last three are narrow, as channels split over many devices make them: libraries compute whole tiles."""
+PRODUCTS = (
+    *((size,) * 3 for size in (512, 1024, 2048, 4096, 8192)),
+    (8192, 1024, 128),
+    (512, 4096, 4096),
+    (4096, 128, 4096),
+)
+ATTENTION_CPU = ((2, 64, 8, 32), (1, 128, 4, 64), (4, 128, 8, 16))
+ATTENTION = ((4, 1024, 16, 64), (8, 2048, 16, 128))
+TRANSPOSED_CPU = ((256, 128), (256, 1024), (1024, 256))
+TRANSPOSED = ((1024, 1024), (4096, 4096), (16384, 1024))
+COLLECTIVES: tuple[Collective, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Attributes:
+        kind: What is done.
+        sizes: m, n, k of a "product"; examples, positions, heads and width of "reordered" products; rows and columns of a
+            "transposed" copy; bytes of "pointwise" and "random" work; ranks and bytes of a collective; the number of small
+            operations of an "operation" case; arrays of a "dispatch".
+        dtype: The number format.
+    """
+
+    kind: Kind
+    sizes: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def label(self) -> str:
+        """The case in words."""
+        return f"{self.kind} {'x'.join(map(str, self.sizes))} {self.dtype}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A case, its least seconds for one repetition, and the ratio of the median round to the least."""
+
+    case: Case
+    seconds: float
+    spread: float
+
+
+def cases_for(platform: str, devices: int) -> tuple[Case, ...]:
+    """List what is worth measuring on this many devices of a platform."""
+    on_cpu = platform == "cpu"
+    formats = ("float32",) if on_cpu else ("bfloat16", "float16", "float32")
+    shapes = PRODUCTS_CPU if on_cpu else PRODUCTS
+    cases = [Case("product", shape, dtype) for dtype in formats for shape in shapes]
+    cases += [Case("reordered", sizes, formats[0]) for sizes in (ATTENTION_CPU if on_cpu else ATTENTION)]
+    cases += [Case("transposed", sizes, formats[0]) for sizes in (TRANSPOSED_CPU if on_cpu else TRANSPOSED)]
+    cases += [Case("random", (size,), "uint32") for size in ((2**16, 2**18) if on_cpu else (2**22, 2**26))]
+    lengths = (2**12, 2**16, 2**20, 2**23) if on_cpu else (2**16, 2**22, 2**26, 2**29)
+    cases += [Case("pointwise", (length,)) for length in lengths]
+    cases += [Case("operation", (TUNING.chains * TUNING.chain_length,))]
+    cases += [Case("dispatch", (arrays,)) for arrays in (1, 100)]
+    groups = [n for n in range(2, devices + 1) if devices % n == 0 and (n & (n - 1) == 0 or n == devices)]
+    payloads = (2**10, 2**16, 2**20, 2**22) if on_cpu else (2**12, 2**20, 2**26)
+    cases += [Case(kind, (n, size)) for kind in COLLECTIVES for n in groups for size in payloads]
+    return tuple(cases)

@@ -1,0 +1,105 @@
+"""Devices: what one accelerator can do, and what programs reach of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixEfficiency:
+    """The part of peak that a matrix product (m, k) x (k, n) reaches: best * m/(m+hm) * n/(n+hn) * k/(k+hk).
+
+    `half` is (hm, hn, hk): the length at which that dimension alone halves the efficiency.
+    """
+
+    best: float = 1.0
+    half: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def of(self, m: float, n: float, k: float) -> float:
+        """The part of peak, between 0 and `best`."""
+        hm, hn, hk = self.half
+        return self.best * (m / (m + hm)) * (n / (n + hn)) * (k / (k + hk))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        name: Its name.
+        peak_flops_per_s: Peak FLOP/s of matrix products in each number format; others run as float32.
+        memory_bytes: Its memory.
+        memory_bytes_per_s: Peak bandwidth of the memory.
+        matrix_efficiency: For each format, the part of peak that matrix products reach.
+        memory_efficiency: The part of the bandwidth that large copies reach.
+        reserved_bytes: Memory that the driver and the libraries keep.
+        launch_s: Seconds that each operation costs before it starts.
+        convolution_efficiency: That of convolutions as matrix products, in formats where it differs from `matrix_efficiency`.
+        reorder_s_per_byte: What a product adds for operands that have to be copied with their dimensions in another order.
+        random_s_per_byte: What drawing random bits adds to writing them.
+        transpose_s_per_byte: What a reduce-scatter or all-gather adds along a dimension other than the first: compilers hand
+            it a transposed copy, or take one from it.
+        fuses: A chain of pointwise operations and row reductions takes what its one kernel reads and writes. If not, each
+            operation takes what it writes, as where arithmetic and not memory is the limit.
+    """
+
+    name: str
+    peak_flops_per_s: Mapping[str, float]
+    memory_bytes: float
+    memory_bytes_per_s: float
+    matrix_efficiency: Mapping[str, MatrixEfficiency] = dataclasses.field(default_factory=dict)
+    memory_efficiency: float = 1.0
+    reserved_bytes: float = 0.0
+    launch_s: float = 0.0
+    convolution_efficiency: Mapping[str, MatrixEfficiency] = dataclasses.field(default_factory=dict)
+    reorder_s_per_byte: float = 0.0
+    random_s_per_byte: float = 0.0
+    transpose_s_per_byte: float = 0.0
+    fuses: bool = False
+
+    def efficiency_of(self, dtype: str) -> MatrixEfficiency:
+        """The efficiency of matrix products in `dtype`."""
+        known = self.matrix_efficiency
+        return known.get(dtype) or known.get("float32") or MatrixEfficiency()
+
+    def convolution_efficiency_of(self, dtype: str) -> MatrixEfficiency:
+        """The efficiency of convolutions in `dtype`, each as the product (pixels, window x channels) x (.., channels)."""
+        return self.convolution_efficiency.get(dtype) or self.efficiency_of(dtype)
+
+    def peak_of(self, dtype: str) -> float:
+        """Peak FLOP/s of matrix products in `dtype`."""
+        return self.peak_flops_per_s.get(dtype, self.peak_flops_per_s["float32"])
+
+    def flops_per_s_of(self, dtype: str) -> float:
+        """Sustained FLOP/s of large matrix products in `dtype`."""
+        return self.peak_of(dtype) * self.efficiency_of(dtype).best
+
+    @property
+    def sustained_bytes_per_s(self) -> float:
+        """Memory bytes/s that large copies reach, reads and writes together."""
+        return self.memory_bytes_per_s * self.memory_efficiency
+
+
+def slowest_device(devices: Sequence[Device]) -> Device:
+    """The device that lockstep among `devices` amounts to: the worst of each figure, in the formats that all of them list."""
+    first = devices[0]
+    formats = [dtype for dtype in first.peak_flops_per_s if all(dtype in d.peak_flops_per_s for d in devices)]
+    weakest = {dtype: min(devices, key=lambda d: d.flops_per_s_of(dtype)) for dtype in formats}
+    tightest = min(devices, key=lambda d: d.memory_bytes - d.reserved_bytes)
+    narrowest = min(devices, key=lambda d: d.sustained_bytes_per_s)
+    return Device(
+        name=" + ".join(device.name for device in devices),
+        peak_flops_per_s={dtype: device.peak_of(dtype) for dtype, device in weakest.items()},
+        memory_bytes=tightest.memory_bytes,
+        memory_bytes_per_s=narrowest.memory_bytes_per_s,
+        matrix_efficiency={dtype: device.efficiency_of(dtype) for dtype, device in weakest.items()},
+        memory_efficiency=narrowest.memory_efficiency,
+        reserved_bytes=tightest.reserved_bytes,
+        launch_s=max(device.launch_s for device in devices),
+        convolution_efficiency={dtype: device.convolution_efficiency_of(dtype) for dtype, device in weakest.items()},
+        reorder_s_per_byte=max(device.reorder_s_per_byte for device in devices),
+        random_s_per_byte=max(device.random_s_per_byte for device in devices),
+        transpose_s_per_byte=max(device.transpose_s_per_byte for device in devices),
+        fuses=all(device.fuses for device in devices),
+    )
