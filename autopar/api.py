@@ -43,7 +43,7 @@ from autopar.errors import ArgumentError, PlanError
 from autopar.execution.calls import CallKey, key_of, refuse_tracers
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline, compile_pipeline
-from autopar.execution.state import create_sharded, gathered
+from autopar.execution.state import create_sharded, gather_to_one
 from autopar.gc_pause import pause_full_collections
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlannedStep
@@ -126,7 +126,7 @@ class ParallelStep:
         Where several processes have the devices, all of them call it, and each gets every array, on a device of its own.
         """
         with undisturbed():
-            return gathered(tree, self.jax_devices())
+            return gather_to_one(tree, self.jax_devices())
 
     def last_plan(self) -> Plan | PipelinePlan:
         """The plan that was made or used last; PlanError if there is none."""

@@ -1,24 +1,28 @@
-"""The arrays of one call: checked against what was compiled, refused where they have no values, copied where given twice.
+"""The arrays of one call: what identifies the call, and what is checked before it runs.
 
-In: a step's arguments. Out: flat leaves that may be run. What can go wrong: other structures, shapes or types, tracers, arrays
-whose memory an earlier step has taken; each is refused by the paths of the leaves.
+In: a step's arguments. Out: the key under which its plan is kept, and flat leaves that may be run. What can go wrong: leaves of
+another structure, shape or type, tracers, and arrays whose memory an earlier step has taken; the errors name the leaves' paths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 
 from autopar.compat import is_inside_trace
 from autopar.errors import ArgumentError
-from autopar.program.call import BoundArguments, CallSignature, bind_arguments
+from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments
 from autopar.program.step import TracedStep
 from autopar.runtime.processes import is_here
 from autopar.runtime.thread_settings import program_settings_here
 from autopar.split_array import SplitArray
+
+Given: TypeAlias = jax.typing.ArrayLike | SplitArray
+"""A leaf of a call: an array on devices or on the host, a number, or an array that stages hold in pieces."""
+T = TypeVar("T")
 
 
 class CallKey(NamedTuple):
@@ -34,7 +38,7 @@ class CallKey(NamedTuple):
 
 
 def key_of(call: BoundArguments) -> CallKey:
-    """The key of a call, here and now."""
+    """The key of a call under the present settings of JAX."""
     leaves, tree = call.flatten()
     return CallKey(tree, tuple(map(_kind_of, leaves)), call.static, tuple(program_settings_here().items()))
 
@@ -49,10 +53,10 @@ def _kind_of(leaf: Any) -> object:
     return np.shape(leaf), str(dtype), bool(getattr(leaf, "weak_type", False))
 
 
-def checked_leaves(
-    signature: CallSignature, traced: TracedStep, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Any]:
-    """The flat leaves of a call; ArgumentError if they are not of the traced structure, shapes and types."""
+def check_leaves(
+    signature: CallSignature, traced: TracedStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
+) -> list[Given]:
+    """The flat leaves of a call. Raises ArgumentError if they are not of the traced structure, shapes and types."""
     bound = bind_arguments(signature, args, kwargs)
     leaves, tree = bound.flatten()
     refuse_tracers(signature.name, leaves)
@@ -72,7 +76,7 @@ def checked_leaves(
     return leaves
 
 
-def refuse_tracers(name: str, leaves: Sequence[Any]) -> None:
+def refuse_tracers(name: str, leaves: Sequence[object]) -> None:
     """Raise ArgumentError inside a function that JAX traces, where arrays have no values, or no step can be run."""
     traced = sum(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     if not traced and not is_inside_trace():
@@ -85,7 +89,7 @@ def refuse_tracers(name: str, leaves: Sequence[Any]) -> None:
     )
 
 
-def refuse_consumed(name: str, traced: TracedStep, leaves: Sequence[Any]) -> None:
+def refuse_consumed(name: str, traced: TracedStep, leaves: Sequence[object]) -> None:
     """Raise ArgumentError for arrays whose memory an earlier step has taken, by their paths."""
     gone = [
         leaf.path for leaf, x in zip(traced.inputs, leaves, strict=False) if hasattr(x, "is_deleted") and x.is_deleted()
@@ -100,15 +104,16 @@ def refuse_consumed(name: str, traced: TracedStep, leaves: Sequence[Any]) -> Non
         )
 
 
-def each_taken_once(arrays: Sequence[Any], donated: Collection[int]) -> Sequence[Any]:
-    """The arrays of a call, such that nothing else is in the memory that the step takes: of those given twice, copies.
+def copy_repeated(arrays: Sequence[T], donated: Collection[int]) -> Sequence[T | jax.Array]:
+    """The arrays of a call with copies of donated ones that are given twice, so that the step takes no memory that it also reads.
 
-    `donated`: the numbers of the arrays that it takes. XLA ends the process where one buffer is donated twice, or read and
-    donated (0.10), or fails (0.12). Arrays of which another process has all the memory are let be.
+    `donated`: the numbers of the arrays whose memory the step takes. If one buffer is donated twice, or read and donated, XLA
+    ends the process (0.10) or fails (0.12). Arrays held entirely by another process are left alone.
     """
     if len(set(map(id, arrays))) == len(arrays):
         return arrays
-    taken, result = set(donated), list(arrays)
+    taken = set(donated)
+    result: list[T | jax.Array] = list(arrays)
     used = {id(x) for i, x in enumerate(arrays) if i not in taken}
     for i in sorted(taken):
         x = arrays[i]

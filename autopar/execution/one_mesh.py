@@ -1,9 +1,9 @@
-"""From an `Assignment` to something that runs: one jitted shard_map program over the devices.
+"""From a step planned on one mesh to something that runs: one jitted shard_map program over the devices.
 
-In: a traced step, its assignment and plan, JAX devices. Out: a `CompiledStep`, called with the step's own arguments. Arrays that
-are not laid out as the plan says are moved first; state that the step returns stays where it is and is donated. The devices may
-belong to several processes, each of which calls the step and holds its own part of every array. What can go wrong: too few
-devices, arguments of another shape; both are refused with the numbers.
+In: a `PlannedStep`, JAX devices. Out: a `CompiledStep`, called with the step's own arguments. Arrays that are not laid out as the
+plan says are moved first; state that the step returned is in its place already, and is donated. The devices may belong to
+several processes, each of which calls the step and holds its own part of every array. What can go wrong: too few devices, or
+arguments of another shape; both are refused with the numbers.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
 
 from autopar.compat import (
     as_it_is_now,
@@ -23,21 +24,22 @@ from autopar.compat import (
     without_explicit_axes,
 )
 from autopar.errors import UnsupportedProgramError
-from autopar.execution.calls import checked_leaves, each_taken_once, refuse_consumed
+from autopar.execution.calls import Given, check_leaves, copy_repeated, refuse_consumed
 from autopar.execution.devices import device_mesh
-from autopar.execution.weak_types import weakly_typed
+from autopar.execution.weak_types import keep_weak_types
 from autopar.intra_op.lowering.per_device import partition_spec, sharded
 from autopar.intra_op.planner import PlannedStep
-from autopar.program.call import CallSignature
+from autopar.program.call import CallSignature, PyTree
 from autopar.runtime.processes import are_here, from_host, is_global
 from autopar.runtime.resharding.reshard import reshard
 from autopar.runtime.thread_settings import program_settings_here, under
 from autopar.split_array import SplitArray
 
 
-def _in_slices(value: Any, shape: tuple[int, ...]) -> Any:
-    """A batch leaf as microbatches; on the host this copies nothing."""
-    return without_explicit_axes(value).reshape(shape) if hasattr(value, "reshape") else np.reshape(value, shape)
+def _cut_into_microbatches(value: ArrayLike, shape: tuple[int, ...]) -> ArrayLike:
+    """A leaf of the batch in the shape (microbatches, examples, ...); on the host this copies nothing."""
+    array = without_explicit_axes(value)
+    return array.reshape(shape) if isinstance(array, jax.Array | np.ndarray) else np.reshape(array, shape)
 
 
 class CompiledStep:
@@ -60,25 +62,25 @@ class CompiledStep:
             )
         )
         self._donated = tuple(i for i, leaf in enumerate(traced.inputs) if leaf.donated)
-        self._accepted: list[Any] = [object()] * len(traced.inputs)
+        self._accepted: list[object] = [object()] * len(traced.inputs)
         self._run = jax.jit(
-            weakly_typed(sharded(assignment, self.mesh), [leaf.weak_type for leaf in traced.outputs]),
+            keep_weak_types(sharded(assignment, self.mesh), [leaf.weak_type for leaf in traced.outputs]),
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
             donate_argnums=self._donated,
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Run one step on arguments of the traced structure, shapes and types; ArgumentError names those that differ."""
-        return self.run(checked_leaves(self.signature, self.traced, args, kwargs))
+        return self.run(check_leaves(self.signature, self.traced, args, kwargs))
 
-    def run(self, leaves: Sequence[Any]) -> Any:
+    def run(self, leaves: Sequence[Given]) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
         refuse_consumed(self.signature.name, self.traced, leaves)
         with undisturbed():
-            arrays = each_taken_once([*leaves, *self._constants], self._donated)
+            arrays = copy_repeated([*leaves, *self._constants], self._donated)
             placed = [
-                x if getattr(x, "sharding", None) is self._accepted[i] else self._placed(i, x)
+                x if getattr(x, "sharding", None) is self._accepted[i] else self._place(i, x)
                 for i, x in enumerate(arrays[: len(leaves)])
             ]
             executable = self.executable
@@ -86,10 +88,10 @@ class CompiledStep:
                 found = executable(*placed, *self._constants)
         return jax.tree_util.tree_unflatten(self.traced.out_tree, found)
 
-    def _placed(self, number: int, value: Any) -> Any:
-        """The array where the step wants it; it is already there for state that the step returned.
+    def _place(self, number: int, value: Given) -> jax.Array:
+        """The array laid out as the step takes it; state that the step returned is already.
 
-        State that comes back has the very sharding object that was accepted before: that is all that `run` has to look at.
+        State that comes back has the very sharding object that was accepted before, so `run` only compares the objects.
 
         A donated array that comes from elsewhere stays the caller's: replicating it would share its buffer, and the
         donation would take that, so it is copied first. (`device_put(may_alias=False)` shares it all the same, 0.10-0.12.)
@@ -97,25 +99,27 @@ class CompiledStep:
         sharding, leaf = self.in_shardings[number], self.traced.inputs[number]
         value = np.asarray(value) if isinstance(value, SplitArray) else value
         if leaf.microbatches > 1:
-            return self._moved(_in_slices(value, leaf.shape), sharding)
-        given = getattr(value, "sharding", None)
-        if isinstance(given, NamedSharding) and given.is_equivalent_to(sharding, value.ndim):
-            self._accepted[number] = given
-            return value
-        if leaf.donated and sharding.is_fully_replicated and given is not None:
-            value = value.copy()
-        return self._moved(value, sharding)
+            return self._move(_cut_into_microbatches(value, leaf.shape), sharding)
+        if isinstance(value, jax.Array):
+            given = value.sharding
+            if isinstance(given, NamedSharding) and given.is_equivalent_to(sharding, value.ndim):
+                self._accepted[number] = given
+                return value
+            if leaf.donated and sharding.is_fully_replicated:
+                value = value.copy()
+        return self._move(value, sharding)
 
-    def _moved(self, value: Any, sharding: NamedSharding) -> Any:
+    def _move(self, value: ArrayLike, sharding: NamedSharding) -> jax.Array:
         if self._is_local:
-            return jax.device_put(as_it_is_now(value), sharding)
+            moved: jax.Array = jax.device_put(as_it_is_now(value), sharding)
+            return moved
         return reshard(value, sharding) if is_global(value) else from_host(value, sharding)
 
     @functools.cached_property
-    def executable(self) -> Any:
+    def executable(self) -> jax.stages.Compiled:
         """XLA's executable, compiled ahead of time from shapes, under the settings of JAX under which the step was traced.
 
-        JAX 0.10 to 0.12 compile some sharded programs of which every argument is empty, and not others.
+        JAX 0.10 to 0.12 fail to compile some sharded programs whose arguments are all empty.
         """
         shapes = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from autopar.compat import coordination, undisturbed
 from autopar.errors import ArgumentError
-from autopar.execution.calls import checked_leaves, each_taken_once, refuse_consumed
+from autopar.execution.calls import check_leaves, copy_repeated, refuse_consumed
 from autopar.execution.devices import device_mesh
 from autopar.execution.inputs import StepInputs
 from autopar.execution.pipeline_tasks import PlannedStage, pipeline_tasks
@@ -124,7 +124,7 @@ class CompiledPipeline:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step on arguments of the traced structure, shapes and types; ArgumentError names those that differ."""
-        return self.run(checked_leaves(self.signature, self.traced, args, kwargs))
+        return self.run(check_leaves(self.signature, self.traced, args, kwargs))
 
     @functools.cached_property
     def in_shardings(self) -> dict[int, NamedSharding | SplitSharding]:
@@ -162,7 +162,7 @@ class CompiledPipeline:
     def _supplied(self, leaves: Sequence[Any]) -> dict[tuple[int, Value], list[Any]]:
         """The driver's inputs, from the leaves of a call: stacks in pieces, and constants."""
         parts = [*cut_leaves(leaves, self._split.inputs), *self._split.step.constants]
-        return self._inputs.supplied(each_taken_once(parts, self._donated), self._part.meshes)
+        return self._inputs.supplied(copy_repeated(parts, self._donated), self._part.meshes)
 
     def _results(self, found: Mapping[tuple[int, Value], Sequence[Any]]) -> list[Any]:
         """The outputs of the divided step; those of stages elsewhere without shards."""

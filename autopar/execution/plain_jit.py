@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import NamedSharding
@@ -20,12 +20,22 @@ from autopar.errors import PlanError
 from autopar.execution.devices import device_mesh
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan, ValuePlan
-from autopar.program.call import BoundArguments, CallSignature, bind_arguments, fix_static, leaf_paths, output_paths
+from autopar.program.call import (
+    BoundArguments,
+    CallSignature,
+    PyTree,
+    bind_arguments,
+    fix_static,
+    leaf_paths,
+    output_paths,
+)
+
+_Type: TypeAlias = jax.core.ShapedArray | jax.ShapeDtypeStruct
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Jitted:
-    run: Any
+    run: jax.stages.Wrapped
     in_shardings: tuple[NamedSharding, ...]
 
 
@@ -36,20 +46,20 @@ class ShardedJit:
         self.plan, self._signature = plan, signature
         mesh = LogicalMesh(plan.mesh_shape, plan.axis_names)
         self._mesh = device_mesh(mesh, jax.devices() if devices is None else list(devices))
-        self._jitted: dict[Any, _Jitted] = {}
+        self._jitted: dict[Hashable, _Jitted] = {}
         functools.update_wrapper(self, signature.fun, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """The function's results, laid out as the plan says; arguments are moved to their places first."""
-        jitted, leaves = self._prepared(args, kwargs)
+        jitted, leaves = self._prepare(args, kwargs)
         return jitted.run(*jax.device_put([as_it_is_now(x) for x in leaves], list(jitted.in_shardings)))
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """The lowered program for arrays or `jax.ShapeDtypeStruct`s, as `jax.jit(fun).lower` gives it."""
-        jitted, leaves = self._prepared(args, kwargs)
+        jitted, leaves = self._prepare(args, kwargs)
         return jitted.run.lower(*leaves)
 
-    def _prepared(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[_Jitted, list[Any]]:
+    def _prepare(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> tuple[_Jitted, list[jax.typing.ArrayLike]]:
         bound = bind_arguments(self._signature, args, kwargs)
         leaves, tree = bound.flatten()
         types = tuple(jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves)
@@ -58,10 +68,10 @@ class ShardedJit:
             self._jitted[key] = self._jit(bound, tree, types)
         return self._jitted[key], leaves
 
-    def _jit(self, bound: BoundArguments, tree: Any, types: Sequence[Any]) -> _Jitted:
+    def _jit(self, bound: BoundArguments, tree: jax.tree_util.PyTreeDef, types: Sequence[_Type]) -> _Jitted:
         call = fix_static(self._signature.fun, bound)
 
-        def flat(*leaves: Any) -> Any:
+        def flat(*leaves: jax.Array) -> PyTree:
             dynamic, kwargs = jax.tree.unflatten(tree, leaves)
             return call(*dynamic, **kwargs)
 
@@ -75,7 +85,7 @@ class ShardedJit:
         return _Jitted(run, in_shardings)
 
     def _shardings(
-        self, what: str, planned: Sequence[ValuePlan], paths: Sequence[str], types: Sequence[Any]
+        self, what: str, planned: Sequence[ValuePlan], paths: Sequence[str], types: Sequence[_Type]
     ) -> tuple[NamedSharding, ...]:
         """The planned sharding of every leaf, in order; PlanError lists leaves that it lacks, or has with another shape."""
         by_path = {value.path: value for value in planned}
@@ -100,7 +110,7 @@ def _type_of(value: ValuePlan | None) -> str:
 
 def plain_jit(
     plan: Plan,
-    fun: Callable[..., Any],
+    fun: Callable[..., PyTree],
     *,
     devices: Sequence[jax.Device] | None = None,
     donate_argnums: tuple[int, ...] = (),

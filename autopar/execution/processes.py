@@ -15,7 +15,7 @@ import jax
 
 from autopar.execution.inputs import StepInputs
 from autopar.execution.pipeline_tasks import PlannedStage
-from autopar.execution.state import gathered
+from autopar.execution.state import gather_to_one
 from autopar.runtime.processes import is_global
 from autopar.split_array import LeafPieces, SplitArray
 
@@ -50,7 +50,7 @@ def brought(
 ) -> list[Any]:
     """The leaves as every process can take them apart: arrays that lie elsewhere than they are wanted come here."""
     ready = [_lies_well(leaf, pieces, inputs) for leaf, pieces in zip(leaves, held, strict=True)]
-    moved = iter(gathered([leaf for leaf, is_ready in zip(leaves, ready, strict=True) if not is_ready], devices))
+    moved = iter(gather_to_one([leaf for leaf, is_ready in zip(leaves, ready, strict=True) if not is_ready], devices))
     return [leaf if is_ready else next(moved) for leaf, is_ready in zip(leaves, ready, strict=True)]
 
 

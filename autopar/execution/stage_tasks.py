@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compat import Var
-from autopar.execution.weak_types import weakly_typed
+from autopar.execution.weak_types import keep_weak_types
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.per_device import Lowering, Placed, Scope
 from autopar.layouts.mesh import Layout, LogicalMesh
@@ -91,7 +91,7 @@ def _compiled(
         check_vma=False,
     )
     jitted = jax.jit(
-        _named(cut.name, weakly_typed(sharded, [write.ref in weak for write in cut.writes])),
+        _named(cut.name, keep_weak_types(sharded, [write.ref in weak for write in cut.writes])),
         in_shardings=each(shardings.__getitem__),
         out_shardings=tuple(NamedSharding(device_mesh, spec) for spec in out_specs),
         donate_argnums=cut.donated,

@@ -1,26 +1,29 @@
 """State on the devices of a plan: created there leaf by leaf, and gathered from there as ordinary arrays.
 
-In: a function that makes the state, and shardings; or a tree of arrays on any devices. Out: the tree. What can go wrong: a
-state of which no device may ever hold all; only parts are made.
+In: a function that makes the state, and shardings; or a tree of arrays on any devices. Out: the tree. What can go wrong: a state
+may be too large for any one device, so each device makes its own part alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from autopar.program.call import PyTree
 from autopar.runtime.processes import absent_like, are_here, as_host, is_here
 from autopar.runtime.resharding.reshard import bring_here
 from autopar.split_array import SplitArray, SplitSharding, cut_leaves, join_leaves, take_apart, take_shardings_apart
 
+T = TypeVar("T")
+
 
 def create_sharded(
-    create_fn: Callable[..., Any], args: Sequence[Any], shardings: Sequence[NamedSharding | SplitSharding]
-) -> Any:
+    create_fn: Callable[..., PyTree], args: Sequence[PyTree], shardings: Sequence[NamedSharding | SplitSharding]
+) -> PyTree:
     """`create_fn(*args)` with its leaves in the given shardings; no device ever holds more than its part.
 
     Leaves, and pieces of leaves, that live on different meshes are made by one program per mesh, in the processes that have
@@ -31,25 +34,25 @@ def create_sharded(
     if not all(are_here(sharding.device_set) for sharding in places):
         args = jax.tree.map(as_host, tuple(args))
     meshes = list(dict.fromkeys(sharding.mesh for sharding in places))
-    made: list[Any] = [None] * len(places)
+    made: dict[int, jax.Array] = {}
     for mesh in meshes:
         here = [i for i, sharding in enumerate(places) if sharding.mesh == mesh]
 
-        def some(*given: Any, here: Sequence[int] = here) -> list[Any]:
+        def make_parts(*given: PyTree, here: Sequence[int] = here) -> list[jax.typing.ArrayLike]:
             parts = cut_leaves(jax.tree.leaves(create_fn(*given)), held)
             return [parts[i] for i in here]
 
         if is_here(places[here[0]]):
-            arrays = jax.jit(some, out_shardings=[places[i] for i in here])(*args)
+            arrays = jax.jit(make_parts, out_shardings=[places[i] for i in here])(*args)
         else:
-            arrays = list(map(absent_like, jax.eval_shape(some, *args), [places[i] for i in here]))
+            arrays = list(map(absent_like, jax.eval_shape(make_parts, *args), [places[i] for i in here]))
         for i, array in zip(here, arrays, strict=True):
             made[i] = array
-    return jax.tree.unflatten(tree, join_leaves(made, held))
+    return jax.tree.unflatten(tree, join_leaves([made[i] for i in range(len(places))], held))
 
 
-def gathered(tree: Any, devices: Sequence[jax.Device]) -> Any:
-    """A tree with its arrays as ordinary ones on one device: the first, or of several processes the first of each."""
+def gather_to_one(tree: T, devices: Sequence[jax.Device]) -> T:
+    """The tree with ordinary arrays on one device: the first of all, or with several processes the first of each."""
     leaves, structure = jax.tree.flatten(tree)
     held, parts = take_apart(leaves)
     if are_here(devices):
@@ -59,4 +62,5 @@ def gathered(tree: Any, devices: Sequence[jax.Device]) -> Any:
     whole = [
         jnp.concatenate(x.pieces, axis=x.dim) if isinstance(x, SplitArray) else x for x in join_leaves(found, held)
     ]
-    return jax.tree.unflatten(structure, whole)
+    gathered: T = jax.tree.unflatten(structure, whole)
+    return gathered

@@ -16,7 +16,7 @@ from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
 from autopar.microbatches.time_plan import Phase, TimePlan
 from autopar.program.program import Equation
-from autopar.program.retrace import retraced
+from autopar.program.retrace import retrace
 from autopar.program.step import Leaf, TracedStep
 
 
@@ -80,4 +80,4 @@ def microbatch_counts(traced: TracedStep) -> tuple[int, ...]:
 def microbatched(traced: TracedStep, plan: TimePlan) -> TracedStep:
     """The step as one program with the loop inside; see the module's text."""
     loop = TimeLoop(traced, plan)
-    return dataclasses.replace(retraced(traced, loop.inputs(), loop.run), microbatches=plan.microbatches)
+    return dataclasses.replace(retrace(traced, loop.inputs(), loop.run), microbatches=plan.microbatches)

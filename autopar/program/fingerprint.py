@@ -1,28 +1,32 @@
-"""A digest of a program, by which a plan recognises its step."""
+"""What makes two programs, or two operations, the same.
+
+`fingerprint_of` digests a whole program; by it a plan recognises its step. `signature` and the keys compare equations within one
+process, by content.
+"""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, cast
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compat import JaxprEqn, constants_of, open_jaxpr
+from autopar.compat import JaxprEqn, Var, constants_of, open_jaxpr
 from autopar.compat import Literal as JaxLiteral
 from autopar.program.program import Atom, Program
 
 
 def fingerprint_of(program: Program) -> str:
     """A digest of the program's operations, shapes and structure; equal programs have equal digests."""
-    numbers: dict[Any, int] = {}
+    numbers: dict[Var, int] = {}
     described = functools.cache(str)
     digest = hashlib.sha256()
 
-    def name(atom: Any) -> str:
+    def name(atom: Var | JaxLiteral) -> str:
         if isinstance(atom, JaxLiteral):
             return f"{atom.val}:{described(atom.aval)}"
         return f"v{numbers.setdefault(atom, len(numbers))}:{described(atom.aval)}"
@@ -36,7 +40,7 @@ def fingerprint_of(program: Program) -> str:
     return digest.hexdigest()[:16]
 
 
-def signature(equations: Sequence[Any], numbers: dict[Any, int]) -> Hashable:
+def signature(equations: Sequence[JaxprEqn], numbers: dict[Var, int]) -> Hashable:
     """Equations with variables numbered in order of appearance; `numbers` is filled."""
     return tuple(
         (
@@ -69,38 +73,48 @@ def operand_key(atom: Atom) -> Hashable:
     return atom.aval, id(atom.val) if value.dtype == object else value.tobytes()
 
 
-def _is_region(eqn: Any, value: object) -> bool:
+def _is_region(eqn: JaxprEqn, value: object) -> bool:
     """Whether a parameter holds the nested programs that the equation also has as `regions`."""
     several = value if isinstance(value, tuple) and value else (value,)
     return bool(getattr(eqn, "regions", ())) and all(hasattr(open_jaxpr(v), "eqns") for v in several)
 
 
-def _scope(program: Any, constants: Sequence[Any]) -> Hashable:
-    """A nested `Program` or jaxpr."""
-    numbers: dict[Any, int] = {}
+class _Scope(Protocol):
+    """A nested `Program`, or a jaxpr."""
+
+    @property
+    def invars(self) -> Sequence[Var]: ...
+
+    @property
+    def outvars(self) -> Sequence[Var | JaxLiteral]: ...
+
+
+def _scope(program: _Scope, constants: Sequence[object]) -> Hashable:
+    """A nested program by content."""
+    numbers: dict[Var, int] = {}
     inputs = (*getattr(program, "constvars", ()), *program.invars)
     heads = tuple((_atom(v, numbers), aval_key(v)) for v in inputs)
-    equations = program.equations if hasattr(program, "equations") else program.eqns
+    equations: Sequence[JaxprEqn] = getattr(program, "equations", ()) or getattr(program, "eqns", ())
     body = signature(equations, numbers)
     return heads, body, tuple(_atom(v, numbers) for v in program.outvars), tuple(_value(c) for c in constants)
 
 
-def _atom(atom: Any, numbers: dict[Any, int]) -> Hashable:
+def _atom(atom: Var | JaxLiteral, numbers: dict[Var, int]) -> Hashable:
     if isinstance(atom, JaxLiteral):
         return "literal", _value(np.asarray(atom.val)), aval_key(atom)
     return numbers.setdefault(atom, len(numbers))
 
 
-def aval_key(atom: Any) -> Hashable:
+def aval_key(atom: Var | JaxLiteral) -> Hashable:
     """Shape, dtype and weak type of a value."""
     aval = atom.aval
     return tuple(getattr(aval, "shape", ())), str(getattr(aval, "dtype", aval)), bool(getattr(aval, "weak_type", False))
 
 
-def _value(value: Any) -> Hashable:
-    """A parameter as something that compares by content; what has none, such as a function, compares by identity."""
+def _value(value: object) -> Hashable:
+    """A parameter as a value that compares by content; a function or the like compares by identity."""
     if hasattr(open_jaxpr(value), "eqns"):
-        return _scope(open_jaxpr(value), constants_of(value))
+        return _scope(cast(_Scope, open_jaxpr(value)), constants_of(value))
     if isinstance(value, (np.ndarray, np.generic, jax.Array)) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
         array = np.asarray(value)
         return "array", str(array.dtype), array.shape, array.tobytes()
@@ -108,4 +122,5 @@ def _value(value: Any) -> Hashable:
         return tuple((name, _value(inner)) for name, inner in sorted(value.items()))
     if isinstance(value, (tuple, list)):
         return type(value).__name__, tuple(_value(inner) for inner in value)
-    return type(value).__name__, value if isinstance(value, Hashable) else id(value)
+    has_content = getattr(value, "__hash__", None) is not None
+    return type(value).__name__, value if has_content else id(value)

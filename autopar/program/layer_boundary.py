@@ -7,7 +7,8 @@ nothing; fewer boundaries than stages need is an error that says how many there 
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import TypeVar
 
 import jax
 from jax.extend.core import Primitive
@@ -20,12 +21,12 @@ layer_boundary_p.def_impl(lambda x: x)
 layer_boundary_p.def_abstract_eval(lambda x: x)
 
 
-def _jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+def _jvp(primals: Sequence[jax.Array], tangents: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """The mark stays on the forward value; its derivative is the identity."""
     return layer_boundary_p.bind(*primals), tangents[0]
 
 
-def _batch(values: Any, dims: Any) -> tuple[Any, Any]:
+def _batch(values: Sequence[jax.Array], dims: Sequence[int | None]) -> tuple[jax.Array, int | None]:
     return layer_boundary_p.bind(*values), dims[0]
 
 

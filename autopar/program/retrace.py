@@ -1,24 +1,24 @@
 """Program to JAX and back: the one place where a pass has a rewritten step traced again.
 
-In: a step, the leaves of the new one, and a function of their values. Out: the step that this function computes. What can go
-wrong: constants that the function closes over; they become leaves of their own.
+In: a step, the leaves of the new one, and a function of their values. Out: the step that this function computes. Constants that
+the function closes over become leaves of their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
+from autopar.program.call import PyTree
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of
 from autopar.program.step import Leaf, TracedStep
 
 
-def retraced(traced: TracedStep, leaves: Sequence[Leaf], run: Callable[..., Any]) -> TracedStep:
-    """The step computed by another function of its leaves and constants, which may have other shapes."""
+def retrace(traced: TracedStep, leaves: Sequence[Leaf], run: Callable[..., PyTree]) -> TracedStep:
+    """Trace a step again as another function of its leaves and constants, which may have other shapes."""
     avals = [
         jax.ShapeDtypeStruct(leaf.shape, var.aval.dtype, weak_type=bool(getattr(var.aval, "weak_type", False)))
         for leaf, var in zip(leaves, traced.program.invars, strict=True)

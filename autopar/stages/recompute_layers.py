@@ -28,7 +28,7 @@ from autopar.avals import bytes_of
 from autopar.compat import Literal, Var, attributed_to
 from autopar.program.evaluate import bind_equation
 from autopar.program.program import Equation, Program, can_be_awaited, operands_of
-from autopar.program.retrace import retraced
+from autopar.program.retrace import retrace
 from autopar.program.step import TracedStep
 from autopar.stages.chain import chain_of
 from autopar.stages.dependence import Dependence
@@ -54,7 +54,7 @@ def recomputed_step(traced: TracedStep, *, small_bytes: int = SMALL_BYTES) -> Tr
     layers = layers_to_recompute(traced, small_bytes=small_bytes)
     if not layers:
         return traced
-    return retraced(traced, traced.inputs, _Evaluation(traced, layers).run)
+    return retrace(traced, traced.inputs, _Evaluation(traced, layers).run)
 
 
 def layers_to_recompute(traced: TracedStep, *, small_bytes: int = SMALL_BYTES) -> tuple[Layer, ...]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.execution.weak_types import weakly_typed
+from autopar.execution.weak_types import keep_weak_types
 
 WIDTH = 8
 
@@ -80,9 +80,9 @@ def test_only_the_results_that_are_named_become_weak_and_the_program_stays_the_s
         return x * 2, (y + y, x)
 
     x, y = jnp.float32(3), jnp.ones(2, jnp.bfloat16)
-    found = jax.jit(weakly_typed(double, [False, True]))(x, y)
+    found = jax.jit(keep_weak_types(double, [False, True]))(x, y)
     assert types(found) == (("float32", False), (("bfloat16", True), ("float32", False)))
     np.testing.assert_array_equal(np.asarray(found[1][0], np.float32), [2, 2])
-    texts = [jax.jit(f).lower(x, y).compile().as_text() for f in (double, weakly_typed(double, [True, True, False]))]
+    texts = [jax.jit(f).lower(x, y).compile().as_text() for f in (double, keep_weak_types(double, [True, True, False]))]
     assert texts[0].split("ENTRY")[1].count(" = ") == texts[1].split("ENTRY")[1].count(" = ")
-    assert weakly_typed(double, [False, False, False]) is double
+    assert keep_weak_types(double, [False, False, False]) is double
