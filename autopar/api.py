@@ -51,6 +51,7 @@ from autopar.layouts.constraints import ConstraintsLike, as_constraints
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.call import BoundArguments, CallSignature, bind_arguments
+from autopar.program.loops import LoopEquation
 from autopar.program.step import require_state, require_state_like
 from autopar.program.trace import trace
 from autopar.rules.table import warn_of_missing_rules
@@ -148,7 +149,7 @@ class ParallelStep:
         if key not in self._planned:
             with pause_full_collections():
                 traced = trace(self._signature, call)
-                warn_of_missing_rules([eqn for eqn in traced.program.walk() if eqn.loop is None])
+                warn_of_missing_rules([eqn for eqn in traced.program.walk() if not isinstance(eqn, LoopEquation)])
                 self._planned[key] = decide_together(self._settings, traced, self._signature.name)
         self._last = key
         return key

@@ -13,6 +13,18 @@ from typing import Any, Protocol
 import numpy as np
 
 
+class Aval(Protocol):
+    """The shape and the type of elements of a value."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Elements along each dimension."""
+
+    @property
+    def dtype(self) -> Any:
+        """NumPy's type of elements, or JAX's for random keys."""
+
+
 class HasAval(Protocol):
     """A variable or a literal."""
 

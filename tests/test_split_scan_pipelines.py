@@ -14,6 +14,7 @@ import autopar
 from autopar.compat import name_stack
 from autopar.errors import ArgumentError
 from autopar.pipeline_plan import PipelinePlan
+from autopar.program.loops import LoopEquation
 from autopar.split_array import SplitArray
 from autopar.stages.time_loops import divided_loop, time_loop
 from tests.inter_op.test_search import two_nodes
@@ -226,5 +227,5 @@ def test_parts_of_an_operation_are_in_the_phase_of_the_whole_and_keep_its_source
     assert {loop.plan.phases[part] == whole.plan.phases[origin] for part, origin in split.origins.items()} == {True}
     assert {part.source_info is origin.source_info for part, origin in split.origins.items()} == {True}
     assert not any("autopar" in name_stack(eqn) for eqn in split.step.program.walk())
-    pieces = [eqn for eqn in split.step.program.equations if eqn.loop is not None]
+    pieces = [eqn for eqn in split.step.program.equations if isinstance(eqn, LoopEquation)]
     assert [split.origins[eqn].params["reverse"] for eqn in pieces] == [False, False, True, True]

@@ -19,8 +19,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.compat import Var
 from autopar.execution.weak_types import keep_weak_types
 from autopar.intra_op.lowering.assignment import Assignment
-from autopar.intra_op.lowering.per_device import Lowering, Placed, Scope
+from autopar.intra_op.lowering.per_device import Lowering, Placed
 from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.program.walk import Scope
 from autopar.stages.tasks.cuts import Ref, Slot, TaskCut, Write, cut_into_tasks
 from autopar.stages.tasks.stage_program import StageProgram
 
@@ -61,7 +62,7 @@ def stage_tasks(
     reads, so that they are not donated.
     """
     lowering = Lowering(assignment)
-    cuts = cut_into_tasks(stage, assignment, lowering, split_backward=split_backward, kept=kept)
+    cuts = cut_into_tasks(stage, assignment, split_backward=split_backward, kept=kept)
     microbatches = stage.cut.loop.plan.microbatches
     weak = frozenset(Ref("output", i) for i, leaf in enumerate(stage.step.outputs) if leaf.weak_type)
     return tuple(_compiled(cut, lowering, device_mesh, microbatches=microbatches, weak=weak) for cut in cuts)
@@ -115,13 +116,13 @@ def _local(cut: TaskCut, lowering: Lowering) -> Callable[..., tuple[Any, ...]]:
             else:
                 scope.values[v] = Placed(_contract(given[slot.ref], slot.layout), slot.layout)
             if v in cut.entries:
-                scope.values[v] = Placed(lowering.moved(scope.values[v], cut.entries[v], v.aval), cut.entries[v])
-        lowering.run(cut.equations, scope)
+                scope.values[v] = Placed(lowering.move_to(scope.values[v], cut.entries[v], v.aval), cut.entries[v])
+        scope.run(cut.equations)
         found = []
         for write in cut.writes:
-            placed = scope.placed(write.atom)
+            placed = scope.value(write.atom)
             for layout in write.path:
-                placed = Placed(lowering.moved(placed, layout, write.atom.aval), layout)
+                placed = Placed(lowering.move_to(placed, layout, write.atom.aval), layout)
             found.append(_expand(placed))
         return (*found, jnp.zeros((1,), jnp.bool_))
 

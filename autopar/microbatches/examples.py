@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from autopar.compat import Var
 from autopar.intra_op.choices.known_equations import RuleBook
+from autopar.program.loops import LoopEquation
 from autopar.program.program import Equation, Program
 from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule
@@ -55,7 +56,7 @@ class _Marks:
 
     def follow(self, program: Program) -> None:
         for eqn in program.equations:
-            if eqn.loop is None:
+            if not isinstance(eqn, LoopEquation):
                 self._operation(eqn)
             else:
                 self._loop(eqn)
@@ -94,10 +95,9 @@ class _Marks:
                     found |= (given - own) & made
         return found
 
-    def _loop(self, eqn: Equation) -> None:
+    def _loop(self, eqn: LoopEquation) -> None:
         """Through a nested program; carries are followed until they change no more."""
         loop = eqn.loop
-        assert loop is not None
         region = eqn.regions[-1]
         given = eqn.invars[1:] if loop.kind == "cond" else eqn.invars[loop.condition_consts :]
         regions = eqn.regions if loop.kind == "cond" else (region,)
@@ -122,9 +122,8 @@ class _Marks:
         inside = frozenset(d - 1 for d in dims if d > 0) | (dims & {_EACH})
         return inside | {_EACH} if self.loosely and 0 in dims else inside
 
-    def _results(self, eqn: Equation, regions: Sequence[Program]) -> None:
+    def _results(self, eqn: LoopEquation, regions: Sequence[Program]) -> None:
         loop = eqn.loop
-        assert loop is not None
         one_by_one = eqn in self.found
         for place, var in enumerate(eqn.outvars):
             merged = frozenset[int]().union(*(self.of(body.outvars[place]) for body in regions))

@@ -22,12 +22,13 @@ import numpy as np
 
 from autopar.avals import is_opaque
 from autopar.compat import Literal, Var, attributed_to
-from autopar.intra_op.lowering.per_device import Lowering, Placed, Scope
+from autopar.intra_op.lowering.per_device import Lowering, Placed
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.monoids import COMBINE, neutral_element
 from autopar.microbatches.time_plan import TimePlan
 from autopar.program.program import Equation
 from autopar.program.step import Leaf, TracedStep
+from autopar.program.walk import Scope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,14 +49,15 @@ class StepLowering(Lowering):
         super().__init__(plan.assignment)
         self.mesh = TimeMesh((plan.microbatches,), ("time",), microbatch)
 
-    def operation(self, eqn: Equation, scope: Scope) -> list[Placed]:
+    def operation(self, eqn: Equation, scope: Scope[Placed]) -> list[Placed]:
         """One equation, under the user's source line."""
         with attributed_to(eqn):
             return super().operation(eqn, scope)
 
-    def held_back(self, array: Any, late: Any) -> Any:
+    def hold_back(self, array: jax.Array, late: jax.Array) -> jax.Array:
         """As a barrier, which the program that is traced here keeps."""
-        return jax.lax.optimization_barrier((array, late))[0]
+        kept: jax.Array = jax.lax.optimization_barrier((array, late))[0]
+        return kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,11 +158,10 @@ class TimeLoop:
     def body(self, microbatch: Any, values: Mapping[Var, Any], slices: Mapping[Var, Any]) -> list[Any]:
         """One microbatch: what each of `results` gets from it. `slices` are this microbatch's rows of sliced inputs."""
         lowering = StepLowering(self.plan, microbatch)
-        scope = Scope(lowering)
-        scope.values.update((var, _whole(x)) for var, x in values.items())
+        scope = Scope(lowering, {var: _whole(x) for var, x in values.items()})
         scope.values.update((var, Placed(rows, _rows(var))) for var, rows in slices.items())
-        lowering.run(self._equations["body"], scope)
-        return [lowering.moved(scope.values[r.var], r.layout, r.var.aval) for r in self.results]
+        scope.run(self._equations["body"])
+        return [lowering.move_to(scope.values[r.var], r.layout, r.var.aval) for r in self.results]
 
     def epilogue(self, values: Mapping[Var, Any], finished: Sequence[Any]) -> list[Any]:
         """The step's flat outputs."""
@@ -210,10 +211,8 @@ class TimeLoop:
 
     def prologue_of(self, wanted: Set[Var], leaves: Mapping[Var, Any]) -> dict[Var, Any]:
         """Wanted values of the prologue, and nothing that they do not need, from whole leaves."""
-        lowering = StepLowering(self.plan, 0)
-        scope = Scope(lowering)
-        scope.values.update((var, _whole(x)) for var, x in leaves.items())
-        lowering.run(self._prologue_for(wanted), scope)
+        scope = Scope(StepLowering(self.plan, 0), {var: _whole(x) for var, x in leaves.items()})
+        scope.run(self._prologue_for(wanted))
         return {var: placed.array for var, placed in scope.values.items()}
 
     def _prologue_for(self, wanted: Set[Var]) -> list[Equation]:
@@ -225,10 +224,8 @@ class TimeLoop:
         return chosen[::-1]
 
     def _whole(self, phase: str, values: Mapping[Var, Any]) -> dict[Var, Any]:
-        lowering = StepLowering(self.plan, 0)
-        scope = Scope(lowering)
-        scope.values.update((var, _whole(x)) for var, x in values.items())
-        lowering.run(self._equations[phase], scope)
+        scope = Scope(StepLowering(self.plan, 0), {var: _whole(x) for var, x in values.items()})
+        scope.run(self._equations[phase])
         return {var: placed.array for var, placed in scope.values.items()}
 
     def _operands_of(self, phase: str) -> tuple[Var, ...]:
@@ -244,10 +241,9 @@ class TimeLoop:
             for var, leaf in zip(self.program.invars, self.traced.inputs, strict=True)
             if leaf.role == "batch" and leaf.shape and leaf.shape[0] % self.plan.microbatches == 0
         }
-        lowering = Lowering(self.plan.assignment)
         taken: dict[Var, set[Layout]] = {}
         for eqn in self._equations["body"]:
-            for atom, layout in zip(eqn.invars, lowering.needs(eqn), strict=True):
+            for atom, layout in zip(eqn.invars, self.plan.assignment.operand_layouts(eqn), strict=True):
                 if not isinstance(atom, Literal) and atom in batch:
                     taken.setdefault(atom, set()).add(layout)
         return frozenset(var for var, layouts in taken.items() if layouts == {_rows(var)})
@@ -261,11 +257,10 @@ class TimeLoop:
 
     def layouts(self) -> dict[Var, Layout]:
         """The layout over time of every value that the body makes."""
-        lowering = Lowering(self.plan.assignment)
         return {
             var: layout
             for eqn in self._equations["body"]
-            for var, layout in zip(eqn.outvars, lowering.gives(eqn), strict=True)
+            for var, layout in zip(eqn.outvars, self.plan.assignment.result_layouts(eqn), strict=True)
         }
 
 

@@ -14,6 +14,7 @@ from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.microbatches.examples import ONE_BY_ONE
 from autopar.microbatches.time_plan import TimePlan
+from autopar.program.loops import LoopEquation
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule
@@ -73,7 +74,7 @@ def _made_with(plan: TimePlan, equations: set[Equation]) -> set[Equation]:
 def with_trips(eqn: Equation, trips: float = 1.0) -> Iterator[tuple[Equation, float]]:
     """An equation and those inside it, with how often each runs."""
     yield eqn, trips
-    inside = trips * max(eqn.loop.trips, 1) if eqn.loop is not None else trips
+    inside = trips * max(eqn.loop.trips, 1) if isinstance(eqn, LoopEquation) else trips
     for region in eqn.regions:
         for inner in region.equations:
             yield from with_trips(inner, inside)
@@ -108,7 +109,7 @@ def _first_mixing(
     for eqn in (eqn for eqn in plan.assignment.program.equations if eqn in among):
         operands = [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
         marked = examples.get(eqn, frozenset())
-        if eqn.loop is None and marked & _behind(rules[eqn]):
+        if not isinstance(eqn, LoopEquation) and marked & _behind(rules[eqn]):
             return MixedExamples(
                 eqn.primitive.name, _line(plan, eqn), "puts the examples behind another dimension, instead of before it"
             )
@@ -122,7 +123,7 @@ def _first_mixing(
                 "goes through the examples one after another; compute all of them at once and leave their parts to "
                 "num_microbatches",
             )
-        if eqn.loop is not None:
+        if isinstance(eqn, LoopEquation):
             continue
         rule = rules[eqn]
         waits = [place for place, v in enumerate(eqn.invars) if not isinstance(v, JaxLiteral) and v in pending]

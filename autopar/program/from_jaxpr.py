@@ -19,7 +19,8 @@ from autopar import compat
 from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
 from autopar.errors import UnsupportedProgramError
-from autopar.program.program import Atom, Equation, Loop, Program, can_be_awaited, fan_out_p, variables_of
+from autopar.program.loops import Loop, LoopEquation
+from autopar.program.program import Atom, Equation, Program, can_be_awaited, fan_out_p, variables_of
 
 CALLS = {
     "jit": "jaxpr",
@@ -157,17 +158,16 @@ class _ProgramBuilder:
         if eqn.primitive is optimization_barrier_p:
             return self._barrier(eqn, operands)
         outs = [Var(v.aval) for v in eqn.outvars]
+        made = Equation(eqn.primitive, tuple(operands), tuple(outs), dict(eqn.params), eqn.source_info, task=self.task)
         opened = _OPENERS.get(eqn.primitive.name)
-        regions: tuple[Program, ...] = ()
-        loop = None
-        if opened:
-            loop, operands, regions = opened(self, eqn, operands)
-        self.equations.append(
-            Equation(
-                eqn.primitive, tuple(operands), tuple(outs), dict(eqn.params), eqn.source_info, regions, loop, self.task
-            )
-        )
+        self.equations.append(made if opened is None else self._opened(made, *opened(self, eqn, operands)))
         return list(outs)
+
+    def _opened(self, eqn: Equation, loop: Loop, operands: Sequence[Atom], regions: tuple[Program, ...]) -> Equation:
+        """Control flow, with what its nested programs close over as operands."""
+        return LoopEquation(
+            eqn.primitive, tuple(operands), eqn.outvars, eqn.params, eqn.source_info, regions, eqn.task, loop=loop
+        )
 
     def region(self, closed: Any) -> tuple[Program, list[Var]]:
         """(nested program, outer constants it closes over, which are its first inputs)."""
@@ -186,7 +186,15 @@ def _open_scan(
 ) -> tuple[Loop, list[Atom], tuple[Program, ...]]:
     consts, carries = compat.scan_counts(eqn.params)
     body, captured = builder.region(eqn.params["jaxpr"])
-    loop = Loop("scan", len(captured) + consts, carries, trips=eqn.params["length"])
+    loop = Loop(
+        kind="scan",
+        consts=len(captured) + consts,
+        carries=carries,
+        trips=eqn.params["length"],
+        captured=frozenset(range(len(captured))),
+        is_reversed=eqn.params.get("reverse", False),
+        unroll=eqn.params.get("unroll", 1),
+    )
     return loop, [*captured, *operands], (body,)
 
 
@@ -199,7 +207,15 @@ def _open_while(
     cond_consts = [*cond_captured, *operands[:cond_n]]
     body_consts = [*body_captured, *operands[cond_n : cond_n + body_n]]
     carries = operands[cond_n + body_n :]
-    loop = Loop("while", len(body_consts), len(carries), len(cond_consts), WHILE_TRIPS)
+    first = len(cond_consts)
+    loop = Loop(
+        kind="while",
+        consts=len(body_consts),
+        carries=len(carries),
+        condition_consts=first,
+        trips=WHILE_TRIPS,
+        captured=frozenset((*range(len(cond_captured)), *range(first, first + len(body_captured)))),
+    )
     return loop, [*cond_consts, *body_consts, *carries], (condition, body)
 
 
@@ -215,7 +231,8 @@ def _open_cond(
         padded[start : start + len(own)] = own
         start += len(own)
         regions.append(Program((*padded, *rest), region.equations, region.outvars))
-    return Loop("cond"), [operands[0], *captured, *operands[1:]], tuple(regions)
+    loop = Loop(kind="cond", captured=frozenset(range(1, 1 + len(captured))))
+    return loop, [operands[0], *captured, *operands[1:]], tuple(regions)
 
 
 _OPENERS = {"scan": _open_scan, "while": _open_while, "cond": _open_cond}

@@ -47,7 +47,7 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
-    """One operation; quacks like a JaxprEqn. `loop` describes how the operands of nested programs are grouped.
+    """One operation; quacks like a JaxprEqn. Control flow is a `loops.LoopEquation`, which has nested programs (`regions`).
 
     `task` names the piece of a pipeline stage that the operation belongs to: see `task_scope`. `after`: a value that the
     operation does not read, and that is there before its results are.
@@ -59,25 +59,8 @@ class Equation:
     params: dict[str, Any]
     source_info: Any
     regions: tuple[Program, ...] = ()
-    loop: Loop | None = None
     task: str = ""
     after: Var | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Loop:
-    """Control flow: its kind, numbers of constant, carried and stacked operands, and how often its body runs.
-
-    scan: operands are constants, carries, stacks; the one region takes the same, stacks without their leading dimension.
-    while: operands are condition constants, body constants, carries; the regions are condition and body.
-    cond: operands are the branch number and what every branch takes; the regions are the branches.
-    """
-
-    kind: str
-    consts: int = 0
-    carries: int = 0
-    condition_consts: int = 0
-    trips: int = 1
 
 
 def can_be_awaited(v: Var) -> bool:

@@ -18,6 +18,7 @@ from autopar.compat import Var
 from autopar.intra_op.choices.kernels import Kernels
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.layouts.mesh import Layout
+from autopar.program.loops import LoopEquation
 from autopar.program.program import Equation, Program
 from autopar.rules.table import entry_for
 
@@ -85,6 +86,6 @@ def _layouts(assignment: Assignment) -> Mapping[Var, Layout]:
     """The layout in which each value is made."""
     found = dict(zip(assignment.program.invars, assignment.inputs, strict=True))
     for eqn in assignment.program.equations:
-        if eqn.loop is None:
+        if not isinstance(eqn, LoopEquation):
             found.update(zip(eqn.outvars, assignment.strategies[eqn].outputs, strict=True))
     return found

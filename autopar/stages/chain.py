@@ -12,6 +12,7 @@ from collections.abc import Callable
 from autopar.avals import bytes_of
 from autopar.compat import Var
 from autopar.microbatches.loop import TimeLoop
+from autopar.program.loops import LoopEquation
 from autopar.program.program import Equation, operands_of
 from autopar.rules.table import flops_of
 from autopar.stages.dependence import Dependence
@@ -50,7 +51,7 @@ def chain_of(kinds: Dependence, work: Callable[[Equation], float]) -> tuple[Forw
 
 def _work(loop: TimeLoop, eqn: Equation) -> float:
     rules = loop.plan.assignment.rules
-    if eqn.loop is None:
+    if not isinstance(eqn, LoopEquation):
         return flops_of(eqn, rules[eqn])
     inside = sum(_work(loop, e) for region in eqn.regions for e in region.equations)
     return inside * max(eqn.loop.trips, 1)

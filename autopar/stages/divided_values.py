@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from autopar.compat import Literal, Var, attributed_to, name_stack
 from autopar.layouts.mesh import LogicalMesh
 from autopar.layouts.monoids import COMBINE
-from autopar.program.evaluate import bind_equation
+from autopar.program.evaluate import bind_equation, bind_scan
+from autopar.program.loops import Filled, Goes, LoopEquation
 from autopar.program.program import Equation, Program, fan_out_p
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.on_shard import LocalCall
@@ -123,10 +124,10 @@ class Values:
 def evaluate(eqn: Equation, values: Values) -> None:
     """One operation: a divided scan in ranges, others in pieces if they can, else whole."""
     for divided in values.divided:
-        if eqn in divided.stack.scans:
+        if isinstance(eqn, LoopEquation) and eqn in divided.stack.scans:
             _scan_in_ranges(eqn, divided, values)
             return
-    if eqn.loop is None:
+    if not isinstance(eqn, LoopEquation):
         rule = rule_for(eqn)
         for divided in values.divided:
             factor = _factor_of(eqn, rule, divided)
@@ -178,35 +179,35 @@ def _operand_parts(atom: Any, operand: Any, factor: str, divided: Divided, value
     return values.parts_between(atom, dims[0], divided.of_size(atom.aval.shape[dims[0]]))
 
 
-def _scan_in_ranges(eqn: Equation, divided: Divided, values: Values) -> None:
+def _scan_in_ranges(eqn: LoopEquation, divided: Divided, values: Values) -> None:
     """A scan as one scan per piece; see the module's text."""
-    loop = eqn.loop
-    assert loop is not None
-    carried = slice(loop.consts, loop.consts + loop.carries)
-    consts = [values.whole(atom) for atom in eqn.invars[: loop.consts]]
-    start = [values.whole(atom) for atom in eqn.invars[carried]]
-    stacks = [values.parts_between(atom, 0, divided.bounds) for atom in eqn.invars[carried.stop :]]
+    (body,) = eqn.nested
+    consts = [values.whole(atom) for atom in eqn.operands_to(Filled.CONSTANT)]
+    start = [values.whole(atom) for atom in eqn.operands_to(Filled.CARRY)]
+    stacks = [values.parts_between(atom, 0, divided.bounds) for atom in eqn.operands_to(Filled.ROW)]
     adds = _sums(eqn) if "transpose(" in name_stack(eqn) else frozenset()
     order = range(len(divided.ranges))
-    carry, totals, made = list(start), list(start), dict[int, Sequence[Any]]()
-    for place, k in enumerate(reversed(order) if eqn.params["reverse"] else order):
+    carry: Sequence[Any] = start
+    totals, made = list(start), dict[int, Sequence[Any]]()
+    for place, k in enumerate(reversed(order) if eqn.loop.is_reversed else order):
         given = [jnp.zeros_like(x) if i in adds and place else x for i, x in enumerate(carry)]
         begin, end = divided.ranges[k]
-        shorter = {"length": end - begin, "unroll": min(eqn.params["unroll"], end - begin)}
-        outs = bind_equation(eqn, [*consts, *given, *(parts[k] for parts in stacks)], **shorter)
-        carry, made[k] = list(outs[: loop.carries]), outs[loop.carries :]
+        outs = bind_scan(eqn, [*consts, *given, *(parts[k] for parts in stacks)], length=end - begin)
+        carry, made[k] = body.carries_and_rows(outs)
         totals = [totals[i] + x if i in adds and place else x for i, x in enumerate(carry)]
-    for v, total in zip(eqn.outvars, totals, strict=False):
+    for v, total in zip(eqn.results_from(Goes.CARRY), totals, strict=True):
         values.set_whole(v, total)
-    for number, v in enumerate(eqn.outvars[loop.carries :]):
+    for number, v in enumerate(eqn.results_from(Goes.ROW)):
         values.set_parts(v, 0, [made[k][number] for k in order])
 
 
-def _sums(eqn: Equation) -> frozenset[int]:
+def _sums(eqn: LoopEquation) -> frozenset[int]:
     """The numbers of carried values to which each iteration only adds something that does not depend on them."""
-    loop, (body,) = eqn.loop, eqn.regions
-    assert loop is not None
-    return frozenset(i for i in range(loop.carries) if _is_sum(body, body.invars[loop.consts + i], body.outvars[i]))
+    (body,) = eqn.nested
+    carried = [exit_ for exit_ in body.exits if exit_.carry is not None]
+    return frozenset(
+        i for i, e in enumerate(carried) if e.carry is not None and _is_sum(body.program, e.carry.var, e.atom)
+    )
 
 
 def _is_sum(body: Program, given: Var, returned: Any) -> bool:
@@ -221,7 +222,7 @@ def _is_sum(body: Program, given: Var, returned: Any) -> bool:
         if len(users.get(v, ())) != 1 or any(out is v for out in body.outvars):
             return False
         (eqn,) = users[v]
-        if eqn.loop is not None or len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape != v.aval.shape:
+        if isinstance(eqn, LoopEquation) or len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape != v.aval.shape:
             return False
         if len(eqn.invars) == 2 and eqn.invars[0] is v and rule_for(eqn).linear == ((0, 1),):
             added = True

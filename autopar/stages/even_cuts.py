@@ -14,6 +14,7 @@ import numpy as np
 from autopar.compat import source_line
 from autopar.errors import ArgumentError, warn
 from autopar.program.layer_boundary import layer_boundary_p
+from autopar.program.loops import LoopEquation
 from autopar.stages.chain import ForwardEquation
 
 SLACK = 0.3
@@ -76,7 +77,7 @@ def indivisible_work(
 
     `divided`: scans over layers have been divided as evenly as their layers allow.
     """
-    places = [place for place in chain if not (divided and place.equation.loop)]
+    places = [place for place in chain if not (divided and isinstance(place.equation, LoopEquation))]
     total = sum(place.flops for place in chain)
     largest = max(places, key=lambda place: place.flops, default=None)
     is_too_large = largest is not None and num_stages > 1 and largest.flops > 1.5 * total / num_stages

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 from autopar.microbatches.loop import TimeLoop
+from autopar.program.loops import LoopEquation
 from autopar.stages.chain import ForwardEquation, forward_chain
 from autopar.stages.scan_stacks import ForwardWork, ScanCuts, find_stacks, forward_work
 from autopar.stages.split_scans import SplitStep, split_scans
@@ -39,7 +40,8 @@ def _needed(split: SplitStep, chain: Sequence[ForwardEquation], cuts: Sequence[i
         bounds = (0, *split.cuts[work.stack]) if work.stack is not None and split.cuts else (0,)
         own, places = places[: len(bounds)], places[len(bounds) :]
         stages = [bisect.bisect_right(cuts, place) for place in own]
-        stages = stages[::-1] if work.equation.params["reverse"] else stages
+        is_reversed = isinstance(work.equation, LoopEquation) and work.equation.loop.is_reversed
+        stages = stages[::-1] if is_reversed else stages
         if len(stages) < len(bounds):
             return None
         if work.stack is not None:
@@ -61,4 +63,4 @@ def _same_places(
 
 
 def _is_loop(link: ForwardEquation | ForwardWork) -> bool:
-    return link.equation.loop is not None and link.equation.loop.kind == "scan"
+    return isinstance(link.equation, LoopEquation) and link.equation.loop.kind == "scan"

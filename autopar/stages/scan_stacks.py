@@ -16,6 +16,7 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.disjoint_sets import DisjointSets
 from autopar.program.layer_boundary import layer_boundary_p
+from autopar.program.loops import Filled, Goes, LoopEquation
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule, Operand
@@ -43,7 +45,7 @@ class Stack:
     """`length` layers, the scans over them, and for every value that is stacked the dimension that counts them."""
 
     length: int
-    scans: tuple[Equation, ...]
+    scans: tuple[LoopEquation, ...]
     dims: Mapping[Var, int]
 
 
@@ -70,7 +72,7 @@ def find_stacks(traced: TracedStep) -> tuple[Stack, ...]:
 
 def forward_work(traced: TracedStep, stacks: Sequence[Stack]) -> tuple[ForwardWork, ...]:
     """The forward pass in order, as the stages' chain has it, without planning its microbatches."""
-    number = {eqn: i for i, stack in enumerate(stacks) for eqn in stack.scans}
+    number: dict[Equation, int] = {eqn: i for i, stack in enumerate(stacks) for eqn in stack.scans}
     return tuple(ForwardWork(eqn, _flops(eqn), number.get(eqn)) for eqn in _forward_equations(traced))
 
 
@@ -99,9 +101,9 @@ def every_layer(traced: TracedStep) -> ScanCuts:
     return tuple(tuple(range(step, length, step)) for length in lengths for step in (-(-length // MOST_PIECES),))
 
 
-def is_scan(eqn: Equation) -> bool:
+def is_scan(eqn: Equation) -> TypeGuard[LoopEquation]:
     """Whether it is a scan with at least two iterations, so that its range can be divided."""
-    return eqn.loop is not None and eqn.loop.kind == "scan" and eqn.loop.trips > 1
+    return isinstance(eqn, LoopEquation) and eqn.loop.kind == "scan" and eqn.loop.trips > 1
 
 
 def factor_dims(operand: Operand, factor: str) -> list[int]:
@@ -114,7 +116,7 @@ def _forward_equations(traced: TracedStep) -> list[Equation]:
 
 
 def _flops(eqn: Equation) -> float:
-    if eqn.loop is None:
+    if not isinstance(eqn, LoopEquation):
         return flops_of(eqn, rule_for(eqn))
     return max(eqn.loop.trips, 1) * sum(_flops(inner) for region in eqn.regions for inner in region.equations)
 
@@ -123,13 +125,13 @@ def _dimensions_together(traced: TracedStep) -> DisjointSets[Node]:
     """Dimensions, and loops, that some operation indexes by one factor."""
     classes = DisjointSets[Node]()
     for eqn in traced.program.equations:
-        if eqn.loop is None:
+        if not isinstance(eqn, LoopEquation):
             rule = rule_for(eqn)
             for factor, _ in rule.sizes:
                 if factor not in rule.whole:
                     classes.join(_indexed_by(eqn, rule, factor))
         elif is_scan(eqn):
-            stacked = (*eqn.invars[eqn.loop.consts + eqn.loop.carries :], *eqn.outvars[eqn.loop.carries :])
+            stacked = (*eqn.operands_to(Filled.ROW), *eqn.results_from(Goes.ROW))
             classes.join([eqn, *((v, 0) for v in stacked if not isinstance(v, JaxLiteral))])
     return classes
 
@@ -140,8 +142,8 @@ def _indexed_by(eqn: Equation, rule: FactorRule, factor: str) -> list[Node]:
 
 
 def _stack(traced: TracedStep, nodes: Sequence[Node]) -> Stack | None:
-    scans = tuple(node for node in nodes if isinstance(node, Equation))
-    lengths = {eqn.loop.trips for eqn in scans if eqn.loop is not None}
+    scans = tuple(node for node in nodes if isinstance(node, LoopEquation))
+    lengths = {eqn.loop.trips for eqn in scans}
     if len(lengths) != 1:
         return None
     (length,) = lengths

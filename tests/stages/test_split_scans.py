@@ -12,6 +12,7 @@ from autopar.compat import Literal, name_stack
 from autopar.layouts.allowed import whole_path
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.evaluate import bind_equation
+from autopar.program.loops import LoopEquation
 from autopar.program.trace import trace
 from autopar.split_array import cut_leaves, join_leaves
 from autopar.stages import scan_stacks
@@ -155,7 +156,7 @@ def test_single_layers_are_merged_to_the_pieces_that_stages_need():
     assert coarse.cuts == ((2, 3),)
     merged_chain = forward_chain(again)
     assert [merged_chain[c].cut_bytes for c in cuts] == [chain[c].cut_bytes for c in (2, 3)]
-    lengths = [link.equation.params["length"] for link in merged_chain if link.equation.loop is not None]
+    lengths = [link.equation.params["length"] for link in merged_chain if isinstance(link.equation, LoopEquation)]
     assert lengths == [2, 1, 2]
 
 
@@ -177,7 +178,7 @@ def test_layers_that_run_from_the_last_to_the_first_are_merged_likewise():
     step = traced(*trained_on(loss_of, scanned_steps.stacked(), rows()))
     split = split_scans(step, every_layer(step))
     loop = divided_loop(split, 4)
-    scans = [place for place, link in enumerate(forward_chain(loop)) if link.equation.loop is not None]
+    scans = [place for place, link in enumerate(forward_chain(loop)) if isinstance(link.equation, LoopEquation)]
     coarse, again, cuts = merged(split, loop, (scans[1],))
     assert coarse.cuts == ((4,),)
     chain = forward_chain(again)
@@ -241,7 +242,7 @@ def random_scan(draw):
 def test_nothing_stacked_is_joined_or_cut_in_an_ordinary_step():
     split = cut_at(scanned_steps.clipped_adamw(), 2, 3)
     assert not {"concatenate", "slice", "dynamic_slice"} & {eqn.primitive.name for eqn in split.step.program.equations}
-    scans = [eqn for eqn in split.step.program.equations if eqn.loop is not None]
+    scans = [eqn for eqn in split.step.program.equations if isinstance(eqn, LoopEquation)]
     assert [(eqn.params["length"], eqn.params["reverse"]) for eqn in scans] == [
         *((length, False) for length in (2, 1, 2)),
         *((length, True) for length in (2, 1, 2)),
@@ -263,7 +264,7 @@ def test_only_operations_between_layers_see_them_all_at_once():
 
 def test_the_gradient_of_a_shared_weight_is_summed_in_each_piece_and_added_up_once():
     split = cut_at(scanned_steps.shared_weights(), 2)
-    backward = [eqn for eqn in split.step.program.equations if eqn.loop is not None and eqn.params["reverse"]]
+    backward = [eqn for eqn in split.step.program.equations if isinstance(eqn, LoopEquation) and eqn.params["reverse"]]
     late, early = backward
     handed_on = [v for v in early.invars if v in set(late.outvars)]
     assert handed_on == [late.outvars[1]]
@@ -272,7 +273,7 @@ def test_the_gradient_of_a_shared_weight_is_summed_in_each_piece_and_added_up_on
 
 def test_a_sum_that_forward_carries_along_goes_with_the_activation():
     split = cut_at(scanned_steps.carried_sum(), 2)
-    early, late = [e for e in split.step.program.equations if e.loop is not None and not e.params["reverse"]]
+    early, late = [e for e in split.step.program.equations if isinstance(e, LoopEquation) and not e.params["reverse"]]
     handed_on = [v.aval.shape for v in late.invars if v in set(early.outvars)]
     assert handed_on == [(ROWS, WIDTH), ()]
 

@@ -26,6 +26,7 @@ from autopar.intra_op.choices.kernels import Traffic
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.mesh import Axes, Layout, LogicalMesh
+from autopar.program.loops import LoopEquation
 from autopar.program.program import Equation, Program, fan_out_p
 from autopar.rules.by_shape import everything_whole
 from autopar.rules.factor_rule import FactorRule
@@ -190,7 +191,7 @@ class _Builder:
         env: dict[Var, Source | None] = dict(zip(program.invars, sources, strict=True))
         for eqn in program.equations:
             operands = [None if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            if eqn.loop is None:
+            if not isinstance(eqn, LoopEquation):
                 number = self._equation(eqn, trips)
                 for place, (var, source) in enumerate(zip(eqn.invars, operands, strict=True)):
                     if source is not None:
@@ -224,9 +225,8 @@ class _Builder:
         )
         return self._region(inner, [Source(number, 0) for number in heads], trips)
 
-    def _scan(self, eqn: Equation, operands: Sequence[Source | None], trips: float) -> list[Source | None]:
+    def _scan(self, eqn: LoopEquation, operands: Sequence[Source | None], trips: float) -> list[Source | None]:
         loop, (region,) = eqn.loop, eqn.regions
-        assert loop is not None
         inside = trips * max(loop.trips, 1)
         first_stack = loop.consts + loop.carries
         self._same_examples(eqn.invars[:first_stack], region.invars[:first_stack])
@@ -247,9 +247,8 @@ class _Builder:
             self.monoids[var] |= frozenset() if isinstance(atom, Literal) else self.monoids[atom]
         return [*(Source(head, 0) for head in carried), *stacks]
 
-    def _while(self, eqn: Equation, operands: Sequence[Source | None], trips: float) -> list[Source | None]:
+    def _while(self, eqn: LoopEquation, operands: Sequence[Source | None], trips: float) -> list[Source | None]:
         loop, (condition, body) = eqn.loop, eqn.regions
-        assert loop is not None
         inside = trips * loop.trips
         start = loop.condition_consts
         self._same_examples(eqn.invars[start:], body.invars)
@@ -273,7 +272,7 @@ class _Builder:
             self.monoids[var] = frozenset() if is_opaque(var.aval) or var.aval.dtype == bool else frozenset({"sum"})
         return [Source(head, 0) for head in carried]
 
-    def _cond(self, eqn: Equation, operands: Sequence[Source | None], trips: float) -> list[Source | None]:
+    def _cond(self, eqn: LoopEquation, operands: Sequence[Source | None], trips: float) -> list[Source | None]:
         self._must_be_whole(operands[0], eqn.invars[0], trips)
         results = []
         for region in eqn.regions:

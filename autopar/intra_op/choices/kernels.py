@@ -32,6 +32,7 @@ from autopar.avals import bytes_of
 from autopar.compat import Literal, Var
 from autopar.disjoint_sets import DisjointSets
 from autopar.intra_op.choices.tuning import TUNING, Tuning
+from autopar.program.loops import LoopEquation
 from autopar.program.program import Equation, Program
 from autopar.rules.primitive_rule import Work
 from autopar.rules.reductions import reduced_dimensions
@@ -298,8 +299,8 @@ def _fuses(eqn: Equation) -> bool:
     if _keeps_apart(eqn):
         return False
     if any(not isinstance(v.aval.dtype, np.dtype) for v in (*eqn.invars, *eqn.outvars)):
-        return eqn.loop is None  # arithmetic with keys
-    return entry_for(eqn).work in _FUSED and eqn.loop is None
+        return not isinstance(eqn, LoopEquation)  # arithmetic with keys
+    return entry_for(eqn).work in _FUSED and not isinstance(eqn, LoopEquation)
 
 
 def _sums(eqn: Equation, row_bytes: int) -> bool:

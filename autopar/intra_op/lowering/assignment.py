@@ -1,7 +1,7 @@
 """The strategies that a choice picks: what the lowering runs, what memory and moves are counted from.
 
-In: a `StrategyGraph` and a choice number for each of its nodes. Out: an `Assignment`. Nothing can go wrong here that the graph
-has not refused.
+In: a `StrategyGraph` and a choice number for each of its nodes. Out: an `Assignment`, which knows the layout in which every
+operand is taken and every result is given. Nothing can go wrong here that the graph has not refused.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from autopar.intra_op.choices.graph import Source, StrategyGraph
 from autopar.intra_op.choices.strategies import ShardingStrategy
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import Move
+from autopar.program.loops import Entry, Exit, Filled, Goes, LoopEquation
 from autopar.program.program import Atom, Equation, Program
 from autopar.rules.factor_rule import FactorRule
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Assignment:
     """One choice for a whole program: a rule and a strategy per equation, and the layouts where control flow joins.
 
@@ -35,6 +36,40 @@ class Assignment:
     outputs: tuple[Layout, ...]
     copy_span: int | None = None
     seconds: tuple[tuple[Equation, float, float], ...] = ()
+
+    def operand_layouts(self, eqn: Equation) -> tuple[Layout, ...]:
+        """The layouts in which an equation takes its operands; of a cond, in which its first branch does."""
+        if not isinstance(eqn, LoopEquation):
+            return self.strategies[eqn].inputs
+        entries = [entry for nested in reversed(eqn.nested) for entry in nested.entries if entry.passed is None]
+        by_place = {entry.place: self.operand_layout(entry) for entry in entries}
+        return tuple(by_place.get(place, Layout.replicated(0)) for place in range(len(eqn.invars)))
+
+    def result_layouts(self, eqn: Equation) -> tuple[Layout, ...]:
+        """The layouts of an equation's results."""
+        if not isinstance(eqn, LoopEquation):
+            return self.strategies[eqn].outputs
+        ends = [(exits[0], self.exit_layout(exits[0])) for exits in eqn.results]
+        return tuple(layout.prepend() if exit_.goes is Goes.ROW else layout for exit_, layout in ends)
+
+    def entry_layout(self, entry: Entry) -> Layout:
+        """The layout in which a nested program takes an input: that of the fan_out which is its only user."""
+        return self.strategies[entry.head].inputs[0]
+
+    def operand_layout(self, entry: Entry) -> Layout:
+        """The layout that the operand must have of which a nested program takes an input."""
+        layout = self.entry_layout(entry)
+        return layout.prepend() if entry.filled is Filled.ROW else layout
+
+    def exit_layout(self, exit_: Exit) -> Layout:
+        """The layout to which a result of a nested program is brought; rows stay in that in which they are made."""
+        if exit_.carry is not None:
+            return self.entry_layout(exit_.carry)
+        if exit_.goes is Goes.BRANCH:
+            return self.joins[exit_.loop][exit_.place]
+        if exit_.goes is Goes.ROW and exit_.maker is not None:
+            return self.strategies[exit_.maker].outputs[0]
+        return Layout.replicated(len(exit_.atom.aval.shape))
 
 
 def copy_span_of(program: Program) -> int:
@@ -72,16 +107,16 @@ def assign(graph: StrategyGraph, choice: Sequence[int], *, copy_span: int | None
         return Layout.replicated(len(atom.aval.shape)) if source is None else picked(source.node).outputs[0]
 
     return Assignment(
-        graph.program,
-        graph.mesh,
-        graph.spaces,
-        rules,
-        strategies,
-        joins,
-        tuple(inputs[i] for i in range(len(graph.program.invars))),
-        tuple(output(a, s) for a, s in zip(graph.program.outvars, graph.outputs, strict=True)),
-        copy_span,
-        tuple(
+        program=graph.program,
+        mesh=graph.mesh,
+        spaces=graph.spaces,
+        rules=rules,
+        strategies=strategies,
+        joins=joins,
+        inputs=tuple(inputs[i] for i in range(len(graph.program.invars))),
+        outputs=tuple(output(a, s) for a, s in zip(graph.program.outvars, graph.outputs, strict=True)),
+        copy_span=copy_span,
+        seconds=tuple(
             (node.equation, float(node.choices.seconds[choice[number]]), node.trips)
             for number, node in enumerate(graph.nodes)
             if node.equation is not None

@@ -28,6 +28,7 @@ from autopar.intra_op.xla_cpu import Making
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS, Move
 from autopar.program.fingerprint import operation_key
+from autopar.program.loops import LoopEquation
 from autopar.program.program import Atom, Equation, Program, fan_out_p
 from autopar.rules.table import entry_for
 
@@ -145,7 +146,7 @@ class _Region:
     def run(self) -> None:
         for position, eqn in enumerate(self.source.equations):
             self.position = position
-            if eqn.loop is None:
+            if not isinstance(eqn, LoopEquation):
                 self._operation(eqn)
             else:
                 _LOOPS[eqn.loop.kind](self, eqn)
@@ -358,9 +359,8 @@ class _Region:
         body.run()
         return body
 
-    def _scan(self, eqn: Equation) -> None:
+    def _scan(self, eqn: LoopEquation) -> None:
         loop, (region,) = eqn.loop, eqn.regions
-        assert loop is not None
         heads = self._heads(region)
         first_stack = loop.consts + loop.carries
         operands, inputs = [], []
@@ -397,9 +397,8 @@ class _Region:
         over = (*(operands[loop.consts : first_stack]), *starts)
         self.emit(Kind.WHOLE, (*operands, *starts), results, over=over, bodies=(block,))
 
-    def _while(self, eqn: Equation) -> None:
+    def _while(self, eqn: LoopEquation) -> None:
         loop, (_, region) = eqn.loop, eqn.regions
-        assert loop is not None
         heads = self._heads(region)
         start = loop.condition_consts
         operands = [self.need(v, head) for v, head in zip(eqn.invars[start:], heads, strict=True)]
@@ -416,7 +415,7 @@ class _Region:
         block = Block(tuple(body.operations), tuple(ends))
         self.emit(Kind.WHOLE, (*conditions, *operands), results, over=over, bodies=(block,))
 
-    def _cond(self, eqn: Equation) -> None:
+    def _cond(self, eqn: LoopEquation) -> None:
         joins = [None] * len(eqn.outvars) if self.assignment is None else self.assignment.joins[eqn]
         blocks, operands = [], [self.need(eqn.invars[0], None)]
         for region in eqn.regions:
@@ -441,7 +440,7 @@ class _Region:
         return held
 
 
-_LOOPS: dict[str, Callable[[_Region, Equation], None]] = {
+_LOOPS: dict[str, Callable[[_Region, LoopEquation], None]] = {
     "scan": _Region._scan,
     "while": _Region._while,
     "cond": _Region._cond,

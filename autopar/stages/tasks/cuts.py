@@ -19,7 +19,6 @@ import jax
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.intra_op.lowering.assignment import Assignment
-from autopar.intra_op.lowering.per_device import Lowering
 from autopar.layouts.mesh import Layout
 from autopar.program.program import Atom, Equation, fan_out_p
 from autopar.stages.tasks.owners import LoopedProgram, task_owners, update_level, variables
@@ -88,10 +87,10 @@ class TaskCut:
 
 
 def cut_into_tasks(
-    stage: StageProgram, assignment: Assignment, lowering: Lowering, *, split_backward: bool, kept: Set[Var]
+    stage: StageProgram, assignment: Assignment, *, split_backward: bool, kept: Set[Var]
 ) -> tuple[TaskCut, ...]:
     """The tasks of one stage in the order in which they first run; for the options see `tasks.stage_tasks`."""
-    return _Cutter(stage, assignment, lowering, split_backward=split_backward, kept=kept).cut()
+    return _Cutter(stage, assignment, split_backward=split_backward, kept=kept).cut()
 
 
 class _Cutter:
@@ -99,12 +98,11 @@ class _Cutter:
         self,
         stage: StageProgram,
         assignment: Assignment,
-        lowering: Lowering,
         *,
         split_backward: bool,
         kept: Set[Var],
     ) -> None:
-        self.stage, self.assignment, self.lowering, self.kept = stage, assignment, lowering, kept
+        self.stage, self.assignment, self.kept = stage, assignment, kept
         self.split_backward = split_backward
         self.shape = shape = LoopedProgram.of(stage, assignment.program)
         self.program, self.loop, self.region, self.counts = shape.program, shape.loop, shape.region, shape.counts
@@ -130,7 +128,7 @@ class _Cutter:
                 self.home[var] = Slot(Ref("input", i), layout, var.aval)
         for eqn in self.program.equations:
             if eqn is not self.loop:
-                for v, layout in zip(eqn.outvars, self.lowering.gives(eqn), strict=True):
+                for v, layout in zip(eqn.outvars, self.assignment.result_layouts(eqn), strict=True):
                     self.home.setdefault(v, Slot(Ref("value", v), layout, v.aval))
         self._find_homes_inside()
 
@@ -148,7 +146,7 @@ class _Cutter:
             else:
                 self.home[inner] = self.home[self.shape.before_fan_out(atom)]
         for eqn in self.region.equations[count:]:
-            for v, layout in zip(eqn.outvars, self.lowering.gives(eqn), strict=True):
+            for v, layout in zip(eqn.outvars, self.assignment.result_layouts(eqn), strict=True):
                 self.home[v] = Slot(Ref("value", v, True), layout, v.aval)
         for i, v in enumerate(self.loop.outvars):
             atom = self.region.outvars[i]

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
-from autopar.program.program import Atom, Equation, Loop, Program, fan_out_p
+from autopar.program.loops import Loop, LoopEquation
+from autopar.program.program import Atom, Equation, Program, fan_out_p
 from autopar.stages.tasks.stage_program import PROLOGUE, StageProgram
 
 
@@ -23,14 +24,14 @@ class LoopedProgram:
 
     stage: StageProgram
     program: Program
-    loop: Equation
+    loop: LoopEquation
     maker: Mapping[Var, Equation]
     users: Mapping[Var, Sequence[Equation]]
 
     @classmethod
     def of(cls, stage: StageProgram, program: Program) -> LoopedProgram:
         """Find the loop, and who makes and reads what."""
-        loop = next(e for e in program.equations if e.loop is not None and not e.task)
+        loop = next(e for e in program.equations if isinstance(e, LoopEquation) and not e.task)
         maker = {v: e for part in (program, loop.regions[0]) for e in part.equations for v in e.outvars}
         users: dict[Var, list[Equation]] = {}
         for eqn in program.equations:
@@ -46,7 +47,6 @@ class LoopedProgram:
     @property
     def counts(self) -> Loop:
         """How many of the loop's operands are constants and carries."""
-        assert self.loop.loop is not None
         return self.loop.loop
 
     def sends(self) -> dict[int, Var]:

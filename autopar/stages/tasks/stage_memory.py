@@ -18,8 +18,8 @@ import numpy as np
 from autopar.avals import itemsize_of
 from autopar.compat import Literal, Var
 from autopar.intra_op.lowering.assignment import Assignment
-from autopar.intra_op.lowering.per_device import Lowering
 from autopar.plan import Plan
+from autopar.program.loops import Filled, LoopEquation
 from autopar.program.program import Equation
 from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.tasks import TaskKind
@@ -110,7 +110,7 @@ def stage_memory(
         if port.source == "received" and port.piece is not None and port.piece.kind == "forward"
     )
     kept = sum(value.bytes_per_device for port, value in ports if port.source != "received")
-    if all(e.loop is None or e.task for e in assignment.program.equations):
+    if all(not isinstance(e, LoopEquation) or e.task for e in assignment.program.equations):
         return StageMemory(plan.peak_bytes, kept, 0, received, program.stage, (), tasks)
     shape = LoopedProgram.of(program, assignment.program)
     passing: dict[tuple[TaskKind, int, TaskKind], int] = {}
@@ -128,14 +128,12 @@ def stage_memory(
     )
 
 
-def _accumulators(loop: Equation, assignment: Assignment) -> int:
+def _accumulators(loop: LoopEquation, assignment: Assignment) -> int:
     """Bytes of what the loop over microbatches adds up."""
-    assert loop.loop is not None
-    heads = loop.regions[0].equations[loop.loop.consts : loop.loop.consts + loop.loop.carries]
+    (body,) = loop.nested
     return sum(
-        assignment.strategies[head].outputs[0].local_bytes(v.aval.shape, itemsize_of(v.aval), assignment.mesh)
-        for head in heads
-        for v in head.outvars
+        assignment.entry_layout(e).local_bytes(e.var.aval.shape, itemsize_of(e.var.aval), assignment.mesh)
+        for e in body.entries_filled(Filled.CARRY)
     )
 
 
@@ -162,13 +160,13 @@ class _Passing:
         """Of one microbatch, each once."""
         received = dict(self._received())
         self._follow()
-        lowering, stage = Lowering(self.assignment), self.shape.stage.stage
+        stage = self.shape.stage.stage
         for v, reader in self.reader.items():
             if v in received:
                 yield dataclasses.replace(received[v], reader=reader)
             elif v in self.maker and self.maker[v][0] != reader:
                 kind, eqn = self.maker[v]
-                layout = lowering.gives(eqn)[eqn.outvars.index(v)]
+                layout = self.assignment.result_layouts(eqn)[eqn.outvars.index(v)]
                 size = layout.local_bytes(v.aval.shape, itemsize_of(v.aval), self.assignment.mesh)
                 yield Kept(kind, stage, reader, size)
 

@@ -22,12 +22,13 @@ import jax.numpy as jnp
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
-from autopar.intra_op.lowering.per_device import Placed, Scope
+from autopar.intra_op.lowering.per_device import Placed
 from autopar.layouts.mesh import Layout
 from autopar.microbatches.loop import StepLowering, TimeLoop
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of, task_scope
 from autopar.program.step import Leaf, TracedStep
+from autopar.program.walk import Scope
 from autopar.stages.segments import PieceName, Segment, StageCut
 
 Source = Literal["leaf", "lent", "rows", "received", "exchanged", "constant"]
@@ -278,13 +279,12 @@ class _Tracer:
 
         def compute(number: Any, fixed: Sequence[Any], moving: Sequence[Any], accumulators: Sequence[Any]) -> Any:
             lowering = StepLowering(self.loop.plan, number)
-            scope = Scope(lowering)
-            scope.values.update((v, Placed(x, _whole(v))) for v, x in zip(constants, fixed, strict=True))
+            scope = Scope(lowering, {v: Placed(x, _whole(v)) for v, x in zip(constants, fixed, strict=True)})
             layouts = (p.layout for p in operands.values())
             scope.values.update((v, Placed(x, la)) for v, x, la in zip(operands, moving, layouts, strict=True))
-            lowering.run(piece.equations, scope)
+            scope.run(piece.equations)
             summed = [
-                r.add(a, lowering.moved(scope.values[r.var], r.layout, r.var.aval))
+                r.add(a, lowering.move_to(scope.values[r.var], r.layout, r.var.aval))
                 for r, a in zip(terms, accumulators, strict=True)
             ]
             return tuple(scope.values[v].array for v in writes), tuple(summed)
@@ -318,11 +318,10 @@ class _Tracer:
                 reads: Any = reads,
             ) -> Any:
                 lowering = StepLowering(self.loop.plan, 0)
-                scope = Scope(lowering)
-                scope.values.update((v, Placed(x, _whole(v))) for v, x in zip(reads, arrays, strict=True))
+                scope = Scope(lowering, {v: Placed(x, _whole(v)) for v, x in zip(reads, arrays, strict=True)})
                 for v, x in zip(raw, finishing, strict=True):
                     scope.values[v] = Placed(self.results[v].finish(x), _whole(v))
-                lowering.run(piece.equations, scope)
+                scope.run(piece.equations)
                 outs = [self._output(i, scope) for i in piece.outputs]
                 return tuple(scope.values[v].array for v in (*raw, *_made(piece))), tuple(outs)
 
@@ -337,7 +336,7 @@ class _Tracer:
         wanted = [*piece.reads, *(v for v in outvars if not isinstance(v, JaxLiteral))]
         return list(dict.fromkeys(wanted))
 
-    def _output(self, number: int, scope: Scope) -> Any:
+    def _output(self, number: int, scope: Scope[Placed]) -> Any:
         atom = self.loop.program.outvars[number]
         return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, JaxLiteral) else scope.values[atom].array
 

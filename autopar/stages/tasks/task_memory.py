@@ -17,10 +17,10 @@ import numpy as np
 from autopar.avals import itemsize_of
 from autopar.compat import Literal
 from autopar.intra_op.lowering.assignment import Assignment
-from autopar.intra_op.lowering.per_device import Lowering
 from autopar.intra_op.memory.device_program import task_program
 from autopar.intra_op.memory.footprint import footprint_of
 from autopar.layouts.mesh import LogicalMesh
+from autopar.program.loops import LoopEquation
 from autopar.schedules.tasks import TaskKind
 from autopar.stages.tasks.cuts import TaskCut, Write, cut_into_tasks
 from autopar.stages.tasks.stage_program import PROLOGUE, StageProgram
@@ -53,9 +53,9 @@ class TaskMemories:
 
 
 def _task_memory(program: StageProgram, assignment: Assignment, *, split_backward: bool) -> TaskMemory:
-    if all(eqn.loop is None or eqn.task for eqn in assignment.program.equations):
+    if all(not isinstance(eqn, LoopEquation) or eqn.task for eqn in assignment.program.equations):
         return TaskMemory(0, {})  # a stage without a loop over microbatches
-    cuts = cut_into_tasks(program, assignment, Lowering(assignment), split_backward=split_backward, kept=frozenset())
+    cuts = cut_into_tasks(program, assignment, split_backward=split_backward, kept=frozenset())
     mesh, microbatches = assignment.mesh, program.cut.loop.plan.microbatches
     once = [write for cut in cuts if cut.name.startswith(PROLOGUE) for write in cut.writes]
     loop = [cut for cut in cuts if cut.in_loop]

@@ -8,6 +8,7 @@ import pytest
 
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.program.from_jaxpr import program_of
+from autopar.program.loops import LoopEquation
 from autopar.rules.table import flops_of, rule_for
 
 SQUARE = jax.ShapeDtypeStruct((4, 4), jnp.float32)
@@ -16,7 +17,7 @@ FLAT = jax.ShapeDtypeStruct((4, 6), jnp.float32)
 
 def equations(fun, *shapes):
     program, _ = program_of(jax.make_jaxpr(fun)(*shapes))
-    return [eqn for eqn in program.walk() if eqn.loop is None and eqn.primitive.name != "fan_out"]
+    return [eqn for eqn in program.walk() if not isinstance(eqn, LoopEquation) and eqn.primitive.name != "fan_out"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,40 @@
+"""The walk in which every equation gets its operands in the layouts that its strategy asks for.
+
+In: an `Assignment`. Out: for domains whose values lie in layouts (arrays, layouts alone, buffers), the moves that bring a
+value from one layout to another, and which copies are gathered. How a move is made is the domain's own business.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Generic
+
+from autopar.avals import Aval, is_opaque
+from autopar.intra_op.lowering.assignment import Assignment, is_gathered
+from autopar.layouts.mesh import Layout
+from autopar.layouts.moves import Move
+from autopar.program.copies import CopyingDomain
+from autopar.program.walk import V
+
+
+class LayoutDomain(CopyingDomain[V, Layout], Generic[V]):
+    """A domain that follows an assignment."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self.assignment, self.copy_span = assignment, assignment.copy_span
+
+    @abc.abstractmethod
+    def layout_of(self, value: V) -> Layout:
+        """The layout in which a value lies."""
+
+    def path(self, value: V, layout: Layout, aval: Aval) -> Sequence[Move]:
+        """The cheapest moves that bring a value into a layout; none for opaque values, which are never split."""
+        given = self.layout_of(value)
+        if given == layout or is_opaque(aval):
+            return ()
+        return self.assignment.spaces.between(aval, given, layout).path(given, layout)
+
+    def is_gathered(self, value: V, form: Layout, aval: Aval) -> bool:
+        """Whether all moves on the way are gatherings."""
+        return is_gathered(self.path(value, form, aval))
