@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
-from autopar.avals import is_opaque
+from autopar.avals import Aval, is_opaque
 from autopar.compat import Literal, Var
 from autopar.cost_model.hardware import Cluster
 from autopar.intra_op.choices.catalogue import Catalogue, Spaces, StrategySet
@@ -26,8 +25,9 @@ from autopar.intra_op.choices.kernels import Traffic
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.mesh import Axes, Layout, LogicalMesh
-from autopar.program.loops import LoopEquation
-from autopar.program.program import Equation, Program, fan_out_p
+from autopar.program.loops import Entry, Exit, Filled, Goes, LoopEquation
+from autopar.program.program import Atom, Equation, Program, fan_out_p
+from autopar.program.walk import Scope, StaticDomain
 from autopar.rules.by_shape import everything_whole
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for
@@ -71,11 +71,11 @@ class Use:
     target: int
     operand: int
     stacked: bool
-    aval: Any
+    aval: Aval
     trips: float
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StrategyGraph:
     """See the module's text. `edges[u, v]` with u < v has one row per choice of u and one column per choice of v."""
 
@@ -117,195 +117,192 @@ def build_graph(
     return _Builder(known, batch).build(program, input_layouts, output_layouts)
 
 
-class _Builder:
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """A value as its readers get it: where it comes from (None: a literal, replicated), what changes layout, and how often.
+
+    `is_row`: the reader gets a row of it.
+    """
+
+    source: Source | None
+    aval: Aval
+    trips: float
+    is_row: bool = False
+
+
+class _Builder(StaticDomain[_Value]):
+    """Adds nodes and edges while it walks a program."""
+
     def __init__(self, catalogue: Catalogue, batch: BatchSplit | None = None) -> None:
         self.catalogue, self.batch = catalogue, batch
         self.examples: dict[Var, frozenset[int]] = {}
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []
-        self.edges: dict[tuple[int, int], np.ndarray] = {}
         self.uses: list[Use] = []
         self.monoids: dict[Var, frozenset[str]] = {}
         self.joins: dict[Equation, tuple[int, ...]] = {}
         self.sources: dict[Var, Source] = {}
-        self._pair_edges: dict[tuple[int, int], list[tuple[float, np.ndarray]]] = {}
-        self._loop: Equation | None = None
+        self._edges: dict[tuple[int, int], list[tuple[float, np.ndarray]]] = {}
+        self._outermost: Equation | None = None
         self._traffic: Mapping[Equation, Traffic] = {}
         self._held: set[int] = set()
 
-    def build(self, program: Program, input_layouts: Sequence[Any], output_layouts: Sequence[Any]) -> StrategyGraph:
+    def build(
+        self,
+        program: Program,
+        input_layouts: Sequence[Sequence[Layout] | None],
+        output_layouts: Sequence[Sequence[Layout] | int | None],
+    ) -> StrategyGraph:
         if self.catalogue.cluster.device.fuses:
             self._traffic = self.catalogue.rules.traffic(program)
-        sources: list[Source | None] = []
-        for number, (var, allowed) in enumerate(zip(program.invars, input_layouts, strict=True)):
-            layouts = tuple(allowed) if allowed is not None else self.catalogue.plain(var.aval)
-            self.monoids[var] = frozenset()
-            if self.batch is not None and number in self.batch.dims:
-                self.examples[var] = frozenset({self.batch.dims[number]})
-            sources.append(Source(self._add_input(layouts, f"input {number}", number), 0))
-            if number in self.catalogue.options.held:
-                self._held.add(len(self.nodes) - 1)
-        outputs = self._region(program, sources, 1.0)
-        final: list[Source | None] = []
-        for number, (atom, source, wanted) in enumerate(zip(program.outvars, outputs, output_layouts, strict=True)):
-            if source is None:
-                final.append(None)
-                continue
-            if isinstance(wanted, int):
-                target = self._require(atom.aval, source, program.invars[wanted], sources[wanted])
-            else:
-                layouts = tuple(wanted) if wanted is not None else self.catalogue.plain(atom.aval)
-                target = self._add_input(layouts, f"output {number}", None)
-                self._use(source, target, 0, atom.aval, 1.0)
-            final.append(Source(target, 0))
-        self._finish_edges()
+        inputs = [
+            self._input(number, var, allowed)
+            for number, (var, allowed) in enumerate(zip(program.invars, input_layouts, strict=True))
+        ]
+        scope = Scope(self, dict(zip(program.invars, inputs, strict=True)))
+        scope.run(program.equations)
+        outputs = [
+            self._output(f"output {number}", scope.value(atom), inputs[wanted] if isinstance(wanted, int) else wanted)
+            for number, (atom, wanted) in enumerate(zip(program.outvars, output_layouts, strict=True))
+        ]
         return StrategyGraph(
-            program,
-            self.catalogue.mesh,
-            tuple(self.nodes),
-            tuple(self.costs),
-            self.edges,
-            tuple(self.uses),
-            tuple(final),
-            self.joins,
-            self.sources,
-            self.catalogue.spaces,
+            program=program,
+            mesh=self.catalogue.mesh,
+            nodes=tuple(self.nodes),
+            costs=tuple(self.costs),
+            edges={pair: self.catalogue.summed(parts) for pair, parts in self._edges.items()},
+            uses=tuple(self.uses),
+            outputs=tuple(outputs),
+            joins=self.joins,
+            sources=self.sources,
+            spaces=self.catalogue.spaces,
         )
 
-    def _require(self, aval: Any, source: Source, var: Var, wanted: Source | None) -> int:
-        assert wanted is not None
-        assert tuple(var.aval.shape) == tuple(aval.shape)
-        self._use(source, wanted.node, 0, aval, 1.0)
-        return wanted.node
+    def _input(self, number: int, var: Var, allowed: Sequence[Layout] | None) -> _Value:
+        """The node of an input of the whole program."""
+        self.monoids[var] = frozenset()
+        if self.batch is not None and number in self.batch.dims:
+            self.examples[var] = frozenset({self.batch.dims[number]})
+        layouts = tuple(allowed) if allowed is not None else self.catalogue.plain(var.aval)
+        source = self.sources[var] = Source(self._add_fixed(layouts, f"input {number}", number), 0)
+        if number in self.catalogue.options.held:
+            self._held.add(source.node)
+        return _Value(source, var.aval, 1.0)
+
+    def _output(self, label: str, value: _Value, wanted: _Value | Sequence[Layout] | None) -> Source | None:
+        """The node of an output, which is that of an input if it must share its layout."""
+        if value.source is None:
+            return None
+        if isinstance(wanted, _Value):
+            assert wanted.source is not None
+            assert tuple(wanted.aval.shape) == tuple(value.aval.shape)
+            target = wanted.source.node
+        else:
+            layouts = tuple(wanted) if wanted is not None else self.catalogue.plain(value.aval)
+            target = self._add_fixed(layouts, label, None)
+        self._use(value, target, 0)
+        return Source(target, 0)
+
+    # The walk.
+
+    def literal(self, atom: Literal, scope: Scope[_Value]) -> _Value:
+        return _Value(None, atom.aval, scope.trips)
+
+    def operation(self, eqn: Equation, scope: Scope[_Value]) -> Sequence[_Value]:
+        node = self._add_equation(eqn, scope.trips)
+        for place, atom in enumerate(eqn.invars):
+            if isinstance(atom, Var):  # of a literal each device cuts out its shard for next to nothing
+                self._use(scope.values[atom], node, place)
+        return self._results(eqn, [Source(node, i) for i in range(len(eqn.outvars))], scope)
+
+    def begin(self, eqn: LoopEquation, scope: Scope[_Value]) -> None:
+        if scope.around is None:
+            self._outermost = eqn
+        if eqn.branch_number is not None:
+            self._must_be_whole(scope.value(eqn.branch_number))
+
+    def enter(self, entry: Entry, scope: Scope[_Value], inner: Scope[_Value]) -> _Value:
+        value, is_row = scope.value(entry.atom), entry.filled is Filled.ROW
+        self._note(entry.var, entry.atom, moved=-1 if is_row else 0)
+        return dataclasses.replace(value, is_row=is_row)
+
+    def pass_on(self, entry: Entry, value: _Value, inner: Scope[_Value]) -> _Value:
+        self._note(entry.var, entry.atom)
+        return value
+
+    def leave(self, exit_: Exit, inner: Scope[_Value]) -> _Value:
+        value = inner.value(exit_.atom)
+        if exit_.goes is Goes.DECISION:
+            self._must_be_whole(value)
+        if exit_.carry is None:
+            return value
+        head = inner.values[exit_.carry.head.outvars[0]]
+        assert head.source is not None
+        self._use(value, head.source.node, 0)
+        return head
+
+    def finish(self, eqn: LoopEquation, ends: Mapping[Exit, _Value], scope: Scope[_Value]) -> Sequence[_Value]:
+        sources = [self._joined(eqn, place, ends) for place in range(len(eqn.outvars))]
+        if eqn.branch_number is not None:
+            self.joins[eqn] = tuple(source.node for source in sources if source is not None)
+        if scope.around is None:
+            self._outermost = None
+        return self._results(eqn, sources, scope)
+
+    def _joined(self, eqn: LoopEquation, place: int, ends: Mapping[Exit, _Value]) -> Source | None:
+        """Where a result of a loop comes from: a carry, a stack of rows, or a node at which branches meet."""
+        var, exits = eqn.outvars[place], eqn.results[place]
+        (first, *_), source = exits, ends[exits[0]].source
+        self._note(var, first.atom, moved=1 if first.goes is Goes.ROW else 0)
+        if first.goes is Goes.ROW:
+            self.monoids[var] |= self.monoids[first.atom] if isinstance(first.atom, Var) else frozenset()
+            return None if source is None else dataclasses.replace(source, stacked=True)
+        if first.goes is Goes.CARRY:
+            return source
+        node = self._add_fixed(self.catalogue.joined(var.aval), f"cond output {place}", None)
+        for exit_ in exits:
+            self._use(ends[exit_], node, 0)
+        return Source(node, 0)
+
+    def _results(self, eqn: Equation, sources: Sequence[Source | None], scope: Scope[_Value]) -> Sequence[_Value]:
+        """The results of an equation, made by these nodes as often as the scope's program runs."""
+        pairs = list(zip(eqn.outvars, sources, strict=True))
+        self.sources.update((v, source) for v, source in pairs if source is not None)
+        return [_Value(source, v.aval, scope.trips) for v, source in pairs]
+
+    def _note(self, var: Var, given: Atom, *, moved: int = 0) -> None:
+        """What is known of a value that enters or leaves a nested program.
+
+        It may be partial, and has the examples of the one that it is made of, their dimensions moved by so many places.
+        """
+        self.monoids[var] = frozenset() if is_opaque(var.aval) or var.aval.dtype == bool else frozenset({"sum"})
+        known = self.examples.get(given, frozenset()) if isinstance(given, Var) else frozenset[int]()
+        self.examples[var] = frozenset(d + moved for d in known if d + moved >= 0)
+
+    def _must_be_whole(self, value: _Value) -> None:
+        layout = Layout.replicated(len(value.aval.shape))
+        self._use(value, self._add_fixed((layout,), "condition", None), 0)
+
+    # Nodes and edges.
 
     def _add(self, node: Node) -> int:
         self.nodes.append(node)
         self.costs.append(node.choices.seconds * node.trips)
         return len(self.nodes) - 1
 
-    def _add_input(self, layouts: tuple[Layout, ...], label: str, number: int | None) -> int:
-        return self._add(Node(self.catalogue.fixed(layouts), 1.0, label, input_number=number, loop=self._loop))
+    def _add_fixed(self, layouts: tuple[Layout, ...], label: str, number: int | None) -> int:
+        """A node whose choices are layouts."""
+        choices = self.catalogue.fixed(layouts)
+        return self._add(Node(choices, 1.0, label, input_number=number, loop=self._outermost))
 
-    def _region(self, program: Program, sources: Sequence[Source | None], trips: float) -> list[Source | None]:
-        """Add a program's nodes and edges; `sources` are where its inputs come from, given per input."""
-        env: dict[Var, Source | None] = dict(zip(program.invars, sources, strict=True))
-        for eqn in program.equations:
-            operands = [None if isinstance(v, Literal) else env[v] for v in eqn.invars]
-            if not isinstance(eqn, LoopEquation):
-                number = self._equation(eqn, trips)
-                for place, (var, source) in enumerate(zip(eqn.invars, operands, strict=True)):
-                    if source is not None:
-                        self._use(source, number, place, var.aval, trips)
-                env.update((v, Source(number, i)) for i, v in enumerate(eqn.outvars))
-            else:
-                outermost = self._loop is None
-                self._loop = eqn if outermost else self._loop
-                env.update(zip(eqn.outvars, _LOOPS[eqn.loop.kind](self, eqn, operands, trips), strict=True))
-                self._loop = None if outermost else self._loop
-        self.sources.update((v, source) for v, source in env.items() if source is not None)
-        return [None if isinstance(v, Literal) else env[v] for v in program.outvars]
-
-    # Nested programs. Every input of one has exactly one user, a fan_out whose node stands for the input.
-
-    def _inputs_of(self, region: Program, trips: float) -> list[int]:
-        """Nodes that stand for the region's inputs, in order."""
-        users = {eqn.invars[0]: eqn for eqn in region.equations[: len(region.invars)]}
-        numbers = []
-        for var in region.invars:
-            self.monoids[var] = frozenset() if is_opaque(var.aval) or var.aval.dtype == bool else frozenset({"sum"})
-            numbers.append(self._equation(users[var], trips))
-        return numbers
-
-    def _body(self, region: Program, heads: Sequence[int], trips: float) -> list[Source | None]:
-        """Add the rest of a region whose inputs' nodes are there already."""
-        inner = Program(
-            tuple(eqn.outvars[0] for eqn in region.equations[: len(heads)]),
-            region.equations[len(heads) :],
-            region.outvars,
-        )
-        return self._region(inner, [Source(number, 0) for number in heads], trips)
-
-    def _scan(self, eqn: LoopEquation, operands: Sequence[Source | None], trips: float) -> list[Source | None]:
-        loop, (region,) = eqn.loop, eqn.regions
-        inside = trips * max(loop.trips, 1)
-        first_stack = loop.consts + loop.carries
-        self._same_examples(eqn.invars[:first_stack], region.invars[:first_stack])
-        self._same_examples(eqn.invars[first_stack:], region.invars[first_stack:], moved=-1)
-        heads = self._inputs_of(region, inside)
-        for place, (var, source, head) in enumerate(zip(eqn.invars, operands, heads, strict=True)):
-            self._use(source, head, 0, var.aval, trips, stacked=place >= first_stack)
-        outs = self._body(region, heads, inside)
-        carried = heads[loop.consts : first_stack]
-        for head, source, atom in zip(carried, outs, region.outvars, strict=False):
-            self._use(source, head, 0, atom.aval, inside)
-        self._same_examples(region.outvars[: loop.carries], eqn.outvars[: loop.carries])
-        self._same_examples(region.outvars[loop.carries :], eqn.outvars[loop.carries :], moved=1)
-        stacks = [None if s is None else Source(s.node, s.output, stacked=True) for s in outs[loop.carries :]]
-        for var in eqn.outvars:
-            self.monoids[var] = frozenset() if is_opaque(var.aval) or var.aval.dtype == bool else frozenset({"sum"})
-        for var, atom in zip(eqn.outvars[loop.carries :], region.outvars[loop.carries :], strict=True):
-            self.monoids[var] |= frozenset() if isinstance(atom, Literal) else self.monoids[atom]
-        return [*(Source(head, 0) for head in carried), *stacks]
-
-    def _while(self, eqn: LoopEquation, operands: Sequence[Source | None], trips: float) -> list[Source | None]:
-        loop, (condition, body) = eqn.loop, eqn.regions
-        inside = trips * loop.trips
-        start = loop.condition_consts
-        self._same_examples(eqn.invars[start:], body.invars)
-        heads = self._inputs_of(body, inside)
-        for var, source, head in zip(eqn.invars[start:], operands[start:], heads, strict=True):
-            self._use(source, head, 0, var.aval, trips)
-        carried = heads[loop.consts :]
-        for head, source, atom in zip(carried, self._body(body, heads, inside), body.outvars, strict=True):
-            self._use(source, head, 0, atom.aval, inside)
-        self._same_examples(eqn.invars[:start], condition.invars[:start])
-        self._same_examples(body.outvars, condition.invars[start:])
-        self._same_examples(body.outvars, eqn.outvars)
-        checks = self._inputs_of(condition, inside)
-        for var, source, head in zip(eqn.invars[:start], operands[:start], checks, strict=False):
-            self._use(source, head, 0, var.aval, trips)
-        for var, carry, head in zip(condition.invars[start:], carried, checks[start:], strict=True):
-            self._use(Source(carry, 0), head, 0, var.aval, inside)
-        (decision,) = self._body(condition, checks, inside)
-        self._must_be_whole(decision, condition.outvars[0], inside)
-        for var in eqn.outvars:
-            self.monoids[var] = frozenset() if is_opaque(var.aval) or var.aval.dtype == bool else frozenset({"sum"})
-        return [Source(head, 0) for head in carried]
-
-    def _cond(self, eqn: LoopEquation, operands: Sequence[Source | None], trips: float) -> list[Source | None]:
-        self._must_be_whole(operands[0], eqn.invars[0], trips)
-        results = []
-        for region in eqn.regions:
-            self._same_examples(eqn.invars[1:], region.invars)
-            heads = self._inputs_of(region, trips)
-            for var, source, head in zip(eqn.invars[1:], operands[1:], heads, strict=True):
-                self._use(source, head, 0, var.aval, trips)
-            results.append(self._body(region, heads, trips))
-        self._same_examples(eqn.regions[0].outvars, eqn.outvars)
-        joins = []
-        for place, var in enumerate(eqn.outvars):
-            join = self._add_input(self.catalogue.joined(var.aval), f"cond output {place}", None)
-            self.monoids[var] = frozenset() if is_opaque(var.aval) or var.aval.dtype == bool else frozenset({"sum"})
-            for outs in results:
-                self._use(outs[place], join, 0, var.aval, trips)
-            joins.append(join)
-        self.joins[eqn] = tuple(joins)
-        return [Source(join, 0) for join in joins]
-
-    def _must_be_whole(self, source: Source | None, atom: Any, trips: float) -> None:
-        target = self._add_input((Layout.replicated(len(atom.aval.shape)),), "condition", None)
-        self._use(source, target, 0, atom.aval, trips)
-
-    # Nodes and edges.
-
-    def _equation(self, eqn: Equation, trips: float) -> int:
+    def _add_equation(self, eqn: Equation, trips: float) -> int:
         rule = self.catalogue.rules.rule(eqn)
         if any(is_opaque(v.aval) and v.aval.shape for v in (*eqn.invars, *eqn.outvars)):
             rule = everything_whole(eqn)
         carried = self._carried(eqn, rule)
         choices = self.catalogue.choices(eqn, rule, carried, traffic=self._traffic.get(eqn))
         label = f"{eqn.primitive.name}"
-        number = self._add(Node(choices, trips, label, equation=eqn, rule=rule, loop=self._loop))
+        number = self._add(Node(choices, trips, label, equation=eqn, rule=rule, loop=self._outermost))
         if self.batch is not None:
             self._keep_batch(eqn, rule, number, self.batch.axes)
         return number
@@ -328,12 +325,6 @@ class _Builder:
         if batch and axes in on_batch:
             self.costs[number] = np.where([cut == axes for cut in on_batch], self.costs[number], np.inf)
 
-    def _same_examples(self, values: Sequence[Any], others: Sequence[Var], *, moved: int = 0) -> None:
-        """Note that the others have the examples of the values, their dimensions moved by so many places."""
-        for value, other in zip(values, others, strict=True):
-            known = frozenset() if isinstance(value, Literal) else self.examples.get(value, frozenset())
-            self.examples[other] = frozenset(d + moved for d in known if d + moved >= 0)
-
     def _carried(self, eqn: Equation, rule: FactorRule) -> frozenset[str]:
         """Monoids under which this equation's linear groups may be partial; also noted for its outputs."""
         have: set[str] = set()
@@ -349,26 +340,19 @@ class _Builder:
             self.monoids[var] = carried | made
         return carried
 
-    def _use(
-        self,
-        source: Source | None,
-        target: int,
-        operand: int,
-        aval: Any,
-        trips: float,
-        *,
-        stacked: bool = False,
-    ) -> None:
-        """Connect a value to an operand; a value without a source is a literal, replicated."""
+    def _use(self, value: _Value, target: int, operand: int) -> None:
+        """Connect a value to an operand of a node."""
+        source, stacked = value.source, value.is_row
         if source is None:
-            replicated = Layout.replicated(len(aval.shape))
+            replicated = Layout.replicated(len(value.aval.shape))
             needs = [strategy.inputs[operand] for strategy in self.nodes[target].choices.strategies]
             needs = [la.prepend() for la in needs] if stacked else needs
-            self.costs[target] = self.costs[target] + trips * self.catalogue.relayout(aval, (replicated,), needs)[0]
+            relayout = self.catalogue.relayout(value.aval, (replicated,), needs)[0]
+            self.costs[target] = self.costs[target] + value.trips * relayout
             return
-        self.uses.append(Use(source, target, operand, stacked, aval, trips))
+        self.uses.append(Use(source, target, operand, stacked, value.aval, value.trips))
         matrix = self.catalogue.passed(
-            aval,
+            value.aval,
             self.nodes[source.node].choices,
             source.output,
             self.nodes[target].choices,
@@ -379,10 +363,10 @@ class _Builder:
         )
         self._hold(source, target)
         if source.node == target:
-            self.costs[target] = self.costs[target] + trips * np.diag(matrix)
+            self.costs[target] = self.costs[target] + value.trips * np.diag(matrix)
             return
         pair = (source.node, target) if source.node < target else (target, source.node)
-        self._pair_edges.setdefault(pair, []).append((trips, matrix))
+        self._edges.setdefault(pair, []).append((value.trips, matrix))
 
     def _hold(self, source: Source, target: int) -> None:
         """Note that a node gives what is held: such an input, or one of these under another name."""
@@ -390,9 +374,3 @@ class _Builder:
         renamed = equation is not None and (equation.primitive is fan_out_p or entry_for(equation).barrier)
         if renamed and source.node in self._held:
             self._held.add(target)
-
-    def _finish_edges(self) -> None:
-        self.edges = {pair: self.catalogue.summed(parts) for pair, parts in self._pair_edges.items()}
-
-
-_LOOPS = {"scan": _Builder._scan, "while": _Builder._while, "cond": _Builder._cond}
