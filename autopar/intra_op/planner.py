@@ -18,7 +18,7 @@ import numpy as np
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ConstraintError, PlanError, warn
 from autopar.intra_op.choices.catalogue import Catalogues
-from autopar.intra_op.choices.equal_axes import class_numbers, equal_axes
+from autopar.intra_op.choices.equal_axes import find_equal_axes, number_classes
 from autopar.intra_op.choices.graph import BatchSplit, StrategyGraph, build_graph
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.describe import described
@@ -266,12 +266,12 @@ def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | N
     if sum(size > 1 for size in mesh.shape) < MERGED_AXES:
         return None
     links = request.cluster.links_of(mesh.shape)
-    groups = equal_axes(mesh.shape, links) or equal_axes([min(size, 2) for size in mesh.shape], links)
+    groups = find_equal_axes(mesh.shape, links) or find_equal_axes([min(size, 2) for size in mesh.shape], links)
     known: dict[int, np.ndarray] = {}
     for node in graph.nodes:
         if id(node.choices) not in known:
             operands = [(*s.inputs, *s.outputs) for s in node.choices.strategies]
-            known[id(node.choices)] = class_numbers(operands, groups)
+            known[id(node.choices)] = number_classes(operands, groups)
     return [known[id(node.choices)] for node in graph.nodes]
 
 

@@ -32,6 +32,8 @@ from autopar.layouts.mesh import Axes, Layout, LogicalMesh
 
 KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
 LOCAL_KINDS = ("slice", "mask")
+_LEAST_S = 1e-12
+"""Seconds of a local move of no bytes: more than none, so that of equally cheap ways the one with fewer moves is taken."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Network:
                 return self.costs.all_to_all_s(size, move.axes)
             case "collective-permute":
                 return self.costs.permute_s(size, move.axes)
-        return 1e-12 + size * self.copy_s_per_byte
+        return _LEAST_S + size * self.copy_s_per_byte
 
     def _transpose_s(self, move: Move, shape: tuple[int, ...], size: int) -> float:
         """Seconds of the transposed copy that goes into a reduce-scatter, or comes out of an all-gather."""

@@ -48,7 +48,7 @@ def everything_whole(eqn: JaxprEqn) -> FactorRule:
     return make_rule(inputs, outputs, factors.sizes, whole=list(factors.sizes))
 
 
-def kept_dimensions(
+def keep_dimensions(
     eqn: JaxprEqn, kept: Sequence[bool], *, linear: Sequence[Sequence[int]] = ((0,),), any_monoid: bool = True
 ) -> FactorRule:
     """a b -> a c | whole: b c: operand 0 becomes output 0 with some dimensions untouched and the others whole.
@@ -71,7 +71,7 @@ def kept_dimensions(
     )
 
 
-def leading_dimensions(eqn: JaxprEqn, count: int, *, linear: Sequence[Sequence[int]] = ()) -> FactorRule:
+def share_leading_dimensions(eqn: JaxprEqn, count: int, *, linear: Sequence[Sequence[int]] = ()) -> FactorRule:
     """a b, a c -> a d | whole: b c d: the first `count` dimensions of all operands and results are the same, the others whole."""
     factors, whole = Factors(), []
     shared = tuple((factors.new(size),) for size in shape_of(eqn.invars[0])[:count])

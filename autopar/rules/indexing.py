@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from autopar.compat import JaxprEqn, Literal
-from autopar.rules.by_shape import Factors, kept_dimensions, shape_of
+from autopar.rules.by_shape import Factors, keep_dimensions, shape_of
 from autopar.rules.factor_rule import Dim, FactorRule, make_rule
 from autopar.rules.on_shard import LocalCall
 
@@ -25,7 +25,7 @@ from autopar.rules.on_shard import LocalCall
 def dynamic_slice(eqn: JaxprEqn) -> FactorRule:
     """a b, . . -> a c | whole: b c: dimensions taken from end to end may be sharded."""
     same = [i == o for i, o in zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)]
-    return kept_dimensions(eqn, same)
+    return keep_dimensions(eqn, same)
 
 
 def dynamic_update_slice(eqn: JaxprEqn) -> FactorRule:

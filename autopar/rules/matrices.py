@@ -6,7 +6,7 @@ In: an equation. Out: its `FactorRule`. What can go wrong: a factorization of on
 from __future__ import annotations
 
 from autopar.compat import JaxprEqn
-from autopar.rules.by_shape import Factors, leading_dimensions, linear_groups, shape_of
+from autopar.rules.by_shape import Factors, linear_groups, shape_of, share_leading_dimensions
 from autopar.rules.factor_rule import FactorRule, make_rule
 
 
@@ -27,9 +27,9 @@ def dot_general(eqn: JaxprEqn) -> FactorRule:
 
 def factorization(eqn: JaxprEqn) -> FactorRule:
     """a b c -> a b c | whole: b c: the last two dimensions are a matrix, the others a batch of matrices."""
-    return leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - 2)
+    return share_leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - 2)
 
 
 def fft(eqn: JaxprEqn) -> FactorRule:
     """a b -> a c | whole: b c | linear: 0: the last dimensions are transformed, the others are a batch."""
-    return leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - len(eqn.params["fft_lengths"]), linear=[(0,)])
+    return share_leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - len(eqn.params["fft_lengths"]), linear=[(0,)])

@@ -11,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from autopar.compat import JaxprEqn
+from autopar.compat import JaxprEqn, Params
 from autopar.layouts.mesh import Axes, LogicalMesh
 from autopar.rules.factor_rule import FactorRule
 
@@ -32,7 +31,7 @@ class LocalCall:
     mesh: LogicalMesh
 
     @property
-    def params(self) -> dict[str, Any]:
+    def params(self) -> Params:
         """The equation's parameters."""
         return dict(self.eqn.params)
 

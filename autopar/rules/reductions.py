@@ -7,7 +7,7 @@ product; the dimensions that it reduces are whole.
 from __future__ import annotations
 
 from autopar.compat import JaxprEqn
-from autopar.rules.by_shape import Factors, kept_dimensions, linear_groups, shape_of
+from autopar.rules.by_shape import Factors, keep_dimensions, linear_groups, shape_of
 from autopar.rules.factor_rule import FactorRule, make_rule
 
 
@@ -67,7 +67,7 @@ def _cumulative(eqn: JaxprEqn, *, is_linear: bool) -> FactorRule:
     """a b -> a b | whole: the axis along which it accumulates."""
     rank = len(shape_of(eqn.invars[0]))
     kept = [d != eqn.params["axis"] for d in range(rank)]
-    return kept_dimensions(eqn, kept, linear=[(0,)] if is_linear else (), any_monoid=False)
+    return keep_dimensions(eqn, kept, linear=[(0,)] if is_linear else (), any_monoid=False)
 
 
 def cumulative_sum(eqn: JaxprEqn) -> FactorRule:
@@ -92,4 +92,4 @@ def top_k(eqn: JaxprEqn) -> FactorRule:
     """a b -> a k, a k | whole: b k."""
     rank = len(shape_of(eqn.invars[0]))
     axis = eqn.params.get("axis", rank - 1) % rank
-    return kept_dimensions(eqn, [d != axis for d in range(rank)], linear=(), any_monoid=False)
+    return keep_dimensions(eqn, [d != axis for d in range(rank)], linear=(), any_monoid=False)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.compat import JaxprEqn, Literal
-from autopar.rules.by_shape import Factors, everything_whole, kept_dimensions, linear_groups, shape_of
+from autopar.rules.by_shape import Factors, everything_whole, keep_dimensions, linear_groups, shape_of
 from autopar.rules.factor_rule import Dim, FactorRule, make_rule
 
 
@@ -126,13 +126,13 @@ def squeeze(eqn: JaxprEqn) -> FactorRule:
 def rev(eqn: JaxprEqn) -> FactorRule:
     """a b -> a c | whole: b c | linear: 0 | any: b are the reversed dimensions."""
     rank = len(shape_of(eqn.invars[0]))
-    return kept_dimensions(eqn, [d not in eqn.params["dimensions"] for d in range(rank)])
+    return keep_dimensions(eqn, [d not in eqn.params["dimensions"] for d in range(rank)])
 
 
 def slice_(eqn: JaxprEqn) -> FactorRule:
     """a b -> a c | whole: b c | linear: 0 | any: dimensions taken from end to end may be sharded."""
     sizes = zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)
-    return kept_dimensions(eqn, [given == taken for given, taken in sizes])
+    return keep_dimensions(eqn, [given == taken for given, taken in sizes])
 
 
 def pad(eqn: JaxprEqn) -> FactorRule:
@@ -140,7 +140,7 @@ def pad(eqn: JaxprEqn) -> FactorRule:
     value = eqn.invars[1]
     is_zero = isinstance(value, Literal) and value.val == 0
     kept = [tuple(config) == (0, 0, 0) for config in eqn.params["padding_config"]]
-    return kept_dimensions(eqn, kept, linear=[(0,) if is_zero else (0, 1)], any_monoid=False)
+    return keep_dimensions(eqn, kept, linear=[(0,) if is_zero else (0, 1)], any_monoid=False)
 
 
 def concatenate(eqn: JaxprEqn) -> FactorRule:
@@ -175,4 +175,4 @@ def unstack(eqn: JaxprEqn) -> FactorRule:
 def split(eqn: JaxprEqn) -> FactorRule:
     """a b -> a c, a d | whole: b c d | linear: 0 | any."""
     rank = len(shape_of(eqn.invars[0]))
-    return kept_dimensions(eqn, [d != eqn.params["axis"] for d in range(rank)])
+    return keep_dimensions(eqn, [d != eqn.params["axis"] for d in range(rank)])

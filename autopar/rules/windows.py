@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import jax
 
-from autopar.compat import JaxprEqn, Literal
-from autopar.rules.by_shape import Factors, kept_dimensions, shape_of
+from autopar.compat import JaxprEqn, Literal, Params
+from autopar.rules.by_shape import Factors, keep_dimensions, shape_of
 from autopar.rules.factor_rule import Dim, FactorRule, make_rule
 from autopar.rules.on_shard import LocalCall
 
@@ -65,16 +65,15 @@ def conv_local(call: LocalCall) -> Sequence[jax.Array]:
     return call.bind(left, right, feature_group_count=groups, batch_group_count=batch_groups, out_sharding=None)
 
 
-def _window_is_point(params: dict[str, object], d: int) -> bool:
+def _window_is_point(params: Params, d: int) -> bool:
     names = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
-    ones = all(params[name][d] == 1 for name in names if name in params)  # type: ignore[index]
-    return ones and tuple(params["padding"][d]) == (0, 0)  # type: ignore[index]
+    return all(params[name][d] == 1 for name in names if name in params) and tuple(params["padding"][d]) == (0, 0)
 
 
 def reduce_window(eqn: JaxprEqn, *, linear: bool) -> FactorRule:
     """n h c -> n y c | whole: h y: dimensions with a window of one are untouched."""
     kept = [_window_is_point(eqn.params, d) for d in range(len(shape_of(eqn.invars[0])))]
-    return kept_dimensions(eqn, kept, linear=[(0,)] if linear else (), any_monoid=False)
+    return keep_dimensions(eqn, kept, linear=[(0,)] if linear else (), any_monoid=False)
 
 
 def reduce_window_sum(eqn: JaxprEqn) -> FactorRule:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.intra_op.choices.equal_axes import class_numbers, equal_axes
+from autopar.intra_op.choices.equal_axes import find_equal_axes, number_classes
 from autopar.intra_op.planner import logical_meshes
 from autopar.layouts.mesh import Layout
 from autopar.solver.classes import least_of_classes, merged_edges
@@ -18,8 +18,8 @@ from autopar.solver.solve import GOOD_ENOUGH, choose, value_of
 
 
 def test_axes_are_equal_by_size_and_link():
-    assert equal_axes((2, 2, 4, 2), ("slow", "fast", "fast", "fast")) == [(1, 3)]
-    assert equal_axes((1, 1, 4), ("fast",) * 3) == []
+    assert find_equal_axes((2, 2, 4, 2), ("slow", "fast", "fast", "fast")) == [(1, 3)]
+    assert find_equal_axes((1, 1, 4), ("fast",) * 3) == []
 
 
 def test_exchanging_equal_axes_makes_choices_alike():
@@ -28,12 +28,12 @@ def test_exchanging_equal_axes_makes_choices_alike():
     both, swapped = Layout(((0,), (1,))), Layout(((1,), (0,)))
     reduced, other_reduced = Layout(((), ()), ((0, "sum"),)), Layout(((), ()), ((1, "sum"),))
     layouts = (row, column, other_row, third_row, both, swapped, reduced, other_reduced)
-    assert class_numbers([(la,) for la in layouts], [(0, 1)]).tolist() == [0, 1, 0, 2, 3, 3, 4, 4]
+    assert number_classes([(la,) for la in layouts], [(0, 1)]).tolist() == [0, 1, 0, 2, 3, 3, 4, 4]
 
 
 def test_operands_of_one_choice_are_renamed_together():
     row, other_row = Layout(((0,), ())), Layout(((1,), ()))
-    assert class_numbers([(row, row), (row, other_row), (other_row, row)], [(0, 1)]).tolist() == [0, 1, 1]
+    assert number_classes([(row, row), (row, other_row), (other_row, row)], [(0, 1)]).tolist() == [0, 1, 1]
 
 
 def test_a_class_costs_what_its_cheapest_member_costs():

@@ -9,12 +9,11 @@ looked up already. What can go wrong: a catalogue used for a machine whose price
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from autopar.avals import dtype_name, is_opaque, itemsize_of
+from autopar.avals import Aval, dtype_name, is_opaque, itemsize_of
 from autopar.cost_model.compute import roofline_s
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError
@@ -45,16 +44,16 @@ class Spaces:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self._spaces: dict[tuple[Any, ...], LayoutSpace] = {}
+        self._spaces: dict[tuple[tuple[int, ...], int, tuple[str, ...]], LayoutSpace] = {}
 
-    def of(self, aval: Any, monoids: tuple[str, ...]) -> LayoutSpace:
+    def of(self, aval: Aval, monoids: tuple[str, ...]) -> LayoutSpace:
         """The space of values like `aval` that may be partial under `monoids`."""
         key = (tuple(aval.shape), itemsize_of(aval), monoids)
         if key not in self._spaces:
             self._spaces[key] = LayoutSpace(key[0], key[1], self.network, monoids)
         return self._spaces[key]
 
-    def between(self, aval: Any, source: Layout, target: Layout) -> LayoutSpace:
+    def between(self, aval: Aval, source: Layout, target: Layout) -> LayoutSpace:
         """A space that holds both layouts."""
         monoids = {m for layout in (source, target) for _, m in layout.partial}
         return self.of(aval, tuple(sorted(monoids)))
@@ -76,9 +75,9 @@ class Catalogue:
     def __init__(self, mesh: LogicalMesh, cluster: Cluster, options: PlannerOptions, rules: RuleBook) -> None:
         self.mesh, self.cluster, self.options, self.rules = mesh, cluster, options, rules
         self.spaces = Spaces(network_of(cluster, mesh, options))
-        self._sets: dict[Any, StrategySet] = {}
-        self._matrices: dict[Any, np.ndarray] = {}
-        self._sums: dict[Any, np.ndarray] = {}
+        self._sets: dict[Hashable, StrategySet] = {}
+        self._matrices: dict[Hashable, np.ndarray] = {}
+        self._sums: dict[Hashable, np.ndarray] = {}
 
     def fixed(self, layouts: tuple[Layout, ...]) -> StrategySet:
         """The choices of an input or output: one strategy per layout, at no cost."""
@@ -88,13 +87,13 @@ class Catalogue:
             self._sets[key] = StrategySet(strategies, np.zeros(len(layouts)), np.zeros(len(layouts)))
         return self._sets[key]
 
-    def plain(self, aval: Any) -> tuple[Layout, ...]:
+    def plain(self, aval: Aval) -> tuple[Layout, ...]:
         """All layouts of a value that are not partial."""
         if is_opaque(aval):
             return (Layout.replicated(len(aval.shape)),)
         return tuple(la for la in self.spaces.of(aval, ()).layouts if la.is_ascending)
 
-    def joined(self, aval: Any) -> tuple[Layout, ...]:
+    def joined(self, aval: Aval) -> tuple[Layout, ...]:
         """All layouts in which branches may hand over a result, those of terms of a sum too: a gradient stays in terms."""
         monoids = () if is_opaque(aval) or aval.dtype == bool else ("sum",)
         return tuple(la for la in self.spaces.of(aval, monoids).layouts if la.is_ascending)
@@ -119,7 +118,7 @@ class Catalogue:
             self._sets[key] = StrategySet(strategies, seconds, out_bytes)
         return self._sets[key]
 
-    def relayout(self, aval: Any, gives: Sequence[Layout], needs: Sequence[Layout]) -> np.ndarray:
+    def relayout(self, aval: Aval, gives: Sequence[Layout], needs: Sequence[Layout]) -> np.ndarray:
         """Seconds from each layout of the first to each of the second."""
         if is_opaque(aval):
             return np.zeros((len(gives), len(needs)))
@@ -131,7 +130,7 @@ class Catalogue:
 
     def passed(
         self,
-        aval: Any,
+        aval: Aval,
         giver: StrategySet,
         output: int,
         taker: StrategySet,
@@ -255,7 +254,7 @@ class Catalogues:
 
     def __init__(self) -> None:
         self.rules = RuleBook()
-        self._made: dict[Any, Catalogue] = {}
+        self._made: dict[Hashable, Catalogue] = {}
 
     def of(self, mesh: LogicalMesh, cluster: Cluster, options: PlannerOptions) -> Catalogue:
         """The catalogue of a mesh."""

@@ -14,7 +14,7 @@ import numpy as np
 from autopar.layouts.mesh import Axes, Layout
 
 
-def equal_axes(shape: Sequence[int], links: Sequence[object]) -> list[Axes]:
+def find_equal_axes(shape: Sequence[int], links: Sequence[object]) -> list[Axes]:
     """Groups of two or more axes that have the same size, above 1, and the same link."""
     groups: dict[tuple[int, object], list[int]] = {}
     for axis, (size, link) in enumerate(zip(shape, links, strict=True)):
@@ -23,21 +23,21 @@ def equal_axes(shape: Sequence[int], links: Sequence[object]) -> list[Axes]:
     return [tuple(members) for members in groups.values() if len(members) > 1]
 
 
-def class_numbers(choices: Sequence[Sequence[Layout]], groups: Sequence[Axes]) -> np.ndarray:
+def number_classes(choices: Sequence[Sequence[Layout]], groups: Sequence[Axes]) -> np.ndarray:
     """Equal numbers for the choices, each the layouts of all operands, that an exchange of axes within `groups` makes alike."""
-    renamings = list(_renamings(groups))
+    renamings = list(_list_renamings(groups))
     numbers: dict[tuple[object, ...], int] = {}
-    return np.array([numbers.setdefault(min(_renamed(c, r) for r in renamings), len(numbers)) for c in choices])
+    return np.array([numbers.setdefault(min(_rename(c, r) for r in renamings), len(numbers)) for c in choices])
 
 
-def _renamings(groups: Sequence[Axes]) -> Iterator[dict[int, int]]:
+def _list_renamings(groups: Sequence[Axes]) -> Iterator[dict[int, int]]:
     for images in itertools.product(*(itertools.permutations(group) for group in groups)):
         yield {
             axis: to for group, image in zip(groups, images, strict=True) for axis, to in zip(group, image, strict=True)
         }
 
 
-def _renamed(layouts: Sequence[Layout], renaming: Mapping[int, int]) -> tuple[object, ...]:
+def _rename(layouts: Sequence[Layout], renaming: Mapping[int, int]) -> tuple[object, ...]:
     """The layouts under other axis names; the order of axes within a dimension does not count."""
     return tuple(
         (

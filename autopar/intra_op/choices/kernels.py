@@ -24,7 +24,6 @@ import dataclasses
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -33,7 +32,7 @@ from autopar.compat import Literal, Var
 from autopar.disjoint_sets import DisjointSets
 from autopar.intra_op.choices.tuning import TUNING, Tuning
 from autopar.program.loops import LoopEquation
-from autopar.program.program import Equation, Program
+from autopar.program.program import Atom, Equation, Program
 from autopar.rules.primitive_rule import Work
 from autopar.rules.reductions import reduced_dimensions
 from autopar.rules.table import entry_for
@@ -69,30 +68,31 @@ def _scopes(program: Program) -> Iterator[Program]:
 class Kernels:
     """The kernels of one program without the nested ones. A value's *root* is the value of which it is another name.
 
-    `stage_of`, where given, says in which part of the program an equation runs: 0, 1, ...; no kernel has equations of two parts.
+    `phase_of`, where given, says in which part of the program an equation runs: 0, 1, ...; no kernel has equations of two parts.
     `readers`: for each value in memory the equations that read it.
     """
 
     def __init__(
-        self, program: Program, stage_of: Mapping[Equation, int] | None = None, *, tuning: Tuning = TUNING
+        self, program: Program, phase_of: Mapping[Equation, int] | None = None, *, tuning: Tuning = TUNING
     ) -> None:
         self.program, self.tuning = program, tuning
-        self.stage_of = stage_of or {}
+        self.phase_of = phase_of or {}
         self.readers: dict[Var, set[Equation]] = defaultdict(set)
         self.roots: dict[Var, Var] = {}
         self.producers: dict[Var, Equation] = {}
         self.levels: dict[Var, int] = {}
-        self.uses = self._counted()
+        self.uses = self._count_uses()
         self.absorbed: dict[Equation, Equation] = {}
         self.order = {eqn: number for number, eqn in enumerate(program.equations)}
-        self._level_all()
-        self.written = self._needed_in_memory()
+        self.written: set[Var] = set()
+        self._find_levels()
+        self.written = self._find_in_memory()
         self.read_bytes: Counter[tuple[Equation, int]] = Counter()
         self.kernels: Counter[Equation] = Counter()
 
     # Levels.
 
-    def _counted(self) -> Counter[Var]:
+    def _count_uses(self) -> Counter[Var]:
         uses: Counter[Var] = Counter()
         for eqn in self.program.equations:
             if _is_alias(eqn):
@@ -106,12 +106,12 @@ class Kernels:
         """The value of which this is another name."""
         return self.roots.get(var, var)
 
-    def _level_all(self) -> None:
+    def _find_levels(self) -> None:
         for eqn in self.program.equations:
             if _is_alias(eqn):
                 continue
-            level = max((self._after(v, eqn) for v in _variables((*eqn.invars, eqn.after))), default=0)
-            level = max(level, self.stage_of.get(eqn, 0) * len(self.program.equations))
+            level = max((self._level_after(v, eqn) for v in _variables((*eqn.invars, eqn.after))), default=0)
+            level = max(level, self.phase_of.get(eqn, 0) * len(self.program.equations))
             if _keeps_apart(eqn):
                 self.levels[eqn.outvars[0]] = level
                 continue
@@ -119,19 +119,19 @@ class Kernels:
                 self.producers[var], self.levels[var] = eqn, level
             self._absorb(eqn)
 
-    def _after(self, var: Var, eqn: Equation) -> int:
+    def _level_after(self, var: Var, eqn: Equation) -> int:
         """The level that an equation has at least because it reads a value."""
         producer = self.producers.get(self.root(var))
         if producer is None:
             return self.levels.get(self.root(var), -1) + 1
-        return self.levels[self.root(var)] + (0 if self._streams(producer) and _fuses(eqn) else 1)
+        return self.levels[self.root(var)] + (0 if self._is_stream(producer) and _is_fused(eqn) else 1)
 
-    def _streams(self, eqn: Equation) -> bool:
-        return eqn not in self.absorbed and _fuses(eqn) and not _sums(eqn, self.tuning.row_bytes)
+    def _is_stream(self, eqn: Equation) -> bool:
+        return eqn not in self.absorbed and _is_fused(eqn) and not _is_long_reduction(eqn, self.tuning.row_bytes)
 
     def _absorb(self, eqn: Equation) -> None:
         """If an equation adds a product, alone wanted for that, to what was there before: let the product do it."""
-        if not _adds(eqn):
+        if not entry_for(eqn).adds:
             return
         for place, var in enumerate(eqn.invars):
             chain = self._chain_to_product(var)
@@ -139,14 +139,14 @@ class Kernels:
                 continue
             product, other = chain[-1], eqn.invars[1 - place]
             level = self.levels[product.outvars[0]]
-            if isinstance(other, Var) and not self._there_before(other, level):
+            if isinstance(other, Var) and not self._is_there_before(other, level):
                 continue
             for one in (eqn, *chain[:-1]):
                 self.absorbed[one] = product
                 self.levels[one.outvars[0]] = level
             return
 
-    def _chain_to_product(self, var: Any) -> list[Equation] | None:
+    def _chain_to_product(self, var: Atom) -> list[Equation] | None:
         """Equations from a value back to the contraction that makes it, each result used once and of one size; or None."""
         chain: list[Equation] = []
         while isinstance(var, Var):
@@ -157,12 +157,12 @@ class Kernels:
             chain.append(eqn)
             if entry_for(eqn).heavy:
                 return chain
-            if not _fuses(eqn) or len(eqn.invars) != 1 or eqn.invars[0].aval.size != root.aval.size:
+            if not _is_fused(eqn) or len(eqn.invars) != 1 or eqn.invars[0].aval.size != root.aval.size:
                 return None
             var = eqn.invars[0]
         return None
 
-    def _there_before(self, var: Var, level: int) -> bool:
+    def _is_there_before(self, var: Var, level: int) -> bool:
         """Whether a value is, or can be made on the way, of what is in memory before a kernel of that level starts."""
         sources = self._sources(self.root(var))
         return sources is not None and all(self.levels.get(v, -1) < level for v in sources)
@@ -170,7 +170,7 @@ class Kernels:
     def _sources(self, root: Var) -> frozenset[Var] | None:
         """The values in memory of which a streamed value is made; None if it has to be written, as random bits have."""
         producer = self.producers.get(root)
-        if producer is None or not self._streams(producer) or root in getattr(self, "written", ()):
+        if producer is None or not self._is_stream(producer) or root in self.written:
             return frozenset({root})
         if entry_for(producer).random:
             return None
@@ -184,46 +184,46 @@ class Kernels:
 
     # What is in memory.
 
-    def _needed_in_memory(self) -> set[Var]:
+    def _find_in_memory(self) -> set[Var]:
         """Values that are read by kernels of their own, or leave the program, or are results of such kernels."""
         found = {self.root(v) for v in _variables((*self.program.invars, *self.program.outvars))}
         for eqn in self.program.equations:
             if _is_alias(eqn) or eqn in self.absorbed:
                 continue
-            if not _fuses(eqn):
+            if not _is_fused(eqn):
                 found |= {self.root(v) for v in _variables(eqn.invars)}
-            if not self._streams(eqn):
+            if not self._is_stream(eqn):
                 found |= set(eqn.outvars)
-        return found | {eqn.outvars[0] for eqn in self.absorbed if _adds(eqn)}
+        return found | {eqn.outvars[0] for eqn in self.absorbed if entry_for(eqn).adds}
 
     # Kernels and what they move.
 
     def traffic(self) -> dict[Equation, Traffic]:
         """See `traffic_of`."""
         for kernel in self._fused_kernels():
-            self._read_by(kernel)
+            self._count_reads(kernel)
         for eqn in self.program.equations:
-            if not _fuses(eqn) and not _is_alias(eqn) and eqn not in self.absorbed:
+            if not _is_fused(eqn) and not _is_alias(eqn) and eqn not in self.absorbed:
                 for var in _variables(eqn.invars):
                     self.readers[self.root(var)].add(eqn)
         return {eqn: self._traffic(eqn) for eqn in self.program.equations}
 
     def _fused_kernels(self) -> list[list[Equation]]:
         """Streams and sums by kernel, kernels by level."""
-        fused = [e for e in self.program.equations if _fuses(e) and not _is_alias(e) and e not in self.absorbed]
+        fused = [e for e in self.program.equations if _is_fused(e) and not _is_alias(e) and e not in self.absorbed]
         joined = DisjointSets(fused)
         readers: dict[tuple[Var, int], Equation] = {}
         for eqn in fused:
             level = self.levels[eqn.outvars[0]]
             for root in {self.root(v) for v in _variables(eqn.invars)}:
                 producer = self.producers.get(root)
-                if producer is not None and self._streams(producer) and self.levels[root] == level:
+                if producer is not None and self._is_stream(producer) and self.levels[root] == level:
                     joined.join((producer, eqn))
                 elif root in self.written and root.aval.size > 1:
                     joined.join((readers.setdefault((root, level), eqn), eqn))
         return sorted(joined.groups(), key=lambda group: (self.levels[group[0].outvars[0]], self.order[group[0]]))
 
-    def _read_by(self, kernel: Sequence[Equation]) -> None:
+    def _count_reads(self, kernel: Sequence[Equation]) -> None:
         """Count what a kernel reads, and decide what it computes again: large values first, of which small ones are made."""
         inside, have = set(kernel), set[Var]()
         entering = [
@@ -233,7 +233,7 @@ class Kernels:
             if isinstance(var, Var) and self.producers.get(self.root(var)) not in inside
         ]
         for eqn, place, root in sorted(entering, key=lambda one: (one[2] not in self.written, -bytes_of(one[2]))):
-            wanted = self._wanted(root, have)
+            wanted = self._needed_for(root, have)
             for source in wanted - have:
                 self.read_bytes[eqn, place] += bytes_of(source)
                 self.readers[source].add(eqn)
@@ -241,7 +241,7 @@ class Kernels:
         if have or any(v in self.written for eqn in kernel for v in eqn.outvars):
             self.kernels[kernel[0]] = 1
 
-    def _wanted(self, root: Var, have: set[Var]) -> frozenset[Var]:
+    def _needed_for(self, root: Var, have: set[Var]) -> frozenset[Var]:
         """What a kernel reads to have a value: the value itself, then written by its maker, or what it is made of."""
         if root in self.written:
             return frozenset({root})
@@ -250,7 +250,7 @@ class Kernels:
             return sources
         operands = {self.root(v) for v in _variables(self.producers[root].invars)}
         if operands and not entry_for(self.producers[root]).random and sum(map(bytes_of, operands)) < bytes_of(root):
-            return frozenset(v for operand in operands for v in self._wanted(operand, have))
+            return frozenset(v for operand in operands for v in self._needed_for(operand, have))
         self.written.add(root)
         return frozenset({root})
 
@@ -258,20 +258,20 @@ class Kernels:
         none = (0.0,) * len(eqn.outvars)
         if _is_alias(eqn) or _keeps_apart(eqn) or eqn in self.absorbed:
             return Traffic((0.0,) * len(eqn.invars), none)
-        if _fuses(eqn):
+        if _is_fused(eqn):
             reads = tuple(
                 self.read_bytes[eqn, place] / max(bytes_of(var), 1) if isinstance(var, Var) else 0.0
                 for place, var in enumerate(eqn.invars)
             )
             return Traffic(reads, tuple(float(v in self.written) for v in eqn.outvars), self.kernels[eqn])
         writes = (1.0,) * len(eqn.outvars)
-        adding = [one for one, product in self.absorbed.items() if product is eqn and _adds(one)]
+        adding = [one for one, product in self.absorbed.items() if product is eqn and entry_for(one).adds]
         if adding:
-            moved = sum(bytes_of(v) for v in self._added(adding[0], eqn)) + bytes_of(adding[0].outvars[0])
+            moved = sum(bytes_of(v) for v in self._read_to_add(adding[0], eqn)) + bytes_of(adding[0].outvars[0])
             writes = (moved / max(bytes_of(eqn.outvars[0]), 1),)
         return Traffic((1.0,) * len(eqn.invars), writes, 1)
 
-    def _added(self, adding: Equation, product: Equation) -> frozenset[Var]:
+    def _read_to_add(self, adding: Equation, product: Equation) -> frozenset[Var]:
         """What a product reads to add it."""
         own = {one.outvars[0] for one, by in self.absorbed.items() if by is product} | set(product.outvars)
         found: set[Var] = set()
@@ -294,7 +294,7 @@ def _keeps_apart(eqn: Equation) -> bool:
     return entry_for(eqn).barrier
 
 
-def _fuses(eqn: Equation) -> bool:
+def _is_fused(eqn: Equation) -> bool:
     """Whether it is a stream or a sum."""
     if _keeps_apart(eqn):
         return False
@@ -303,7 +303,7 @@ def _fuses(eqn: Equation) -> bool:
     return entry_for(eqn).work in _FUSED and not isinstance(eqn, LoopEquation)
 
 
-def _sums(eqn: Equation, row_bytes: int) -> bool:
+def _is_long_reduction(eqn: Equation, row_bytes: int) -> bool:
     """Whether it is a reduction of more than a row of so many bytes."""
     if entry_for(eqn).work is not Work.REDUCTION:
         return False
@@ -314,10 +314,5 @@ def _sums(eqn: Equation, row_bytes: int) -> bool:
     return not trailing or math.prod(shape[d] for d in gone) * eqn.invars[0].aval.dtype.itemsize > row_bytes
 
 
-def _adds(eqn: Equation) -> bool:
-    """Whether it is the sum or the difference of two values, element by element."""
-    return entry_for(eqn).adds
-
-
-def _variables(atoms: Sequence[Any]) -> list[Var]:
+def _variables(atoms: Sequence[Atom | None]) -> list[Var]:
     return [v for v in atoms if isinstance(v, Var)]
