@@ -98,11 +98,10 @@ def unknown_source() -> SourceInfo:
     return private_source_info.new_source_info()
 
 
-def attributed_to(eqn: JaxprEqn, *, mark: str = "") -> contextlib.AbstractContextManager[None]:
-    """A context in which traced operations carry an equation's source line and scopes, and a mark as the innermost scope."""
+def attributed_to(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
+    """A context in which traced operations carry an equation's source line and scopes."""
     info = eqn.source_info
-    scopes = info.name_stack.extend(mark) if mark else info.name_stack
-    return private_source_info.user_context(info.traceback, name_stack=scopes)
+    return private_source_info.user_context(info.traceback, name_stack=info.name_stack)
 
 
 def name_stack(eqn: JaxprEqn) -> str:

@@ -9,15 +9,15 @@ import math
 import jax
 
 from autopar.avals import itemsize_of
+from autopar.execution.contents import Made, Passed
 from autopar.execution.devices import device_mesh
-from autopar.execution.pipeline_tasks import PlannedStage, pipeline_tasks
-from autopar.execution.slots import linked
+from autopar.execution.pipeline_tasks import PlannedStage, make_pipeline_tasks
+from autopar.execution.slots import link_tasks
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.schedules.emit import emit
 from autopar.schedules.instructions import Free, Receive, Run
 from autopar.schedules.simulate import simulate
 
-LOOP_TASKS = ("forward", "backward", "input_gradient", "weight_gradient")
 EQUAL = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}
 
 
@@ -35,8 +35,8 @@ class LiveBytes:
             )
             for one, where in zip(staged.stages, plan.stages, strict=True)
         ]
-        self.tasks = pipeline_tasks(stages, split_backward="weight_gradient" in self.schedule.kinds)
-        self.links = linked(self.tasks, self.schedule)
+        self.tasks = make_pipeline_tasks(stages, split_backward="weight_gradient" in self.schedule.kinds)
+        self.links = link_tasks(self.tasks, self.schedule)
         self.instructions = emit(
             self.schedule,
             self.links.specs,
@@ -63,10 +63,10 @@ class LiveBytes:
 
         What an update returns takes the place of the leaves that it is given, of which the instructions know nothing.
         """
-        nodes = {n: node for n, node in self.tasks.nodes.items() if self.tasks.mesh_of(node.stage) == mesh}
-        accounts = {n: node.task.run.lower(*node.task.shapes).compile().memory_analysis() for n, node in nodes.items()}
+        tasks = {n: task for n, task in self.tasks.by_name.items() if self.tasks.mesh_of(n.stage) == mesh}
+        accounts = {n: task.run.lower(*task.shapes).compile().memory_analysis() for n, task in tasks.items()}
         temporaries = {
-            name: account.temp_size_in_bytes - (0 if nodes[name].in_loop else account.alias_size_in_bytes)
+            str(name): account.temp_size_in_bytes - (0 if name.in_loop else account.alias_size_in_bytes)
             for name, account in accounts.items()
         }
         there = {value: self._bytes(value, mesh) for home, value in self.instructions.inputs if home == mesh}
@@ -91,36 +91,28 @@ class LiveBytes:
         return simulation.peak_bytes[mesh]
 
     def _is_handed_to(self, value, stage):
-        source, _, readers = value.name.partition(" > ")
-        is_made_in_a_loop = source in self.tasks.nodes and self.tasks.nodes[source].in_loop
-        nodes = [self.tasks.nodes[name] for name in readers.split(", ") if name in self.tasks.nodes]
+        content = self.links.groups[value.name].content
         return (
             value.microbatch is not None
-            and is_made_in_a_loop
-            and all(node.stage == stage and node.kind in LOOP_TASKS for node in nodes)
+            and isinstance(content, Passed)
+            and isinstance(content.source, Made)
+            and content.source.task.in_loop
+            and all(reader.stage == stage and reader.in_loop for reader in content.readers)
         )
 
     def _bytes(self, value, mesh):
         """What the arrays of a slot take: as their maker makes them, or as their reader is given them."""
-        items = self._items(value.name)
-        source, _, readers = value.name.partition(" > ")
-        maker = self.tasks.nodes.get(source)
-        if readers and maker is None:
-            reader = self.tasks.nodes[readers.split(", ")[0]].task
+        group = self.links.groups[value.name]
+        source = group.content.source if isinstance(group.content, Passed) else None
+        if source is not None and not isinstance(source, Made):
+            reader = self.tasks.by_name[group.content.readers[0]]
             shapes = dict(zip(reader.reads, reader.shapes, strict=True))
-            given = [shapes[ref] for _, ref in items]
+            given = [shapes[ref] for _, ref in group.items]
             return sum(_bytes_of(shape[0] if isinstance(shape, list) else shape) for shape in given)
-        made = [self.tasks.nodes[self.tasks.makers[item]].task.results[item[1]] for item in items]
-        if maker is not None and self.tasks.mesh_of(maker.stage) != mesh:
+        made = [self.tasks.maker_of(item).results[item[1]] for item in group.items]
+        if source is not None and self.tasks.mesh_of(source.task.stage) != mesh:
             return sum(map(_bytes_of, made, self.links.targets[value.name]))
         return sum(map(_bytes_of, made))
-
-    def _items(self, slot):
-        if slot.startswith("sums of "):
-            node = self.tasks.nodes[slot.removeprefix("sums of ")]
-            return tuple((node.stage, ref) for ref in node.task.writes if ref.kind == "accumulator")
-        outside = {value.name: items for (_, value), items in (*self.links.given.items(), *self.links.outputs.items())}
-        return outside.get(slot) or self.links.carried[slot]
 
 
 def _bytes_of(shape, sharding=None):

@@ -22,19 +22,22 @@ from autopar.intra_op.lowering.per_device import partition_spec
 from autopar.program.step import TracedStep
 from autopar.runtime.processes import are_here, from_host
 from autopar.schedules.instructions import Value
-from autopar.stages.tasks.cuts import Ref
+from autopar.stages.tasks.refs import InputRef, NumberRef, Ref, RowRef
 
 Key = tuple[int, Value]
 """Where the driver is handed something: the mesh and the value."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wish:
-    """One array that the driver is handed: for which stage and ref, of which microbatch, where, and whether it is donated."""
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Placement:
+    """One array that the driver is handed, and where.
 
-    stage: int
-    ref: Ref
-    microbatch: int | None
+    It is the leaf of this number or, of a leaf of the batch, the examples of one microbatch, `rows`; or it is a `constant`.
+    """
+
+    leaf: int | None
+    rows: tuple[int, int] | None = None
+    constant: Any = None
     sharding: NamedSharding
     is_donated: bool
 
@@ -65,66 +68,80 @@ class StepInputs:
     def wanted(self) -> dict[int, list[NamedSharding | None]]:
         """The shardings in which the driver is handed each leaf of the divided step; None for slices of it."""
         wanted: dict[int, list[NamedSharding | None]] = {number: [] for number in self._numbers.values()}
-        for wish in (wish for wishes in self._wishes.values() for wish in wishes):
-            ports = self._tasks.stages[wish.stage].program.inputs
-            if wish.ref.kind in ("input", "row") and wish.ref.key < len(ports):
-                sharding = wish.sharding if wish.ref.kind == "input" else None
-                wanted[self._numbers[ports[wish.ref.key].var]].append(sharding)
+        for one in (one for several in self._placements.values() for one in several):
+            if one.leaf is not None:
+                wanted[one.leaf].append(one.sharding if one.rows is None else None)
         return wanted
 
-    def supplied(self, leaves: Sequence[Any], meshes: Collection[int]) -> dict[Key, list[Any]]:
+    def supply(self, leaves: Sequence[Any], meshes: Collection[int]) -> dict[Key, list[jax.Array]]:
         """The driver's inputs on these meshes; all copies are one call."""
-        by_var = dict(zip(self._step.program.invars, leaves, strict=True))
-        mine = {key: wishes for key, wishes in self._wishes.items() if key[0] in meshes}
-        flat = [wish for wishes in mine.values() for wish in wishes]
-        placed = iter(_placed([self._array(wish, by_var) for wish in flat], flat))
-        return {key: [next(placed) for _ in wishes] for key, wishes in mine.items()}
+        mine = {key: placements for key, placements in self._placements.items() if key[0] in meshes}
+        flat = [one for placements in mine.values() for one in placements]
+        placed = iter(_place([_array(one, leaves) for one in flat], flat))
+        return {key: [next(placed) for _ in placements] for key, placements in mine.items()}
 
     def shape_of(self, item: Item, mesh: int) -> jax.ShapeDtypeStruct:
         """Shape, type and sharding of what a task on a mesh makes, or of what the driver is handed there."""
         stage, ref = item
         if item in self._tasks.makers:
-            return self._tasks.nodes[self._tasks.makers[item]].task.results[ref]
-        aval = self._tasks.stages[stage].program.inputs[ref.key].var.aval
-        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=self._sharding(item, mesh))
+            return self._tasks.maker_of(item).results[ref]
+        var = self._leaf_of(stage, ref)
+        assert var is not None, f"{ref} of stage {stage} is no leaf of the step"
+        return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=self._sharding(item, mesh))
+
+    def _leaf_of(self, stage: int, ref: Ref) -> Var | None:
+        """The leaf of the step, or the value of another stage, that an input of a stage is; None for constants and numbers."""
+        ports = self._tasks.stages[stage].program.inputs
+        return ports[ref.port].var if isinstance(ref, InputRef | RowRef) and ref.port < len(ports) else None
 
     @functools.cached_property
-    def _wishes(self) -> dict[Key, list[_Wish]]:
-        donated = {v for v, leaf in zip(self._step.program.invars, self._step.inputs, strict=True) if leaf.donated}
-
-        def is_donated(stage: int, ref: Ref) -> bool:
-            ports = self._tasks.stages[stage].program.inputs
-            return ref.kind == "input" and ref.key < len(ports) and ports[ref.key].var in donated
-
+    def _placements(self) -> dict[Key, list[_Placement]]:
         return {
             (mesh, value): [
-                _Wish(stage, ref, value.microbatch, self._sharding((stage, ref), mesh), is_donated(stage, ref))
+                self._placement(stage, ref, value.microbatch, self._sharding((stage, ref), mesh))
                 for stage, ref in items
             ]
             for (mesh, value), items in self._given.items()
         }
 
+    def _placement(self, stage: int, ref: Ref, microbatch: int | None, sharding: NamedSharding) -> _Placement:
+        var = self._leaf_of(stage, ref)
+        if var is None:
+            return _Placement(
+                leaf=None, constant=self._constant(stage, ref, microbatch), sharding=sharding, is_donated=False
+            )
+        number = self._numbers[var]
+        if isinstance(ref, InputRef):
+            return _Placement(leaf=number, sharding=sharding, is_donated=self._step.inputs[number].donated)
+        assert microbatch is not None, f"{ref} of stage {stage} is read in a microbatch"
+        count = var.aval.shape[0] // self._num_microbatches
+        rows = (microbatch * count, (microbatch + 1) * count)
+        return _Placement(leaf=number, rows=rows, sharding=sharding, is_donated=False)
+
+    def _constant(self, stage: int, ref: Ref, microbatch: int | None) -> Any:
+        """A constant of the stage's program, or the number of a microbatch."""
+        if isinstance(ref, NumberRef):
+            return np.int32(microbatch or 0)
+        assert isinstance(ref, InputRef), f"{ref} of stage {stage} comes from a task"
+        program = self._tasks.stages[stage].program
+        return program.step.constants[ref.port - len(program.inputs)]
+
     def _sharding(self, item: Item, mesh: int) -> NamedSharding:
         """Where the driver is handed an array: where its reader wants it, or, if that is another mesh, where it lives."""
         stage, ref = item
-        planned = self._tasks.stages[stage]
-        if planned.mesh == mesh:
-            for node in self._tasks.nodes.values():
-                if node.stage == stage and ref in node.task.in_shardings:
-                    return node.task.in_shardings[ref]
-        return self.places[self._numbers[planned.program.inputs[ref.key].var]]
+        if self._tasks.mesh_of(stage) == mesh:
+            for name, task in self._tasks.by_name.items():
+                if name.stage == stage and ref in task.in_shardings:
+                    return task.in_shardings[ref]
+        var = self._leaf_of(stage, ref)
+        assert var is not None, f"{ref} of stage {stage} lives on no mesh"
+        return self.places[self._numbers[var]]
 
-    def _array(self, wish: _Wish, by_var: Mapping[Var, Any]) -> Any:
-        program, ref, microbatch = self._tasks.stages[wish.stage].program, wish.ref, wish.microbatch or 0
-        if ref.kind == "number":
-            return np.int32(microbatch)
-        if ref.key >= len(program.inputs):
-            return program.step.constants[ref.key - len(program.inputs)]
-        leaf = by_var[program.inputs[ref.key].var]
-        if ref.kind == "row":
-            rows = leaf.shape[0] // self._num_microbatches
-            return _slice(leaf, microbatch * rows, (microbatch + 1) * rows)
-        return leaf
+
+def _array(one: _Placement, leaves: Sequence[Any]) -> Any:
+    if one.leaf is None:
+        return one.constant
+    return leaves[one.leaf] if one.rows is None else _slice(leaves[one.leaf], *one.rows)
 
 
 def _slice(leaf: Any, start: int, end: int) -> Any:
@@ -134,26 +151,26 @@ def _slice(leaf: Any, start: int, end: int) -> Any:
     return leaf[start:end]
 
 
-def _placed(arrays: Sequence[Any], wishes: Sequence[_Wish]) -> list[Any]:
+def _place(arrays: Sequence[Any], placements: Sequence[_Placement]) -> list[Any]:
     """Arrays where they are wanted, in one call for all that are not there yet.
 
     Donated ones are copied first: `device_put` may share the caller's buffer, and donation would take that.
     """
     result: list[Any] = list(arrays)
     moving = []
-    for i, (array, wish) in enumerate(zip(arrays, wishes, strict=True)):
+    for i, (array, wanted) in enumerate(zip(arrays, placements, strict=True)):
         given = getattr(array, "sharding", None)
-        if isinstance(given, NamedSharding) and given.is_equivalent_to(wish.sharding, array.ndim):
+        if isinstance(given, NamedSharding) and given.is_equivalent_to(wanted.sharding, array.ndim):
             continue
-        if are_here(wish.sharding.device_set):
+        if are_here(wanted.sharding.device_set):
             moving.append(i)
         else:
-            result[i] = from_host(array, wish.sharding)
+            result[i] = from_host(array, wanted.sharding)
     sources = [
-        arrays[i].copy() if wishes[i].is_donated and isinstance(arrays[i], jax.Array) else as_it_is_now(arrays[i])
+        arrays[i].copy() if placements[i].is_donated and isinstance(arrays[i], jax.Array) else as_it_is_now(arrays[i])
         for i in moving
     ]
-    moved = jax.device_put(sources, [wishes[i].sharding for i in moving])
+    moved = jax.device_put(sources, [placements[i].sharding for i in moving])
     for i, array in zip(moving, moved, strict=True):
         result[i] = array
     return result

@@ -21,9 +21,9 @@ from autopar.errors import ArgumentError
 from autopar.execution.calls import check_leaves, copy_repeated, refuse_consumed
 from autopar.execution.devices import device_mesh
 from autopar.execution.inputs import StepInputs
-from autopar.execution.pipeline_tasks import PlannedStage, pipeline_tasks
-from autopar.execution.processes import PipelineProcesses, brought
-from autopar.execution.slots import linked
+from autopar.execution.pipeline_tasks import Item, PlannedStage, make_pipeline_tasks
+from autopar.execution.processes import PipelineProcesses, bring_leaves
+from autopar.execution.slots import link_tasks
 from autopar.execution.transfers import Transfers
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.inter_op.stage_seconds import Staged
@@ -41,6 +41,7 @@ from autopar.schedules.launch_order import order_launches, part_of
 from autopar.schedules.tasks import Schedule
 from autopar.split_array import SplitSharding, cut_leaves, join_leaves, leaf_shardings
 from autopar.stages.split_scans import SplitStep
+from autopar.stages.tasks.refs import OutputRef
 
 
 def compile_pipeline(
@@ -96,18 +97,19 @@ class CompiledPipeline:
         self._settings = program_settings_here()
         self.traced, self._split = split_step.whole, split_step
         self._donated = tuple(i for i, leaf in enumerate(split_step.step.inputs) if leaf.donated)
-        self._tasks = pipeline_tasks(stages, split_backward="weight_gradient" in schedule.kinds)
-        self.nodes = self._tasks.nodes
-        self._linked = linked(self._tasks, schedule)
+        self._tasks = make_pipeline_tasks(stages, split_backward="weight_gradient" in schedule.kinds)
+        self.tasks = self._tasks.by_name
+        self._links = link_tasks(self._tasks, schedule)
+        self._numbers = {key: self._output_numbers(items) for key, items in self._links.outputs.items()}
         self._inputs = StepInputs(
-            split_step.step, self._tasks, self._linked.given, num_microbatches=schedule.num_microbatches
+            split_step.step, self._tasks, self._links.given, num_microbatches=schedule.num_microbatches
         )
         self.instructions = emit(
             schedule,
-            self._linked.specs,
-            inputs=self._linked.inputs,
-            outputs=tuple(self._linked.outputs),
-            consumable=tuple(self._linked.given),
+            self._links.specs,
+            inputs=self._links.inputs,
+            outputs=tuple(self._links.outputs),
+            consumable=tuple(self._links.given),
         )
         self._processes = PipelineProcesses.of(self.stages)
         if self._processes.are_several:
@@ -116,8 +118,8 @@ class CompiledPipeline:
         self._watch = _watch_on(self._processes)
         self._driver = Driver(
             self.instructions,
-            self._linked.callables,
-            Transfers(self._linked.targets, self._shapes_in, several_processes=self._processes.are_several),
+            self._links.callables,
+            Transfers(self._links.targets, self._shapes_in, several_processes=self._processes.are_several),
             part=self._part,
             watch=None if self._watch is None else self._watch.look,
         )
@@ -147,7 +149,7 @@ class CompiledPipeline:
         """The same where other processes have stages; scalars come to each of them, and a failure is told to all."""
         try:
             devices = self._processes.devices
-            leaves = brought(leaves, self._split.inputs, self._inputs, devices=devices)
+            leaves = bring_leaves(leaves, self._split.inputs, self._inputs, devices=devices)
             flat = self._results(self._driver.run(self._supplied(leaves), record=record))
             step = self._split.step
             scalars = [n for n, x in enumerate(flat) if x.shape == () and step.state_of_output[n] is None]
@@ -162,30 +164,37 @@ class CompiledPipeline:
     def _supplied(self, leaves: Sequence[Any]) -> dict[tuple[int, Value], list[Any]]:
         """The driver's inputs, from the leaves of a call: stacks in pieces, and constants."""
         parts = [*cut_leaves(leaves, self._split.inputs), *self._split.step.constants]
-        return self._inputs.supplied(copy_repeated(parts, self._donated), self._part.meshes)
+        return self._inputs.supply(copy_repeated(parts, self._donated), self._part.meshes)
 
     def _results(self, found: Mapping[tuple[int, Value], Sequence[Any]]) -> list[Any]:
         """The outputs of the divided step; those of stages elsewhere without shards."""
         flat: list[Any] = [None] * len(self._split.step.outputs)
-        for (mesh, value), items in self._linked.outputs.items():
+        for (mesh, value), items in self._links.outputs.items():
             arrays = found.get((mesh, value))
             if arrays is None:
                 shapes = [self._inputs.shape_of(item, mesh) for item in items]
                 arrays = [absent_like(shape, shape.sharding) for shape in shapes]
-            for (stage, ref), array in zip(items, arrays, strict=True):
-                number = self.stages[stage].program.outputs[ref.key].output
-                if number is not None:
-                    flat[number] = array
+            for number, array in zip(self._numbers[mesh, value], arrays, strict=True):
+                flat[number] = array
         return flat
+
+    def _output_numbers(self, items: Sequence[Item]) -> tuple[int, ...]:
+        """The numbers that arrays have among the outputs of the divided step."""
+        numbers = []
+        for stage, ref in items:
+            number = self.stages[stage].program.outputs[ref.port].output if isinstance(ref, OutputRef) else None
+            assert number is not None, f"{ref} of stage {stage} is no output of the step"
+            numbers.append(number)
+        return tuple(numbers)
 
     def _shapes_in(self, slot: str, mesh: int) -> list[jax.ShapeDtypeStruct]:
         """Shapes and shardings of a slot's arrays on a mesh."""
-        return [self._inputs.shape_of(item, mesh) for item in self._linked.carried[slot]]
+        return [self._inputs.shape_of(item, mesh) for item in self._links.groups[slot].items]
 
     def as_text(self) -> str:
         """The optimised HLO of every task, under its name."""
         with undisturbed(), under(self._settings):
-            return "\n\n".join(f"// {name}\n{node.task.as_text()}" for name, node in self.nodes.items())
+            return "\n\n".join(f"// {name}\n{task.as_text()}" for name, task in self.tasks.items())
 
     def timeline(self) -> Any:
         """The timeline of the last run with `record=True`."""

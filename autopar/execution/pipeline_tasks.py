@@ -8,19 +8,19 @@ to it; those that read it mean the second.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 
 from autopar.compat import Var
-from autopar.execution.stage_tasks import StageTask, stage_tasks
+from autopar.execution.stage_tasks import StageTask, make_stage_tasks
 from autopar.intra_op.lowering.assignment import Assignment
-from autopar.stages.tasks.cuts import Ref
-from autopar.stages.tasks.stage_program import PROLOGUE, StageProgram
+from autopar.program.task_name import TaskName
+from autopar.stages.tasks.refs import AccumulatorRef, Ref
+from autopar.stages.tasks.stage_program import StageProgram
 
 Item = tuple[int, Ref]
 """An array between tasks: the stage, and the ref there."""
-_MADE_ONCE = (PROLOGUE, "update")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -34,42 +34,28 @@ class PlannedStage:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Node:
-    """A task of some stage."""
-
-    stage: int
-    task: StageTask
-
-    @property
-    def kind(self) -> str:
-        """What kind of work it does: prologue, forward, backward, weight_gradient or update."""
-        return self.task.name.split()[0]
-
-    @property
-    def in_loop(self) -> bool:
-        """Whether it runs for every microbatch."""
-        return self.kind not in _MADE_ONCE
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class PipelineTasks:
-    """The stages, their tasks by unique names, and the name of the task that makes an array."""
+    """The stages, their tasks by name, and the name of the task that makes an array."""
 
     stages: tuple[PlannedStage, ...]
-    nodes: Mapping[str, Node]
-    makers: Mapping[Item, str]
+    by_name: Mapping[TaskName, StageTask]
+    makers: Mapping[Item, TaskName]
 
     def mesh_of(self, stage: int) -> int:
         """The number of the mesh that a stage runs on."""
         return self.stages[stage].mesh
 
+    def maker_of(self, item: Item) -> StageTask:
+        """The task that makes an array."""
+        return self.by_name[self.makers[item]]
 
-def pipeline_tasks(stages: Sequence[PlannedStage], *, split_backward: bool) -> PipelineTasks:
+
+def make_pipeline_tasks(stages: Sequence[PlannedStage], *, split_backward: bool) -> PipelineTasks:
     """The tasks of all stages; `split_backward`: input gradients and weight gradients are two tasks."""
-    nodes = {
-        task.name: Node(number, task)
-        for number, stage in enumerate(stages)
-        for task in stage_tasks(
+    tasks = {
+        task.name: task
+        for stage in stages
+        for task in make_stage_tasks(
             stage.program,
             stage.assignment,
             stage.device_mesh,
@@ -77,26 +63,25 @@ def pipeline_tasks(stages: Sequence[PlannedStage], *, split_backward: bool) -> P
             kept=_lent_on(stage.mesh, stages),
         )
     }
-    return PipelineTasks(tuple(stages), nodes, _makers(nodes))
+    return PipelineTasks(tuple(stages), tasks, _makers(tasks))
 
 
-def _makers(nodes: Mapping[str, Node]) -> dict[Item, str]:
-    def made(names: Iterable[str], *, starts: bool) -> dict[Item, str]:
-        return {
-            (nodes[name].stage, ref): name
-            for name in names
-            for ref in nodes[name].task.writes
-            if (ref.kind == "accumulator" and nodes[name].kind == PROLOGUE) == starts
-        }
-
-    return made(nodes, starts=True) | made(nodes, starts=False)
+def _makers(tasks: Mapping[TaskName, StageTask]) -> dict[Item, TaskName]:
+    makers: dict[Item, TaskName] = {}
+    for name, task in tasks.items():
+        for ref in task.writes:
+            if name.kind == "prologue" and isinstance(ref, AccumulatorRef):
+                makers.setdefault((name.stage, ref), name)
+            else:
+                makers[name.stage, ref] = name
+    return makers
 
 
 def _lent_on(mesh: int, stages: Sequence[PlannedStage]) -> frozenset[Var]:
     """Leaves that updates on a mesh are lent by any stage; what the loop is lent it has read before the updates."""
     found: set[Var] = set()
     for program in (stage.program for stage in stages if stage.mesh == mesh):
-        updates = [piece for piece in program.cut.of_stage(program.stage) if piece.name.kind == "update"]
-        late = program.cut.loop.leaves_of([v for piece in updates for v in piece.reads])
+        updates = [segment for segment in program.cut.of_stage(program.stage) if segment.name.kind == "update"]
+        late = program.cut.loop.leaves_of([v for segment in updates for v in segment.reads])
         found |= {port.var for port in program.inputs if port.source == "lent" and port.var in late}
     return frozenset(found)

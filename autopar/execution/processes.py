@@ -45,7 +45,7 @@ class PipelineProcesses:
         return len(self.all) > 1
 
 
-def brought(
+def bring_leaves(
     leaves: Sequence[Any], held: Sequence[LeafPieces], inputs: StepInputs, *, devices: Sequence[jax.Device]
 ) -> list[Any]:
     """The leaves as every process can take them apart: arrays that lie elsewhere than they are wanted come here."""

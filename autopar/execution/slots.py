@@ -1,50 +1,64 @@
 """Which groups of arrays tasks hand to each other: the slots by which the runtime knows them.
 
-In: the tasks of a pipeline and the schedule's kinds of work. Out: `Links`: a `TaskSpec` and a callable for each task, what the
-driver is handed from outside and what it returns. The idea: a task has one slot per task that it reads from, and one for each set
-of tasks that read the same of it; so a transfer is one call and an instruction costs little. What can go wrong: a slot that is
-not the latest version of what it holds; a loop's sums are therefore one slot, read and written under one name.
+In: the tasks of a pipeline and its schedule. Out: `Links`: a `TaskSpec` and a callable for each task, the arrays that the driver
+is handed from outside and those that it returns. A task has one slot per task that it reads from, and one for each set of tasks
+that read the same of it; so a transfer is one call and an instruction costs little. What can go wrong: a slot that is not the
+latest version of what it holds; a loop's sums are therefore one slot, read and written under one name.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import NamedSharding
 
 from autopar.compat import Var
-from autopar.execution.pipeline_tasks import Item, Node, PipelineTasks
-from autopar.execution.transfers import opened, there
-from autopar.schedules.instructions import Slot, TaskSpec, Value
+from autopar.execution.contents import Content, Given, Lent, Made, Passed, Results, Rows, Source, Sums
+from autopar.execution.pipeline_tasks import Item, PipelineTasks
+from autopar.execution.stage_tasks import StageTask
+from autopar.execution.transfers import arrays_of, in_sharding
+from autopar.program.task_name import TaskName
+from autopar.schedules.instructions import Slot, SpecKind, TaskSpec, Value
 from autopar.schedules.tasks import Schedule
-from autopar.stages.tasks.cuts import Ref
-from autopar.stages.tasks.stage_program import PROLOGUE
+from autopar.stages.tasks.refs import AccumulatorRef, InputRef, OutputRef, Ref, RowRef, SendRef
+from autopar.stages.tasks.stage_program import Source as PortSource
+
+Call = Callable[[Sequence[Any]], Sequence[Any]]
+"""From the arrays of the slots that a task reads to those of the slots that it writes, each a list, and the driver's witness."""
+_Place = tuple[int, int]
+"""An array among the slots of a task: the position of its slot, and its own in the slot."""
 
 
 @dataclasses.dataclass(frozen=True)
-class _Group:
-    """Arrays that travel together: a slot of the runtime, and the arrays in it in order."""
+class Group:
+    """Arrays that travel together, in order: a slot of the runtime."""
 
-    slot: Slot
+    content: Content
+    per_microbatch: bool
     items: tuple[Item, ...]
 
+    @property
+    def slot(self) -> Slot:
+        """The slot as the runtime knows it."""
+        return Slot(str(self.content), self.per_microbatch)
 
-@dataclasses.dataclass(frozen=True, eq=False)
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Links:
     """The tasks as the runtime knows them.
 
-    `given`: what the driver is handed, by mesh and value; `outputs`: what it returns. By slots that may travel: `targets`, the
-    shardings in which their readers want the arrays, and `carried`, the arrays.
+    `given`: the arrays that the driver is handed, by mesh and value; `outputs`: those that it returns. `groups`: all slots by
+    name. `targets`: for slots that may travel the shardings in which their readers want the arrays.
     """
 
     specs: tuple[TaskSpec, ...]
-    callables: Mapping[str, Callable[[Sequence[Any]], Sequence[Any]]]
+    callables: Mapping[str, Call]
     given: Mapping[tuple[int, Value], tuple[Item, ...]]
     outputs: Mapping[tuple[int, Value], tuple[Item, ...]]
+    groups: Mapping[str, Group]
     targets: Mapping[str, Sequence[NamedSharding]]
-    carried: Mapping[str, tuple[Item, ...]]
 
     @property
     def inputs(self) -> dict[int, tuple[Value, ...]]:
@@ -55,7 +69,7 @@ class Links:
         return found
 
 
-def linked(tasks: PipelineTasks, schedule: Schedule) -> Links:
+def link_tasks(tasks: PipelineTasks, schedule: Schedule) -> Links:
     """The tasks with their slots; a stage that has nothing to do in some kind of the schedule's work gets an empty task."""
     return _Linker(tasks, schedule).link()
 
@@ -64,60 +78,53 @@ class _Linker:
     """Gives every task its slots: one per task that it reads from, and one for each that reads from it."""
 
     def __init__(self, tasks: PipelineTasks, schedule: Schedule) -> None:
-        self.tasks, self.nodes, self.schedule = tasks, tasks.nodes, schedule
-        self.reads: dict[str, list[_Group]] = {name: [] for name in self.nodes}
-        self.writes: dict[str, list[_Group]] = {name: [] for name in self.nodes}
+        self.tasks, self.schedule = tasks, schedule
+        self.reads: dict[TaskName, list[Group]] = {name: [] for name in tasks.by_name}
+        self.writes: dict[TaskName, list[Group]] = {name: [] for name in tasks.by_name}
         self.given: dict[tuple[int, Value], tuple[Item, ...]] = {}
         self.outputs: dict[tuple[int, Value], tuple[Item, ...]] = {}
         self.targets: dict[str, list[NamedSharding]] = {}
-        self.carried: dict[str, tuple[Item, ...]] = {}
 
     def link(self) -> Links:
-        for name in self.nodes:
-            self._accumulators(name)
-        self._operands()
-        for name in self.nodes:
-            self._results(name)
-        specs, callables = [], {}
-        for name, node in self._ordered():
-            specs.append(self._spec(name, node))
-            callables[name] = self._callable(name, node)
-        for spec in self._missing(specs):
-            specs.append(spec)
-            callables[spec.name] = lambda arrays: ()
-        return Links(tuple(specs), callables, self.given, self.outputs, self.targets, self.carried)
+        for task in self.tasks.by_name.values():
+            self._link_sums(task)
+        self._link_operands()
+        for task in self.tasks.by_name.values():
+            self._link_results(task)
+        names = sorted(self.tasks.by_name, key=lambda name: (name.kind == "update", name.level))
+        specs = [self._spec(name) for name in names]
+        callables = {str(name): self._callable(self.tasks.by_name[name]) for name in names}
+        missing = self._missing(specs)
+        return Links(
+            specs=(*specs, *missing),
+            callables={**callables, **{spec.name: _do_nothing for spec in missing}},
+            given=self.given,
+            outputs=self.outputs,
+            groups={str(g.content): g for groups in (*self.reads.values(), *self.writes.values()) for g in groups},
+            targets=self.targets,
+        )
 
-    def _ordered(self) -> list[tuple[str, Node]]:
-        """Updates last, by level; for the others the order does not matter."""
-
-        def key(item: tuple[str, Node]) -> tuple[int, int]:
-            name, node = item
-            level = int(name.rpartition(".")[2]) if node.kind == "update" else 0
-            return (node.kind == "update", level)
-
-        return sorted(self.nodes.items(), key=key)
-
-    def _spec(self, name: str, node: Node) -> TaskSpec:
-        kind: Any = {PROLOGUE: "prologue", "update": "epilogue"}.get(node.kind, node.kind)
+    def _spec(self, name: TaskName) -> TaskSpec:
+        kind: SpecKind = "epilogue" if name.kind == "update" else name.kind
         inputs = tuple(group.slot for group in self.reads[name])
         outputs = tuple(group.slot for group in self.writes[name])
         donated = tuple(i for i, slot in enumerate(inputs) if slot in outputs)
         return TaskSpec(
-            name=name,
-            mesh=self.tasks.mesh_of(node.stage),
+            name=str(name),
+            mesh=self.tasks.mesh_of(name.stage),
             kind=kind,
-            stage=node.stage,
+            stage=name.stage,
             inputs=inputs,
             outputs=outputs,
             donated=donated,
         )
 
-    def _missing(self, specs: Sequence[TaskSpec]) -> list[TaskSpec]:
+    def _missing(self, specs: Iterable[TaskSpec]) -> list[TaskSpec]:
         """Tasks of the schedule for which a stage has nothing to do."""
         have = {(spec.kind, spec.stage) for spec in specs}
         return [
             TaskSpec(
-                name=f"{kind} {stage}",
+                name=str(TaskName(kind, stage)),
                 mesh=self.tasks.mesh_of(stage),
                 kind=kind,
                 stage=stage,
@@ -129,115 +136,105 @@ class _Linker:
             if (kind, stage) not in have
         ]
 
-    def _accumulators(self, name: str) -> None:
+    def _link_sums(self, task: StageTask) -> None:
         """A task of the loop keeps its accumulators in one slot, which the prologue fills and updates read."""
-        node = self.nodes[name]
-        own = [ref for ref in node.task.writes if ref.kind == "accumulator"] if node.in_loop else []
+        name = task.name
+        own = [ref for ref in task.writes if isinstance(ref, AccumulatorRef)] if name.in_loop else []
         if not own:
             return
-        group = _Group(Slot(f"sums of {name}", per_microbatch=False), tuple((node.stage, ref) for ref in own))
+        group = Group(Sums(name), per_microbatch=False, items=tuple((name.stage, ref) for ref in own))
         self.reads[name].append(group)
         self.writes[name].append(group)
-        start = f"{PROLOGUE} {node.stage}"
-        self.writes[start].append(group)
-        for other, reader in self.nodes.items():
-            if reader.stage == node.stage and other != name and any(ref in reader.task.reads for ref in own):
+        self.writes[TaskName("prologue", name.stage)].append(group)
+        for other, reader in self.tasks.by_name.items():
+            if other.stage == name.stage and other != name and any(ref in reader.reads for ref in own):
                 self.reads[other].append(group)
 
-    def _operands(self) -> None:
+    def _link_operands(self) -> None:
         """What the same tasks of a stage read of the same source is one slot, so that it is moved once for all of them."""
-        readers: dict[tuple[int, Ref, NamedSharding], list[str]] = {}
-        for name, node in self.nodes.items():
+        readers: dict[tuple[int, Ref, NamedSharding], list[TaskName]] = {}
+        for name, task in self.tasks.by_name.items():
             covered = {item for group in self.reads[name] for item in group.items}
-            for ref in node.task.reads:
-                if (node.stage, ref) not in covered:
-                    readers.setdefault((node.stage, ref, node.task.in_shardings[ref]), []).append(name)
-        shared: dict[tuple[str, tuple[str, ...]], list[tuple[Item, Ref, NamedSharding]]] = {}
-        for (_, ref, sharding), several in readers.items():
-            source, item = self._source(self.nodes[several[0]], ref)
-            shared.setdefault((source, tuple(several)), []).append((item, ref, sharding))
-        for (source, names), found in shared.items():
-            repeated = self._is_repeated(source, found[0][0][1])
-            slot = Slot(f"{source} > {', '.join(names)}", per_microbatch=repeated)
-            group = _Group(slot, tuple(item for item, _, _ in found))
-            for name in names:
-                self.reads[name].append(group)
-            self.targets[slot.name] = [sharding for _, _, sharding in found]
-            self.carried[slot.name] = group.items
-            if source in self.nodes:
-                self.writes[source].append(group)
-            else:
-                self._supply(group, source, self.nodes[names[0]], [ref for _, ref, _ in found])
+            for ref in task.reads:
+                if (name.stage, ref) not in covered:
+                    readers.setdefault((name.stage, ref, task.in_shardings[ref]), []).append(name)
+        shared: dict[Passed, list[tuple[Item, NamedSharding]]] = {}
+        for (stage, ref, sharding), several in readers.items():
+            source, item = self._source(stage, ref)
+            shared.setdefault(Passed(source, tuple(several)), []).append((item, sharding))
+        for content, found in shared.items():
+            self._pass(content, [item for item, _ in found], [sharding for _, sharding in found])
 
-    def _is_repeated(self, source: str, ref: Ref) -> bool:
-        return self.nodes[source].in_loop if source in self.nodes else ref.per_microbatch
+    def _pass(self, content: Passed, items: Sequence[Item], shardings: Sequence[NamedSharding]) -> None:
+        """A slot from its source to its readers."""
+        source = content.source
+        repeated = source.task.in_loop if isinstance(source, Made) else items[0][1].per_microbatch
+        group = Group(content, repeated, tuple(items))
+        for name in content.readers:
+            self.reads[name].append(group)
+        self.targets[group.slot.name] = list(shardings)
+        if isinstance(source, Made):
+            self.writes[source.task].append(group)
+            return
+        home = source.stage if isinstance(source, Lent) else content.readers[0].stage
+        for microbatch in range(self.schedule.num_microbatches) if repeated else [None]:
+            self.given[self.tasks.mesh_of(home), Value(group.slot.name, microbatch)] = group.items
 
-    def _source(self, node: Node, ref: Ref) -> tuple[str, Item]:
-        """Who makes what a task reads: (a task's name, or where the caller's arrays are handed in; the ref there)."""
-        program = self.tasks.stages[node.stage].program
-        here = (node.stage, ref)
+    def _source(self, stage: int, ref: Ref) -> tuple[Source, Item]:
+        """Where an array comes from that a task of a stage reads, and what it is there."""
+        program = self.tasks.stages[stage].program
+        here = (stage, ref)
         if here in self.tasks.makers:
-            return self.tasks.makers[here], here
-        if ref.kind not in ("input", "row") or ref.key >= len(program.inputs):
-            return ("rows" if ref.per_microbatch else "given"), here
-        port = program.inputs[ref.key]
-        if port.source in ("received", "exchanged"):
-            assert port.piece is not None
-            there = (port.piece.stage, self._output_of(port.piece.stage, port.var, port.source))
-            return self.tasks.makers[there], there
-        if port.source == "lent":
-            return f"lent by {program.cut.homes[port.var]}", here
-        return ("rows" if ref.per_microbatch else "given"), here
+            return Made(self.tasks.makers[here]), here
+        outside: Source = Rows() if ref.per_microbatch else Given()
+        if not isinstance(ref, InputRef | RowRef) or ref.port >= len(program.inputs):
+            return outside, here
+        port = program.inputs[ref.port]
+        if port.maker is not None:
+            there = (port.maker.stage, self._output_of(port.maker.stage, port.var, port.source))
+            return Made(self.tasks.makers[there]), there
+        return (Lent(program.cut.homes[port.var]) if port.source == "lent" else outside), here
 
-    def _output_of(self, stage: int, var: Var, source: str) -> Ref:
+    def _output_of(self, stage: int, var: Var, source: PortSource) -> Ref:
         """The ref under which a stage returns a value that another one reads."""
         ports = self.tasks.stages[stage].program.outputs
         number = next(i for i, port in enumerate(ports) if port.var is var and port.source == source)
-        return Ref("send", number, True) if source == "received" else Ref("output", number)
+        return SendRef(number) if source == "received" else OutputRef(number)
 
-    def _supply(self, group: _Group, source: str, node: Node, refs: Sequence[Ref]) -> None:
-        home = int(source.removeprefix("lent by ")) if source.startswith("lent") else node.stage
-        microbatches = range(self.schedule.num_microbatches) if group.slot.per_microbatch else [None]
-        for microbatch in microbatches:
-            key = (self.tasks.mesh_of(home), Value(group.slot.name, microbatch))
-            self.given[key] = tuple((node.stage, ref) for ref in refs)
-
-    def _results(self, name: str) -> None:
+    def _link_results(self, task: StageTask) -> None:
         """What a task returns to the caller."""
-        node = self.nodes[name]
-        ports = self.tasks.stages[node.stage].program.outputs
-        refs = [ref for ref in node.task.writes if ref.kind == "output" and ports[ref.key].output is not None]
-        if refs:
-            group = _Group(Slot(f"results of {name}", per_microbatch=False), tuple((node.stage, ref) for ref in refs))
-            self.writes[name].append(group)
-            self.outputs[self.tasks.mesh_of(node.stage), Value(group.slot.name)] = group.items
+        stage = task.name.stage
+        ports = self.tasks.stages[stage].program.outputs
+        returned = [ref for ref in task.writes if isinstance(ref, OutputRef) and ports[ref.port].output is not None]
+        if returned:
+            items = tuple((stage, ref) for ref in returned)
+            group = Group(Results(task.name), per_microbatch=False, items=items)
+            self.writes[task.name].append(group)
+            self.outputs[self.tasks.mesh_of(stage), Value(group.slot.name)] = group.items
 
-    def _callable(self, name: str, node: Node) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    def _callable(self, task: StageTask) -> Call:
         """The executable between groups: flatten what is read, split what is written."""
-        places: list[Any] = []
-        count = self.schedule.num_microbatches
+        name, count = task.name, self.schedule.num_microbatches
+        come_as_lists = [group.per_microbatch and not name.in_loop for group in self.reads[name]]
         starts, position = [], 0
-        for group in self.reads[name]:
+        for is_list in come_as_lists:
             starts.append(position)
-            position += count if group.slot.per_microbatch and not node.in_loop else 1
-        for ref in node.task.reads:
-            g, i = self._place(name, node, ref)
-            group = self.reads[name][g]
-            if group.slot.per_microbatch and not node.in_loop:
-                places.append([(starts[g] + k, i) for k in range(count)])
-            else:
-                places.append((starts[g], i))
-        numbers = {(node.stage, ref): i for i, ref in enumerate(node.task.writes)}
+            position += count if is_list else 1
+        places: list[_Place | list[_Place]] = []
+        for ref in task.reads:
+            g, i = self._place(name, ref)
+            places.append([(starts[g] + k, i) for k in range(count)] if come_as_lists[g] else (starts[g], i))
+        numbers = {(name.stage, ref): i for i, ref in enumerate(task.writes)}
         splits = [[numbers[item] for item in group.items] for group in self.writes[name]]
-        shardings = [node.task.in_shardings[ref] for ref in node.task.reads]
-        run = node.task.run
+        shardings = [task.in_shardings[ref] for ref in task.reads]
+        run = task.run
 
         def call(groups: Sequence[Any]) -> Sequence[Any]:
-            arrays = [opened(group) for group in groups]
+            arrays = [arrays_of(group) for group in groups]
             operands = [
-                there(arrays[place[0]][place[1]], sharding)
+                in_sharding(arrays[place[0]][place[1]], sharding)
                 if isinstance(place, tuple)
-                else [there(arrays[g][i], sharding) for g, i in place]
+                else [in_sharding(arrays[g][i], sharding) for g, i in place]
                 for place, sharding in zip(places, shardings, strict=True)
             ]
             results = run(*operands)
@@ -245,13 +242,18 @@ class _Linker:
 
         return call
 
-    def _place(self, name: str, node: Node, ref: Ref) -> tuple[int, int]:
-        wanted = {(node.stage, ref)}
-        source, item = self._source(node, ref)
-        wanted.add(item)
+    def _place(self, name: TaskName, ref: Ref) -> _Place:
+        """Where an array that a task reads is among the task's slots."""
+        source, item = self._source(name.stage, ref)
         for g, group in enumerate(self.reads[name]):
-            if group.slot.name.startswith("sums of") or group.slot.name.startswith(f"{source} >"):
+            if isinstance(group.content, Sums) or (
+                isinstance(group.content, Passed) and group.content.source == source
+            ):
                 for i, found in enumerate(group.items):
-                    if found in wanted:
+                    if found in ((name.stage, ref), item):
                         return g, i
         raise AssertionError(f"{name} reads {ref}, which no slot holds")
+
+
+def _do_nothing(groups: Sequence[Any]) -> Sequence[Any]:
+    return ()

@@ -3,14 +3,14 @@
 In: a `StageProgram`, the `Assignment` that planning chose for it, a device mesh. Out: a `StageTask` for each `TaskCut`. A value
 that is partial over mesh axes leaves an executable as it is, unreduced: as an array with one more leading dimension per partial
 axis, of which every device holds its own term. What can go wrong: a result whose layout is not the one that its reader expects;
-both take it from the same `Slot`.
+both take it from the same `PlacedRef`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Set
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +21,24 @@ from autopar.execution.weak_types import keep_weak_types
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.per_device import Lowering, Placed
 from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.program.task_name import TaskName
 from autopar.program.walk import Scope
-from autopar.stages.tasks.cuts import Ref, Slot, TaskCut, Write, cut_into_tasks
+from autopar.stages.tasks.cuts import PlacedRef, TaskCut, Write, cut_into_tasks
+from autopar.stages.tasks.refs import OutputRef, Ref
 from autopar.stages.tasks.stage_program import StageProgram
 
+T = TypeVar("T")
 
-@dataclasses.dataclass(frozen=True, eq=False)
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StageTask:
-    """One executable; `run` takes the arrays of `reads`, in order, and returns those of `writes` and the driver's witness.
+    """One executable: `run` takes the arrays of `reads`, in order, and returns those of `writes` and the driver's witness.
 
-    A read that is not per microbatch though its ref is, stands for the list of all microbatches' arrays. `run` is a jitted
+    For a ref that is per microbatch, a task that runs once takes the list of all microbatches' arrays. `run` is a jitted
     function, `shapes` are those of its arguments, `results` those of `writes`.
     """
 
-    name: str
+    name: TaskName
     reads: tuple[Ref, ...]
     writes: tuple[Ref, ...]
     donated: tuple[int, ...]
@@ -48,7 +52,7 @@ class StageTask:
         return str(self.run.lower(*self.shapes).compile().as_text())
 
 
-def stage_tasks(
+def make_stage_tasks(
     stage: StageProgram,
     assignment: Assignment,
     device_mesh: jax.sharding.Mesh,
@@ -58,26 +62,30 @@ def stage_tasks(
 ) -> tuple[StageTask, ...]:
     """The executables of one stage in the order in which they first run.
 
-    `split_backward`: input gradients and weight gradients are two tasks. `kept`: leaves that another stage on the same devices
-    reads, so that they are not donated.
+    Args:
+        stage: the stage's program.
+        assignment: the layouts that planning chose for it.
+        device_mesh: the devices of the stage, in the shape of the assignment's mesh.
+        split_backward: whether input gradients and weight gradients are two tasks.
+        kept: leaves that another stage on the same devices reads, so that they are not donated.
     """
     lowering = Lowering(assignment)
     cuts = cut_into_tasks(stage, assignment, split_backward=split_backward, kept=kept)
     microbatches = stage.cut.loop.plan.microbatches
-    weak = frozenset(Ref("output", i) for i, leaf in enumerate(stage.step.outputs) if leaf.weak_type)
-    return tuple(_compiled(cut, lowering, device_mesh, microbatches=microbatches, weak=weak) for cut in cuts)
+    weak = frozenset(OutputRef(i) for i, leaf in enumerate(stage.step.outputs) if leaf.weak_type)
+    return tuple(_make_task(cut, lowering, device_mesh, microbatches=microbatches, weak=weak) for cut in cuts)
 
 
-def _compiled(
+def _make_task(
     cut: TaskCut, lowering: Lowering, device_mesh: jax.sharding.Mesh, *, microbatches: int, weak: Set[Ref]
 ) -> StageTask:
     """The executable of one task; `weak`: what it writes weakly typed."""
     reads, mesh = cut.reads, lowering.assignment.mesh
-    by_ref: dict[Ref, Slot] = {}
-    for slot in cut.slots.values():
-        by_ref.setdefault(slot.ref, slot)
+    by_ref: dict[Ref, PlacedRef] = {}
+    for placed in cut.operands.values():
+        by_ref.setdefault(placed.ref, placed)
 
-    def each(of: Callable[[Ref], Any]) -> tuple[Any, ...]:
+    def each(of: Callable[[Ref], T]) -> tuple[T | list[T], ...]:
         """What holds for each argument; for each array of it where it is a list."""
         return tuple([of(ref)] * microbatches if cut.comes_as_list(ref) else of(ref) for ref in reads)
 
@@ -100,7 +108,16 @@ def _compiled(
     shapes = each(lambda ref: _shape(mesh, by_ref[ref], shardings[ref]))
     results = {w.ref: _result(mesh, w, device_mesh).update(weak_type=w.ref in weak) for w in cut.writes}
     writes = tuple(write.ref for write in cut.writes)
-    return StageTask(cut.name, reads, writes, cut.donated, jitted, shapes, shardings, results)
+    return StageTask(
+        name=cut.name,
+        reads=reads,
+        writes=writes,
+        donated=cut.donated,
+        run=jitted,
+        shapes=shapes,
+        in_shardings=shardings,
+        results=results,
+    )
 
 
 def _local(cut: TaskCut, lowering: Lowering) -> Callable[..., tuple[Any, ...]]:
@@ -109,12 +126,12 @@ def _local(cut: TaskCut, lowering: Lowering) -> Callable[..., tuple[Any, ...]]:
     def local(*arrays: Any) -> tuple[Any, ...]:
         given = dict(zip(cut.reads, arrays, strict=True))
         scope = Scope(lowering)
-        for v, slot in cut.slots.items():
-            if cut.comes_as_list(slot.ref):
-                array = jnp.stack([_contract(x, slot.layout) for x in given[slot.ref]])
-                scope.values[v] = Placed(array, slot.layout.prepend())
+        for v, read in cut.operands.items():
+            if cut.comes_as_list(read.ref):
+                array = jnp.stack([_contract(x, read.layout) for x in given[read.ref]])
+                scope.values[v] = Placed(array, read.layout.prepend())
             else:
-                scope.values[v] = Placed(_contract(given[slot.ref], slot.layout), slot.layout)
+                scope.values[v] = Placed(_contract(given[read.ref], read.layout), read.layout)
             if v in cut.entries:
                 scope.values[v] = Placed(lowering.move_to(scope.values[v], cut.entries[v], v.aval), cut.entries[v])
         scope.run(cut.equations)
@@ -129,14 +146,14 @@ def _local(cut: TaskCut, lowering: Lowering) -> Callable[..., tuple[Any, ...]]:
     return local
 
 
-def _shape(mesh: LogicalMesh, slot: Slot, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    terms = (mesh.shape[axis] for axis in slot.layout.partial_axes)
-    return jax.ShapeDtypeStruct((*terms, *slot.aval.shape), slot.aval.dtype, sharding=sharding)
+def _shape(mesh: LogicalMesh, placed: PlacedRef, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    terms = (mesh.shape[axis] for axis in placed.layout.partial_axes)
+    return jax.ShapeDtypeStruct((*terms, *placed.aval.shape), placed.aval.dtype, sharding=sharding)
 
 
 def _result(mesh: LogicalMesh, write: Write, device_mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    slot = Slot(write.ref, write.path[-1], write.atom.aval)
-    return _shape(mesh, slot, NamedSharding(device_mesh, _spec(mesh, slot.layout)))
+    placed = PlacedRef(write.ref, write.path[-1], write.atom.aval)
+    return _shape(mesh, placed, NamedSharding(device_mesh, _spec(mesh, placed.layout)))
 
 
 def _spec(mesh: LogicalMesh, layout: Layout) -> PartitionSpec:
@@ -144,11 +161,11 @@ def _spec(mesh: LogicalMesh, layout: Layout) -> PartitionSpec:
     return PartitionSpec(*(mesh.axis_names[axis] for axis in layout.partial_axes), *dims)
 
 
-def _named(name: str, fun: Callable[..., Any]) -> Callable[..., Any]:
+def _named(name: TaskName, fun: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arrays: Any) -> Any:
         return fun(*arrays)
 
-    call.__name__ = name.replace(" ", "_").replace(".", "_")
+    call.__name__ = str(name).replace(" ", "_").replace(".", "_")
     return call
 
 

@@ -34,12 +34,12 @@ class Parcel:
         return self._arrays
 
 
-def opened(group: Any) -> Any:
+def arrays_of(group: Any) -> Any:
     """The arrays of a group, which may be a parcel."""
     return group.arrays() if isinstance(group, Parcel) else group
 
 
-def there(array: Any, sharding: NamedSharding) -> Any:
+def in_sharding(array: Any, sharding: NamedSharding) -> Any:
     """The array in the sharding that an executable wants; between stages on one mesh they may differ."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
@@ -63,7 +63,7 @@ class Transfers:
 
     def __call__(self, group: Any, value: Value, source_mesh: int, target_mesh: int) -> Parcel:
         """Start to move a group of arrays; None in place of arrays that lie on no device of this process."""
-        arrays = opened(group)
+        arrays = arrays_of(group)
         if value.name not in self._resharders:
             self._resharders[value.name] = Resharder(self._moves(value.name, arrays, source_mesh))
         resharder = self._resharders[value.name]

@@ -216,7 +216,7 @@ def _choose_meshes(wishes: PipelineWishes, devices: int) -> tuple[tuple[LogicalM
 
 def _refuse_gradients_without_backward(staged: Staged, schedule: Schedule) -> None:
     """Raise ArgumentError for a schedule of forwards alone if the step computes gradients."""
-    backward = [name for name in staged.cut.pieces if name.kind == "backward"]
+    backward = [name for name in staged.cut.segments if name.kind == "backward"]
     if backward and schedule.kinds == ("forward",):
         raise ArgumentError(
             f"schedule={schedule.name!r} runs forward only, and this step computes gradients; use '1f1b', 'gpipe' or 'zb-h1'"

@@ -30,7 +30,7 @@ from autopar.stages.cut import cut_stages, place_stages
 from autopar.stages.even_cuts import chosen_cuts
 from autopar.stages.follow import Following, leaves_at, placed_by_leaves
 from autopar.stages.identical import identical
-from autopar.stages.recompute_stages import recomputed
+from autopar.stages.recompute_stages import recompute_in_backward
 from autopar.stages.scan_stacks import ScanCuts, cuts_for_stages
 from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep, split_scans
@@ -112,7 +112,7 @@ def plan_stages(
     for number, job in enumerate(jobs):
         alike = [stages[other] for other in range(number) if kinds[other] == kinds[number]]
         stages.append(leaders.get(number) or planning.plan_like(job, alike) or planning.plan(job))
-    return Staged(cut, cuts or (), tuple(stages), split, wanted.recompute)
+    return Staged(cut=cut, cuts=cuts or (), stages=tuple(stages), split=split, recompute=wanted.recompute)
 
 
 def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageRequest, request: PlanRequest) -> Staged:
@@ -124,7 +124,7 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     for number, plan in enumerate(plans):
         program = stage_program(cut, number)
         stages.append(measured(program, plan, restore(program.step, plan, request).assignment))
-    return Staged(cut, wanted.cuts, tuple(stages), split, wanted.recompute)
+    return Staged(cut=cut, cuts=wanted.cuts, stages=tuple(stages), split=split, recompute=wanted.recompute)
 
 
 def _split_scans(traced: TracedStep, wanted: StageRequest) -> SplitStep:
@@ -143,7 +143,7 @@ def _cut(loop: TimeLoop, cuts: tuple[int, ...], wanted: StageRequest) -> StageCu
     else:
         homes = leaves_at(wanted.homes, loop)
         cut = place_stages(loop, placed_by_leaves(loop, homes, wanted.num_stages), homes)
-    return recomputed(cut) if wanted.recompute else cut
+    return recompute_in_backward(cut) if wanted.recompute else cut
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -168,9 +168,9 @@ class PlannedLayers:
             for first, end in itertools.product(range(home + 1), range(home + 1, layers + 1)):
                 if min(others) < first or max(others) >= end:
                     sent[first, end] += bytes_of(v)
-        for name, piece in self._cut.pieces.items():
+        for name, segment in self._cut.segments.items():
             made = {
-                v: self._cut.made_by[v].stage for v in piece.reads if v in self._cut.made_by and name.kind == "update"
+                v: self._cut.made_by[v].stage for v in segment.reads if v in self._cut.made_by and name.kind == "update"
             }
             for v, maker in made.items():
                 far = np.add.outer(np.arange(layers) > maker, np.arange(layers + 1) <= maker)

@@ -28,7 +28,7 @@ from autopar.intra_op.planner import PlanRequest
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import InFlight
-from autopar.stages.rejoin_scans import merged
+from autopar.stages.rejoin_scans import rejoin_scans
 from autopar.stages.scan_stacks import every_layer
 from autopar.stages.split_scans import SplitStep, split_scans
 from autopar.stages.time_loops import loops
@@ -109,7 +109,7 @@ def _plan_found(
 ) -> PlannedPipeline:
     """The chosen stages, planned as wholes in the chosen timetable."""
     schedule = schedule_for(found.timetable, len(found.sizes) // found.timetable.virtual_stages)
-    split, loop, cuts = merged(split, found.loop, found.cuts)
+    split, loop, cuts = rejoin_scans(split, found.loop, found.cuts)
     wanted = StageRequest(
         meshes=found.meshes,
         num_stages=schedule.num_stages,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from autopar.avals import itemsize_of
 from autopar.compat import Var
@@ -16,6 +16,7 @@ from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.planned_moves import planned_moves
 from autopar.plan import Plan
 from autopar.program.program import Equation
+from autopar.program.task_name import TaskName
 from autopar.schedules.in_flight import InFlight
 from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep
@@ -24,7 +25,7 @@ from autopar.stages.tasks.stage_program import StageProgram
 from autopar.stages.tasks.task_memory import TaskMemories
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StagedStage:
     """A planned stage. Seconds are per microbatch for forward and backward, per step for the rest."""
 
@@ -38,7 +39,7 @@ class StagedStage:
     peak_bytes: int
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Staged:
     """All stages, where the forward chain was cut, and the step whose chain it is."""
 
@@ -58,39 +59,48 @@ def measured(
     tasks: TaskMemories | None = None,
 ) -> StagedStage:
     """What a planned stage takes: the seconds of its tasks, its memory with as many microbatches as are in flight."""
-    task_of = _tasks(assignment)
-    seconds = task_seconds(program, assignment, task_of)
+    seconds = task_seconds(assignment)
     m = program.cut.loop.plan.microbatches
-    forward_s = sum(s for task, s in seconds.items() if task.startswith("forward")) / m
-    backward_s = sum(s for task, s in seconds.items() if task.startswith("backward")) / m
+    forward_s = sum(s for task, s in seconds.items() if task is not None and task.kind == "forward") / m
+    backward_s = sum(s for task, s in seconds.items() if task is not None and task.kind == "backward") / m
     once_s = sum(seconds.values()) - m * (forward_s + backward_s)
     memory = stage_memory(program, plan, assignment, tasks=tasks)
     peak_bytes = memory.peak_bytes if in_flight is None else memory.with_in_flight(in_flight)
-    return StagedStage(program, plan, assignment, forward_s, backward_s, once_s, memory, peak_bytes)
+    return StagedStage(
+        program=program,
+        plan=plan,
+        assignment=assignment,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        once_s=once_s,
+        memory=memory,
+        peak_bytes=peak_bytes,
+    )
 
 
-def _tasks(assignment: Assignment) -> dict[Equation, str]:
-    """The task of every equation, nested ones like what holds them."""
-    found: dict[Equation, str] = {}
+def _tasks(assignment: Assignment) -> dict[Equation, TaskName | None]:
+    """The task of every equation, nested ones like the one that holds them."""
+    found: dict[Equation, TaskName | None] = {}
 
-    def walk(equations: Sequence[Equation], outer: str) -> None:
+    def walk(equations: Sequence[Equation], outer: TaskName | None) -> None:
         for eqn in equations:
             found[eqn] = eqn.task or outer
             for region in eqn.regions:
                 walk(region.equations, found[eqn])
 
-    walk(assignment.program.equations, "")
+    walk(assignment.program.equations, None)
     return found
 
 
-def task_seconds(program: StageProgram, assignment: Assignment, task_of: Mapping[Equation, str]) -> dict[str, float]:
-    """Seconds per step of each task, the ones of the loop for all microbatches together."""
-    seconds: dict[str, float] = {}
+def task_seconds(assignment: Assignment) -> dict[TaskName | None, float]:
+    """Seconds per step of each task, those of the loop for all microbatches together; None stands for work of no task."""
+    task_of = _tasks(assignment)
+    seconds: dict[TaskName | None, float] = {}
     for eqn, each, trips in assignment.seconds:
         seconds[task_of[eqn]] = seconds.get(task_of[eqn], 0.0) + each * trips
     for planned in planned_moves(assignment):
         shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
-        task = task_of.get(planned.equation, "") if planned.equation is not None else ""
+        task = task_of.get(planned.equation) if planned.equation is not None else None
         each = assignment.spaces.network.seconds(planned.move, shape, itemsize)
         seconds[task] = seconds.get(task, 0.0) + each * planned.trips
     return seconds
@@ -105,8 +115,8 @@ def transfer_bytes(staged: Staged) -> dict[tuple[int, int, str], int]:
     layouts = cut.loop.layouts()
     total: dict[tuple[int, int, str], int] = {}
     counted: set[tuple[Var, int, bool]] = set()
-    for name, piece in cut.pieces.items():
-        for v in piece.reads:
+    for name, segment in cut.segments.items():
+        for v in segment.reads:
             maker = cut.made_by.get(v)
             once = name.kind == "update"
             if maker is not None and maker.stage != name.stage and (v, name.stage, once) not in counted:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
 from jax.extend import core as jex_core
 from jax.lax import optimization_barrier_p
 
@@ -20,7 +19,8 @@ from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
 from autopar.errors import UnsupportedProgramError
 from autopar.program.loops import Loop, LoopEquation
-from autopar.program.program import Atom, Equation, Program, can_be_awaited, fan_out_p, variables_of
+from autopar.program.program import Atom, Equation, Program, Tag, can_be_awaited, fan_out_p, variables_of
+from autopar.program.tags import tagged_call_p
 
 CALLS = {
     "jit": "jaxpr",
@@ -33,6 +33,7 @@ CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
     "custom_lin": "call_jaxpr",
+    "tagged_call": "jaxpr",
 }
 INSIDE_KERNELS = "mosaic"
 """The platform of code inside a Pallas kernel, for which JAX's own functions, such as `jnp.diagonal`, have a branch."""
@@ -40,17 +41,6 @@ SMALL_BYTES = 1024
 """An argument of the program up to this size, such as a random key, also waits at a barrier; larger ones are only kept apart."""
 WHILE_TRIPS = 8
 """What planning assumes of a loop whose length is not known before it runs."""
-TASK_PREFIX = "autopar task "
-
-
-def task_scope(task: str, fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` such that `program_of` marks everything that is traced in it with `task`."""
-
-    def call(*args: Any) -> Any:
-        return fun(*args)
-
-    call.__name__ = call.__qualname__ = TASK_PREFIX + task
-    return jax.jit(call)
 
 
 def program_of(closed: Any, *, pruned: bool = False) -> tuple[Program, tuple[Any, ...]]:
@@ -103,7 +93,7 @@ class _ProgramBuilder:
     def __init__(self) -> None:
         self.equations: list[Equation] = []
         self.constants: list[tuple[Var, Any]] = []
-        self.task = ""
+        self.tag: Tag | None = None
 
     def inline(self, jaxpr: Any, consts: Sequence[Atom], args: Sequence[Atom]) -> list[Atom]:
         env: dict[Any, Atom] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -122,10 +112,10 @@ class _ProgramBuilder:
         operands = operands[len(operands) - len(compat.open_jaxpr(closed).invars) :]
         if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
             operands = self._barrier(eqn, operands)
-        outer, name = self.task, eqn.params.get("name", "")
-        self.task = name.removeprefix(TASK_PREFIX) if name.startswith(TASK_PREFIX) else outer
+        outer = self.tag
+        self.tag = eqn.params["tag"] if eqn.primitive is tagged_call_p else outer
         results = self.inline(compat.open_jaxpr(closed), self._constants(closed), operands)
-        self.task = outer
+        self.tag = outer
         return results
 
     def _constants(self, closed: Any) -> list[Atom]:
@@ -150,7 +140,7 @@ class _ProgramBuilder:
             return operand
         out = Var(operand.aval)
         self.equations.append(
-            Equation(optimization_barrier_p, (operand,), (out,), {}, eqn.source_info, task=self.task, after=after)
+            Equation(optimization_barrier_p, (operand,), (out,), {}, eqn.source_info, tag=self.tag, after=after)
         )
         return out
 
@@ -158,7 +148,7 @@ class _ProgramBuilder:
         if eqn.primitive is optimization_barrier_p:
             return self._barrier(eqn, operands)
         outs = [Var(v.aval) for v in eqn.outvars]
-        made = Equation(eqn.primitive, tuple(operands), tuple(outs), dict(eqn.params), eqn.source_info, task=self.task)
+        made = Equation(eqn.primitive, tuple(operands), tuple(outs), dict(eqn.params), eqn.source_info, tag=self.tag)
         opened = _OPENERS.get(eqn.primitive.name)
         self.equations.append(made if opened is None else self._opened(made, *opened(self, eqn, operands)))
         return list(outs)
@@ -166,7 +156,7 @@ class _ProgramBuilder:
     def _opened(self, eqn: Equation, loop: Loop, operands: Sequence[Atom], regions: tuple[Program, ...]) -> Equation:
         """Control flow, with what its nested programs close over as operands."""
         return LoopEquation(
-            eqn.primitive, tuple(operands), eqn.outvars, eqn.params, eqn.source_info, regions, eqn.task, loop=loop
+            eqn.primitive, tuple(operands), eqn.outvars, eqn.params, eqn.source_info, regions, eqn.tag, loop=loop
         )
 
     def region(self, closed: Any) -> tuple[Program, list[Var]]:
@@ -256,9 +246,9 @@ def _with_fan_outs(program: Program, *, around: Equation | None = None) -> Progr
     renamed: dict[Var, Var] = {}
     equations: list[Equation] = []
 
-    def spread(var: Var, source_info: Any, task: str = "") -> None:
+    def spread(var: Var, source_info: Any, tag: Tag | None = None) -> None:
         renamed[var] = Var(var.aval)
-        equations.append(Equation(fan_out_p, (var,), (renamed[var],), {}, source_info, task=task))
+        equations.append(Equation(fan_out_p, (var,), (renamed[var],), {}, source_info, tag=tag))
 
     def now(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
@@ -273,7 +263,7 @@ def _with_fan_outs(program: Program, *, around: Equation | None = None) -> Progr
         equations.append(dataclasses.replace(eqn, invars=tuple(now(v) for v in eqn.invars), regions=regions))
         for var in eqn.outvars:
             if uses[var] > 1:
-                spread(var, eqn.source_info, eqn.task)
+                spread(var, eqn.source_info, eqn.tag)
     outvars: list[Atom] = []
     for atom in program.outvars:
         atom = now(atom)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from autopar.compat import Literal, Var
+from autopar.program.task_name import TaskName
 
 fan_out_p = Primitive("fan_out")
 fan_out_p.def_impl(lambda x: x)
@@ -49,8 +50,8 @@ class Program:
 class Equation:
     """One operation; quacks like a JaxprEqn. Control flow is a `loops.LoopEquation`, which has nested programs (`regions`).
 
-    `task` names the piece of a pipeline stage that the operation belongs to: see `task_scope`. `after`: a value that the
-    operation does not read, and that is there before its results are.
+    `tag`: what the pass that traced the operation says of it, see `tags.py`. `after`: a value that the operation does not read,
+    and that is there before its results are.
     """
 
     primitive: Primitive
@@ -59,8 +60,17 @@ class Equation:
     params: dict[str, Any]
     source_info: Any
     regions: tuple[Program, ...] = ()
-    task: str = ""
+    tag: Tag | None = None
     after: Var | None = None
+
+    @property
+    def task(self) -> TaskName | None:
+        """The task of a pipeline stage that the operation belongs to."""
+        return self.tag if isinstance(self.tag, TaskName) else None
+
+
+Tag: TypeAlias = TaskName | Equation
+"""The task that an operation belongs to, or the operation of another program of which it does a part, or all."""
 
 
 def can_be_awaited(v: Var) -> bool:

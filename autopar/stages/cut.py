@@ -26,9 +26,10 @@ from autopar.compat import Var, source_line
 from autopar.errors import PlanError
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Equation, operands_of
+from autopar.program.task_name import TaskName
 from autopar.stages.dependence import Dependence, StagesOfValues
-from autopar.stages.segments import PieceName, Segment, StageCut, is_costly
-from autopar.stages.updates import Updates
+from autopar.stages.segments import Segment, StageCut, is_costly
+from autopar.stages.updates import UpdatePlaces, place_updates
 
 
 def cut_stages(loop: TimeLoop, cuts: Sequence[int]) -> StageCut:
@@ -41,65 +42,71 @@ def place_stages(loop: TimeLoop, stages: Sequence[int], homes: Mapping[Var, int]
 
     `homes`: the stages of leaves that are to live elsewhere than on the first stage that uses them.
     """
-    return _Cutter(loop, stages, homes).cut()
+    return _StageCutter(loop, stages, homes).cut()
 
 
-class _Cutter:
+class _StageCutter:
     def __init__(self, loop: TimeLoop, stages: Sequence[int], homes: Mapping[Var, int]) -> None:
         self.loop, self.stages, self.homes = loop, tuple(stages), homes
         self.num_stages = max(stages, default=0) + 1
         self.kinds = Dependence.of(loop)
         self.prologue = {v: eqn for eqn in loop.plan.of_phase("prologue") for v in eqn.outvars}
         self.body_of = {v: eqn for eqn in self.kinds.body for v in eqn.outvars}
-        self.piece_of: dict[Equation, PieceName] = {}
+        self.segment_of: dict[Equation, TaskName] = {}
 
     def cut(self) -> StageCut:
         self._place_forward()
         self._place_backward()
         self._place_loners()
         homes = {**self._homes_of_the_body(), **self.homes}
-        updates = Updates(self.loop, homes, prologue=self.prologue, body_of=self.body_of, piece_of=self.piece_of)
-        updates.place()
-        pieces, made_by = self._pieces(updates)
-        cut = StageCut(self.loop, self.num_stages, pieces, made_by, updates.homes)
+        results = {r.var: self.segment_of[self.body_of[r.var]].stage for r in self.loop.results}
+        updates = place_updates(self.loop, homes, prologue=self.prologue, results=results)
+        self.segment_of |= updates.segment_of
+        cut = StageCut(
+            loop=self.loop,
+            num_stages=self.num_stages,
+            segments=self._segments(updates),
+            made_by={v: name for eqn, name in self.segment_of.items() for v in eqn.outvars},
+            homes=updates.homes,
+        )
         check(cut)
         return cut
 
     def _place_forward(self) -> None:
         for stage, eqn in zip(self.stages, self.kinds.forward(), strict=True):
-            self.piece_of[eqn] = PieceName(stage, "forward")
+            self.segment_of[eqn] = TaskName("forward", stage)
 
     def _place_backward(self) -> None:
         """Where the cotangents are, or further down, if an operand of forward is only there."""
-        where = StagesOfValues(self.kinds, self.piece_of)
+        where = StagesOfValues(self.kinds, self.segment_of)
         for eqn in self.kinds.body:
             if self.kinds.is_anchored(eqn) and eqn in self.kinds.backward:
-                makers = [self.piece_of[e] for e in map(self.body_of.get, operands_of(eqn)) if e in self.piece_of]
+                makers = [self.segment_of[e] for e in map(self.body_of.get, operands_of(eqn)) if e in self.segment_of]
                 last = min((p.stage for p in makers if p.kind == "backward"), default=self.num_stages - 1)
-                self.piece_of[eqn] = PieceName(where.highest(eqn, last), "backward")
+                self.segment_of[eqn] = TaskName("backward", where.highest(eqn, last))
         self._sink_gradients(where)
 
     def _sink_gradients(self, where: StagesOfValues) -> None:
         """A gradient that no stage's operands hold, as of a bias, goes to its weight, if what it needs goes there anyway."""
         readers: dict[Var, list[Equation]] = {}
         # In the program's order, not a set's: several processes cut alike.
-        backward = [eqn for eqn in self.kinds.body if eqn in self.kinds.backward and eqn in self.piece_of]
+        backward = [eqn for eqn in self.kinds.body if eqn in self.kinds.backward and eqn in self.segment_of]
         for eqn in backward:
             for v in operands_of(eqn):
                 readers.setdefault(v, []).append(eqn)
         home = self._stages_of_gradients(where)
         for eqn in backward:
             targets = [home[v] for v in eqn.outvars if v in home and v not in readers]
-            if targets and max(targets) < self.piece_of[eqn].stage:
+            if targets and max(targets) < self.segment_of[eqn].stage:
                 for moved in self._reduced_there(eqn, max(targets), readers):
-                    self.piece_of[moved] = PieceName(max(targets), "backward")
+                    self.segment_of[moved] = TaskName("backward", max(targets))
 
     def _reduced_there(self, eqn: Equation, stage: int, readers: Mapping[Var, Sequence[Equation]]) -> list[Equation]:
         """An equation and those that only prepare its operand, if all that they need is read on a stage; else none."""
         chain = [eqn]
         while True:
             needed = [v for v in operands_of(chain[-1]) if v in self.body_of]
-            if all(any(self.piece_of[e].stage == stage for e in readers[v]) for v in needed):
+            if all(any(self.segment_of[e].stage == stage for e in readers[v]) for v in needed):
                 return chain
             if len(needed) != 1 or len(readers[needed[0]]) > 1 or self.body_of[needed[0]] not in self.kinds.backward:
                 return []
@@ -122,25 +129,25 @@ class _Cutter:
     def _place_loners(self) -> None:
         """What is heavy, random or collected, though not anchored, goes to the first piece that reads it."""
         collected = {r.var for r in self.loop.results}
-        readers: dict[Equation, set[PieceName]] = {}
+        readers: dict[Equation, set[TaskName]] = {}
         for eqn in reversed(self.kinds.body):
-            pieces = {self.piece_of[eqn]} if eqn in self.piece_of else readers.get(eqn, set())
-            if eqn not in self.piece_of and (is_costly(eqn) or any(v in collected for v in eqn.outvars)):
-                self.piece_of[eqn] = min(pieces, key=self._order, default=PieceName(0, "forward"))
-                pieces = {self.piece_of[eqn]}
+            segments = {self.segment_of[eqn]} if eqn in self.segment_of else readers.get(eqn, set())
+            if eqn not in self.segment_of and (is_costly(eqn) or any(v in collected for v in eqn.outvars)):
+                self.segment_of[eqn] = min(segments, key=self._order, default=TaskName("forward", 0))
+                segments = {self.segment_of[eqn]}
             for v in operands_of(eqn):
                 if v in self.body_of:
-                    readers.setdefault(self.body_of[v], set()).update(pieces)
+                    readers.setdefault(self.body_of[v], set()).update(segments)
 
-    def _order(self, piece: PieceName) -> tuple[int, int]:
-        return (0, piece.stage) if piece.kind == "forward" else (1, -piece.stage)
+    def _order(self, name: TaskName) -> tuple[int, int]:
+        return (0, name.stage) if name.kind == "forward" else (1, -name.stage)
 
     def _homes_of_the_body(self) -> dict[Var, int]:
         """The first stage whose body reads a leaf, directly or through the prologue."""
         homes: dict[Var, int] = {}
-        for eqn, piece in self.piece_of.items():
+        for eqn, name in self.segment_of.items():
             for v in self.closure([eqn]):
-                homes[v] = min(homes.get(v, piece.stage), piece.stage)
+                homes[v] = min(homes.get(v, name.stage), name.stage)
         leaves = frozenset(self.loop.program.invars)
         return {v: home for v, home in homes.items() if v in leaves}
 
@@ -154,44 +161,44 @@ class _Cutter:
                 continue
             found.add(v)
             maker = self.prologue.get(v) or self.body_of.get(v)
-            if maker is not None and maker not in self.piece_of:
+            if maker is not None and maker not in self.segment_of:
                 waiting += operands_of(maker)
         return found
 
-    def _pieces(self, updates: Updates) -> tuple[dict[PieceName, Segment], dict[Var, PieceName]]:
-        names = [PieceName(s, "forward") for s in range(self.num_stages)]
+    def _segments(self, updates: UpdatePlaces) -> dict[TaskName, Segment]:
+        names = [TaskName("forward", s) for s in range(self.num_stages)]
         if self.kinds.backward:
-            names += [PieceName(s, "backward") for s in range(self.num_stages)]
-        names += sorted(updates.names(), key=lambda n: (n.level, n.stage))
-        members: dict[PieceName, list[Equation]] = {name: [] for name in names}
-        for eqn in (*self.kinds.body, *self.loop.plan.of_phase("epilogue")):
-            if eqn in self.piece_of:
-                members[self.piece_of[eqn]].append(eqn)
-        made_by = {v: self.piece_of[eqn] for eqn in self.piece_of for v in eqn.outvars}
-        wanted: dict[PieceName, set[Var]] = {}
-        full: dict[PieceName, tuple[list[Equation], list[Var]]] = {}
+            names += [TaskName("backward", s) for s in range(self.num_stages)]
+        names += sorted(updates.names)
         order = {eqn: i for i, eqn in enumerate((*self.kinds.body, *self.loop.plan.of_phase("epilogue")))}
-        anywhere = {v: eqn for eqn in order if eqn not in self.piece_of for v in eqn.outvars}
+        members: dict[TaskName, list[Equation]] = {name: [] for name in names}
+        for eqn in order:
+            if eqn in self.segment_of:
+                members[self.segment_of[eqn]].append(eqn)
+        anywhere = {v: eqn for eqn in order if eqn not in self.segment_of for v in eqn.outvars}
         for v in self._collected():
             anywhere.pop(v, None)
-        for name in names:
-            chosen, reads = self._completed(members[name], updates.outputs_of(name), anywhere)
-            full[name] = sorted(chosen, key=order.__getitem__), reads
-            wanted[name] = set(full[name][1])
+        outputs = {name: updates.outputs.get(name, ()) for name in names}
+        full = {name: self._completed(members[name], outputs[name], anywhere) for name in names}
+        wanted = {name: set(reads) for name, (_, reads) in full.items()}
         read = set().union(*wanted.values()) if wanted else set()
         results = {r.var: r for r in self.loop.results}
-        pieces = {}
+        segments = {}
         for name in names:
             equations, reads = full[name]
             own = [v for eqn in members[name] for v in eqn.outvars]
-            collected = tuple(results[v] for v in own if v in results) if name.kind != "update" else ()
-            writes = tuple(
-                v for v in own if v in read and not (name.kind != "update" and self._only_updates(v, wanted))
+            passed_on = [v for v in own if v in read and (name.kind == "update" or not self._only_updates(v, wanted))]
+            segments[name] = Segment(
+                name=name,
+                equations=tuple(sorted(equations, key=order.__getitem__)),
+                reads=tuple(reads),
+                writes=tuple(passed_on),
+                results=tuple(results[v] for v in own if v in results) if name.kind != "update" else (),
+                outputs=outputs[name],
             )
-            pieces[name] = Segment(name, tuple(equations), tuple(reads), writes, collected, updates.outputs_of(name))
-        return pieces, made_by
+        return segments
 
-    def _only_updates(self, v: Var, wanted: Mapping[PieceName, set[Var]]) -> bool:
+    def _only_updates(self, v: Var, wanted: Mapping[TaskName, set[Var]]) -> bool:
         """A result that only updates read is collected, not passed on."""
         return all(name.kind == "update" for name, reads in wanted.items() if v in reads)
 
@@ -225,12 +232,12 @@ class _Cutter:
 def check(cut: StageCut) -> None:
     """Raise PlanError for a value that would flow against the order of the pieces."""
 
-    def order(name: PieceName) -> tuple[int, int]:
+    def order(name: TaskName) -> tuple[int, int]:
         ranks = {"forward": (0, name.stage), "backward": (1, -name.stage), "update": (2, name.level)}
         return ranks[name.kind]
 
-    for name, piece in cut.pieces.items():
-        for v in piece.reads:
+    for name, segment in cut.segments.items():
+        for v in segment.reads:
             maker = cut.made_by.get(v)
             if maker is not None and order(maker) > order(name):
                 (eqn,) = (e for e in cut.loop.program.equations if v in e.outvars)

@@ -13,7 +13,8 @@ from autopar.compat import Var, name_stack
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Equation, operands_of
 from autopar.program.step import TracedStep
-from autopar.stages.segments import PieceName, is_costly
+from autopar.program.task_name import TaskName
+from autopar.stages.segments import is_costly
 
 
 def _is_transposed(eqn: Equation) -> bool:
@@ -63,7 +64,7 @@ class Dependence:
 class StagesOfValues:
     """The stages that have a value of forward, because they make or read it, or what it is computed from anywhere."""
 
-    def __init__(self, kinds: Dependence, piece_of: Mapping[Equation, PieceName]) -> None:
+    def __init__(self, kinds: Dependence, segment_of: Mapping[Equation, TaskName]) -> None:
         self._origins: dict[Var, frozenset[Var]] = {}
         self._stages: dict[Var, set[int]] = {}
         weights = {
@@ -73,17 +74,17 @@ class StagesOfValues:
         }
         for eqn in (*kinds.prologue, *kinds.body):
             sources = [self._origins.get(v, frozenset({v} & weights)) for v in operands_of(eqn)]
-            piece = piece_of.get(eqn)
-            if piece is not None:
+            segment = segment_of.get(eqn)
+            if segment is not None:
                 for origin in frozenset().union(*sources):
-                    self._stages.setdefault(origin, set()).add(piece.stage)
+                    self._stages.setdefault(origin, set()).add(segment.stage)
             for v in eqn.outvars:
-                if piece is not None or is_costly(eqn):
+                if segment is not None or is_costly(eqn):
                     self._origins[v] = frozenset({v})
                 elif not kinds.is_anchored(eqn):
                     self._origins[v] = frozenset().union(*sources)
-                if piece is not None:
-                    self._stages.setdefault(v, set()).add(piece.stage)
+                if segment is not None:
+                    self._stages.setdefault(v, set()).add(segment.stage)
         self._weights = weights
 
     def of(self, value: Var) -> set[int]:

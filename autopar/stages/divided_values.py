@@ -13,11 +13,12 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.compat import Literal, Var, attributed_to, name_stack
 from autopar.layouts.mesh import LogicalMesh
@@ -25,11 +26,14 @@ from autopar.layouts.monoids import COMBINE
 from autopar.program.evaluate import bind_equation, bind_scan
 from autopar.program.loops import Filled, Goes, LoopEquation
 from autopar.program.program import Equation, Program, fan_out_p
+from autopar.program.tags import tag_operations
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.on_shard import LocalCall
 from autopar.rules.table import entry_for, rule_for
 from autopar.split_array import LeafPieces, cut_array
 from autopar.stages.scan_stacks import Stack, factor_dims
+
+Results = TypeVar("Results")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,6 +110,10 @@ class Values:
                 self._whole[atom] = jax.lax.concatenate(self._parts[atom, dim, bounds], dim)
         return self._whole[atom]
 
+    def operand(self, atom: Any) -> Any:
+        """The whole value as operations take it: of a literal its number, a constant of whatever is traced with it."""
+        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else self.whole(atom)
+
     def parts_between(self, atom: Any, dim: int, bounds: tuple[int, ...]) -> list[Any]:
         """The value in pieces between these bounds; a whole one is cut once, where it is made."""
         if isinstance(atom, Literal):
@@ -122,7 +130,7 @@ class Values:
 
 
 def evaluate(eqn: Equation, values: Values) -> None:
-    """One operation: a divided scan in ranges, others in pieces if they can, else whole."""
+    """One operation, whose parts are traced under it as their tag: a divided scan in ranges, others in pieces, else whole."""
     for divided in values.divided:
         if isinstance(eqn, LoopEquation) and eqn in divided.stack.scans:
             _scan_in_ranges(eqn, divided, values)
@@ -134,9 +142,23 @@ def evaluate(eqn: Equation, values: Values) -> None:
             if factor is not None:
                 _in_pieces(eqn, rule, factor, divided, values)
                 return
-    results = bind_equation(eqn, [values.whole(atom) for atom in eqn.invars])
+    results = _part_of(eqn, lambda *operands: bind_equation(eqn, operands))(*map(values.operand, eqn.invars))
     for v, array in zip(eqn.outvars, results, strict=True):
         values.set_whole(v, array)
+
+
+def _part_of(eqn: Equation, fun: Callable[..., Results]) -> Callable[..., Results]:
+    """A function whose operations do parts of an equation: they get its source line, and the equation as their tag."""
+
+    def call(*operands: Any) -> Results:
+        with attributed_to(eqn):
+            return fun(*jax.tree.map(_as_jax_array, operands))
+
+    return tag_operations(call, eqn)
+
+
+def _as_jax_array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
 def _factor_of(eqn: Equation, rule: FactorRule, divided: Divided) -> str | None:
@@ -158,47 +180,65 @@ def _in_pieces(eqn: Equation, rule: FactorRule, factor: str, divided: Divided, v
     """An operation piece by piece; where it reduces over the layers, the pieces' results are combined."""
     operands = [_operand_parts(v, op, factor, divided, values) for v, op in zip(eqn.invars, rule.inputs, strict=True)]
     unit = rule.size_of(factor) // divided.stack.length
-    results = []
-    for k, (start, end) in enumerate(divided.ranges):
-        own = tuple(parts[k] for parts in operands)
-        mesh = LogicalMesh((1,), ("layers",))
-        call = _PieceCall(eqn, own, rule, {}, mesh, factor, start * unit, (end - start) * unit)
-        results.append(entry_for(eqn).local(call))
     monoid = dict(rule.reduced).get(factor)
-    for v, operand, parts in zip(eqn.outvars, rule.outputs, zip(*results, strict=True), strict=True):
+    mesh = LogicalMesh((1,), ("layers",))
+
+    def compute(*operands: Sequence[Any]) -> list[list[Any]]:
+        results = []
+        for k, (start, end) in enumerate(divided.ranges):
+            own = tuple(parts[k] for parts in operands)
+            call = _PieceCall(eqn, own, rule, {}, mesh, factor, start * unit, (end - start) * unit)
+            results.append(entry_for(eqn).local(call))
+        of_each = [list(parts) for parts in zip(*results, strict=True)]
+        return of_each if monoid is None else [[functools.reduce(COMBINE[monoid], parts)] for parts in of_each]
+
+    results = _part_of(eqn, compute)(*operands)
+    for v, operand, parts in zip(eqn.outvars, rule.outputs, results, strict=True):
         if monoid is None:
             values.set_parts(v, factor_dims(operand, factor)[0], parts)
         else:
-            values.set_whole(v, functools.reduce(COMBINE[monoid], parts))
+            values.set_whole(v, parts[0])
 
 
 def _operand_parts(atom: Any, operand: Any, factor: str, divided: Divided, values: Values) -> Sequence[Any]:
     dims = factor_dims(operand, factor)
     if not dims:
-        return [values.whole(atom)] * len(divided.ranges)
+        return [values.operand(atom)] * len(divided.ranges)
     return values.parts_between(atom, dims[0], divided.of_size(atom.aval.shape[dims[0]]))
 
 
 def _scan_in_ranges(eqn: LoopEquation, divided: Divided, values: Values) -> None:
     """A scan as one scan per piece; see the module's text."""
-    (body,) = eqn.nested
-    consts = [values.whole(atom) for atom in eqn.operands_to(Filled.CONSTANT)]
-    start = [values.whole(atom) for atom in eqn.operands_to(Filled.CARRY)]
+    consts = [values.operand(atom) for atom in eqn.operands_to(Filled.CONSTANT)]
+    start = [values.operand(atom) for atom in eqn.operands_to(Filled.CARRY)]
     stacks = [values.parts_between(atom, 0, divided.bounds) for atom in eqn.operands_to(Filled.ROW)]
+    totals, made = _part_of(eqn, functools.partial(_ranges, eqn, divided.ranges))(consts, start, stacks)
+    for v, total in zip(eqn.results_from(Goes.CARRY), totals, strict=True):
+        values.set_whole(v, total)
+    for v, parts in zip(eqn.results_from(Goes.ROW), made, strict=True):
+        values.set_parts(v, 0, parts)
+
+
+def _ranges(
+    eqn: LoopEquation,
+    ranges: Sequence[tuple[int, int]],
+    consts: Sequence[Any],
+    start: Sequence[Any],
+    stacks: Sequence[Sequence[Any]],
+) -> tuple[list[Any], list[list[Any]]]:
+    """The pieces of a scan, in the order in which it runs: (what it carries at the end, the pieces of its stacks)."""
+    (body,) = eqn.nested
     adds = _sums(eqn) if "transpose(" in name_stack(eqn) else frozenset()
-    order = range(len(divided.ranges))
+    order = range(len(ranges))
     carry: Sequence[Any] = start
     totals, made = list(start), dict[int, Sequence[Any]]()
     for place, k in enumerate(reversed(order) if eqn.loop.is_reversed else order):
         given = [jnp.zeros_like(x) if i in adds and place else x for i, x in enumerate(carry)]
-        begin, end = divided.ranges[k]
+        begin, end = ranges[k]
         outs = bind_scan(eqn, [*consts, *given, *(parts[k] for parts in stacks)], length=end - begin)
         carry, made[k] = body.carries_and_rows(outs)
         totals = [totals[i] + x if i in adds and place else x for i, x in enumerate(carry)]
-    for v, total in zip(eqn.results_from(Goes.CARRY), totals, strict=True):
-        values.set_whole(v, total)
-    for number, v in enumerate(eqn.results_from(Goes.ROW)):
-        values.set_parts(v, 0, [made[k][number] for k in order])
+    return totals, [[made[k][number] for k in order] for number in range(len(made[0]))]
 
 
 def _sums(eqn: LoopEquation) -> frozenset[int]:

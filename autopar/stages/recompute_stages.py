@@ -1,54 +1,57 @@
-"""Recomputation: backward does the forward work of its stage again instead of keeping what it made.
+"""Recomputation by stages: backward does the forward work of its stage again instead of keeping its results.
 
-In: a `StageCut`. Out: one whose backward pieces begin with the forward operations whose results they read, so that a microbatch
-in flight keeps only what the stage received. Operations and operands are the same, so are the results: a dropout mask comes
-from the same key and positions. What forward makes for other stages it still makes. What can go wrong: nothing is saved in a
-stage whose backward reads little else than what it received; the predicted memory of both plans tells.
+In: a `StageCut`. Out: one whose backward segments begin with the forward operations whose results they read. So a microbatch in
+flight keeps only what the stage received. Operations and operands are the same, and so are the results: a dropout mask comes
+from the same key and positions. Forward still makes what other stages read. What can go wrong: a stage whose backward reads
+little else than what the stage received saves nothing; the predicted memory of both plans shows it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
-from autopar.compat import Literal, Var
-from autopar.program.program import Equation
-from autopar.stages.segments import PieceName, Segment, StageCut
+from autopar.compat import Var
+from autopar.program.program import Equation, operands_of
+from autopar.program.task_name import TaskName
+from autopar.stages.segments import Segment, StageCut
 
 
-def recomputed(cut: StageCut) -> StageCut:
+def recompute_in_backward(cut: StageCut) -> StageCut:
     """The same cut with forward work done again in backward."""
-    pieces = dict(cut.pieces)
-    for name, piece in cut.pieces.items():
+    segments = dict(cut.segments)
+    for name, segment in cut.segments.items():
         if name.kind == "backward":
-            forward = cut.pieces[PieceName(name.stage, "forward")]
-            again = _needed(forward, set(piece.reads))
-            made = {v for eqn in again for v in eqn.outvars}
-            reads = [*(v for v in piece.reads if v not in made), *_operands(again, made)]
-            pieces[name] = dataclasses.replace(
-                piece, equations=(*again, *piece.equations), reads=tuple(dict.fromkeys(reads))
-            )
-    read_elsewhere = {v for name, piece in pieces.items() for v in piece.reads if name.kind != "forward"}
-    read_elsewhere |= {v for name, piece in pieces.items() for v in piece.reads if v not in _made(piece)}
-    for name, piece in pieces.items():
+            segments[name] = _with_forward(segment, cut.segments[TaskName("forward", name.stage)])
+    read = set(_read_by_others(segments.values()))
+    for name, segment in segments.items():
         if name.kind == "forward":
-            pieces[name] = dataclasses.replace(piece, writes=tuple(v for v in piece.writes if v in read_elsewhere))
-    return dataclasses.replace(cut, pieces=pieces)
+            segments[name] = dataclasses.replace(segment, writes=tuple(v for v in segment.writes if v in read))
+    return dataclasses.replace(cut, segments=segments)
 
 
-def _needed(forward: Segment, wanted: set[Var]) -> list[Equation]:
+def _with_forward(backward: Segment, forward: Segment) -> Segment:
+    """A backward that first makes again what it reads of its forward."""
+    again = _needed(forward, set(backward.reads))
+    made = {v for eqn in again for v in eqn.outvars}
+    operands = (v for eqn in again for v in operands_of(eqn))
+    reads = [v for v in (*backward.reads, *operands) if v not in made]
+    equations = (*again, *backward.equations)
+    return dataclasses.replace(backward, equations=equations, reads=tuple(dict.fromkeys(reads)))
+
+
+def _needed(forward: Segment, wanted: set[Var]) -> Sequence[Equation]:
     """The forward operations behind wanted values, in order."""
     chosen = []
     for eqn in reversed(forward.equations):
         if any(v in wanted for v in eqn.outvars):
             chosen.append(eqn)
-            wanted |= {v for v in eqn.invars if not isinstance(v, Literal)}
+            wanted.update(operands_of(eqn))
     return chosen[::-1]
 
 
-def _operands(equations: list[Equation], made: set[Var]) -> list[Var]:
-    used = (v for eqn in equations for v in eqn.invars if not isinstance(v, Literal))
-    return [v for v in dict.fromkeys(used) if v not in made]
-
-
-def _made(piece: Segment) -> set[Var]:
-    return {v for eqn in piece.equations for v in eqn.outvars}
+def _read_by_others(segments: Iterable[Segment]) -> Iterable[Var]:
+    """What some segment reads and a forward does not make for itself."""
+    for segment in segments:
+        made = set(segment.made()) if segment.name.kind == "forward" else set()
+        yield from (v for v in segment.reads if v not in made)

@@ -19,7 +19,7 @@ from autopar.stages.split_scans import SplitStep, split_scans
 from autopar.stages.time_loops import divided_loop
 
 
-def merged(split: SplitStep, loop: TimeLoop, cuts: Sequence[int]) -> tuple[SplitStep, TimeLoop, tuple[int, ...]]:
+def rejoin_scans(split: SplitStep, loop: TimeLoop, cuts: Sequence[int]) -> tuple[SplitStep, TimeLoop, tuple[int, ...]]:
     """The step, its loop and its cuts with the pieces of each stage's layers put together again."""
     chain = forward_chain(loop)
     needed = _needed(split, chain, cuts)

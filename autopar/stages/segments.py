@@ -1,73 +1,67 @@
-"""The pieces of a step in stages: what `stages/cut.py` makes and later passes read, and what it asks of single equations.
+"""A step in stages as data: the segments that `cut.py` makes and later passes read.
 
-Plain data. A `Segment` is the equations of one kind of work of one stage; a `StageCut` is all of them. What can go wrong: nothing
-is checked here; `stages.check` does.
+A `Segment` is the equations of one kind of work of one stage, and a `StageCut` is all segments of a step. Nothing is checked
+here; `cut.check` refuses a cut whose values would flow backwards.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Literal
 
-from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.microbatches.loop import Result, TimeLoop
-from autopar.program.program import Equation
+from autopar.program.program import Equation, variables_of
+from autopar.program.task_name import TaskName
 from autopar.rules.table import entry_for
 
-Kind = Literal["forward", "backward", "update"]
 
-
-@dataclasses.dataclass(frozen=True, order=True)
-class PieceName:
-    """Which piece of work: `level` orders the updates of all stages."""
-
-    stage: int
-    kind: Kind
-    level: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.stage}" + (f".{self.level}" if self.kind == "update" else "")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Segment:
-    """Equations in order; `reads` come from elsewhere, `writes` are read elsewhere; `results` are collected over the loop."""
+    """The equations of a task, in order.
 
-    name: PieceName
+    `reads` come from other segments, from the prologue or from the step's arguments; other segments read `writes`. `results` are
+    collected over the microbatches. `outputs` are numbers of the step's outputs that an update returns.
+    """
+
+    name: TaskName
     equations: tuple[Equation, ...]
     reads: tuple[Var, ...]
     writes: tuple[Var, ...]
     results: tuple[Result, ...] = ()
     outputs: tuple[int, ...] = ()
 
+    def made(self) -> list[Var]:
+        """The results of its equations."""
+        return [v for eqn in self.equations for v in eqn.outvars]
 
-@dataclasses.dataclass(frozen=True, eq=False)
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StageCut:
-    """See the module's text. `homes`: the stage where each leaf lives; `made_by`: the piece that makes a value for others."""
+    """The segments of a step by name: forward, backward and updates of each stage.
+
+    `made_by`: the segment that makes a value for others. `homes`: the stage where each leaf of the step lives.
+    """
 
     loop: TimeLoop
     num_stages: int
-    pieces: Mapping[PieceName, Segment]
-    made_by: Mapping[Var, PieceName]
+    segments: Mapping[TaskName, Segment]
+    made_by: Mapping[Var, TaskName]
     homes: Mapping[Var, int]
 
     def of_stage(self, stage: int) -> tuple[Segment, ...]:
-        """The pieces of one stage: forward, backward, updates by level."""
-        kinds = ("forward", "backward", "update")
-        mine = [piece for name, piece in self.pieces.items() if name.stage == stage]
-        return tuple(sorted(mine, key=lambda p: (kinds.index(p.name.kind), p.name.level)))
+        """The segments of one stage: forward, backward, updates by level."""
+        return tuple(self.segments[name] for name in sorted(self.segments) if name.stage == stage)
 
     def leaves_of(self, stage: int) -> frozenset[Var]:
         """The leaves that a stage reads, directly or through the prologue."""
-        pieces = self.of_stage(stage)
-        reads = [v for piece in pieces for v in piece.reads]
-        outvars = [self.loop.program.outvars[i] for piece in pieces for i in piece.outputs]
-        return self.loop.leaves_of([*reads, *(v for v in outvars if not isinstance(v, JaxLiteral))])
+        segments = self.of_stage(stage)
+        reads = [v for segment in segments for v in segment.reads]
+        outvars = [self.loop.program.outvars[i] for segment in segments for i in segment.outputs]
+        return self.loop.leaves_of([*reads, *variables_of(outvars)])
 
     def lent(self) -> Iterator[tuple[Var, int]]:
-        """Leaves of the state and stages that read them where they do not live."""
+        """Leaves of the state with each stage that reads them and is not their home."""
         roles = {v: leaf.role for v, leaf in zip(self.loop.program.invars, self.loop.traced.inputs, strict=True)}
         for stage in range(self.num_stages):
             for v in self.leaves_of(stage):
@@ -76,5 +70,5 @@ class StageCut:
 
 
 def is_costly(eqn: Equation) -> bool:
-    """Whether an equation is not to be done twice: a loop, heavy, or random."""
+    """Whether an equation must not be done twice: it is a loop, heavy, or random."""
     return bool(eqn.regions) or entry_for(eqn).heavy or entry_for(eqn).random

@@ -20,14 +20,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from autopar.avals import is_opaque
-from autopar.compat import Literal, Var, attributed_to, name_stack
+from autopar.compat import Literal, Var, attributed_to
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of
 from autopar.program.program import Equation, Program
@@ -36,11 +35,8 @@ from autopar.split_array import LeafPieces, cut_array
 from autopar.stages.divided_values import Divided, Values, evaluate
 from autopar.stages.scan_stacks import ScanCuts, find_stacks
 
-_MARK = "autopar equation "
-_MARKED = re.compile(_MARK + r"(?P<number>\d+)")
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class SplitStep:
     """See the module's text. `inputs` and `outputs` say for each leaf of `whole` which leaves of `step` hold it.
 
@@ -59,7 +55,8 @@ def split_scans(traced: TracedStep, cuts: ScanCuts) -> SplitStep:
     """The step with its stacks (`stacks.find_stacks`) cut at these layers; without any it is the step itself."""
     if not any(cuts):
         inputs = tuple(LeafPieces(i) for i in range(len(traced.inputs) - len(traced.constants)))
-        return SplitStep(traced, traced, (), inputs, tuple(LeafPieces(i) for i in range(len(traced.outputs))))
+        outputs = tuple(LeafPieces(i) for i in range(len(traced.outputs)))
+        return SplitStep(whole=traced, step=traced, cuts=(), inputs=inputs, outputs=outputs)
     stacks = find_stacks(traced)
     divided = [Divided(stack, (0, *at, stack.length)) for stack, at in zip(stacks, cuts, strict=True) if at]
     return _Splitter(traced, divided).split(cuts)
@@ -78,8 +75,8 @@ class _Splitter:
         leaves = self._numbered(self._leaves[: self._given])
         outputs = self._numbered(self._pieces_of_results())
         closed = jax.make_jaxpr(functools.partial(self._run, outputs))(*self._avals())
-        marked, captured = program_of(closed)
-        program, origins = _with_origins(marked, self.traced.program)
+        tagged, captured = program_of(closed)
+        program, origins = _without_tags(tagged)
         step = dataclasses.replace(
             self.traced,
             program=program,
@@ -88,7 +85,14 @@ class _Splitter:
             outputs=tuple(self._in_pieces(self.traced.outputs, outputs)),
             state_of_output=self._states(leaves, outputs),
         )
-        return SplitStep(self.traced, _without_unused_constants(step), cuts, leaves, outputs, origins)
+        return SplitStep(
+            whole=self.traced,
+            step=_without_unused_constants(step),
+            cuts=cuts,
+            inputs=leaves,
+            outputs=outputs,
+            origins=origins,
+        )
 
     def _pieces_of_leaves(self) -> list[LeafPieces]:
         return [
@@ -165,8 +169,8 @@ class _Splitter:
                 values.set_parts(v, pieces.dim, parts)
             else:
                 values.set_whole(v, parts[0])
-        for number, eqn in enumerate(self.traced.program.equations):
-            with attributed_to(eqn, mark=f"{_MARK}{number}"):
+        for eqn in self.traced.program.equations:
+            with attributed_to(eqn):
                 evaluate(eqn, values)
         results: list[Any] = []
         for atom, held in zip(self.traced.program.outvars, outputs, strict=True):
@@ -174,19 +178,18 @@ class _Splitter:
         return results
 
 
-def _with_origins(marked: Program, whole: Program) -> tuple[Program, dict[Equation, Equation]]:
-    """The program without its marks, and what they say: which operation of the whole program each one comes from."""
+def _without_tags(tagged: Program) -> tuple[Program, dict[Equation, Equation]]:
+    """The program without its tags, and what they say: which operation of the whole step each operation does a part of."""
     equations: list[Equation] = []
     origins: dict[Equation, Equation] = {}
-    for eqn in marked.equations:
-        found = _MARKED.search(name_stack(eqn))
-        if found:
-            origin = whole.equations[int(found["number"])]
-            eqn = dataclasses.replace(eqn, source_info=origin.source_info)
+    for eqn in tagged.equations:
+        origin = eqn.tag
+        if isinstance(origin, Equation):
+            eqn = dataclasses.replace(eqn, source_info=origin.source_info, tag=None)
             if eqn.primitive is origin.primitive:
                 origins[eqn] = origin
         equations.append(eqn)
-    return dataclasses.replace(marked, equations=tuple(equations)), origins
+    return dataclasses.replace(tagged, equations=tuple(equations)), origins
 
 
 def _shapes(shape: Sequence[int], pieces: LeafPieces) -> list[tuple[int, ...]]:

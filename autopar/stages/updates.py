@@ -6,6 +6,7 @@ where each leaf lives. The rules are in `stages/cut.py`. What can go wrong: a va
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from autopar.avals import bytes_of
@@ -13,7 +14,7 @@ from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Equation, operands_of
-from autopar.stages.segments import PieceName
+from autopar.program.task_name import TaskName
 
 SCALAR_BYTES = 8
 """Values of at most this size follow what they are computed from."""
@@ -21,39 +22,51 @@ SMALL_BYTES = 1024
 """Up to this size a value of the update is computed on every stage that reads it rather than sent."""
 
 
-class Updates:
-    """Places the epilogue: stages by weights and the largest operands, levels by exchanges."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class UpdatePlaces:
+    """Where the epilogue runs.
 
+    `segment_of`: the update of each operation that has a place; the others are computed wherever they are read. `outputs`: the
+    numbers of the step's outputs that each update returns. `homes`: the stage where each leaf lives. `names`: all updates.
+    """
+
+    segment_of: Mapping[Equation, TaskName]
+    outputs: Mapping[TaskName, tuple[int, ...]]
+    homes: Mapping[Var, int]
+    names: frozenset[TaskName]
+
+
+def place_updates(
+    loop: TimeLoop, homes: Mapping[Var, int], *, prologue: Mapping[Var, Equation], results: Mapping[Var, int]
+) -> UpdatePlaces:
+    """Stages by weights and the largest operands, levels by exchanges.
+
+    Args:
+        loop: the step in microbatches.
+        homes: the stages of leaves that are known already.
+        prologue: the operations of the prologue, by their results.
+        results: the stages of the values that leave the body.
+    """
+    return _UpdatePlacer(loop, homes, prologue=prologue, results=results).place()
+
+
+class _UpdatePlacer:
     def __init__(
         self,
         loop: TimeLoop,
         homes: Mapping[Var, int],
         *,
         prologue: Mapping[Var, Equation],
-        body_of: Mapping[Var, Equation],
-        piece_of: dict[Equation, PieceName],
+        results: Mapping[Var, int],
     ) -> None:
-        """`piece_of` has the equations of the body, and gets those of the epilogue."""
-        self.loop, self.prologue, self.piece_of = loop, prologue, piece_of
+        self.loop, self.prologue, self._results = loop, prologue, results
         self.equations = self.loop.plan.of_phase("epilogue")
         self.homes = dict(homes)
         self.stage_of: dict[Equation, int] = {}
         self._maker = {v: eqn for eqn in self.equations for v in eqn.outvars}
         self._leaves = frozenset(self.loop.program.invars)
-        self._results = {r.var: piece_of[body_of[r.var]].stage for r in self.loop.results}
-        self._outputs: dict[PieceName, list[int]] = {}
 
-    def names(self) -> set[PieceName]:
-        """All pieces that have something to do."""
-        placed = {self.piece_of[eqn] for eqn in self.equations if eqn in self.piece_of}
-        finishing = {PieceName(stage, "update") for stage in self._results.values()}
-        return placed | finishing | set(self._outputs)
-
-    def outputs_of(self, name: PieceName) -> tuple[int, ...]:
-        """Numbers of the step's outputs that a piece returns."""
-        return tuple(self._outputs.get(name, ()))
-
-    def place(self) -> None:
+    def place(self) -> UpdatePlaces:
         """Weights first, then what is made for them, then the rest."""
         self._follow_weights()
         self._serve_weights()
@@ -63,8 +76,11 @@ class Updates:
         self._follow_users()
         self._place_what_depends()
         self._find_homes()
-        self._find_levels()
-        self._place_outputs()
+        levels = self._find_levels()
+        segment_of = {eqn: TaskName("update", self.stage_of[eqn], level) for eqn, level in levels.items()}
+        outputs = self._place_outputs(segment_of)
+        finishing = {TaskName("update", stage) for stage in self._results.values()}
+        return UpdatePlaces(segment_of, outputs, self.homes, frozenset({*segment_of.values(), *finishing, *outputs}))
 
     def _known(self, v: Var) -> int | None:
         if v in self._results:
@@ -155,7 +171,7 @@ class Updates:
     def _is_leaf(self, v: Var) -> bool:
         return v in self._leaves
 
-    def _find_levels(self) -> None:
+    def _find_levels(self) -> dict[Equation, int]:
         """As early as exchanges allow for what other stages read; else where it is read, so that state is replaced in place."""
         levels = self._first_levels()
         readers: dict[Var, list[Equation]] = {}
@@ -167,7 +183,7 @@ class Updates:
                 users = [user for v in eqn.outvars for user in readers.get(v, ())]
                 if users and all(self.stage_of[user] == self.stage_of[eqn] for user in users):
                     levels[eqn] = min(levels[user] for user in users)
-                self.piece_of[eqn] = PieceName(self.stage_of[eqn], "update", levels[eqn])
+        return levels
 
     def _first_levels(self) -> dict[Equation, int]:
         """For every equation with a place, how many exchanges lie before it at least."""
@@ -185,14 +201,15 @@ class Updates:
             levels[eqn] = level
         return levels
 
-    def _place_outputs(self) -> None:
+    def _place_outputs(self, segment_of: Mapping[Equation, TaskName]) -> dict[TaskName, tuple[int, ...]]:
+        outputs: dict[TaskName, tuple[int, ...]] = {}
         for number, v in enumerate(self.loop.program.outvars):
             source = self.loop.traced.state_of_output[number]
-            home = 0 if source is None else self.homes[self.loop.program.invars[source]]
-            name = PieceName(home, "update")
+            name = TaskName("update", 0 if source is None else self.homes[self.loop.program.invars[source]])
             if not isinstance(v, JaxLiteral):
-                if v in self._maker and self._maker[v] in self.piece_of:
-                    name = self.piece_of[self._maker[v]]
+                if v in self._maker and self._maker[v] in segment_of:
+                    name = segment_of[self._maker[v]]
                 elif v in self._results:
-                    name = PieceName(self._results[v], "update")
-            self._outputs.setdefault(name, []).append(number)
+                    name = TaskName("update", self._results[v])
+            outputs[name] = (*outputs.get(name, ()), number)
+        return outputs

@@ -32,14 +32,17 @@ def test_case_20_two_data_parallel_stages_reduce_each_gradient_once_per_step_and
         problem.step, num_stages=2, mesh_shape=(1, 2), num_microbatches=4, schedule=schedule, cluster=machine
     )
     pipeline = step.compile(problem.state, problem.batch)
-    found = {name: census_of_text(node.task.as_text(), (1, 2)) for name, node in pipeline.nodes.items()}
-    assert Counter(name.split()[0] for name, of_task in found.items() if of_task.operands) == {"update": 2}, found
+    found = {name: census_of_text(task.as_text(), (1, 2)) for name, task in pipeline.tasks.items()}
+    assert Counter(name.kind for name, of_task in found.items() if of_task.operands) == {"update": 2}, found
     sizes = {jax.tree_util.keystr(path): leaf.nbytes for path, leaf in jax.tree.leaves_with_path(problem.state.params)}
     for stage in pipeline.plan.stages:
         here = [path for path in stage.leaves if path.startswith("state/params/")]
         named = ["".join(f"['{part}']" for part in path.split("/")[2:]) for path in here]
         operands = [
-            o for name, of_task in found.items() if name.startswith(f"update {stage.stage}.") for o in of_task.operands
+            o
+            for name, of_task in found.items()
+            if (name.kind, name.stage) == ("update", stage.stage)
+            for o in of_task.operands
         ]
         assert {o.kind for o in operands} == {"all-reduce"}, operands
         assert all(o.count == 1 for o in operands), operands

@@ -342,8 +342,8 @@ def test_what_layers_send_once_a_step_is_what_the_stages_made_of_them_send():
         sent, received = [0, 0, 0], [0, 0, 0]
         for v in dict.fromkeys(v for v, _ in cut.lent()):
             sent[cut.homes[v]] += 4 * v.aval.size
-        for name, piece in cut.pieces.items():
-            foreign = [v for v in piece.reads if v in cut.made_by and cut.made_by[v].stage != name.stage]
+        for name, segment in cut.segments.items():
+            foreign = [v for v in segment.reads if v in cut.made_by and cut.made_by[v].stage != name.stage]
             received[name.stage] += sum(4 * v.aval.size for v in foreign if name.kind == "update")
         assert sent[0] == 256
         assert received[0] >= 256

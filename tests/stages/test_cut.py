@@ -9,18 +9,19 @@ from autopar.compat import Literal
 from autopar.cost_model.hardware import preset
 from autopar.errors import PlanError
 from autopar.execution.devices import device_mesh
-from autopar.execution.stage_tasks import stage_tasks
+from autopar.execution.stage_tasks import make_stage_tasks
 from autopar.inter_op.plan_stages import StageRequest, plan_stages
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.call import CallSignature, bind_arguments
+from autopar.program.task_name import TaskName
 from autopar.program.trace import trace
 from autopar.stages.chain import forward_chain
 from autopar.stages.cut import check, cut_stages
 from autopar.stages.even_cuts import even_cuts
-from autopar.stages.segments import PieceName
+from autopar.stages.tasks.refs import SendRef
 from autopar.stages.time_loops import time_loop
 from tests import pipeline_steps, zoo
 
@@ -43,12 +44,12 @@ def cut_evenly(example, stages=2):
 
 
 def crossing(cut, kind):
-    """What pieces of a kind read of other stages: (from, to, shape in the full batch), each value once per stage."""
+    """What segments of a kind read of other stages: (from, to, shape in the full batch), each value once per stage."""
     found = {
         (maker.stage, name.stage, v)
-        for name, piece in cut.pieces.items()
+        for name, segment in cut.segments.items()
         if name.kind == kind
-        for v in piece.reads
+        for v in segment.reads
         if (maker := cut.made_by.get(v)) is not None and maker.stage != name.stage
     }
     return sorted((source, target, tuple(v.aval.shape)) for source, target, v in found)
@@ -61,13 +62,13 @@ def homes(cut):
 
 
 def lent(cut):
-    """Leaves of the state that pieces read on a stage where they do not live: (stage, path)."""
+    """Leaves of the state that segments read on a stage where they do not live: (stage, path)."""
     paths = dict(zip(cut.loop.program.invars, (leaf.path for leaf in cut.loop.traced.inputs), strict=True))
     state = {v for v, leaf in zip(cut.loop.program.invars, cut.loop.traced.inputs, strict=True) if leaf.role == "state"}
     found = {
         (name.stage, paths[v])
-        for name, piece in cut.pieces.items()
-        for v in cut.loop.leaves_of(piece.reads) & state
+        for name, segment in cut.segments.items()
+        for v in cut.loop.leaves_of(segment.reads) & state
         if cut.homes[v] != name.stage
     }
     return sorted(found)
@@ -114,17 +115,17 @@ def test_wherever_a_step_is_cut_everything_is_made_once_and_in_order(name):
     for place in range(1, len(forward_chain(loop))):
         cut = cut_stages(loop, [place])
         check(cut)
-        results = [r.var for piece in cut.pieces.values() for r in piece.results]
+        results = [r.var for segment in cut.segments.values() for r in segment.results]
         assert sorted(map(id, results)) == sorted(id(r.var) for r in loop.results), f"results, cut before {place}"
-        outputs = sorted(number for piece in cut.pieces.values() for number in piece.outputs)
+        outputs = sorted(number for segment in cut.segments.values() for number in segment.outputs)
         assert outputs == list(range(len(loop.program.outvars))), f"outputs, cut before {place}"
         has_place = {v for eqn in (*body, *epilogue) for v in eqn.outvars if v in cut.made_by}
-        for piece in cut.pieces.values():
-            made = {v for eqn in piece.equations for v in eqn.outvars}
+        for segment in cut.segments.values():
+            made = {v for eqn in segment.equations for v in eqn.outvars}
             for v in made & has_place:
-                assert cut.made_by[v] == piece.name, f"{v} is made by {piece.name} too, cut before {place}"
-            needed = {v for eqn in piece.equations for v in eqn.invars if not isinstance(v, Literal)}
-            assert needed <= made | set(piece.reads), f"{piece.name} lacks operands, cut before {place}"
+                assert cut.made_by[v] == segment.name, f"{v} is made by {segment.name} too, cut before {place}"
+            needed = {v for eqn in segment.equations for v in eqn.invars if not isinstance(v, Literal)}
+            assert needed <= made | set(segment.reads), f"{segment.name} lacks operands, cut before {place}"
 
 
 @pytest.mark.parametrize("name", ["plain", "long_skips"])
@@ -139,8 +140,8 @@ def test_wherever_a_step_is_cut_weights_and_their_gradients_stay(name):
 
 def test_a_value_that_flows_against_the_order_of_stages_is_refused_with_its_operation():
     cut = cut_evenly(pipeline_steps.plain())
-    value = next(v for v in cut.pieces[PieceName(1, "forward")].reads if v in cut.made_by)
-    wrong = dataclasses.replace(cut, made_by={**cut.made_by, value: PieceName(0, "backward")})
+    value = next(v for v in cut.segments[TaskName("forward", 1)].reads if v in cut.made_by)
+    wrong = dataclasses.replace(cut, made_by={**cut.made_by, value: TaskName("backward", 0)})
     with pytest.raises(PlanError, match=r"2 stages here: forward 1 needs a value of backward 0, .*pipeline_steps\.py"):
         check(wrong)
 
@@ -161,7 +162,7 @@ def test_a_stage_that_only_hands_on_what_it_receives_has_a_task_for_all_that_it_
         )
         for stage in plan_stages(step, wanted, request).stages:
             mesh = device_mesh(one, jax.devices())
-            tasks = stage_tasks(stage.program, stage.assignment, mesh, split_backward=split)
-            sent = [ref.key for task in tasks for ref in task.writes if ref.kind == "send"]
+            tasks = make_stage_tasks(stage.program, stage.assignment, mesh, split_backward=split)
+            sent = [ref.port for task in tasks for ref in task.writes if isinstance(ref, SendRef)]
             ports = [i for i, port in enumerate(stage.program.outputs) if port.source == "received"]
             assert sorted(sent) == ports, f"stage {stage.program.stage}, cut before {place}"

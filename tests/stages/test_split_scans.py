@@ -17,7 +17,7 @@ from autopar.program.trace import trace
 from autopar.split_array import cut_leaves, join_leaves
 from autopar.stages import scan_stacks
 from autopar.stages.chain import forward_chain
-from autopar.stages.rejoin_scans import merged
+from autopar.stages.rejoin_scans import rejoin_scans
 from autopar.stages.scan_stacks import cuts_for_stages, every_layer, find_stacks
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import divided_loop
@@ -152,7 +152,7 @@ def test_single_layers_are_merged_to_the_pieces_that_stages_need():
     assert split.cuts == ((1, 2, 3, 4),)
     loop = divided_loop(split, 4)
     chain = forward_chain(loop)
-    coarse, again, cuts = merged(split, loop, (2, 3))
+    coarse, again, cuts = rejoin_scans(split, loop, (2, 3))
     assert coarse.cuts == ((2, 3),)
     merged_chain = forward_chain(again)
     assert [merged_chain[c].cut_bytes for c in cuts] == [chain[c].cut_bytes for c in (2, 3)]
@@ -179,7 +179,7 @@ def test_layers_that_run_from_the_last_to_the_first_are_merged_likewise():
     split = split_scans(step, every_layer(step))
     loop = divided_loop(split, 4)
     scans = [place for place, link in enumerate(forward_chain(loop)) if isinstance(link.equation, LoopEquation)]
-    coarse, again, cuts = merged(split, loop, (scans[1],))
+    coarse, again, cuts = rejoin_scans(split, loop, (scans[1],))
     assert coarse.cuts == ((4,),)
     chain = forward_chain(again)
     assert [chain[c].equation.params["length"] for c in cuts] == [4]

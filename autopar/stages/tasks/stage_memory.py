@@ -20,10 +20,11 @@ from autopar.compat import Literal, Var
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.plan import Plan
 from autopar.program.loops import Filled, LoopEquation
-from autopar.program.program import Equation
+from autopar.program.program import Equation, operands_of
+from autopar.program.task_name import TaskName
 from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.tasks import TaskKind
-from autopar.stages.tasks.owners import LoopedProgram, task_owners, variables
+from autopar.stages.tasks.owners import LoopedProgram, loop_of, task_owners
 from autopar.stages.tasks.stage_program import StageProgram
 from autopar.stages.tasks.task_memory import TaskMemories
 
@@ -33,7 +34,7 @@ KINDS = get_args(TaskKind)
 """In the order in which a microbatch goes through them."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageMemory:
     """Bytes per device.
 
@@ -107,25 +108,28 @@ def stage_memory(
     received = sum(
         value.bytes_per_device // microbatches
         for port, value in ports
-        if port.source == "received" and port.piece is not None and port.piece.kind == "forward"
+        if port.source == "received" and port.maker is not None and port.maker.kind == "forward"
     )
     kept = sum(value.bytes_per_device for port, value in ports if port.source != "received")
-    if all(not isinstance(e, LoopEquation) or e.task for e in assignment.program.equations):
-        return StageMemory(plan.peak_bytes, kept, 0, received, program.stage, (), tasks)
-    shape = LoopedProgram.of(program, assignment.program)
-    passing: dict[tuple[TaskKind, int, TaskKind], int] = {}
-    for one in _Passing(shape, plan, assignment).found():
-        key = (one.maker, one.source, one.reader)
-        passing[key] = passing.get(key, 0) + one.bytes
+    loop = loop_of(assignment.program)
     return StageMemory(
-        plan.peak_bytes,
-        kept,
-        _accumulators(shape.loop, assignment),
-        received,
-        program.stage,
-        tuple(Kept(*key, size) for key, size in passing.items()),
-        tasks,
+        peak_bytes=plan.peak_bytes,
+        kept_bytes=kept,
+        accumulator_bytes=0 if loop is None else _accumulators(loop, assignment),
+        received_bytes=received,
+        stage=program.stage,
+        passing=() if loop is None else _passing(program, plan, assignment),
+        tasks=tasks,
     )
+
+
+def _passing(program: StageProgram, plan: Plan, assignment: Assignment) -> tuple[Kept, ...]:
+    """What tasks hand to the tasks of a stage, those with the same maker and reader together."""
+    total: dict[tuple[TaskKind, int, TaskKind], int] = {}
+    for one in _Passing(LoopedProgram.of(program, assignment.program), plan, assignment).found():
+        key = (one.maker, one.source, one.reader)
+        total[key] = total.get(key, 0) + one.bytes
+    return tuple(Kept(*key, size) for key, size in total.items())
 
 
 def _accumulators(loop: LoopEquation, assignment: Assignment) -> int:
@@ -177,26 +181,31 @@ class _Passing:
         for atom, head in zip(shape.loop.invars, shape.region.equations, strict=False):
             number = numbers.get(shape.before_fan_out(atom)) if not isinstance(atom, Literal) else None
             port = None if number is None else shape.stage.inputs[number]
-            if number is not None and port is not None and port.source == "received" and port.piece is not None:
-                kind: TaskKind = "forward" if port.piece.kind == "forward" else "input_gradient"
+            if number is not None and port is not None and port.source == "received" and port.maker is not None:
+                kind = _half(port.maker)
                 size = self.plan.inputs[number].bytes_per_device // microbatches
-                yield head.outvars[0], Kept(kind, port.piece.stage, kind, size)
+                yield head.outvars[0], Kept(kind, port.maker.stage, kind, size)
 
     def _follow(self) -> None:
         """The task that makes each value, and the last one that reads it, or hands it on to another stage."""
         task_of = task_owners(self.shape, split_backward=True)
         for eqn in self.shape.region.equations:
-            kind = next((kind for kind in KINDS if task_of.get(eqn, "").startswith(f"{kind} ")), None)
+            kind = task_of[eqn].loop_kind if eqn in task_of else None
             if kind is not None:
                 self.maker.update((v, (kind, eqn)) for v in eqn.outvars)
-                self._read(variables(eqn), kind)
+                self._read(operands_of(eqn), kind)
         for number, atom in self.shape.sends().items():
-            piece = self.shape.stage.outputs[number].piece
+            maker = self.shape.stage.outputs[number].maker
             source = self.shape.before_copy(
                 self.shape.region.outvars[self.shape.loop.outvars.index(self.shape.before_fan_out(atom))]
             )
-            if piece is not None and isinstance(source, Var) and source not in self.maker:
-                self._read([source], "forward" if piece.kind == "forward" else "input_gradient")
+            if maker is not None and isinstance(source, Var) and source not in self.maker:
+                self._read([source], _half(maker))
 
     def _read(self, values: Sequence[Var], kind: TaskKind) -> None:
         self.reader.update((v, max(self.reader.get(v, kind), kind, key=KINDS.index)) for v in values)
+
+
+def _half(maker: TaskName) -> TaskKind:
+    """The task that makes what a segment of the loop sends, if the backward is split."""
+    return "forward" if maker.kind == "forward" else "input_gradient"

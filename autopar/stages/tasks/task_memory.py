@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import cast
 
 import numpy as np
 
@@ -20,10 +19,11 @@ from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.memory.device_program import task_program
 from autopar.intra_op.memory.footprint import footprint_of
 from autopar.layouts.mesh import LogicalMesh
-from autopar.program.loops import LoopEquation
 from autopar.schedules.tasks import TaskKind
 from autopar.stages.tasks.cuts import TaskCut, Write, cut_into_tasks
-from autopar.stages.tasks.stage_program import PROLOGUE, StageProgram
+from autopar.stages.tasks.owners import loop_of
+from autopar.stages.tasks.refs import SendRef, SliceRef
+from autopar.stages.tasks.stage_program import StageProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,24 +53,22 @@ class TaskMemories:
 
 
 def _task_memory(program: StageProgram, assignment: Assignment, *, split_backward: bool) -> TaskMemory:
-    if all(not isinstance(eqn, LoopEquation) or eqn.task for eqn in assignment.program.equations):
-        return TaskMemory(0, {})  # a stage without a loop over microbatches
+    if loop_of(assignment.program) is None:
+        return TaskMemory(0, {})
     cuts = cut_into_tasks(program, assignment, split_backward=split_backward, kept=frozenset())
     mesh, microbatches = assignment.mesh, program.cut.loop.plan.microbatches
-    once = [write for cut in cuts if cut.name.startswith(PROLOGUE) for write in cut.writes]
-    loop = [cut for cut in cuts if cut.in_loop]
-    slices = [write for cut in loop for write in cut.writes if write.ref.kind == "slice"]
+    once = [write for cut in cuts if cut.name.kind == "prologue" for write in cut.writes]
+    loop = {cut.name.loop_kind: cut for cut in cuts if cut.name.loop_kind is not None}
+    slices = [write for cut in loop.values() for write in cut.writes if isinstance(write.ref, SliceRef)]
     once_bytes = sum(_bytes(write, mesh) for write in once) + microbatches * sum(
         _bytes(write, mesh) for write in slices
     )
-    return TaskMemory(
-        once_bytes, {cast(TaskKind, cut.name.split()[0]): _working_bytes(cut, assignment) for cut in loop}
-    )
+    return TaskMemory(once_bytes, {kind: _working_bytes(cut, assignment) for kind, cut in loop.items()})
 
 
 def _working_bytes(cut: TaskCut, assignment: Assignment) -> int:
     """Temporaries, and what is gone as soon as it is sent."""
-    sent = sum(_bytes(write, assignment.mesh) for write in cut.writes if write.ref.kind == "send")
+    sent = sum(_bytes(write, assignment.mesh) for write in cut.writes if isinstance(write.ref, SendRef))
     return sent + _temporary_bytes(cut, assignment)
 
 
@@ -79,7 +77,7 @@ def _temporary_bytes(cut: TaskCut, assignment: Assignment) -> int:
     program = task_program(
         assignment,
         cut.equations,
-        reads={v: slot.layout for v, slot in cut.slots.items()},
+        reads={v: placed.layout for v, placed in cut.operands.items()},
         entries=cut.entries,
         writes=[(write.atom, write.path) for write in cut.writes],
     )
