@@ -259,7 +259,8 @@ def in_trouble(happens):
     state = parallel.init_state(init_state, 0)
     state, _, _ = parallel(state, batch(0))
     if jax.process_index() == 1:
-        callables, real = compiled._driver._callables, compiled._driver._callables["backward 1"]
+        callables = compiled._driver._performer.executables
+        real = callables["backward 1"]
         callables["backward 1"] = lambda groups: happens() or real(groups)
     began = time.monotonic()
     first = caught(PipelineError, lambda: parallel(state, batch(1)))

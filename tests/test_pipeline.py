@@ -306,7 +306,7 @@ def test_a_stage_that_fails_in_the_middle_stops_the_step_leaves_nothing_and_the_
 ):
     _, compiled, state, batch = trained
     expected = compiled(state, batch)[0]
-    callables, task, seen = compiled._driver._callables, "backward 0", []
+    callables, task, seen = compiled._driver._performer.executables, "backward 0", []
     real = callables[task]
 
     def broken(groups):
