@@ -70,6 +70,10 @@ else:
     Var = jex_core.Var
 
 
+RECOMPUTED = "rematted_computation"
+"""The scope that JAX opens around what the backward pass computes again."""
+
+
 def open_jaxpr(jaxpr: object) -> jex_core.Jaxpr:
     """The jaxpr without its constants, which 0.12 stores on the same class and 0.10 on another."""
     return cast(jex_core.Jaxpr, getattr(jaxpr, "jaxpr", jaxpr))
@@ -107,6 +111,17 @@ def attributed_to(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
 def name_stack(eqn: JaxprEqn) -> str:
     """The named scopes around an equation, such as `transpose(jvp(block_0))`."""
     return str(eqn.source_info.name_stack)
+
+
+def transformations(eqn: JaxprEqn) -> frozenset[str]:
+    """JAX's transformations that made an equation, such as jvp and transpose, and `RECOMPUTED` for work of `jax.checkpoint`.
+
+    A scope that the user opens is none of them, whatever its name.
+    """
+    parts = eqn.source_info.name_stack.stack
+    return frozenset(
+        part.name for part in parts if isinstance(part, private_source_info.Transform) or part.name == RECOMPUTED
+    )
 
 
 def eliminate_dead_code(jaxpr: jex_core.Jaxpr) -> jex_core.Jaxpr:

@@ -113,18 +113,8 @@ class _StageCutter:
             chain.append(self.body_of[needed[0]])
 
     def _stages_of_gradients(self, where: StagesOfValues) -> dict[Var, int]:
-        """For values of a weight's size that its new value is made of: the lowest stage whose forward uses the weight."""
-        found: dict[Var, int] = {}
-        for v, source in zip(self.loop.program.outvars, self.loop.traced.state_of_output, strict=True):
-            if source is not None and not isinstance(v, JaxLiteral):
-                stages = where.of(self.loop.program.invars[source])
-                found.update({v: min(stages)} if stages else {})
-        for eqn in reversed(self.loop.plan.of_phase("epilogue")):
-            stages = {found[v] for v in eqn.outvars if v in found}
-            for v in operands_of(eqn) if stages else ():
-                if v.aval.size == eqn.outvars[0].aval.size:
-                    found.setdefault(v, min(stages))
-        return found
+        """For each gradient the lowest stage whose forward uses its weight."""
+        return {v: min(stages) for v, weight in self.kinds.gradients.items() if (stages := where.of(weight))}
 
     def _place_loners(self) -> None:
         """What is heavy, random or collected, though not anchored, goes to the first piece that reads it."""

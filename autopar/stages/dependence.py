@@ -9,22 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.compat import Var, name_stack
+from autopar.compat import Var
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Equation, operands_of
 from autopar.program.step import TracedStep
 from autopar.program.task_name import TaskName
+from autopar.stages.backward import find_backward
 from autopar.stages.segments import is_costly
-
-
-def _is_transposed(eqn: Equation) -> bool:
-    stack = name_stack(eqn)
-    return "transpose(" in stack or "rematted_computation" in stack
 
 
 def takes_gradients(traced: TracedStep) -> bool:
     """Whether a step has a backward pass."""
-    return any(_is_transposed(eqn) for eqn in traced.program.equations)
+    return bool(find_backward(traced).equations)
 
 
 class Dependence:
@@ -39,17 +35,18 @@ class Dependence:
             for kind in (self._examples, self._weights):
                 if any(v in kind for v in operands_of(eqn)):
                     kind.update(eqn.outvars)
-        self.backward: set[Equation] = set()
-        behind: set[Var] = set()
-        for eqn in self.body:
-            if _is_transposed(eqn) or any(v in behind for v in operands_of(eqn)):
-                self.backward.add(eqn)
-                behind.update(eqn.outvars)
+        found = find_backward(traced)
+        self.backward, self.gradients = found.equations.intersection(self.body), found.gradients
 
     @classmethod
     def of(cls, loop: TimeLoop) -> Dependence:
         """Of a step in microbatches."""
         return cls(loop.traced, loop.plan.of_phase("prologue"), loop.plan.of_phase("body"))
+
+    @classmethod
+    def of_whole(cls, traced: TracedStep) -> Dependence:
+        """Of a step that is not cut into microbatches."""
+        return cls(traced, (), traced.program.equations)
 
     def is_anchored(self, eqn: Equation) -> bool:
         """Whether it depends on examples and on weights, so that it has one place."""

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compat import Literal, Var, attributed_to, name_stack
+from autopar.compat import Literal, Var, attributed_to
 from autopar.layouts.mesh import LogicalMesh
 from autopar.layouts.monoids import COMBINE
 from autopar.program.evaluate import bind_equation, bind_scan
@@ -212,7 +212,8 @@ def _scan_in_ranges(eqn: LoopEquation, divided: Divided, values: Values) -> None
     consts = [values.operand(atom) for atom in eqn.operands_to(Filled.CONSTANT)]
     start = [values.operand(atom) for atom in eqn.operands_to(Filled.CARRY)]
     stacks = [values.parts_between(atom, 0, divided.bounds) for atom in eqn.operands_to(Filled.ROW)]
-    totals, made = _part_of(eqn, functools.partial(_ranges, eqn, divided.ranges))(consts, start, stacks)
+    adds = _sums(eqn) if eqn in divided.stack.backward else frozenset[int]()
+    totals, made = _part_of(eqn, functools.partial(_ranges, eqn, divided.ranges, adds))(consts, start, stacks)
     for v, total in zip(eqn.results_from(Goes.CARRY), totals, strict=True):
         values.set_whole(v, total)
     for v, parts in zip(eqn.results_from(Goes.ROW), made, strict=True):
@@ -222,13 +223,16 @@ def _scan_in_ranges(eqn: LoopEquation, divided: Divided, values: Values) -> None
 def _ranges(
     eqn: LoopEquation,
     ranges: Sequence[tuple[int, int]],
+    adds: frozenset[int],
     consts: Sequence[Any],
     start: Sequence[Any],
     stacks: Sequence[Sequence[Any]],
 ) -> tuple[list[Any], list[list[Any]]]:
-    """The pieces of a scan, in the order in which it runs: (what it carries at the end, the pieces of its stacks)."""
+    """The pieces of a scan, in the order in which it runs: (what it carries at the end, the pieces of its stacks).
+
+    `adds`: the numbers of the sums that each piece takes from zero.
+    """
     (body,) = eqn.nested
-    adds = _sums(eqn) if "transpose(" in name_stack(eqn) else frozenset()
     order = range(len(ranges))
     carry: Sequence[Any] = start
     totals, made = list(start), dict[int, Sequence[Any]]()

@@ -73,7 +73,7 @@ class _Division:
 
     def __init__(self, traced: TracedStep, small_bytes: int) -> None:
         self.small_bytes = small_bytes
-        self.kinds = Dependence(traced, (), traced.program.equations)
+        self.kinds = Dependence.of_whole(traced)
         flops = {work.equation: work.flops for work in forward_work(traced, ())}
         self.chain = chain_of(self.kinds, flops.__getitem__)
         self.forward = [eqn for eqn in self.kinds.body if eqn not in self.kinds.backward]
@@ -127,7 +127,7 @@ class _Evaluation:
     def __init__(self, traced: TracedStep, layers: Iterable[Layer]) -> None:
         self.program = traced.program
         self.layer_of = {v: layer for layer in layers for v in layer.results}
-        self.backward = Dependence(traced, (), traced.program.equations).backward
+        self.backward = Dependence.of_whole(traced).backward
         self.constants = _constants(traced.program)
 
     def run(self, *arrays: Any) -> list[Any]:

@@ -42,10 +42,11 @@ MOST_PIECES = 64
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """`length` layers, the scans over them, and for every value that is stacked the dimension that counts them."""
+    """`length` layers, the scans over them, which of these go back, and the dimension of every stacked value that counts them."""
 
     length: int
     scans: tuple[LoopEquation, ...]
+    backward: frozenset[Equation]
     dims: Mapping[Var, int]
 
 
@@ -60,11 +61,12 @@ class ForwardWork:
 
 def find_stacks(traced: TracedStep) -> tuple[Stack, ...]:
     """The stacks whose layers can be divided, in the order of their forward scans."""
-    forward = [eqn for eqn in _forward_equations(traced) if is_scan(eqn)]
+    whole = Dependence.of_whole(traced)
+    forward = [eqn for eqn in whole.forward() if is_scan(eqn)]
     if not forward:
         return ()
     groups = _dimensions_together(traced).groups()
-    stacks = [stack for nodes in groups if (stack := _stack(traced, nodes)) is not None]
+    stacks = [stack for nodes in groups if (stack := _stack(traced, nodes, whole.backward)) is not None]
     first = {id(stack): next((i for i, eqn in enumerate(forward) if eqn in stack.scans), None) for stack in stacks}
     usable = [stack for stack in stacks if first[id(stack)] is not None]
     return tuple(sorted(usable, key=lambda stack: first[id(stack)] or 0))
@@ -73,7 +75,7 @@ def find_stacks(traced: TracedStep) -> tuple[Stack, ...]:
 def forward_work(traced: TracedStep, stacks: Sequence[Stack]) -> tuple[ForwardWork, ...]:
     """The forward pass in order, as the stages' chain has it, without planning its microbatches."""
     number: dict[Equation, int] = {eqn: i for i, stack in enumerate(stacks) for eqn in stack.scans}
-    return tuple(ForwardWork(eqn, _flops(eqn), number.get(eqn)) for eqn in _forward_equations(traced))
+    return tuple(ForwardWork(eqn, _flops(eqn), number.get(eqn)) for eqn in Dependence.of_whole(traced).forward())
 
 
 def cuts_for_stages(traced: TracedStep, num_stages: int) -> ScanCuts:
@@ -111,10 +113,6 @@ def factor_dims(operand: Operand, factor: str) -> list[int]:
     return [d for d, dim in enumerate(operand) if dim[:1] == (factor,)]
 
 
-def _forward_equations(traced: TracedStep) -> list[Equation]:
-    return Dependence(traced, (), traced.program.equations).forward()
-
-
 def _flops(eqn: Equation) -> float:
     if not isinstance(eqn, LoopEquation):
         return flops_of(eqn, rule_for(eqn))
@@ -141,7 +139,7 @@ def _indexed_by(eqn: Equation, rule: FactorRule, factor: str) -> list[Node]:
     return [(v, d) for v, dims in pairs if not isinstance(v, JaxLiteral) for d in factor_dims(dims, factor)]
 
 
-def _stack(traced: TracedStep, nodes: Sequence[Node]) -> Stack | None:
+def _stack(traced: TracedStep, nodes: Sequence[Node], backward: frozenset[Equation]) -> Stack | None:
     scans = tuple(node for node in nodes if isinstance(node, LoopEquation))
     lengths = {eqn.loop.trips for eqn in scans}
     if len(lengths) != 1:
@@ -155,7 +153,7 @@ def _stack(traced: TracedStep, nodes: Sequence[Node]) -> Stack | None:
     if any(roles.get(v) == "batch" for v in found) or not any(_is_weight(v, roles) for v in found):
         return None
     dims = {v: ds[0] for v, ds in found.items() if len(ds) == 1 and v.aval.shape[ds[0]] % length == 0}
-    return Stack(length, scans, dims)
+    return Stack(length, scans, backward.intersection(scans), dims)
 
 
 def _is_weight(v: Var, roles: Mapping[Var, str]) -> bool:
