@@ -132,7 +132,6 @@ class TimeLoop:
         self._equations = {phase: plan.of_phase(phase) for phase in ("prologue", "body", "epilogue")}
         made_before = (v for eqn in self._equations["prologue"] for v in eqn.outvars)
         self._known = frozenset((*self.program.invars, *made_before))
-        self._made_in_body = {v for eqn in self._equations["body"] for v in eqn.outvars}
         self.sliced = self._sliced_inputs()
         self.body_operands = self._operands_of("body")
         self.results = self._results()

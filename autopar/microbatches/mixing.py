@@ -20,9 +20,6 @@ from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for, flops_of, has_rule
 
-FEW = 0.25
-"""Which part of the heavy work on rearranged examples may stay outside the body: a look at a few of them, not the step itself."""
-
 
 @dataclasses.dataclass(frozen=True)
 class MixedExamples:

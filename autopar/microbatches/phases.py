@@ -14,10 +14,10 @@ It is one problem of the intra-operator kind: each equation chooses a phase and,
     body -> body           only what needs no communication: no microbatch sees another
     body -> prologue, epilogue -> body, epilogue -> prologue      impossible
 
-and it minimises the bytes and operations executed plus `RESIDENT` times the bytes of examples that stay; heavy work on examples
-belongs into the body whatever it costs, but for a `LITTLE` that mixes them. All nodes of a loop of the user's share a phase. What
-can go wrong: a step that mixes examples, such as batch normalisation; then its heavy operations do not fit into the body, and
-`MixedExamples` names the operation that mixes and the user's line.
+It minimises the bytes moved and operations executed, plus a cost for each byte of examples that stays in memory. Heavy work on
+examples stays in the body at any cost, except for a small part of it that mixes examples. The weights are in `tuning.py`. All
+nodes of a loop that the user wrote share a phase. What can go wrong: a step mixes examples, as batch normalisation does. Its
+heavy operations then do not fit into the body, and `MixedExamples` names the operation that mixes them and its line.
 """
 
 from __future__ import annotations
@@ -38,26 +38,13 @@ from autopar.intra_op.choices.strategies import ShardingStrategy
 from autopar.intra_op.lowering.assignment import assign
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.microbatches.examples import example_factors
-from autopar.microbatches.mixing import FEW, MixedExamples, find_mixing
+from autopar.microbatches.mixing import MixedExamples, find_mixing
 from autopar.microbatches.time_plan import Phase, TimePlan
+from autopar.microbatches.tuning import TUNING, Tuning
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
 from autopar.rules.table import entry_for, flops_of
 from autopar.solver.repeated_layers import ChoiceProblem
-
-RESIDENT = 8.0
-"""What a byte of examples that stays costs, in bytes moved: enough that slices of the batch are worth the loop."""
-ON_EXAMPLES = 2.0
-"""How much more work on examples costs outside the body, so that a leaf of the batch is read in slices if it can be."""
-PROLOGUE_BYTES = 1.0
-"""What an equation costs more in the prologue, so that what only the update needs is done there."""
-LITTLE = 0.01
-"""Which part of the heavy work on examples may stay outside the body though it mixes them: a correlation among the metrics."""
-LESS_FOR_LITTLE = 16.0
-"""How much less it weighs if a product of so little work stays outside than if a larger one does."""
-STRICTLY = 8.0
-"""How much more it weighs than for rearranged ones if heavy work on examples stays outside the body."""
-_FLOPS_PER_BYTE = 100.0
 
 
 def plan_time(
@@ -66,18 +53,48 @@ def plan_time(
     *,
     late_sums: bool = False,
     known: Mapping[Equation, Phase] | None = None,
+    tuning: Tuning = TUNING,
 ) -> TimePlan | MixedExamples:
     """The phases of a step, or why it has none.
 
-    `late_sums`: terms are added up after the loop only, each in an accumulator of its own, as pipeline stages need it that hold
-    the terms of one sum (the gradient of a tied weight). `known`: phases of outermost equations that are not to be searched.
+    Args:
+        late_sums: terms are added up only after the loop, each in an accumulator of its own. Pipeline stages need this, because
+            they may hold different terms of one sum, such as the gradient of a tied weight.
+        known: phases of outermost equations that are not to be searched.
     """
-    mesh = LogicalMesh((microbatches,), ("time",))
-    program = traced.program
-    machine = Cluster.uniform((0.0,), (0.0,), flops_per_s=_FLOPS_PER_BYTE, memory_bytes_per_s=1.0)
-    options = PlannerOptions(allow_redundant_compute=True, kinds=frozenset())
     rules = RuleBook()
-    graph = build_graph(
+    graph = _graph_over_time(traced, microbatches, rules, tuning)
+    examples = example_factors(traced, rules)
+    loosely = example_factors(traced, rules, loosely=True)
+    problem = _PhaseProblem(
+        graph, microbatches, examples, loosely=loosely, late_sums=late_sums, known=known or {}, tuning=tuning
+    )
+    found = ChoiceProblem(problem.costs(), problem.edges(), is_proven=False).choose()
+    assert found is not None
+    if not np.isfinite(found.seconds) and known:
+        return plan_time(traced, microbatches, late_sums=late_sums, tuning=tuning)
+    if not np.isfinite(found.seconds):
+        raise AssertionError("a step can always run whole, before the loop")
+    phases = {n.equation: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.equation}
+    phases |= {n.loop: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.loop}
+    plan = TimePlan(
+        microbatches,
+        {eqn: phases.get(eqn, "epilogue") for eqn in traced.program.equations},
+        assign(graph, [problem.strategy(v, p) for v, p in enumerate(found.numbers)]),
+    )
+    mixed = find_mixing(traced, plan, examples, allowed=tuning.little)
+    if mixed is None and microbatches > 1:
+        mixed = find_mixing(traced, plan, loosely, allowed=tuning.few)
+    return mixed or plan
+
+
+def _graph_over_time(traced: TracedStep, microbatches: int, rules: RuleBook, tuning: Tuning) -> StrategyGraph:
+    """The strategies of the step on a mesh of microbatches, on which every input and output of the step is whole."""
+    mesh = LogicalMesh((microbatches,), ("time",))
+    machine = Cluster.uniform((0.0,), (0.0,), flops_per_s=tuning.flops_per_byte, memory_bytes_per_s=1.0)
+    options = PlannerOptions(allow_redundant_compute=True, kinds=frozenset())
+    program = traced.program
+    return build_graph(
         program,
         mesh,
         machine,
@@ -86,29 +103,9 @@ def plan_time(
         output_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.outvars],
         catalogue=Catalogue(mesh, machine, options, rules),
     )
-    examples = example_factors(traced, rules)
-    loosely = example_factors(traced, rules, loosely=True)
-    problem = _Problem(graph, microbatches, examples, loosely=loosely, late_sums=late_sums, known=known or {})
-    found = ChoiceProblem(problem.costs(), problem.edges(), is_proven=False).choose()
-    assert found is not None
-    if not np.isfinite(found.seconds) and known:
-        return plan_time(traced, microbatches, late_sums=late_sums)
-    if not np.isfinite(found.seconds):
-        raise AssertionError("a step can always run whole, before the loop")
-    phases = {n.equation: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.equation}
-    phases |= {n.loop: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.loop}
-    plan = TimePlan(
-        microbatches,
-        {eqn: phases.get(eqn, "epilogue") for eqn in program.equations},
-        assign(graph, [problem.strategy(v, p) for v, p in enumerate(found.numbers)]),
-    )
-    mixed = find_mixing(traced, plan, examples, allowed=LITTLE)
-    if mixed is None and microbatches > 1:
-        mixed = find_mixing(traced, plan, loosely, allowed=FEW)
-    return mixed or plan
 
 
-class _Problem:
+class _PhaseProblem:
     """The strategy graph of the time mesh with two more choices per node: whole in the prologue, whole in the epilogue."""
 
     def __init__(
@@ -120,14 +117,15 @@ class _Problem:
         loosely: Mapping[Equation, frozenset[str]],
         late_sums: bool,
         known: Mapping[Equation, Phase],
+        tuning: Tuning,
     ) -> None:
+        self.tuning = tuning
         self.graph, self.microbatches, self.late_sums, self._known = graph, microbatches, late_sums, known
         self._on_examples = {eqn for eqn, factors in examples.items() if factors}
         self._loosely = {eqn for eqn, factors in loosely.items() if factors}
         self._little = self._of_little_work()
-        self._finish: dict[int, np.ndarray] = {}
         self._extended: dict[tuple[int, ...], np.ndarray] = {}
-        self._last_uses = _uses_between(graph)
+        self._largest_uses = _uses_between(graph)
 
     def _of_little_work(self) -> set[Equation]:
         """Heavy operations on examples of so little work that one of them may stay outside the body."""
@@ -137,7 +135,7 @@ class _Problem:
             if node.equation is not None and node.rule is not None
             if node.equation in self._loosely and entry_for(node.equation).heavy
         }
-        return {eqn for eqn, flops in work.items() if flops <= LITTLE * sum(work.values())}
+        return {eqn for eqn, flops in work.items() if flops <= self.tuning.little * sum(work.values())}
 
     def _count(self, node: int) -> int:
         return len(self.graph.nodes[node].choices.strategies)
@@ -163,25 +161,27 @@ class _Problem:
     def costs(self) -> list[np.ndarray]:
         """Bytes per choice: moved, and staying. Work on examples outside the body costs more; heavy work, more than all else."""
         costs = []
-        forbidding = 4 * self.microbatches * RESIDENT * sum(float(c.max()) for c in self.graph.costs)
+        forbidding = 4 * self.microbatches * self.tuning.resident * sum(float(c.max()) for c in self.graph.costs)
         for node, base in zip(self.graph.nodes, self.graph.costs, strict=True):
             if self._only(node) is not None:
                 costs.append(np.zeros(1))
                 continue
             inside, whole = self.microbatches * base, base[0]
             if node.equation in self._on_examples:
-                inside = inside + RESIDENT * node.choices.out_bytes
-                whole = ON_EXAMPLES * (whole + RESIDENT * node.choices.out_bytes[0])
+                inside = inside + self.tuning.resident * node.choices.out_bytes
+                whole = self.tuning.on_examples * (whole + self.tuning.resident * node.choices.out_bytes[0])
             if node.equation in self._loosely and entry_for(node.equation).heavy:
                 undivided = np.array([s.ways < self.microbatches for s in node.choices.strategies])
-                penalty = forbidding if node.equation in self._on_examples else forbidding / STRICTLY
-                penalty *= 1.0 if node.equation in self._little else LESS_FOR_LITTLE
+                penalty = forbidding if node.equation in self._on_examples else forbidding / self.tuning.strictly
+                penalty *= 1.0 if node.equation in self._little else self.tuning.less_for_little
                 inside, whole = inside + penalty * undivided, whole + penalty
             if self.late_sums and node.equation is not None and node.loop is None:
                 inside = inside + forbidding * np.array(
                     [_adds_terms(node.equation, s) for s in node.choices.strategies]
                 )
-            costs.append(np.array([*inside, whole + PROLOGUE_BYTES, whole]) + self._excluded(node, len(inside)))
+            costs.append(
+                np.array([*inside, whole + self.tuning.prologue_bytes, whole]) + self._excluded(node, len(inside))
+            )
         return costs
 
     def _excluded(self, node: Node, inside: int) -> np.ndarray:
@@ -202,7 +202,7 @@ class _Problem:
     def _between(self, pair: tuple[int, int], base: np.ndarray) -> np.ndarray:
         u, v = (self.graph.nodes[i] for i in pair)
         key = (id(base), id(u.choices), id(v.choices), *(self._kind(n) for n in (u, v)), int(self._same_loop(u, v)))
-        use = self._last_uses[pair]
+        use = self._largest_uses[pair]
         key = (*key, use.source.output, int(use.source.stacked), int(is_opaque(use.aval)))
         if key not in self._extended:
             self._extended[key] = self._inside_a_loop(base) if self._same_loop(u, v) else self._across(pair, base, use)
@@ -239,8 +239,8 @@ class _Problem:
     def _finishing(self, strategies: Sequence[ShardingStrategy], use: Use) -> np.ndarray:
         """Bytes to combine terms in every microbatch, or to join slices once; and the whole result stays."""
         size = float(np.prod(use.aval.shape, dtype=np.int64)) * itemsize_of(use.aval)
-        joined = (2.0 + RESIDENT) * size
-        combined = (3.0 * self.microbatches + RESIDENT) * size
+        joined = (2.0 + self.tuning.resident) * size
+        combined = (3.0 * self.microbatches + self.tuning.resident) * size
         return np.array([joined if s.outputs[use.source.output].sharded_axes else combined for s in strategies])
 
 
@@ -280,6 +280,3 @@ def _unconnected(graph: StrategyGraph) -> list[tuple[int, int]]:
                 pairs.append((anchor, number))
                 parts.join((anchor, number))
     return pairs
-
-
-# Which operations index examples, and which of them mix examples.

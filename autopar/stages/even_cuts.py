@@ -1,8 +1,8 @@
 """Where to cut the chain of forward operations into stages of equal work, if nothing else says it.
 
-In: the forward chain (`stages.forward_chain`) and how many stages. Out: places of the chain, at the user's layer boundaries if
-there are any, else near equal shares of the work where few bytes cross. What can go wrong: one operation is much more than a
-stage's share; a warning names it.
+In: the forward chain (`chain.forward_chain`) and the number of stages. Out: places of the chain: the user's layer boundaries if
+there are any, otherwise places near equal shares of the work where few bytes cross. What can go wrong: one operation is much
+more than a stage's share; a warning names it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from autopar.errors import ArgumentError, warn
 from autopar.program.layer_boundary import layer_boundary_p
 from autopar.program.loops import LoopEquation
 from autopar.stages.chain import ForwardEquation
-
-SLACK = 0.3
-"""By what part of a stage's work a cut may move to where fewer bytes cross."""
+from autopar.stages.tuning import TUNING, Tuning
 
 ACCUMULATED_BY_HAND = (
     ". If the step adds up gradients in a lax.scan over parts of the batch, compute the loss of the whole batch instead and "
@@ -26,14 +24,14 @@ ACCUMULATED_BY_HAND = (
 )
 
 
-def even_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, ...]:
-    """Places that share the work equally, moved by at most `SLACK` of a share to where the fewest bytes cross."""
+def even_cuts(chain: Sequence[ForwardEquation], num_stages: int, *, tuning: Tuning = TUNING) -> tuple[int, ...]:
+    """Places that share the work equally, moved by at most `tuning.slack` of a share to where the fewest bytes cross."""
     done = np.cumsum([0.0, *(e.flops for e in chain)])
     share = done[-1] / num_stages
     cuts: list[int] = []
     for k in range(1, num_stages):
         first = cuts[-1] + 1 if cuts else 1
-        window = [i for i in range(first, len(chain)) if abs(done[i] - k * share) <= SLACK * share]
+        window = [i for i in range(first, len(chain)) if abs(done[i] - k * share) <= tuning.slack * share]
         if not window:
             window = [min(range(first, len(chain)), key=lambda i: abs(done[i] - k * share), default=0)]
         if window == [0] or len(chain) - window[0] < num_stages - k:

@@ -6,12 +6,15 @@ layer's flops and c(p) the bytes that a cut before place p sends,
     B(k, q) = min over p < q with flops(p, q) <= U, or q = p + 1, of B(k - 1, p) + c(p)       c(0) = 0
     answer    min over k <= max_layers of B(k, n);  among equals the least sum of squared flops, then fewer and earlier cuts
 
-U is (1 + slack) total / max_layers; if no clustering with so few layers meets it, it is the smallest that can be met. Of
-places of equal bytes with next to no flops between them only the first is a candidate, so that equal blocks are cut alike.
-A chain of up to EXACT_PLACES equations is solved exactly but for that. In a longer one the candidates are the cheapest (then the
-first) place in each stretch of U / STRETCHES flops, both ends of an equation above U, and the places that must be cuts; so time
-hardly grows with the chain. What can go wrong: a chain whose cheap places are further apart than U; then a layer begins inside a
-block, at the cheapest place there.
+U is (1 + slack) total / max_layers. If no clustering with so few layers meets it, U is the smallest bound that can be met.
+
+Not every place is a candidate for a cut; the numbers are in `tuning.py`. Of places of equal bytes with next to no flops between
+them only the first is one, so that equal blocks are cut alike. A chain of up to `exact_places` equations is otherwise solved
+exactly. In a longer one the candidates are the cheapest (then the first) place in each stretch of U / `stretches` flops, both
+ends of an equation above U, and the places that must be cuts. Time then hardly grows with the chain.
+
+What can go wrong: the cheap places of a chain are further apart than U. A layer then begins inside a block, at the cheapest place
+there.
 """
 
 from __future__ import annotations
@@ -23,17 +26,16 @@ import numpy as np
 
 from autopar.errors import ArgumentError
 from autopar.stages.chain import ForwardEquation
-
-EXACT_PLACES = 1024
-"""Up to this many equations every place is a candidate."""
-STRETCHES = 32
-"""In a longer chain: candidates per layer."""
-SAME_PLACE = 0.01
-"""Flops between two places of equal bytes, as a part of U, up to which they count as one."""
+from autopar.stages.tuning import TUNING, Tuning
 
 
 def cluster(
-    chain: Sequence[ForwardEquation], *, max_layers: int, slack: float = 0.2, boundaries: Sequence[int] = ()
+    chain: Sequence[ForwardEquation],
+    *,
+    max_layers: int,
+    slack: float = 0.2,
+    boundaries: Sequence[int] = (),
+    tuning: Tuning = TUNING,
 ) -> tuple[int, ...]:
     """Ascending places in (0, len(chain)) where layers begin: at most `max_layers`, or as many as `boundaries` ask for.
 
@@ -47,7 +49,7 @@ def cluster(
     cut_bytes = np.array([0.0, *(e.cut_bytes for e in chain[1:]), 0.0])
     layers = max(max_layers, len(forced) + 1)
     bound = (1 + slack) * before[-1] / layers
-    places = _candidates(before, cut_bytes, bound=bound, forced=forced)
+    places = _candidates(before, cut_bytes, bound=bound, forced=forced, tuning=tuning)
     task = _Clustering(places, before[places], cut_bytes[places], np.searchsorted(places, forced), layers)
     return task.solve(task.attainable(bound))
 
@@ -65,7 +67,9 @@ def _check(chain: Sequence[ForwardEquation], *, max_layers: int, slack: float, b
         raise ArgumentError("Layers cannot be made like this:\n" + "\n".join(f"  - {line}" for line in wrong))
 
 
-def _candidates(before: np.ndarray, cut_bytes: np.ndarray, *, bound: float, forced: Sequence[int]) -> np.ndarray:
+def _candidates(
+    before: np.ndarray, cut_bytes: np.ndarray, *, bound: float, forced: Sequence[int], tuning: Tuning
+) -> np.ndarray:
     """Ascending places, the first and the last of the chain among them; see the module's text."""
     count = len(before) - 1
     heavy = np.flatnonzero(np.diff(before) > bound)
@@ -73,15 +77,17 @@ def _candidates(before: np.ndarray, cut_bytes: np.ndarray, *, bound: float, forc
     if bound <= 0:
         return np.unique(needed)
     places = np.arange(count + 1)
-    if count > EXACT_PLACES:
-        stretch = np.floor(before / (bound / STRETCHES))
+    if count > tuning.exact_places:
+        stretch = np.floor(before / (bound / tuning.stretches))
         order = np.lexsort((places, cut_bytes, stretch))
         cheapest = order[np.unique(stretch[order], return_index=True)[1]]
         places = np.unique(np.concatenate([needed, cheapest]))
     kept = [0]
     fixed = set(needed.tolist())
     for place in places[1:].tolist():
-        alike = cut_bytes[place] == cut_bytes[kept[-1]] and before[place] - before[kept[-1]] <= SAME_PLACE * bound
+        alike = (
+            cut_bytes[place] == cut_bytes[kept[-1]] and before[place] - before[kept[-1]] <= tuning.same_place * bound
+        )
         if place in fixed or not alike:
             kept.append(place)
     return np.array(kept)

@@ -34,11 +34,7 @@ from autopar.stages.chain import chain_of
 from autopar.stages.dependence import Dependence
 from autopar.stages.layers import cluster
 from autopar.stages.scan_stacks import forward_work
-
-COUNTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
-"""Numbers of layers that are tried."""
-SMALL_BYTES = 1024
-"""Results up to this size are kept."""
+from autopar.stages.tuning import TUNING, Tuning
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,20 +45,20 @@ class Layer:
     results: frozenset[Var]
 
 
-def recomputed_step(traced: TracedStep, *, small_bytes: int = SMALL_BYTES) -> TracedStep:
+def recomputed_step(traced: TracedStep, *, tuning: Tuning = TUNING) -> TracedStep:
     """The step with layers' forward work done again in backward; itself if there is nothing that pays."""
-    layers = layers_to_recompute(traced, small_bytes=small_bytes)
+    layers = layers_to_recompute(traced, tuning=tuning)
     if not layers:
         return traced
     return retrace(traced, traced.inputs, _Evaluation(traced, layers).run)
 
 
-def layers_to_recompute(traced: TracedStep, *, small_bytes: int = SMALL_BYTES) -> tuple[Layer, ...]:
-    """The layers, in the order of forward; see the module's text. Results of at most `small_bytes` are kept."""
-    divided = _Division(traced, small_bytes)
+def layers_to_recompute(traced: TracedStep, *, tuning: Tuning = TUNING) -> tuple[Layer, ...]:
+    """The layers, in the order of forward; see the module's text. Results of at most `tuning.kept_bytes` are kept."""
+    divided = _Division(traced, tuning.kept_bytes)
     most = sum(map(bytes_of, divided.read_by_backward))
     found: list[tuple[float, tuple[Layer, ...]]] = [(most, ())]
-    for count in COUNTS:
+    for count in tuning.recomputed_layers:
         if most and 2 * count <= len(divided.chain):
             found.append(divided.at(cluster(divided.chain, max_layers=count)))
     return min(found, key=lambda pair: pair[0])[1]
@@ -71,8 +67,8 @@ def layers_to_recompute(traced: TracedStep, *, small_bytes: int = SMALL_BYTES) -
 class _Division:
     """What backward reads of forward, and what of it is kept where the forward chain is cut."""
 
-    def __init__(self, traced: TracedStep, small_bytes: int) -> None:
-        self.small_bytes = small_bytes
+    def __init__(self, traced: TracedStep, kept_bytes: int) -> None:
+        self.kept_bytes = kept_bytes
         self.kinds = Dependence.of_whole(traced)
         flops = {work.equation: work.flops for work in forward_work(traced, ())}
         self.chain = chain_of(self.kinds, flops.__getitem__)
@@ -87,7 +83,7 @@ class _Division:
         wanted: dict[int, list[Var]] = {}
         for v in self.read_by_backward:
             at = layer_of.get(v, frozenset())
-            if len(at) == 1 and bytes_of(v) > self.small_bytes:
+            if len(at) == 1 and bytes_of(v) > self.kept_bytes:
                 wanted.setdefault(next(iter(at)), []).append(v)
         layers = {k: self._layer(found, layer_of) for k, found in sorted(wanted.items()) if k < len(cuts)}
         layers = {k: layer for k, layer in layers.items() if not any(eqn.regions for eqn in layer.equations)}

@@ -30,14 +30,12 @@ from autopar.program.step import TracedStep
 from autopar.rules.factor_rule import FactorRule, Operand
 from autopar.rules.table import flops_of, rule_for
 from autopar.stages.dependence import Dependence
+from autopar.stages.tuning import TUNING, Tuning
 
 Node = tuple[Var, int] | Equation
 """A dimension of a value, or the loop of a scan."""
 ScanCuts = tuple[tuple[int, ...], ...]
 """For each stack the layers, ascending, at which it is cut; none leave it whole."""
-
-MOST_PIECES = 64
-"""A search cuts a stack into at most so many pieces, so that a thousand layers take it hardly longer than sixty."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,10 +95,10 @@ def cuts_for_stages(traced: TracedStep, num_stages: int) -> ScanCuts:
     return tuple(tuple(sorted(found)) for found in cuts)
 
 
-def every_layer(traced: TracedStep) -> ScanCuts:
-    """All stacks cut into single layers, long ones into at most `MOST_PIECES` equal groups: where a search may cut."""
+def every_layer(traced: TracedStep, *, tuning: Tuning = TUNING) -> ScanCuts:
+    """All stacks cut into single layers, long ones into at most `tuning.most_pieces` equal groups: where a search may cut."""
     lengths = [stack.length for stack in find_stacks(traced)]
-    return tuple(tuple(range(step, length, step)) for length in lengths for step in (-(-length // MOST_PIECES),))
+    return tuple(tuple(range(step, length, step)) for length in lengths for step in (-(-length // tuning.most_pieces),))
 
 
 def is_scan(eqn: Equation) -> TypeGuard[LoopEquation]:

@@ -19,7 +19,8 @@ from autopar.program.program import Equation
 from autopar.program.trace import trace
 from autopar.stages.chain import ForwardEquation, forward_chain
 from autopar.stages.identical import identical
-from autopar.stages.layers import EXACT_PLACES, cluster
+from autopar.stages.layers import cluster
+from autopar.stages.tuning import TUNING
 
 NO_EQUATION = Equation(jax.lax.add_p, (), (), {}, None)
 
@@ -121,7 +122,7 @@ def test_a_long_chain_is_cut_at_the_cheap_places_of_its_blocks_in_reasonable_tim
     flops = np.where(np.arange(length) % 10 == 5, 1000.0, 1.0)
     cut_bytes = np.where(np.arange(length) == 0, 8.0, 16.0 + rng.integers(0, 4, length))
     chain = chain_of(np.tile(flops, blocks), np.tile(cut_bytes, blocks))
-    assert len(chain) > 40 * EXACT_PLACES
+    assert len(chain) > 40 * TUNING.exact_places
     start = time.perf_counter()
     cuts = cluster(chain, max_layers=50)
     assert time.perf_counter() - start < 20

@@ -18,6 +18,7 @@ from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.program import operands_of
 from autopar.program.trace import trace
 from autopar.stages.recompute_layers import layers_to_recompute, recomputed_step
+from autopar.stages.tuning import Tuning
 from tests import pipeline_steps, zoo
 from tests.oracles import assert_same_as_jit, assert_trees_close
 
@@ -109,7 +110,7 @@ def test_what_is_hard_to_cut_is_recomputed_with_the_same_results(name):
     """These are a few hundred bytes a value, which would be kept."""
     fun, state, batch = getattr(pipeline_steps, name)()
     once = traced(fun, state, batch)
-    again = recomputed_step(once, small_bytes=0)
+    again = recomputed_step(once, tuning=Tuning(kept_bytes=0))
     assert len(again.program.equations) > len(once.program.equations) + 4
     request = PlanRequest((LogicalMesh.of((2,)),), preset("cpu"), None, Constraints(), PlannerOptions())
     planned = plan_step(again, request)

@@ -15,12 +15,12 @@ from autopar.program.evaluate import bind_equation
 from autopar.program.loops import LoopEquation
 from autopar.program.trace import trace
 from autopar.split_array import cut_leaves, join_leaves
-from autopar.stages import scan_stacks
 from autopar.stages.chain import forward_chain
 from autopar.stages.rejoin_scans import rejoin_scans
 from autopar.stages.scan_stacks import cuts_for_stages, every_layer, find_stacks
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import divided_loop
+from autopar.stages.tuning import Tuning
 from tests.oracles import assert_trees_close
 from tests.pipeline_steps import ROWS, WIDTH, rows, trained_on
 from tests.stages import scanned_steps
@@ -160,12 +160,10 @@ def test_single_layers_are_merged_to_the_pieces_that_stages_need():
     assert lengths == [2, 1, 2]
 
 
-def test_long_stacks_are_offered_in_groups_of_layers(monkeypatch):
+def test_long_stacks_are_offered_in_groups_of_layers():
     step = traced(*scanned_steps.values_per_layer())
-    monkeypatch.setattr(scan_stacks, "MOST_PIECES", 2)
-    assert every_layer(step) == ((3,),)
-    monkeypatch.setattr(scan_stacks, "MOST_PIECES", 3)
-    assert every_layer(step) == ((2, 4),)
+    assert every_layer(step, tuning=Tuning(most_pieces=2)) == ((3,),)
+    assert every_layer(step, tuning=Tuning(most_pieces=3)) == ((2, 4),)
 
 
 def test_layers_that_run_from_the_last_to_the_first_are_merged_likewise():
