@@ -50,7 +50,7 @@ from autopar.intra_op.planner import PlannedStep
 from autopar.layouts.constraints import ConstraintsLike, as_constraints
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
-from autopar.program.call import BoundArguments, CallSignature, bind_arguments
+from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments
 from autopar.program.loops import LoopEquation
 from autopar.program.step import require_state, require_state_like
 from autopar.program.trace import trace
@@ -73,7 +73,7 @@ class ParallelStep:
         self._last: CallKey | None = None
         functools.update_wrapper(self, signature.fun, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Run one step; the results equal those of the undecorated function.
 
         The first call with arguments of these shapes traces, plans and compiles. The state is consumed unless `donate_argnums`
@@ -85,18 +85,18 @@ class ParallelStep:
         with undisturbed():
             return self._compile(self._plan(call)).run(leaves)
 
-    def plan(self, *args: Any, **kwargs: Any) -> Plan | PipelinePlan:
+    def plan(self, *args: PyTree, **kwargs: PyTree) -> Plan | PipelinePlan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s; it needs no devices if their number was given."""
         with undisturbed():
             return self._planned[self._plan(bind_arguments(self._signature, args, kwargs))].plan
 
-    def compile(self, *args: Any, **kwargs: Any) -> CompiledStep | CompiledPipeline:
+    def compile(self, *args: PyTree, **kwargs: PyTree) -> CompiledStep | CompiledPipeline:
         """The compiled step for these arguments, arrays or `jax.ShapeDtypeStruct`s."""
         with undisturbed():
             return self._compile(self._plan(bind_arguments(self._signature, args, kwargs)))
 
     @undisturbed()
-    def init_state(self, create_fn: Callable[..., Any], *args: Any) -> Any:
+    def init_state(self, create_fn: Callable[..., PyTree], *args: PyTree) -> Any:
         """Create the state already laid out as the last plan says; no device ever holds all of it.
 
         Args:
@@ -174,7 +174,7 @@ def compile_planned(
 
 
 def parallelize(
-    fun: Callable[..., Any] | None = None,
+    fun: Callable[..., PyTree] | None = None,
     *,
     devices: Sequence[jax.Device] | int | None = None,
     mesh_shape: MeshShape = "auto",
@@ -266,7 +266,7 @@ def parallelize(
     batch, static = check_positions("batch_argnums", batch_argnums), check_positions("static_argnums", static_argnums)
     donate = check_donation(donate_argnums)
 
-    def decorate(step: Callable[..., Any]) -> ParallelStep:
+    def decorate(step: Callable[..., PyTree]) -> ParallelStep:
         if not callable(step):
             raise ArgumentError(f"parallelize takes a function, not a {type(step).__name__} ({step!r})")
         return ParallelStep(CallSignature(step, batch, static, donate), settings)

@@ -20,19 +20,17 @@ weights + f activations <= memory, f the microbatches in flight of its place in 
                        of a t(k, j, z) + c(k, j, z) + F(r - 1, j, d - n(z); x, y)     F(0, L, 0) = 0
     T = min over y of (y + min over x of min over S of F(S, 0, D; x, y) + b(S) x)
 
-x: bisection over the distinct stage times between the least that any choice reaches and the largest that can still pay; an
-interval goes when a F at its upper end plus b times its lower end is worse than the best known. A bound for F that leaves out
-r (a stage fits if it fits at any place) is quick; F itself is computed where that bound allows. y: from infinity down; a
-choice that attains the minimum under y beats all others that do not have a smaller max o. `tolerance` lets intervals go that
-could gain less; `bound_s` then says what no choice beats. Ties: fewer stages, earlier cuts, earlier submeshes in the list.
+x: bisection over the distinct stage times, from the least that any choice reaches to the largest that can still pay. An interval
+is dropped if a F at its upper end plus b times its lower end is worse than the best known. A bound on F that ignores r (a stage
+fits if it fits at any place) is quick; F itself is computed only if that bound allows. y: from infinity down; a choice that
+attains the minimum under y beats all others that do not have a smaller max o. `tolerance` also drops intervals that could gain
+less; `bound_s` is then the time that no choice beats. Ties: fewer stages, then earlier cuts, then earlier submeshes in the list.
 
-What can go wrong: costs that do not add up; whoever made the table plans what was chosen as a whole.
+What can go wrong: costs may not add up over layers, so the caller plans the chosen stages as wholes.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import get_args
@@ -40,7 +38,13 @@ from typing import get_args
 import numpy as np
 
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.inter_op.problem import ChosenStage, Manual, RuledOut, StageChoice, StageProblem
+from autopar.inter_op.describe_choice import (
+    count_ruled_out,
+    describe_stages,
+    explain_nothing_left,
+    explain_out_of_memory,
+)
+from autopar.inter_op.problem import Manual, StageChoice, StageProblem
 from autopar.inter_op.recursion import TIE, Family, Stages, exact, families_of, quick, stages_of
 from autopar.inter_op.submeshes import place, submeshes, tiles
 from autopar.schedules.schedules import ScheduleName
@@ -49,9 +53,9 @@ from autopar.schedules.schedules import ScheduleName
 def choose_stages(
     problem: StageProblem, *, manual: Manual | None = None, tolerance: float = 0.0, explain: bool = True
 ) -> StageChoice:
-    """The fastest choice that fits; up to `tolerance` (relative) of the fastest.
+    """The fastest choice that fits, to within the relative `tolerance`.
 
-    Raises OutOfMemoryError if nothing fits, and ArgumentError if nothing is left to choose. `explain`: the former names the
+    Raises OutOfMemoryError if nothing fits, and ArgumentError if nothing is left to choose. With `explain` the former names the
     tightest stage of the choice that comes closest, which takes a search of its own.
     """
     manual = manual or Manual()
@@ -64,8 +68,10 @@ def choose_stages(
         possible = [family for family in families if family.is_possible]
         if possible and not explain:
             raise OutOfMemoryError(f"No choice of stages fits into {problem.memory_bytes:,.0f} bytes per device.")
-        raise _out_of_memory(problem, possible) if possible else ArgumentError(_nothing_left(problem, manual))
-    return _choice(problem, best, families)
+        if possible:
+            raise OutOfMemoryError(explain_out_of_memory(problem, possible))
+        raise ArgumentError(explain_nothing_left(problem, manual))
+    return _describe(problem, best, families)
 
 
 def _check(problem: StageProblem, manual: Manual) -> None:
@@ -105,7 +111,7 @@ class _Best:
 
     @property
     def worth_s(self) -> float:
-        """What a choice must not exceed to matter."""
+        """Seconds that a choice must not exceed to matter."""
         return self.step_s * (1 - self.tolerance) * (1 + TIE) if self.stages else math.inf
 
     def offer(self, step_s: float, stages: Stages, family: Family) -> None:
@@ -134,7 +140,7 @@ class _FamilySearch:
         self.transfer = family.transfer_s
         self.least_b = min(family.slowest)
         self.hopeless = dict.fromkeys(family.counts, -math.inf)
-        """By S: so many stages do not fit under this limit of t or a lower one."""
+        """By S: that number of stages does not fit under this limit of t or a lower one."""
         self.least_once = quick(np.where(np.isfinite(self.quick), self.once, np.inf), family, np.maximum)
 
     def run(self) -> None:
@@ -151,15 +157,15 @@ class _FamilySearch:
             once_s = float(np.nextafter(self.max_once(found), -math.inf))
 
     def strict_table(self, in_flight: Sequence[int]) -> np.ndarray:
-        """t (option, k, j, r - 1) of what fits with so many microbatches in flight."""
+        """t (option, k, j, r - 1) with this many microbatches in flight; infinite if a stage does not fit."""
         fits = self.family.bytes(in_flight) <= self.family.problem.memory_bytes
         return self.family.stage_s(self.family.open_places()[..., : len(in_flight)] & fits)
 
     def fits(self, stages: Stages) -> bool:
-        """Whether the memory is enough."""
+        """Whether all stages fit the memory."""
         return all(
             stage.peak_bytes * self.family.chunks <= self.family.problem.memory_bytes
-            for stage in _chosen(stages, self.family)
+            for stage in describe_stages(stages, self.family)
         )
 
     def max_once(self, stages: Stages) -> float:
@@ -177,7 +183,7 @@ class _FamilySearch:
         return self.family.slowest[self.family.counts.index(count)]
 
     def limited(self, table: np.ndarray, *, stage_s: float, once_s: float) -> np.ndarray:
-        """a t + c of a table of t, with what exceeds the limits taken out."""
+        """a t + c of a table of t; infinite if a stage exceeds a limit."""
         once, transfer = (one if table.ndim == 3 else one[..., None] for one in (self.once, self.transfer))
         return np.where((table <= stage_s) & (once <= once_s), self.family.fill * table + transfer, np.inf)
 
@@ -193,7 +199,7 @@ class _Round:
 
     @property
     def _worth(self) -> float:
-        """What a sum + b x must not exceed to matter."""
+        """Seconds that a sum + b x must not exceed to matter."""
         return min(self.value * (1 + TIE), self.search.best.worth_s - self.search.least_once)
 
     def run(self) -> Stages | None:
@@ -207,7 +213,7 @@ class _Round:
         return self.stages
 
     def _bisect(self, floor: float) -> None:
-        """`floor`, of an interval of times without its ends: what F is at least there."""
+        """Search the intervals between the stage times; `floor` is a bound on F between the first and the last of them."""
         times, b = self.search.times, self.search.least_b
         waiting = [(0, len(times), floor)]
         while waiting:
@@ -225,7 +231,7 @@ class _Round:
         return quick(self._limited(self.search.quick, stage_s), self.family, np.add)
 
     def _try(self, stage_s: float) -> float:
-        """Offer the best choices under a limit of t; what F is at least under it."""
+        """Offer the best choices under a limit of t; returns a bound on F under it."""
         floor = self._floor(stage_s)
         if not math.isfinite(floor) or floor + self.search.least_b * stage_s > self._worth:
             return floor
@@ -241,12 +247,12 @@ class _Round:
             if at in alone or self.search.fits(stages):
                 self._offer(stages)
                 break
-            # This many stages keep more than fewer or more of them do: ask again for this number alone.
+            # The table assumed the fewest microbatches in flight of any number of stages: ask again for this number alone.
             sums[at], alone[at] = self._alone(counts[at], stage_s)
         return float(sums.min())
 
     def _alone(self, count: int, stage_s: float) -> tuple[float, Stages]:
-        """F of one S with its own microbatches in flight, and the stages; where none fit, notes whether slower ones would."""
+        """F of one S with its own microbatches in flight, and the stages; if none fit, notes whether slower ones would."""
         strict = self.search.strict_table(self.family.in_flight[count])
         table = self._limited(strict, stage_s)
         best = exact(table, self.family, np.add)
@@ -267,15 +273,15 @@ class _Round:
         self.search.best.offer(value + self.search.max_once(stages), stages, self.family)
 
 
-def _choice(problem: StageProblem, best: _Best, families: Sequence[Family]) -> StageChoice:
+def _describe(problem: StageProblem, best: _Best, families: Sequence[Family]) -> StageChoice:
     assert best.stages is not None
     assert best.family is not None
-    stages = _chosen(best.stages, best.family)
+    stages = describe_stages(best.stages, best.family)
     meshes = len(stages) // best.family.chunks
     slowest = max(range(len(stages)), key=lambda s: stages[s].stage_s)
     devices = place([s.submesh for s in stages[:meshes]], *problem.cluster)
     assert devices is not None
-    ruled_out = _ruled_out(families, stages[slowest].stage_s)
+    ruled_out = count_ruled_out(families, stages[slowest].stage_s)
     bound_s = best.step_s * (1 - best.tolerance)
     return StageChoice(
         stages=stages,
@@ -284,78 +290,4 @@ def _choice(problem: StageProblem, best: _Best, families: Sequence[Family]) -> S
         bottleneck=slowest,
         ruled_out=ruled_out,
         devices=devices,
-    )
-
-
-def _chosen(stages: Stages, family: Family) -> tuple[ChosenStage, ...]:
-    problem, count = family.problem, len(stages)
-    costs = problem.costs
-    return tuple(
-        ChosenStage(
-            first_layer=i,
-            end_layer=j,
-            mesh=s % (count // family.chunks),
-            option=z,
-            submesh=problem.options[z],
-            stage_s=float(costs.seconds[z, i, j]),
-            once_s=float(costs.once_s[z, i, j]),
-            in_flight=family.in_flight[count][count - 1 - s],
-            weight_bytes=float(costs.weight_bytes[z, i, j]),
-            activation_bytes=float(costs.activation_bytes[z, i, j]),
-        )
-        for s, (i, j, z) in enumerate(stages)
-    )
-
-
-def _ruled_out(families: Sequence[Family], slowest_s: float) -> RuledOut:
-    problem = families[0].problem
-    spans = np.broadcast_to(
-        np.triu(np.ones((problem.layers, problem.layers + 1), bool), 1), problem.costs.seconds.shape
-    )
-    planned = np.isfinite(problem.costs.seconds) & spans
-    open_, fits, fast = (np.zeros_like(planned) for _ in range(3))
-    for family in families:
-        places = family.open_places()
-        within = places & (family.bytes(family.least_in_flight()) <= problem.memory_bytes)
-        open_ |= places.any(axis=3)
-        fits |= within.any(axis=3)
-        fast |= (family.stage_s(within) <= slowest_s * (1 + TIE)).any(axis=3)
-    counts = [int(part.sum()) for part in (spans, planned, open_, fits, fast)]
-    no_plan, decided, memory, too_slow = (more - fewer for more, fewer in itertools.pairwise(counts))
-    return RuledOut(considered=counts[0], no_plan=no_plan, decided=decided, memory=memory, too_slow=too_slow)
-
-
-def _nothing_left(problem: StageProblem, manual: Manual) -> str:
-    decided = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(manual).items() if v is not None) or "nothing"
-    return (
-        f"No choice of stages is left: {problem.layers} layers on {problem.cluster[0]} nodes x {problem.cluster[1]} devices, "
-        f"schedule {problem.schedule!r} with {problem.microbatches} microbatches, decided by hand: {decided}. A stage needs a "
-        "layer and a submesh with a plan, and the stages must use all devices; 'interleaved' also needs a number of meshes that "
-        "divides devices and microbatches. Decide less by hand, or allow more layers."
-    )
-
-
-def _out_of_memory(problem: StageProblem, families: Sequence[Family]) -> OutOfMemoryError:
-    """Names the tightest stage of the choice whose tightest stage needs least."""
-    least, needed = math.inf, None
-    for family in families:
-        for count in family.counts:
-            kept = family.in_flight[count]
-            table = np.where(family.open_places()[..., :count], family.bytes(kept), np.inf)
-            if quick(table.min(axis=3), family, np.maximum) < least:
-                best = exact(table, family, np.maximum)
-                if best[0, count, family.total] < least:
-                    least = float(best[0, count, family.total])
-                    stages = _chosen(stages_of(best, table, family=family, count=count, combine=np.maximum), family)
-                    needed = max(stages, key=lambda stage: stage.peak_bytes), stages.index, count, family.chunks
-    assert needed is not None
-    stage, number_of, count, chunks = needed
-    shared = f", and a device holds {chunks} chunks" if chunks > 1 else ""
-    return OutOfMemoryError(
-        f"No choice of stages fits into {problem.memory_bytes:,.0f} bytes per device. The one that comes closest has {count} "
-        f"stage{'s' if count > 1 else ''}; its stage {number_of(stage)}, layers {stage.first_layer} to {stage.end_layer - 1} on "
-        f"a submesh of {stage.submesh[0]} x {stage.submesh[1]} devices, needs {stage.peak_bytes:,.0f} bytes per device"
-        f"{shared}: {stage.weight_bytes:,.0f} of parameters, optimizer state and gradients, and {stage.in_flight} x "
-        f"{stage.activation_bytes:,.0f} of activations, one for each microbatch in flight. More microbatches (now "
-        f"{problem.microbatches}), recompute='layer', schedule='1f1b' (now {problem.schedule!r}) or more devices need less."
     )

@@ -35,7 +35,7 @@ REPEATED_FORWARD = 4 / 3
 """Work of a step that does forward work again in backward, over that of one that keeps it: forward is a third of the latter."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _OneOrStages:
     """A step to plan both ways, and for what."""
 
@@ -75,7 +75,7 @@ def plan_one_or_stages(
     traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int, tuning: Tuning = TUNING
 ) -> PlannedStep | PlannedPipeline:
     """The faster of the two. Raises OutOfMemoryError if neither fits, and what `plan_on_one_mesh` raises."""
-    comparison = _OneOrStages(traced, wishes, request, devices, tuning)
+    comparison = _OneOrStages(traced=traced, wishes=wishes, request=request, devices=devices, tuning=tuning)
     nodes, _ = machine_shape(request.cluster, devices)
     return _plan_across_nodes(comparison) if nodes > 1 else _plan_on_one_node(comparison)
 

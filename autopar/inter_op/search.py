@@ -75,19 +75,15 @@ def search_stages(
     """The best stages in the best of these timetables, with or without recomputation.
 
     Args:
-        loop_of: the step in a number of microbatches.
-        request: the machine, the memory limit, the constraints.
+        loop_of: the step in a number of microbatches; the search begins with that of the first timetable.
+        request: the machine, the memory limit, the constraints; its meshes are not used.
         devices: their number, all of which the stages use.
-        timetables: what is compared; the search begins with the first one's number of microbatches.
+        timetables: what is compared.
         num_stages: the number of meshes, if it is given.
-        recompute: whether backward does forward's work again; both are compared if both are listed.
-        beat_s: seconds of the step on one mesh, which several stages have to beat. One stage is then no candidate, and
-            `one_stage_s` is infinite.
+        recompute: whether backward does forward's work again, or both to compare.
+        beat_s: seconds of the step on one mesh, which several stages have to beat; one stage is then no candidate.
         tuning: how long to look.
         planner: how a layer is planned.
-
-    Returns:
-        `NotFaster` as soon as no timetable comes near `beat_s`.
 
     Raises:
         OutOfMemoryError: no stages fit.
@@ -95,11 +91,11 @@ def search_stages(
     """
     shape, start = machine_shape(request.cluster, devices), timetables[0].microbatches
     options = submeshes(*shape) if beat_s is None else submeshes(*shape)[:-1]
-    smallest_first = beat_s is not None
+    costs = LayerCosts(
+        loop_of, start, request, options, smallest_first=beat_s is not None, tuning=tuning, planner=planner
+    )
     search = _StageSearch(
-        costs=LayerCosts(
-            loop_of, start, request, options, smallest_first=smallest_first, tuning=tuning, planner=planner
-        ),
+        costs=costs,
         all_ways=tuple(_Way(*way) for way in itertools.product(timetables, recompute)),
         options=options,
         shape=shape,

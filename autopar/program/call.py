@@ -34,7 +34,7 @@ class CallSignature:
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class BoundArguments:
     """Arguments of one call: static values by position, and the tree of the others as (positional, keyword)."""
 
@@ -58,7 +58,11 @@ def bind_arguments(signature: CallSignature, args: Sequence[PyTree], kwargs: Map
     _refuse_unhashable(signature, static, all_names)
     numbers = tuple(i for i in range(len(args)) if i not in signature.static_argnums)
     return BoundArguments(
-        static, tuple(args[i] for i in numbers), kwargs, numbers, tuple(all_names[i] for i in numbers)
+        static=static,
+        dynamic=tuple(args[i] for i in numbers),
+        kwargs=kwargs,
+        numbers=numbers,
+        names=tuple(all_names[i] for i in numbers),
     )
 
 

@@ -31,6 +31,7 @@ class Leaf:
     role: Role
     shape: tuple[int, ...]
     dtype: Any
+    _: dataclasses.KW_ONLY
     donated: bool = False
     microbatches: int = 1
     streamed: bool = False

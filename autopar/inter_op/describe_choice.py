@@ -1,0 +1,95 @@
+"""What is said of chosen stages: their figures, what was ruled out, and why nothing is left or nothing fits.
+
+In: stages as the recursion finds them, with their `Family` and problem. Out: data of `problem.py`, and the words of errors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.inter_op.problem import ChosenStage, Manual, RuledOut, StageProblem
+from autopar.inter_op.recursion import TIE, Family, Stages, exact, quick, stages_of
+
+
+def describe_stages(stages: Stages, family: Family) -> tuple[ChosenStage, ...]:
+    """The stages with their costs, in the places that they have in a choice of this family."""
+    problem, count = family.problem, len(stages)
+    costs = problem.costs
+    return tuple(
+        ChosenStage(
+            first_layer=i,
+            end_layer=j,
+            mesh=s % (count // family.chunks),
+            option=z,
+            submesh=problem.options[z],
+            stage_s=float(costs.seconds[z, i, j]),
+            once_s=float(costs.once_s[z, i, j]),
+            in_flight=family.in_flight[count][count - 1 - s],
+            weight_bytes=float(costs.weight_bytes[z, i, j]),
+            activation_bytes=float(costs.activation_bytes[z, i, j]),
+        )
+        for s, (i, j, z) in enumerate(stages)
+    )
+
+
+def count_ruled_out(families: Sequence[Family], slowest_s: float) -> RuledOut:
+    """How many candidates were ruled out, and why; `slowest_s`: of the stages that were chosen."""
+    problem = families[0].problem
+    spans = np.broadcast_to(
+        np.triu(np.ones((problem.layers, problem.layers + 1), bool), 1), problem.costs.seconds.shape
+    )
+    planned = np.isfinite(problem.costs.seconds) & spans
+    open_, fits, fast = (np.zeros_like(planned) for _ in range(3))
+    for family in families:
+        places = family.open_places()
+        within = places & (family.bytes(family.least_in_flight()) <= problem.memory_bytes)
+        open_ |= places.any(axis=3)
+        fits |= within.any(axis=3)
+        fast |= (family.stage_s(within) <= slowest_s * (1 + TIE)).any(axis=3)
+    counts = [int(part.sum()) for part in (spans, planned, open_, fits, fast)]
+    no_plan, decided, memory, too_slow = (more - fewer for more, fewer in itertools.pairwise(counts))
+    return RuledOut(considered=counts[0], no_plan=no_plan, decided=decided, memory=memory, too_slow=too_slow)
+
+
+def explain_nothing_left(problem: StageProblem, manual: Manual) -> str:
+    """What the user decided by hand if no choice of stages is left, memory aside."""
+    decided = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(manual).items() if v is not None) or "nothing"
+    return (
+        f"No choice of stages is left: {problem.layers} layers on {problem.cluster[0]} nodes x {problem.cluster[1]} devices, "
+        f"schedule {problem.schedule!r} with {problem.microbatches} microbatches, decided by hand: {decided}. A stage needs a "
+        "layer and a submesh with a plan, and the stages must use all devices; 'interleaved' also needs a number of meshes that "
+        "divides devices and microbatches. Decide less by hand, or allow more layers."
+    )
+
+
+def explain_out_of_memory(problem: StageProblem, families: Sequence[Family]) -> str:
+    """The tightest stage of the choice that comes closest to the memory: the one whose tightest stage needs the least."""
+    least, needed = math.inf, None
+    for family in families:
+        for count in family.counts:
+            kept = family.in_flight[count]
+            table = np.where(family.open_places()[..., :count], family.bytes(kept), np.inf)
+            if quick(table.min(axis=3), family, np.maximum) < least:
+                best = exact(table, family, np.maximum)
+                if best[0, count, family.total] < least:
+                    least = float(best[0, count, family.total])
+                    stages = describe_stages(
+                        stages_of(best, table, family=family, count=count, combine=np.maximum), family
+                    )
+                    needed = max(stages, key=lambda stage: stage.peak_bytes), stages.index, count, family.chunks
+    assert needed is not None
+    stage, number_of, count, chunks = needed
+    shared = f", and a device holds {chunks} chunks" if chunks > 1 else ""
+    return (
+        f"No choice of stages fits into {problem.memory_bytes:,.0f} bytes per device. The one that comes closest has {count} "
+        f"stage{'s' if count > 1 else ''}; its stage {number_of(stage)}, layers {stage.first_layer} to {stage.end_layer - 1} on "
+        f"a submesh of {stage.submesh[0]} x {stage.submesh[1]} devices, needs {stage.peak_bytes:,.0f} bytes per device"
+        f"{shared}: {stage.weight_bytes:,.0f} of parameters, optimizer state and gradients, and {stage.in_flight} x "
+        f"{stage.activation_bytes:,.0f} of activations, one for each microbatch in flight. More microbatches (now "
+        f"{problem.microbatches}), recompute='layer', schedule='1f1b' (now {problem.schedule!r}) or more devices need less."
+    )
