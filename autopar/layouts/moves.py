@@ -44,6 +44,7 @@ class Move:
     axes: Axes
     source: Layout
     target: Layout
+    _: dataclasses.KW_ONLY
     from_dim: int = -1
     to_dim: int = -1
     monoid: str = ""
@@ -64,6 +65,7 @@ class Network:
     mesh: LogicalMesh
     costs: MeshCosts
     copy_s_per_byte: float
+    _: dataclasses.KW_ONLY
     kinds: frozenset[str] = frozenset(KINDS)
     transpose_s_per_byte: float = 0.0
 

@@ -20,7 +20,7 @@ from autopar.layouts.mesh import Axes, LogicalMesh
 from autopar.rules.factor_rule import FactorRule
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalCall:
     """One equation on one device, inside shard_map."""
 

@@ -53,7 +53,7 @@ class Divided:
         return tuple(bound * size // self.stack.length for bound in self.bounds)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _PieceCall(LocalCall):
     """An operation on a piece: one factor is cut to `count` of its values from `start`, as if sharded unevenly."""
 
@@ -187,7 +187,16 @@ def _in_pieces(eqn: Equation, rule: FactorRule, factor: str, divided: Divided, v
         results = []
         for k, (start, end) in enumerate(divided.ranges):
             own = tuple(parts[k] for parts in operands)
-            call = _PieceCall(eqn, own, rule, {}, mesh, factor, start * unit, (end - start) * unit)
+            call = _PieceCall(
+                eqn=eqn,
+                operands=own,
+                rule=rule,
+                factor_axes={},
+                mesh=mesh,
+                factor=factor,
+                start=start * unit,
+                count=(end - start) * unit,
+            )
             results.append(entry_for(eqn).local(call))
         of_each = [list(parts) for parts in zip(*results, strict=True)]
         return of_each if monoid is None else [[functools.reduce(COMBINE[monoid], parts)] for parts in of_each]

@@ -71,7 +71,7 @@ def local_results(eqn, rule, strategies, values, mesh):
         results = []
         for strategy, shards in zip(strategies, operands, strict=True):
             local = tuple(x.reshape(x.shape[lead:]) for x in shards)
-            call = LocalCall(eqn, local, rule, dict(strategy.factor_axes), mesh)
+            call = LocalCall(eqn=eqn, operands=local, rule=rule, factor_axes=dict(strategy.factor_axes), mesh=mesh)
             results.append([x.reshape((1,) * lead + x.shape) for x in entry_for(eqn).local(call)])
         return results
 

@@ -66,7 +66,13 @@ def network_of(cluster: Cluster, mesh: LogicalMesh, options: PlannerOptions) -> 
     except ValueError as error:
         raise ArgumentError(str(error)) from None
     device = cluster.device
-    return Network(mesh, costs, 1.0 / device.sustained_bytes_per_s, options.kinds, device.transpose_s_per_byte)
+    return Network(
+        mesh,
+        costs,
+        1.0 / device.sustained_bytes_per_s,
+        kinds=options.kinds,
+        transpose_s_per_byte=device.transpose_s_per_byte,
+    )
 
 
 class Catalogue:

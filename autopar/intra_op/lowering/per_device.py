@@ -104,7 +104,7 @@ class Lowering(LayoutDomain[Placed]):
         """One equation that is not a loop."""
         strategy, rule = self.assignment.strategies[eqn], self.assignment.rules[eqn]
         operands = tuple(self.need(v, la, scope).array for v, la in zip(eqn.invars, strategy.inputs, strict=True))
-        call = LocalCall(eqn, operands, rule, dict(strategy.factor_axes), self.mesh)
+        call = LocalCall(eqn=eqn, operands=operands, rule=rule, factor_axes=dict(strategy.factor_axes), mesh=self.mesh)
         results = entry_for(eqn).local(call)
         if eqn.after is not None and eqn.after in scope.values:
             results = [self.hold_back(array, scope.values[eqn.after].array) for array in results]

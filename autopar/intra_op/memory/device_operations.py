@@ -38,6 +38,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     bytes: int
+    _: dataclasses.KW_ONLY
     key: tuple[int, int, bool] | None
     itemsize: int
     is_copy: bool = False
@@ -60,6 +61,7 @@ class Operation:
     kind: Kind
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    _: dataclasses.KW_ONLY
     over: tuple[int, ...] = ()
     bodies: tuple[Block, ...] = ()
     group: Hashable = None

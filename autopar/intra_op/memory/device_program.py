@@ -126,7 +126,8 @@ class _Walk:
 
     def _value(self, aval: Any, layout: Layout, key: tuple[int, int, bool] | None, name: str, factor: int = 1) -> int:
         size = factor * layout.local_bytes(aval.shape, itemsize_of(aval), self.mesh)
-        self.values.append(Value(name, tuple(aval.shape), dtype_name(aval.dtype), size, key, itemsize_of(aval)))
+        shape, dtype = tuple(aval.shape), dtype_name(aval.dtype)
+        self.values.append(Value(name, shape, dtype, size, key=key, itemsize=itemsize_of(aval)))
         return len(self.values) - 1
 
 

@@ -37,7 +37,7 @@ from autopar.solver.memory_prices import MemoryRow
 Key = tuple[int, int, bool]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Resident:
     """One entry of a live set; `is_kept` if it is an argument or a result, there from the first step to the last."""
 
@@ -197,7 +197,9 @@ class MemoryModel:
         alive = [(v, True) for v in self._kept(program)]
         alive += [(s.value, False) for s in footprint.spans if s.first <= worst <= s.last]
         tensors = [
-            Resident(v.name, v.shape, v.dtype, sizes[n], kept) for n, kept in alive for v in (program.values[n],)
+            Resident(name=v.name, shape=v.shape, dtype=v.dtype, bytes=sizes[n], is_kept=is_kept)
+            for n, is_kept in alive
+            for v in (program.values[n],)
         ]
         return sum(t.bytes for t in tensors), tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
 

@@ -251,7 +251,7 @@ def test_the_tensors_at_the_peak_are_named_largest_first():
 
 
 def values(*elements):
-    return [Value(f"v{i}", (n,), "float32", n * FLOAT, None, FLOAT) for i, n in enumerate(elements)]
+    return [Value(f"v{i}", (n,), "float32", n * FLOAT, key=None, itemsize=FLOAT) for i, n in enumerate(elements)]
 
 
 def buffers(operations, given, *, outputs=()):

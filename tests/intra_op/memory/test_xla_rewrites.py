@@ -18,7 +18,7 @@ from autopar.program.from_jaxpr import program_of
 
 FLOAT = 4
 A, B, INDICES, UPDATES, SCATTERED, TOTAL, MORE, END = range(8)
-VALUES = [Value(f"v{i}", (64,), "float32", 64 * FLOAT, None, FLOAT) for i in range(12)]
+VALUES = [Value(f"v{i}", (64,), "float32", 64 * FLOAT, key=None, itemsize=FLOAT) for i in range(12)]
 ZEROS = Operation(Kind.CHEAP, (), (B,))
 SCATTER = Operation(Kind.WHOLE, (B, INDICES, UPDATES), (SCATTERED,), over=(B,), adds=True)
 MADE = Operation(Kind.WHOLE, (), (A,))
