@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -33,19 +33,19 @@ from autopar.program.walk import Scope
 
 @dataclasses.dataclass(frozen=True)
 class TimeMesh(LogicalMesh):
-    """The mesh of microbatches as one of them sees it: its place is a traced number."""
+    """The mesh of microbatches as one of them sees it: its place is a traced number, or 0 outside a loop."""
 
-    position: Any = dataclasses.field(default=None, compare=False)
+    position: jax.typing.ArrayLike = dataclasses.field(default=0, compare=False)
 
-    def index(self, axis: int) -> Any:
+    def index(self, axis: int) -> jax.Array:
         """The number of the microbatch."""
-        return self.position
+        return cast(jax.Array, self.position)
 
 
 class StepLowering(Lowering):
     """Lowers to one microbatch, and keeps the user's source lines."""
 
-    def __init__(self, plan: TimePlan, microbatch: Any) -> None:
+    def __init__(self, plan: TimePlan, microbatch: jax.typing.ArrayLike) -> None:
         super().__init__(plan.assignment)
         self.mesh = TimeMesh((plan.microbatches,), ("time",), microbatch)
 
@@ -65,7 +65,7 @@ class Result:
     """A value that leaves the body: terms combined by `monoid`, or, without one, slices of dimension `dim`.
 
     `single`: there is one microbatch, whose term is the value. Random keys are never split, so they are the same in every
-    microbatch: their words are collected, of which the greatest are those of each.
+    microbatch. Their words are collected as integers by their elementwise maximum, which is the words of any one of them.
     """
 
     var: Var
@@ -82,9 +82,9 @@ class Result:
         return Layout(tuple((0,) if d == self.dim else () for d in range(rank)))
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype[np.generic]:
         """The type in which it is collected; terms of less than 32 bits are summed in float32."""
-        dtype = self._collected.dtype
+        dtype: np.dtype[np.generic] = self._collected.dtype
         narrow = self.monoid == "sum" and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
         return jnp.dtype(jnp.float32) if narrow else dtype
 
@@ -108,11 +108,11 @@ class Result:
         return jnp.reshape(jnp.moveaxis(collected, 0, self.dim), self.var.aval.shape)
 
     @property
-    def _collected(self) -> Any:
+    def _collected(self) -> jax.ShapeDtypeStruct:
         """Shape and type of what is collected: of random keys their words."""
         aval = self.var.aval
         key = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        return jax.eval_shape(jax.random.key_data, key) if is_opaque(aval) else aval
+        return jax.eval_shape(jax.random.key_data, key) if is_opaque(aval) else key
 
     @property
     def _monoid(self) -> str:
@@ -146,7 +146,7 @@ class TimeLoop:
             for var, leaf in zip(self.program.invars, self.traced.inputs, strict=True)
         )
 
-    def prologue(self, inputs: Sequence[Any]) -> dict[Var, Any]:
+    def prologue(self, inputs: Sequence[jax.Array]) -> dict[Var, jax.Array]:
         """Inputs, as `inputs()` describes them, to every whole value that is known before the loop."""
         values = {
             var: jnp.reshape(x, var.aval.shape) if var in self.sliced else x
@@ -154,7 +154,9 @@ class TimeLoop:
         }
         return self._whole("prologue", values)
 
-    def body(self, microbatch: Any, values: Mapping[Var, Any], slices: Mapping[Var, Any]) -> list[Any]:
+    def body(
+        self, microbatch: jax.typing.ArrayLike, values: Mapping[Var, jax.Array], slices: Mapping[Var, jax.Array]
+    ) -> list[jax.Array]:
         """One microbatch: what each of `results` gets from it. `slices` are this microbatch's rows of sliced inputs."""
         lowering = StepLowering(self.plan, microbatch)
         scope = Scope(lowering, {var: _whole(x) for var, x in values.items()})
@@ -162,7 +164,7 @@ class TimeLoop:
         scope.run(self._equations["body"])
         return [lowering.move_to(scope.values[r.var], r.layout, r.var.aval) for r in self.results]
 
-    def epilogue(self, values: Mapping[Var, Any], finished: Sequence[Any]) -> list[Any]:
+    def epilogue(self, values: Mapping[Var, jax.Array], finished: Sequence[jax.Array]) -> list[jax.Array]:
         """The step's flat outputs."""
         known = {**values, **{r.var: x for r, x in zip(self.results, finished, strict=True)}}
         after = self._whole("epilogue", known)
@@ -171,14 +173,16 @@ class TimeLoop:
             for atom in self.program.outvars
         ]
 
-    def run(self, *inputs: Any) -> list[Any]:
+    def run(self, *inputs: jax.Array) -> list[jax.Array]:
         """The whole step, with the loop as one `lax.scan`."""
         values = self.prologue(inputs)
         needed = {var: values[var] for var in self.body_operands if var not in self.sliced}
         stacks = {var: x for var, x in zip(self.program.invars, inputs, strict=True) if var in self.sliced}
         terms = [r for r in self.results if r.monoid]
 
-        def one(accumulators: list[Any], step: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
+        def one(
+            accumulators: list[jax.Array], step: tuple[jax.Array, list[jax.Array]]
+        ) -> tuple[list[jax.Array], list[jax.Array]]:
             microbatch, rows = step
             found = self.body(microbatch, needed, dict(zip(stacks, rows, strict=True)))
             by_var = {r.var: x for r, x in zip(self.results, found, strict=True)}
@@ -208,7 +212,7 @@ class TimeLoop:
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
         return frozenset(v for v in self.program.invars if v in needed)
 
-    def prologue_of(self, wanted: Set[Var], leaves: Mapping[Var, Any]) -> dict[Var, Any]:
+    def prologue_of(self, wanted: Set[Var], leaves: Mapping[Var, jax.Array]) -> dict[Var, jax.Array]:
         """Wanted values of the prologue, and nothing that they do not need, from whole leaves."""
         scope = Scope(StepLowering(self.plan, 0), {var: _whole(x) for var, x in leaves.items()})
         scope.run(self._prologue_for(wanted))
@@ -222,7 +226,7 @@ class TimeLoop:
                 needed.update(v for v in eqn.invars if not isinstance(v, Literal))
         return chosen[::-1]
 
-    def _whole(self, phase: str, values: Mapping[Var, Any]) -> dict[Var, Any]:
+    def _whole(self, phase: str, values: Mapping[Var, jax.Array]) -> dict[Var, jax.Array]:
         scope = Scope(StepLowering(self.plan, 0), {var: _whole(x) for var, x in values.items()})
         scope.run(self._equations[phase])
         return {var: placed.array for var, placed in scope.values.items()}
@@ -263,7 +267,7 @@ class TimeLoop:
         }
 
 
-def _whole(array: Any) -> Placed:
+def _whole(array: jax.Array) -> Placed:
     return Placed(array, Layout.replicated(len(np.shape(array))))
 
 

@@ -119,7 +119,7 @@ def _going_back(traced: TracedStep, reads: Reads) -> tuple[set[Equation], dict[V
     return found, flow.gradients(returned, ahead, trained) if found else {}
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Flow:
     """Where the values of a step come from.
 
@@ -149,7 +149,8 @@ class _Flow:
             dict.fromkeys(weights[k] for _, own, _ in _meetings(arrays, examples, past) for k in _numbers(own))
         )
         past = _past(arrays, order)
-        return cls(arrays, examples, order, past, _meetings(arrays, examples, past))
+        meetings = _meetings(arrays, examples, past)
+        return cls(arrays=arrays, examples=examples, weights=order, past=past, meetings=meetings)
 
     def ahead(self, updates: Mapping[Var, Weights]) -> dict[Var, Weights]:
         """ahead(v) of every array, where `updates` are the values that replace weights."""

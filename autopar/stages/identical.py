@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.fingerprint import aval_key, signature
 from autopar.program.program import Equation
-from autopar.stages.chain import forward_chain
 from autopar.stages.dependence import Dependence
 
 
@@ -26,9 +24,10 @@ def identical(loop: TimeLoop, layers: Sequence[int]) -> tuple[int, ...]:
     literals, shapes and types; what comes from outside is of the same kind (a leaf of the same role, a value made before the
     loop, or in it with or without weights), and the same results are read outside. Exact: signatures are compared, not digests.
     """
-    equations = [place.equation for place in forward_chain(loop)]
+    kinds = Dependence.of(loop)
+    equations = kinds.forward()
     bounds = [0, *layers, len(equations)]
-    origin = _origins(loop)
+    origin = _origins(loop, kinds)
     readers = _readers(loop)
     first: dict[Hashable, int] = {}
     return tuple(
@@ -37,11 +36,10 @@ def identical(loop: TimeLoop, layers: Sequence[int]) -> tuple[int, ...]:
     )
 
 
-def _origins(loop: TimeLoop) -> dict[Var, str]:
+def _origins(loop: TimeLoop, kinds: Dependence) -> dict[Var, str]:
     """The kind of every value of the step; what the body makes without weights has no gradient, and is a kind of its own."""
     leaves = {v: leaf.role for v, leaf in zip(loop.program.invars, loop.traced.inputs, strict=True)}
     before = {v: "prologue" for eqn in loop.plan.of_phase("prologue") for v in eqn.outvars}
-    kinds = Dependence.of(loop)
     within = {
         v: "body" if kinds.is_anchored(eqn) else "aside" for eqn in loop.plan.of_phase("body") for v in eqn.outvars
     }
@@ -64,7 +62,7 @@ def _readers(loop: TimeLoop) -> dict[Var, set[Equation | None]]:
 def _signature_of(
     equations: Sequence[Equation], origin: Mapping[Var, str], readers: Mapping[Var, set[Equation | None]]
 ) -> Hashable:
-    numbers: dict[Any, int] = {}
+    numbers: dict[Var, int] = {}
     body = signature(equations, numbers)
     inside = set(equations)
     made = {v for eqn in equations for v in eqn.outvars}

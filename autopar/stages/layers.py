@@ -50,7 +50,13 @@ def cluster(
     layers = max(max_layers, len(forced) + 1)
     bound = (1 + slack) * before[-1] / layers
     places = _candidates(before, cut_bytes, bound=bound, forced=forced, tuning=tuning)
-    task = _Clustering(places, before[places], cut_bytes[places], np.searchsorted(places, forced), layers)
+    task = _Clustering(
+        places=places,
+        before=before[places],
+        cut_bytes=cut_bytes[places],
+        forced=np.searchsorted(places, forced),
+        max_layers=layers,
+    )
     return task.solve(task.attainable(bound))
 
 
@@ -93,7 +99,7 @@ def _candidates(
     return np.array(kept)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Clustering:
     """Candidate places 0..C, flops before each, bytes of a cut there, numbers of those that must be cuts, layers allowed."""
 

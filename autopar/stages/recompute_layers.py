@@ -19,7 +19,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ import jax.numpy as jnp
 from autopar.avals import bytes_of
 from autopar.compat import Literal, Var, attributed_to
 from autopar.program.evaluate import bind_equation
-from autopar.program.program import Equation, Program, can_be_awaited, operands_of
+from autopar.program.program import Atom, Equation, Program, can_be_awaited, operands_of
 from autopar.program.retrace import retrace
 from autopar.program.step import TracedStep
 from autopar.stages.chain import chain_of
@@ -126,11 +125,11 @@ class _Evaluation:
         self.backward = Dependence.of_whole(traced).backward
         self.constants = _constants(traced.program)
 
-    def run(self, *arrays: Any) -> list[Any]:
+    def run(self, *arrays: jax.Array) -> list[jax.Array]:
         """The step's flat outputs."""
-        values: dict[Var, Any] = dict(zip(self.program.invars, arrays, strict=True))
-        again: dict[Var, Any] = {}
-        late: Any = None
+        values: dict[Var, jax.Array] = dict(zip(self.program.invars, arrays, strict=True))
+        again: dict[Var, jax.Array] = {}
+        late: jax.Array | None = None
         for eqn in self.program.equations:
             is_backward = eqn in self.backward
             for v in operands_of(eqn) if is_backward else ():
@@ -148,7 +147,7 @@ class _Evaluation:
         return can_be_awaited(v) and v not in self.constants
 
 
-def _done_again(layer: Layer, values: Mapping[Var, Any], late: Any) -> dict[Var, Any]:
+def _done_again(layer: Layer, values: Mapping[Var, jax.Array], late: jax.Array | None) -> dict[Var, jax.Array]:
     """A layer's results, made again of what it received, when `late` is there."""
     made = {v for eqn in layer.equations for v in eqn.outvars}
     received = dict.fromkeys(v for eqn in layer.equations for v in operands_of(eqn) if v not in made)
@@ -169,7 +168,7 @@ def _constants(program: Program) -> set[Var]:
     return found
 
 
-def _value(atom: Any, values: Mapping[Var, Any], again: Mapping[Var, Any]) -> Any:
+def _value(atom: Atom, values: Mapping[Var, jax.Array], again: Mapping[Var, jax.Array]) -> jax.Array:
     if isinstance(atom, Literal):
         return jnp.asarray(atom.val, atom.aval.dtype)
     return again[atom] if atom in again else values[atom]
