@@ -44,7 +44,7 @@ HELP_COLUMNS = 90
 
 FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 """Rich's SVG asks another host for its font; without that, viewers take their own monospaced one."""
-SECONDS_OF_PLANNING = re.compile(r"planned in [\d.,]+ \w+")
+SECONDS_OF_PLANNING = re.compile(r"<text[^>]*>planned&#160;in[^<]*</text>|planned in [\d.,]+ \w+")
 
 
 def run(command: str, folder: Path, **environment: str) -> str:
