@@ -16,14 +16,15 @@ still counts examples; strictly they are lost there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 
-from autopar.compat import Var
+from autopar.compat import Literal
 from autopar.intra_op.choices.known_equations import RuleBook
-from autopar.program.loops import LoopEquation
-from autopar.program.program import Equation, Program
+from autopar.program.loops import Entry, Exit, Filled, Goes, LoopEquation, Nested
+from autopar.program.program import Equation
 from autopar.program.step import TracedStep
-from autopar.rules.factor_rule import FactorRule
+from autopar.program.walk import Scope, StaticDomain
+from autopar.rules.factor_rule import FactorRule, Operand
 from autopar.rules.table import entry_for
 
 ONE_BY_ONE = "one by one"
@@ -37,111 +38,96 @@ Dims = frozenset[int]
 
 def example_factors(traced: TracedStep, rules: RuleBook, *, loosely: bool = False) -> dict[Equation, frozenset[str]]:
     """For each equation the factors that count examples; see the module's text. A scan over examples is found itself, too."""
-    marks = _Marks(rules, loosely=loosely)
-    for leaf, var in zip(traced.inputs, traced.program.invars, strict=True):
-        if leaf.role == "batch" and leaf.shape:
-            marks.dims[var] = frozenset({0})
-    marks.follow(traced.program)
+    marks, nowhere = _Marks(rules, loosely=loosely), Dims()
+    leaves = zip(traced.program.invars, traced.inputs, strict=True)
+    scope = Scope(marks, {v: Dims({0}) if leaf.role == "batch" and leaf.shape else nowhere for v, leaf in leaves})
+    scope.run(traced.program.equations)
     return marks.found
 
 
-class _Marks:
+class _Marks(StaticDomain[Dims]):
+    """A value is the dimensions of which each index is an example."""
+
     def __init__(self, rules: RuleBook, *, loosely: bool) -> None:
         self.rules, self.loosely = rules, loosely
         self.found: dict[Equation, frozenset[str]] = {}
-        self.dims: dict[Var, Dims] = {}
 
-    def of(self, atom: object) -> Dims:
-        return self.dims.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
+    def literal(self, atom: Literal, scope: Scope[Dims]) -> Dims:
+        return Dims()
 
-    def follow(self, program: Program) -> None:
-        for eqn in program.equations:
-            if not isinstance(eqn, LoopEquation):
-                self._operation(eqn)
-            else:
-                self._loop(eqn)
-
-    def _operation(self, eqn: Equation) -> None:
-        rule = self.rules.rule(eqn)
-        each = any(_EACH in self.of(atom) for atom in eqn.invars)
+    def operation(self, eqn: Equation, scope: Scope[Dims]) -> Sequence[Dims]:
+        rule, given = self.rules.rule(eqn), [scope.value(atom) for atom in eqn.invars]
+        each = any(_EACH in dims for dims in given)
         marked = {
             f
-            for atom, operand in zip(eqn.invars, rule.inputs, strict=True)
-            for d in self.of(atom)
+            for dims, operand in zip(given, rule.inputs, strict=True)
+            for d in dims
             if d != _EACH
             for f in operand[d][:1]
         }
         if self.loosely:
-            marked |= self._rearranged(eqn, rule, marked)
+            marked |= _rearranged(eqn, rule, given)
         self.found[eqn] = frozenset(marked | {ONE_BY_ONE} if each else marked)
-        for var, operand in zip(eqn.outvars, rule.outputs, strict=True):
-            dims = frozenset(
-                d for d, factors in enumerate(operand) if set(factors if self.loosely else factors[:1]) & marked
-            )
-            self.dims[var] = dims | {_EACH} if each else dims
+        return [self._marked(operand, marked) | (Dims({_EACH}) if each else Dims()) for operand in rule.outputs]
 
-    def _rearranged(self, eqn: Equation, rule: FactorRule, marked: set[str]) -> set[str]:
-        """Factors of results that take the place of a marked one which no result has: examples in another order or number."""
-        given = {f for operand in rule.inputs for dim in operand for f in dim}
-        made = {f for operand in rule.outputs for dim in operand for f in dim}
-        found: set[str] = set()
-        for atom, operand in zip(eqn.invars, rule.inputs, strict=True):
-            own = {f for dim in operand for f in dim}
-            for d in self.of(atom) - {_EACH}:
-                lost = set(operand[d][:1]) - made
-                if lost & rule.whole:
-                    found |= {f for out in rule.outputs for f in _in_place(out, d) if f not in given}
-                elif lost and entry_for(eqn).picks:
-                    found |= (given - own) & made
-        return found
+    def _marked(self, operand: Operand, marked: Set[str]) -> Dims:
+        """The dimensions of a result that have a marked factor: as their major one, or loosely anywhere."""
+        return Dims(d for d, factors in enumerate(operand) if set(factors if self.loosely else factors[:1]) & marked)
 
-    def _loop(self, eqn: LoopEquation) -> None:
-        """Through a nested program; carries are followed until they change no more."""
-        loop = eqn.loop
-        region = eqn.regions[-1]
-        given = eqn.invars[1:] if loop.kind == "cond" else eqn.invars[loop.condition_consts :]
-        regions = eqn.regions if loop.kind == "cond" else (region,)
-        stack_start = loop.consts + loop.carries
-        for body in regions:
-            for place, (atom, var) in enumerate(zip(given, body.invars, strict=True)):
-                stacked = loop.kind == "scan" and place >= stack_start
-                self.dims[var] = self._unstacked(self.of(atom)) if stacked else self.of(atom)
-                if stacked and self.loosely and 0 in self.of(atom):
-                    self.found[eqn] = frozenset({ONE_BY_ONE})
-            for _ in range(len(body.invars) + 1 if loop.carries else 1):
-                self.follow(body)
-                carried = body.invars[loop.consts : stack_start] if loop.kind != "cond" else ()
-                before = [self.of(var) for var in carried]
-                for var, atom in zip(carried, body.outvars, strict=False):
-                    self.dims[var] = self.of(var) | self.of(atom)
-                if before == [self.of(var) for var in carried]:
-                    break
-        self._results(eqn, regions)
+    def enter(self, entry: Entry, scope: Scope[Dims], inner: Scope[Dims]) -> Dims:
+        dims = scope.value(entry.atom)
+        if entry.filled is not Filled.ROW:
+            return dims
+        inside = Dims(d - 1 for d in dims if d > 0) | (dims & {_EACH})
+        if not self.loosely or 0 not in dims:
+            return inside
+        self.found[entry.loop] = frozenset({ONE_BY_ONE})
+        return inside | {_EACH}
 
-    def _unstacked(self, dims: Dims) -> Dims:
-        inside = frozenset(d - 1 for d in dims if d > 0) | (dims & {_EACH})
-        return inside | {_EACH} if self.loosely and 0 in dims else inside
+    def carries_change(self, nested: Nested, inner: Scope[Dims]) -> bool:
+        found = {e.carry.var: inner.value(e.atom) for e in nested.exits if e.carry is not None}
+        grown = {var: inner.values[var] | dims for var, dims in found.items() if not dims <= inner.values[var]}
+        inner.values.update(grown)
+        return bool(grown)
 
-    def _results(self, eqn: LoopEquation, regions: Sequence[Program]) -> None:
-        loop = eqn.loop
+    def leave(self, exit_: Exit, inner: Scope[Dims]) -> Dims:
+        return inner.value(exit_.atom)
+
+    def finish(self, eqn: LoopEquation, ends: Mapping[Exit, Dims], scope: Scope[Dims]) -> Sequence[Dims]:
         one_by_one = eqn in self.found
-        for place, var in enumerate(eqn.outvars):
-            merged = frozenset[int]().union(*(self.of(body.outvars[place]) for body in regions))
-            if loop.kind != "scan":
-                self.dims[var] = merged
-            elif place < loop.carries:
-                self.dims[var] = merged - {_EACH} if one_by_one else merged
-            else:
-                self.dims[var] = _stacked(merged, one_by_one=one_by_one)
+        return [
+            _after_loop(exits[0], Dims().union(*(ends[exit_] for exit_ in exits)), one_by_one=one_by_one)
+            for exits in eqn.results
+        ]
 
 
-def _stacked(dims: Dims, *, one_by_one: bool) -> Dims:
-    """Of a stack of such values; what each example gave is there again side by side."""
-    outside = frozenset(d + 1 for d in dims if d != _EACH)
+def _rearranged(eqn: Equation, rule: FactorRule, dims: Sequence[Dims]) -> set[str]:
+    """Factors of results that take the place of a marked one which no result has: examples in another order or number."""
+    given = {f for operand in rule.inputs for dim in operand for f in dim}
+    made = {f for operand in rule.outputs for dim in operand for f in dim}
+    found: set[str] = set()
+    for marked, operand in zip(dims, rule.inputs, strict=True):
+        own = {f for dim in operand for f in dim}
+        for d in marked - {_EACH}:
+            lost = set(operand[d][:1]) - made
+            if lost & rule.whole:
+                found |= {f for out in rule.outputs for f in _in_place(out, d) if f not in given}
+            elif lost and entry_for(eqn).picks:
+                found |= (given - own) & made
+    return found
+
+
+def _after_loop(exit_: Exit, dims: Dims, *, one_by_one: bool) -> Dims:
+    """Of a result of a loop, which may go through the examples one by one: what each of them gave is there side by side."""
+    if exit_.goes is Goes.BRANCH:
+        return dims
+    if exit_.goes is Goes.CARRY:
+        return dims - {_EACH} if one_by_one else dims
+    outside = Dims(d + 1 for d in dims if d != _EACH)
     if _EACH not in dims:
         return outside
-    return outside | {0} if one_by_one else outside | {_EACH}
+    return outside | ({0} if one_by_one else {_EACH})
 
 
-def _in_place(operand: Sequence[Sequence[str]], d: int) -> Sequence[str]:
+def _in_place(operand: Operand, d: int) -> Sequence[str]:
     return operand[d][:1] if d < len(operand) else ()

@@ -75,11 +75,12 @@ class Goes(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Entry:
-    """An input of a nested program; `head` is the fan_out that is its only user.
+    """An input of a program nested in `loop`; `head` is the fan_out that is its only user.
 
     `atom`: the operand of the loop that fills it, number `place`. PASSED: what the body returns, by its exit `passed`.
     """
 
+    loop: LoopEquation
     var: Var
     filled: Filled
     head: Equation
@@ -164,9 +165,10 @@ def _nested_in_scan(eqn: LoopEquation) -> tuple[Nested, ...]:
 
 def _nested_in_while(eqn: LoopEquation) -> tuple[Nested, ...]:
     count, condition, body = eqn.loop.condition_consts, eqn.regions[0], _body(eqn)
-    constants = [_filled(condition, i, Filled.CONSTANT, eqn.invars[i], place=i) for i in range(count)]
+    constants = [_filled(eqn, condition, i, Filled.CONSTANT, eqn.invars[i], place=i) for i in range(count)]
     passed = [
-        _filled(condition, count + i, Filled.PASSED, exit_.atom, passed=exit_) for i, exit_ in enumerate(body.exits)
+        _filled(eqn, condition, count + i, Filled.PASSED, exit_.atom, passed=exit_)
+        for i, exit_ in enumerate(body.exits)
     ]
     return body, Nested(condition, (*constants, *passed), (_exit(eqn, condition, 0, Goes.DECISION),))
 
@@ -176,7 +178,8 @@ def _nested_in_cond(eqn: LoopEquation) -> tuple[Nested, ...]:
         Nested(
             branch,
             tuple(
-                _filled(branch, i, Filled.CONSTANT, eqn.invars[i + 1], place=i + 1) for i in range(len(branch.invars))
+                _filled(eqn, branch, i, Filled.CONSTANT, eqn.invars[i + 1], place=i + 1)
+                for i in range(len(branch.invars))
             ),
             tuple(_exit(eqn, branch, i, Goes.BRANCH, place=i) for i in range(len(branch.outvars))),
         )
@@ -196,7 +199,7 @@ def _body(eqn: LoopEquation) -> Nested:
         *[Filled.ROW] * (len(body.invars) - loop.consts - loop.carries),
     ]
     entries = tuple(
-        _filled(body, i, kind, atom, place=first + i)
+        _filled(eqn, body, i, kind, atom, place=first + i)
         for i, (kind, atom) in enumerate(zip(kinds, eqn.invars[first:], strict=True))
     )
     carried = entries[loop.consts : loop.consts + loop.carries]
@@ -206,12 +209,19 @@ def _body(eqn: LoopEquation) -> Nested:
 
 
 def _filled(
-    program: Program, number: int, filled: Filled, atom: Atom, *, place: int = -1, passed: Exit | None = None
+    loop: LoopEquation,
+    program: Program,
+    number: int,
+    filled: Filled,
+    atom: Atom,
+    *,
+    place: int = -1,
+    passed: Exit | None = None,
 ) -> Entry:
     """Input `number` of a nested program; its equations begin with the fan_outs of the inputs."""
     var, head = program.invars[number], program.equations[number]
     assert head.invars == (var,), "an input of a nested program has a fan_out as its only user"
-    return Entry(var=var, filled=filled, head=head, atom=atom, place=place, passed=passed)
+    return Entry(loop=loop, var=var, filled=filled, head=head, atom=atom, place=place, passed=passed)
 
 
 def _exit(
