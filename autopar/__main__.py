@@ -1,6 +1,6 @@
-"""The command line: `python -m autopar plan | show | train | simulate | demo`.
+"""The command line, `python -m autopar COMMAND`; `--help` lists the commands.
 
-Arguments in, one call of `autopar.commands` out. What cannot be used as given is one line on standard error and exit
+Arguments in, one call of `autopar.commands` out. An argument that cannot be used is one line on standard error and exit
 status 2; Ctrl-C is exit status 130.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TextIO
 
 from autopar.commands.parser import read
 from autopar.errors import AutoparError, AutoparWarning
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _warn(warnings.showwarning)
+            warnings.showwarning = _shorten(warnings.showwarning)
             options = read(list(sys.argv[1:] if argv is None else argv))
             return int(options.run(options))
     except AutoparError as error:
@@ -32,14 +32,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _warn(usual: Callable[..., Any]) -> Callable[..., None]:
-    """autopar's own warnings as one line without a line of source, which would be one of autopar's."""
+def _shorten(usual: Callable[..., None]) -> Callable[..., None]:
+    """Show autopar's own warnings as one line without a line of source, which would be one of autopar's."""
 
-    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         if issubclass(category, AutoparWarning):
             sys.stderr.write(f"autopar: warning: {message}\n")
         else:
-            usual(message, category, *where, **more)
+            usual(message, category, filename, lineno, file, line)
 
     return show
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.commands.calibration_report import describe_waiting, make_table, waiting_source, warn_if_busy
-from autopar.commands.devices import ask_for_virtual_devices, devices_for
+from autopar.commands.devices import ask_for_virtual_devices, find_devices
 from autopar.commands.whole_steps import measure_whole_steps
 from autopar.cost_model.calibration.cases import Case, Sample, cases_for
 from autopar.cost_model.calibration.clocks import keep_freed_memory
@@ -57,7 +57,7 @@ def calibrate_to_file(path: Path, *, seconds: float, console: Console, count: in
         raise ArgumentError(
             f"--output {path}: the folder {path.absolute().parent} has to exist, and the file be a file"
         )
-    devices = devices_for(count)
+    devices = find_devices(count)
     nearest = find_preset(devices[0].platform, devices[0].device_kind)
     if nearest.guess:
         warn(nearest.guess)

@@ -1,8 +1,7 @@
-"""What is wrong with a command line, as far as that can be known without JAX.
+"""Finds what is wrong with a command line, as far as that can be known without JAX.
 
-In: the options of one command. Out: nothing, or an ArgumentError. These run before a command's own module is imported, which
-imports JAX: who mistyped a file's name should not wait for that. What can go wrong: a check that stands in a command's module
-instead; it holds as well, half a second later.
+These checks run before a command's own module is imported, which imports JAX: whoever mistyped a file's name should not wait
+for that.
 """
 
 from __future__ import annotations

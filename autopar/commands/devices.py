@@ -11,22 +11,22 @@ import os
 
 import jax
 
-from autopar.commands.subject import DEFAULT_DEVICES
+from autopar.commands.planning_options import DEFAULT_DEVICES
 from autopar.errors import ArgumentError
 
 _FLAG = "--xla_force_host_platform_device_count"
 
 
 def ask_for_virtual_devices(count: int) -> None:
-    """Have XLA split the CPU into `count` devices, unless its flags say otherwise or the platform is another."""
+    """Make XLA split the CPU into `count` devices, unless its flags say otherwise or the platform is another."""
     platforms: str = jax.config.jax_platforms or ""  # type: ignore[attr-defined]
     flags = os.environ.get("XLA_FLAGS", "")
     if _FLAG not in flags and (not platforms or "cpu" in platforms.split(",")):
         os.environ["XLA_FLAGS"] = f"{flags} {_FLAG}={count}".strip()
 
 
-def devices_for(count: int | None) -> list[jax.Device]:
-    """The first `count` devices; without a number all accelerators, or 8 devices of a CPU."""
+def find_devices(count: int | None) -> list[jax.Device]:
+    """Take the first `count` devices; without a number all accelerators, or 8 devices of a CPU."""
     available = jax.devices()
     platform = available[0].platform
     wanted = count or (DEFAULT_DEVICES if platform == "cpu" else len(available))

@@ -1,7 +1,7 @@
-"""Arguments -> options: the parser of the command line.
+"""The parser of the command line.
 
-The flags of a model's sizes are the fields of its config, so they are known once MODEL is, which therefore stands right
-after the command. `read` returns the options of one command: `options.run(options)` runs it. Nothing here imports JAX, which
+The flags of a model's sizes are the fields of its config, so they are known once MODEL is. MODEL therefore stands right after
+the command. `read` returns the options of one command, and `options.run(options)` runs it. Nothing here imports JAX, which
 takes a second: help and errors come at once.
 """
 
@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import difflib
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import autopar
 from autopar.commands import values
@@ -38,19 +38,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def read(argv: list[str]) -> argparse.Namespace:
-    """The options of a command line; ArgumentError says what cannot be used."""
+    """Read the options of a command line; ArgumentError says what cannot be used."""
     named = len(argv) > 1 and argv[0] in _WITH_MODEL and not argv[1].startswith("-")
     model = argv[1] if named else None
-    parser = _parser(model)
+    parser = _make_parser(model)
     options, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise ArgumentError(_unknown_text(unknown[0], options, model))
+        raise ArgumentError(_describe_unknown(unknown[0], options, model))
     sizes = {name.removeprefix("size_"): value for name, value in vars(options).items() if name.startswith("size_")}
     options.sizes = sizes
     return options
 
 
-def _unknown_text(word: str, options: argparse.Namespace, model: str | None) -> str:
+def _describe_unknown(word: str, options: argparse.Namespace, model: str | None) -> str:
     place = f"{options.command} {model}" if model else options.command
     names = [flag.removeprefix("--") for flag in options.flags]
     close = difflib.get_close_matches(word.split("=")[0].lstrip("-").replace("_", "-"), names, n=1)
@@ -61,7 +61,7 @@ def _unknown_text(word: str, options: argparse.Namespace, model: str | None) -> 
     return f"{place} has no argument {word!r}; it takes {', '.join(sorted(options.flags))}"
 
 
-def _parser(model: str | None) -> argparse.ArgumentParser:
+def _make_parser(model: str | None) -> argparse.ArgumentParser:
     parser = _Parser(prog="autopar", description="Plan and train JAX steps on many devices.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"autopar {autopar.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
@@ -221,13 +221,16 @@ def _add_sizes(parser: argparse.ArgumentParser, model: str) -> None:
     """A flag for each field of the model's config."""
     group = parser.add_argument_group(f"sizes of {model}")
     for field in dataclasses.fields(values.model_entry(model).config):
-        flag, dest = f"--{field.name.replace('_', '-')}", f"size_{field.name}"
-        shared: dict[str, Any] = {"dest": dest, "default": argparse.SUPPRESS, "help": f"default {field.default}"}
+        flag, dest, default = f"--{field.name.replace('_', '-')}", f"size_{field.name}", f"default {field.default}"
         if field.type is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
+            action = argparse.BooleanOptionalAction
+            group.add_argument(flag, action=action, dest=dest, default=argparse.SUPPRESS, help=default)
         else:
             kind = field.type if isinstance(field.type, type) else str
-            group.add_argument(flag, type=values.size_of_type(kind), metavar=kind.__name__.upper(), **shared)
+            read_size, metavar = values.size_reader(kind), kind.__name__.upper()
+            group.add_argument(
+                flag, type=read_size, metavar=metavar, dest=dest, default=argparse.SUPPRESS, help=default
+            )
 
 
 def _run_plan(options: argparse.Namespace) -> int:
@@ -264,6 +267,6 @@ def _run_simulate(options: argparse.Namespace) -> int:
 
 
 def _run_demo(options: argparse.Namespace) -> int:
-    from autopar.commands.training import demo, demo_options
+    from autopar.commands.demo import demo, demo_options
 
     return demo(demo_options(options))

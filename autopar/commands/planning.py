@@ -1,6 +1,6 @@
-"""`plan`: find a plan without devices, print it, keep it. `show`: print a plan that was kept.
+"""`plan`: find a plan without devices, print it, and write it to a file. `show`: print a plan from a file.
 
-A plan is one of a mesh or one of a pipeline; of a short schedule a pipeline's report holds the picture.
+The report of a pipeline holds a picture of its schedule if that is short.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar.api import ParallelStep
-from autopar.commands.subject import FOR_PIPELINES, Subject, device_count, parallel, subject_of
+from autopar.commands.planning_options import FOR_PIPELINES, count_devices, make_parallel
+from autopar.commands.subject import Subject, find_subject
 from autopar.errors import ArgumentError
 from autopar.explain import TEXT_WIDTH, show, standard_output
 from autopar.inter_op.plan_pipeline import schedule_of
@@ -27,10 +28,10 @@ _LONGEST_BACKWARD = 3
 def plan(options: argparse.Namespace) -> int:
     """Plan a step from shapes alone; print the plan and write it to `options.output`, if given."""
     output: Path | None = options.output
-    count = device_count(options)
-    subject = subject_of(options.model, options.sizes)
+    count = count_devices(options)
+    subject = find_subject(options.model, options.sizes)
     with Console(stderr=True).status(f"planning for {count} devices"):
-        found = planned(parallel(subject.step, count, options), subject, options)
+        found = plan_step(make_parallel(subject.step, count, options), subject, options)
     if output is not None:
         _write(output, found.to_json())
     console = standard_output()
@@ -40,8 +41,8 @@ def plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def planned(step: ParallelStep, subject: Subject, options: argparse.Namespace) -> Plan | PipelinePlan:
-    """The plan of a step; ArgumentError if it has one mesh and a pipeline's options were given."""
+def plan_step(step: ParallelStep, subject: Subject, options: argparse.Namespace) -> Plan | PipelinePlan:
+    """Plan a step; ArgumentError if the plan has one mesh and a pipeline's options were given."""
     found = step.plan(subject.state, subject.batch)
     if isinstance(found, Plan) and (options.schedule != "auto" or (options.virtual_stages or 1) > 1):
         raise ArgumentError(FOR_PIPELINES)
@@ -55,8 +56,8 @@ def show_file(options: argparse.Namespace) -> int:
 
 
 def show_plan(plan: Plan | PipelinePlan, console: Console, *, full: bool) -> None:
-    """Print a plan; that of a pipeline with its schedule, if the picture is not too wide."""
-    picture = schedule_grid(plan) if isinstance(plan, PipelinePlan) else ""
+    """Print a plan; a pipeline's with a picture of its schedule, if that is not too wide."""
+    picture = draw_schedule(plan) if isinstance(plan, PipelinePlan) else ""
     show(plan, console, full=full, schedule_grid=picture)
     cluster = own_cluster(plan)
     if cluster is not None:
@@ -64,8 +65,8 @@ def show_plan(plan: Plan | PipelinePlan, console: Console, *, full: bool) -> Non
         console.print(overlap_table(overlap_of(plan, cluster)))
 
 
-def schedule_grid(plan: PipelinePlan) -> str:
-    """The schedule as text, a forward as one column and the rest in proportion; nothing if a line would be too long."""
+def draw_schedule(plan: PipelinePlan) -> str:
+    """Draw the schedule, a forward as one column and the rest in proportion; nothing if a line would be too long."""
     schedule = schedule_of(plan)
     columns = dict.fromkeys(schedule.kinds, 1)
     if "backward" in columns:
@@ -82,7 +83,7 @@ def _backward_columns(plan: PipelinePlan) -> int:
 
 
 def read_plan(path: Path) -> Plan | PipelinePlan:
-    """The plan in a file, of either kind; ArgumentError or PlanError if it cannot be read or is none."""
+    """Read a plan of either kind; ArgumentError or PlanError if the file cannot be read or holds no plan."""
     try:
         return plan_from_json(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,21 +1,18 @@
 """`simulate --plan`: a saved plan on hardware that one does not own.
 
-In: a plan's file, a cluster. Out: compute, communication by kind, memory and overlap there, against what was planned. What can go
-wrong: a plan for a cluster whose file is not at hand; the error says how to name it.
+It prints compute, communication by kind, memory and overlap on the other cluster, against what was planned. What can go wrong:
+a plan for a cluster whose file is not at hand; the error says how to name it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
-import sys
-from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from autopar.commands.planning import read_plan
+from autopar.commands.printing import new_table, print_json
 from autopar.cost_model.hardware import Cluster, find_cluster
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
@@ -46,7 +43,7 @@ def simulate_plan(options: argparse.Namespace) -> int:
 
 def _print_plan(console: Console, found: RepricedPlan, cluster: Cluster) -> None:
     console.print(f"The plan on {found.cluster}, planned for {found.planned_for}", markup=False, highlight=False)
-    table = titled_table("", "", "planned", "here", "bytes", "times", words=("",))
+    table = new_table("", "", "planned", "here", "bytes", "times", words=("",))
     table.add_row("compute", seconds_text(found.planned_compute_s), seconds_text(found.compute_s), "", "")
     for kind in found.communication:
         cells = (
@@ -66,18 +63,3 @@ def _print_plan(console: Console, found: RepricedPlan, cluster: Cluster) -> None
     share = percent_text(found.peak_bytes, cluster.usable_memory_bytes)
     console.print(f"\n{memory} ({share}): {'fits' if found.fits else 'does not fit'}", markup=False, highlight=False)
     console.print(found.basis, markup=False, highlight=False)
-
-
-def print_json(value: object) -> None:
-    """One JSON document on standard output."""
-    sys.stdout.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
-
-
-def titled_table(title: str, *columns: str, words: Sequence[str]) -> Table:
-    """An empty table without lines; columns in `words` stand to the left, numbers to the right."""
-    table = Table(
-        title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0)
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column in words else "right", overflow="fold")
-    return table

@@ -1,4 +1,4 @@
-"""Argument values as text -> data: models, sizes in bytes, mesh shapes, layouts. Each error says what is accepted."""
+"""Reads the values of arguments: models, sizes in bytes, mesh shapes, layouts. Each error says what is accepted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import argparse
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from autopar.errors import ArgumentError
 
 if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
+    from autopar import Replicated, Split
     from autopar.models import ModelEntry
+
+    Layout: TypeAlias = PartitionSpec | Replicated | Split
 
 _BYTE_FACTORS = {"B": 1} | {
     f"{letter}{unit}": base**power
@@ -102,8 +107,8 @@ def _is_layout(spec: str) -> bool:
     return bool(re.fullmatch(rf"split:{axes}|(?:{axes}|-)(?:,(?:{axes}|-))*", spec))
 
 
-def layout(spec: str) -> Any:
-    """What `autopar.parallelize` takes as a constraint for the SPEC of `constraint`."""
+def layout(spec: str) -> Layout:
+    """The layout that the SPEC of a `constraint` stands for, as `autopar.parallelize` takes it."""
     from jax.sharding import PartitionSpec
 
     from autopar import Replicated, Split
@@ -116,8 +121,8 @@ def layout(spec: str) -> Any:
     return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry for entry in entries))
 
 
-def size_of_type(kind: type) -> Callable[[str], int | float]:
-    """A reader for a model's size that is an int or a float."""
+def size_reader(kind: type) -> Callable[[str], int | float]:
+    """Make a reader for a model's size that is an int or a float."""
 
     def read(text: str) -> int | float:
         try:

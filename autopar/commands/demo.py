@@ -1,0 +1,83 @@
+"""`demo`: train a small GPT beside plain `jax.jit`, twice: on one mesh and as a pipeline."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+import jax
+from rich.console import Console
+
+from autopar.commands.planning_options import DEFAULT_DEVICES
+from autopar.commands.training import INTERRUPTED, train_model
+from autopar.commands.training_run import Observe, Record, StopRequest, ignore
+from autopar.explain import standard_output
+
+LARGEST_DIFFERENCE = 1e-3
+"""By how much the losses of two runs may differ."""
+
+
+def demo(
+    parts: Sequence[argparse.Namespace],
+    *,
+    largest_difference: float = LARGEST_DIFFERENCE,
+    stop: StopRequest | None = None,
+    observe: Observe = ignore,
+) -> int:
+    """Train with autopar in each of the ways of `parts` and once without; 1 if a loss does not fall or runs disagree.
+
+    All parts have the same model, steps and seed, so that one run of `jax.jit` serves all.
+
+    Args:
+        parts: The options of each way.
+        largest_difference: By how much the losses of two runs may differ.
+        stop: What Ctrl-C sets.
+        observe: Called after each step.
+    """
+    jax.config.update("jax_platforms", "cpu")
+    problems: list[str] = []
+    reference: Record | None = None
+    for options in parts:
+        standard_output().rule(options.title, align="left")
+        outcome = train_model(options, compare=True, reference=reference, stop=stop, observe=observe)
+        reference = outcome.reference
+        if outcome.stopped or reference is None:
+            return INTERRUPTED
+        found = _find_problems(outcome.record, reference, largest_difference)
+        problems += [f"{options.title}: {problem}" for problem in found]
+    for problem in problems:
+        Console(stderr=True).print(f"autopar demo: {problem}", markup=False)
+    return 1 if problems else 0
+
+
+def _find_problems(record: Record, reference: Record, largest_difference: float) -> Iterator[str]:
+    first, last, difference = record.losses[0], record.losses[-1], record.difference(reference)
+    if not last < first:
+        yield f"the loss did not fall: {first:.4f} to {last:.4f}"
+    if not difference <= largest_difference:
+        yield f"the losses differ by {difference:.1e}, more than {largest_difference:.0e}"
+
+
+def demo_options(options: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Namespace]:
+    """The demo as two runs of `train`: the default GPT on 8 devices as one mesh, and as 2 stages of 4 devices."""
+    shared: dict[str, object] = {
+        "model": "gpt",
+        "sizes": {},
+        "steps": options.steps,
+        "seed": options.seed,
+        "devices": DEFAULT_DEVICES,
+        "mesh": None,
+        "memory_limit": None,
+        "cluster": "auto",
+        "constraint": [],
+        "zero": None,
+        "data_parallel": False,
+        "allow_redundant_compute": False,
+        "planning_processes": 1,
+        "schedule": "auto",
+        "virtual_stages": 1,
+        "timeline": None,
+        "full": False,
+    }
+    one = argparse.Namespace(**shared, title="one mesh", stages=1, microbatches=None)
+    return one, argparse.Namespace(**shared, title="pipeline", stages=2, microbatches=4)
