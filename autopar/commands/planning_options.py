@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 
 from autopar.api import ParallelStep, parallelize
-from autopar.commands.values import Layout, MeshShape, layout, mesh_size
+from autopar.commands.values import MeshShape, layout, mesh_size
 from autopar.errors import ArgumentError
 from autopar.layouts.constraints import Constraints, data_parallel, zero2, zero3
+
+if TYPE_CHECKING:
+    from autopar.commands.values import Layout
 
 DEFAULT_DEVICES = 8
 FOR_PIPELINES = (

@@ -54,13 +54,8 @@ def _simulate_table(options: argparse.Namespace) -> int:
     if output is not None:
         _write_csv(output, priced)
     if options.json:
-        print_json(
-            {
-                "rows": [json_row(row) for row in priced],
-                "errors": [str(e) for e in failed],
-                "summary": dataclasses.asdict(summary),
-            }
-        )
+        rows, errors = [json_row(row) for row in priced], [str(error) for error in failed]
+        print_json({"rows": rows, "errors": errors, "summary": dataclasses.asdict(summary)})
     elif priced:
         console = standard_output()
         console.print(make_rows_table(priced))

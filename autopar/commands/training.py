@@ -77,7 +77,7 @@ def train_model(
         stop=stop or StopRequest(),
         observe=observe,
     )
-    run.batches()
+    run.check_data()
     devices = find_devices(options.devices if options.mesh is None else asked)
     step, shapes = make_parallel(run.built.train_step, devices, options), find_shapes(run.built)
     with run.console.status("planning"):

@@ -112,6 +112,10 @@ class Run:
             raise ArgumentError(str(error)) from None
         return itertools.islice(itertools.chain([first], endless), self.steps)
 
+    def check_data(self) -> None:
+        """Raise ArgumentError if there is no such data, before anything is planned or compiled."""
+        self.batches()
+
     @property
     def noun(self) -> str:
         """What a batch is counted in."""

@@ -11,7 +11,9 @@ import time
 import pytest
 from rich.console import Console
 
-from autopar.commands import devices, training
+from autopar.commands import demo, devices, training
+from autopar.commands.parser import read
+from autopar.commands.training_run import Run, StopRequest
 from autopar.models import build
 from tests.commands.command_line import SMALL, run, start
 
@@ -46,7 +48,7 @@ def test_the_same_seed_trains_the_same_way_and_another_one_does_not(tmp_path):
 
 def test_text_is_counted_in_tokens_and_other_data_in_examples():
     rates = {
-        name: training.Run(build(name), 1, 0, Console()).rate(0.5)
+        name: Run(built=build(name), steps=1, seed=0, console=Console()).rate(0.5)
         for name in ("gpt", "moe", "mlp", "wide_resnet", "t5")
     }
     assert rates == {
@@ -75,15 +77,19 @@ def test_ctrl_c_lets_the_running_step_finish_and_ends_with_a_summary(flags):
     assert re.search(r"stopped by Ctrl-C after \d+ of 1000000 steps: first loss \S+, last loss", output)
 
 
-def test_ctrl_c_during_the_comparison_leaves_it_out_with_status_130(monkeypatch, capsys):
-    steps = training._steps
+def stop_in(wanted):
+    """Arguments of a command that gets Ctrl-C in the first step of the run of this title."""
+    stop = StopRequest()
 
-    def stopped_in_jit(run, *arguments, title, **more):
-        run.stop.made = title == "jax.jit"
-        return steps(run, *arguments, title=title, **more)
+    def observe(title, step, loss, seconds):
+        stop.made = title == wanted
 
-    monkeypatch.setattr(training, "_steps", stopped_in_jit)
-    assert run("train", "mlp", *SMALL, "--devices", "2", "--steps", "3", "--compare-jit") == 130
+    return {"stop": stop, "observe": observe}
+
+
+def test_ctrl_c_during_the_comparison_leaves_it_out_with_status_130(capsys):
+    options = read(["train", "mlp", *SMALL, "--devices", "2", "--steps", "3", "--compare-jit"])
+    assert training.train(options, **stop_in("jax.jit")) == 130
     printed = capsys.readouterr().out
     assert "first loss" in printed
     assert "comparison stopped by Ctrl-C after 1 of 3 steps" in printed
@@ -103,7 +109,7 @@ def test_ctrl_c_outside_of_a_run_ends_with_a_line_and_status_130(monkeypatch, ca
 
 def test_a_second_ctrl_c_interrupts_at_once_and_the_usual_handler_comes_back():
     usual = signal.getsignal(signal.SIGINT)
-    stop = training.StopRequest()
+    stop = StopRequest()
     with stop.listening():
         signal.raise_signal(signal.SIGINT)
         assert stop.made
@@ -126,13 +132,13 @@ def test_the_users_flags_for_xla_are_kept(monkeypatch):
 
 def small_demo(**sizes: float) -> list[argparse.Namespace]:
     """The demo's options, for one mesh and for a pipeline, with a model that takes a second."""
-    parts = training.demo_options(argparse.Namespace(steps=6, seed=0))
+    parts = demo.demo_options(argparse.Namespace(steps=6, seed=0))
     sizes = {"layers": 1, "hidden": 16, "inputs": 16, "batch": 16, "learning_rate": 0.01, **sizes}
     return [argparse.Namespace(**(vars(options) | {"model": "mlp", "sizes": sizes})) for options in parts]
 
 
 def test_the_demo_succeeds_if_the_loss_falls_as_it_does_with_jit(capsys):
-    assert training.demo(small_demo()) == 0
+    assert demo.demo(small_demo()) == 0
     printed = capsys.readouterr()
     one, two = printed.out.split("pipeline ───")
     assert "(8 devices) on cluster cpu\n" in one.splitlines(keepends=True)[1]
@@ -146,25 +152,17 @@ def test_the_demo_succeeds_if_the_loss_falls_as_it_does_with_jit(capsys):
 
 
 def test_the_demo_fails_if_the_loss_does_not_fall(capsys):
-    assert training.demo(small_demo(learning_rate=1e4)[:1]) == 1
+    assert demo.demo(small_demo(learning_rate=1e4)[:1]) == 1
     assert "autopar demo: one mesh: the loss did not fall" in capsys.readouterr().err
 
 
-def test_the_demo_fails_if_the_two_runs_differ(capsys, monkeypatch):
-    monkeypatch.setattr(training, "LARGEST_DIFFERENCE", -1.0)
-    assert training.demo(small_demo()[1:]) == 1
+def test_the_demo_fails_if_the_two_runs_differ(capsys):
+    assert demo.demo(small_demo()[1:], largest_difference=-1.0) == 1
     assert "autopar demo: pipeline: the losses differ by" in capsys.readouterr().err
 
 
-def test_ctrl_c_in_the_first_part_of_the_demo_ends_it_with_status_130(monkeypatch, capsys):
-    steps = training._steps
-
-    def stopped(run, *arguments, **more):
-        run.stop.made = True
-        return steps(run, *arguments, **more)
-
-    monkeypatch.setattr(training, "_steps", stopped)
-    assert training.demo(small_demo()) == 130
+def test_ctrl_c_in_the_first_part_of_the_demo_ends_it_with_status_130(capsys):
+    assert demo.demo(small_demo(), **stop_in("autopar")) == 130
     assert "pipeline ───" not in capsys.readouterr().out
 
 
