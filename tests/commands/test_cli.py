@@ -201,7 +201,8 @@ def test_bad_input_is_told_on_standard_error_with_status_2(command, words, capsy
         (b"[]", "a JSON object with a 'version' is expected"),
         (b'{"version": 99}', "plan of version 99"),
         (b'{"version": 1}', "not a plan of version 1: missing fields"),
-        (b'{"kind": "pipeline"}', "plan of version None, this autopar reads version 1: plan again"),
+        (b'{"kind": "pipeline"}', "a JSON object with a 'version' is expected"),
+        (b'{"kind": "pipeline", "version": 99}', "plan of version 99, this autopar reads version 1: plan again"),
         (
             b'{"kind": "pipeline", "version": 1}',
             "not a pipeline plan of version 1: missing fields ['bubble', 'cluster',",

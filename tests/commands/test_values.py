@@ -71,4 +71,4 @@ def test_a_constraint_that_is_none_is_refused(text):
 
 def test_missing_devices_are_told_with_the_way_to_get_them():
     with pytest.raises(ArgumentError, match="9 devices are asked for, JAX has 8 of platform cpu"):
-        devices.devices_for(9)
+        devices.find_devices(9)
