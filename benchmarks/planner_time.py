@@ -75,7 +75,7 @@ def watched() -> Iterator[Stopwatch]:
         (api, "trace", "trace"),
         (planner, "graph_for", "graph"),
         (planner, "_memory_model", "memory"),
-        (planner, "_choose_within", "solve"),
+        (planner, "choose_within_limit", "solve"),
         (planner, "assign", "assign"),
         (planner, "_describe", "describe"),
     ]

@@ -19,15 +19,15 @@ from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS
 from autopar.plan import CollectivePlan, LiveTensor, Plan, ValuePlan
 from autopar.program.step import Leaf, TracedStep
-from autopar.solver.solve import Choice
+from autopar.solver.outcomes import Chosen
 
 
-def described(
+def describe_plan(
     traced: TracedStep,
     graph: StrategyGraph,
     memory: MemoryModel,
     assignment: Assignment,
-    choice: Choice,
+    choice: Chosen,
     *,
     cluster: Cluster,
     memory_limit_bytes: int | None,

@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.errors import OutOfMemoryError
+from autopar.explain.units import bytes_text
 from autopar.intra_op.memory.model import Resident
 from autopar.intra_op.memory.tuning import TUNING
 from autopar.layouts.mesh import LogicalMesh
@@ -17,34 +18,45 @@ from autopar.layouts.mesh import LogicalMesh
 
 @dataclasses.dataclass(frozen=True)
 class NothingFits:
-    """A mesh on which no plan was found to fit. `bound_bytes`: no plan on it needs less; `tried_bytes`: what the least of the
-    plans that were tried needs, None if the bound left nothing to try; `tensors` are alive together whatever the choice."""
+    """A mesh on which no plan was found to fit.
+
+    Attributes:
+        mesh: the mesh.
+        bound_bytes: per device; no plan on it needs less.
+        tried_bytes: what the least of the plans that were tried needs; None if the bound left nothing to try.
+        tensors: the largest tensors that are alive together whatever the choice.
+        is_settled: whether all plans are ruled out; else the search ended before it had tried all that may fit.
+    """
 
     mesh: LogicalMesh
     bound_bytes: int
     tried_bytes: int | None
     tensors: tuple[Resident, ...]
+    _: dataclasses.KW_ONLY
+    is_settled: bool
 
 
 def out_of_memory(
     failures: Sequence[NothingFits], *, memory_limit_bytes: int | None, is_constrained: bool
 ) -> OutOfMemoryError:
-    """The error of a step that fits no mesh, told of the mesh that comes nearest."""
+    """The error of a step that fits no mesh; it speaks of the mesh that comes nearest.
+
+    Args:
+        failures: what is known of each mesh, of one at least.
+        memory_limit_bytes: the limit per device.
+        is_constrained: whether the user's constraints are in force.
+    """
     best = min(failures, key=lambda f: f.bound_bytes if f.tried_bytes is None else f.tried_bytes)
-    limit = memory_limit_bytes or 0
     tried = [f.tried_bytes for f in failures if f.tried_bytes is not None]
-    known = (
-        f"the least that a plan was found to need is memory_limit_bytes={min(tried):_}"
-        if tried
-        else "this is a bound that no choice of layouts goes below, so none was searched for"
-    )
+    is_settled = all(f.is_settled for f in failures)
     lines = [
-        f"no plan fits {_size(limit)} per device on {best.mesh.size} devices: on mesh {best.mesh.shape} every plan needs at "
-        f"least {_size(best.bound_bytes)} per device; {known}. "
+        f"no plan {'fits' if is_settled else 'was found that fits'} {bytes_text(memory_limit_bytes or 0)} per device on "
+        f"{best.mesh.size} devices: on mesh {best.mesh.shape} every plan needs at least {bytes_text(best.bound_bytes)} per "
+        f"device; {_what_is_known(tried, is_settled)}. "
         f"A limit must leave room for {1 / TUNING.temporaries_margin - 1:.0%} more temporaries than predicted, which XLA may "
         "need. "
         "The largest tensors that are alive together:",
-        *(f"  {_size(t.bytes):>12}  {t.name}  {t.dtype}{list(t.shape)}" for t in best.tensors[:6]),
+        *(f"  {bytes_text(t.bytes):>12}  {t.name}  {t.dtype}{list(t.shape)}" for t in best.tensors[:6]),
         "Ways out: more devices; a smaller batch; recompute activations in the backward pass (jax.checkpoint on the layers); "
         "a smaller type for state or activations; or a higher memory_limit_bytes.",
     ]
@@ -53,9 +65,9 @@ def out_of_memory(
     return OutOfMemoryError("\n".join(lines), needed_bytes=min(tried, default=None))
 
 
-def _size(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:,.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1024
-    return f"{size:,.2f} GiB"
+def _what_is_known(tried: Sequence[int], is_settled: bool) -> str:
+    """Which limit would do, or why none is known."""
+    if not tried:
+        return "this is a bound that no choice of layouts goes below, so none was searched for"
+    known = f"the least that a plan was found to need is memory_limit_bytes={min(tried):_}"
+    return known if is_settled else f"{known}; the search ended before it had tried every plan that may need less"

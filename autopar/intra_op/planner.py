@@ -8,9 +8,8 @@ time wins. What can go wrong: nothing fits the memory; the error names the large
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,30 +20,37 @@ from autopar.intra_op.choices.catalogue import Catalogues
 from autopar.intra_op.choices.equal_axes import find_equal_axes, number_classes
 from autopar.intra_op.choices.graph import BatchSplit, StrategyGraph, build_graph
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.describe import described
-from autopar.intra_op.lowering.assignment import Assignment, assign, copy_span_of
+from autopar.intra_op.describe import describe_plan
+from autopar.intra_op.lowering.assignment import Assignment, assign
 from autopar.intra_op.memory.model import MemoryModel, Streams
+from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
+from autopar.intra_op.tuning import TUNING, Tuning
 from autopar.layouts.allowed import allowed_layouts, batch_axes
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import all_layouts
 from autopar.plan import Candidate, Plan, ValuePlan
 from autopar.program.step import Leaf, TracedStep
-from autopar.solver.repeated_layers import ChoiceProblem
-from autopar.solver.solve import Choice
-
-MEMORY_ROUNDS = 6
-"""How often the memory limit is tightened before a step counts as too large."""
-MOST_AXES = 3
-"""Logical meshes of more axes are planned only when asked for by shape."""
-MERGED_AXES = 3
-"""From so many axes on, choices that exchanging equal axes makes alike are first bounded together."""
+from autopar.solver.outcomes import Chosen, CutOff, NotSearched, Unfinished, Unreachable
+from autopar.solver.problem import ChoiceProblem, Costs
+from autopar.solver.repeated_layers import tie_layers
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanRequest:
-    """What to plan for: candidate meshes, the machine, the limit, and what the user fixed; by how many processes at once."""
+    """What to plan for.
+
+    Attributes:
+        meshes: the candidate meshes.
+        cluster: the machine.
+        memory_limit_bytes: per device; None: memory does not matter.
+        constraints: what the user fixed of layouts.
+        options: what the planner may choose from.
+        catalogues: strategies and prices, shared by all requests of one search.
+        processes: how many processes may plan at once.
+        tuning: the planner's tuned numbers.
+    """
 
     meshes: tuple[LogicalMesh, ...]
     cluster: Cluster
@@ -53,6 +59,7 @@ class PlanRequest:
     options: PlannerOptions
     catalogues: Catalogues = dataclasses.field(default_factory=Catalogues, compare=False, repr=False)
     processes: int = 1
+    tuning: Tuning = TUNING
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,9 +71,10 @@ class PlannedStep:
     assignment: Assignment
 
 
-def logical_meshes(devices: int) -> tuple[LogicalMesh, ...]:
-    """Every arrangement of the devices in up to `MOST_AXES` axes, fewest axes first."""
-    return tuple(LogicalMesh.of(shape) for axes in range(1, MOST_AXES + 1) for shape in _factorizations(devices, axes))
+def logical_meshes(devices: int, tuning: Tuning = TUNING) -> tuple[LogicalMesh, ...]:
+    """Every arrangement of the devices in up to `tuning.most_axes` axes, fewest axes first."""
+    counts = range(1, tuning.most_axes + 1)
+    return tuple(LogicalMesh.of(shape) for axes in counts for shape in _factorizations(devices, axes))
 
 
 def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -88,25 +96,24 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> PlannedStep:
     _warn_of_undividable_batch(traced, request)
     best: PlannedStep | None = None
     failures: list[NothingFits] = []
-    unreached: list[LogicalMesh] = []
+    unreached: dict[LogicalMesh, Unreachable | Unfinished] = {}
     candidates: list[Candidate] = []
     found_s: list[float] = []
     for mesh in _distinct(request):
         outcome = _plan_on(traced, mesh, request, best.plan.step_s if best is not None else np.inf)
-        if isinstance(outcome, NothingFits):
-            failures.append(outcome)
-            candidates.append(Candidate(mesh.shape, None))
-            continue
-        if isinstance(outcome, _OutOfReach):
-            unreached.append(mesh)
-            continue
-        if isinstance(outcome, _LeftOff):
-            candidates.append(Candidate(mesh.shape, None, outcome.lower_bound_s))
-            continue
-        candidates.append(Candidate(mesh.shape, outcome.plan.step_s))
-        found_s.append(outcome.plan.unlimited_s)
-        if best is None or outcome.plan.step_s < best.plan.step_s * (1 - 1e-9):
-            best = outcome
+        match outcome:
+            case PlannedStep():
+                candidates.append(Candidate(mesh.shape, outcome.plan.step_s))
+                found_s.append(outcome.plan.unlimited_s)
+                if best is None or outcome.plan.step_s < best.plan.step_s * (1 - 1e-9):
+                    best = outcome
+            case NothingFits():
+                failures.append(outcome)
+                candidates.append(Candidate(mesh.shape, None))
+            case CutOff(lower_bound_s) | NotSearched(lower_bound_s):
+                candidates.append(Candidate(mesh.shape, None, lower_bound_s))
+            case Unreachable() | Unfinished():
+                unreached[mesh] = outcome
     if best is None and not failures:
         raise _no_way_there(unreached, request)
     if best is None:
@@ -118,11 +125,18 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> PlannedStep:
     return dataclasses.replace(best, plan=plan)
 
 
-def _no_way_there(meshes: Sequence[LogicalMesh], request: PlanRequest) -> ConstraintError:
+def _no_way_there(meshes: Mapping[LogicalMesh, Unreachable | Unfinished], request: PlanRequest) -> ConstraintError:
+    shapes = ", ".join(str(mesh.shape) for mesh in meshes)
+    kinds = ", ".join(sorted(request.options.kinds)) or "none"
+    if any(isinstance(outcome, Unfinished) for outcome in meshes.values()):
+        return ConstraintError(
+            f"no plan was found on mesh {shapes}: the search ended before it knew whether the kinds of collectives allowed "
+            f"({kinds}) can bring every value to the layouts that the constraints and the operations ask for; allow all-gather "
+            "and all-reduce, which always can"
+        )
     return ConstraintError(
-        f"no plan on mesh {', '.join(str(mesh.shape) for mesh in meshes)}: the kinds of collectives allowed "
-        f"({', '.join(sorted(request.options.kinds)) or 'none'}) cannot bring every value to the layouts that the constraints "
-        "and the operations ask for; allow all-gather and all-reduce, which always can"
+        f"no plan on mesh {shapes}: the kinds of collectives allowed ({kinds}) cannot bring every value to the layouts that the "
+        "constraints and the operations ask for; allow all-gather and all-reduce, which always can"
     )
 
 
@@ -138,20 +152,6 @@ def _distinct(request: PlanRequest) -> list[LogicalMesh]:
         key = (tuple(sorted(mesh.shape)), links[0]) if free else (mesh.shape, links, mesh.axis_names)
         seen.setdefault(key, mesh)
     return list(seen.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class _LeftOff:
-    """A mesh that was not searched to the end: no plan on it takes less than the bound."""
-
-    lower_bound_s: float
-
-
-@dataclasses.dataclass(frozen=True)
-class _OutOfReach:
-    """A mesh on which the collectives allowed do not bring every value to where it is needed."""
-
-    mesh: LogicalMesh
 
 
 def graph_for(
@@ -178,7 +178,7 @@ def graph_for(
 
 def _plan_on(
     traced: TracedStep, mesh: LogicalMesh, request: PlanRequest, cutoff_s: float
-) -> PlannedStep | NothingFits | _LeftOff | _OutOfReach:
+) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
     """The best plan on one mesh; only plans that take less than `cutoff_s` matter."""
     allowed = _allowed_inputs(traced, mesh, request)
     graph = graph_for(traced, mesh, request, allowed, batch=_batch_split(traced, mesh, request))
@@ -186,18 +186,30 @@ def _plan_on(
     limit = request.memory_limit_bytes
     bound = 0 if limit is None else memory.bound()
     if limit is not None and bound > limit:
-        return NothingFits(mesh, bound, None, memory.least()[1])
-    problem = ChoiceProblem(graph.costs, graph.edges, classes=_classes(graph, request), cutoff_s=cutoff_s)
-    found = _choose_within(graph, memory, limit, problem.choose)
-    if isinstance(found, int):
-        return NothingFits(mesh, bound, found, memory.least()[1])
-    choice, copy_span, free_s = found
-    if not np.isfinite(choice.seconds if choice.numbers else choice.lower_bound_s):
-        return _OutOfReach(mesh)
-    if graph.nodes and not choice.numbers:
-        return _LeftOff(choice.lower_bound_s)
-    assignment = assign(graph, choice.numbers, copy_span=copy_span)
-    plan = described(
+        return NothingFits(mesh, bound, None, memory.least()[1], is_settled=True)
+    costs = Costs.of(graph.costs, graph.edges)
+    problem = tie_layers(ChoiceProblem(costs=costs, classes=_classes(graph, request), cutoff_s=cutoff_s))
+    match choose_within_limit(problem, memory, limit, tuning=request.tuning):
+        case Fits(choice, copy_span, unlimited_s):
+            assignment = assign(graph, choice.numbers, copy_span=copy_span)
+            plan = _describe(traced, graph, memory, assignment, choice, request)
+            part = unlimited_s / choice.seconds if choice.seconds > 0 else 1.0
+            return PlannedStep(traced, dataclasses.replace(plan, unlimited_s=plan.step_s * part), assignment)
+        case TooLarge(tried_bytes, is_settled):
+            return NothingFits(mesh, bound, tried_bytes, memory.least()[1], is_settled=is_settled)
+        case ended:
+            return ended
+
+
+def _describe(
+    traced: TracedStep,
+    graph: StrategyGraph,
+    memory: MemoryModel,
+    assignment: Assignment,
+    choice: Chosen,
+    request: PlanRequest,
+) -> Plan:
+    return describe_plan(
         traced,
         graph,
         memory,
@@ -207,8 +219,6 @@ def _plan_on(
         memory_limit_bytes=request.memory_limit_bytes,
         allow_redundant_compute=request.options.allow_redundant_compute,
     )
-    part = free_s / choice.seconds if choice.seconds > 0 else 1.0
-    return PlannedStep(traced, dataclasses.replace(plan, unlimited_s=plan.step_s * part), assignment)
 
 
 def _following(traced: TracedStep, mesh: LogicalMesh) -> list[Any]:
@@ -263,7 +273,7 @@ def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | N
     Where no two axes have the same size, all that have the same link count as equal: a looser bound, and still one.
     """
     mesh = graph.mesh
-    if sum(size > 1 for size in mesh.shape) < MERGED_AXES:
+    if sum(size > 1 for size in mesh.shape) < request.tuning.merged_axes:
         return None
     links = request.cluster.links_of(mesh.shape)
     groups = find_equal_axes(mesh.shape, links) or find_equal_axes([min(size, 2) for size in mesh.shape], links)
@@ -273,68 +283,6 @@ def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | N
             operands = [(*s.inputs, *s.outputs) for s in node.choices.strategies]
             known[id(node.choices)] = number_classes(operands, groups)
     return [known[id(node.choices)] for node in graph.nodes]
-
-
-def _choose_within(
-    graph: StrategyGraph, memory: MemoryModel, limit: int | None, search: Callable[..., Choice | None]
-) -> tuple[Choice, int | None, float] | int:
-    """(the best choice within the limit, its `copy_span`, seconds without limit); a choice without numbers where it ended.
-
-    Gathered copies stay until their last use; only where nothing fits so are they dropped and gathered again. Where nothing fits
-    at all: the least bytes that a choice that was tried requires.
-    """
-    free = search()
-    assert free is not None
-    if limit is None or not free.numbers or not np.isfinite(free.seconds):
-        return free, None, free.seconds
-    least = memory.required(free.numbers)
-    if least <= limit:
-        return free, None, free.seconds
-    rows = memory.rows(free.numbers)
-    excess = max(0.0, max(row.used(free.numbers) for row in rows) - least)
-    for span in (None, copy_span_of(graph.program)):
-        found = _choose_with_copies(
-            functools.partial(search, rows=rows, free=free), memory, limit, span=span, excess=excess
-        )
-        if isinstance(found, Choice):
-            return found, span, free.seconds
-        if found is None:
-            break
-        least = min(least, found)
-    return least
-
-
-def _choose_with_copies(
-    search: Callable[..., Choice | None], memory: MemoryModel, limit: int, *, span: int | None, excess: float
-) -> Choice | int | None:
-    """The best choice within the limit if copies stay as `span` says; else the least bytes that one tried requires, if one was.
-
-    `excess`: by how much the rows say more than is required, where both are known; the search begins that far above the limit.
-
-    The rows of the planner's model leave out what depends on pairs of choices, such as a gathered operand. Where the peak of
-    a choice says that this mattered, the rows' limit is lowered by the excess, twice as far each time, and the search repeated.
-    Where nothing keeps even the rows within the limit, there is nothing to repeat.
-    """
-    highest = limit + excess
-    row_limit, too_low = highest, 0.0
-    least: int | None = None
-    tried: tuple[tuple[int, ...], ...] = ()
-    for tries in range(MEMORY_ROUNDS):
-        choice = search(limit_bytes=row_limit, tried=tried)
-        if choice is not None and not choice.numbers:
-            return choice
-        if choice is None:
-            if row_limit >= highest:
-                return None
-            too_low, row_limit = row_limit, (row_limit + highest) / 2
-            continue
-        tried = choice.tried
-        required = memory.required(choice.numbers, copy_span=span)
-        if required <= limit:
-            return choice
-        least = required if least is None else min(least, required)
-        row_limit = max(row_limit - (required - limit) * 2**tries, (too_low + row_limit) / 2)
-    return least
 
 
 def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None:

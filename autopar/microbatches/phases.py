@@ -44,7 +44,10 @@ from autopar.microbatches.tuning import TUNING, Tuning
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
 from autopar.rules.table import entry_for, flops_of
-from autopar.solver.repeated_layers import ChoiceProblem
+from autopar.solver.outcomes import Chosen
+from autopar.solver.problem import ChoiceProblem, Costs
+from autopar.solver.repeated_layers import tie_layers
+from autopar.solver.solve import choose
 
 
 def plan_time(
@@ -69,11 +72,10 @@ def plan_time(
     problem = _PhaseProblem(
         graph, microbatches, examples, loosely=loosely, late_sums=late_sums, known=known or {}, tuning=tuning
     )
-    found = ChoiceProblem(problem.costs(), problem.edges(), is_proven=False).choose()
-    assert found is not None
-    if not np.isfinite(found.seconds) and known:
+    found = choose(tie_layers(ChoiceProblem(costs=Costs.of(problem.costs(), problem.edges()), is_proven=False)))
+    if not isinstance(found, Chosen) and known:
         return plan_time(traced, microbatches, late_sums=late_sums, tuning=tuning)
-    if not np.isfinite(found.seconds):
+    if not isinstance(found, Chosen):
         raise AssertionError("a step can always run whole, before the loop")
     phases = {n.equation: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.equation}
     phases |= {n.loop: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.loop}

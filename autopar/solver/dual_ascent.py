@@ -11,83 +11,97 @@ a better solution than one of value U if
 
     bound - min c_v + c_v[p] + sum_e (min_q R_e[p, q] - min R_e) > U.
 
-In: a reduced problem. Out: an equivalent one with fewer choices, the bound, and the best solution seen. What can go wrong:
-the bound stops short of the optimum where the linear relaxation has a gap; an integer program settles the rest.
+In: a reduced objective. Out: the bound, the best choice seen, the shifted costs, and which choices they rule out. What can go
+wrong: the bound stops short of the optimum where the linear relaxation has a gap; an integer program settles the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
-Edges = Mapping[tuple[int, int], np.ndarray]
+from autopar.solver.local_search import improve_choice
+from autopar.solver.messages import End, Level
+from autopar.solver.problem import Costs
+from autopar.solver.tuning import TUNING, Tuning
+
+ROUNDING = 1e-9
+"""A choice is ruled out only if it is worse by more than this part of the value to beat."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bounded:
-    """Lower bound and best value, the best choice per node, by how much each choice of a node raises the bound,
-    and the shifted costs and edges: an equivalent problem."""
+    """What dual ascent came to.
+
+    Attributes:
+        lower: seconds that no choice goes below.
+        upper: seconds of the best choice seen; infinite if none was possible.
+        choice: that choice, of every node.
+        rise: seconds by which each choice of a node raises the bound, a float array (choices,) per node.
+        shifted: the shifted costs, without infinities: an equivalent objective.
+    """
 
     lower: float
     upper: float
     choice: Mapping[int, int]
     rise: Mapping[int, np.ndarray]
-    costs: Mapping[int, np.ndarray]
-    edges: Edges
+    shifted: Costs
 
     def below(self, value: float) -> dict[int, np.ndarray]:
-        """Choices that may be part of a solution of at most `value`."""
-        slack = value - self.lower + 1e-9 * abs(value)
+        """Which choices may be part of a solution of at most `value` seconds, a bool array (choices,) per node."""
+        slack = value - self.lower + ROUNDING * abs(value)
         return {v: rise <= slack for v, rise in self.rise.items()}
 
     def near_optimal(self, relative: float) -> dict[int, np.ndarray]:
-        """Choices that raise the bound by at most this part of it."""
+        """Which choices raise the bound by at most this part of it, a bool array (choices,) per node."""
         return self.below(self.lower + relative * abs(self.lower))
 
 
-def bound_problem(
-    costs: Mapping[int, np.ndarray],
-    edges: Edges,
+def bound_costs(
+    costs: Costs,
     *,
-    sweeps: int,
-    gap: float = 1e-9,
+    gap: float | None = None,
     start: Mapping[int, int] | None = None,
     cutoff: float = np.inf,
+    tuning: Tuning = TUNING,
 ) -> Bounded:
-    """Run up to `sweeps` forward-backward sweeps, fewer if bound and best value meet within `gap` (relative) or the bound
-    reaches `cutoff`."""
-    return _Ascent(costs, edges).run(sweeps, gap, start, cutoff)
+    """Bound an objective by forward and backward sweeps.
+
+    Args:
+        costs: the objective.
+        gap: the sweeps end when bound and best choice are this near (relative); `tuning.bound_gap` if it is not given.
+        start: a choice of every node to begin with, instead of a greedy one.
+        cutoff: the sweeps end when the bound reaches these seconds.
+        tuning: how many sweeps.
+    """
+    return _Ascent(costs).run(start, tuning.bound_gap if gap is None else gap, cutoff, tuning)
 
 
 class _Ascent:
-    """The state of dual ascent: what each end of each edge has taken over from it, in one flat array.
+    """The state of dual ascent: the messages of all ends of all edges, in one flat array (`messages.py`)."""
 
-    With matrices M, a message x per end and the given costs c, the shifted costs are c_v + sum_e x_v, the shifted edges
-    M[p, q] - x_u[p] - x_v[q]. A node looks at its edges alone, so nodes that no edge joins are looked at together, and so all
-    of a level of the graph is one row of array operations.
-    """
-
-    def __init__(self, costs: Mapping[int, np.ndarray], edges: Edges) -> None:
-        self.original, self.original_edges = costs, edges
+    def __init__(self, given: Costs) -> None:
+        self.original = given
+        costs, edges = given.nodes, given.edges
         self.order = sorted(costs)
         finite = sum(float(np.max(np.where(np.isfinite(m), m, 0.0), initial=0.0)) for m in edges.values())
         finite += sum(float(np.max(np.where(np.isfinite(c), c, 0.0), initial=0.0)) for c in costs.values())
-        big = 4.0 * finite + 1.0
+        big = 4.0 * finite + 1.0  # takes the place of infinity: more than any possible choice costs
         self.given = {v: np.where(np.isfinite(costs[v]), costs[v], big).astype(float) for v in self.order}
         self.matrix = {pair: np.where(np.isfinite(m), m, big) for pair, m in edges.items()}
-        self.ends: dict[int, list[_End]] = {v: [] for v in self.order}
+        self.ends: dict[int, list[End]] = {v: [] for v in self.order}
         self.begins: list[int] = []
         place = 0
         for (u, v), m in sorted(self.matrix.items(), key=lambda item: item[0]):
             here, there = slice(place, place + len(m)), slice(place + len(m), place + sum(m.shape))
-            self.ends[u].append(_End(v, m, here, there))
-            self.ends[v].append(_End(u, m.T, there, here))
+            self.ends[u].append(End(v, m, here, there))
+            self.ends[v].append(End(u, m.T, there, here))
             self.begins += [here.start, there.start]
             place = there.stop
         self.messages = np.zeros(place)
-        self.levels = [_Level.of({v: (self.given[v], self.ends[v]) for v in level}) for level in self._by_level()]
+        self.levels = [Level.of({v: (self.given[v], self.ends[v]) for v in level}) for level in self._by_level()]
 
     def _by_level(self) -> list[list[int]]:
         """Nodes with edges, by the length of the longest way to them from lower ones."""
@@ -100,37 +114,35 @@ class _Ascent:
                 levels[level_of[v]].append(v)
         return levels
 
-    def run(self, sweeps: int, gap: float, start: Mapping[int, int] | None, cutoff: float) -> Bounded:
-        best = dict(start) if start is not None else self._decoded()
-        upper, lower = self.value(best), -np.inf
-        for number in range(sweeps):
+    def run(self, start: Mapping[int, int] | None, gap: float, cutoff: float, tuning: Tuning) -> Bounded:
+        best = dict(start) if start is not None else self._decode()
+        upper, lower = self.original.value(best), -np.inf
+        for number in range(tuning.sweeps):
             for level in self.levels:
                 level.shift(self.messages, level.handed_up)
             for level in self.levels[::-1]:
                 level.shift(self.messages, level.handed_down)
-            if number % 8 != 7:
+            if (number + 1) % tuning.check_every:
                 continue
-            trial = self._decoded()
-            value = self.value(trial)
+            trial = self._decode()
+            value = self.original.value(trial)
             if value < upper:
                 upper, best = value, trial
             before, lower = lower, self._lower()
-            if lower >= cutoff or upper - lower <= gap * abs(upper) or lower - before <= 1e-7 * abs(upper):
+            if lower >= cutoff or upper - lower <= gap * abs(upper) or lower - before <= tuning.stalled * abs(upper):
                 break
-        best = improved(best, self.original, self.original_edges)
-        upper = self.value(best)
-        costs = self._costs()
+        best = improve_choice(best, self.original)
+        upper = self.original.value(best)
+        return Bounded(min(self._lower(), upper), upper, best, self._rises(), Costs(self._costs(), self._edges()))
+
+    def _edges(self) -> dict[tuple[int, int], np.ndarray]:
+        """The shifted edges."""
         edges = {}
         for u in self.order:
             for end in self.ends[u]:
                 if u < end.other:
                     edges[u, end.other] = end.matrix - self.messages[end.here][:, None] - self.messages[end.there]
-        return Bounded(min(self._lower(), upper), upper, best, self._rises(), costs, edges)
-
-    def value(self, choice: Mapping[int, int]) -> float:
-        """The objective of a choice, in the original costs."""
-        total = sum(float(self.original[v][choice[v]]) for v in self.order)
-        return total + sum(float(m[choice[u], choice[v]]) for (u, v), m in self.original_edges.items())
+        return edges
 
     def _costs(self) -> dict[int, np.ndarray]:
         """The shifted costs."""
@@ -140,17 +152,17 @@ class _Ascent:
         return costs
 
     def _least(self) -> np.ndarray:
-        """Of each end of each edge the least shifted cost for each choice there, in the places of the messages."""
+        """The least shifted cost of each end of each edge, for each choice there, in the places of the messages (places,)."""
         least = np.zeros_like(self.messages)
         for level in self.levels:
             least[level.rows] = level.least(self.messages)
         return least - self.messages
 
-    def _decoded(self) -> dict[int, int]:
-        """Greedy choices, given those already made, from the lowest node up.
+    def _decode(self) -> dict[int, int]:
+        """Choose greedily from the lowest node up, given the choices already made.
 
-        A sweep down has brought to each node what the higher ones imply, so that where the bound is tight this meets it; the
-        other way round it rarely does.
+        A sweep down has brought to each node what the higher ones imply, so where the bound is tight this order meets it; the
+        opposite order rarely does.
         """
         choice: dict[int, int] = {}
         least, costs = self._least(), self._costs()
@@ -176,99 +188,3 @@ class _Ascent:
                 rise = rise + least[end.here] - np.minimum.reduce(least[end.here])
             rises[v] = rise
         return rises
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _End:
-    """One end of an edge: the node at the other, its matrix with a row per choice here, and where both ends' messages are."""
-
-    other: int
-    matrix: np.ndarray
-    here: slice
-    there: slice
-
-
-def _places(part: slice) -> np.ndarray:
-    return np.arange(part.start, part.stop)
-
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class _Level:
-    """Nodes that no edge joins, all their matrices in one flat array.
-
-    Choices are sorted by node, from `splits` on those of the next one. Rows are sorted by node, choice and edge: a row begins at
-    `starts`, its own message is at `rows`, `values[i]` in it meets the message at `others[i]`. The rows of one choice begin at
-    `groups`, and `group_of` is the number of a row's choice. What part of a choice's cost a row hands on: `handed_up` to higher
-    nodes, `handed_down` to lower ones.
-    """
-
-    nodes: tuple[int, ...]
-    splits: np.ndarray
-    values: np.ndarray
-    others: np.ndarray
-    starts: np.ndarray
-    rows: np.ndarray
-    groups: np.ndarray
-    group_of: np.ndarray
-    given: np.ndarray
-    handed_up: np.ndarray
-    handed_down: np.ndarray
-
-    @classmethod
-    def of(cls, nodes: Mapping[int, tuple[np.ndarray, Sequence[_End]]]) -> _Level:
-        """Of nodes with their costs and the ends of their edges."""
-        splits = np.cumsum([len(given) for given, _ in nodes.values()])[:-1]
-        parts: dict[str, list[np.ndarray]] = {field.name: [] for field in dataclasses.fields(cls)[2:]}
-        elements = rows = choices = 0
-        for v, (given, ends) in nodes.items():
-            count, lengths = len(given), [end.matrix.shape[1] for end in ends]
-            width, row = sum(lengths), np.arange(count * len(ends))
-            up = np.array([end.other > v for end in ends])
-            share = 1.0 / max(up.sum(), len(ends) - up.sum())
-            begin = np.cumsum([0, *lengths[:-1]])
-            parts["values"].append(np.concatenate([end.matrix for end in ends], axis=1).ravel())
-            parts["others"].append(np.tile(np.concatenate([_places(end.there) for end in ends]), count))
-            parts["starts"].append((elements + width * np.arange(count)[:, None] + begin).ravel())
-            parts["rows"].append(np.stack([_places(end.here) for end in ends], axis=1).ravel())
-            parts["groups"].append(rows + len(ends) * np.arange(count))
-            parts["group_of"].append(choices + row // len(ends))
-            parts["given"].append(given)
-            parts["handed_up"].append(np.tile(share * up, count))
-            parts["handed_down"].append(np.tile(share * ~up, count))
-            elements, rows, choices = elements + width * count, rows + len(row), choices + count
-        return cls(tuple(nodes), splits, **{name: np.concatenate(arrays) for name, arrays in parts.items()})
-
-    def costs(self, messages: np.ndarray) -> dict[int, np.ndarray]:
-        """Of each node its shifted costs."""
-        costs = self.given + np.add.reduceat(messages.take(self.rows), self.groups)
-        return dict(zip(self.nodes, np.split(costs, self.splits), strict=True))
-
-    def least(self, messages: np.ndarray) -> np.ndarray:
-        """Of each row what its message would be if it took all that its edge has to give."""
-        return np.minimum.reduceat(self.values - messages.take(self.others), self.starts)
-
-    def shift(self, messages: np.ndarray, handed: np.ndarray) -> None:
-        """Take over from all edges, and hand on equal shares to those ahead."""
-        least = self.least(messages)
-        cost = self.given + np.add.reduceat(least, self.groups)
-        messages[self.rows] = least - cost.take(self.group_of) * handed
-
-
-def improved(choice: Mapping[int, int], costs: Mapping[int, np.ndarray], edges: Edges) -> dict[int, int]:
-    """Change single choices while that lowers the objective."""
-    near: dict[int, list[tuple[int, np.ndarray]]] = {v: [] for v in costs}
-    for (u, v), m in edges.items():
-        near[u].append((v, m))
-        near[v].append((u, m.T))
-    best = dict(choice)
-    pending: Sequence[int] = sorted(costs)
-    while pending:
-        touched: set[int] = set()
-        for v in pending:
-            total = costs[v] + sum(m[:, best[w]] for w, m in near[v])
-            p = int(np.argmin(total))
-            if np.isfinite(total[p]) and total[best[v]] - total[p] > 1e-12 * abs(total[p]):
-                best[v] = p
-                touched.update(w for w, _ in near[v])
-        pending = sorted(touched)
-    return best

@@ -1,4 +1,4 @@
-"""The intra-operator choice as an integer program, built with PuLP and solved with HiGHS.
+"""A pairwise choice problem as an integer program, built with PuLP and solved with HiGHS.
 
 Minimise  sum_v c_v . s_v + sum_(u,v) R_uv . e_uv  over
 
@@ -10,68 +10,115 @@ subject to
     choose[v]             sum_p s_v[p] = 1
     link[u, v, p]         sum_q e_uv[p, q] = s_u[p]
     link[u, v, q]         sum_p e_uv[p, q] = s_v[q]
-    memory[t]             sum_(v in t) m_v . s_v <= limit_t
+    memory[t]             fixed_t + sum_(v in t) m_t,v . s_v <= limit
 
-In: costs, edges, live sets. Out: a choice per node, and the proven lower bound. What can go wrong: no choice fits the memory;
-`solve` then returns no choice. The work is limited by branch-and-bound nodes, not by time, so results are reproducible.
+In: an objective, memory rows and their limit. Out: `Solved`, `Infeasible` or `Unfinished`. The work is limited by nodes of branch
+and bound, not by time, so results are reproducible.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import pulp
 
-Edges = Mapping[tuple[int, int], np.ndarray]
+from autopar.solver.outcomes import Unfinished
+from autopar.solver.problem import Costs, Edges, MemoryRow
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LiveSet:
-    """Memory at one program point: bytes of each choice of each live node that is still open, and what is left of the limit."""
+class Solved:
+    """A choice of every node within the limit, and seconds that no such choice goes below."""
 
-    name: str
-    bytes_of: Mapping[int, np.ndarray]
-    limit_bytes: float
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Solution:
-    """`choice` is None when nothing fits; `lower` is the proven bound on the objective."""
-
-    choice: Mapping[int, int] | None
-    lower: float
+    choice: Mapping[int, int]
+    lower_bound_s: float
 
 
-def solve(
-    costs: Mapping[int, np.ndarray], edges: Edges, live_sets: Sequence[LiveSet], *, node_limit: int, gap: float
-) -> Solution:
-    """Build and solve the program; see the module's text."""
-    scale = _scale(costs, edges)
-    model = pulp.LpProblem("intra_op", pulp.LpMinimize)
-    s = choice_variables(model, costs)
-    e = pair_variables(model, edges)
-    model.setObjective(objective(costs, edges, s, e, scale))
-    one_choice_each(model, s)
-    pairs_agree(model, s, e)
-    memory_fits(model, s, live_sets)
-    options: dict[str, Any] = {"mip_max_nodes": node_limit, "random_seed": 0}
-    solver = pulp.HiGHS(msg=False, threads=1, gapRel=gap, **options)
-    _run(model, solver)
-    values = {v: [pulp.value(x) for x in row] for v, row in s.items()}
-    if any(x is None for row in values.values() for x in row):
-        return Solution(None, np.inf)
-    choice = {v: int(np.argmax(row)) for v, row in values.items()}
-    if any(max(row) < 0.99 for row in values.values()):
-        return Solution(None, np.inf)
-    highs = getattr(model, "solverModel", None)
-    bound = float(highs.getInfo().mip_dual_bound) * scale if highs is not None else -np.inf
-    return Solution(choice, bound)
+@dataclasses.dataclass(frozen=True)
+class Infeasible:
+    """Proven: no choice of finite costs is within the limit."""
 
 
-def _run(model: Any, solver: Any) -> None:
+class Expression(Protocol):
+    """A variable of PuLP, or a sum of such."""
+
+    def __rmul__(self, factor: float, /) -> Expression:
+        """The expression times a number."""
+        ...
+
+
+class Model(Protocol):
+    """What is used of PuLP's LpProblem, in versions 3 and 4."""
+
+    status: int
+
+    def add_variable(self, name: str, low: float, high: float | None, category: str, /) -> Expression:
+        """Make a variable of the model."""
+        ...
+
+    def setObjective(self, objective: Expression, /) -> None:
+        """Minimise an expression."""
+        ...
+
+    def addConstraint(self, constraint: object, name: str, /) -> None:
+        """Demand a constraint."""
+        ...
+
+    def solve(self, solver: object, /) -> object:
+        """Solve, and set the variables' values."""
+        ...
+
+
+ChoiceVariables = Mapping[int, Sequence[Expression]]
+"""s_v by node, one variable per choice."""
+PairVariables = Mapping[tuple[int, int], Sequence[Sequence[Expression]]]
+"""e_uv by edge, one row per choice of u and one variable in it per choice of v."""
+
+
+def solve_integer_program(
+    costs: Costs, rows: Sequence[MemoryRow] = (), limit_bytes: float = np.inf, *, node_limit: int, gap: float
+) -> Solved | Infeasible | Unfinished:
+    """Build the program of the module's text and solve it.
+
+    Args:
+        costs: the objective.
+        rows: the memory rows.
+        limit_bytes: their limit.
+        node_limit: nodes of branch and bound at most.
+        gap: the relative gap at which a choice counts as optimal.
+
+    Returns:
+        The best choice found; or that there is none; or that none was found within `node_limit`.
+    """
+    if any(_sum_of_least(row) > limit_bytes - row.fixed_bytes for row in rows):
+        return Infeasible()
+    scale = _scale_of(costs)
+    model: Model = pulp.LpProblem("intra_op", pulp.LpMinimize)
+    s = add_choice_variables(model, costs.nodes)
+    e = add_pair_variables(model, costs.edges)
+    minimize_costs(model, costs, s, e, scale)
+    require_one_choice_each(model, s)
+    require_pairs_to_agree(model, s, e)
+    require_memory_to_fit(model, s, rows, limit_bytes)
+    options: dict[str, int] = {"mip_max_nodes": node_limit, "random_seed": 0}
+    _run(model, pulp.HiGHS(msg=False, threads=1, gapRel=gap, **options))
+    if model.status == pulp.LpStatusInfeasible:
+        return Infeasible()
+    taken = {v: [pulp.value(x) for x in row] for v, row in s.items()}
+    if any(x is None for row in taken.values() for x in row) or any(max(row) < 0.99 for row in taken.values()):
+        return Unfinished()
+    return Solved({v: int(np.argmax(row)) for v, row in taken.items()}, _dual_bound(model) * scale)
+
+
+def _sum_of_least(row: MemoryRow) -> float:
+    """Bytes that the nodes of a row need at least."""
+    return sum(float(b.min()) for b in row.bytes_of.values())
+
+
+def _run(model: Model, solver: object) -> None:
     """Solve. PuLP 3 has no name for the status in which HiGHS ends at the limit of nodes; it has read the values by then."""
     try:
         model.solve(solver)
@@ -80,21 +127,28 @@ def _run(model: Any, solver: Any) -> None:
             raise
 
 
-def _scale(costs: Mapping[int, np.ndarray], edges: Edges) -> float:
+def _dual_bound(model: Model) -> float:
+    """The bound that branch and bound has proven, in units of the objective; none if PuLP does not keep HiGHS's model."""
+    highs = getattr(model, "solverModel", None)
+    return float(highs.getInfo().mip_dual_bound) if highs is not None else -np.inf
+
+
+def _scale_of(costs: Costs) -> float:
     """Objective coefficients are divided by this, so that tolerances of the solver mean something."""
-    finite = [float(np.max(a[np.isfinite(a)], initial=0.0)) for a in (*costs.values(), *edges.values())]
+    arrays = (*costs.nodes.values(), *costs.edges.values())
+    finite = [float(np.max(a[np.isfinite(a)], initial=0.0)) for a in arrays]
     return max(finite, default=1.0) or 1.0
 
 
-def choice_variables(model: Any, costs: Mapping[int, np.ndarray]) -> dict[int, list[Any]]:
+def add_choice_variables(model: Model, nodes: Mapping[int, np.ndarray]) -> ChoiceVariables:
     """s_v[p] in {0, 1}; a choice of infinite cost is fixed to 0."""
     return {
         v: [model.add_variable(f"s_{v}_{p}", 0, 1 if np.isfinite(c) else 0, "Integer") for p, c in enumerate(cost)]
-        for v, cost in costs.items()
+        for v, cost in nodes.items()
     }
 
 
-def pair_variables(model: Any, edges: Edges) -> dict[tuple[int, int], list[list[Any]]]:
+def add_pair_variables(model: Model, edges: Edges) -> PairVariables:
     """e_uv[p, q] >= 0; a pair of infinite cost is fixed to 0."""
     return {
         (u, v): [
@@ -108,29 +162,29 @@ def pair_variables(model: Any, edges: Edges) -> dict[tuple[int, int], list[list[
     }
 
 
-def objective(costs: Mapping[int, np.ndarray], edges: Edges, s: Any, e: Any, scale: float) -> Any:
-    """sum_v c_v . s_v + sum_uv R_uv . e_uv, in units of `scale`."""
-    nodes = [_finite(c) / scale * x for v, cost in costs.items() for c, x in zip(cost, s[v], strict=True)]
+def minimize_costs(model: Model, costs: Costs, s: ChoiceVariables, e: PairVariables, scale: float) -> None:
+    """sum_v c_v . s_v + sum_uv R_uv . e_uv, in units of `scale` seconds."""
+    nodes = [_finite(c) / scale * x for v, cost in costs.nodes.items() for c, x in zip(cost, s[v], strict=True)]
     pairs = [
         _finite(r) / scale * x
-        for pair, matrix in edges.items()
+        for pair, matrix in costs.edges.items()
         for row, xs in zip(matrix, e[pair], strict=True)
         for r, x in zip(row, xs, strict=True)
     ]
-    return pulp.lpSum(nodes + pairs)
+    model.setObjective(pulp.lpSum(nodes + pairs))
 
 
 def _finite(value: float) -> float:
     return float(value) if np.isfinite(value) else 0.0
 
 
-def one_choice_each(model: Any, s: Mapping[int, list[Any]]) -> None:
+def require_one_choice_each(model: Model, s: ChoiceVariables) -> None:
     """choose[v]: sum_p s_v[p] = 1."""
     for v, row in s.items():
         model.addConstraint(pulp.lpSum(row) == 1, f"choose_{v}")
 
 
-def pairs_agree(model: Any, s: Mapping[int, list[Any]], e: Mapping[tuple[int, int], list[list[Any]]]) -> None:
+def require_pairs_to_agree(model: Model, s: ChoiceVariables, e: PairVariables) -> None:
     """link: the pair's rows sum to the choice of u, its columns to the choice of v."""
     for (u, v), rows in e.items():
         for p, row in enumerate(rows):
@@ -139,11 +193,12 @@ def pairs_agree(model: Any, s: Mapping[int, list[Any]], e: Mapping[tuple[int, in
             model.addConstraint(pulp.lpSum([*column, -1 * s[v][q]]) == 0, f"link_{u}_{v}_column_{q}")
 
 
-def memory_fits(model: Any, s: Mapping[int, list[Any]], live_sets: Sequence[LiveSet]) -> None:
-    """memory[t]: sum over live nodes of m_v . s_v <= limit_t, in units of the limit."""
-    for number, live in enumerate(live_sets):
-        scale = max(live.limit_bytes, 1.0)
+def require_memory_to_fit(model: Model, s: ChoiceVariables, rows: Sequence[MemoryRow], limit_bytes: float) -> None:
+    """memory[t]: sum over the nodes of t of m_t,v . s_v <= limit - fixed_t, in units of that."""
+    for number, row in enumerate(rows):
+        room = limit_bytes - row.fixed_bytes
+        scale = max(room, 1.0)
         terms = [
-            float(b) / scale * x for v, row in live.bytes_of.items() for b, x in zip(row, s[v], strict=True) if b > 0
+            float(b) / scale * x for v, each in row.bytes_of.items() for b, x in zip(each, s[v], strict=True) if b > 0
         ]
-        model.addConstraint(pulp.lpSum(terms) <= live.limit_bytes / scale, f"memory_{number}_{live.name}")
+        model.addConstraint(pulp.lpSum(terms) <= room / scale, f"memory_{number}_{row.name}")

@@ -1,11 +1,7 @@
-"""Exact reductions of a pairwise choice problem.
+"""Exact reductions of a pairwise choice problem (`problem.py` states it).
 
-The problem: one choice per node, minimise
-
-    sum_v c_v[s_v] + sum_(u,v) R_uv[s_u, s_v].
-
-In: node costs and edge matrices. Out: a smaller problem with the same optimum, and the way back: a choice for what is
-left extends to an optimal choice for everything. The reductions, each exact:
+In: the objective. Out: a smaller one with the same optimum, and the way back: a choice for the nodes that are left extends to an
+optimal choice for all. The reductions, each exact:
 
     infinity      a choice that no neighbour can meet goes
     separable     R[p, q] = a[p] + b[q]: a and b join the node costs, the edge goes
@@ -16,8 +12,8 @@ left extends to an optimal choice for everything. The reductions, each exact:
 
 Chains of operations with one user each, which other planners merge into followers by rule of thumb, are what degree 1
 and 2 remove. Nodes named in `keep` stay: their choice matters beyond the objective (memory); dominance among them also
-asks that p uses no more memory than p' (`usage`, choices x amounts). What can go wrong: rounding; a dominance within 1e-12 of
-the costs' scale keeps the earlier choice, so the optimum is reached up to that.
+asks that p uses no more memory than p' (`usage`). What can go wrong: rounding; a dominance within 1e-12 of the costs' scale
+keeps the earlier choice, so the optimum is reached up to that.
 """
 
 from __future__ import annotations
@@ -28,54 +24,72 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from autopar.solver.problem import Costs
+
+ROUNDING = 1e-12
+"""Differences of at most this part of the largest cost count as none."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reduced:
-    """What is left: nodes (numbers of the original), the choices still open to each, costs and edges.
+    """What is left of an objective.
 
-    Any solution of what is left costs `constant` less than the original solution that it extends to.
+    Attributes:
+        costs: the objective over the nodes left, with their original numbers, and the choices left, renumbered from 0.
+        open_choices: the original number of each choice left, by node: an ascending int array (choices left,).
+        constant: seconds that every choice of the nodes left costs less than the original choice that it extends to.
     """
 
-    nodes: tuple[int, ...]
+    costs: Costs
     open_choices: Mapping[int, np.ndarray]
-    costs: Mapping[int, np.ndarray]
-    edges: Mapping[tuple[int, int], np.ndarray]
     constant: float
     _steps: tuple[_Step, ...]
 
-    def extend(self, chosen: Mapping[int, int]) -> list[int]:
-        """An optimal choice for every original node, given one (of the original numbering) for the nodes left."""
-        full = dict(chosen)
+    def extend(self, choice: Mapping[int, int]) -> dict[int, int]:
+        """An optimal choice of every original node in ascending order, given one of the nodes left."""
+        full = {v: int(self.open_choices[v][p]) for v, p in choice.items()}
         for step in reversed(self._steps):
             total = step.cost.copy()
             for other, matrix, choices in step.neighbours:
                 total += matrix[:, int(np.searchsorted(choices, full[other]))]
             full[step.node] = int(step.choices[int(np.argmin(total))])
-        return [full[node] for node in range(len(full))]
+        return {node: full[node] for node in sorted(full)}
 
-    def restricted(self, numbers: Sequence[int]) -> dict[int, int]:
-        """Of a choice of every original node, what it chooses for the nodes left, numbered as their open choices."""
-        return {v: int(np.searchsorted(self.open_choices[v], numbers[v])) for v in self.nodes}
+    def restrict(self, numbers: Sequence[int]) -> dict[int, int]:
+        """The choice of the nodes left under a choice of all; what it takes must be open."""
+        return {v: int(np.searchsorted(self.open_choices[v], numbers[v])) for v in self.costs.nodes}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Step:
+    """The removal of a node: its choices and costs then, and its neighbours with their edges (choices, choices of theirs)."""
+
     node: int
     choices: np.ndarray
     cost: np.ndarray
     neighbours: tuple[tuple[int, np.ndarray, np.ndarray], ...]
 
 
-def reduce_problem(
-    costs: Sequence[np.ndarray],
-    edges: Mapping[tuple[int, int], np.ndarray],
+def reduce_costs(
+    costs: Costs,
     *,
     keep: frozenset[int] = frozenset(),
     usage: Sequence[np.ndarray] | None = None,
     dominance: bool = True,
 ) -> Reduced:
-    """Apply every reduction until none applies, or all but dominance; deterministic."""
-    return _Reducer(costs, edges, keep, usage, dominance).run()
+    """Apply the reductions until none applies; deterministic.
+
+    Args:
+        costs: the objective.
+        keep: nodes that stay.
+        usage: bytes of each node's choices at several points, a float array (choices, points) per node; only nodes of `keep`
+            are looked up. None: memory does not matter.
+        dominance: whether to drop dominated choices, which may be needed if the objective is a relaxation.
+
+    Returns:
+        What is left.
+    """
+    return _Reducer(costs, keep, usage, dominance).run()
 
 
 class _Worklist:
@@ -101,23 +115,18 @@ class _Worklist:
 
 
 class _Reducer:
-    def __init__(
-        self,
-        costs: Sequence[np.ndarray],
-        edges: Mapping[tuple[int, int], np.ndarray],
-        keep: frozenset[int],
-        usage: Sequence[np.ndarray] | None,
-        dominance: bool,
-    ) -> None:
+    """The objective while it shrinks: costs, choices left and neighbours of the nodes left."""
+
+    def __init__(self, costs: Costs, keep: frozenset[int], usage: Sequence[np.ndarray] | None, dominance: bool) -> None:
         self.keep, self.usage, self.dominance = keep, usage, dominance
         self.constant = 0.0
-        self.cost = {v: np.asarray(c, dtype=float) for v, c in enumerate(costs)}
-        self.choices = {v: np.arange(len(c)) for v, c in enumerate(costs)}
+        self.cost = {v: np.asarray(c, dtype=float) for v, c in costs.nodes.items()}
+        self.choices = {v: np.arange(len(c)) for v, c in costs.nodes.items()}
         self.near: dict[int, dict[int, np.ndarray]] = {v: {} for v in self.cost}
         self.steps: list[_Step] = []
         finite = [float(np.max(c[np.isfinite(c)], initial=0.0)) for c in self.cost.values()]
-        self.tolerance = 1e-12 * max(finite, default=0.0)
-        for (u, v), matrix in edges.items():
+        self.tolerance = ROUNDING * max(finite, default=0.0)
+        for (u, v), matrix in costs.edges.items():
             self._add_edge(u, v, matrix)
 
     def run(self) -> Reduced:
@@ -135,9 +144,8 @@ class _Reducer:
                 changed = self._dominate(v) if v in self.cost else set()
             light.add(changed)
             unexamined.add(changed)
-        nodes = tuple(sorted(self.cost))
-        edges = {(u, v): m for u in nodes for v, m in self.near[u].items() if u < v}
-        return Reduced(nodes, dict(self.choices), dict(self.cost), edges, self.constant, tuple(self.steps))
+        edges = {(u, v): m for u in sorted(self.cost) for v, m in self.near[u].items() if u < v}
+        return Reduced(Costs(dict(self.cost), edges), dict(self.choices), self.constant, tuple(self.steps))
 
     def _add_edge(self, u: int, v: int, matrix: np.ndarray) -> None:
         """Add a matrix to the edge, fold it into the node costs if it has become separable."""
@@ -199,7 +207,7 @@ class _Reducer:
             self._add_edge(v, w, matrix)
 
     def _dominate(self, v: int) -> set[int]:
-        """Remove dominated choices of a node; return the nodes whose surroundings changed."""
+        """Remove the dominated choices of a node, and impossible ones; return the nodes whose surroundings changed."""
         cost = self.cost[v]
         if len(cost) == 1:
             neighbours = sorted(self.near[v])
@@ -214,16 +222,7 @@ class _Reducer:
             return before
         if not self.dominance:
             return set()
-        with np.errstate(invalid="ignore"):
-            excess = cost[:, None] - cost[None, :]
-            for matrix in self.near[v].values():
-                excess = excess + _least_difference(matrix)
-                excess[np.isnan(excess)] = -np.inf  # one edge forbids p and another p': neither beats the other
-        beaten = excess >= -self.tolerance
-        if v in self.keep and self.usage is not None:
-            used = self.usage[v][self.choices[v]]
-            beaten &= (used[:, None, :] >= used[None, :, :]).all(axis=2)
-        np.fill_diagonal(beaten, False)
+        beaten = self._find_beaten(v)
         alive = np.ones(len(cost), dtype=bool)
         for p in np.flatnonzero(np.logical_or.reduce(beaten, axis=1))[::-1]:
             if np.logical_or.reduce(beaten[p] & alive):
@@ -234,9 +233,24 @@ class _Reducer:
         self._keep_choices(v, alive)
         return before
 
+    def _find_beaten(self, v: int) -> np.ndarray:
+        """beaten[p', p]: whether p is never worse than p' and, if v stays, uses no more memory; bools (choices, choices)."""
+        cost = self.cost[v]
+        with np.errstate(invalid="ignore"):
+            excess = cost[:, None] - cost[None, :]
+            for matrix in self.near[v].values():
+                excess = excess + _least_difference(matrix)
+                excess[np.isnan(excess)] = -np.inf  # one edge forbids p and another p': neither beats the other
+        beaten: np.ndarray = excess >= -self.tolerance
+        if v in self.keep and self.usage is not None:
+            used = self.usage[v][self.choices[v]]
+            beaten &= (used[:, None, :] >= used[None, :, :]).all(axis=2)
+        np.fill_diagonal(beaten, False)
+        return beaten
+
 
 def _least_difference(matrix: np.ndarray) -> np.ndarray:
-    """D[p', p] = min_q matrix[p', q] - matrix[p, q], where both infinite count as equal; NumPy may say that this is invalid."""
+    """D[p', p] = min_q matrix[p', q] - matrix[p, q], where two infinities count as equal; NumPy may warn of an invalid value."""
     difference = matrix[:, None, :] - matrix[None, :, :]
     if not np.isfinite(matrix).all():
         np.nan_to_num(difference, copy=False, nan=0.0, posinf=np.inf, neginf=-np.inf)
@@ -245,6 +259,6 @@ def _least_difference(matrix: np.ndarray) -> np.ndarray:
 
 
 def min_plus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """The (min, +) product: out[i, k] = min_j left[i, j] + right[j, k]."""
+    """The (min, +) product (n, k) of arrays (n, m) and (m, k): out[i, k] = min_j left[i, j] + right[j, k]."""
     least: np.ndarray = np.minimum.reduce(left[:, :, None] + right[None, :, :], axis=1)
     return least

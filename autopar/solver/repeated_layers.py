@@ -1,224 +1,138 @@
-"""The choice of a deep model: its layers, which look alike, choose alike.
+"""Deep models: layers that look alike choose alike.
 
-In: a choice problem as `intra_op.choose` takes it. Out: the same `Choice`. A problem of more than `DEEP` nodes is solved with
-alike nodes tied together (`Tied`), so that time hardly grows with the depth; the bound is still of the whole problem, by
-dual ascent that starts from the tied solution and ends where the two are `NEAR`. If they stay apart by more than `GOOD_ENOUGH`,
-or little is alike, the whole problem is solved. What can go wrong: within a memory limit that no choice with ties meets, `None`
-does not prove that nothing fits.
+In: a choice problem. Out: the same with `Ties` if it has more than `Tuning.deep` nodes and ties leave much fewer, so that
+the time to solve it hardly grows with the depth. Nodes are alike if they and all nodes within `Tuning.radius` edges have the same
+costs and are joined by the same matrices (colour refinement). What can go wrong: neighbours that are alike had better differ; the
+bound of the whole problem then shows a gap, and the whole problem is solved (`solve.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.solver.classes import Classes
-from autopar.solver.dual_ascent import bound_problem
-from autopar.solver.memory_prices import MemoryRow
-from autopar.solver.presolve import reduce_problem
-from autopar.solver.solve import GOOD_ENOUGH, SWEEPS, Choice, Costs, Edges, choose, mixed
-
-DEEP = 2500
-"""Problems of up to so many nodes are solved whole."""
-WORTH = 0.6
-"""Ties are used if they leave at most this part of the nodes."""
-NEAR = 1e-3
-"""The dual ascent of a deep problem ends when solution and bound are this near (relative)."""
+from autopar.solver.dual_ascent import bound_costs
+from autopar.solver.outcomes import Chosen
+from autopar.solver.presolve import reduce_costs
+from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow, Ties
+from autopar.solver.within_memory import mix_choices
 
 
-RADIUS = 6
-"""How far nodes must look alike: more keeps more of the ends apart."""
+def tie_layers(problem: ChoiceProblem) -> ChoiceProblem:
+    """The problem with ties between alike nodes if it is deep and they make it much smaller; else as it is."""
+    count, tuning = len(problem.costs.nodes), problem.tuning
+    if count <= tuning.deep:
+        return problem
+    ties = tie_nodes(problem.costs, radius=tuning.radius)
+    return dataclasses.replace(problem, ties=ties) if len(ties.costs.nodes) <= tuning.worth * count else problem
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Tied:
-    """One node per class: `classes[v]` is the class of node v of the whole problem."""
-
-    classes: np.ndarray
-    costs: tuple[np.ndarray, ...]
-    edges: Mapping[tuple[int, int], np.ndarray]
-
-    def extend(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """The choice of every node of the whole problem."""
-        return tuple(numbers[c] for c in self.classes.tolist())
-
-    def representatives(self, of: Sequence[Any]) -> list[Any]:
-        """Of what nodes have, that of the first of each class."""
-        _, first = np.unique(self.classes, return_index=True)
-        return [of[v] for v in first.tolist()]
-
-    def restrict(self, choice: Choice) -> Choice:
-        """A choice that respects the ties, in the classes."""
-        return dataclasses.replace(choice, numbers=tuple(self.representatives(choice.numbers)))
-
-    def sums(self, of: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """What nodes have of something, added up by class."""
-        total: dict[int, np.ndarray] = {}
-        for v, array in of.items():
-            c = int(self.classes[v])
-            total[c] = total[c] + array if c in total else array
-        return total
+def tie_nodes(costs: Costs, *, radius: int) -> Ties:
+    """The objective in which nodes that are alike up to `radius` edges away choose alike."""
+    classes = number_alike(costs, radius=radius)
+    nodes: dict[int, np.ndarray] = {}
+    for v, cost in costs.nodes.items():
+        c = int(classes[v])
+        nodes[c] = nodes[c] + cost if c in nodes else np.asarray(cost, dtype=float)
+    edges: dict[tuple[int, int], np.ndarray] = {}
+    for (a, b), whole in _sum_edges(costs, classes):
+        if a == b:
+            nodes[a] = nodes[a] + np.diagonal(whole)
+        else:
+            edges[a, b] = edges[a, b] + whole if (a, b) in edges else whole
+    return Ties(classes, Costs(nodes, edges))
 
 
-def tied(costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], *, radius: int = RADIUS) -> Tied:
-    """The problem with alike nodes tied together."""
-    classes = alike(costs, edges, radius=radius)
-    count = int(classes.max(initial=-1)) + 1
-    sums: list[np.ndarray | None] = [None] * count
-    for c, cost in zip(classes.tolist(), costs, strict=True):
-        held = sums[c]
-        sums[c] = np.asarray(cost, dtype=float) if held is None else held + cost
+def _sum_edges(costs: Costs, classes: np.ndarray) -> list[tuple[tuple[int, int], np.ndarray]]:
+    """The edges between classes a <= b, those of one matrix added up; a pair of classes may come several times."""
     repeated: dict[tuple[int, int, int, bool], int] = {}
     matrices: dict[int, np.ndarray] = {}
-    for (u, v), matrix in edges.items():
+    for (u, v), matrix in costs.edges.items():
         a, b = int(classes[u]), int(classes[v])
         key = (min(a, b), max(a, b), id(matrix), a > b)
         repeated[key] = repeated.get(key, 0) + 1
         matrices[id(matrix)] = matrix
-    between: dict[tuple[int, int], np.ndarray] = {}
-    for (a, b, number, flipped), times in repeated.items():
-        matrix = matrices[number].T if flipped else matrices[number]
-        whole = times * matrix if times > 1 else matrix
-        if a == b:
-            held = sums[a]
-            assert held is not None
-            sums[a] = held + np.diagonal(whole)
-        else:
-            between[a, b] = between[a, b] + whole if (a, b) in between else whole
-    return Tied(classes, tuple(cost for cost in sums if cost is not None), between)
+    summed = []
+    for (a, b, number, is_flipped), times in repeated.items():
+        matrix = matrices[number].T if is_flipped else matrices[number]
+        summed.append(((a, b), times * matrix if times > 1 else matrix))
+    return summed
 
 
-def alike(
-    costs: Sequence[np.ndarray], edges: Mapping[tuple[int, int], np.ndarray], *, radius: int = RADIUS
-) -> np.ndarray:
-    """The class of each node, numbered in order of first appearance."""
-    count = len(costs)
+def number_alike(costs: Costs, *, radius: int) -> np.ndarray:
+    """The class of each node 0, 1, ..., numbered in order of first appearance: an int array (nodes,)."""
+    count, edges = len(costs.nodes), costs.edges
     pairs = np.array(list(edges), dtype=np.int64).reshape(-1, 2)
-    matrix = _numbered([id(m) for m in edges.values()])
+    matrix = _number([id(m) for m in edges.values()])
     one_way = np.concatenate([pairs[:, 0], pairs[:, 1]])
     other = np.concatenate([pairs[:, 1], pairs[:, 0]])
     label = np.concatenate([2 * matrix, 2 * matrix + 1])
-    colour = _numbered([cost.tobytes() for cost in costs])
+    colour = _number([cost.tobytes() for cost in costs.nodes.values()])
     order = np.argsort(one_way, kind="stable")
     one_way, other, label = one_way[order], other[order], label[order]
     for _ in range(radius):
-        seen = _numbered(list(zip(label.tolist(), colour[other].tolist(), strict=True)))
+        seen = _number(list(zip(label.tolist(), colour[other].tolist(), strict=True)))
         arranged = np.lexsort((seen, one_way))
         around = np.split(seen[arranged], np.searchsorted(one_way, np.arange(1, count)))
-        refined = _numbered([(c, a.tobytes()) for c, a in zip(colour.tolist(), around, strict=True)])
+        refined = _number([(c, a.tobytes()) for c, a in zip(colour.tolist(), around, strict=True)])
         if refined.max(initial=-1) == colour.max(initial=-1):
             break
         colour = refined
     return colour
 
 
-def _numbered(keys: Sequence[object]) -> np.ndarray:
+def _number(keys: Sequence[object]) -> np.ndarray:
     """Equal keys get equal numbers, in order of first appearance."""
     numbers: dict[object, int] = {}
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ChoiceProblem:
-    """Costs and edges; `classes` and `cutoff_s` as `choose` takes them. `is_proven`: whether a deep one's bound is wanted."""
+def restrict_to_ties(problem: ChoiceProblem, ties: Ties) -> ChoiceProblem:
+    """The problem over classes of nodes: a restriction."""
+    rows: list[MemoryRow] = [ties.sum_row(row) for row in problem.rows]
+    classes = None if problem.classes is None else ties.take_first(problem.classes)
+    return dataclasses.replace(problem, costs=ties.costs, rows=rows, classes=classes, ties=None)
 
-    costs: Costs
-    edges: Edges
-    classes: Classes | None = None
-    cutoff_s: float = np.inf
-    is_proven: bool = True
 
-    def choose(
-        self,
-        *,
-        rows: Sequence[MemoryRow] = (),
-        limit_bytes: float = np.inf,
-        free: Choice | None = None,
-        tried: Sequence[tuple[int, ...]] = (),
-    ) -> Choice | None:
-        """The best choice within the limit, as `intra_op.choose` says."""
-        if self._ties is None:
-            return self._whole(rows, limit_bytes, free, tried)
-        if any(row.least() > limit_bytes for row in rows):
-            return None
-        lower = free.lower_bound_s if free is not None else self._lower_bound()
-        if lower >= self.cutoff_s:
-            return Choice((), np.inf, lower)
-        found = choose(
-            self._ties.costs,
-            self._ties.edges,
-            rows=[dataclasses.replace(row, bytes_of=self._ties.sums(row.bytes_of)) for row in rows],
-            limit_bytes=limit_bytes,
-            free=None if free is None else self._ties.restrict(free),
-            classes=None if self.classes is None else self._ties.representatives(self.classes),
-            cutoff_s=self.cutoff_s,
-            tried=tuple(tuple(self._ties.representatives(numbers)) for numbers in tried),
-        )
-        if found is None or not found.numbers:
-            return found if found is None else Choice((), np.inf, lower)
-        whole = self._untied(found, rows, limit_bytes, lower)
-        if free is None and np.isfinite(whole.seconds):
-            lower = max(lower, self._lower_bound(whole))
-            if self.is_proven and whole.seconds - lower > GOOD_ENOUGH * whole.seconds:
-                return self._whole(rows, limit_bytes, None, tried)
-        return dataclasses.replace(whole, lower_bound_s=min(lower, whole.seconds))
+def untie(problem: ChoiceProblem, ties: Ties, found: Chosen, lower_bound_s: float) -> Chosen:
+    """A choice with ties as one of the whole problem; where memory is short, alike layers take turns in using it.
 
-    def _untied(self, found: Choice, rows: Sequence[MemoryRow], limit_bytes: float, lower: float) -> Choice:
-        """The choice of the whole problem; where memory is short alike layers may differ, and take turns in using it.
+    Two choices are mixed: the one found, and the fastest that was tried, which is too large.
 
-        Two choices are mixed: the one found, and the fastest that was tried, which is too large.
-        """
-        assert self._ties is not None
-        extended = self._ties.extend
-        tried = tuple(map(extended, found.tried))
-        whole = dataclasses.replace(found, numbers=extended(found.numbers), tried=tried)
-        if not tried or found.seconds - max(lower, found.lower_bound_s) <= GOOD_ENOUGH * found.seconds:
-            return whole
-        both = (whole.numbers, tried[0])
-        other = mixed(self.costs, self.edges, rows=rows, limit_bytes=limit_bytes, tried=both)
-        if other is None or other.seconds >= whole.seconds:
-            return whole
-        return dataclasses.replace(other, tried=tried)
+    Args:
+        problem: the whole problem.
+        ties: its ties.
+        found: the choice, a number per class of nodes.
+        lower_bound_s: a bound of the whole problem.
+    """
+    tried = tuple(map(ties.extend, found.tried))
+    whole = dataclasses.replace(found, numbers=ties.extend(found.numbers), tried=tried)
+    lower = max(lower_bound_s, found.lower_bound_s)
+    if not tried or found.seconds - lower <= problem.tuning.good_enough * found.seconds:
+        return whole
+    mixed = mix_choices(problem, (whole.numbers, tried[0]))
+    if not isinstance(mixed, Chosen) or mixed.seconds >= whole.seconds:
+        return whole
+    return dataclasses.replace(mixed, tried=tried)
 
-    def _whole(
-        self,
-        rows: Sequence[MemoryRow],
-        limit_bytes: float,
-        free: Choice | None,
-        tried: Sequence[tuple[int, ...]],
-    ) -> Choice | None:
-        return choose(
-            self.costs,
-            self.edges,
-            rows=rows,
-            limit_bytes=limit_bytes,
-            free=free,
-            classes=self.classes,
-            cutoff_s=self.cutoff_s,
-            tried=tried,
-        )
 
-    @functools.cached_property
-    def _ties(self) -> Tied | None:
-        """The problem with ties, if it is deep and ties make it much smaller."""
-        if len(self.costs) <= DEEP:
-            return None
-        found = tied(self.costs, self.edges)
-        return found if len(found.costs) <= WORTH * len(self.costs) else None
+def bound_whole(problem: ChoiceProblem, found: Chosen | None = None) -> float:
+    """A lower bound of the whole problem without memory, in seconds.
 
-    def _lower_bound(self, found: Choice | None = None) -> float:
-        """A bound of the whole problem: to compare with the cutoff if there is one, else with a solution."""
-        if not self.is_proven or (found is None) != bool(np.isfinite(self.cutoff_s)):
-            return 0.0
-        reduced = reduce_problem(self.costs, self.edges, dominance=False)
-        start, gap = None, NEAR
-        if found is not None:
-            start = reduced.restricted(found.numbers)
-            gap *= found.seconds / max(found.seconds - reduced.constant, 1e-30)
-        cutoff = self.cutoff_s - reduced.constant
-        bounded = bound_problem(reduced.costs, reduced.edges, sweeps=SWEEPS, gap=gap, start=start, cutoff=cutoff)
-        return bounded.lower + reduced.constant
+    Args:
+        problem: its bound is only looked for if it `is_proven`; with a cutoff only before a choice is known, to be compared with
+            the cutoff; without one only after, to be compared with the choice. Otherwise the bound is 0.
+        found: a choice of the whole problem.
+    """
+    if not problem.is_proven or (found is None) != bool(np.isfinite(problem.cutoff_s)):
+        return 0.0
+    reduced = reduce_costs(problem.costs, dominance=False)
+    start, gap = None, problem.tuning.near
+    if found is not None:
+        start = reduced.restrict(found.numbers)
+        gap *= found.seconds / max(found.seconds - reduced.constant, 1e-30)
+    cutoff = problem.cutoff_s - reduced.constant
+    bounded = bound_costs(reduced.costs, gap=gap, start=start, cutoff=cutoff, tuning=problem.tuning)
+    return bounded.lower + reduced.constant

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,8 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.solver.dual_ascent import bound_problem
-from autopar.solver.solve import value_of
+from autopar.solver.dual_ascent import Bounded, bound_costs
+from autopar.solver.problem import Costs
+from autopar.solver.tuning import Tuning
+from tests.solver.problems import value_of
+
+
+def bound(costs, edges, *, sweeps, **given) -> Bounded:
+    """`bound_costs` with so many sweeps."""
+    return bound_costs(Costs.of(costs, edges), tuning=dataclasses.replace(Tuning(), sweeps=sweeps), **given)
 
 
 def random_problem(seed, *, nodes, tree=False):
@@ -47,13 +55,13 @@ def node_by_node(costs, edges, *, sweeps):
 @given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 5))
 def test_sweeps_are_those_of_one_node_after_another(seed, nodes, sweeps):
     costs, edges = random_problem(seed, nodes=nodes)
-    bounded = bound_problem(dict(enumerate(costs)), edges, sweeps=sweeps)
+    bounded = bound(costs, edges, sweeps=sweeps)
     shifted, between = node_by_node(costs, edges, sweeps=sweeps)
     for v, cost in shifted.items():
-        np.testing.assert_allclose(bounded.costs[v], cost, atol=1e-9)
-    assert set(bounded.edges) == set(between)
+        np.testing.assert_allclose(bounded.shifted.nodes[v], cost, atol=1e-9)
+    assert set(bounded.shifted.edges) == set(between)
     for pair, matrix in between.items():
-        np.testing.assert_allclose(bounded.edges[pair], matrix, atol=1e-9)
+        np.testing.assert_allclose(bounded.shifted.edges[pair], matrix, atol=1e-9)
     lower = sum(c.min() for c in shifted.values()) + sum(m.min() for m in between.values())
     assert bounded.lower == pytest.approx(min(lower, bounded.upper))
 
@@ -61,16 +69,16 @@ def test_sweeps_are_those_of_one_node_after_another(seed, nodes, sweeps):
 @given(st.integers(0, 10**6), st.integers(1, 8))
 def test_shifted_costs_are_an_equivalent_problem(seed, nodes):
     costs, edges = random_problem(seed, nodes=nodes)
-    bounded = bound_problem(dict(enumerate(costs)), edges, sweeps=7)
-    shifted = [bounded.costs[v] for v in range(nodes)]
+    bounded = bound(costs, edges, sweeps=7)
+    shifted = [bounded.shifted.nodes[v] for v in range(nodes)]
     choice = [int(p) for p in np.random.default_rng(seed).integers([len(c) for c in costs])]
-    assert value_of(shifted, bounded.edges, choice) == pytest.approx(value_of(costs, edges, choice))
+    assert value_of(shifted, bounded.shifted.edges, choice) == pytest.approx(value_of(costs, edges, choice))
 
 
 @given(st.integers(0, 10**6), st.integers(1, 30))
 def test_on_a_tree_the_choice_meets_the_bound(seed, nodes):
     costs, edges = random_problem(seed, nodes=nodes, tree=True)
-    bounded = bound_problem(dict(enumerate(costs)), edges, sweeps=96)
+    bounded = bound(costs, edges, sweeps=96)
     assert bounded.upper == pytest.approx(bounded.lower, rel=1e-6)
     assert bounded.upper == pytest.approx(value_of(costs, edges, [bounded.choice[v] for v in range(nodes)]))
 
@@ -79,12 +87,12 @@ def test_where_the_bound_is_tight_the_greedy_choice_from_the_lowest_node_up_meet
     met = 0
     for seed in range(40):
         costs, edges = random_problem(seed, nodes=40, tree=True)
-        bounded = bound_problem(dict(enumerate(costs)), edges, sweeps=8, gap=0.0)
+        bounded = bound(costs, edges, sweeps=8, gap=0.0)
         met += bounded.upper - bounded.lower <= 1e-6 * bounded.upper
     assert met >= 38
 
 
 def test_a_choice_that_is_forbidden_is_taken_by_nobody():
-    costs = {0: np.array([1.0, np.inf]), 1: np.array([0.0, 0.0])}
-    bounded = bound_problem(costs, {(0, 1): np.array([[np.inf, 5.0], [0.0, 0.0]])}, sweeps=8)
+    costs = [np.array([1.0, np.inf]), np.array([0.0, 0.0])]
+    bounded = bound(costs, {(0, 1): np.array([[np.inf, 5.0], [0.0, 0.0]])}, sweeps=8)
     assert (bounded.choice, bounded.upper) == ({0: 0, 1: 1}, 6.0)

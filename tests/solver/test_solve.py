@@ -4,6 +4,7 @@ Every case small enough to enumerate is enumerated with `itertools.product`: the
 all choices that fit the memory, and its bound is below it.
 """
 
+import dataclasses
 import itertools
 
 import jax
@@ -18,36 +19,30 @@ from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
-from autopar.solver.dual_ascent import bound_problem
-from autopar.solver.memory_prices import MemoryRow
-from autopar.solver.presolve import min_plus, reduce_problem
-from autopar.solver.solve import choose, value_of
+from autopar.solver.dual_ascent import bound_costs
+from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, Unreachable
+from autopar.solver.presolve import min_plus, reduce_costs
+from autopar.solver.problem import Costs, MemoryRow
+from autopar.solver.tuning import Tuning
+from tests.solver.problems import choose_of, least_value, value_of
 
 RTOL = 1e-6
 
 
-def brute_force(costs, edges, rows=(), limit_bytes=np.inf):
-    """The least objective over all choices within memory; inf if there is none."""
-    best = np.inf
-    for choice in itertools.product(*(range(len(c)) for c in costs)):
-        if all(row.used(choice) <= limit_bytes for row in rows):
-            best = min(best, value_of(costs, edges, choice))
-    return best
-
-
 def assert_optimal(costs, edges, rows=(), limit_bytes=np.inf):
-    best = brute_force(costs, edges, rows, limit_bytes)
-    found = choose(costs, edges, rows=rows, limit_bytes=limit_bytes)
+    best = least_value(costs, edges, rows, limit_bytes)
+    found = choose_of(costs, edges, rows=rows, limit_bytes=limit_bytes)
     if not np.isfinite(best):
-        assert found is None or not np.isfinite(found.seconds)
+        assert isinstance(found, DoesNotFit | Unreachable), "and it says that there is none, not that it found none"
+        assert isinstance(found, DoesNotFit) or not np.isfinite(least_value(costs, edges))
         return
-    assert found is not None, f"nothing found, brute force found {best}"
+    assert isinstance(found, Chosen), f"{found}, brute force found {best}"
     assert all(row.used(found.numbers) <= limit_bytes * (1 + 1e-9) for row in rows)
     assert found.seconds == pytest.approx(value_of(costs, edges, found.numbers), rel=1e-12)
     scale = max(abs(best), 1e-12)
     assert found.seconds <= best + RTOL * scale
     assert found.lower_bound_s <= best + RTOL * scale
-    assert choose(costs, edges, rows=rows, limit_bytes=limit_bytes) == found
+    assert choose_of(costs, edges, rows=rows, limit_bytes=limit_bytes) == found
 
 
 # --- generated graphs -------------------------------------------------------------------------------------------------
@@ -109,15 +104,17 @@ def test_the_planner_equals_brute_force_within_memory(data):
 @given(problems())
 def test_reductions_keep_the_optimum_and_extend_to_it(problem):
     costs, edges = problem
-    reduced = reduce_problem(costs, edges)
-    order = list(reduced.nodes)
+    reduced = reduce_costs(Costs.of(costs, edges))
+    order = list(reduced.costs.nodes)
     number = {v: i for i, v in enumerate(order)}
-    left_costs = [reduced.costs[v] for v in order]
-    left_edges = {(number[u], number[v]): m for (u, v), m in reduced.edges.items()}
+    left_costs = list(reduced.costs.nodes.values())
+    left_edges = {(number[u], number[v]): m for (u, v), m in reduced.costs.edges.items()}
     everything = itertools.product(*(range(len(c)) for c in left_costs))
     best = min(everything, key=lambda choice: value_of(left_costs, left_edges, choice))
-    full = reduced.extend({v: int(reduced.open_choices[v][p]) for v, p in zip(order, best, strict=True)})
-    assert value_of(costs, edges, full) == pytest.approx(brute_force(costs, edges), rel=1e-9)
+    full = reduced.extend(dict(zip(order, best, strict=True)))
+    assert list(full) == list(range(len(costs)))
+    assert value_of(costs, edges, full) == pytest.approx(least_value(costs, edges), rel=1e-9)
+    assert value_of(left_costs, left_edges, best) + reduced.constant == pytest.approx(least_value(costs, edges))
 
 
 @settings(max_examples=40)
@@ -126,17 +123,17 @@ def test_reductions_keep_the_nodes_that_they_are_told_to_keep(data):
     costs, edges = data.draw(problems(most_nodes=6))
     keep = frozenset(data.draw(st.lists(st.sampled_from(range(len(costs))), unique=True)))
     usage = [np.array([float(data.draw(st.integers(0, 5))) for _ in c]) for c in costs]
-    reduced = reduce_problem(costs, edges, keep=keep, usage=[u[:, None] for u in usage])
-    assert keep <= set(reduced.nodes)
-    assert all((np.diff(reduced.open_choices[v]) > 0).all() for v in reduced.nodes)
+    reduced = reduce_costs(Costs.of(costs, edges), keep=keep, usage=[u[:, None] for u in usage])
+    assert keep <= set(reduced.costs.nodes)
+    assert all((np.diff(reduced.open_choices[v]) > 0).all() for v in reduced.costs.nodes)
 
 
 @settings(max_examples=150)
 @given(problems(infinities=False))
 def test_the_bound_is_a_bound_and_rules_out_no_optimum(problem):
     costs, edges = problem
-    best = brute_force(costs, edges)
-    bounded = bound_problem(dict(enumerate(costs)), edges, sweeps=50)
+    best = least_value(costs, edges)
+    bounded = bound_costs(Costs.of(costs, edges), tuning=dataclasses.replace(Tuning(), sweeps=50))
     slack = 1e-9 * max(1.0, abs(best))
     assert bounded.lower <= best + slack
     assert bounded.upper >= best - slack
@@ -161,9 +158,37 @@ def test_the_min_plus_product_is_the_shortest_two_steps(n, m, k, seed):
 
 def test_a_limit_below_what_no_choice_can_avoid_has_no_solution():
     costs = [np.array([1.0, 2.0])]
-    assert choose(costs, {}, rows=[MemoryRow("peak", {0: np.array([8.0, 4.0])}, 1.0)], limit_bytes=4) is None
-    found = choose(costs, {}, rows=[MemoryRow("peak", {0: np.array([8.0, 4.0])}, 1.0)], limit_bytes=5)
+    rows = [MemoryRow("peak", {0: np.array([8.0, 4.0])}, 1.0)]
+    assert choose_of(costs, {}, rows=rows, limit_bytes=4) == DoesNotFit(least_bytes=5.0)
+    found = choose_of(costs, {}, rows=rows, limit_bytes=5)
     assert (found.numbers, found.seconds) == ((1,), 2.0)
+
+
+def test_points_that_cannot_both_be_met_have_no_solution_though_each_can():
+    costs = [np.array([1.0, 2.0])]
+    rows = [MemoryRow("first", {0: np.array([8.0, 4.0])}), MemoryRow("second", {0: np.array([4.0, 8.0])})]
+    assert choose_of(costs, {}, rows=rows, limit_bytes=5) == DoesNotFit(least_bytes=4.0)
+
+
+def test_costs_that_are_all_infinite_are_told_from_memory_that_does_not_fit():
+    impossible = np.array([[np.inf, 1.0], [2.0, np.inf]])
+    edges = {(0, 1): impossible, (1, 2): impossible, (0, 2): impossible}
+    assert choose_of([np.zeros(2)] * 3, edges) == Unreachable(), (
+        "no two of three nodes may choose alike, of two choices"
+    )
+
+
+def test_a_cutoff_below_the_best_choice_is_said_with_the_bound():
+    assert choose_of([np.array([3.0, 4.0])], {}, cutoff_s=2.0) == CutOff(3.0)
+
+
+def test_the_objective_counts_every_node_and_every_edge_once():
+    costs, edges = (
+        [np.array([1.0, 10.0])] * 3,
+        {(0, 1): np.full((2, 2), 100.0), (1, 2): np.array([[0, 0], [0, 1000.0]])},
+    )
+    assert Costs.of(costs, edges).value((1, 1, 1)) == 30 + 100 + 1000
+    assert Costs.of(costs, edges).value({0: 1, 1: 0, 2: 0}) == 12 + 100
 
 
 # --- the strategy graphs of generated programs ------------------------------------------------------------------------
@@ -245,6 +270,6 @@ def test_the_planner_equals_brute_force_on_programs_within_memory(fun, mesh_shap
 @given(programs(), st.sampled_from([(2, 2), (2, 4)]))
 def test_the_graph_s_objective_is_that_of_the_choice_and_two_runs_choose_alike(fun, mesh_shape):
     first, second = graph_of(fun, mesh_shape), graph_of(fun, mesh_shape)
-    chosen = [choose(graph.costs, graph.edges) for graph in (first, second)]
+    chosen = [choose_of(graph.costs, graph.edges) for graph in (first, second)]
     assert chosen[0] == chosen[1]
-    assert first.objective(chosen[0].numbers) == pytest.approx(chosen[0].seconds, rel=1e-9)
+    assert value_of(first.costs, first.edges, chosen[0].numbers) == pytest.approx(chosen[0].seconds, rel=1e-9)

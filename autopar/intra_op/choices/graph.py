@@ -90,11 +90,6 @@ class StrategyGraph:
     sources: Mapping[Var, Source]
     spaces: Spaces
 
-    def objective(self, choice: Sequence[int]) -> float:
-        """Seconds of one complete choice."""
-        total = sum(float(cost[i]) for cost, i in zip(self.costs, choice, strict=True))
-        return total + sum(float(matrix[choice[u], choice[v]]) for (u, v), matrix in self.edges.items())
-
 
 def build_graph(
     program: Program,

@@ -32,7 +32,7 @@ from autopar.intra_op.memory.tuning import TUNING, Tuning
 from autopar.intra_op.xla_cpu import Making, making_of
 from autopar.program.program import Equation, Program
 from autopar.rules.table import entry_for
-from autopar.solver.memory_prices import MemoryRow
+from autopar.solver.problem import MemoryRow
 
 Key = tuple[int, int, bool]
 

@@ -1,0 +1,135 @@
+"""The best choice of one mesh whose peak is within a memory limit.
+
+In: a choice problem without memory rows, the memory model of its graph, a limit. Out: `Fits`, `TooLarge`, or the solver's outcome
+that ended the search. The rows of the memory model leave out what depends on pairs of choices, such as a gathered operand, so
+the peak of each choice is checked. Where it says that this mattered, the rows' limit is lowered and the search repeated. Gathered
+copies stay until their last use; only where nothing fits so are they dropped and gathered again. What can go wrong: something
+fits that the search does not find; `TooLarge` says whether that is possible.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.intra_op.lowering.assignment import copy_span_of
+from autopar.intra_op.memory.model import MemoryModel
+from autopar.intra_op.tuning import TUNING, Tuning
+from autopar.solver.outcomes import (
+    Chosen,
+    CutOff,
+    DoesNotFit,
+    NotSearched,
+    Numbers,
+    Outcome,
+    Unfinished,
+    Unreachable,
+)
+from autopar.solver.problem import ChoiceProblem
+from autopar.solver.solve import choose
+
+
+@dataclasses.dataclass(frozen=True)
+class Fits:
+    """A choice whose peak is within the limit.
+
+    Attributes:
+        choice: the choice.
+        copy_span: after how many equations without a use a gathered copy is dropped; None: never.
+        unlimited_s: seconds of the best choice without a limit.
+    """
+
+    choice: Chosen
+    copy_span: int | None
+    unlimited_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class TooLarge:
+    """No choice was found whose peak is within the limit.
+
+    Attributes:
+        tried_bytes: what the least of those that were tried requires per device.
+        is_settled: whether the memory rows rule out all choices; else the search ended before it had tried all that may fit.
+    """
+
+    tried_bytes: int
+    is_settled: bool
+
+
+Limited = Fits | TooLarge | CutOff | NotSearched | Unreachable | Unfinished
+
+
+def choose_within_limit(
+    problem: ChoiceProblem, memory: MemoryModel, limit_bytes: int | None, *, tuning: Tuning = TUNING
+) -> Limited:
+    """The best choice within the limit.
+
+    Args:
+        problem: without memory rows.
+        memory: the memory of its choices.
+        limit_bytes: per device; None: memory does not matter.
+        tuning: how often to try.
+    """
+    free = choose(problem)
+    if isinstance(free, DoesNotFit):
+        raise AssertionError("a problem without memory rows fits")
+    if not isinstance(free, Chosen):
+        return free
+    least = 0 if limit_bytes is None else memory.required(free.numbers)
+    if limit_bytes is None or least <= limit_bytes:
+        return Fits(free, None, free.seconds)
+    limited = dataclasses.replace(problem, rows=memory.rows(free.numbers))
+    excess = max(0.0, max(row.used(free.numbers) for row in limited.rows) - least)
+    search = _LimitSearch(limited, free, memory, limit_bytes, limit_bytes + excess)
+    for copy_span in (None, copy_span_of(memory.graph.program)):
+        match search.run(copy_span, rounds=tuning.memory_rounds):
+            case Chosen() as choice:
+                return Fits(choice, copy_span, free.seconds)
+            case DoesNotFit():
+                return TooLarge(least, is_settled=True)
+            case TooLarge(tried_bytes):
+                least = min(least, tried_bytes)
+            case Unfinished():
+                return TooLarge(least, is_settled=False)
+            case ended:
+                return ended
+    return TooLarge(least, is_settled=False)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _LimitSearch:
+    """A search for a choice whose peak is within `limit_bytes`, by memory rows whose limit is `highest_bytes` at first.
+
+    The rows may say more than is required: by how much, is known of `free`, the best choice without a limit.
+    """
+
+    problem: ChoiceProblem
+    free: Chosen
+    memory: MemoryModel
+    limit_bytes: int
+    highest_bytes: float
+
+    def run(self, copy_span: int | None, *, rounds: int) -> Outcome | TooLarge:
+        """The best choice found; `TooLarge` if all that were tried are; the solver's outcome that ended the search.
+
+        The rows' limit is lowered by what a choice's peak is above the limit, twice as far each time, and halfway back where no
+        choice keeps the rows. Where nothing keeps even the first limit of the rows, there is nothing to repeat.
+        """
+        row_limit, too_low = self.highest_bytes, 0.0
+        least: int | None = None
+        tried: tuple[Numbers, ...] = ()
+        for number in range(rounds):
+            found = choose(dataclasses.replace(self.problem, limit_bytes=row_limit), free=self.free, tried=tried)
+            if isinstance(found, DoesNotFit | Unfinished) and row_limit < self.highest_bytes:
+                too_low, row_limit = row_limit, (row_limit + self.highest_bytes) / 2
+                continue
+            if not isinstance(found, Chosen):
+                return found
+            tried = found.tried
+            required = self.memory.required(found.numbers, copy_span=copy_span)
+            if required <= self.limit_bytes:
+                return found
+            least = required if least is None else min(least, required)
+            row_limit = max(row_limit - (required - self.limit_bytes) * 2**number, (too_low + row_limit) / 2)
+        assert least is not None, "the first round returns or finds a choice"
+        return TooLarge(least, is_settled=False)

@@ -1,0 +1,159 @@
+"""The pairwise choice problem: one choice per node, at the least cost, within memory.
+
+Nodes v have choices p = 0, 1, ...; a choice s takes one of each, s_v. Minimise
+
+    sum_v c_v[s_v] + sum_(u,v) R_uv[s_u, s_v]
+
+subject to, for every memory row t,
+
+    fixed_t + sum_(v in t) m_t,v[s_v] <= limit.
+
+Costs are seconds, infinite where a choice or a pair of choices is impossible; memory is bytes. `Costs` is the objective,
+`MemoryRow` one constraint, `ChoiceProblem` all that `solve.choose` is asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from autopar.solver.tuning import TUNING, Tuning
+
+T = TypeVar("T")
+Edges = Mapping[tuple[int, int], np.ndarray]
+"""R_uv by (u, v), u < v: seconds, a float array (choices of u, choices of v)."""
+Classes = Sequence[np.ndarray]
+"""For each node the class number of each choice, an int array (choices,), counted from 0 without gaps."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Costs:
+    """The objective. Nodes have numbers, not always without gaps: a reduction leaves some out.
+
+    Attributes:
+        nodes: c_v by node in ascending order: seconds, a float array (choices of v,).
+        edges: R_uv by pair of nodes: seconds, a float array (choices of u, choices of v).
+    """
+
+    nodes: Mapping[int, np.ndarray]
+    edges: Edges
+
+    @classmethod
+    def of(cls, costs: Sequence[np.ndarray], edges: Edges) -> Costs:
+        """The costs of nodes 0, 1, ... in order."""
+        return cls(dict(enumerate(costs)), edges)
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of choices over all edges: how large the problem is."""
+        return sum(matrix.size for matrix in self.edges.values())
+
+    def value(self, choice: Mapping[int, int] | Sequence[int]) -> float:
+        """Seconds of a choice: sum_v c_v[s_v] + sum_(u,v) R_uv[s_u, s_v]."""
+        total = sum(float(cost[choice[v]]) for v, cost in self.nodes.items())
+        return total + sum(float(matrix[choice[u], choice[v]]) for (u, v), matrix in self.edges.items())
+
+    def restrict(self, left: Mapping[int, np.ndarray]) -> Costs:
+        """The objective over the choices `left` of each node, an int array (choices left,); they are renumbered from 0."""
+        nodes = {v: cost[left[v]] for v, cost in self.nodes.items()}
+        return Costs(nodes, {(u, v): matrix[np.ix_(left[u], left[v])] for (u, v), matrix in self.edges.items()})
+
+    def renumber(self) -> Costs:
+        """The same objective of nodes 0, 1, ... in the same order."""
+        number = {v: i for i, v in enumerate(self.nodes)}
+        return Costs.of(tuple(self.nodes.values()), {(number[u], number[v]): m for (u, v), m in self.edges.items()})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MemoryRow:
+    """The values alive at one program point.
+
+    Attributes:
+        name: which point, for the reader of an infeasible model.
+        bytes_of: m_v by node: bytes, a float array (choices of v,).
+        fixed_bytes: what is alive whatever is chosen.
+    """
+
+    name: str
+    bytes_of: Mapping[int, np.ndarray]
+    fixed_bytes: float = 0.0
+
+    def used(self, choice: Sequence[int]) -> float:
+        """Bytes under a choice."""
+        return self.fixed_bytes + sum(float(b[choice[v]]) for v, b in self.bytes_of.items())
+
+    def least(self) -> float:
+        """Bytes that no choice can avoid."""
+        return self.fixed_bytes + sum(float(b.min()) for b in self.bytes_of.values())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ties:
+    """The problem in which alike nodes choose alike: one node per class of nodes (`repeated_layers.py` finds them).
+
+    Attributes:
+        class_of: the class of each node of the whole problem, an int array (nodes,), counted from 0 without gaps.
+        costs: the objective over classes: of a choice that respects the ties it has the value of the whole problem.
+    """
+
+    class_of: np.ndarray
+    costs: Costs
+
+    def extend(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """The choice of every node of the whole problem, given one per class."""
+        return tuple(numbers[c] for c in self.class_of.tolist())
+
+    def take_first(self, values: Sequence[T]) -> list[T]:
+        """Of values that nodes have, those of the first node of each class."""
+        _, first = np.unique(self.class_of, return_index=True)
+        return [values[v] for v in first.tolist()]
+
+    def sum_row(self, row: MemoryRow) -> MemoryRow:
+        """A memory row over classes."""
+        total: dict[int, np.ndarray] = {}
+        for v, used in row.bytes_of.items():
+            c = int(self.class_of[v])
+            total[c] = total[c] + used if c in total else used
+        return dataclasses.replace(row, bytes_of=total)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ChoiceProblem:
+    """What `solve.choose` is asked.
+
+    Attributes:
+        costs: the objective, of nodes 0, 1, ... without gaps.
+        rows: the memory rows; none means that memory does not matter.
+        limit_bytes: the limit of every row.
+        cutoff_s: only choices that take less matter.
+        classes: which choices of a node an exchange of equal mesh axes makes alike (`classes.py`); None if unknown.
+        ties: which nodes are to choose alike; None solves the whole problem. `repeated_layers.tie_layers` sets them.
+        is_proven: whether a problem with ties is to have a bound of the whole problem; without, the bound is 0.
+        tuning: when to stop, and when to use which method.
+    """
+
+    costs: Costs
+    rows: Sequence[MemoryRow] = ()
+    limit_bytes: float = np.inf
+    cutoff_s: float = np.inf
+    classes: Classes | None = None
+    ties: Ties | None = None
+    is_proven: bool = True
+    tuning: Tuning = TUNING
+
+    def fits(self, choice: Sequence[int]) -> bool:
+        """Whether a choice keeps every row within the limit."""
+        return all(row.used(choice) <= self.limit_bytes for row in self.rows)
+
+    def least_bytes(self) -> float:
+        """A limit below which no choice fits."""
+        return max((row.least() for row in self.rows), default=0.0)
+
+    def restrict(self, left: Sequence[np.ndarray]) -> ChoiceProblem:
+        """The problem over the choices `left` of each node, an int array (choices left,), without classes and ties."""
+        rows = [dataclasses.replace(r, bytes_of={v: b[left[v]] for v, b in r.bytes_of.items()}) for r in self.rows]
+        costs = self.costs.restrict(dict(enumerate(left)))
+        return dataclasses.replace(self, costs=costs, rows=rows, classes=None, ties=None)

@@ -1,0 +1,148 @@
+"""The search without memory: reduce, bound, drop what the bound rules out, and search what is left.
+
+In: an objective. Out: a choice, and by how much at most it exceeds the optimum. In order, each step exact:
+
+    1. reductions (presolve.py) shrink the problem;
+    2. what is small goes to the integer program (integer_program.py), and so does what is not large if step 3 leaves a gap;
+    3. for the rest, dual ascent (dual_ascent.py) gives a bound. The choices within a hair of it, reduced again, give a solution;
+       its value rules out choices, and the search goes on in another round with what is left, in the shifted costs.
+
+Where the linear relaxation has no gap, as for most training steps, step 3 meets the bound at once. What can go wrong: rounds and
+nodes of branch and bound are limited, so a gap may remain, and where hardly any choice is possible none may be found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from autopar.solver.dual_ascent import Bounded, bound_costs
+from autopar.solver.integer_program import Infeasible, Solved, solve_integer_program
+from autopar.solver.outcomes import Unfinished, Unreachable
+from autopar.solver.presolve import reduce_costs
+from autopar.solver.problem import Costs
+from autopar.solver.tuning import TUNING, Tuning
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """A choice of every node of finite cost, and by how many seconds at most it exceeds the optimum.
+
+    The gap is the same whatever constant the objective lacks, so reductions and shifts of costs keep it.
+    """
+
+    choice: Mapping[int, int]
+    gap: float
+
+
+def search(costs: Costs, *, cutoff_s: float = np.inf, tuning: Tuning = TUNING) -> Found | Unreachable | Unfinished:
+    """Search the least choice of an objective.
+
+    Args:
+        costs: the objective.
+        cutoff_s: the search ends where the bound reaches it; the gap then says so.
+        tuning: when to stop, and what to try.
+
+    Returns:
+        A choice of finite cost; or that there is none; or that none was found.
+    """
+    return _Search(tuning).run(costs, cutoff_s, round_number=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The search by one tuning. `round_number`: how often a bound has shrunk the problem before."""
+
+    tuning: Tuning
+
+    def run(self, costs: Costs, cutoff_s: float, *, round_number: int) -> Found | Unreachable | Unfinished:
+        """Reduce an objective, search what is left, and extend what is found.
+
+        Nodes are renumbered without gaps: PuLP sorts variables by name, and equal problems are to have equal solutions.
+        """
+        order = list(costs.nodes)
+        reduced = reduce_costs(costs.renumber())
+        if not np.isfinite(reduced.constant):
+            return Unreachable()
+        found = self._search_reduced(reduced.costs, cutoff_s - reduced.constant, round_number)
+        if not isinstance(found, Found):
+            return found
+        return Found(dict(zip(order, reduced.extend(found.choice).values(), strict=True)), found.gap)
+
+    def _search_reduced(self, costs: Costs, cutoff_s: float, round_number: int) -> Found | Unreachable | Unfinished:
+        """Solve what is small directly; bound the rest."""
+        if not costs.nodes:
+            return Found({}, 0.0)
+        tuning, is_last = self.tuning, round_number >= self.tuning.rounds
+        gap = tuning.exact_gap if round_number == 0 else tuning.rough_gap
+        if costs.pairs <= (tuning.direct_pairs if is_last else tuning.small_pairs):
+            solved = self._solve_directly(costs, gap)
+            if not isinstance(solved, Unfinished):
+                return solved
+        bounded = bound_costs(costs, gap=tuning.gap, cutoff=cutoff_s, tuning=tuning)
+        if bounded.lower >= cutoff_s and np.isfinite(bounded.upper):
+            return Found(bounded.choice, bounded.upper - bounded.lower)
+        best, upper = self._try_near_bound(costs, bounded, max(round_number + 1, tuning.rounds))
+        is_possible = bool(np.isfinite(upper))
+        most = tuning.direct_pairs * (1 if is_possible else tuning.last_resort)
+        is_open = not is_possible or upper - bounded.lower > tuning.gap * abs(upper)
+        if is_open and costs.pairs <= most:
+            solved = self._solve_directly(costs, gap if is_possible else tuning.rough_gap)
+            if not isinstance(solved, Unfinished):
+                return solved
+        if not is_possible:
+            return Unfinished()
+        found = Found(best, max(upper - bounded.lower, 0.0))
+        if found.gap > tuning.good_enough * abs(upper) and not is_last:
+            return self._search_below(costs, bounded, found, cutoff_s, round_number + 1)
+        return found
+
+    def _solve_directly(self, costs: Costs, gap: float) -> Found | Unreachable | Unfinished:
+        """By the integer program."""
+        match solve_integer_program(costs, node_limit=self.tuning.node_limit, gap=gap):
+            case Solved(choice, lower):
+                return Found(choice, max(0.0, costs.value(choice) - lower))
+            case Infeasible():
+                return Unreachable()
+            case Unfinished() as unfinished:
+                return unfinished
+
+    def _try_near_bound(self, costs: Costs, bounded: Bounded, round_number: int) -> tuple[Mapping[int, int], float]:
+        """The best choice known and its value, after a search among choices near the bound for each slack.
+
+        These searches are last rounds; they have such searches of their own, `Tuning.nested` deep at most.
+        """
+        best, upper = bounded.choice, bounded.upper
+        is_too_deep = round_number > self.tuning.rounds + self.tuning.nested
+        for slack in () if is_too_deep else self.tuning.slacks:
+            if upper - bounded.lower > self.tuning.gap * abs(upper):
+                trial = self._search_among(bounded, bounded.near_optimal(slack), np.inf, round_number)
+                value = costs.value(trial.choice) if isinstance(trial, Found) else np.inf
+                if isinstance(trial, Found) and value < upper:
+                    best, upper = trial.choice, value
+        return best, upper
+
+    def _search_below(self, costs: Costs, bounded: Bounded, found: Found, cutoff_s: float, round_number: int) -> Found:
+        """Another round, among the choices that may be better than the one found."""
+        upper = costs.value(found.choice)
+        rest = self._search_among(bounded, bounded.below(upper), cutoff_s, round_number)
+        if not isinstance(rest, Found):
+            return found
+        value = costs.value(rest.choice)
+        lower = max(bounded.lower, min(upper, value - rest.gap))
+        best = rest.choice if value < upper else found.choice
+        return Found(best, max(min(value, upper) - lower, 0.0))
+
+    def _search_among(
+        self, bounded: Bounded, alive: Mapping[int, np.ndarray], cutoff_s: float, round_number: int
+    ) -> Found | Unreachable | Unfinished:
+        """Search the choices that are alive, a bool array (choices,) per node, in the shifted costs."""
+        left = {v: np.flatnonzero(keep) for v, keep in alive.items()}
+        found = self.run(bounded.shifted.restrict(left), cutoff_s, round_number=round_number)
+        return (
+            Found({v: int(left[v][p]) for v, p in found.choice.items()}, found.gap)
+            if isinstance(found, Found)
+            else found
+        )

@@ -1,0 +1,98 @@
+"""The tuned numbers of the solver, in one value.
+
+None of them changes what is optimal: they trade planning time against the gap that is left between the choice and its proven
+bound. `benchmarks/planner_time.py` prints both, by depth of the model; `benchmarks/stage_search_time.py` prints the time of a
+pipeline's search, which solves many small problems. Run them before and after a change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """When to stop, and when to use which method.
+
+    "Pairs" are pairs of choices over all edges, sum_(u,v) |S_u| |S_v|: the number of entries of all edge matrices.
+    """
+
+    gap: float = 1e-6
+    """Difference between a choice and its bound, relative, that counts as none. Set by `planner_time.py` (column gap)."""
+    good_enough: float = 2e-3
+    """A large problem is not pursued further once the best choice known, of this problem or of another mesh, is this near to
+    the bound (relative). The plan reports the bound. Less costs time in `planner_time.py`; more costs step time."""
+
+    # Dual ascent and the search around it.
+    sweeps: int = 96
+    """Forward and backward sweeps of dual ascent at most; more tighten the bound and cost time (`planner_time.py`)."""
+    bound_gap: float = 1e-9
+    """The sweeps end when bound and best choice are this near (relative), unless the caller is content with less."""
+    check_every: int = 8
+    """Sweeps between two looks at the bound, each of which costs about as much as a sweep (`planner_time.py`)."""
+    stalled: float = 1e-7
+    """Dual ascent ends when the bound grows by less than this part of the best value between two looks (`planner_time.py`)."""
+    rounds: int = 4
+    """How often the bound may shrink the problem before the best choice is returned with the bound reached
+    (`planner_time.py`)."""
+    slacks: tuple[float, ...] = (1e-6, 1e-4)
+    """Choices this near to the bound (relative) are searched for a good solution, one slack after the other
+    (`planner_time.py`)."""
+    nested: int = 4
+    """How deep searches near the bound may be nested. Where all choices cost about the same, each leaves as many choices as the
+    one around it, and each level doubles the work."""
+
+    # The integer program.
+    small_pairs: int = 2_000
+    """Problems with at most so many pairs go to the integer program at once: below this it is faster than dual ascent
+    (`planner_time.py`)."""
+    direct_pairs: int = 30_000
+    """And those with at most so many if dual ascent leaves a gap: beyond this the integer program takes longer than all the
+    rest (`planner_time.py`)."""
+    last_resort: int = 20
+    """So many times `direct_pairs` are accepted where nothing else has found any choice; seconds, but a result."""
+    node_limit: int = 500
+    """Nodes of branch and bound without memory rows. A limit in nodes, not in seconds, so that plans are reproducible."""
+    memory_nodes: int = 5_000
+    """The same with memory rows, where the relaxation is weaker (`benchmarks/memory_error.py` plans under limits)."""
+    mixed_nodes: int = 50
+    """The same where choices are mixed: alike layers make branch and bound long, and its first solutions are good
+    (`planner_time.py` under a limit)."""
+
+    # Other meshes' plans as a cutoff.
+    searched_pairs: int = 4_000_000
+    """With a better choice to beat, a problem with more open pairs than this is not searched (`planner_time.py`)."""
+
+    # Prices on memory.
+    price_rounds: int = 24
+    """Prices tried at most; each is a search without memory (`stage_search_time.py`)."""
+    first_price: float = 1e-3
+    """The first price would pay this part of the objective for the bytes that exceed the limit (`stage_search_time.py`)."""
+    price_growth: float = 4.0
+    """The box of prices grows by this factor while nothing fits (`stage_search_time.py`)."""
+    largest_price: float = 1e6
+    """Prices beyond so many objectives per limit are not tried: what does not fit then never will."""
+
+    # Repeated layers.
+    deep: int = 2_500
+    """Problems of up to so many nodes are solved whole: they take under a second or two anyway (`planner_time.py`)."""
+    worth: float = 0.6
+    """Ties between alike nodes are used if they leave at most this part of the nodes (`planner_time.py`)."""
+    near: float = 1e-3
+    """Dual ascent of a deep problem ends when solution and bound are this near, relative (`planner_time.py`, column gap)."""
+    radius: int = 6
+    """How many edges away nodes must look alike to be tied: more keeps more of the ends apart, and ties less
+    (`planner_time.py`)."""
+
+    @property
+    def exact_gap(self) -> float:
+        """Relative gap of the integer program where its result is final."""
+        return self.gap / 10
+
+    @property
+    def rough_gap(self) -> float:
+        """Relative gap of the integer program where its result is one step of a search."""
+        return 100 * self.gap
+
+
+TUNING = Tuning()

@@ -1,0 +1,122 @@
+"""The search within a memory limit.
+
+In: a problem whose best choice without a limit is known and is too large. Out: the best choice that fits. Small problems are
+solved with their memory rows by the integer program. For the others memory gets prices (memory_prices.py), and where these leave
+a gap the choices met are mixed: an integer program with the memory rows decides, node by node, between what they choose.
+What can go wrong: on large problems neither prices nor mixtures may find what fits though something does; `Unfinished` says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.solver.integer_program import Infeasible, Solved, solve_integer_program
+from autopar.solver.memory_prices import Priced, price_memory
+from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, Numbers, Unfinished, Unreachable
+from autopar.solver.presolve import Reduced, reduce_costs
+from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
+from autopar.solver.search import Found, search
+
+
+def choose_within_memory(
+    problem: ChoiceProblem, free: Chosen, tried: Sequence[Numbers]
+) -> Chosen | CutOff | DoesNotFit | Unfinished:
+    """The best choice that keeps the memory rows; classes and ties of the problem are not used.
+
+    Args:
+        problem: with memory rows.
+        free: the best choice without them, which does not keep them.
+        tried: choices met at other limits.
+    """
+    tuning = problem.tuning
+    reduced = _reduce(problem)
+    if reduced.costs.pairs <= tuning.direct_pairs:
+        return _solve_directly(problem, reduced, gap=tuning.exact_gap, node_limit=tuning.memory_nodes)
+
+    def solve(costs: Costs) -> Found | Unreachable | Unfinished:
+        return search(costs, tuning=tuning)
+
+    priced = price_memory(problem, [free.numbers, *tried], free.lower_bound_s, solve=solve)
+    if priced.lower_bound_s >= problem.cutoff_s:
+        return CutOff(priced.lower_bound_s)
+    best = _best_of_prices(priced)
+    if best is not None and best.seconds - best.lower_bound_s <= tuning.good_enough * best.seconds:
+        return best
+    mixed = mix_choices(problem, [trial.numbers for trial in priced.trials])
+    if isinstance(mixed, Chosen) and (best is None or mixed.seconds < best.seconds):
+        best = _with_bound(priced, mixed.numbers, mixed.seconds)
+    if best is None and reduced.costs.pairs <= tuning.last_resort * tuning.direct_pairs:
+        return _solve_directly(problem, reduced, gap=tuning.exact_gap, node_limit=tuning.memory_nodes)
+    return Unfinished() if best is None else best
+
+
+def _best_of_prices(priced: Priced) -> Chosen | None:
+    return None if priced.best is None else _with_bound(priced, priced.best.numbers, priced.best.seconds)
+
+
+def _with_bound(priced: Priced, numbers: Numbers, seconds: float) -> Chosen:
+    """A choice that fits, with the bound that prices have proven."""
+    tried = tuple(trial.numbers for trial in priced.trials)
+    return Chosen(numbers, seconds, min(priced.lower_bound_s, seconds), tried)
+
+
+def mix_choices(problem: ChoiceProblem, tried: Sequence[Numbers]) -> Chosen | DoesNotFit | Unfinished:
+    """The best choice that keeps the memory rows and takes at every node what one of the choices `tried` takes.
+
+    Its bound, and the proof that nothing fits, are of such mixtures only. Large mixtures are left unfinished.
+    """
+    tuning = problem.tuning
+    left = [np.unique(taken) for taken in zip(*tried, strict=True)]
+    rest = problem.restrict(left)
+    reduced = _reduce(rest)
+    if reduced.costs.pairs > tuning.direct_pairs:
+        return Unfinished()
+    found = _solve_directly(rest, reduced, gap=tuning.good_enough / 2, node_limit=tuning.mixed_nodes)
+    if not isinstance(found, Chosen):
+        return found
+    return dataclasses.replace(found, numbers=tuple(int(n[p]) for n, p in zip(left, found.numbers, strict=True)))
+
+
+def _reduce(problem: ChoiceProblem) -> Reduced:
+    """What is left after the reductions that memory allows: nodes whose bytes depend on their choice stay."""
+    usage = _usage(problem)
+    varying = frozenset(v for v, used in enumerate(usage) if np.ptp(used, axis=0).any())
+    return reduce_costs(problem.costs, keep=varying, usage=usage)
+
+
+def _usage(problem: ChoiceProblem) -> list[np.ndarray]:
+    """Bytes of every node's choices, (choices, amounts), with a column for each different amount that they take in a row."""
+    columns: list[dict[bytes, np.ndarray]] = [{} for _ in problem.costs.nodes]
+    for row in problem.rows:
+        for v, used in row.bytes_of.items():
+            columns[v].setdefault(used.tobytes(), used)
+    counts = [len(cost) for cost in problem.costs.nodes.values()]
+    return [np.stack(list(c.values()), 1) if c else np.zeros((n, 1)) for c, n in zip(columns, counts, strict=True)]
+
+
+def _solve_directly(
+    problem: ChoiceProblem, reduced: Reduced, *, gap: float, node_limit: int
+) -> Chosen | DoesNotFit | Unfinished:
+    """By the integer program, with the memory rows over the nodes left."""
+    rows = [_reduce_row(row, reduced) for row in problem.rows]
+    solved = solve_integer_program(reduced.costs, rows, problem.limit_bytes, node_limit=node_limit, gap=gap)
+    match solved:
+        case Infeasible():
+            return DoesNotFit(problem.least_bytes())
+        case Unfinished():
+            return solved
+        case Solved(choice, lower):
+            slack = max(0.0, reduced.costs.value(choice) - lower)
+            numbers = tuple(reduced.extend(choice).values())
+            seconds = problem.costs.value(numbers)
+            return Chosen(numbers, seconds, seconds - slack)
+
+
+def _reduce_row(row: MemoryRow, reduced: Reduced) -> MemoryRow:
+    """A memory row over the nodes left; nodes that are gone use the same whatever they choose."""
+    left = reduced.open_choices
+    gone = row.fixed_bytes + sum(float(b.max()) for v, b in row.bytes_of.items() if v not in left)
+    return MemoryRow(row.name, {v: b[left[v]] for v, b in row.bytes_of.items() if v in left}, gone)

@@ -1,0 +1,109 @@
+"""What the error of a step that does not fit claims: that nothing fits only where that is settled."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit
+from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
+from autopar.intra_op.tuning import Tuning
+from autopar.layouts.mesh import LogicalMesh
+from autopar.solver import tuning as solver_tuning
+from autopar.solver.outcomes import CutOff, Unreachable
+from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
+
+MESH = LogicalMesh((2,), ("x",))
+
+
+class Memory:
+    """A memory model by rows: the peak of a choice is its largest row, and some bytes that the rows leave out."""
+
+    def __init__(self, rows, unseen=lambda copy_span: 0):
+        self.given, self.unseen = rows, unseen
+        self.graph = SimpleNamespace(program=SimpleNamespace(equations=()))
+
+    def rows(self, choice):
+        return self.given
+
+    def required(self, choice, *, copy_span=None):
+        return int(max(row.used(choice) for row in self.given) + self.unseen(copy_span))
+
+
+def fast_or_small(nodes=4):
+    """Nodes that are fast and large or slow and small: 10 bytes or 1."""
+    problem = ChoiceProblem(costs=Costs.of([np.array([1.0, 2.0])] * nodes, {}))
+    return problem, [MemoryRow("all", {v: np.array([10.0, 1.0]) for v in range(nodes)})]
+
+
+def test_a_choice_within_the_limit_is_found_and_says_what_it_costs():
+    problem, rows = fast_or_small()
+    found = choose_within_limit(problem, Memory(rows), 22)
+    assert isinstance(found, Fits)
+    assert sorted(found.choice.numbers) == [0, 0, 1, 1]
+    assert (found.choice.seconds, found.unlimited_s, found.copy_span) == (6.0, 4.0, None)
+
+
+def test_where_copies_take_too_much_they_are_dropped():
+    problem, rows = fast_or_small()
+    memory = Memory(rows, unseen=lambda copy_span: 30 if copy_span is None else 0)
+    found = choose_within_limit(problem, memory, 22)
+    assert isinstance(found, Fits)
+    assert found.copy_span is not None
+
+
+def test_rows_that_no_choice_keeps_settle_it():
+    problem, rows = fast_or_small()
+    assert choose_within_limit(problem, Memory(rows), 3) == TooLarge(40, is_settled=True)
+
+
+def test_peaks_above_the_rows_do_not_settle_it():
+    """The search ends after some rounds; what it met needs so much, others may need less."""
+    problem, rows = fast_or_small()
+    memory = Memory(rows, unseen=lambda copy_span: 30)
+    found = choose_within_limit(problem, memory, 20, tuning=dataclasses.replace(Tuning(), memory_rounds=2))
+    assert isinstance(found, TooLarge)
+    assert not found.is_settled
+    assert 30 < found.tried_bytes < 70
+
+
+def test_an_integer_program_that_ends_early_does_not_settle_it():
+    """Subsets of one exact size fit, which a single node of branch and bound does not find."""
+    random = np.random.default_rng(0)
+    sizes = random.integers(1_000, 10_000, 24).astype(float)
+    limit = float(sizes[random.permutation(24)[:12]].sum())
+    rows = [
+        MemoryRow("taken", {v: np.array([0.0, size]) for v, size in enumerate(sizes)}),
+        MemoryRow("left", {v: np.array([size, 0.0]) for v, size in enumerate(sizes)}, 2 * limit - sizes.sum()),
+    ]
+    tuning = dataclasses.replace(solver_tuning.Tuning(), memory_nodes=1)
+    costs = Costs.of([random.uniform(0, 1, 2) for _ in range(24)], {})
+    found = choose_within_limit(ChoiceProblem(costs=costs, tuning=tuning), Memory(rows), int(limit))
+    assert isinstance(found, TooLarge)
+    assert not found.is_settled
+
+
+def test_other_ends_of_the_search_are_handed_on():
+    problem, rows = fast_or_small()
+    assert choose_within_limit(dataclasses.replace(problem, cutoff_s=3.0), Memory(rows), None) == CutOff(4.0)
+    never = ChoiceProblem(costs=Costs.of([np.array([np.inf, np.inf])], {}))
+    assert choose_within_limit(never, Memory(rows), None) == Unreachable()
+
+
+@pytest.mark.parametrize(
+    ("settled", "begin", "end"),
+    [
+        (True, "no plan fits 10.0 KiB per device on 2 devices: on mesh (2,)", "memory_limit_bytes=20_000. A limit"),
+        (False, "no plan was found that fits 10.0 KiB per device", "the search ended before it had tried every plan"),
+    ],
+)
+def test_the_error_claims_that_nothing_fits_only_where_that_is_settled(settled, begin, end):
+    failures = [
+        NothingFits(MESH, 8_000, 20_000, (), is_settled=settled),
+        NothingFits(MESH, 12_000, None, (), is_settled=True),
+    ]
+    error = out_of_memory(failures, memory_limit_bytes=10_240, is_constrained=False)
+    assert str(error).startswith(begin)
+    assert end in str(error)
+    assert error.needed_bytes == 20_000
