@@ -27,8 +27,8 @@ from autopar.commands.simulate_tables import (
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
 from autopar.simulate.closed_forms.job_prediction import predict
+from autopar.simulate.closed_forms.overlap import overlap_ratio
 from autopar.simulate.error_summary import GIGA, PricedRow, summarise
-from autopar.simulate.overlap import overlap_ratio
 from autopar.simulate.planned_parts import PartPlanner, planned_prediction
 from autopar.simulate.rows import Row, RowError, read_table
 

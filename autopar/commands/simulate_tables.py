@@ -10,8 +10,8 @@ from rich.text import Text
 
 from autopar.commands.printing import new_table
 from autopar.explain.units import bytes_text, seconds_text
+from autopar.simulate.closed_forms.overlap import Kind, overlap_ratio
 from autopar.simulate.error_summary import GIGA, ErrorSummary, PricedRow
-from autopar.simulate.overlap import Kind, overlap_ratio
 
 SHOWN_KINDS: tuple[Kind, ...] = ("tensor", "pipeline", "data_parallel", "zero3")
 

@@ -1,7 +1,7 @@
 """THE table: what each primitive does, one line each, alphabetical.
 
 Nothing else in autopar knows a primitive by name, except control flow, whose sub-programs `program/` opens, and
-`intra_op/xla_cpu.py`, which says what one compiler makes of some of these. The columns:
+`intra_op/xla_cpu/table.py`, which says what one compiler makes of some of these. The columns:
 
     rule          the function from an equation to its factor rule: which factor indexes each dimension
     work          what the operation's work consists of

@@ -20,7 +20,7 @@ from autopar.cost_model.machine import Hidden
 from autopar.explain.units import seconds_text
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import CollectivePlan, Plan
-from autopar.simulate.overlap import Communication, Kind, alone, beside, joined, overlap_ratio
+from autopar.simulate.closed_forms.overlap import Communication, Kind, alone, beside, joined, overlap_ratio
 from autopar.simulate.reprice import collective_s, reprice
 
 SHOWN: Mapping[Hidden, str] = {

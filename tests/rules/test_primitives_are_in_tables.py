@@ -13,7 +13,7 @@ import pytest
 import autopar
 
 PACKAGE = Path(autopar.__file__).parent
-TABLES = ("rules/", "program/", "compat.py", "intra_op/xla_cpu.py", "intra_op/contraction_orders.py")
+TABLES = ("rules/", "program/", "compat.py", "intra_op/xla_cpu/")
 USER_CODE = ("models/",)
 """Steps as users write them, whose `params` are weights."""
 

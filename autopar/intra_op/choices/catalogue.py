@@ -21,7 +21,7 @@ from autopar.intra_op.choices.kernels import Traffic
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.strategies import ShardingStrategy, most_divided, strategies_of
-from autopar.intra_op.xla_cpu import orders_of
+from autopar.intra_op.xla_cpu.table import orders_of
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LayoutSpace, Network
 from autopar.program.program import Equation

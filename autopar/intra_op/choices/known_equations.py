@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping
 
 from autopar.intra_op.choices.kernels import Traffic, traffic_of
 from autopar.intra_op.choices.tuning import TUNING, Tuning
-from autopar.intra_op.xla_cpu import orders_of
+from autopar.intra_op.xla_cpu.table import orders_of
 from autopar.program.fingerprint import operand_key, operation_key
 from autopar.program.program import Equation, Program
 from autopar.rules.factor_rule import FactorRule

@@ -5,7 +5,7 @@ device and every move is an operation, as the lowering performs them. Without on
 of the whole: which buffers live together then is what all choices have in common, and `Value.key` says whose choice decides
 a buffer's size. Equal work is one operation, as XLA makes it. What can go wrong: an operation that XLA's CPU compiler expands
 into several; those that matter are here (random bits, operands that are repeated or wanted in another order, collectives
-over inner dimensions, loops). What a primitive's result needs is in `xla_cpu.py`.
+over inner dimensions, loops). What a primitive's result needs is in `intra_op/xla_cpu/`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from autopar.avals import dtype_name, is_opaque, itemsize_of
 from autopar.compat import Literal, Var
-from autopar.intra_op import xla_cpu
 from autopar.intra_op.choices.catalogue import Spaces
 from autopar.intra_op.choices.graph import Source, StrategyGraph
-from autopar.intra_op.contraction_orders import Orders
 from autopar.intra_op.lowering.assignment import Assignment, is_gathered
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
-from autopar.intra_op.xla_cpu import Making
+from autopar.intra_op.xla_cpu import table as xla_cpu
+from autopar.intra_op.xla_cpu.contraction_orders import Orders
+from autopar.intra_op.xla_cpu.table import Making
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS, Move
 from autopar.program.fingerprint import operation_key

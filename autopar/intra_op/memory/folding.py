@@ -11,7 +11,7 @@ import collections
 from collections.abc import Mapping, Sequence
 
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
-from autopar.intra_op.xla_cpu import LIBRARY_ELEMENTS
+from autopar.intra_op.xla_cpu.table import LIBRARY_ELEMENTS
 
 FOLDED = (Kind.CHEAP, Kind.MOVED, Kind.COSTLY)
 

@@ -29,7 +29,7 @@ from autopar.intra_op.memory.device_operations import Value
 from autopar.intra_op.memory.device_program import DeviceProgram, device_program
 from autopar.intra_op.memory.footprint import Footprint, footprint_of
 from autopar.intra_op.memory.tuning import TUNING, Tuning
-from autopar.intra_op.xla_cpu import Making, making_of
+from autopar.intra_op.xla_cpu.table import Making, making_of
 from autopar.program.program import Equation, Program
 from autopar.rules.table import entry_for
 from autopar.solver.problem import MemoryRow

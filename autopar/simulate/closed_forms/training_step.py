@@ -19,12 +19,12 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from autopar.cost_model.machine import Cluster
-from autopar.simulate import overlap
+from autopar.simulate.closed_forms import overlap
 from autopar.simulate.closed_forms.memory import StateBytes, layers_in_flight
 from autopar.simulate.closed_forms.operations import Exchange, MatrixProduct, Operation, Work
+from autopar.simulate.closed_forms.overlap import Communication, Kind
 from autopar.simulate.closed_forms.prices import DTYPES, FITTED, InTraining, StagePrices
 from autopar.simulate.closed_forms.schedule_time import pipeline_s
-from autopar.simulate.overlap import Communication, Kind
 
 Precision = Literal["fp16", "bf16", "fp32"]
 Optimizer = Literal["adam", "momentum", "adafactor"]

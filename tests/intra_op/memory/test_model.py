@@ -18,12 +18,12 @@ from autopar import OutOfMemoryError, data_parallel, zero3
 from autopar.cost_model.hardware import PRESETS
 from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.contraction_orders import of_product
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 from autopar.intra_op.memory.footprint import footprint_of
 from autopar.intra_op.memory.model import MemoryModel
 from autopar.intra_op.memory.tuning import TUNING
-from autopar.intra_op.xla_cpu import LIBRARY_ELEMENTS
+from autopar.intra_op.xla_cpu.contraction_orders import of_product
+from autopar.intra_op.xla_cpu.table import LIBRARY_ELEMENTS
 from autopar.layouts.mesh import LogicalMesh
 from autopar.models.registry import build
 from autopar.program.from_jaxpr import program_of

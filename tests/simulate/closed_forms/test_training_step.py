@@ -9,9 +9,9 @@ from autopar.cost_model.machine import Cluster, Overlap
 from autopar.cost_model.tiers import Tier
 from autopar.simulate.closed_forms.memory import StateBytes
 from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Work
+from autopar.simulate.closed_forms.overlap import alone, beside, joined, overlap_ratio
 from autopar.simulate.closed_forms.prices import InTraining, StagePrices
 from autopar.simulate.closed_forms.training_step import StageWork, StepPlan, predict_step
-from autopar.simulate.overlap import alone, beside, joined, overlap_ratio
 
 AS_MEASURED = InTraining()
 PEAKS = {"float16": 1e12, "float32": 1e11}

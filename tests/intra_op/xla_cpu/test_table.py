@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.intra_op import xla_cpu
-from autopar.intra_op.xla_cpu import JOINING_LIBRARY, LIBRARY_ELEMENTS, MAKINGS, Making, making_of
+from autopar.intra_op.xla_cpu import table as xla_cpu
+from autopar.intra_op.xla_cpu.table import JOINING_LIBRARY, LIBRARY_ELEMENTS, MAKINGS, Making, making_of
 from autopar.program.from_jaxpr import program_of
 from autopar.rules.primitive_rule import Work
 from autopar.rules.table import RULES

@@ -13,7 +13,7 @@ import types
 from collections.abc import Mapping
 
 from autopar.compat import JaxprEqn, Literal
-from autopar.intra_op.contraction_orders import Orders, OrdersOf, of_convolution, of_product
+from autopar.intra_op.xla_cpu.contraction_orders import Orders, OrdersOf, of_convolution, of_product
 from autopar.rules.primitive_rule import Work
 from autopar.rules.table import RULES
 
