@@ -20,7 +20,7 @@ from autopar.inter_op.one_or_stages import plan_one_or_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes, restore_pipeline
 from autopar.intra_op.planner import PlannedStep, restore
 from autopar.layouts.mesh import LogicalMesh
-from autopar.microbatches.counts import in_microbatches, microbatch_counts
+from autopar.microbatches.counts import cut_into_microbatches, microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from autopar.program.step import TracedStep, require_examples
@@ -37,7 +37,7 @@ from autopar.settings import (
 from autopar.shared_plan import agree_on_plan, is_needed
 from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following
-from autopar.stages.recompute_layers import recomputed_step
+from autopar.stages.recompute_layers import recompute_layers
 
 Planned: TypeAlias = PlannedStep | PlannedPipeline
 """A step with its plan, ready to be compiled."""
@@ -91,8 +91,8 @@ def _restore(settings: Settings, traced: TracedStep, plan: Plan | PipelinePlan) 
     if isinstance(plan, PipelinePlan):
         return restore_pipeline(traced, plan, make_request(settings))
     count_meshes(settings)  # refuses numbers of stages that contradict each other
-    step = recomputed_step(traced) if plan.recompute else traced
-    cut = in_microbatches(step, plan.num_microbatches)
+    step = recompute_layers(traced) if plan.recompute else traced
+    cut = cut_into_microbatches(step, plan.num_microbatches)
     return restore(cut, plan, make_request(settings, choose_one_mesh(settings)))
 
 

@@ -16,7 +16,7 @@ from autopar.errors import ArgumentError
 from autopar.pipeline_plan import PipelinePlan
 from autopar.program.loops import LoopEquation
 from autopar.split_array import SplitArray
-from autopar.stages.time_loops import divided_loop, time_loop
+from autopar.stages.time_loops import make_divided_loop, make_time_loop
 from tests.inter_op.test_search import two_nodes
 from tests.oracles import assert_same_as_jit, assert_trees_close
 from tests.pipeline_steps import WIDTH, rows, trained_on
@@ -223,7 +223,7 @@ def test_a_search_for_stages_cuts_between_scanned_layers_and_keeps_as_few_pieces
 
 def test_parts_of_an_operation_are_in_the_phase_of_the_whole_and_keep_its_source():
     split = cut_at(scanned_steps.clipped_adamw(), 2)
-    loop, whole = divided_loop(split, 4), time_loop(split.whole, 4)
+    loop, whole = make_divided_loop(split, 4), make_time_loop(split.whole, 4)
     assert {loop.plan.phases[part] == whole.plan.phases[origin] for part, origin in split.origins.items()} == {True}
     assert {part.source_info is origin.source_info for part, origin in split.origins.items()} == {True}
     assert not any("autopar" in name_stack(eqn) for eqn in split.step.program.walk())

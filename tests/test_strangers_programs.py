@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.stages.even_cuts import even_cuts
+from autopar.stages.even_cuts import choose_even_cuts
 from tests.oracles import assert_same_as_jit
 
 PROGRAMS = {}
@@ -363,4 +363,4 @@ def test_a_step_without_forward_operations_is_told_what_may_be_the_reason():
     with pytest.raises(
         autopar.ArgumentError, match=r"0 forward operations, .* adds up gradients in a lax\.scan over parts"
     ):
-        even_cuts((), 2)
+        choose_even_cuts((), 2)

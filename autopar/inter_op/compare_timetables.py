@@ -27,10 +27,10 @@ from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.schedules import make_schedule
 from autopar.stages.chain import forward_chain
-from autopar.stages.even_cuts import indivisible_work, warn_of_indivisible_work
+from autopar.stages.even_cuts import find_indivisible_work, warn_of_indivisible_work
 from autopar.stages.scan_stacks import cuts_for_stages
 from autopar.stages.split_scans import split_scans
-from autopar.stages.time_loops import divided_loop
+from autopar.stages.time_loops import make_divided_loop
 
 
 def plan_best_pipeline(
@@ -120,8 +120,8 @@ class _Comparison:
         """Raise ArgumentError if one operation is too much work for one of this many stages."""
         chunks = self._wishes.num_stages * timetable.virtual_stages
         split = split_scans(self._traced, cuts_for_stages(self._traced, chunks))
-        chain = forward_chain(divided_loop(split, timetable.microbatches))
-        if indivisible_work(chain, chunks, divided=any(split.cuts)) is not None:
+        chain = forward_chain(make_divided_loop(split, timetable.microbatches))
+        if find_indivisible_work(chain, chunks, divided=any(split.cuts)) is not None:
             raise ArgumentError(
                 f"the step has too few layers of equal work for {chunks} stages, {timetable.virtual_stages} on each of "
                 f"{self._wishes.num_stages} meshes: use schedule='1f1b' or 'zb-h1', with one stage per mesh, or fewer "

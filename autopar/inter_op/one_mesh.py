@@ -18,13 +18,13 @@ from autopar.avals import itemsize_of
 from autopar.errors import ConstraintError, OutOfMemoryError, warn
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.planner import PlannedStep, PlanRequest, plan_step
-from autopar.microbatches.counts import in_microbatches, microbatch_counts, microbatched
+from autopar.microbatches.counts import cut_into_microbatches, loop_over_microbatches, microbatch_counts
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.schedules import Open, Recompute
-from autopar.stages.recompute_layers import recomputed_step
+from autopar.stages.recompute_layers import recompute_layers
 
 
 def plan_on_one_mesh(
@@ -40,14 +40,14 @@ def plan_on_one_mesh(
     attempts = _Attempts(request, dear=tuning.dear)
     least = 1 if num_microbatches == "auto" else num_microbatches
     step = _recompute_layers(traced) if recompute == "layer" else traced
-    first = attempts.plan(in_microbatches(step, least), recompute=step is not traced)
+    first = attempts.plan(cut_into_microbatches(step, least), recompute=step is not traced)
     if first is None and state_is_too_large(traced, request, devices):
         raise attempts.errors[0]
     if first is None or attempts.is_dear(first):
         attempts.climb(_in_more_microbatches(step, num_microbatches), recompute=step is not traced, before=first)
-        again = recomputed_step(traced) if recompute == "auto" else traced
+        again = recompute_layers(traced) if recompute == "auto" else traced
         if again is not traced:
-            steps = chain([in_microbatches(again, least)], _in_more_microbatches(again, num_microbatches))
+            steps = chain([cut_into_microbatches(again, least)], _in_more_microbatches(again, num_microbatches))
             attempts.climb(steps, recompute=True, before=None)
     return attempts.best()
 
@@ -61,7 +61,7 @@ def state_is_too_large(traced: TracedStep, request: PlanRequest, devices: int) -
 
 def _recompute_layers(traced: TracedStep) -> TracedStep:
     """The step with its layers' forward work done again in backward; warns if no layer's can be."""
-    step = recomputed_step(traced)
+    step = recompute_layers(traced)
     if step is traced:
         warn(
             "recompute='layer' finds no layers whose forward work could be done again in the backward pass with less memory; a "
@@ -76,7 +76,7 @@ def _in_more_microbatches(step: TracedStep, num_microbatches: Open) -> Iterator[
         plan = plan_time(step, count)
         if isinstance(plan, MixedExamples):
             return
-        yield microbatched(step, plan)
+        yield loop_over_microbatches(step, plan)
 
 
 class _Attempts:

@@ -27,16 +27,16 @@ from autopar.program.step import Leaf, TracedStep
 from autopar.schedules.in_flight import InFlight
 from autopar.stages.chain import forward_chain
 from autopar.stages.cut import cut_stages, place_stages
-from autopar.stages.even_cuts import chosen_cuts
-from autopar.stages.follow import Following, leaves_at, placed_by_leaves
-from autopar.stages.identical import identical
+from autopar.stages.even_cuts import choose_cuts
+from autopar.stages.follow import Following, leaves_at, place_by_leaves
+from autopar.stages.identical import find_identical
 from autopar.stages.recompute_stages import recompute_in_backward
 from autopar.stages.scan_stacks import ScanCuts, cuts_for_stages
 from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep, split_scans
 from autopar.stages.tasks.stage_program import StageProgram, stage_program
 from autopar.stages.tasks.task_memory import TaskMemories
-from autopar.stages.time_loops import divided_loop
+from autopar.stages.time_loops import make_divided_loop
 
 Planner: TypeAlias = Callable[[StageProgram, PlanRequest], PlannedStep]
 """Plans the program of a stage, or of a layer as if it were one, on the best of the request's meshes.
@@ -95,18 +95,18 @@ def plan_stages(
     tuning: Tuning = TUNING,
     planner: Planner = plan_program,
 ) -> Staged:
-    """All stages, planned. Raises ConstraintError, OutOfMemoryError, and what `time_loop` raises."""
+    """All stages, planned. Raises ConstraintError, OutOfMemoryError, and what `make_time_loop` raises."""
     leaves = [leaf.one for leaf in traced.inputs]
     allowed_layouts(leaves, wanted.meshes[0][0], request.constraints, shared=traced.shared)
     split = _split_scans(traced, wanted)
-    loop = wanted.loop if wanted.loop is not None else divided_loop(split, wanted.num_microbatches)
+    loop = wanted.loop if wanted.loop is not None else make_divided_loop(split, wanted.num_microbatches)
     cuts = wanted.cuts
     if cuts is None and wanted.following is None:
-        cuts = chosen_cuts(forward_chain(loop), wanted.num_stages)
+        cuts = choose_cuts(forward_chain(loop), wanted.num_stages)
     cut = _cut(loop, cuts or (), wanted)
     planning = _Planning(planner, wanted.in_flight, tuning.memory_rounds)
     jobs = [_job_of(stage_program(cut, stage), wanted, request) for stage in range(wanted.num_stages)]
-    kinds: Sequence[int] = identical(loop, cuts) if cuts else range(wanted.num_stages)
+    kinds: Sequence[int] = find_identical(loop, cuts) if cuts else range(wanted.num_stages)
     leaders = _plan_leaders(planning, jobs, kinds, processes=request.processes)
     stages: list[StagedStage] = []
     for number, job in enumerate(jobs):
@@ -119,7 +119,7 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     """The stages that a plan describes, without solving."""
     assert wanted.cuts is not None
     split = _split_scans(traced, wanted)
-    cut = _cut(divided_loop(split, wanted.num_microbatches), wanted.cuts, wanted)
+    cut = _cut(make_divided_loop(split, wanted.num_microbatches), wanted.cuts, wanted)
     stages = []
     for number, plan in enumerate(plans):
         program = stage_program(cut, number)
@@ -142,7 +142,7 @@ def _cut(loop: TimeLoop, cuts: tuple[int, ...], wanted: StageRequest) -> StageCu
         cut = cut_stages(loop, cuts)
     else:
         homes = leaves_at(wanted.homes, loop)
-        cut = place_stages(loop, placed_by_leaves(loop, homes, wanted.num_stages), homes)
+        cut = place_stages(loop, place_by_leaves(loop, homes, wanted.num_stages), homes)
     return recompute_in_backward(cut) if wanted.recompute else cut
 
 

@@ -34,7 +34,7 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Program
 from autopar.stages.cut import cut_stages
-from autopar.stages.identical import identical
+from autopar.stages.identical import find_identical
 from autopar.stages.tasks.stage_program import StageProgram, stage_program
 
 
@@ -134,7 +134,7 @@ class PlannedLayers:
         self.loop, self.places = loop, places
         self._tuning, self._planner = tuning, planner
         self._cut = cut_stages(loop, places)
-        self._first = identical(loop, places)
+        self._first = find_identical(loop, places)
         rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
         self._request = dataclasses.replace(request, constraints=Constraints(rules), memory_limit_bytes=None)
         self._programs: dict[int, StageProgram] = {}

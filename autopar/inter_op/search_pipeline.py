@@ -31,7 +31,7 @@ from autopar.schedules.in_flight import InFlight
 from autopar.stages.rejoin_scans import rejoin_scans
 from autopar.stages.scan_stacks import every_layer
 from autopar.stages.split_scans import SplitStep, split_scans
-from autopar.stages.time_loops import loops
+from autopar.stages.time_loops import make_loops
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,7 +76,7 @@ def search_pipeline(
     tables = wishes.timetables(traced, max(2, machine_shape(request.cluster, devices)[0]), tuning)
     split = split_scans(traced, every_layer(traced))
     found = search_stages(
-        loops(split, tables[0].microbatches),
+        make_loops(split, tables[0].microbatches),
         request,
         devices=devices,
         timetables=tables,

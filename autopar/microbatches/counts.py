@@ -20,21 +20,21 @@ from autopar.program.retrace import retrace
 from autopar.program.step import Leaf, TracedStep
 
 
-def in_microbatches(traced: TracedStep, count: int) -> TracedStep:
+def cut_into_microbatches(traced: TracedStep, count: int) -> TracedStep:
     """The step in `count` microbatches; a step that mixes examples stays whole, with a warning that names the operation."""
     if count == 1:
         return traced
-    plan = planned_time(traced, count)
+    plan = plan_phases(traced, count)
     if isinstance(plan, MixedExamples):
         warn(
             f"the step runs with one microbatch instead of {count}: {plan}. What one microbatch computes would not be what the "
             "full batch does. Normalise, count or compare within an example or a fixed group of examples to use microbatches."
         )
         return traced
-    return microbatched(traced, plan)
+    return loop_over_microbatches(traced, plan)
 
 
-def planned_time(
+def plan_phases(
     traced: TracedStep, count: int, *, late_sums: bool = False, known: Mapping[Equation, Phase] | None = None
 ) -> TimePlan | MixedExamples:
     """As `plan_time`. Raises ArgumentError if the number divides no leaf of the batch, or not all that must be cut.
@@ -77,7 +77,7 @@ def microbatch_counts(traced: TracedStep) -> tuple[int, ...]:
     return tuple(m for m in range(1, large + 1) if large % m == 0) or (1,)
 
 
-def microbatched(traced: TracedStep, plan: TimePlan) -> TracedStep:
+def loop_over_microbatches(traced: TracedStep, plan: TimePlan) -> TracedStep:
     """The step as one program with the loop inside; see the module's text."""
     loop = TimeLoop(traced, plan)
     return dataclasses.replace(retrace(traced, loop.inputs(), loop.run), microbatches=plan.microbatches)

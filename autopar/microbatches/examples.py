@@ -36,7 +36,9 @@ _EACH = -1
 Dims = frozenset[int]
 
 
-def example_factors(traced: TracedStep, rules: RuleBook, *, loosely: bool = False) -> dict[Equation, frozenset[str]]:
+def find_example_factors(
+    traced: TracedStep, rules: RuleBook, *, loosely: bool = False
+) -> dict[Equation, frozenset[str]]:
     """For each equation the factors that count examples; see the module's text. A scan over examples is found itself, too."""
     marks, nowhere = _Marks(rules, loosely=loosely), Dims()
     leaves = zip(traced.program.invars, traced.inputs, strict=True)

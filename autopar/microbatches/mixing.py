@@ -40,7 +40,7 @@ def find_mixing(
     rules = plan.assignment.rules
     outside, all_flops = list[tuple[float, Equation, Equation]](), 0.0
     for eqn in plan.assignment.program.equations:
-        for inner, trips in with_trips(eqn):
+        for inner, trips in walk_with_trips(eqn):
             if inner in rules and entry_for(inner).heavy and examples.get(inner):
                 work = trips * flops_of(inner, rules[inner])
                 all_flops += work
@@ -68,13 +68,13 @@ def _made_with(plan: TimePlan, equations: set[Equation]) -> set[Equation]:
     return found
 
 
-def with_trips(eqn: Equation, trips: float = 1.0) -> Iterator[tuple[Equation, float]]:
+def walk_with_trips(eqn: Equation, trips: float = 1.0) -> Iterator[tuple[Equation, float]]:
     """An equation and those inside it, with how often each runs."""
     yield eqn, trips
     inside = trips * max(eqn.loop.trips, 1) if isinstance(eqn, LoopEquation) else trips
     for region in eqn.regions:
         for inner in region.equations:
-            yield from with_trips(inner, inside)
+            yield from walk_with_trips(inner, inside)
 
 
 def _undivided(traced: TracedStep, plan: TimePlan, eqn: Equation, sizes: set[int]) -> MixedExamples:

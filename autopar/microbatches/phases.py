@@ -37,7 +37,7 @@ from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.strategies import ShardingStrategy
 from autopar.intra_op.lowering.assignment import assign
 from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.microbatches.examples import example_factors
+from autopar.microbatches.examples import find_example_factors
 from autopar.microbatches.mixing import MixedExamples, find_mixing
 from autopar.microbatches.time_plan import Phase, TimePlan
 from autopar.microbatches.tuning import TUNING, Tuning
@@ -67,8 +67,8 @@ def plan_time(
     """
     rules = RuleBook()
     graph = _graph_over_time(traced, microbatches, rules, tuning)
-    examples = example_factors(traced, rules)
-    loosely = example_factors(traced, rules, loosely=True)
+    examples = find_example_factors(traced, rules)
+    loosely = find_example_factors(traced, rules, loosely=True)
     problem = _PhaseProblem(
         graph, microbatches, examples, loosely=loosely, late_sums=late_sums, known=known or {}, tuning=tuning
     )

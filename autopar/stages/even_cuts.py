@@ -24,7 +24,7 @@ ACCUMULATED_BY_HAND = (
 )
 
 
-def even_cuts(chain: Sequence[ForwardEquation], num_stages: int, *, tuning: Tuning = TUNING) -> tuple[int, ...]:
+def choose_even_cuts(chain: Sequence[ForwardEquation], num_stages: int, *, tuning: Tuning = TUNING) -> tuple[int, ...]:
     """Places that share the work equally, moved by at most `tuning.slack` of a share to where the fewest bytes cross."""
     done = np.cumsum([0.0, *(e.flops for e in chain)])
     share = done[-1] / num_stages
@@ -49,11 +49,11 @@ def boundaries(chain: Sequence[ForwardEquation]) -> tuple[int, ...]:
     return tuple(i for i in marked if i > 0 and i - 1 not in marked)
 
 
-def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, ...]:
+def choose_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int, ...]:
     """Cuts of equal work: at the user's layer boundaries if there are any, else where few bytes cross."""
     marked = boundaries(chain)
     if not marked or num_stages == 1:
-        return even_cuts(chain, num_stages)
+        return choose_even_cuts(chain, num_stages)
     if len(marked) < num_stages - 1:
         raise ArgumentError(
             f"the step has {len(marked)} layer boundaries, {num_stages} stages need {num_stages - 1}; add calls of "
@@ -68,7 +68,7 @@ def chosen_cuts(chain: Sequence[ForwardEquation], num_stages: int) -> tuple[int,
     return tuple(cuts)
 
 
-def indivisible_work(
+def find_indivisible_work(
     chain: Sequence[ForwardEquation], num_stages: int, *, divided: bool = False
 ) -> ForwardEquation | None:
     """An operation that is much more than a stage's share of the chain, such as a scan over time.
@@ -83,8 +83,8 @@ def indivisible_work(
 
 
 def warn_of_indivisible_work(chain: Sequence[ForwardEquation], num_stages: int, *, divided: bool) -> None:
-    """One warning if there is such an operation; the arguments are those of `indivisible_work`."""
-    largest = indivisible_work(chain, num_stages, divided=divided)
+    """One warning if there is such an operation; the arguments are those of `find_indivisible_work`."""
+    largest = find_indivisible_work(chain, num_stages, divided=divided)
     if largest is not None:
         total = sum(place.flops for place in chain)
         warn(

@@ -1,7 +1,7 @@
 """A step in stages that follows another one in stages: every leaf stays where the leader keeps it, in the same layout.
 
 In: the leader's plan and the step that follows. Out: a `Following`: the leaves' homes and layouts and the layers at which scans
-are divided; and `placed_by_leaves`, the stage of each forward equation of the follower:
+are divided; and `place_by_leaves`, the stage of each forward equation of the follower:
 
     stage(e) = the highest of the stages of the equations that make its operands and the home of the largest leaf that it reads
 
@@ -94,7 +94,7 @@ def leaves_at(homes: Mapping[str, int], loop: TimeLoop) -> dict[Var, int]:
     return {v: homes[leaf.path] for v, leaf in pairs if leaf.path in homes and leaf.role not in ("batch", "const")}
 
 
-def placed_by_leaves(loop: TimeLoop, homes: Mapping[Var, int], num_stages: int) -> tuple[int, ...]:
+def place_by_leaves(loop: TimeLoop, homes: Mapping[Var, int], num_stages: int) -> tuple[int, ...]:
     """The stage of each equation of the forward chain; see the module's text. Raises ArgumentError if there are too few."""
     kinds = Dependence.of(loop)
     chain = kinds.forward()

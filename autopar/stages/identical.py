@@ -17,7 +17,7 @@ from autopar.program.program import Equation
 from autopar.stages.dependence import Dependence
 
 
-def identical(loop: TimeLoop, layers: Sequence[int]) -> tuple[int, ...]:
+def find_identical(loop: TimeLoop, layers: Sequence[int]) -> tuple[int, ...]:
     """For each layer, as `cluster` cuts them, the number of the first layer that is the same.
 
     The same: a renaming of variables turns one list of equations into the other, with equal primitives, parameters,

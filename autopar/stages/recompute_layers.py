@@ -44,7 +44,7 @@ class Layer:
     results: frozenset[Var]
 
 
-def recomputed_step(traced: TracedStep, *, tuning: Tuning = TUNING) -> TracedStep:
+def recompute_layers(traced: TracedStep, *, tuning: Tuning = TUNING) -> TracedStep:
     """The step with layers' forward work done again in backward; itself if there is nothing that pays."""
     layers = layers_to_recompute(traced, tuning=tuning)
     if not layers:

@@ -16,7 +16,7 @@ from autopar.program.loops import LoopEquation
 from autopar.stages.chain import ForwardEquation, forward_chain
 from autopar.stages.scan_stacks import ForwardWork, ScanCuts, find_stacks, forward_work
 from autopar.stages.split_scans import SplitStep, split_scans
-from autopar.stages.time_loops import divided_loop
+from autopar.stages.time_loops import make_divided_loop
 
 
 def rejoin_scans(split: SplitStep, loop: TimeLoop, cuts: Sequence[int]) -> tuple[SplitStep, TimeLoop, tuple[int, ...]]:
@@ -26,7 +26,7 @@ def rejoin_scans(split: SplitStep, loop: TimeLoop, cuts: Sequence[int]) -> tuple
     if needed is None or needed == split.cuts:
         return split, loop, tuple(cuts)
     coarse = split_scans(split.whole, needed)
-    again = divided_loop(coarse, loop.plan.microbatches)
+    again = make_divided_loop(coarse, loop.plan.microbatches)
     return coarse, again, _same_places(chain, forward_chain(again), cuts)
 
 

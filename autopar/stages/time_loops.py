@@ -1,7 +1,7 @@
 """The time loop of a step that is to run in stages, for any number of microbatches.
 
-In: a traced step, or one whose scans are split. Out: a `TimeLoop`. What can go wrong: a step that mixes examples has no such loop
-and cannot be a pipeline of several microbatches; the error names the operation.
+In: a traced step, or one whose scans are split. Out: a `TimeLoop`. What can go wrong: a step that mixes examples has no such
+loop, so it cannot run as a pipeline of several microbatches. The error names the operation that mixes them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from autopar.errors import UnsupportedProgramError
-from autopar.microbatches.counts import planned_time
+from autopar.microbatches.counts import plan_phases
 from autopar.microbatches.loop import TimeLoop
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.time_plan import Phase
@@ -18,24 +18,29 @@ from autopar.program.step import TracedStep
 from autopar.stages.split_scans import SplitStep
 
 
-def divided_loop(split: SplitStep, num_microbatches: int) -> TimeLoop:
-    """A divided step as prologue, body and epilogue: each part of an operation where the whole one is. Raises as `time_loop`."""
-    whole = time_loop(split.whole, num_microbatches)
+def make_divided_loop(split: SplitStep, num_microbatches: int) -> TimeLoop:
+    """A divided step as prologue, body and epilogue. Each part of an operation is in the phase of the whole operation.
+
+    Raises as `make_time_loop`.
+    """
+    whole = make_time_loop(split.whole, num_microbatches)
     if split.step is split.whole:
         return whole
     known = {eqn: whole.plan.phases[origin] for eqn, origin in split.origins.items()}
-    return time_loop(split.step, num_microbatches, known=known)
+    return make_time_loop(split.step, num_microbatches, known=known)
 
 
-def loops(split: SplitStep, usual: int) -> Callable[[int], TimeLoop]:
-    """A divided step in any number of microbatches, its operations in the phases that they have in the usual number of them."""
-    first = divided_loop(split, usual)
-    return lambda count: first if count == usual else time_loop(split.step, count, known=first.plan.phases)
+def make_loops(split: SplitStep, usual: int) -> Callable[[int], TimeLoop]:
+    """A function from a number of microbatches to the loop of a divided step, with the phases of `usual` microbatches."""
+    first = make_divided_loop(split, usual)
+    return lambda count: first if count == usual else make_time_loop(split.step, count, known=first.plan.phases)
 
 
-def time_loop(traced: TracedStep, num_microbatches: int, *, known: Mapping[Equation, Phase] | None = None) -> TimeLoop:
+def make_time_loop(
+    traced: TracedStep, num_microbatches: int, *, known: Mapping[Equation, Phase] | None = None
+) -> TimeLoop:
     """The step as prologue, body and epilogue. Raises ArgumentError, UnsupportedProgramError."""
-    plan = planned_time(traced, num_microbatches, late_sums=True, known=known)
+    plan = plan_phases(traced, num_microbatches, late_sums=True, known=known)
     if isinstance(plan, MixedExamples):
         raise UnsupportedProgramError(
             f"the step cannot be cut into {num_microbatches} microbatches: {plan}. What one microbatch computes would not be "

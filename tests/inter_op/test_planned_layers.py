@@ -11,7 +11,7 @@ from autopar.errors import ConstraintError
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stages import plan_program
 from autopar.inter_op.planned_layers import PlannedLayers
-from autopar.stages.time_loops import time_loop
+from autopar.stages.time_loops import make_time_loop
 from tests.inter_op.test_search import request_on, traced_step
 
 LAYERS = 6
@@ -21,7 +21,7 @@ def layers_of(processes, planner):
     weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * LAYERS
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
     request = request_on(preset("cpu"), processes=processes)
-    loop = time_loop(traced_step(weights, x), 4)
+    loop = make_time_loop(traced_step(weights, x), 4)
     places = LayerCosts(lambda _: loop, 4, request, [(1, 1)]).of(4).places
     return PlannedLayers(loop, places, request, planner=planner)
 

@@ -30,7 +30,7 @@ from autopar.stages.chain import forward_chain
 from autopar.stages.cut import cut_stages
 from autopar.stages.even_cuts import boundaries
 from autopar.stages.split_scans import split_scans
-from autopar.stages.time_loops import loops, time_loop
+from autopar.stages.time_loops import make_loops, make_time_loop
 from tests.oracles import assert_same_as_jit
 
 
@@ -89,7 +89,7 @@ def searched(width, devices, machine, limit=None, batch=8, **options):
     split = split_scans(traced_step(*arguments(width, batch=batch)), ())
     request = request_on(machine, limit)
     options = {"timetables": [Timetable(4, "1f1b")], **options}
-    loop_of = loops(split, options["timetables"][0].microbatches)
+    loop_of = make_loops(split, options["timetables"][0].microbatches)
     return search_stages(loop_of, request, devices=devices, **options)
 
 
@@ -155,7 +155,7 @@ def test_the_search_recomputes_where_activations_alone_are_too_large():
 
     def found(limit, recompute):
         return search_stages(
-            lambda count: time_loop(traced, count),
+            lambda count: make_time_loop(traced, count),
             request_on(two_nodes(), limit),
             devices=4,
             timetables=[Timetable(4, "gpipe")],
@@ -205,17 +205,17 @@ def test_a_layer_that_can_use_more_devices_than_the_repeated_one_is_planned_on_t
     traced = traced_step([*weights, jnp.ones((64, 96), jnp.float32)], x)
     request = request_on(preset("cpu"))
     tables = [Timetable(4, "1f1b")]
-    found = search_stages(lambda m: time_loop(traced, m), request, devices=6, timetables=tables)
+    found = search_stages(lambda m: make_time_loop(traced, m), request, devices=6, timetables=tables)
     assert sum(found.sizes) == 6
     with pytest.raises(ArgumentError, match="No choice of stages is left"):
-        search_stages(lambda m: time_loop(traced, m), request, devices=6, timetables=tables, num_stages=2)
+        search_stages(lambda m: make_time_loop(traced, m), request, devices=6, timetables=tables, num_stages=2)
 
 
 def test_a_layer_that_repeats_decides_on_which_meshes_the_others_are_planned():
     planner = CountingPlanner()
     traced = traced_step(*arguments(64, layers=8, batch=4096))
     search_stages(
-        lambda m: time_loop(traced, m),
+        lambda m: make_time_loop(traced, m),
         request_on(preset("cpu")),
         devices=4,
         timetables=[Timetable(4, "1f1b")],
@@ -269,7 +269,9 @@ def test_other_numbers_of_microbatches_are_planned_on_few_submeshes():
 def test_a_number_in_which_the_step_cannot_be_cut_is_left_out():
     traced, request = traced_step(*arguments(64)), request_on(two_nodes())
     tables = [Timetable(m, "1f1b") for m in (4, 3)]
-    found = search_stages(lambda count: time_loop(traced, count), request, devices=4, timetables=tables, num_stages=2)
+    found = search_stages(
+        lambda count: make_time_loop(traced, count), request, devices=4, timetables=tables, num_stages=2
+    )
     assert found.timetable == Timetable(4, "1f1b")
     assert [one.num_microbatches for one in found.compared] == [4]
 
@@ -332,7 +334,7 @@ def traced_tied_step(width, batch, layers=5):
 
 
 def test_what_layers_send_once_a_step_is_what_the_stages_made_of_them_send():
-    loop = time_loop(traced_tied_step(8, 8), 4)
+    loop = make_time_loop(traced_tied_step(8, 8), 4)
     places = boundaries(forward_chain(loop)) or tuple(range(1, len(forward_chain(loop)), 2))
     layers = PlannedLayers(loop, places, request_on(two_nodes()))
     end = len(layers)
@@ -353,7 +355,7 @@ def test_what_layers_send_once_a_step_is_what_the_stages_made_of_them_send():
 
 def test_the_search_counts_what_tied_weights_send():
     traced, request = traced_tied_step(1024, 2048, layers=9), request_on(two_nodes())
-    found = search_stages(lambda m: time_loop(traced, m), request, devices=4, timetables=[Timetable(4, "1f1b")])
+    found = search_stages(lambda m: make_time_loop(traced, m), request, devices=4, timetables=[Timetable(4, "1f1b")])
     wishes = PipelineWishes(num_stages=1, num_microbatches=4, schedule="1f1b")
     plan = search_pipeline(traced, wishes, request, devices=4).pipeline.plan
     assert len(found.sizes) == plan.num_stages > 1

@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError, AutoparWarning
-from autopar.microbatches.counts import in_microbatches, microbatch_counts
+from autopar.microbatches.counts import cut_into_microbatches, microbatch_counts
 from autopar.microbatches.loop import TimeLoop
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
@@ -197,7 +197,7 @@ def test_batch_normalisation_is_refused_at_the_operation_that_needs_the_mean():
 def test_a_step_that_mixes_examples_runs_whole_with_a_warning_that_names_the_line():
     step, state, batch = zoo.build_resnet_block()
     with pytest.warns(AutoparWarning, match=r"one microbatch instead of 2: \w+ at .*zoo\.py"):
-        whole = in_microbatches(traced_of(step, state, batch), 2)
+        whole = cut_into_microbatches(traced_of(step, state, batch), 2)
     assert whole.microbatches == 1
 
 
@@ -273,7 +273,7 @@ def test_few_examples_beside_many_are_no_leaf_that_all_share():
     traced = traced_of(step, w, batch)
     assert microbatch_counts(traced) == (1, 2, 4, 8)
     with pytest.raises(ArgumentError, match=r"batch/few has 24 \(shape \(24, 15\)\)\. Numbers that do: 1, 2, 4, 8\."):
-        in_microbatches(traced, 16)
+        cut_into_microbatches(traced, 16)
 
 
 def test_a_number_of_microbatches_that_does_not_divide_the_batch_is_an_error_with_the_numbers_that_do():

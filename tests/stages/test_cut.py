@@ -20,9 +20,9 @@ from autopar.program.task_name import TaskName
 from autopar.program.trace import trace
 from autopar.stages.chain import forward_chain
 from autopar.stages.cut import check, cut_stages
-from autopar.stages.even_cuts import even_cuts
+from autopar.stages.even_cuts import choose_even_cuts
 from autopar.stages.tasks.refs import SendRef
-from autopar.stages.time_loops import time_loop
+from autopar.stages.time_loops import make_time_loop
 from tests import pipeline_steps, zoo
 
 MICROBATCHES = 4
@@ -39,8 +39,8 @@ def traced(example):
 
 def cut_evenly(example, stages=2):
     """The step cut where its work is shared equally."""
-    loop = time_loop(traced(example), MICROBATCHES)
-    return cut_stages(loop, even_cuts(forward_chain(loop), stages))
+    loop = make_time_loop(traced(example), MICROBATCHES)
+    return cut_stages(loop, choose_even_cuts(forward_chain(loop), stages))
 
 
 def crossing(cut, kind):
@@ -110,7 +110,7 @@ def test_leaves_live_with_their_layer_and_so_do_their_moments(stages):
 
 @pytest.mark.parametrize("name", ["plain", "tied_weights", "dropout", "metrics", "long_skips", "recomputed"])
 def test_wherever_a_step_is_cut_everything_is_made_once_and_in_order(name):
-    loop = time_loop(traced(getattr(pipeline_steps, name)()), MICROBATCHES)
+    loop = make_time_loop(traced(getattr(pipeline_steps, name)()), MICROBATCHES)
     body, epilogue = loop.plan.of_phase("body"), loop.plan.of_phase("epilogue")
     for place in range(1, len(forward_chain(loop))):
         cut = cut_stages(loop, [place])
@@ -131,7 +131,7 @@ def test_wherever_a_step_is_cut_everything_is_made_once_and_in_order(name):
 @pytest.mark.parametrize("name", ["plain", "long_skips"])
 def test_wherever_a_step_is_cut_weights_and_their_gradients_stay(name):
     """No weight and no gradient of a weight crosses a cut behind the first two layers."""
-    loop = time_loop(traced(getattr(pipeline_steps, name)()), MICROBATCHES)
+    loop = make_time_loop(traced(getattr(pipeline_steps, name)()), MICROBATCHES)
     for place in range(2 * OPERATIONS_PER_LAYER, len(forward_chain(loop))):
         cut = cut_stages(loop, [place])
         assert not lent(cut), f"cut before {place}"
@@ -150,7 +150,7 @@ def test_a_value_that_flows_against_the_order_of_stages_is_refused_with_its_oper
 def test_a_stage_that_only_hands_on_what_it_receives_has_a_task_for_all_that_it_sends(split):
     """The stage in the middle is the copy of a value for its users behind."""
     step = traced(pipeline_steps.long_skips())
-    chain = forward_chain(time_loop(step, MICROBATCHES))
+    chain = forward_chain(make_time_loop(step, MICROBATCHES))
     one = LogicalMesh.of((1,))
     request = PlanRequest((one,), preset("cpu"), None, Constraints(), PlannerOptions())
     copies = [

@@ -18,7 +18,7 @@ from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.program import Equation
 from autopar.program.trace import trace
 from autopar.stages.chain import ForwardEquation, forward_chain
-from autopar.stages.identical import identical
+from autopar.stages.identical import find_identical
 from autopar.stages.layers import cluster
 from autopar.stages.tuning import TUNING
 
@@ -158,7 +158,7 @@ def layers_of_blocks(*blocks):
     """For each block the first that is the same; a block begins at its sine, which in the first depends on no weights."""
     loop = loop_of_blocks(*blocks)
     names = [e.equation.primitive.name for e in forward_chain(loop)]
-    return identical(loop, [i for i, name in enumerate(names) if name == "sin"])
+    return find_identical(loop, [i for i, name in enumerate(names) if name == "sin"])
 
 
 def test_blocks_of_the_same_operations_are_identical_whatever_their_weights():
@@ -210,4 +210,4 @@ def test_all_inner_blocks_of_a_gpt_are_one_layer():
     chain = forward_chain(loop)
     cuts = cluster(chain, max_layers=5)
     assert {chain[c].cut_bytes for c in cuts} == {8 * 16 * 32 * 4}, "only the residual stream crosses"
-    assert identical(loop, cuts) == (0, 1, 1, 1, 4)
+    assert find_identical(loop, cuts) == (0, 1, 1, 1, 4)

@@ -17,7 +17,7 @@ from autopar.plan import Plan
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.program import operands_of
 from autopar.program.trace import trace
-from autopar.stages.recompute_layers import layers_to_recompute, recomputed_step
+from autopar.stages.recompute_layers import layers_to_recompute, recompute_layers
 from autopar.stages.tuning import Tuning
 from tests import pipeline_steps, zoo
 from tests.oracles import assert_same_as_jit, assert_trees_close
@@ -110,7 +110,7 @@ def test_what_is_hard_to_cut_is_recomputed_with_the_same_results(name):
     """These are a few hundred bytes a value, which would be kept."""
     fun, state, batch = getattr(pipeline_steps, name)()
     once = traced(fun, state, batch)
-    again = recomputed_step(once, tuning=Tuning(kept_bytes=0))
+    again = recompute_layers(once, tuning=Tuning(kept_bytes=0))
     assert len(again.program.equations) > len(once.program.equations) + 4
     request = PlanRequest((LogicalMesh.of((2,)),), preset("cpu"), None, Constraints(), PlannerOptions())
     planned = plan_step(again, request)
@@ -149,7 +149,7 @@ def test_copies_wait_for_cotangents_and_not_for_the_zeros_of_a_derivative():
 
         return state, jax.grad(loss)(state[0])
 
-    program = recomputed_step(traced(rectified, *arguments())).program
+    program = recompute_layers(traced(rectified, *arguments())).program
     constants = set()
     for eqn in program.equations:
         if constants.issuperset(operands_of(eqn)):
@@ -165,7 +165,7 @@ def test_a_step_without_gradients_is_left_alone():
         return jnp.mean(jnp.tanh(x @ weights))
 
     one = traced(evaluate, jnp.ones((8, 8)), jnp.ones((8, 8)))
-    assert recomputed_step(one) is one
+    assert recompute_layers(one) is one
     parallel = autopar.parallelize(evaluate, mesh_shape=(1,), recompute="layer")
     with pytest.warns(autopar.AutoparWarning, match=r"finds no layers .* put jax\.checkpoint on its body"):
         assert not parallel.plan(jnp.ones((8, 8)), jnp.ones((8, 8))).recompute

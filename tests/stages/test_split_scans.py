@@ -19,7 +19,7 @@ from autopar.stages.chain import forward_chain
 from autopar.stages.rejoin_scans import rejoin_scans
 from autopar.stages.scan_stacks import cuts_for_stages, every_layer, find_stacks
 from autopar.stages.split_scans import split_scans
-from autopar.stages.time_loops import divided_loop
+from autopar.stages.time_loops import make_divided_loop
 from autopar.stages.tuning import Tuning
 from tests.oracles import assert_trees_close
 from tests.pipeline_steps import ROWS, WIDTH, rows, trained_on
@@ -150,7 +150,7 @@ def test_single_layers_are_merged_to_the_pieces_that_stages_need():
     step = traced(*scanned_steps.values_per_layer())
     split = split_scans(step, every_layer(step))
     assert split.cuts == ((1, 2, 3, 4),)
-    loop = divided_loop(split, 4)
+    loop = make_divided_loop(split, 4)
     chain = forward_chain(loop)
     coarse, again, cuts = rejoin_scans(split, loop, (2, 3))
     assert coarse.cuts == ((2, 3),)
@@ -175,7 +175,7 @@ def test_layers_that_run_from_the_last_to_the_first_are_merged_likewise():
 
     step = traced(*trained_on(loss_of, scanned_steps.stacked(), rows()))
     split = split_scans(step, every_layer(step))
-    loop = divided_loop(split, 4)
+    loop = make_divided_loop(split, 4)
     scans = [place for place, link in enumerate(forward_chain(loop)) if isinstance(link.equation, LoopEquation)]
     coarse, again, cuts = rejoin_scans(split, loop, (scans[1],))
     assert coarse.cuts == ((4,),)
