@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from autopar.intra_op.choices.catalogue import Spaces
 from autopar.intra_op.choices.graph import Source, StrategyGraph
@@ -17,6 +18,89 @@ from autopar.layouts.moves import Move
 from autopar.program.loops import Entry, Exit, Filled, Goes, LoopEquation
 from autopar.program.program import Atom, Equation, Program
 from autopar.rules.factor_rule import FactorRule
+
+
+class Layouts(Protocol):
+    """The layouts in which a program's values are taken and given; see `Assignment`."""
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The mesh that they are layouts on."""
+
+    @property
+    def spaces(self) -> Spaces:
+        """The moves between them."""
+
+    @property
+    def inputs(self) -> tuple[Layout, ...]:
+        """Those of the program's inputs."""
+
+    @property
+    def outputs(self) -> tuple[Layout, ...]:
+        """Those of its outputs."""
+
+    @property
+    def copy_span(self) -> int | None:
+        """For how many equations an unused gathered copy is kept; None: until its last use."""
+
+    def operand_layouts(self, eqn: Equation) -> tuple[Layout, ...]:
+        """Those in which an equation takes its operands."""
+
+    def result_layouts(self, eqn: Equation) -> tuple[Layout, ...]:
+        """Those of its results."""
+
+    def entry_layout(self, entry: Entry) -> Layout:
+        """That in which a nested program takes an input."""
+
+    def operand_layout(self, entry: Entry) -> Layout:
+        """That in which the operand for it is needed."""
+
+    def exit_layout(self, exit_: Exit) -> Layout:
+        """That to which a result of a nested program is brought."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WholeLayouts:
+    """The layouts of a program of which every device has the whole: nothing is ever moved."""
+
+    program: Program
+    mesh: LogicalMesh
+    spaces: Spaces
+    copy_span: None = None
+
+    @property
+    def inputs(self) -> tuple[Layout, ...]:
+        """Those of the program's inputs."""
+        return _whole(self.program.invars)
+
+    @property
+    def outputs(self) -> tuple[Layout, ...]:
+        """Those of its outputs."""
+        return _whole(self.program.outvars)
+
+    def operand_layouts(self, eqn: Equation) -> tuple[Layout, ...]:
+        """Those in which an equation takes its operands."""
+        return _whole(eqn.invars)
+
+    def result_layouts(self, eqn: Equation) -> tuple[Layout, ...]:
+        """Those of its results."""
+        return _whole(eqn.outvars)
+
+    def entry_layout(self, entry: Entry) -> Layout:
+        """That in which a nested program takes an input."""
+        return Layout.replicated(len(entry.var.aval.shape))
+
+    def operand_layout(self, entry: Entry) -> Layout:
+        """That in which the operand for it is needed."""
+        return Layout.replicated(len(entry.atom.aval.shape))
+
+    def exit_layout(self, exit_: Exit) -> Layout:
+        """That to which a result of a nested program is brought."""
+        return Layout.replicated(len(exit_.atom.aval.shape))
+
+
+def _whole(atoms: Sequence[Atom]) -> tuple[Layout, ...]:
+    return tuple(Layout.replicated(len(atom.aval.shape)) for atom in atoms)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

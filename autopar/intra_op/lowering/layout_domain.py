@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Generic
 
 from autopar.avals import Aval, is_opaque
-from autopar.intra_op.lowering.assignment import Assignment, is_gathered
+from autopar.intra_op.lowering.assignment import Layouts, is_gathered
 from autopar.layouts.mesh import Layout
 from autopar.layouts.moves import Move
 from autopar.program.copies import CopyingDomain
@@ -19,10 +19,10 @@ from autopar.program.walk import V
 
 
 class LayoutDomain(CopyingDomain[V, Layout], Generic[V]):
-    """A domain that follows an assignment."""
+    """A domain that follows an assignment, or other layouts."""
 
-    def __init__(self, assignment: Assignment) -> None:
-        self.assignment, self.copy_span = assignment, assignment.copy_span
+    def __init__(self, layouts: Layouts) -> None:
+        self.layouts, self.copy_span = layouts, layouts.copy_span
 
     @abc.abstractmethod
     def layout_of(self, value: V) -> Layout:
@@ -33,7 +33,7 @@ class LayoutDomain(CopyingDomain[V, Layout], Generic[V]):
         given = self.layout_of(value)
         if given == layout or is_opaque(aval):
             return ()
-        return self.assignment.spaces.between(aval, given, layout).path(given, layout)
+        return self.layouts.spaces.between(aval, given, layout).path(given, layout)
 
     def is_gathered(self, value: V, form: Layout, aval: Aval) -> bool:
         """Whether all moves on the way are gatherings."""

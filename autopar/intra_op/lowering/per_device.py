@@ -76,7 +76,7 @@ class Lowering(LayoutDomain[Placed]):
 
     def __init__(self, assignment: Assignment) -> None:
         super().__init__(assignment)
-        self.mesh = assignment.mesh
+        self.assignment, self.mesh = assignment, assignment.mesh
 
     def layout_of(self, value: Placed) -> Layout:
         """Which shards of the value the devices hold."""

@@ -61,23 +61,23 @@ class _Census(LayoutDomain[Layout], StaticDomain[Layout]):
         return form
 
     def operation(self, eqn: Equation, scope: Scope[Layout]) -> Sequence[Layout]:
-        for atom, layout in zip(eqn.invars, self.assignment.operand_layouts(eqn), strict=True):
+        for atom, layout in zip(eqn.invars, self.layouts.operand_layouts(eqn), strict=True):
             self.need(atom, layout, scope)
-        return self.assignment.result_layouts(eqn)
+        return self.layouts.result_layouts(eqn)
 
     def begin(self, eqn: LoopEquation, scope: Scope[Layout]) -> None:
         if eqn.branch_number is not None:
             self.need(eqn.branch_number, Layout.replicated(0), scope)
 
     def enter(self, entry: Entry, scope: Scope[Layout], inner: Scope[Layout]) -> Layout:
-        self.need(entry.atom, self.assignment.operand_layout(entry), scope)
-        return self.assignment.entry_layout(entry)
+        self.need(entry.atom, self.layouts.operand_layout(entry), scope)
+        return self.layouts.entry_layout(entry)
 
     def pass_on(self, entry: Entry, value: Layout, inner: Scope[Layout]) -> Layout:
-        return self.bring(value, self.assignment.entry_layout(entry), entry.var.aval, inner)
+        return self.bring(value, self.layouts.entry_layout(entry), entry.var.aval, inner)
 
     def leave(self, exit_: Exit, inner: Scope[Layout]) -> Layout:
-        return self.bring(inner.value(exit_.atom), self.assignment.exit_layout(exit_), exit_.atom.aval, inner)
+        return self.bring(inner.value(exit_.atom), self.layouts.exit_layout(exit_), exit_.atom.aval, inner)
 
     def finish(self, eqn: LoopEquation, ends: Mapping[Exit, Layout], scope: Scope[Layout]) -> Sequence[Layout]:
-        return self.assignment.result_layouts(eqn)
+        return self.layouts.result_layouts(eqn)

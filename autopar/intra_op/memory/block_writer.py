@@ -1,0 +1,291 @@
+"""One equation of a device's program as the operations that XLA's CPU compiler makes of it.
+
+In: an equation with the numbers of its operands and the layouts of its results, or a move. Out: `Operation`s in one block,
+and the `Value`s that they make. Equal work is one operation. What can go wrong: an operation that the compiler expands into
+several; those that matter are here (random bits, operands that are repeated or wanted in another order, collectives over
+inner dimensions).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping, Sequence
+
+from autopar.avals import Aval, dtype_name, is_opaque, itemsize_of
+from autopar.compat import Literal, Var
+from autopar.intra_op.choices.graph import Source
+from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
+from autopar.intra_op.xla_cpu import table as xla_cpu
+from autopar.intra_op.xla_cpu.contraction_orders import Orders
+from autopar.intra_op.xla_cpu.table import Making
+from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.layouts.moves import LOCAL_KINDS, Move
+from autopar.program.fingerprint import operation_key
+from autopar.program.program import Atom, Equation, fan_out_p
+from autopar.rules.table import entry_for
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """The number of a value and the layout it lies in; -1 is a literal."""
+
+    value: int
+    layout: Layout
+
+
+class Values:
+    """The values of one device's program, and what is known of them in all of its blocks.
+
+    `split_inputs`: inputs that are gathered when they are first read, if they are split. `permuted`: what a value is with its
+    dimensions in another order. `turned`: values that have been written in an order.
+    """
+
+    def __init__(self, mesh: LogicalMesh, sources: Mapping[Var, Source]) -> None:
+        self.mesh, self.sources = mesh, sources
+        self.values: list[Value] = []
+        self.constants: set[int] = set()
+        self.split_inputs: set[int] = set()
+        self.turned: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.permuted: dict[int, tuple[int, tuple[int, ...]]] = {}
+
+    def add(self, value: Value) -> int:
+        """The number of a new value."""
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def add_shard(self, aval: Aval, layout: Layout, key: tuple[int, int, bool] | None, name: str) -> int:
+        """The number of a new value that is a device's shard in a layout."""
+        size = layout.local_bytes(aval.shape, itemsize_of(aval), self.mesh)
+        shape, dtype = tuple(aval.shape), dtype_name(aval.dtype)
+        return self.add(Value(name, shape, dtype, size, key=key, itemsize=itemsize_of(aval)))
+
+    def add_like(self, value: int, *, factor: int = 1) -> int:
+        """The number of a new value like another one, or so many times as large."""
+        known = self.values[value]
+        return self.add(dataclasses.replace(known, bytes=known.bytes * factor))
+
+    def add_var(self, var: Var, layout: Layout, maker: Equation) -> Held:
+        """A new value for a variable that an equation makes."""
+        return Held(
+            self.add_shard(var.aval, layout, self.key(var), f"{maker.primitive.name} {tuple(var.aval.shape)}"), layout
+        )
+
+    def key(self, var: Var) -> tuple[int, int, bool] | None:
+        """The (node, output, stacked) of the strategy graph whose choice decides a variable's layout."""
+        source = self.sources.get(var)
+        return None if source is None else (source.node, source.output, source.stacked)
+
+
+class BlockWriter:
+    """Writes one block; `ends` are the values that it hands on."""
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self.operations: list[Operation] = []
+        self.ends: list[int] = []
+        self.known: dict[Hashable, list[Held]] = {}
+
+    def block(self) -> Block:
+        """What has been written."""
+        return Block(tuple(self.operations), tuple(self.ends))
+
+    def emit(
+        self,
+        kind: Kind,
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        *,
+        over: tuple[int, ...] = (),
+        bodies: tuple[Block, ...] = (),
+        group: Hashable = None,
+        by_library: bool = False,
+        adds: bool = False,
+    ) -> None:
+        """Write an operation; what is made of constants alone is a constant."""
+        read = tuple(v for v in inputs if v >= 0)
+        if kind in (Kind.CHEAP, Kind.MOVED, Kind.ALIAS) and all(v in self.values.constants for v in read):
+            self.values.constants.update(outputs)
+        self.operations.append(
+            Operation(
+                kind, read, tuple(outputs), over=over, bodies=bodies, group=group, by_library=by_library, adds=adds
+            )
+        )
+
+    def move(self, value: int, path: Sequence[Move], aval: Aval) -> int:
+        """The value after moves."""
+        made_from = self.values.values[value]
+        for move in path:
+            name = f"{'moved' if move.kind in LOCAL_KINDS else move.kind} {made_from.name}"
+            new = self.values.add_shard(aval, move.target, made_from.key, name)
+            group = (move.axes, move.monoid, dtype_name(aval.dtype)) if move.kind == "all-reduce" else None
+            if move.kind in LOCAL_KINDS:
+                self.emit(Kind.CHEAP, (value,), (new,))
+            elif self._is_turned(move, aval):
+                given, taken = self.values.add_like(value), self.values.add_like(new)
+                self.emit(Kind.MOVED, (value,), (given,))
+                self.emit(Kind.WHOLE, (given,), (taken,))
+                self.emit(Kind.MOVED, (taken,), (new,))
+            else:
+                self.emit(Kind.WHOLE, (value,), (new,), group=group)
+            value = new
+        return value
+
+    def _is_turned(self, move: Move, aval: Aval) -> bool:
+        """Whether a collective cuts or joins a dimension that is not the outermost: XLA turns that outside for it, and back.
+
+        An all-to-all cuts one dimension and joins another, so one of them is inside.
+        """
+        if move.kind == "all-to-all":
+            return True
+        dim = {"all-gather": move.from_dim, "reduce-scatter": move.to_dim}.get(move.kind, 0)
+        return math.prod(move.source.local_shape(aval.shape, self.values.mesh)[:dim]) > 1
+
+    def outputs(self, eqn: Equation, layouts: Sequence[Layout]) -> list[Held]:
+        """New values for the results of an equation."""
+        return [self.values.add_var(var, layout, eqn) for var, layout in zip(eqn.outvars, layouts, strict=True)]
+
+    def operation(
+        self,
+        eqn: Equation,
+        operands: Sequence[Held],
+        layouts: Sequence[Layout],
+        after: Held | None,
+    ) -> Sequence[Held]:
+        """An equation that is no loop; `layouts` are those of its results, `after` is what it waits for without reading it."""
+        read, orders = [held.value for held in operands], xla_cpu.orders_of(eqn)
+        if orders is not None:
+            return self._contraction(eqn, operands, layouts, orders)
+        entry = entry_for(eqn)
+        if entry.fused and not entry.free:
+            read = [self._spread(v, n, eqn, layouts) for v, n in zip(eqn.invars, read, strict=True)]
+        same = _same_work(eqn, read, layouts) if eqn.after is None else None
+        if same is not None and same in self.known:
+            return self.known[same]
+        results = self.outputs(eqn, layouts)
+        if same is not None:
+            self.known[same] = results
+        self._write(eqn, read, [held.value for held in results], after)
+        return results
+
+    def _write(self, eqn: Equation, operands: Sequence[int], outputs: Sequence[int], after: Held | None) -> None:
+        """The operations of an equation whose results are new."""
+        entry, making = entry_for(eqn), xla_cpu.making_of(eqn)
+        if entry.random and len(outputs) == 1:  # two halves of a counter, combined
+            bits = self.values.add_like(outputs[0], factor=2)
+            self.emit(Kind.WHOLE, operands, (bits,))
+            self.emit(Kind.CHEAP, (bits,), outputs)
+        elif making is Making.IN_PLACE:
+            over = (operands[0],) if operands[0] >= 0 else ()
+            self.emit(Kind.WHOLE, operands, outputs, over=over, adds=xla_cpu.can_move_sums(eqn) and bool(over))
+        elif entry.permutation is not None and operands[0] >= 0:
+            self._permute(operands[0], entry.permutation(eqn), outputs[0])
+        elif eqn.primitive is fan_out_p and operands[0] in self.values.split_inputs:
+            self.values.values[outputs[0]] = dataclasses.replace(self.values.values[outputs[0]], is_copy=True)
+            self.emit(Kind.WHOLE, operands, outputs)
+        elif after is not None:
+            self.wait(operands[0], after.value, outputs[0])
+        elif self._is_renaming(making, operands, outputs):
+            self.emit(Kind.ALIAS, operands[:1], outputs)
+            if operands[0] in self.values.permuted and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape:
+                self.values.permuted[outputs[0]] = self.values.permuted[operands[0]]
+        else:
+            by_library, adds = xla_cpu.can_join_library(eqn), xla_cpu.can_move_sums(eqn)
+            self.emit(_KINDS[making], operands, outputs, by_library=by_library, adds=adds)
+
+    def wait(self, value: int, late: int, out: int) -> None:
+        """The value as soon as another is there, of which one element is read."""
+        given = self.values.values[late]
+        number = self.values.add(dataclasses.replace(given, shape=(), bytes=given.itemsize, key=None))
+        self.emit(Kind.MOVED, (late,), (number,))
+        self.emit(Kind.CHEAP, (value, number), (out,))
+
+    def _permute(self, value: int, permutation: Sequence[int], out: int) -> None:
+        """The value with its dimensions in another order; permutations that undo each other leave another name."""
+        source, before = self.values.permuted.get(value, (value, tuple(range(len(permutation)))))
+        order = tuple(before[d] for d in permutation)
+        self.values.permuted[out] = source, order
+        is_undone = order == tuple(range(len(order)))
+        self.emit(Kind.ALIAS if is_undone else Kind.MOVED, (source,), (out,), by_library=True)
+
+    def _spread(self, atom: Atom, value: int, eqn: Equation, layouts: Sequence[Layout]) -> int:
+        """An operand of pointwise work, repeated as often as the result needs it: an operation of its own, made once."""
+        (out, *_), (layout, *_) = eqn.outvars, layouts
+        if value < 0 or atom.aval.shape == out.aval.shape or is_opaque(out.aval):
+            return value
+        key = (value, out.aval.shape, layout)
+        if key not in self.known:
+            given = self.values.values[value]
+            size = layout.local_bytes(out.aval.shape, given.itemsize, self.values.mesh)
+            if size == given.bytes:
+                return value
+            spread = dataclasses.replace(given, shape=tuple(out.aval.shape), bytes=size, key=self.values.key(out))
+            self.known[key] = [Held(self.values.add(spread), layout)]
+            self.emit(Kind.CHEAP, (value,), (self.known[key][0].value,), by_library=True)
+        return self.known[key][0].value
+
+    def _contraction(
+        self,
+        eqn: Equation,
+        operands: Sequence[Held],
+        layouts: Sequence[Layout],
+        orders: Orders,
+    ) -> Sequence[Held]:
+        """A product or convolution, which reads operands with their dimensions in the order that it wants."""
+        read = []
+        for place, (held, v) in enumerate(zip(operands, eqn.invars, strict=True)):
+            value, shape = held.value, held.layout.local_shape(v.aval.shape, self.values.mesh)
+            if value in self.values.permuted and orders.reads_before(place, self.values.permuted[value][1], shape):
+                read.append(self.values.permuted[value][0])
+                continue
+            order = orders.copied(place, shape)
+            read.append(value if value < 0 or order is None else self._turned(value, order))
+        results = self.outputs(eqn, layouts)
+        outputs = [held.value for held in results]
+        if orders.is_result_in_order:
+            self.emit(Kind.WHOLE, read, outputs)
+            return results
+        made = self.values.add_like(outputs[0])
+        self.emit(Kind.WHOLE, read, (made,))
+        self.emit(Kind.MOVED, (made,), outputs)
+        return results
+
+    def _turned(self, value: int, order: tuple[int, ...]) -> int:
+        """The value with its dimensions in another order, which XLA writes once to a buffer of its own."""
+        key = (value, order)
+        if key not in self.values.turned:
+            self.values.turned[key] = self.values.add_like(value)
+            self.emit(Kind.MOVED, (value,), (self.values.turned[key],))
+        return self.values.turned[key]
+
+    def _is_renaming(self, making: Making, operands: Sequence[int], outputs: Sequence[int]) -> bool:
+        if len(operands) == 0 or operands[0] < 0 or len(outputs) != 1:
+            return False
+        before, after = self.values.values[operands[0]], self.values.values[outputs[0]]
+        is_same = (before.bytes, before.dtype) == (after.bytes, after.dtype)
+        return making is Making.NAME or (making is Making.SAME and is_same)
+
+
+_KINDS = {
+    Making.WHOLE: Kind.WHOLE,
+    Making.NAME: Kind.CHEAP,
+    Making.SAME: Kind.CHEAP,
+    Making.CHEAP: Kind.CHEAP,
+    Making.MOVED: Kind.MOVED,
+    Making.COSTLY: Kind.COSTLY,
+    Making.REDUCTION: Kind.REDUCE,
+    Making.LIBRARY: Kind.LIBRARY,
+}
+
+
+def _same_work(eqn: Equation, operands: Sequence[int], layouts: Sequence[Layout]) -> Hashable:
+    """Equal for equations that do the same to the same values, of which XLA keeps one; None where it does not look.
+
+    It leaves barriers apart, so that what is recomputed behind one stays apart too.
+    """
+    if entry_for(eqn).barrier or xla_cpu.making_of(eqn) in (Making.WHOLE, Making.IN_PLACE):
+        return None
+    read = tuple(
+        (str(v.aval), str(v.val)) if isinstance(v, Literal) else n for v, n in zip(eqn.invars, operands, strict=True)
+    )
+    return operation_key(eqn), read, tuple(layouts)
