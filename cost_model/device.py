@@ -42,6 +42,8 @@ class Device:
             it a transposed copy, or take one from it.
         fuses: A chain of pointwise operations and row reductions takes what its one kernel reads and writes. If not, each
             operation takes what it writes, as where arithmetic and not memory is the limit.
+        fused_attention: Training runs of the device's time keep attention scores in a kernel on the chip. Only the replay of
+            published runs reads it.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Device:
     random_s_per_byte: float = 0.0
     transpose_s_per_byte: float = 0.0
     fuses: bool = False
+    fused_attention: bool = True
 
     def efficiency_of(self, dtype: str) -> MatrixEfficiency:
         """The efficiency of matrix products in `dtype`."""
@@ -102,4 +105,5 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         random_s_per_byte=max(device.random_s_per_byte for device in devices),
         transpose_s_per_byte=max(device.transpose_s_per_byte for device in devices),
         fuses=all(device.fuses for device in devices),
+        fused_attention=all(device.fused_attention for device in devices),
     )

@@ -132,7 +132,12 @@ def _touches_scores(eqn: Equation, part: Part) -> bool:
 
 
 def _are_scores(shape: Sequence[int], part: Part) -> bool:
-    """Whether it is the shape of scores, (B, N, S, S)."""
+    """Whether it is the shape of scores, (B, N, S, S): B samples, N heads, S positions.
+
+    A heuristic: the traced program knows no attention, only contractions. Any other value of four dimensions that end in
+    (N, S, S) counts as scores too, and scores of another shape do not: those of grouped heads, (B, K, N/K, S, S), or of a
+    window of positions. The models that are replayed make no such values.
+    """
     if not isinstance(part.shape, TransformerShape) or len(shape) != 4:
         return False
     return tuple(shape[1:]) == (part.shape.heads, part.shape.seq_len, part.shape.seq_len)
@@ -193,6 +198,10 @@ def exchanges_of(
     Sums over data ranks are gradients. A gather over them of what has a parameter's shape is the other half of such a sum, or
     ZeRO 3's. Sums of biases and norms over tensor ranks that have tokens of their own are gradients as well; they come once a
     step, and no framework counts them.
+
+    A heuristic: a plan names the type of a collective's operand and not the leaf behind it. An activation that has the shape
+    of a parameter, say hidden by hidden, counts as one where it is gathered over data ranks; anything that is summed over them
+    counts as a gradient; and what is no larger than the largest bias or norm counts as one of these.
     """
     shapes = {",".join(map(str, leaf.shape)) for leaf in gradients}
     widest = max((leaf.size * leaf.dtype.itemsize for leaf in gradients if len(leaf.shape) == 1), default=0)

@@ -91,7 +91,12 @@ def _of_one_mesh(plan: Plan, cluster: Cluster, planned_for: Cluster | None) -> I
 
 
 def _kind_of(item: CollectivePlan, plan: Plan, examples: set[str]) -> tuple[Kind, float]:
-    """The kind of a collective, and the part of the step's compute that stands beside all of that kind; 0: it is waited for."""
+    """The kind of a collective, and the part of the step's compute that stands beside all of that kind; 0: it is waited for.
+
+    A heuristic: a plan names the type of a collective's operand, such as float32[64,256], and not the leaf behind it. An
+    activation with the type of a state leaf counts as that leaf's gradient or copy, so its share of hidden seconds is too
+    large; of two leaves of one type the last says whether they are held in parts.
+    """
     if not examples & set(item.axes):
         return "tensor", 1 / 3
     if item.kind == "all-to-all":

@@ -36,8 +36,6 @@ _MAY_BE_EMPTY = ("microbatch", "virtual_stages", "kv_heads")
 _NOT_OF_IMAGES = ("heads", "kv_heads", "ffn_hidden", "sequence_parallel", "ep")
 _DEFAULT_EXPERTS = 8
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
-# Kernels that keep attention scores on the chip came after the runs on these generations that are published here.
-_BEFORE_FUSED_ATTENTION = ("V100", "A100")
 
 
 class RowError(ValueError):
@@ -196,8 +194,8 @@ class _Cells:
 def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
     shape = _images(reader) if family == "wide_resnet" else _transformer(reader, family)
     precision = reader.word("precision", ("fp16", "bf16", "fp32"))
-    fused = not any(name in cluster.device.name for name in _BEFORE_FUSED_ATTENTION)
-    attention = reader.word("attention", ("fused", "unfused"), empty="fused" if fused else "unfused")
+    usual_attention = "fused" if cluster.device.fused_attention else "unfused"
+    attention = reader.word("attention", ("fused", "unfused"), empty=usual_attention)
     usual = "momentum" if family == "wide_resnet" else "adam"
     return TrainingJob(
         shape=shape,
@@ -235,7 +233,11 @@ def _transformer(reader: _Cells, family: str) -> TransformerShape:
 
 
 def _experts(reader: _Cells) -> int:
-    """The column `experts`, else "N experts" or "experts N" in the note, else 8, or as many as there are expert ranks."""
+    """The column `experts`, else "N experts" or "experts N" in the note, else 8, or as many as there are expert ranks.
+
+    The note is prose, and the published table has the number of experts nowhere else. A note that speaks of another run's
+    experts, or spells the number out, misleads this reading; the column `experts` overrides it.
+    """
     if reader.cells.get("experts"):
         return reader.whole("experts")
     noted = re.search(r"(\d+)\s*experts|experts\D{0,3}(\d+)", reader.cells.get("note", ""))
