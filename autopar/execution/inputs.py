@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
 
 from autopar.compat import Var, as_it_is_now, without_explicit_axes
 from autopar.execution.pipeline_tasks import Item, PipelineTasks
@@ -37,7 +38,7 @@ class _Placement:
 
     leaf: int | None
     rows: tuple[int, int] | None = None
-    constant: Any = None
+    constant: ArrayLike | None = None
     sharding: NamedSharding
     is_donated: bool
 
@@ -73,7 +74,7 @@ class StepInputs:
                 wanted[one.leaf].append(one.sharding if one.rows is None else None)
         return wanted
 
-    def supply(self, leaves: Sequence[Any], meshes: Collection[int]) -> dict[Key, list[jax.Array]]:
+    def supply(self, leaves: Sequence[ArrayLike], meshes: Collection[int]) -> dict[Key, list[jax.Array]]:
         """The driver's inputs on these meshes; all copies are one call."""
         mine = {key: placements for key, placements in self._placements.items() if key[0] in meshes}
         flat = [one for placements in mine.values() for one in placements]
@@ -118,7 +119,7 @@ class StepInputs:
         rows = (microbatch * count, (microbatch + 1) * count)
         return _Placement(leaf=number, rows=rows, sharding=sharding, is_donated=False)
 
-    def _constant(self, stage: int, ref: Ref, microbatch: int | None) -> Any:
+    def _constant(self, stage: int, ref: Ref, microbatch: int | None) -> ArrayLike:
         """A constant of the stage's program, or the number of a microbatch."""
         if isinstance(ref, NumberRef):
             return np.int32(microbatch or 0)
@@ -138,25 +139,27 @@ class StepInputs:
         return self.places[self._numbers[var]]
 
 
-def _array(one: _Placement, leaves: Sequence[Any]) -> Any:
+def _array(one: _Placement, leaves: Sequence[ArrayLike]) -> ArrayLike:
     if one.leaf is None:
+        assert one.constant is not None
         return one.constant
     return leaves[one.leaf] if one.rows is None else _slice(leaves[one.leaf], *one.rows)
 
 
-def _slice(leaf: Any, start: int, end: int) -> Any:
+def _slice(leaf: Any, start: int, end: int) -> ArrayLike:
     """Some examples of a batch leaf; of an array without a transfer from the host."""
     if isinstance(leaf, jax.Array):
         return jax.lax.slice_in_dim(without_explicit_axes(leaf), start, end)
-    return leaf[start:end]
+    rows: ArrayLike = leaf[start:end]
+    return rows
 
 
-def _place(arrays: Sequence[Any], placements: Sequence[_Placement]) -> list[Any]:
+def _place(arrays: Sequence[Any], placements: Sequence[_Placement]) -> list[jax.Array]:
     """Arrays where they are wanted, in one call for all that are not there yet.
 
     Donated ones are copied first: `device_put` may share the caller's buffer, and donation would take that.
     """
-    result: list[Any] = list(arrays)
+    result = list(arrays)
     moving = []
     for i, (array, wanted) in enumerate(zip(arrays, placements, strict=True)):
         given = getattr(array, "sharding", None)

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from autopar.compat import coordination, undisturbed
 from autopar.errors import ArgumentError
-from autopar.execution.calls import check_leaves, copy_repeated, refuse_consumed
+from autopar.execution.calls import Given, check_leaves, copy_repeated, refuse_consumed
 from autopar.execution.devices import device_mesh
 from autopar.execution.inputs import StepInputs
 from autopar.execution.pipeline_tasks import Item, PlannedStage, make_pipeline_tasks
@@ -28,7 +28,7 @@ from autopar.execution.transfers import Transfers
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.inter_op.stage_seconds import Staged
 from autopar.pipeline_plan import PipelinePlan
-from autopar.program.call import CallSignature
+from autopar.program.call import CallSignature, PyTree
 from autopar.program.step import TracedStep
 from autopar.runtime.driver import Driver
 from autopar.runtime.processes import absent_like
@@ -39,6 +39,7 @@ from autopar.schedules.emit import emit
 from autopar.schedules.instructions import Value
 from autopar.schedules.launch_order import order_launches, part_of
 from autopar.schedules.tasks import Schedule
+from autopar.schedules.timeline import Timeline
 from autopar.split_array import SplitSharding, cut_leaves, join_leaves, leaf_shardings
 from autopar.stages.split_scans import SplitStep
 from autopar.stages.tasks.refs import OutputRef
@@ -124,7 +125,7 @@ class CompiledPipeline:
             watch=None if self._watch is None else self._watch.look,
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Run one step on arguments of the traced structure, shapes and types; ArgumentError names those that differ."""
         return self.run(check_leaves(self.signature, self.traced, args, kwargs))
 
@@ -133,7 +134,7 @@ class CompiledPipeline:
         """Where each leaf of the step lives between steps, by number; leaves of the batch have no such place."""
         return leaf_shardings(self._split.inputs, self._inputs.places)
 
-    def run(self, leaves: Sequence[Any], *, record: bool = False) -> Any:
+    def run(self, leaves: Sequence[Given], *, record: bool = False) -> Any:
         """One step on the flat leaves of its arguments; results as a tree, each on the stage that made it."""
         if self._watch is not None:
             self._watch.refuse_if_lost()
@@ -145,7 +146,7 @@ class CompiledPipeline:
                 flat = self._run_with_others(leaves, self._watch, record=record)
         return jax.tree.unflatten(self.traced.out_tree, join_leaves(flat, self._split.outputs))
 
-    def _run_with_others(self, leaves: Sequence[Any], watch: Watch, *, record: bool) -> list[Any]:
+    def _run_with_others(self, leaves: Sequence[Given], watch: Watch, *, record: bool) -> list[Any]:
         """The same where other processes have stages; scalars come to each of them, and a failure is told to all."""
         try:
             devices = self._processes.devices
@@ -196,6 +197,6 @@ class CompiledPipeline:
         with undisturbed(), under(self._settings):
             return "\n\n".join(f"// {name}\n{task.as_text()}" for name, task in self.tasks.items())
 
-    def timeline(self) -> Any:
+    def timeline(self) -> Timeline:
         """The timeline of the last run with `record=True`."""
         return self._driver.timeline()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
+from autopar.execution.calls import Given
 from autopar.execution.inputs import StepInputs
 from autopar.execution.pipeline_tasks import PlannedStage
 from autopar.execution.state import gather_to_one
@@ -30,7 +30,7 @@ class PipelineProcesses:
     @classmethod
     def of(cls, stages: Sequence[PlannedStage]) -> PipelineProcesses:
         """Those of these stages."""
-        devices: dict[int, Any] = {stage.mesh: stage.device_mesh.devices for stage in stages}
+        devices = {stage.mesh: stage.device_mesh.devices for stage in stages}
         found = tuple(frozenset(d.process_index for d in devices[mesh].flat) for mesh in sorted(devices))
         return cls(found, tuple(d for mesh in sorted(devices) for d in devices[mesh].flat))
 
@@ -46,15 +46,15 @@ class PipelineProcesses:
 
 
 def bring_leaves(
-    leaves: Sequence[Any], held: Sequence[LeafPieces], inputs: StepInputs, *, devices: Sequence[jax.Device]
-) -> list[Any]:
+    leaves: Sequence[Given], held: Sequence[LeafPieces], inputs: StepInputs, *, devices: Sequence[jax.Device]
+) -> list[Given]:
     """The leaves as every process can take them apart: arrays that lie elsewhere than they are wanted come here."""
     ready = [_lies_well(leaf, pieces, inputs) for leaf, pieces in zip(leaves, held, strict=True)]
     moved = iter(gather_to_one([leaf for leaf, is_ready in zip(leaves, ready, strict=True) if not is_ready], devices))
     return [leaf if is_ready else next(moved) for leaf, is_ready in zip(leaves, ready, strict=True)]
 
 
-def _lies_well(leaf: Any, pieces: LeafPieces, inputs: StepInputs) -> bool:
+def _lies_well(leaf: Given, pieces: LeafPieces, inputs: StepInputs) -> bool:
     """Whether a leaf is a host value, or all its parts are where every task wants them."""
     if isinstance(leaf, SplitArray):
         parts = leaf.pieces if (leaf.dim, leaf.bounds) == (pieces.dim, pieces.bounds) else ()

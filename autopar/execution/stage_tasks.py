@@ -21,6 +21,7 @@ from autopar.execution.weak_types import keep_weak_types
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.per_device import Lowering, Placed
 from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.program.call import PyTree
 from autopar.program.task_name import TaskName
 from autopar.program.walk import Scope
 from autopar.stages.tasks.cuts import PlacedRef, TaskCut, Write, cut_into_tasks
@@ -43,7 +44,7 @@ class StageTask:
     writes: tuple[Ref, ...]
     donated: tuple[int, ...]
     run: Any
-    shapes: tuple[Any, ...]
+    shapes: tuple[jax.ShapeDtypeStruct | list[jax.ShapeDtypeStruct], ...]
     in_shardings: Mapping[Ref, NamedSharding]
     results: Mapping[Ref, jax.ShapeDtypeStruct]
 
@@ -120,10 +121,10 @@ def _make_task(
     )
 
 
-def _local(cut: TaskCut, lowering: Lowering) -> Callable[..., tuple[Any, ...]]:
+def _local(cut: TaskCut, lowering: Lowering) -> Callable[..., tuple[jax.Array, ...]]:
     """What one device does: arrays of the reads in, arrays of the writes and the driver's witness out."""
 
-    def local(*arrays: Any) -> tuple[Any, ...]:
+    def local(*arrays: Any) -> tuple[jax.Array, ...]:
         given = dict(zip(cut.reads, arrays, strict=True))
         scope = Scope(lowering)
         for v, read in cut.operands.items():
@@ -161,22 +162,22 @@ def _spec(mesh: LogicalMesh, layout: Layout) -> PartitionSpec:
     return PartitionSpec(*(mesh.axis_names[axis] for axis in layout.partial_axes), *dims)
 
 
-def _named(name: TaskName, fun: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*arrays: Any) -> Any:
+def _named(name: TaskName, fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    def call(*arrays: PyTree) -> PyTree:
         return fun(*arrays)
 
     call.__name__ = str(name).replace(" ", "_").replace(".", "_")
     return call
 
 
-def _expand(placed: Placed) -> Any:
-    array = placed.array
+def _expand(placed: Placed) -> jax.Array:
+    array: jax.Array = placed.array
     for _ in placed.layout.partial:
         array = jnp.expand_dims(array, 0)
     return array
 
 
-def _contract(array: Any, layout: Layout) -> Any:
+def _contract(array: jax.Array, layout: Layout) -> jax.Array:
     for _ in layout.partial:
         array = array[0]
     return array

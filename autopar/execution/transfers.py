@@ -8,13 +8,13 @@ wrong: the processes of a transfer prepare for different things; where there are
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 from jax.sharding import NamedSharding
 
 from autopar.runtime.processes import are_here
-from autopar.runtime.resharding.reshard import Resharder, reshard
+from autopar.runtime.resharding.reshard import Resharder, Sent, reshard
 from autopar.runtime.resharding.routes import Move
 from autopar.schedules.instructions import Value
 
@@ -22,28 +22,33 @@ from autopar.schedules.instructions import Value
 class Parcel:
     """Arrays under way; the receiving mesh's thread finishes the transfer, once."""
 
-    def __init__(self, resharder: Resharder, sent: Any) -> None:
+    def __init__(self, resharder: Resharder, sent: Sent) -> None:
         self._resharder, self._sent = resharder, sent
-        self._arrays: list[Any] | None = None
+        self._arrays: list[jax.Array] | None = None
 
-    def arrays(self) -> list[Any]:
+    def arrays(self) -> list[jax.Array]:
         """The arrays on the receiving mesh."""
         if self._arrays is None:
             self._arrays = self._resharder.receive(self._sent)
-            self._sent = None
+            del self._sent
         return self._arrays
 
 
-def arrays_of(group: Any) -> Any:
+Group: TypeAlias = Sequence[jax.Array] | Parcel
+"""What the driver carries for a slot: its arrays, on this mesh or under way to it."""
+
+
+def arrays_of(group: Group) -> Sequence[jax.Array]:
     """The arrays of a group, which may be a parcel."""
     return group.arrays() if isinstance(group, Parcel) else group
 
 
-def in_sharding(array: Any, sharding: NamedSharding) -> Any:
+def in_sharding(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """The array in the sharding that an executable wants; between stages on one mesh they may differ."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
-    return jax.device_put(array, sharding) if are_here(sharding.device_set) else reshard(array, sharding)
+    moved: jax.Array = jax.device_put(array, sharding) if are_here(sharding.device_set) else reshard(array, sharding)
+    return moved
 
 
 class Transfers:
@@ -61,9 +66,9 @@ class Transfers:
         self._several = several_processes
         self._resharders: dict[str, Resharder] = {}
 
-    def __call__(self, group: Any, value: Value, source_mesh: int, target_mesh: int) -> Parcel:
+    def __call__(self, group: Group | None, value: Value, source_mesh: int, target_mesh: int) -> Parcel:
         """Start to move a group of arrays; None in place of arrays that lie on no device of this process."""
-        arrays = arrays_of(group)
+        arrays = None if group is None else arrays_of(group)
         if value.name not in self._resharders:
             self._resharders[value.name] = Resharder(self._moves(value.name, arrays, source_mesh))
         resharder = self._resharders[value.name]
@@ -71,7 +76,7 @@ class Transfers:
             arrays = [move.absent() for move in resharder.moves]
         return Parcel(resharder, resharder.send(arrays))
 
-    def _moves(self, slot: str, arrays: Sequence[Any] | None, source_mesh: int) -> list[Move]:
+    def _moves(self, slot: str, arrays: Sequence[jax.Array] | None, source_mesh: int) -> list[Move]:
         """What a transfer moves; where several processes take part, from what all of them know."""
         targets = self._targets[slot]
         if arrays is not None and not self._several:
