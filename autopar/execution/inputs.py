@@ -1,8 +1,8 @@
-"""From the leaves of a call to what the driver is handed: every leaf where its readers want it, the batch in slices.
+"""From the leaves of a call to the driver's inputs: every leaf where its readers want it, the batch in slices.
 
-In: the divided step, the tasks of its stages, and which arrays the tasks are given from outside. Out: `StepInputs`, which places
-the leaves of a step, all copies in one call, and knows where leaves live between steps. What can go wrong: `jax.device_put` may
-share the caller's buffer, and a step that donates would take it; what is donated is copied first.
+In: the divided step, the tasks of its stages, and the arrays that the tasks are given from outside. Out: `StepInputs`, which
+places the leaves of a step, all copies in one call, and knows where leaves live between steps. What can go wrong:
+`jax.device_put` may share the caller's buffer, and a step that donates would take it; donated arrays are copied first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from autopar.schedules.instructions import Value
 from autopar.stages.tasks.refs import InputRef, NumberRef, Ref, RowRef
 
 Key = tuple[int, Value]
-"""Where the driver is handed something: the mesh and the value."""
+"""An input of the driver: the mesh and the value."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -49,7 +49,7 @@ class StepInputs:
     def __init__(
         self, step: TracedStep, tasks: PipelineTasks, given: Mapping[Key, Sequence[Item]], *, num_microbatches: int
     ) -> None:
-        """`given`: what the driver is handed from outside, by the mesh and the value under which it is handed it."""
+        """`given`: the arrays that the driver is handed from outside, by mesh and value."""
         self._step, self._tasks, self._given = step, tasks, given
         self._num_microbatches = num_microbatches
         self._numbers = {v: i for i, v in enumerate(step.program.invars)}

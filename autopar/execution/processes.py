@@ -1,7 +1,7 @@
-"""Which processes have devices of a pipeline's meshes, and how a call's leaves come to where each can take its part of them.
+"""Which processes have devices of a pipeline's meshes, and how the leaves of a call reach them.
 
 In: the stages on their devices; a step's leaves. Out: `PipelineProcesses`; leaves that lie where tasks want them, or on one
-device of every process. What can go wrong: processes that decide differently and wait for each other; what is done depends on
+device of every process. What can go wrong: processes that decide differently wait for each other; so every decision depends on
 shardings alone, which are the same in every process.
 """
 
@@ -48,7 +48,7 @@ class PipelineProcesses:
 def bring_leaves(
     leaves: Sequence[Given], held: Sequence[LeafPieces], inputs: StepInputs, *, devices: Sequence[jax.Device]
 ) -> list[Given]:
-    """The leaves as every process can take them apart: arrays that lie elsewhere than they are wanted come here."""
+    """Bring the leaves that do not lie where tasks want them to one device of every process, which can then cut them."""
     ready = [_lies_well(leaf, pieces, inputs) for leaf, pieces in zip(leaves, held, strict=True)]
     moved = iter(gather_to_one([leaf for leaf, is_ready in zip(leaves, ready, strict=True) if not is_ready], devices))
     return [leaf if is_ready else next(moved) for leaf, is_ready in zip(leaves, ready, strict=True)]

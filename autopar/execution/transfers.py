@@ -1,8 +1,8 @@
-"""What the driver's transfers do: groups of arrays go from the mesh of the task that makes them to that of their readers.
+"""The driver's transfers: groups of arrays go from the mesh of the task that makes them to the mesh of their readers.
 
-In: for every slot the shardings in which its readers want its arrays, and their shapes where they are made. Out: `Transfers`,
-which the driver calls in the sending mesh's thread; it returns a `Parcel` that the receiving mesh's thread opens. What can go
-wrong: the processes of a transfer prepare for different things; where there are several, the plan alone says what for.
+In: for every slot the shardings in which its readers want its arrays, and the arrays' shapes where they are made. Out:
+`Transfers`, which the driver calls in the sending mesh's thread; it returns a `Parcel` that the receiving mesh's thread opens.
+What can go wrong: the processes of a transfer prepare for different arrays; if there are several, the plan alone decides.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.schedules.instructions import Value
 
 
 class Parcel:
-    """Arrays under way; the receiving mesh's thread finishes the transfer, once."""
+    """Arrays on their way; the receiving mesh's thread finishes the transfer, once."""
 
     def __init__(self, resharder: Resharder, sent: Sent) -> None:
         self._resharder, self._sent = resharder, sent
@@ -35,11 +35,11 @@ class Parcel:
 
 
 Group: TypeAlias = Sequence[jax.Array] | Parcel
-"""What the driver carries for a slot: its arrays, on this mesh or under way to it."""
+"""The arrays of a slot, on this mesh or on their way to it."""
 
 
 def arrays_of(group: Group) -> Sequence[jax.Array]:
-    """The arrays of a group, which may be a parcel."""
+    """The arrays of a group; a parcel is opened."""
     return group.arrays() if isinstance(group, Parcel) else group
 
 
@@ -52,7 +52,7 @@ def in_sharding(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 class Transfers:
-    """Starts the transfers of a step; each slot's is prepared at its first."""
+    """Starts the transfers of a step; the transfer of a slot is prepared when it first starts."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Transfers:
         return Parcel(resharder, resharder.send(arrays))
 
     def _moves(self, slot: str, arrays: Sequence[jax.Array] | None, source_mesh: int) -> list[Move]:
-        """What a transfer moves; where several processes take part, from what all of them know."""
+        """The moves of a transfer; if several processes take part, from facts that all of them know."""
         targets = self._targets[slot]
         if arrays is not None and not self._several:
             return [Move.of(x, target) for x, target in zip(arrays, targets, strict=True)]

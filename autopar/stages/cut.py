@@ -1,19 +1,19 @@
 """Cut a step in microbatches into pipeline stages: forward, backward and update of each.
 
-In: a `TimeLoop` and where the forward equations are cut. Out: a `StageCut`: `Segment`s, each the equations of one kind of work of
-one stage, with the values that it reads and writes. The rules:
+In: a `TimeLoop` and the places where its forward equations are cut. Out: a `StageCut`. Each of its segments has the equations of
+one kind of work of one stage, and the values that it reads and writes. The rules:
 
     forward     body equations that depend on examples and parameters, in program order, cut at the given places
     backward    those under a transposition, and what depends on them: the stage of the cotangents among the operands, or the
                 highest below it that has the others, because its forward makes or reads them
     update      epilogue equations: with the weight that they update; others with their largest operand; level k + 1 if an
                 operand comes from level k of another stage, so that exchanges (a global norm) have an order
-    anywhere    what depends on no example or on no parameter is computed again in each piece that reads it, unless it is
-                heavy or random: then it belongs to the first piece that reads it
+    anywhere    what depends on no example or on no parameter is computed again in each segment that reads it, unless it is
+                heavy or random: then it belongs to the first segment that reads it
 
-A scan over layers is divided before (`split_scans.py`): its pieces are links of the chain like others. A leaf lives on the first
-stage that uses it; other stages are lent it (tied weights). What can go wrong: a value that would flow against the order of the
-stages; `check` refuses the cut and names it.
+A scan over layers has been divided before (`split_scans.py`), and its pieces are links of the chain like other equations. A leaf
+lives on the first stage that uses it; it is lent to other stages (tied weights). What can go wrong: a value that would flow
+against the order of the stages; `check` refuses the cut and names it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from autopar.stages.updates import UpdatePlaces, place_updates
 
 
 def cut_stages(loop: TimeLoop, cuts: Sequence[int]) -> StageCut:
-    """The pieces of `len(cuts) + 1` stages; `cuts` are ascending places in `forward_chain`. Raises PlanError."""
+    """Cut a step into `len(cuts) + 1` stages at ascending places in `forward_chain`. Raises PlanError."""
     return place_stages(loop, [sum(i >= c for c in cuts) for i in range(len(Dependence.of(loop).forward()))], {})
 
 
 def place_stages(loop: TimeLoop, stages: Sequence[int], homes: Mapping[Var, int]) -> StageCut:
-    """The pieces of stages from 0 to the highest of `stages`, those of the equations in `forward_chain`. Raises PlanError.
+    """Cut a step into stages, given the stage of every equation in `forward_chain`. Raises PlanError.
 
-    `homes`: the stages of leaves that are to live elsewhere than on the first stage that uses them.
+    Args:
+        loop: the step in microbatches.
+        stages: the stage of each equation, from 0 to the highest.
+        homes: the stages of leaves that do not live on the first stage that uses them.
     """
     return _StageCutter(loop, stages, homes).cut()
 
@@ -77,7 +80,7 @@ class _StageCutter:
             self.segment_of[eqn] = TaskName("forward", stage)
 
     def _place_backward(self) -> None:
-        """Where the cotangents are, or further down, if an operand of forward is only there."""
+        """On the stage of the cotangents, or on a lower one if an operand of forward is only there."""
         where = StagesOfValues(self.kinds, self.segment_of)
         for eqn in self.kinds.body:
             if self.kinds.is_anchored(eqn) and eqn in self.kinds.backward:
@@ -87,7 +90,7 @@ class _StageCutter:
         self._sink_gradients(where)
 
     def _sink_gradients(self, where: StagesOfValues) -> None:
-        """A gradient that no stage's operands hold, as of a bias, goes to its weight, if what it needs goes there anyway."""
+        """Move a gradient that no operand holds on a stage, as that of a bias, to its weight, if its operands are read there."""
         readers: dict[Var, list[Equation]] = {}
         # In the program's order, not a set's: several processes cut alike.
         backward = [eqn for eqn in self.kinds.body if eqn in self.kinds.backward and eqn in self.segment_of]
@@ -117,7 +120,7 @@ class _StageCutter:
         return {v: min(stages) for v, weight in self.kinds.gradients.items() if (stages := where.of(weight))}
 
     def _place_loners(self) -> None:
-        """What is heavy, random or collected, though not anchored, goes to the first piece that reads it."""
+        """Place heavy, random and collected operations that are not anchored with the first segment that reads them."""
         collected = {r.var for r in self.loop.results}
         readers: dict[Equation, set[TaskName]] = {}
         for eqn in reversed(self.kinds.body):
@@ -142,7 +145,7 @@ class _StageCutter:
         return {v: home for v, home in homes.items() if v in leaves}
 
     def closure(self, equations: Iterable[Equation]) -> set[Var]:
-        """Every value that equations need, through what is computed anywhere and the prologue, down to leaves."""
+        """Every value that equations need, down to leaves, through operations without a place and the prologue."""
         found: set[Var] = set()
         waiting = [v for eqn in equations for v in operands_of(eqn)]
         while waiting:
@@ -189,7 +192,7 @@ class _StageCutter:
         return segments
 
     def _only_updates(self, v: Var, wanted: Mapping[TaskName, set[Var]]) -> bool:
-        """A result that only updates read is collected, not passed on."""
+        """Whether only updates read a value: then it is collected, not passed on."""
         return all(name.kind == "update" for name, reads in wanted.items() if v in reads)
 
     def _completed(
@@ -220,7 +223,7 @@ class _StageCutter:
 
 
 def check(cut: StageCut) -> None:
-    """Raise PlanError for a value that would flow against the order of the pieces."""
+    """Raise PlanError for a value that would flow against the order of the segments."""
 
     def order(name: TaskName) -> tuple[int, int]:
         ranks = {"forward": (0, name.stage), "backward": (1, -name.stage), "update": (2, name.level)}

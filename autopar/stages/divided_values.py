@@ -25,15 +25,17 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.layouts.monoids import COMBINE
 from autopar.program.evaluate import bind_equation, bind_scan
 from autopar.program.loops import Filled, Goes, LoopEquation
-from autopar.program.program import Equation, Program, fan_out_p
+from autopar.program.program import Atom, Equation, Program, fan_out_p
 from autopar.program.tags import tag_operations
-from autopar.rules.factor_rule import FactorRule
+from autopar.rules.factor_rule import FactorRule, Operand
 from autopar.rules.on_shard import LocalCall
 from autopar.rules.table import entry_for, rule_for
 from autopar.split_array import LeafPieces, cut_array
 from autopar.stages.scan_stacks import Stack, factor_dims
 
 Results = TypeVar("Results")
+Given = jax.Array | np.ndarray
+"""The value of an operand; of a literal an array that is not traced."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,21 +88,21 @@ class Values:
     def __init__(self, program: Program, divided: Sequence[Divided]) -> None:
         self.divided = tuple(divided)
         self._makers = {v: eqn for eqn in program.equations for v in eqn.outvars}
-        self._whole: dict[Var, Any] = {}
-        self._parts: dict[tuple[Var, int, tuple[int, ...]], list[Any]] = {}
+        self._whole: dict[Var, jax.Array] = {}
+        self._parts: dict[tuple[Var, int, tuple[int, ...]], list[Given]] = {}
         self._made_in_parts: dict[Var, tuple[int, tuple[int, ...]]] = {}
 
-    def set_whole(self, v: Var, array: Any) -> None:
+    def set_whole(self, v: Var, array: jax.Array) -> None:
         """A value that is made whole."""
         self._whole[v] = array
 
-    def set_parts(self, v: Var, dim: int, parts: Sequence[Any]) -> None:
+    def set_parts(self, v: Var, dim: int, parts: Sequence[jax.Array]) -> None:
         """A value that is made in pieces."""
         bounds = tuple(itertools.accumulate((part.shape[dim] for part in parts), initial=0))
         self._made_in_parts[v] = (dim, bounds)
         self._parts[v, dim, bounds] = list(parts)
 
-    def whole(self, atom: Any) -> Any:
+    def whole(self, atom: Atom) -> jax.Array:
         """The value; pieces are joined once, where the value is made."""
         if isinstance(atom, Literal):
             return jnp.asarray(atom.val, atom.aval.dtype)
@@ -110,11 +112,11 @@ class Values:
                 self._whole[atom] = jax.lax.concatenate(self._parts[atom, dim, bounds], dim)
         return self._whole[atom]
 
-    def operand(self, atom: Any) -> Any:
+    def operand(self, atom: Atom) -> Given:
         """The whole value as operations take it: of a literal its number, a constant of whatever is traced with it."""
         return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else self.whole(atom)
 
-    def parts_between(self, atom: Any, dim: int, bounds: tuple[int, ...]) -> list[Any]:
+    def parts_between(self, atom: Atom, dim: int, bounds: tuple[int, ...]) -> list[Given]:
         """The value in pieces between these bounds; a whole one is cut once, where it is made."""
         if isinstance(atom, Literal):
             return cut_array(self.whole(atom), LeafPieces(0, dim, bounds))
@@ -125,7 +127,7 @@ class Values:
                 self._parts[key] = cut_array(array, LeafPieces(0, dim, bounds))
         return self._parts[key]
 
-    def _where_made(self, v: Var) -> Any:
+    def _where_made(self, v: Var) -> contextlib.AbstractContextManager[None]:
         return attributed_to(self._makers[v]) if v in self._makers else contextlib.nullcontext()
 
 
@@ -157,7 +159,7 @@ def _part_of(eqn: Equation, fun: Callable[..., Results]) -> Callable[..., Result
     return tag_operations(call, eqn)
 
 
-def _as_jax_array(x: Any) -> Any:
+def _as_jax_array(x: Given) -> jax.Array:
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
@@ -183,7 +185,7 @@ def _in_pieces(eqn: Equation, rule: FactorRule, factor: str, divided: Divided, v
     monoid = dict(rule.reduced).get(factor)
     mesh = LogicalMesh((1,), ("layers",))
 
-    def compute(*operands: Sequence[Any]) -> list[list[Any]]:
+    def compute(*operands: Sequence[jax.Array]) -> list[list[jax.Array]]:
         results = []
         for k, (start, end) in enumerate(divided.ranges):
             own = tuple(parts[k] for parts in operands)
@@ -209,7 +211,7 @@ def _in_pieces(eqn: Equation, rule: FactorRule, factor: str, divided: Divided, v
             values.set_whole(v, parts[0])
 
 
-def _operand_parts(atom: Any, operand: Any, factor: str, divided: Divided, values: Values) -> Sequence[Any]:
+def _operand_parts(atom: Atom, operand: Operand, factor: str, divided: Divided, values: Values) -> Sequence[Given]:
     dims = factor_dims(operand, factor)
     if not dims:
         return [values.operand(atom)] * len(divided.ranges)
@@ -233,18 +235,18 @@ def _ranges(
     eqn: LoopEquation,
     ranges: Sequence[tuple[int, int]],
     adds: frozenset[int],
-    consts: Sequence[Any],
-    start: Sequence[Any],
-    stacks: Sequence[Sequence[Any]],
-) -> tuple[list[Any], list[list[Any]]]:
+    consts: Sequence[jax.Array],
+    start: Sequence[jax.Array],
+    stacks: Sequence[Sequence[jax.Array]],
+) -> tuple[list[jax.Array], list[list[jax.Array]]]:
     """The pieces of a scan, in the order in which it runs: (what it carries at the end, the pieces of its stacks).
 
     `adds`: the numbers of the sums that each piece takes from zero.
     """
     (body,) = eqn.nested
     order = range(len(ranges))
-    carry: Sequence[Any] = start
-    totals, made = list(start), dict[int, Sequence[Any]]()
+    carry: Sequence[jax.Array] = start
+    totals, made = list(start), dict[int, Sequence[jax.Array]]()
     for place, k in enumerate(reversed(order) if eqn.loop.is_reversed else order):
         given = [jnp.zeros_like(x) if i in adds and place else x for i, x in enumerate(carry)]
         begin, end = ranges[k]
@@ -263,9 +265,9 @@ def _sums(eqn: LoopEquation) -> frozenset[int]:
     )
 
 
-def _is_sum(body: Program, given: Var, returned: Any) -> bool:
+def _is_sum(body: Program, given: Var, returned: Atom) -> bool:
     """Whether `returned` is `given` plus something: a chain of single users with one linear operation of two operands."""
-    users: dict[Any, list[Equation]] = {}
+    users: dict[Var, list[Equation]] = {}
     for eqn in body.equations:
         for v in eqn.invars:
             if not isinstance(v, Literal):

@@ -20,7 +20,7 @@ from autopar.stages.time_loops import make_divided_loop
 
 
 def rejoin_scans(split: SplitStep, loop: TimeLoop, cuts: Sequence[int]) -> tuple[SplitStep, TimeLoop, tuple[int, ...]]:
-    """The step, its loop and its cuts with the pieces of each stage's layers put together again."""
+    """Put the pieces of each stage's layers together again; returns the step, its loop and its cuts."""
     chain = forward_chain(loop)
     needed = _needed(split, chain, cuts)
     if needed is None or needed == split.cuts:

@@ -21,15 +21,15 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from autopar.avals import is_opaque
 from autopar.compat import Literal, Var, attributed_to
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of
-from autopar.program.program import Equation, Program
+from autopar.program.program import Atom, Equation, Program
 from autopar.program.step import Leaf, TracedStep
 from autopar.split_array import LeafPieces, cut_array
 from autopar.stages.divided_values import Divided, Values, evaluate
@@ -105,7 +105,7 @@ class _Splitter:
         pairs = zip(self.traced.program.outvars, self.traced.state_of_output, strict=True)
         return [self._leaves[source] if source is not None else self._pieces_of_other(v) for v, source in pairs]
 
-    def _pieces_of_other(self, result: Any) -> LeafPieces:
+    def _pieces_of_other(self, result: Atom) -> LeafPieces:
         """Of a result that is no state; a number per layer, and what has another shape than stacked leaves, is whole."""
         if isinstance(result, Literal) or is_opaque(result.aval) or len(result.aval.shape) < 2:
             return LeafPieces(0)
@@ -127,14 +127,14 @@ class _Splitter:
         starts = itertools.accumulate((p.count for p in pieces), initial=0)
         return tuple(dataclasses.replace(p, first=first) for p, first in zip(pieces, starts, strict=False))
 
-    def _avals(self) -> list[Any]:
+    def _avals(self) -> list[jax.ShapeDtypeStruct]:
         return [
             jax.ShapeDtypeStruct(shape, v.aval.dtype, weak_type=bool(getattr(v.aval, "weak_type", False)))
             for v, pieces in zip(self.traced.program.invars, self._leaves, strict=True)
             for shape in _shapes(v.aval.shape, pieces)
         ]
 
-    def _constants(self) -> list[Any]:
+    def _constants(self) -> list[ArrayLike]:
         return [
             part
             for value, pieces in zip(self.traced.constants, self._leaves[self._given :], strict=True)
@@ -160,7 +160,7 @@ class _Splitter:
             for k in range(held.count)
         )
 
-    def _run(self, outputs: Sequence[LeafPieces], *arrays: Any) -> list[Any]:
+    def _run(self, outputs: Sequence[LeafPieces], *arrays: jax.Array) -> list[ArrayLike]:
         values = Values(self.traced.program, self.divided)
         given = iter(arrays)
         for v, pieces in zip(self.traced.program.invars, self._leaves, strict=True):
@@ -172,7 +172,7 @@ class _Splitter:
         for eqn in self.traced.program.equations:
             with attributed_to(eqn):
                 evaluate(eqn, values)
-        results: list[Any] = []
+        results: list[ArrayLike] = []
         for atom, held in zip(self.traced.program.outvars, outputs, strict=True):
             results += values.parts_between(atom, held.dim, held.bounds) if held.bounds else [values.whole(atom)]
         return results

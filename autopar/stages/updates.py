@@ -1,7 +1,8 @@
-"""The part of a step after the loop, in stages: where each operation of the update runs, and in which order.
+"""The part of a step after the loop over microbatches, in stages: where each operation of the epilogue runs, and in which order.
 
-In: where the operations of forward and backward are. Out: a stage and a level for every operation of the epilogue, and the stage
-where each leaf lives. The rules are in `stages/cut.py`. What can go wrong: a value that two stages make; the first one counts.
+In: the stages of the values that forward and backward make. Out: `UpdatePlaces`: a stage and a level for the operations of the
+epilogue, and the stage where each leaf lives. The rules are in `stages/cut.py`. What can go wrong: two stages make a value; the
+first one counts.
 """
 
 from __future__ import annotations
@@ -90,13 +91,13 @@ class _UpdatePlacer:
         return self.homes.get(self._leaf_of(v)) if v.aval.shape else None
 
     def _leaf_of(self, v: Var) -> Var:
-        """The largest leaf from which the prologue makes a value, such as the weight of which it is a copy."""
+        """The largest leaf from which the prologue makes a value, such as the weight that it copies."""
         while v in self.prologue and (operands := operands_of(self.prologue[v])):
             v = max(operands, key=bytes_of)
         return v
 
     def _follow_weights(self) -> None:
-        """An operation on a weight, or on what became of one, as large as its other operands is where the weight lives."""
+        """Place operations whose largest operand is a weight, or made from one, where the weight lives."""
         for eqn in self.equations:
             operands = operands_of(eqn)
             largest = max(map(bytes_of, operands), default=0.0)
@@ -106,7 +107,7 @@ class _UpdatePlacer:
                 self.stage_of[eqn] = min(stages)
 
     def _serve_weights(self) -> None:
-        """Going back: what is as large as its user's largest operand is made where the user is."""
+        """Going back, place the makers of an operation's largest operands where the operation is."""
         wanted: dict[Var, int] = {}
         for eqn in reversed(self.equations):
             if eqn not in self.stage_of:
@@ -126,7 +127,7 @@ class _UpdatePlacer:
             self.stage_of[eqn] = -max(known)[1]
 
     def _follow_users(self) -> None:
-        """What only leaves feed goes where it is used, if it is large; small values are computed anywhere."""
+        """Place large values that are made of leaves alone where they are used; small ones are computed anywhere."""
         wanted: dict[Var, int] = {}
         for number, v in enumerate(self.loop.program.outvars):
             source = self.loop.traced.state_of_output[number]
@@ -147,7 +148,7 @@ class _UpdatePlacer:
                     wanted.setdefault(v, self.stage_of[eqn])
 
     def _place_what_depends(self) -> None:
-        """Only what leaves alone feed is computed anywhere: what depends on a placed value gets a place, and so a level."""
+        """Place everything that depends on a placed value, so that it has a level; only what is made of leaves has no place."""
         for eqn in self.equations:
             if eqn not in self.stage_of:
                 stages = [s for v in operands_of(eqn) if (s := self._known(v)) is not None]
@@ -172,7 +173,7 @@ class _UpdatePlacer:
         return v in self._leaves
 
     def _find_levels(self) -> dict[Equation, int]:
-        """As early as exchanges allow for what other stages read; else where it is read, so that state is replaced in place."""
+        """As early as exchanges allow if other stages read the results; else with the readers, so that state stays in place."""
         levels = self._first_levels()
         readers: dict[Var, list[Equation]] = {}
         for eqn in self.equations:
@@ -186,7 +187,7 @@ class _UpdatePlacer:
         return levels
 
     def _first_levels(self) -> dict[Equation, int]:
-        """For every equation with a place, how many exchanges lie before it at least."""
+        """For every equation with a place, the least number of exchanges before it."""
         levels: dict[Equation, int] = {}
         for eqn in self.equations:
             stage = self.stage_of.get(eqn)

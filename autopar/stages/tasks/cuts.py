@@ -12,10 +12,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any
 
 import jax
 
+from autopar.avals import Aval
 from autopar.compat import Literal, Var
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.layouts.mesh import Layout
@@ -43,7 +43,7 @@ class PlacedRef:
 
     ref: Ref
     layout: Layout
-    aval: Any
+    aval: Aval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,7 +339,7 @@ class _TaskCutter:
         return found
 
 
-def _without_leading(aval: Any) -> Any:
+def _without_leading(aval: Aval) -> Aval:
     return jax.ShapeDtypeStruct(aval.shape[1:], aval.dtype)
 
 
