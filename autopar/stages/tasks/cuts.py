@@ -19,6 +19,7 @@ from autopar.avals import Aval
 from autopar.compat import Literal, Var
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.layouts.mesh import Layout
+from autopar.program.loops import Filled
 from autopar.program.program import Atom, Equation, fan_out_p, operands_of, variables_of
 from autopar.program.task_name import TaskName
 from autopar.stages.tasks.owners import LoopedProgram, task_owners
@@ -106,10 +107,8 @@ class _TaskCutter:
         self.stage, self.assignment, self.kept = stage, assignment, kept
         self.split_backward = split_backward
         self.shape = shape = LoopedProgram.of(stage, assignment.program)
-        self.program, self.loop, self.region, self.counts = shape.program, shape.loop, shape.region, shape.counts
-        self._entries = {
-            e.outvars[0]: assignment.strategies[e].outputs[0] for e in self.region.equations[: len(self.region.invars)]
-        }
+        self.program, self.loop, self.region, self.body = shape.program, shape.loop, shape.region, shape.body
+        self._entries = {e.head.outvars[0]: assignment.strategies[e.head].outputs[0] for e in self.body.entries}
         self.task_of = task_owners(shape, split_backward=split_backward)
         self.home: dict[Var, PlacedRef] = {}
         self._find_homes()
@@ -134,28 +133,23 @@ class _TaskCutter:
         self._find_homes_inside()
 
     def _find_homes_inside(self) -> None:
-        loop, count = self.counts, len(self.region.invars)
-        heads = [self.assignment.strategies[e] for e in self.region.equations[:count]]
-        for i, (atom, eqn, head) in enumerate(zip(self.loop.invars, self.region.equations[:count], heads, strict=True)):
-            inner, layout = eqn.outvars[0], head.inputs[0]
-            if i < loop.consts:
-                self.home[inner] = self._constant(atom, layout)
-            elif i < loop.consts + loop.carries:
-                self.home[inner] = PlacedRef(AccumulatorRef(i - loop.consts), layout, inner.aval)
-            elif i == loop.consts + loop.carries:
+        number, *_ = self.body.entries_filled(Filled.ROW)
+        for entry in self.body.entries:
+            inner = entry.head.outvars[0]
+            if entry.filled is Filled.CONSTANT:
+                self.home[inner] = self._constant(entry.atom, self.assignment.entry_layout(entry))
+            elif entry is number:
                 self.home[inner] = PlacedRef(NumberRef(), Layout.replicated(0), inner.aval)
-            else:
-                self.home[inner] = self.home[self.shape.before_fan_out(atom)]
-        for eqn in self.region.equations[count:]:
+            elif entry.filled is Filled.ROW:
+                self.home[inner] = self.home[self.shape.before_fan_out(entry.atom)]
+        for eqn in self.region.equations[len(self.body.entries) :]:
             for v, layout in zip(eqn.outvars, self.assignment.result_layouts(eqn), strict=True):
                 self.home[v] = PlacedRef(ValueRef(v, per_microbatch=True), layout, v.aval)
-        for i, v in enumerate(self.loop.outvars):
-            atom = self.region.outvars[i]
-            if i < loop.carries:
-                self.home[v] = PlacedRef(AccumulatorRef(i), heads[loop.consts + i].inputs[0], v.aval)
-            else:
-                layout = self.assignment.strategies[self.shape.maker[atom]].outputs[0]
-                self.home[v] = PlacedRef(SliceRef(i), layout, atom.aval)
+        for v, exit_ in zip(self.loop.outvars, self.body.exits, strict=True):
+            ref = SliceRef(exit_.place) if exit_.carry is None else AccumulatorRef(exit_.place)
+            self.home[v] = PlacedRef(ref, self.assignment.exit_layout(exit_), exit_.atom.aval)
+            if exit_.carry is not None:
+                self.home[exit_.carry.head.outvars[0]] = self.home[v]
 
     def _constant(self, atom: Atom, layout: Layout) -> PlacedRef:
         """A value that the loop reads in every microbatch: as it is, or moved once by the prologue."""
@@ -199,14 +193,14 @@ class _TaskCutter:
             if v in read_elsewhere:
                 writes.append(Write(self.home[v].ref, v, (self.home[v].layout,)))
         sends = {self.loop.outvars.index(self.shape.before_fan_out(v)): i for i, v in self.shape.sends().items()}
-        for i, atom in enumerate(self.region.outvars):
-            source = self.shape.before_copy(atom)
+        for exit_ in self.body.exits:
+            i, source = exit_.place, self.shape.before_copy(exit_.atom)
             passed_on = self._passed_on.get(i) == name
             if isinstance(source, Literal) or not (source in made or passed_on):
                 continue
             reads += [source] if passed_on and source not in reads else []
-            through = self.assignment.strategies[self.shape.maker[atom]].inputs[0]
-            if i < self.counts.carries:
+            through = self.assignment.strategies[self.shape.maker[exit_.atom]].inputs[0]
+            if exit_.carry is not None:
                 sums = self.home[self.loop.outvars[i]]
                 writes.append(Write(sums.ref, source, (through, sums.layout)))
             else:
@@ -226,9 +220,13 @@ class _TaskCutter:
             for i, v in self.shape.sends().items()
         }
         found: dict[int, TaskName] = {}
-        for place in range(self.counts.carries, len(self.region.outvars)):
-            source = self.shape.before_copy(self.region.outvars[place])
-            if not isinstance(source, Literal) and self.shape.maker.get(source) not in self.task_of:
+        for exit_ in self.body.exits:
+            place, source = exit_.place, self.shape.before_copy(exit_.atom)
+            if (
+                exit_.carry is None
+                and not isinstance(source, Literal)
+                and self.shape.maker.get(source) not in self.task_of
+            ):
                 maker = makers.get(place)
                 found[place] = backward if maker is not None and maker.kind == "backward" else forward
         return found
@@ -271,11 +269,11 @@ class _TaskCutter:
         for v in dict.fromkeys(v for e in equations for v in e.outvars):
             if self.home[v].ref in read:
                 writes.append(Write(self.home[v].ref, v, (self.home[v].layout,)))
-        for i, atom in enumerate(self.loop.invars[: self.counts.consts + self.counts.carries]):
-            placed = self.home[self.region.equations[i].outvars[0]]
+        for entry in self.body.entries_filled(Filled.CONSTANT, Filled.CARRY):
+            placed = self.home[entry.head.outvars[0]]
             is_moved = isinstance(placed.ref, MovedRef)
-            if (is_moved or i >= self.counts.consts) and placed.ref in read:
-                writes.append(Write(placed.ref, atom, (placed.layout,)))
+            if (is_moved or entry.filled is Filled.CARRY) and placed.ref in read:
+                writes.append(Write(placed.ref, entry.atom, (placed.layout,)))
         writes = list({write.ref: write for write in writes}.values())
         if not writes:
             return None

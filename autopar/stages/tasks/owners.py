@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.compat import Literal, Var
-from autopar.program.loops import Loop, LoopEquation
+from autopar.program.loops import LoopEquation, Nested
 from autopar.program.program import Atom, Equation, Program, fan_out_p, operands_of
 from autopar.program.task_name import TaskName
 from autopar.stages.tasks.stage_program import StageProgram
@@ -51,9 +51,9 @@ class LoopedProgram:
         return self.loop.regions[0]
 
     @property
-    def counts(self) -> Loop:
-        """How many of the loop's operands are constants and carries."""
-        return self.loop.loop
+    def body(self) -> Nested:
+        """The loop's body, with what fills its inputs and where its results go."""
+        return self.loop.nested[0]
 
     def sends(self) -> dict[int, Var]:
         """What goes to other stages, by output port."""

@@ -178,13 +178,14 @@ class _Passing:
         """What other stages make, by the name that it has in the loop; `reader` is yet to be found."""
         shape, microbatches = self.shape, self.shape.stage.cut.loop.plan.microbatches
         numbers = {v: i for i, v in enumerate(shape.program.invars[: len(shape.stage.inputs)])}
-        for atom, head in zip(shape.loop.invars, shape.region.equations, strict=False):
+        for entry in shape.body.entries:
+            atom = entry.atom
             number = numbers.get(shape.before_fan_out(atom)) if not isinstance(atom, Literal) else None
             port = None if number is None else shape.stage.inputs[number]
             if number is not None and port is not None and port.source == "received" and port.maker is not None:
                 kind = _half(port.maker)
                 size = self.plan.inputs[number].bytes_per_device // microbatches
-                yield head.outvars[0], Kept(kind, port.maker.stage, kind, size)
+                yield entry.head.outvars[0], Kept(kind, port.maker.stage, kind, size)
 
     def _follow(self) -> None:
         """The task that makes each value, and the last one that reads it, or hands it on to another stage."""
