@@ -136,7 +136,7 @@ def test_a_search_over_stages_ends_with_the_plan_of_one_process():
     ],
     ids=["gpt_scan", "gpt", "moe"],
 )
-def test_stages_planned_run_side_by_side_are_those_of_one_process(name, sizes):
+def test_stages_planned_side_by_side_are_those_of_one_process(name, sizes):
     model = build(name, hidden=32, heads=4, seq=8, batch=16, sgd=True, **sizes)
     state = jax.eval_shape(model.create_state, jax.random.key(0))
     wishes = {"num_stages": 2, "num_microbatches": 4, "schedule": "1f1b"}
