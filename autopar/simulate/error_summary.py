@@ -71,7 +71,7 @@ class PricedRow:
         return None if not measured else self.predicted.step.memory.peak_bytes / (measured * GIGA) - 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ErrorSummary:
     """See the module; None where there is nothing to compare."""
 

@@ -54,7 +54,7 @@ class Seconds:
     other_s: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedPart:
     """What a plan says of one microbatch on one device.
 

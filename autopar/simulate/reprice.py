@@ -19,7 +19,7 @@ from autopar.plan import CollectivePlan, Plan
 from autopar.simulate.closed_forms.schedule_time import pipeline_s
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RepricedKind:
     """All collectives of one kind: seconds as planned and here, bytes and number per step."""
 
@@ -30,7 +30,7 @@ class RepricedKind:
     count: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RepricedPlan:
     """See the module. Seconds per step, bytes per device."""
 
@@ -131,7 +131,7 @@ def _schedule_s(plan: PipelinePlan, slower: Sequence[float]) -> float:
 def _joined(kinds: Iterable[RepricedKind]) -> tuple[RepricedKind, ...]:
     sums: dict[str, RepricedKind] = {}
     for kind in kinds:
-        known = sums.get(kind.kind, RepricedKind(kind.kind, 0.0, 0.0, 0.0, 0.0))
+        known = sums.get(kind.kind, RepricedKind(kind=kind.kind, planned_s=0.0, seconds=0.0, bytes=0.0, count=0.0))
         sums[kind.kind] = RepricedKind(
             kind=kind.kind,
             planned_s=known.planned_s + kind.planned_s,

@@ -42,7 +42,7 @@ class RowError(ValueError):
     """A row cannot be priced; the text names row, column and fix."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
     """A row that can be priced. What was measured is None where it was not published."""
 

@@ -20,8 +20,3 @@ def pipeline_s(stage_s: Sequence[float], *, microbatches: float, virtual_stages:
     """Seconds from the first forward pass to the last backward pass."""
     slowest = max(stage_s)
     return microbatches * slowest + (sum(stage_s) - slowest) / virtual_stages
-
-
-def bubble_fraction(*, stages: int, microbatches: int, virtual_stages: int = 1) -> float:
-    """Idle time over ideal time, equal stages: (p-1)/(v m)."""
-    return (stages - 1) / (virtual_stages * microbatches)
