@@ -42,6 +42,10 @@ class Infeasible:
     """Proven: no choice of finite costs is within the limit."""
 
 
+INFEASIBLE = -1
+"""PuLP's number of a model that nothing fulfils, in versions 3 and 4."""
+
+
 class Expression(Protocol):
     """A variable of PuLP, or a sum of such."""
 
@@ -52,8 +56,6 @@ class Expression(Protocol):
 
 class Model(Protocol):
     """What is used of PuLP's LpProblem, in versions 3 and 4."""
-
-    status: int
 
     def add_variable(self, name: str, low: float, high: float | None, category: str, /) -> Expression:
         """Make a variable of the model."""
@@ -104,8 +106,7 @@ def solve_integer_program(
     require_pairs_to_agree(model, s, e)
     require_memory_to_fit(model, s, rows, limit_bytes)
     options: dict[str, int] = {"mip_max_nodes": node_limit, "random_seed": 0}
-    _run(model, pulp.HiGHS(msg=False, threads=1, gapRel=gap, **options))
-    if model.status == pulp.LpStatusInfeasible:
+    if _status(model, pulp.HiGHS(msg=False, threads=1, gapRel=gap, **options)) == INFEASIBLE:
         return Infeasible()
     taken = {v: [pulp.value(x) for x in row] for v, row in s.items()}
     if any(x is None for row in taken.values() for x in row) or any(max(row) < 0.99 for row in taken.values()):
@@ -118,13 +119,19 @@ def _sum_of_least(row: MemoryRow) -> float:
     return sum(float(b.min()) for b in row.bytes_of.values())
 
 
-def _run(model: Model, solver: object) -> None:
-    """Solve. PuLP 3 has no name for the status in which HiGHS ends at the limit of nodes; it has read the values by then."""
+def _status(model: Model, solver: object) -> int | None:
+    """Solve, and say how that ended in PuLP's numbers: PuLP 3 returns the number, PuLP 4 an account with the number in it.
+
+    None: at the limit of nodes, for which PuLP 3 has no name; it has read the values by then.
+    """
     try:
-        model.solve(solver)
+        ended = model.solve(solver)
     except KeyError as error:
         if "kSolutionLimit" not in str(error):
             raise
+        return None
+    number = getattr(getattr(ended, "status", None), "value", ended)
+    return number if isinstance(number, int) else None
 
 
 def _dual_bound(model: Model) -> float:

