@@ -21,7 +21,7 @@ SEGMENTS = 2
 EPSILON = 1e-12
 
 
-class Embedding(TokenEmbedding):
+class BertEmbedding(TokenEmbedding):
     """The tables of tokens, positions (S, H) and segments (2, H), and a bias (V,) of the logits."""
 
     def setup(self) -> None:
@@ -42,7 +42,7 @@ class Embedding(TokenEmbedding):
         return super().logits(x) + self.output_bias
 
 
-class Attention(nn.Module):
+class BertAttention(nn.Module):
     """Self-attention in both directions with dropout on the attention weights."""
 
     config: BertConfig
@@ -60,7 +60,7 @@ class Attention(nn.Module):
         return nn.DenseGeneral(config.hidden, axis=(-2, -1), kernel_init=INIT, name="out")(mixed)
 
 
-class Block(nn.Module):
+class BertBlock(nn.Module):
     """norm(x + attention(x)), then norm(x + feed-forward(x)) with GELU."""
 
     config: BertConfig
@@ -69,7 +69,7 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, key: jax.Array | None, allowed: jax.Array) -> jax.Array:
         """Map (B, S, H) to (B, S, H)."""
         config = self.config
-        attended = Attention(config, name="attention")(x, subkey(key, 0), allowed)
+        attended = BertAttention(config, name="attention")(x, subkey(key, 0), allowed)
         x = x + dropout(attended, config.dropout, subkey(key, 1))
         x = nn.LayerNorm(epsilon=EPSILON, name="attention_norm")(x)
         wide = nn.gelu(nn.Dense(config.ffn_factor * config.hidden, kernel_init=INIT, name="up")(x), approximate=False)
@@ -88,9 +88,9 @@ class Bert(nn.Module):
     def __call__(self, tokens: jax.Array, segments: jax.Array, key: jax.Array | None) -> jax.Array:
         """Map tokens and segments (B, S) to logits (B, S, V)."""
         config = self.config
-        embedding = Embedding(config, name="embedding")
+        embedding = BertEmbedding(config, name="embedding")
         x = dropout(embedding.embed(tokens, segments), config.dropout, subkey(key, config.layers))
-        x = apply_blocks(Block, config, x, key, (tokens != PAD)[:, None, None, :])
+        x = apply_blocks(BertBlock, config, x, key, (tokens != PAD)[:, None, None, :])
         x = nn.gelu(nn.Dense(config.hidden, kernel_init=INIT, name="head")(x), approximate=False)
         return embedding.logits(nn.LayerNorm(epsilon=EPSILON, name="head_norm")(x))
 

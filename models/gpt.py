@@ -14,7 +14,7 @@ from autopar.models.sizes import GPTConfig, TransformerConfig
 from autopar.models.transformer import INIT, TokenEmbedding, apply_blocks, causal_mask, mix, scores
 
 
-class Attention(nn.Module):
+class GPTAttention(nn.Module):
     """Causal self-attention with dropout on the attention weights."""
 
     config: GPTConfig
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         return nn.DenseGeneral(config.hidden, axis=(-2, -1), kernel_init=INIT, name="out")(mixed)
 
 
-class FeedForward(nn.Module):
+class GPTFeedForward(nn.Module):
     """Dense to F, GELU, Dense to H."""
 
     config: GPTConfig
@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
         return nn.Dense(self.config.hidden, kernel_init=INIT, name="down")(nn.gelu(wide))
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x))."""
 
     config: GPTConfig
@@ -51,13 +51,13 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, key: jax.Array | None) -> jax.Array:
         """Map (B, S, H) to (B, S, H)."""
         rate = self.config.dropout
-        attended = Attention(self.config, name="attention")(nn.LayerNorm(name="attention_norm")(x), subkey(key, 0))
+        attended = GPTAttention(self.config, name="attention")(nn.LayerNorm(name="attention_norm")(x), subkey(key, 0))
         x = x + dropout(attended, rate, subkey(key, 1))
-        fed = FeedForward(self.config, name="ffn")(nn.LayerNorm(name="ffn_norm")(x))
+        fed = GPTFeedForward(self.config, name="ffn")(nn.LayerNorm(name="ffn_norm")(x))
         return x + dropout(fed, rate, subkey(key, 2))
 
 
-class Embedding(TokenEmbedding):
+class GPTEmbedding(TokenEmbedding):
     """The token table, and the positions (S, H)."""
 
     def setup(self) -> None:
@@ -78,9 +78,9 @@ class GPT(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array, key: jax.Array | None) -> jax.Array:
         """Map tokens (B, S) to logits (B, S, V)."""
-        embedding = Embedding(self.config, name="embedding")
+        embedding = GPTEmbedding(self.config, name="embedding")
         x = dropout(embedding(tokens), self.config.dropout, subkey(key, self.config.layers))
-        x = apply_blocks(Block, self.config, x, key)
+        x = apply_blocks(GPTBlock, self.config, x, key)
         return embedding.logits(nn.LayerNorm(name="final_norm")(x))
 
 

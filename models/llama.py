@@ -31,7 +31,7 @@ def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Causal self-attention with N query heads and G heads of keys and values."""
 
     config: LlamaConfig
@@ -66,7 +66,7 @@ class SwiGLU(nn.Module):
         return nn.Dense(self.config.hidden, use_bias=False, kernel_init=INIT, name="down")(nn.silu(gate) * up)
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
 
     config: LlamaConfig
@@ -76,7 +76,7 @@ class Block(nn.Module):
         """Map (B, S, H) to (B, S, H)."""
         rate = self.config.dropout
         normed = nn.RMSNorm(epsilon=EPSILON, name="attention_norm")(x)
-        attended = Attention(self.config, name="attention")(normed, subkey(key, 0), angles)
+        attended = LlamaAttention(self.config, name="attention")(normed, subkey(key, 0), angles)
         x = x + dropout(attended, rate, subkey(key, 1))
         fed = SwiGLU(self.config, name="ffn")(nn.RMSNorm(epsilon=EPSILON, name="ffn_norm")(x))
         return x + dropout(fed, rate, subkey(key, 2))
@@ -93,7 +93,7 @@ class Llama(nn.Module):
         config = self.config
         embedding = TokenEmbedding(config, name="embedding")
         x = dropout(embedding(tokens), config.dropout, subkey(key, config.layers))
-        x = apply_blocks(Block, config, x, key, rotary_angles(tokens.shape[1], config.head_depth, config.theta))
+        x = apply_blocks(LlamaBlock, config, x, key, rotary_angles(tokens.shape[1], config.head_depth, config.theta))
         return embedding.logits(nn.RMSNorm(epsilon=EPSILON, name="final_norm")(x))
 
 

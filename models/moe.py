@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.models.dropout import dropout, subkey
-from autopar.models.gpt import Attention, Block, Embedding, batch_shape
+from autopar.models.gpt import GPTAttention, GPTBlock, GPTEmbedding, batch_shape
 from autopar.models.objective import Batch, Objective, Outcome, PyTree, cross_entropy
 from autopar.models.sizes import MoEConfig
 from autopar.models.transformer import INIT
@@ -96,7 +96,7 @@ class MoEBlock(nn.Module):
     def __call__(self, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Map (B, S, H) to (B, S, H), and return the balancing loss."""
         rate = self.config.dropout
-        attended = Attention(self.config, name="attention")(nn.LayerNorm(name="attention_norm")(x), subkey(key, 0))
+        attended = GPTAttention(self.config, name="attention")(nn.LayerNorm(name="attention_norm")(x), subkey(key, 0))
         x = x + dropout(attended, rate, subkey(key, 1))
         mixed, balance_loss = MixtureOfExperts(self.config, name="moe")(nn.LayerNorm(name="ffn_norm")(x))
         return x + dropout(mixed, rate, subkey(key, 2)), balance_loss
@@ -110,8 +110,8 @@ class MoEGPT(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         """Map tokens (B, S) to logits (B, S, V), and return the mean balancing loss."""
-        block, moe_block = (nn.remat(Block), nn.remat(MoEBlock)) if self.config.remat else (Block, MoEBlock)
-        embedding = Embedding(self.config, name="embedding")
+        block, moe_block = (nn.remat(GPTBlock), nn.remat(MoEBlock)) if self.config.remat else (GPTBlock, MoEBlock)
+        embedding = GPTEmbedding(self.config, name="embedding")
         x = dropout(embedding(tokens), self.config.dropout, subkey(key, self.config.layers))
         balance_losses = []
         for layer in range(self.config.layers):

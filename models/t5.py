@@ -55,7 +55,7 @@ class RelativeBias(nn.Module):
         return jnp.transpose(table[chosen], (2, 0, 1))
 
 
-class Attention(nn.Module):
+class T5Attention(nn.Module):
     """Attention of x to a memory, with a bias on the scores and dropout on the attention weights."""
 
     config: T5Config
@@ -84,7 +84,7 @@ class Attention(nn.Module):
         return nn.DenseGeneral(config.hidden, axis=(-2, -1), use_bias=False, kernel_init=init, name="out")(mixed)
 
 
-class FeedForward(nn.Module):
+class T5FeedForward(nn.Module):
     """Dense to F, ReLU, dropout, Dense to H."""
 
     config: T5Config
@@ -108,9 +108,9 @@ class EncoderBlock(nn.Module):
         """Map (B, S, H) to (B, S, H)."""
         rate = self.config.dropout
         normed = nn.RMSNorm(epsilon=EPSILON, name="attention_norm")(x)
-        attention = Attention(self.config, name="attention")
+        attention = T5Attention(self.config, name="attention")
         x = x + dropout(attention(normed, normed, subkey(key, 0), allowed=allowed, bias=bias), rate, subkey(key, 1))
-        fed = FeedForward(self.config, name="ffn")(nn.RMSNorm(epsilon=EPSILON, name="ffn_norm")(x), subkey(key, 2))
+        fed = T5FeedForward(self.config, name="ffn")(nn.RMSNorm(epsilon=EPSILON, name="ffn_norm")(x), subkey(key, 2))
         return x + dropout(fed, rate, subkey(key, 3))
 
 
@@ -131,12 +131,12 @@ class DecoderBlock(nn.Module):
         """Map (B, T, H) to (B, T, H), looking at the memory (B, S, H)."""
         rate = self.config.dropout
         normed = nn.RMSNorm(epsilon=EPSILON, name="attention_norm")(x)
-        attention, causal = Attention(self.config, name="attention"), causal_mask(x.shape[1])
+        attention, causal = T5Attention(self.config, name="attention"), causal_mask(x.shape[1])
         x = x + dropout(attention(normed, normed, subkey(key, 0), allowed=causal, bias=bias), rate, subkey(key, 1))
         normed = nn.RMSNorm(epsilon=EPSILON, name="cross_norm")(x)
-        cross = Attention(self.config, name="cross")
+        cross = T5Attention(self.config, name="cross")
         x = x + dropout(cross(normed, memory, subkey(key, 4), allowed=memory_allowed), rate, subkey(key, 5))
-        fed = FeedForward(self.config, name="ffn")(nn.RMSNorm(epsilon=EPSILON, name="ffn_norm")(x), subkey(key, 2))
+        fed = T5FeedForward(self.config, name="ffn")(nn.RMSNorm(epsilon=EPSILON, name="ffn_norm")(x), subkey(key, 2))
         return x + dropout(fed, rate, subkey(key, 3))
 
 

@@ -201,14 +201,14 @@ def _block(kind: str, shape: TransformerShape, config: Any) -> tuple[Any, Argume
     everything = jnp.ones((1, 1, 1, config.seq), bool)
     match shape.family, kind:
         case "gpt", _:
-            return gpt.Block(config), lambda given: ()
+            return gpt.GPTBlock(config), lambda given: ()
         case "moe", _:
-            return (moe.MoEBlock if kind == "expert" else gpt.Block)(config), lambda given: ()
+            return (moe.MoEBlock if kind == "expert" else gpt.GPTBlock)(config), lambda given: ()
         case "llama", _:
             angles = llama.rotary_angles(config.seq, config.head_depth, config.theta)
-            return llama.Block(config), lambda given: (angles.astype(given["x"].dtype),)
+            return llama.LlamaBlock(config), lambda given: (angles.astype(given["x"].dtype),)
         case "bert", _:
-            return bert.Block(config), lambda given: (everything,)
+            return bert.BertBlock(config), lambda given: (everything,)
         case _, "decoder":
             return t5.DecoderBlock(config), lambda given: (_no_bias(config, given), given["memory"], everything)
     return t5.EncoderBlock(config), lambda given: (everything, _no_bias(config, given))
@@ -220,7 +220,7 @@ def _no_bias(config: Any, given: Mapping[str, jax.Array]) -> jax.Array:
 
 def _tables(shape: TransformerShape, config: Any) -> Any:
     """The module that holds the token table and makes the logits."""
-    kinds: Mapping[str, Any] = {"gpt": gpt.Embedding, "moe": gpt.Embedding, "bert": bert.Embedding}
+    kinds: Mapping[str, Any] = {"gpt": gpt.GPTEmbedding, "moe": gpt.GPTEmbedding, "bert": bert.BertEmbedding}
     return kinds.get(shape.family, transformer.TokenEmbedding)(config)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.models import build
-from autopar.models.llama import Attention, Llama, SwiGLU, rotary_angles, rotate
+from autopar.models.llama import Llama, LlamaAttention, SwiGLU, rotary_angles, rotate
 from autopar.models.llama import objective as llama_objective
 from autopar.models.sizes import LlamaConfig
 from autopar.models.transformer import stack_blocks
@@ -69,7 +69,7 @@ def test_attention_is_that_of_a_loop_over_heads_that_share_keys():
     config = LlamaConfig(hidden=16, heads=4, kv_heads=2, seq=5)
     x = jax.random.normal(jax.random.key(0), (2, 5, 16))
     angles = rotary_angles(5, 4, config.theta)
-    variables = Attention(config).init(jax.random.key(1), x, None, angles)
+    variables = LlamaAttention(config).init(jax.random.key(1), x, None, angles)
     variables = jax.tree.map(lambda leaf: 20 * leaf, variables)
     params = variables["params"]
     expected = jnp.zeros_like(x)
@@ -79,7 +79,7 @@ def test_attention_is_that_of_a_loop_over_heads_that_share_keys():
         value = x @ params["value"]["kernel"][:, head // 2]
         scores = jnp.where(jnp.tril(jnp.ones((5, 5))) == 1, query @ key.mT / 2, -jnp.inf)
         expected += jax.nn.softmax(scores) @ value @ params["out"]["kernel"][head]
-    np.testing.assert_allclose(Attention(config).apply(variables, x, None, angles), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(LlamaAttention(config).apply(variables, x, None, angles), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_feed_forward_is_a_gated_product():
