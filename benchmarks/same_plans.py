@@ -5,7 +5,7 @@
 
 A change that should not affect plans is shown by `write` on both sides (PYTHONPATH names the checkout) and `compare`.
 Two plans are the
-same if their JSON is, except for the seconds that planning took.
+same if their JSON is, except for the seconds that planning took and the lines of code that operations come from.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 MODELS = ("mlp", "gpt", "gpt_scan", "moe", "wide_resnet", "bert", "t5", "llama", "unet")
 CLUSTERS = ("cpu", "dgx-h100", "p3.16xlarge")
-SECONDS = ("planning_seconds", "planning_s")
-"""What differs from run to run, and is left out."""
+LEFT_OUT = ("planning_s", "source")
+"""What says nothing of a plan: the seconds that planning took, and the lines of code that operations come from."""
 
 
 def write(folder: Path, models: tuple[str, ...], clusters: tuple[str, ...]) -> None:
@@ -53,7 +53,7 @@ def compare(before: Path, after: Path) -> int:
 def differences(one: Any, other: Any, at: str) -> list[str]:
     """Where two JSON values differ, as paths."""
     if isinstance(one, dict) and isinstance(other, dict):
-        keys = [key for key in {**one, **other} if key not in SECONDS]
+        keys = [key for key in {**one, **other} if key not in LEFT_OUT]
         return [d for key in keys for d in differences(one.get(key), other.get(key), f"{at}/{key}")]
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         return [d for i, (a, b) in enumerate(zip(one, other, strict=True)) for d in differences(a, b, f"{at}/{i}")]
