@@ -4,8 +4,8 @@
     python benchmarks/same_plans.py compare BEFORE AFTER                exit status 1 if any plan differs
 
 A change that should not affect plans is shown by `write` on both sides (PYTHONPATH names the checkout) and `compare`.
-Two plans are the
-same if their JSON is, except for the seconds that planning took and the lines of code that operations come from.
+Two plans are the same if their JSON is, except for the seconds that planning took and the lines of code that operations
+come from.
 """
 
 from __future__ import annotations
