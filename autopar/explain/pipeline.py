@@ -123,8 +123,8 @@ def _bubble_text(plan: PipelinePlan) -> str:
     if not plan.bubble:
         return f"no bubble: the busiest mesh works {seconds_text(busiest_s)} per step without waiting"
     return (
-        f"the bubble costs {seconds_text(plan.bubble * busiest_s)} per step: so long the busiest mesh waits for others, and "
-        f"{seconds_text(busiest_s)} it works{_SMALLER_BUBBLE.get(plan.schedule, '')}"
+        f"the bubble costs {seconds_text(plan.bubble * busiest_s)} per step: the busiest mesh waits that long for others, and "
+        f"works {seconds_text(busiest_s)}{_SMALLER_BUBBLE.get(plan.schedule, '')}"
     )
 
 

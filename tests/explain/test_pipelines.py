@@ -96,7 +96,7 @@ def test_the_header_tells_meshes_of_different_sizes_and_stages_that_share_a_mesh
 def test_the_bubble_is_told_in_seconds_of_the_busiest_mesh():
     text = explain(pipeline_of(*two_stages(forward_s=2e-3)))
     assert (
-        "- the bubble costs 6.00 ms per step: so long the busiest mesh waits for others, and 24.0 ms it works; " in text
+        "- the bubble costs 6.00 ms per step: the busiest mesh waits that long for others, and works 24.0 ms; " in text
     )
     assert "more microbatches make it smaller" in text
     none = explain(pipeline_of(*two_stages(forward_s=2e-3), bubble=0.0))
