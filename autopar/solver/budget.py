@@ -1,0 +1,73 @@
+"""What a search may still spend: seconds, units of work, and patience.
+
+In: limits. Out: whether to go on. Every search asks its `Budget` often and hands over the best that it has when the budget is
+over. One unit of work is one entry of a cost matrix that is looked at once. Units are counted the same on every machine, so two
+runs with equal `work` and no limit of seconds end at the same place. What can go wrong: a search that does not ask runs on.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+
+class Budget:
+    """A limit of seconds, of units of work, or of both; over as soon as one is reached or `stop` is called.
+
+    Parts of a budget (`part`) end with it, and what is spent of a part is spent of the whole.
+    """
+
+    def __init__(self, *, seconds: float = math.inf, work: float = math.inf, whole: Budget | None = None) -> None:
+        """Start the clock.
+
+        Args:
+            seconds: of wall time, from now on.
+            work: units; see the module's text.
+            whole: the budget that this one is a part of.
+        """
+        self.work, self.spent = work, 0.0
+        self._whole, self._is_stopped = whole, False
+        self._started = time.monotonic()
+        self._ends = self._started + seconds
+
+    @property
+    def is_over(self) -> bool:
+        """Whether to end the search."""
+        if self._is_stopped or self.spent >= self.work or time.monotonic() >= self._ends:
+            return True
+        return self._whole is not None and self._whole.is_over
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._started
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds of wall time until it is over at the latest; infinite without such a limit."""
+        own = max(0.0, self._ends - time.monotonic())
+        return own if self._whole is None else min(own, self._whole.seconds_left)
+
+    @property
+    def work_left(self) -> float:
+        """Units of work until it is over at the latest; infinite without such a limit."""
+        own = max(0.0, self.work - self.spent)
+        return own if self._whole is None else min(own, self._whole.work_left)
+
+    def spend(self, work: float) -> None:
+        """Note that units of work were done."""
+        self.spent += work
+        if self._whole is not None:
+            self._whole.spend(work)
+
+    def stop(self) -> None:
+        """End it now; for signal handlers and other threads."""
+        self._is_stopped = True
+
+    def part(self, share: float) -> Budget:
+        """A budget of this share of what is left, between 0 and 1."""
+        return Budget(seconds=share * self.seconds_left, work=share * self.work_left, whole=self)
+
+    def limit(self, *, seconds: float = math.inf, work: float = math.inf) -> Budget:
+        """A part with limits of its own."""
+        return Budget(seconds=seconds, work=work, whole=self)
