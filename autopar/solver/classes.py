@@ -65,8 +65,9 @@ def find_open_choices(merged: ChoiceProblem, classes: Classes, upper_s: float) -
     left = [np.arange(len(number)) for number in classes]
     if not np.isfinite(upper_s):
         return left
-    reduced = reduce_costs(merged.costs, dominance=False)
-    alive = bound_costs(reduced.costs, tuning=merged.tuning).below(upper_s - reduced.constant)
+    reduced = reduce_costs(merged.costs, dominance=False, budget=merged.budget)
+    bounded = bound_costs(reduced.costs, tuning=merged.tuning, budget=merged.budget)
+    alive = bounded.below(upper_s - reduced.constant)
     for v, keep in alive.items():
         left[v] = np.flatnonzero(np.isin(classes[v], reduced.open_choices[v][keep]))
     return left if all(len(choices) for choices in left) else None

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from autopar.solver.budget import Budget
 from autopar.solver.local_search import improve_choice
 from autopar.solver.messages import End, Level
 from autopar.solver.problem import Costs
@@ -66,6 +67,7 @@ def bound_costs(
     start: Mapping[int, int] | None = None,
     cutoff: float = np.inf,
     tuning: Tuning = TUNING,
+    budget: Budget | None = None,
 ) -> Bounded:
     """Bound an objective by forward and backward sweeps.
 
@@ -75,15 +77,17 @@ def bound_costs(
         start: a choice of every node to begin with, instead of a greedy one.
         cutoff: the sweeps end when the bound reaches these seconds.
         tuning: how many sweeps.
+        budget: ends the sweeps early; the bound is one all the same.
     """
-    return _Ascent(costs).run(start, tuning.bound_gap if gap is None else gap, cutoff, tuning)
+    budget = budget or Budget()
+    return _Ascent(costs, budget).run(start, tuning.bound_gap if gap is None else gap, cutoff, tuning)
 
 
 class _Ascent:
     """The state of dual ascent: the messages of all ends of all edges, in one flat array (`messages.py`)."""
 
-    def __init__(self, given: Costs) -> None:
-        self.original = given
+    def __init__(self, given: Costs, budget: Budget) -> None:
+        self.original, self.budget, self.work = given, budget, given.pairs
         costs, edges = given.nodes, given.edges
         self.order = sorted(costs)
         finite = sum(float(np.max(np.where(np.isfinite(m), m, 0.0), initial=0.0)) for m in edges.values())
@@ -118,6 +122,9 @@ class _Ascent:
         best = dict(start) if start is not None else self._decode()
         upper, lower = self.original.value(best), -np.inf
         for number in range(tuning.sweeps):
+            if self.budget.is_over:
+                break
+            self.budget.spend(2 * self.work)
             for level in self.levels:
                 level.shift(self.messages, level.handed_up)
             for level in self.levels[::-1]:
@@ -131,7 +138,7 @@ class _Ascent:
             before, lower = lower, self._lower()
             if lower >= cutoff or upper - lower <= gap * abs(upper) or lower - before <= tuning.stalled * abs(upper):
                 break
-        best = improve_choice(best, self.original)
+        best = improve_choice(best, self.original, self.budget)
         upper = self.original.value(best)
         return Bounded(min(self._lower(), upper), upper, best, self._rises(), Costs(self._costs(), self._edges()))
 
@@ -164,6 +171,7 @@ class _Ascent:
         A sweep down has brought to each node what the higher ones imply, so where the bound is tight this order meets it; the
         opposite order rarely does.
         """
+        self.budget.spend(self.work)
         choice: dict[int, int] = {}
         least, costs = self._least(), self._costs()
         for v in self.order:

@@ -25,6 +25,7 @@ from typing import Protocol
 import numpy as np
 import pulp
 
+from autopar.solver.budget import Budget
 from autopar.solver.outcomes import Unfinished
 from autopar.solver.problem import Costs, Edges, MemoryRow
 
@@ -81,7 +82,13 @@ PairVariables = Mapping[tuple[int, int], Sequence[Sequence[Expression]]]
 
 
 def solve_integer_program(
-    costs: Costs, rows: Sequence[MemoryRow] = (), limit_bytes: float = np.inf, *, node_limit: int, gap: float
+    costs: Costs,
+    rows: Sequence[MemoryRow] = (),
+    limit_bytes: float = np.inf,
+    *,
+    node_limit: int,
+    gap: float,
+    budget: Budget | None = None,
 ) -> Solved | Infeasible | Unfinished:
     """Build the program of the module's text and solve it.
 
@@ -91,10 +98,15 @@ def solve_integer_program(
         limit_bytes: their limit.
         node_limit: nodes of branch and bound at most.
         gap: the relative gap at which a choice counts as optimal.
+        budget: limits the time, and pays for every entry.
 
     Returns:
-        The best choice found; or that there is none; or that none was found within `node_limit`.
+        The best choice found; or that there is none; or that none was found within the limits.
     """
+    budget = budget or Budget()
+    if budget.is_over:
+        return Unfinished()
+    budget.spend(costs.pairs)
     if any(_sum_of_least(row) > limit_bytes - row.fixed_bytes for row in rows):
         return Infeasible()
     scale = _scale_of(costs)
@@ -106,7 +118,8 @@ def solve_integer_program(
     require_pairs_to_agree(model, s, e)
     require_memory_to_fit(model, s, rows, limit_bytes)
     options: dict[str, int] = {"mip_max_nodes": node_limit, "random_seed": 0}
-    if _status(model, pulp.HiGHS(msg=False, threads=1, gapRel=gap, **options)) == INFEASIBLE:
+    seconds = budget.seconds_left if np.isfinite(budget.seconds_left) else None
+    if _status(model, pulp.HiGHS(msg=False, threads=1, gapRel=gap, timeLimit=seconds, **options)) == INFEASIBLE:
         return Infeasible()
     taken = {v: [pulp.value(x) for x in row] for v, row in s.items()}
     if any(x is None for row in taken.values() for x in row) or any(max(row) < 0.99 for row in taken.values()):

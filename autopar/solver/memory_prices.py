@@ -78,6 +78,8 @@ def price_memory(problem: ChoiceProblem, known: Sequence[Numbers], lower_bound_s
     room = np.array([1.0 - row.fixed_bytes / problem.limit_bytes for row in problem.rows])
     lower = lower_bound_s
     for _ in range(tuning.price_rounds):
+        if problem.budget.is_over:
+            break
         best = _fastest(trials)
         if lower >= problem.cutoff_s:
             break

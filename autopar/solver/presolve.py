@@ -24,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from autopar.solver.budget import Budget
 from autopar.solver.problem import Costs
 
 ROUNDING = 1e-12
@@ -76,8 +77,9 @@ def reduce_costs(
     keep: frozenset[int] = frozenset(),
     usage: Sequence[np.ndarray] | None = None,
     dominance: bool = True,
+    budget: Budget | None = None,
 ) -> Reduced:
-    """Apply the reductions until none applies; deterministic.
+    """Apply the reductions until none applies or the budget is over; deterministic.
 
     Args:
         costs: the objective.
@@ -85,11 +87,12 @@ def reduce_costs(
         usage: bytes of each node's choices at several points, a float array (choices, points) per node; only nodes of `keep`
             are looked up. None: memory does not matter.
         dominance: whether to drop dominated choices, which may be needed if the objective is a relaxation.
+        budget: pays for the entries looked at.
 
     Returns:
         What is left.
     """
-    return _Reducer(costs, keep, usage, dominance).run()
+    return _Reducer(costs, keep, usage, dominance, budget or Budget()).run()
 
 
 class _Worklist:
@@ -117,8 +120,15 @@ class _Worklist:
 class _Reducer:
     """The objective while it shrinks: costs, choices left and neighbours of the nodes left."""
 
-    def __init__(self, costs: Costs, keep: frozenset[int], usage: Sequence[np.ndarray] | None, dominance: bool) -> None:
-        self.keep, self.usage, self.dominance = keep, usage, dominance
+    def __init__(
+        self,
+        costs: Costs,
+        keep: frozenset[int],
+        usage: Sequence[np.ndarray] | None,
+        dominance: bool,
+        budget: Budget,
+    ) -> None:
+        self.keep, self.usage, self.dominance, self.budget = keep, usage, dominance, budget
         self.constant = 0.0
         self.cost = {v: np.asarray(c, dtype=float) for v, c in costs.nodes.items()}
         self.choices = {v: np.arange(len(c)) for v, c in costs.nodes.items()}
@@ -133,7 +143,7 @@ class _Reducer:
         for v in sorted(self.cost):
             self._drop_infinite(v)
         light, unexamined = _Worklist(self.cost), _Worklist(self.cost)
-        while light or unexamined:
+        while (light or unexamined) and not self.budget.is_over:
             if light:
                 v = light.pop()
                 if v not in self.cost or len(self.near[v]) > 2 or v in self.keep:
@@ -185,10 +195,12 @@ class _Reducer:
             self.constant += float(cost.min())
         elif len(neighbours) == 1:
             (v,) = neighbours
+            self.budget.spend(self.near[u][v].size)
             self.cost[v] = self.cost[v] + (cost[:, None] + self.near[u][v]).min(axis=0)
             self._drop_infinite(v)
         elif len(neighbours) == 2:
             v, w = neighbours
+            self.budget.spend(len(cost) * len(self.cost[v]) * len(self.cost[w]))
             first, second = cost[:, None] + self.near[u][v], self.near[u][w]
             self._add_edge(v, w, min_plus(first.T, second))
         del self.near[u], self.choices[u]
@@ -236,6 +248,7 @@ class _Reducer:
     def _find_beaten(self, v: int) -> np.ndarray:
         """beaten[p', p]: whether p is never worse than p' and, if v stays, uses no more memory; bools (choices, choices)."""
         cost = self.cost[v]
+        self.budget.spend(len(cost) * sum(matrix.size for matrix in self.near[v].values()))
         with np.errstate(invalid="ignore"):
             excess = cost[:, None] - cost[None, :]
             for matrix in self.near[v].values():

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from autopar.solver.budget import Budget
 from autopar.solver.tuning import TUNING, Tuning
 
 T = TypeVar("T")
@@ -132,6 +133,9 @@ class ChoiceProblem:
         classes: which choices of a node an exchange of equal mesh axes makes alike (`classes.py`); None if unknown.
         ties: which nodes are to choose alike; None solves the whole problem. `repeated_layers.tie_layers` sets them.
         is_proven: whether a problem with ties is to have a bound of the whole problem; without, the bound is 0.
+        proof: the gap between choice and bound, relative, at which the caller is content; None: `Tuning.good_enough`.
+        is_quick: whether a choice and a bound that cost little are enough, as for one of many candidates.
+        budget: when it is over, the best choice met is returned with the bound reached.
         tuning: when to stop, and when to use which method.
     """
 
@@ -142,6 +146,9 @@ class ChoiceProblem:
     classes: Classes | None = None
     ties: Ties | None = None
     is_proven: bool = True
+    proof: float | None = None
+    is_quick: bool = False
+    budget: Budget = dataclasses.field(default_factory=Budget)
     tuning: Tuning = TUNING
 
     def fits(self, choice: Sequence[int]) -> bool:

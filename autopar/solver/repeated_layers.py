@@ -128,11 +128,13 @@ def bound_whole(problem: ChoiceProblem, found: Chosen | None = None) -> float:
     """
     if not problem.is_proven or (found is None) != bool(np.isfinite(problem.cutoff_s)):
         return 0.0
-    reduced = reduce_costs(problem.costs, dominance=False)
+    reduced = reduce_costs(problem.costs, dominance=False, budget=problem.budget)
     start, gap = None, problem.tuning.near
     if found is not None:
         start = reduced.restrict(found.numbers)
         gap *= found.seconds / max(found.seconds - reduced.constant, 1e-30)
     cutoff = problem.cutoff_s - reduced.constant
-    bounded = bound_costs(reduced.costs, gap=gap, start=start, cutoff=cutoff, tuning=problem.tuning)
+    bounded = bound_costs(
+        reduced.costs, gap=gap, start=start, cutoff=cutoff, tuning=problem.tuning, budget=problem.budget
+    )
     return bounded.lower + reduced.constant

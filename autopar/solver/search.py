@@ -18,6 +18,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from autopar.solver.budget import Budget
 from autopar.solver.dual_ascent import Bounded, bound_costs
 from autopar.solver.integer_program import Infeasible, Solved, solve_integer_program
 from autopar.solver.outcomes import Unfinished, Unreachable
@@ -37,18 +38,27 @@ class Found:
     gap: float
 
 
-def search(costs: Costs, *, cutoff_s: float = np.inf, tuning: Tuning = TUNING) -> Found | Unreachable | Unfinished:
+def search(
+    costs: Costs,
+    *,
+    cutoff_s: float = np.inf,
+    tuning: Tuning = TUNING,
+    budget: Budget | None = None,
+    is_quick: bool = False,
+) -> Found | Unreachable | Unfinished:
     """Search the least choice of an objective.
 
     Args:
         costs: the objective.
         cutoff_s: the search ends where the bound reaches it; the gap then says so.
         tuning: when to stop, and what to try.
+        budget: when it is over, the best choice met is returned with the bound reached.
+        is_quick: whether to be content with the choice and the bound of a short dual ascent.
 
     Returns:
         A choice of finite cost; or that there is none; or that none was found.
     """
-    return _Search(tuning).run(costs, cutoff_s, round_number=0)
+    return _Search(tuning, budget or Budget(), is_quick).run(costs, cutoff_s, round_number=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +66,8 @@ class _Search:
     """The search by one tuning. `round_number`: how often a bound has shrunk the problem before."""
 
     tuning: Tuning
+    budget: Budget
+    is_quick: bool
 
     def run(self, costs: Costs, cutoff_s: float, *, round_number: int) -> Found | Unreachable | Unfinished:
         """Reduce an objective, search what is left, and extend what is found.
@@ -63,7 +75,7 @@ class _Search:
         Nodes are renumbered without gaps: PuLP sorts variables by name, and equal problems are to have equal solutions.
         """
         order = list(costs.nodes)
-        reduced = reduce_costs(costs.renumber())
+        reduced = reduce_costs(costs.renumber(), budget=self.budget)
         if not np.isfinite(reduced.constant):
             return Unreachable()
         found = self._search_reduced(reduced.costs, cutoff_s - reduced.constant, round_number)
@@ -77,11 +89,13 @@ class _Search:
             return Found({}, 0.0)
         tuning, is_last = self.tuning, round_number >= self.tuning.rounds
         gap = tuning.exact_gap if round_number == 0 else tuning.rough_gap
+        if self.is_quick:
+            return self._search_quickly(costs, cutoff_s)
         if costs.pairs <= (tuning.direct_pairs if is_last else tuning.small_pairs):
             solved = self._solve_directly(costs, gap)
             if not isinstance(solved, Unfinished):
                 return solved
-        bounded = bound_costs(costs, gap=tuning.gap, cutoff=cutoff_s, tuning=tuning)
+        bounded = bound_costs(costs, gap=tuning.gap, cutoff=cutoff_s, tuning=tuning, budget=self.budget)
         if bounded.lower >= cutoff_s and np.isfinite(bounded.upper):
             return Found(bounded.choice, bounded.upper - bounded.lower)
         best, upper = self._try_near_bound(costs, bounded, max(round_number + 1, tuning.rounds))
@@ -95,13 +109,19 @@ class _Search:
         if not is_possible:
             return Unfinished()
         found = Found(best, max(upper - bounded.lower, 0.0))
-        if found.gap > tuning.good_enough * abs(upper) and not is_last:
+        if found.gap > tuning.good_enough * abs(upper) and not is_last and not self.budget.is_over:
             return self._search_below(costs, bounded, found, cutoff_s, round_number + 1)
         return found
 
+    def _search_quickly(self, costs: Costs, cutoff_s: float) -> Found | Unfinished:
+        """A few sweeps of dual ascent, and its best choice."""
+        tuning = dataclasses.replace(self.tuning, sweeps=self.tuning.quick_sweeps)
+        bounded = bound_costs(costs, gap=tuning.good_enough, cutoff=cutoff_s, tuning=tuning, budget=self.budget)
+        return Found(bounded.choice, bounded.upper - bounded.lower) if np.isfinite(bounded.upper) else Unfinished()
+
     def _solve_directly(self, costs: Costs, gap: float) -> Found | Unreachable | Unfinished:
         """By the integer program."""
-        match solve_integer_program(costs, node_limit=self.tuning.node_limit, gap=gap):
+        match solve_integer_program(costs, node_limit=self.tuning.node_limit, gap=gap, budget=self.budget):
             case Solved(choice, lower):
                 return Found(choice, max(0.0, costs.value(choice) - lower))
             case Infeasible():
@@ -117,7 +137,7 @@ class _Search:
         best, upper = bounded.choice, bounded.upper
         is_too_deep = round_number > self.tuning.rounds + self.tuning.nested
         for slack in () if is_too_deep else self.tuning.slacks:
-            if upper - bounded.lower > self.tuning.gap * abs(upper):
+            if upper - bounded.lower > self.tuning.gap * abs(upper) and not self.budget.is_over:
                 trial = self._search_among(bounded, bounded.near_optimal(slack), np.inf, round_number)
                 value = costs.value(trial.choice) if isinstance(trial, Found) else np.inf
                 if isinstance(trial, Found) and value < upper:

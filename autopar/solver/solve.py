@@ -45,6 +45,9 @@ def choose(problem: ChoiceProblem, *, free: Chosen | None = None, tried: Sequenc
     """
     if problem.least_bytes() > problem.limit_bytes:
         return DoesNotFit(problem.least_bytes())
+    if problem.proof is not None:
+        tuning = dataclasses.replace(problem.tuning, good_enough=problem.proof)
+        problem = dataclasses.replace(problem, proof=None, tuning=tuning)
     if problem.ties is not None:
         return _choose_tied(problem, problem.ties, free, tried)
     if problem.classes is not None:
@@ -63,7 +66,13 @@ def _choose_as_it_is(problem: ChoiceProblem, free: Chosen | None, tried: Sequenc
 
 
 def _choose_without_memory(problem: ChoiceProblem) -> Chosen | Unreachable | Unfinished:
-    found = search(problem.costs, cutoff_s=problem.cutoff_s, tuning=problem.tuning)
+    found = search(
+        problem.costs,
+        cutoff_s=problem.cutoff_s,
+        tuning=problem.tuning,
+        budget=problem.budget,
+        is_quick=problem.is_quick,
+    )
     if not isinstance(found, Found):
         return found
     numbers = tuple(found.choice.values())
@@ -132,6 +141,7 @@ def _choose_tied(problem: ChoiceProblem, ties: Ties, free: Chosen | None, tried:
             return NotSearched(lower) if np.isfinite(problem.cutoff_s) else Unfinished()
     if free is None:
         lower = max(lower, bound_whole(problem, whole))
-        if problem.is_proven and whole.seconds - lower > problem.tuning.good_enough * whole.seconds:
+        is_near = whole.seconds - lower <= problem.tuning.good_enough * whole.seconds
+        if problem.is_proven and not (is_near or problem.is_quick or problem.budget.is_over):
             return choose(dataclasses.replace(problem, ties=None), tried=tried)
     return dataclasses.replace(whole, lower_bound_s=min(lower, whole.seconds))

@@ -33,17 +33,19 @@ def choose_within_memory(
     """
     tuning = problem.tuning
     reduced = _reduce(problem)
-    if reduced.costs.pairs <= tuning.direct_pairs:
+    if reduced.costs.pairs <= tuning.direct_pairs and not problem.is_quick:
         return _solve_directly(problem, reduced, gap=tuning.exact_gap, node_limit=tuning.memory_nodes)
 
     def solve(costs: Costs) -> Found | Unreachable | Unfinished:
-        return search(costs, tuning=tuning)
+        return search(costs, tuning=tuning, budget=problem.budget, is_quick=problem.is_quick)
 
     priced = price_memory(problem, [free.numbers, *tried], free.lower_bound_s, solve=solve)
     if priced.lower_bound_s >= problem.cutoff_s:
         return CutOff(priced.lower_bound_s)
     best = _best_of_prices(priced)
     if best is not None and best.seconds - best.lower_bound_s <= tuning.good_enough * best.seconds:
+        return best
+    if best is not None and problem.is_quick:
         return best
     mixed = mix_choices(problem, [trial.numbers for trial in priced.trials])
     if isinstance(mixed, Chosen) and (best is None or mixed.seconds < best.seconds):
@@ -84,7 +86,7 @@ def _reduce(problem: ChoiceProblem) -> Reduced:
     """What is left after the reductions that memory allows: nodes whose bytes depend on their choice stay."""
     usage = _usage(problem)
     varying = frozenset(v for v, used in enumerate(usage) if np.ptp(used, axis=0).any())
-    return reduce_costs(problem.costs, keep=varying, usage=usage)
+    return reduce_costs(problem.costs, keep=varying, usage=usage, budget=problem.budget)
 
 
 def _usage(problem: ChoiceProblem) -> list[np.ndarray]:
@@ -102,7 +104,9 @@ def _solve_directly(
 ) -> Chosen | DoesNotFit | Unfinished:
     """By the integer program, with the memory rows over the nodes left."""
     rows = [_reduce_row(row, reduced) for row in problem.rows]
-    solved = solve_integer_program(reduced.costs, rows, problem.limit_bytes, node_limit=node_limit, gap=gap)
+    solved = solve_integer_program(
+        reduced.costs, rows, problem.limit_bytes, node_limit=node_limit, gap=gap, budget=problem.budget
+    )
     match solved:
         case Infeasible():
             return DoesNotFit(problem.least_bytes())

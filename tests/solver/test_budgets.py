@@ -1,0 +1,67 @@
+"""A budget that ends anywhere leaves a legal choice or `Unfinished`, with a bound that is one; equal work, equal results."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from autopar.solver.budget import Budget
+from autopar.solver.outcomes import Chosen, DoesNotFit, Outcome, Unfinished
+from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
+from autopar.solver.solve import choose
+from tests.solver.problems import least_value, value_of
+
+COUNT, CHOICES = 7, 3
+
+
+def problem(seed: int, room: float | None, budget: Budget, is_quick: bool = False) -> ChoiceProblem:
+    """A dense random problem; `room` is the part of the memory between the least and the most that may be used."""
+    random = np.random.default_rng(seed)
+    costs = [random.uniform(0, 1, CHOICES) for _ in range(COUNT)]
+    edges = {pair: random.uniform(0, 1, (CHOICES, CHOICES)) for pair in itertools.combinations(range(COUNT), 2)}
+    row = MemoryRow("all", {v: random.uniform(0, 1, CHOICES) for v in range(COUNT)})
+    most = sum(float(b.max()) for b in row.bytes_of.values())
+    limit = np.inf if room is None else row.least() + room * (most - row.least())
+    rows = [] if room is None else [row]
+    return ChoiceProblem(costs=Costs.of(costs, edges), rows=rows, limit_bytes=limit, budget=budget, is_quick=is_quick)
+
+
+def assert_legal(found: Outcome, asked: ChoiceProblem) -> None:
+    costs, edges = list(asked.costs.nodes.values()), asked.costs.edges
+    best = least_value(costs, edges, asked.rows, asked.limit_bytes)
+    assert isinstance(found, Chosen | Unfinished | DoesNotFit)
+    assert not isinstance(found, DoesNotFit) or not np.isfinite(best)
+    if isinstance(found, Chosen):
+        assert asked.fits(found.numbers)
+        assert found.seconds == pytest.approx(value_of(costs, edges, found.numbers))
+        assert found.lower_bound_s <= best * (1 + 1e-9) <= found.seconds * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+@pytest.mark.parametrize("room", [None, 0.2])
+def test_a_budget_cut_short_anywhere_leaves_a_legal_choice_or_says_that_it_found_none(
+    room: float | None, is_quick: bool
+) -> None:
+    whole = Budget()
+    choose(problem(0, room, whole, is_quick))
+    assert whole.spent > 0
+    for work in np.linspace(0, 1.1 * whole.spent, 23):
+        asked = problem(0, room, Budget(work=float(work)), is_quick)
+        found = choose(asked)
+        assert_legal(found, asked)
+        assert found == choose(problem(0, room, Budget(work=float(work)), is_quick))
+
+
+def test_without_memory_some_choice_is_met_however_short_the_budget_is() -> None:
+    assert isinstance(choose(problem(1, None, Budget(work=0.0))), Chosen)
+    assert isinstance(choose(problem(1, None, Budget(seconds=0.0))), Chosen)
+
+
+def test_a_part_ends_with_the_whole_and_is_paid_by_it() -> None:
+    whole = Budget(work=10)
+    part = whole.part(0.5)
+    part.spend(5)
+    assert (part.is_over, whole.is_over, whole.work_left) == (True, False, 5)
+    rest = whole.limit()
+    whole.stop()
+    assert rest.is_over
