@@ -54,6 +54,7 @@ from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arg
 from autopar.program.loops import LoopEquation
 from autopar.program.step import require_state, require_state_like
 from autopar.program.trace import trace
+from autopar.progress import enter
 from autopar.rules.table import warn_of_missing_rules
 from autopar.runtime.thread_settings import under
 from autopar.schedules.schedules import Open
@@ -148,6 +149,7 @@ class ParallelStep:
         key = key_of(call)
         if key not in self._planned:
             with pause_full_collections():
+                enter("tracing")
                 traced = trace(self._signature, call)
                 warn_of_missing_rules([eqn for eqn in traced.program.walk() if not isinstance(eqn, LoopEquation)])
                 self._planned[key] = decide_together(self._settings, traced, self._signature.name)
@@ -157,6 +159,7 @@ class ParallelStep:
     def _compile(self, key: CallKey) -> CompiledStep | CompiledPipeline:
         """The step compiled by a plan, once, under the settings of JAX under which it was planned."""
         if key not in self._compiled:
+            enter("compiling")
             with under(dict(key.settings)):
                 self._compiled[key] = compile_planned(self._signature, self._planned[key], self.jax_devices())
         return self._compiled[key]

@@ -77,6 +77,7 @@ def demo_options(options: argparse.Namespace) -> tuple[argparse.Namespace, argpa
         "schedule": "auto",
         "virtual_stages": 1,
         "timeline": None,
+        "verbose": 0,
         "full": False,
     }
     one = argparse.Namespace(**shared, title="one mesh", stages=1, microbatches=None)

@@ -187,6 +187,13 @@ def _add_planning(parser: argparse.ArgumentParser, *, processes: int) -> None:
         help="processes that plan layers and stages side by side; default: "
         + ("%(default)s" if processes == 1 else "one for each core"),
     )
+    group.add_argument(
+        "-v",
+        "--verbose",
+        action="count",
+        default=0,
+        help="log phases and better plans on standard error; -vv: all that is tried",
+    )
     _add_pipeline(parser)
 
 

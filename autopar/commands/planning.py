@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar.api import ParallelStep
+from autopar.commands.live_line import live_line
 from autopar.commands.planning_options import FOR_PIPELINES, count_devices, make_parallel
 from autopar.commands.subject import Subject, find_subject
 from autopar.errors import ArgumentError
@@ -18,6 +19,7 @@ from autopar.explain import TEXT_WIDTH, show, standard_output
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
+from autopar.progress import enter
 from autopar.schedules.grid import draw_grid
 from autopar.simulate.plan_overlap import overlap_of, overlap_table, own_cluster
 
@@ -29,8 +31,9 @@ def plan(options: argparse.Namespace) -> int:
     """Plan a step from shapes alone; print the plan and write it to `options.output`, if given."""
     output: Path | None = options.output
     count = count_devices(options)
-    subject = find_subject(options.model, options.sizes)
-    with Console(stderr=True).status(f"planning for {count} devices"):
+    with live_line(options.verbose):
+        enter("building the model")
+        subject = find_subject(options.model, options.sizes)
         found = plan_step(make_parallel(subject.step, count, options), subject, options)
     if output is not None:
         _write(output, found.to_json())

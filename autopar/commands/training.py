@@ -19,6 +19,7 @@ import jax
 
 from autopar.api import ParallelStep
 from autopar.commands.devices import ask_for_virtual_devices, find_devices
+from autopar.commands.live_line import live_line
 from autopar.commands.planning import plan_step, show_plan
 from autopar.commands.planning_options import count_devices, make_parallel
 from autopar.commands.recording import Recorder
@@ -80,10 +81,10 @@ def train_model(
     run.check_data()
     devices = find_devices(options.devices if options.mesh is None else asked)
     step, shapes = make_parallel(run.built.train_step, devices, options), find_shapes(run.built)
-    with run.console.status("planning"):
+    with live_line(options.verbose):
         plan = plan_step(step, shapes, options)
     show_plan(plan, run.console, full=options.full)
-    with run.console.status("compiling"):
+    with live_line(options.verbose):
         compiled = _compile(step, shapes)
         recorder = Recorder.of(compiled, options.timeline, steps=run.steps) if options.timeline else None
         state = step.init_state(run.built.create_state, jax.random.key(run.seed))

@@ -23,6 +23,7 @@ from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
+from autopar.progress import Progress, enter, report
 from autopar.schedules.schedules import Open, Recompute
 from autopar.stages.recompute_layers import recompute_layers
 
@@ -91,6 +92,11 @@ class _Attempts:
     def plan(self, step: TracedStep, *, recompute: bool) -> PlannedStep | None:
         """Plan one way and note it; None if there is no plan. `recompute`: its backward does forward work again."""
         row = Alternative(num_stages=1, num_microbatches=step.microbatches, recompute=recompute)
+        enter(
+            f"planning on one mesh in {step.microbatches} microbatches"
+            if step.microbatches > 1
+            else "planning on one mesh"
+        )
         try:
             planned = plan_step(step, self._request)
         except (OutOfMemoryError, ConstraintError) as error:
@@ -101,6 +107,7 @@ class _Attempts:
             return None
         self._compared.append(replace(row, step_s=planned.plan.step_s))
         self._found.append(replace(planned, plan=replace(planned.plan, recompute=recompute)))
+        report(Progress(best_s=min(one.plan.step_s for one in self._found)), is_news=True)
         return self._found[-1]
 
     def is_dear(self, planned: PlannedStep) -> bool:

@@ -24,6 +24,7 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.plan import Plan, ValuePlan
 from autopar.program.step import Leaf, TracedStep
+from autopar.progress import enter
 from autopar.schedules.in_flight import InFlight
 from autopar.stages.chain import forward_chain
 from autopar.stages.cut import cut_stages, place_stages
@@ -105,6 +106,7 @@ def plan_stages(
         cuts = choose_cuts(forward_chain(loop), wanted.num_stages)
     cut = _cut(loop, cuts or (), wanted)
     planning = _Planning(planner, wanted.in_flight, tuning.memory_rounds)
+    enter(f"planning {wanted.num_stages} stages")
     jobs = [_job_of(stage_program(cut, stage), wanted, request) for stage in range(wanted.num_stages)]
     kinds: Sequence[int] = find_identical(loop, cuts) if cuts else range(wanted.num_stages)
     leaders = _plan_leaders(planning, jobs, kinds, processes=request.processes)

@@ -33,6 +33,7 @@ from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Program
+from autopar.progress import enter
 from autopar.stages.cut import cut_stages
 from autopar.stages.identical import find_identical
 from autopar.stages.tasks.stage_program import StageProgram, stage_program
@@ -211,6 +212,8 @@ class PlannedLayers:
         jobs: list[Callable[[], _PlannedLayer | _TooLarge | _Failed]]
         jobs = [functools.partial(self._plan_key, key) for key in new]
         jobs += [functools.partial(self._try_key, key) for key in ahead]
+        if jobs:
+            enter("planning layers")
         outcomes = run_side_by_side(jobs, processes=self._request.processes)
         for key, outcome in zip([*new, *ahead], outcomes, strict=True):
             if not isinstance(outcome, _Failed):  # whoever asks for it plans it again, and gets the error

@@ -30,6 +30,7 @@ from autopar.intra_op.planner import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.plan import Alternative
+from autopar.progress import enter
 from autopar.schedules.schedules import NAMED_SCHEDULES
 
 
@@ -165,6 +166,7 @@ class _StageSearch:
         ways = self._possible_ways()
         for way in ways:
             self._table(way)  # here, not in a fork: it plans layers, which this process keeps
+        enter("choosing stages")
         found = run_side_by_side(
             [functools.partial(self._solve_timed, way) for way in ways],
             processes=self.processes,

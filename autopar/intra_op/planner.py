@@ -32,6 +32,7 @@ from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import all_layouts
 from autopar.plan import Candidate, Plan, ValuePlan
 from autopar.program.step import Leaf, TracedStep
+from autopar.progress import Progress, report
 from autopar.solver.outcomes import Chosen, CutOff, NotSearched, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.repeated_layers import tie_layers
@@ -100,6 +101,7 @@ def plan_step(traced: TracedStep, request: PlanRequest) -> PlannedStep:
     candidates: list[Candidate] = []
     found_s: list[float] = []
     for mesh in _distinct(request):
+        report(Progress(at=f"mesh {mesh.shape}"))
         outcome = _plan_on(traced, mesh, request, best.plan.step_s if best is not None else np.inf)
         match outcome:
             case PlannedStep():

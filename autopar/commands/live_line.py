@@ -1,0 +1,103 @@
+"""What a terminal shows while a plan is sought: one line that moves, and is gone at the end.
+
+In: the reports of the search (`autopar.progress`). Out, on standard error: the phase, candidates, the best step so far, the bound
+and the seconds left; with `-v` also the log. A thread of rich draws the line four times a second, so that it moves during long
+steps as well. A pipe or a file gets nothing but the log that `-v` asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from autopar.explain import seconds_text
+from autopar.progress import LOGGER, Progress, listening
+
+_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
+_PER_SECOND = 4
+_SEPARATOR = " · "
+
+
+@contextlib.contextmanager
+def live_line(verbose: int = 0, console: Console | None = None) -> Iterator[None]:
+    """A context in which the terminal shows how far planning is.
+
+    Args:
+        verbose: 0: no log; 1: phases and better plans; 2: everything.
+        console: where to; standard error if None.
+    """
+    console = console or Console(stderr=True)
+    with contextlib.ExitStack() as stack:
+        if console.file.isatty() and not console.is_dumb_terminal:
+            line = _Line(console)
+            live = Live(
+                console=console, get_renderable=line.draw, refresh_per_second=_PER_SECOND, transient=True, screen=False
+            )
+            stack.enter_context(live)
+            stack.enter_context(listening(line.hear))
+        if verbose:
+            stack.enter_context(_logging(_LEVELS[min(verbose, len(_LEVELS) - 1)]))
+        yield
+
+
+class _Line:
+    """The line: what was reported last, and when."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._spinner = console, Spinner("dots")
+        self._now, self._heard, self._started = Progress(), console.get_time(), console.get_time()
+
+    def hear(self, progress: Progress) -> None:
+        """Take a report."""
+        self._now, self._heard = progress.after(self._now), self._console.get_time()
+
+    def draw(self) -> Text:
+        """The line at this moment, for the thread that draws."""
+        time = self._console.get_time()
+        words = describe(self._now, elapsed_s=time - self._started, since_s=time - self._heard)
+        spinner = self._spinner.render(time)
+        assert isinstance(spinner, Text)
+        return Text.assemble(spinner, " ", words, no_wrap=True, overflow="ellipsis")
+
+
+def describe(now: Progress, *, elapsed_s: float, since_s: float = 0.0) -> str:
+    """The words of the line.
+
+    Args:
+        now: all that is known.
+        elapsed_s: seconds since the start.
+        since_s: seconds since the last report.
+    """
+    phase = ", ".join(filter(None, [now.phase or "starting", now.at]))
+    counts = {"bounded": now.bounded, "dropped": now.dropped, "proven": now.proven}
+    candidates = " / ".join(f"{count} {name}" for name, count in counts.items() if count is not None)
+    steps = {"best step": now.best_s, "bound": now.bound_s}
+    times = [f"{name} {seconds_text(seconds)}" for name, seconds in steps.items() if seconds is not None]
+    left = "" if now.seconds_left is None else f"{max(0.0, now.seconds_left - since_s):.0f} s left"
+    return _SEPARATOR.join(filter(None, [phase, candidates, *times, left or f"{elapsed_s:.0f} s"]))
+
+
+@contextlib.contextmanager
+def _logging(level: int) -> Iterator[None]:
+    """A context in which autopar's log goes to standard error, above the line if there is one."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("autopar: %(relativeCreated)6.0f ms %(levelname)s %(message)s"))
+    own_process = os.getpid()
+    # A fork has no thread that draws, and may have been made while that held the console's lock.
+    handler.addFilter(lambda record: record.process == own_process)
+    before = LOGGER.level
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(level)
+    try:
+        yield
+    finally:
+        LOGGER.setLevel(before)
+        LOGGER.removeHandler(handler)

@@ -1,0 +1,96 @@
+"""How far planning is: said by the passes, heard by whoever asks.
+
+In: a `Progress` from the pass that is at work. Out: each listener of this thread gets it, and so does Python's `logging`, by the
+logger `autopar`: a new phase and a better plan as INFO, everything else as DEBUG. Importing installs no handler, and without a
+listener a report costs a microsecond. What can go wrong: planning runs on in forks as well (`inter_op/forked_jobs.py`), whose
+reports stay there; a listener hears of what its own process does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+LOGGER = logging.getLogger("autopar")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Progress:
+    """Where the search is. What is left out is as it was before.
+
+    Attributes:
+        phase: what is being done, such as `tracing` or `planning layers`.
+        bounded: candidates that have a bound.
+        dropped: candidates that no longer matter.
+        proven: candidates whose best plan is known.
+        best_s: predicted seconds per step of the best plan so far.
+        bound_s: seconds per step that no plan can beat.
+        seconds_left: until planning ends at the latest.
+        at: what of the phase is being done, such as `mesh (2, 4)`.
+    """
+
+    phase: str | None = None
+    bounded: int | None = None
+    dropped: int | None = None
+    proven: int | None = None
+    best_s: float | None = None
+    bound_s: float | None = None
+    seconds_left: float | None = None
+    at: str | None = None
+
+    def after(self, before: Progress) -> Progress:
+        """All that is known after both reports; a new phase begins with no `at`."""
+        known = {name: value for name, value in _fields(self).items() if value is not None}
+        since = dataclasses.replace(before, at=None) if self.phase not in (None, before.phase) else before
+        return dataclasses.replace(since, **known)
+
+    def __str__(self) -> str:
+        """The report as one line of a log."""
+        named = _fields(self)
+        words = [str(named.pop("phase") or ""), str(named.pop("at") or "")]
+        figures = [f"{name} {value:.6g}" for name, value in named.items() if isinstance(value, int | float)]
+        return ": ".join(filter(None, [", ".join(filter(None, words)), ", ".join(figures)]))
+
+
+Listener: TypeAlias = Callable[[Progress], None]
+_LISTENERS: contextvars.ContextVar[tuple[Listener, ...]] = contextvars.ContextVar("listeners", default=())
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """A context in which a function gets every report that this thread makes."""
+    token = _LISTENERS.set((*_LISTENERS.get(), listener))
+    try:
+        yield
+    finally:
+        _LISTENERS.reset(token)
+
+
+def report(progress: Progress, event: str = "", *, is_news: bool = False) -> Progress:
+    """Tell all listeners, and the log.
+
+    Args:
+        progress: what is known now.
+        event: what happened, for the log; without it the log has the figures.
+        is_news: whether this is a new phase or a better plan, which the log has as INFO.
+
+    Returns:
+        `progress`, so that a search can go on from it: `now = report(replace(now, dropped=now.dropped + 1))`.
+    """
+    LOGGER.log(logging.INFO if is_news else logging.DEBUG, "%s", event or progress)
+    for listener in _LISTENERS.get():
+        listener(progress)
+    return progress
+
+
+def enter(phase: str) -> None:
+    """Say that a phase begins."""
+    report(Progress(phase=phase), is_news=True)
+
+
+def _fields(progress: Progress) -> dict[str, Any]:
+    return {field.name: getattr(progress, field.name) for field in dataclasses.fields(progress)}

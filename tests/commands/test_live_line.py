@@ -1,0 +1,104 @@
+"""The line that a terminal shows while a plan is sought: its words, that it moves, that it goes, and that a pipe gets nothing."""
+
+import io
+import os
+import pty
+import subprocess
+import sys
+import threading
+
+from rich.console import Console
+
+from autopar.commands.live_line import describe, live_line
+from autopar.progress import Progress, enter, report
+from tests.commands.command_line import CLEAN_ENVIRONMENT, ROOT, SMALL, start
+
+
+class _Terminal(io.StringIO):
+    """A terminal that sets an event when it is written a text, and remembers everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited, self.seen = "", threading.Event()
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        written = super().write(text)
+        if self.awaited and self.awaited in self.getvalue():
+            self.seen.set()
+        return written
+
+
+def test_the_words_are_phase_candidates_best_step_bound_and_seconds_left():
+    now = Progress(
+        phase="searching",
+        at="mesh (2, 4)",
+        bounded=120,
+        dropped=88,
+        proven=1,
+        best_s=0.0123,
+        bound_s=0.012,
+        seconds_left=41.2,
+    )
+    assert describe(now, elapsed_s=20.0, since_s=2.0) == (
+        "searching, mesh (2, 4) · 120 bounded / 88 dropped / 1 proven · best step 12.3 ms · bound 12.0 ms · 39 s left"
+    )
+    assert describe(Progress(phase="tracing"), elapsed_s=3.2) == "tracing · 3 s"
+    assert describe(Progress(seconds_left=1.0), elapsed_s=9.0, since_s=5.0) == "starting · 0 s left"
+
+
+def test_the_line_is_drawn_while_nothing_is_reported_and_is_gone_at_the_end():
+    terminal = _Terminal()
+    console = Console(file=terminal, force_terminal=True, width=100, legacy_windows=False)
+    with live_line(console=console):
+        enter("tracing")
+        report(Progress(best_s=0.5))
+        terminal.awaited = "best step 500 ms"
+        assert terminal.seen.wait(timeout=60), "the thread that draws is at work without further reports"
+    assert terminal.getvalue().endswith("\x1b[1A\x1b[2K"), "the line is erased"
+
+
+def test_a_pipe_gets_nothing_even_if_colours_are_forced():
+    process = start("plan", "mlp", *SMALL, "--devices", "2", FORCE_COLOR="1")
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, errors) == (0, "")
+
+
+def test_verbose_logs_phases_on_standard_error_and_everything_if_it_is_given_twice():
+    process = start("plan", "mlp", *SMALL, "--devices", "4", "-v")
+    _, errors = process.communicate(timeout=120)
+    assert "INFO tracing\n" in errors
+    assert "DEBUG" not in errors
+    process = start("plan", "mlp", *SMALL, "--devices", "4", "-vv")
+    _, errors = process.communicate(timeout=120)
+    assert "INFO tracing\n" in errors
+    assert "DEBUG" in errors
+
+
+def test_a_terminal_sees_the_phases_and_then_the_plan_alone():
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "autopar", "plan", "mlp", *SMALL, "--devices", "4"]
+    env = CLEAN_ENVIRONMENT | {"TERM": "xterm"}
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=theirs, text=True)
+    os.close(theirs)
+    shown = _read_all(ours)
+    printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "tracing" in shown
+    assert printed.startswith("mesh ")
+    assert shown.endswith("\x1b[2K"), "the line is erased before the plan is printed"
+
+
+def _read_all(terminal: int) -> str:
+    parts = []
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # Linux says so when the other end is closed
+            part = b""
+        if not part:
+            os.close(terminal)
+            return b"".join(parts).decode()
+        parts.append(part)

@@ -1,0 +1,78 @@
+"""Progress reaches its listeners and the log, and what it leaves out stays as it was."""
+
+import logging
+import os
+
+import jax
+import jax.numpy as jnp
+
+import autopar
+from autopar.inter_op.forked_jobs import run_side_by_side
+from autopar.progress import Progress, enter, listening, report
+
+
+def a_step(state, batch):
+    return {"w": state["w"] - jnp.mean(batch @ state["w"])}, jnp.sum(batch)
+
+
+SHAPES = {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32)}, jax.ShapeDtypeStruct((32, 16), jnp.float32)
+
+
+def test_listeners_hear_reports_while_they_listen():
+    outer, inner = [], []
+    enter("before")
+    with listening(outer.append):
+        with listening(inner.append):
+            enter("tracing")
+        report(Progress(dropped=3))
+    enter("after")
+    assert inner == [Progress(phase="tracing")]
+    assert outer == [Progress(phase="tracing"), Progress(dropped=3)]
+
+
+def test_what_a_report_leaves_out_is_as_before_and_a_new_phase_is_nowhere_yet():
+    before = Progress(phase="planning", at="mesh (8,)", bounded=4, best_s=0.5)
+    assert Progress(bounded=5).after(before) == Progress(phase="planning", at="mesh (8,)", bounded=5, best_s=0.5)
+    assert Progress(phase="planning", best_s=0.4).after(before).at == "mesh (8,)"
+    assert Progress(phase="compiling").after(before) == Progress(phase="compiling", bounded=4, best_s=0.5)
+
+
+def test_the_log_has_phases_and_better_plans_as_info_and_the_rest_as_debug(caplog):
+    with caplog.at_level(logging.DEBUG, logger="autopar"):
+        enter("tracing")
+        report(Progress(bounded=2, dropped=1, at="mesh (8,)"))
+        report(Progress(best_s=0.25), "data parallel over 8 devices takes 250 ms", is_news=True)
+    assert [(record.name, record.levelname, record.message) for record in caplog.records] == [
+        ("autopar", "INFO", "tracing"),
+        ("autopar", "DEBUG", "mesh (8,): bounded 2, dropped 1"),
+        ("autopar", "INFO", "data parallel over 8 devices takes 250 ms"),
+    ]
+
+
+def test_importing_installs_no_handler():
+    assert logging.getLogger("autopar").handlers == []
+
+
+def test_a_step_says_its_phases():
+    heard = []
+    step = autopar.parallelize(a_step, devices=2)
+    with listening(heard.append):
+        plan = step.plan(*SHAPES)
+        step.plan(*SHAPES)
+    phases = [progress.phase for progress in heard if progress.phase is not None]
+    assert phases[0] == "tracing"
+    assert phases.count("tracing") == 1
+    assert any(phase.startswith("planning") for phase in phases)
+    assert [progress.best_s for progress in heard if progress.best_s is not None][-1] == plan.step_s
+
+
+def test_a_listener_hears_its_own_process_alone():
+    heard = []
+
+    def job() -> int:
+        enter("a job")
+        return os.getpid()
+
+    with listening(heard.append):
+        processes = run_side_by_side([job] * 6, processes=2)
+    assert len(heard) == processes.count(os.getpid())
