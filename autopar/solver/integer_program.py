@@ -1,33 +1,29 @@
-"""A pairwise choice problem as an integer program, built with PuLP and solved with HiGHS.
+"""A pairwise choice problem as an integer program of arrays, solved by HiGHS.
 
-Minimise  sum_v c_v . s_v + sum_(u,v) R_uv . e_uv  over
+The program is the one that `statement.py` writes to be read. Its columns are the places of `flat.py`, s_v[p], then the pairs,
+e_uv[p, q]; its rows say that each node takes one choice, that pairs agree with the choices at both ends, and that memory fits.
+A memory row counts only what a choice takes beyond the least of its node, in units of the room that is left above the least.
 
-    s_v[p] in {0, 1}      node v takes choice p
-    e_uv[p, q] >= 0       the same for a pair, relaxed (the tight form: linking makes it integral)
-
-subject to
-
-    choose[v]             sum_p s_v[p] = 1
-    link[u, v, p]         sum_q e_uv[p, q] = s_u[p]
-    link[u, v, q]         sum_p e_uv[p, q] = s_v[q]
-    memory[t]             fixed_t + sum_(v in t) m_t,v . s_v <= limit
-
-In: an objective, memory rows and their limit. Out: `Solved`, `Infeasible` or `Unfinished`. The work is limited by nodes of branch
-and bound, not by time, so results are reproducible.
+In: an objective, memory rows and their limit. Out: `Solved`, `Infeasible` or `Unfinished`. What can go wrong: HiGHS keeps rows up
+to a tolerance, so a choice of many gigabytes may be some bytes above the limit; who asks for a limit checks the choice.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
-import pulp
 
 from autopar.solver.budget import Budget
+from autopar.solver.flat import FlatCosts
+from autopar.solver.highs import Ended, Limits, Program, solve_program
 from autopar.solver.outcomes import Unfinished
-from autopar.solver.problem import Costs, Edges, MemoryRow
+from autopar.solver.problem import Costs, MemoryRow
+
+WORK_PER_LOOK = 3_000
+"""Units of work between two looks of HiGHS at its limits, per pair of the problem: a few hundred iterations of the simplex
+method. As measured on dense problems of 4,000 pairs, of which a sweep of dual ascent takes 5 ns a pair, a look 15 us."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,42 +39,8 @@ class Infeasible:
     """Proven: no choice of finite costs is within the limit."""
 
 
-INFEASIBLE = -1
-"""PuLP's number of a model that nothing fulfils, in versions 3 and 4."""
-
-
-class Expression(Protocol):
-    """A variable of PuLP, or a sum of such."""
-
-    def __rmul__(self, factor: float, /) -> Expression:
-        """The expression times a number."""
-        ...
-
-
-class Model(Protocol):
-    """What is used of PuLP's LpProblem, in versions 3 and 4."""
-
-    def add_variable(self, name: str, low: float, high: float | None, category: str, /) -> Expression:
-        """Make a variable of the model."""
-        ...
-
-    def setObjective(self, objective: Expression, /) -> None:
-        """Minimise an expression."""
-        ...
-
-    def addConstraint(self, constraint: object, name: str, /) -> None:
-        """Demand a constraint."""
-        ...
-
-    def solve(self, solver: object, /) -> object:
-        """Solve, and set the variables' values."""
-        ...
-
-
-ChoiceVariables = Mapping[int, Sequence[Expression]]
-"""s_v by node, one variable per choice."""
-PairVariables = Mapping[tuple[int, int], Sequence[Sequence[Expression]]]
-"""e_uv by edge, one row per choice of u and one variable in it per choice of v."""
+Entries = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Rows, columns and values of entries of the constraint matrix."""
 
 
 def solve_integer_program(
@@ -89,6 +51,7 @@ def solve_integer_program(
     node_limit: int,
     gap: float,
     budget: Budget | None = None,
+    start: Mapping[int, int] | None = None,
 ) -> Solved | Infeasible | Unfinished:
     """Build the program of the module's text and solve it.
 
@@ -98,127 +61,130 @@ def solve_integer_program(
         limit_bytes: their limit.
         node_limit: nodes of branch and bound at most.
         gap: the relative gap at which a choice counts as optimal.
-        budget: limits the time, and pays for every entry.
+        budget: limits time and looks of HiGHS, and pays for every entry.
+        start: a choice to begin with.
 
     Returns:
         The best choice found; or that there is none; or that none was found within the limits.
     """
     budget = budget or Budget()
+    if any(row.least() > limit_bytes for row in rows):
+        return Infeasible()
     if budget.is_over:
         return Unfinished()
-    budget.spend(costs.pairs)
-    if any(_sum_of_least(row) > limit_bytes - row.fixed_bytes for row in rows):
+    flat = FlatCosts.of(costs)
+    if not flat.numbers:
+        return Solved({}, 0.0)
+    scale = _scale_of(flat)
+    per_look = 1.0 + WORK_PER_LOOK * len(flat.value)
+    limits = Limits(
+        nodes=node_limit,
+        gap=gap,
+        looks=budget.work_left / per_look,
+        seconds=budget.seconds_left,
+        is_over=lambda: budget.is_over,
+    )
+    ended = solve_program(_program(flat, scale, rows, limit_bytes), limits, _start(flat, start))
+    budget.spend(len(flat.value) + per_look * ended.looks)
+    return _read(flat, ended, scale)
+
+
+def _read(flat: FlatCosts, ended: Ended, scale: float) -> Solved | Infeasible | Unfinished:
+    if ended.is_infeasible:
         return Infeasible()
-    scale = _scale_of(costs)
-    model: Model = pulp.LpProblem("intra_op", pulp.LpMinimize)
-    s = add_choice_variables(model, costs.nodes)
-    e = add_pair_variables(model, costs.edges)
-    minimize_costs(model, costs, s, e, scale)
-    require_one_choice_each(model, s)
-    require_pairs_to_agree(model, s, e)
-    require_memory_to_fit(model, s, rows, limit_bytes)
-    options: dict[str, int] = {"mip_max_nodes": node_limit, "random_seed": 0}
-    seconds = budget.seconds_left if np.isfinite(budget.seconds_left) else None
-    if _status(model, pulp.HiGHS(msg=False, threads=1, gapRel=gap, timeLimit=seconds, **options)) == INFEASIBLE:
-        return Infeasible()
-    taken = {v: [pulp.value(x) for x in row] for v, row in s.items()}
-    if any(x is None for row in taken.values() for x in row) or any(max(row) < 0.99 for row in taken.values()):
+    if ended.solution is None:
         return Unfinished()
-    return Solved({v: int(np.argmax(row)) for v, row in taken.items()}, _dual_bound(model) * scale)
+    parts = np.split(ended.solution[: len(flat.cost)], flat.first[1:-1])
+    if any(part.max() < 0.99 for part in parts):
+        return Unfinished()
+    choice = {v: int(np.argmax(part)) for v, part in zip(flat.numbers, parts, strict=True)}
+    return Solved(choice, ended.bound * scale)
 
 
-def _sum_of_least(row: MemoryRow) -> float:
-    """Bytes that the nodes of a row need at least."""
-    return sum(float(b.min()) for b in row.bytes_of.values())
-
-
-def _status(model: Model, solver: object) -> int | None:
-    """Solve, and say how that ended in PuLP's numbers: PuLP 3 returns the number, PuLP 4 an account with the number in it.
-
-    None: at the limit of nodes, for which PuLP 3 has no name; it has read the values by then.
-    """
-    try:
-        ended = model.solve(solver)
-    except KeyError as error:
-        if "kSolutionLimit" not in str(error):
-            raise
-        return None
-    number = getattr(getattr(ended, "status", None), "value", ended)
-    return number if isinstance(number, int) else None
-
-
-def _dual_bound(model: Model) -> float:
-    """The bound that branch and bound has proven, in units of the objective; none if PuLP does not keep HiGHS's model."""
-    highs = getattr(model, "solverModel", None)
-    return float(highs.getInfo().mip_dual_bound) if highs is not None else -np.inf
-
-
-def _scale_of(costs: Costs) -> float:
+def _scale_of(flat: FlatCosts) -> float:
     """Objective coefficients are divided by this, so that tolerances of the solver mean something."""
-    arrays = (*costs.nodes.values(), *costs.edges.values())
-    finite = [float(np.max(a[np.isfinite(a)], initial=0.0)) for a in arrays]
-    return max(finite, default=1.0) or 1.0
+    both = np.concatenate([flat.cost, flat.value])
+    return float(np.max(both[np.isfinite(both)], initial=0.0)) or 1.0
 
 
-def add_choice_variables(model: Model, nodes: Mapping[int, np.ndarray]) -> ChoiceVariables:
-    """s_v[p] in {0, 1}; a choice of infinite cost is fixed to 0."""
-    return {
-        v: [model.add_variable(f"s_{v}_{p}", 0, 1 if np.isfinite(c) else 0, "Integer") for p, c in enumerate(cost)]
-        for v, cost in nodes.items()
-    }
+def _start(flat: FlatCosts, choice: Mapping[int, int] | None) -> np.ndarray | None:
+    """A choice as values of all columns."""
+    if choice is None:
+        return None
+    places, pairs = flat.taken(choice)
+    columns = np.zeros(len(flat.cost) + len(flat.value))
+    columns[places] = 1.0
+    columns[len(flat.cost) + pairs] = 1.0
+    return columns
 
 
-def add_pair_variables(model: Model, edges: Edges) -> PairVariables:
-    """e_uv[p, q] >= 0; a pair of infinite cost is fixed to 0."""
-    return {
-        (u, v): [
-            [
-                model.add_variable(f"e_{u}_{v}_{p}_{q}", 0, 1 if np.isfinite(r) else 0, "Continuous")
-                for q, r in enumerate(row)
-            ]
-            for p, row in enumerate(matrix)
-        ]
-        for (u, v), matrix in edges.items()
-    }
+def _program(flat: FlatCosts, scale: float, rows: Sequence[MemoryRow], limit_bytes: float) -> Program:
+    """The program in the units of the module's text."""
+    objective = np.concatenate([flat.cost, flat.value])
+    is_possible = np.isfinite(objective)
+    row_of_u, row_of_v, count = _number_links(flat)
+    memory, room = _memory_entries(flat, rows, limit_bytes, count)
+    entries = [_choose_entries(flat), *_link_entries(flat, row_of_u, row_of_v), memory]
+    nodes = len(flat.numbers)
+    return Program(
+        objective=np.where(is_possible, objective, 0.0) / scale,
+        upper=is_possible.astype(float),
+        is_integer=np.arange(len(objective)) < len(flat.cost),
+        low=np.concatenate([np.ones(nodes), np.zeros(count - nodes), np.full(len(room), -np.inf)]),
+        high=np.concatenate([np.ones(nodes), np.zeros(count - nodes), room]),
+        entry_row=np.concatenate([entry[0] for entry in entries]),
+        entry_column=np.concatenate([entry[1] for entry in entries]),
+        entry=np.concatenate([entry[2] for entry in entries]),
+    )
 
 
-def minimize_costs(model: Model, costs: Costs, s: ChoiceVariables, e: PairVariables, scale: float) -> None:
-    """sum_v c_v . s_v + sum_uv R_uv . e_uv, in units of `scale` seconds."""
-    nodes = [_finite(c) / scale * x for v, cost in costs.nodes.items() for c, x in zip(cost, s[v], strict=True)]
-    pairs = [
-        _finite(r) / scale * x
-        for pair, matrix in costs.edges.items()
-        for row, xs in zip(matrix, e[pair], strict=True)
-        for r, x in zip(row, xs, strict=True)
-    ]
-    model.setObjective(pulp.lpSum(nodes + pairs))
+def _number_links(flat: FlatCosts) -> tuple[np.ndarray, np.ndarray, int]:
+    """The first row of each edge's links to u, to v, and the number of rows up to there; the nodes' own rows come first."""
+    heights, widths = flat.sizes[flat.ends[:, 0]], flat.sizes[flat.ends[:, 1]]
+    starts = len(flat.numbers) + np.concatenate([[0], np.cumsum(heights + widths)]).astype(np.int64)
+    return starts[:-1], starts[:-1] + heights, int(starts[-1])
 
 
-def _finite(value: float) -> float:
-    return float(value) if np.isfinite(value) else 0.0
-
-
-def require_one_choice_each(model: Model, s: ChoiceVariables) -> None:
+def _choose_entries(flat: FlatCosts) -> Entries:
     """choose[v]: sum_p s_v[p] = 1."""
-    for v, row in s.items():
-        model.addConstraint(pulp.lpSum(row) == 1, f"choose_{v}")
+    return flat.node_of, np.arange(len(flat.cost)), np.ones(len(flat.cost))
 
 
-def require_pairs_to_agree(model: Model, s: ChoiceVariables, e: PairVariables) -> None:
+def _link_entries(flat: FlatCosts, row_of_u: np.ndarray, row_of_v: np.ndarray) -> list[Entries]:
     """link: the pair's rows sum to the choice of u, its columns to the choice of v."""
-    for (u, v), rows in e.items():
-        for p, row in enumerate(rows):
-            model.addConstraint(pulp.lpSum([*row, -1 * s[u][p]]) == 0, f"link_{u}_{v}_row_{p}")
-        for q, column in enumerate(zip(*rows, strict=True)):
-            model.addConstraint(pulp.lpSum([*column, -1 * s[v][q]]) == 0, f"link_{u}_{v}_column_{q}")
+    p, q = flat.pair_choices()
+    counts = np.diff(flat.begin)
+    pairs = len(flat.cost) + np.arange(len(flat.value))
+    entries = []
+    for end, row_of, choice in ((0, row_of_u, p), (1, row_of_v, q)):
+        node = flat.ends[:, end]
+        sizes = flat.sizes[node]
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        own = (
+            np.repeat(row_of, sizes) + within,
+            np.repeat(flat.first[node], sizes) + within,
+            np.full(len(within), -1.0),
+        )
+        entries += [(np.repeat(row_of, counts) + choice, pairs, np.ones(len(pairs))), own]
+    return entries
 
 
-def require_memory_to_fit(model: Model, s: ChoiceVariables, rows: Sequence[MemoryRow], limit_bytes: float) -> None:
-    """memory[t]: sum over the nodes of t of m_t,v . s_v <= limit - fixed_t, in units of that."""
-    for number, row in enumerate(rows):
-        room = limit_bytes - row.fixed_bytes
-        scale = max(room, 1.0)
-        terms = [
-            float(b) / scale * x for v, each in row.bytes_of.items() for b, x in zip(each, s[v], strict=True) if b > 0
-        ]
-        model.addConstraint(pulp.lpSum(terms) <= room / scale, f"memory_{number}_{row.name}")
+def _memory_entries(
+    flat: FlatCosts, rows: Sequence[MemoryRow], limit_bytes: float, first_row: int
+) -> tuple[Entries, np.ndarray]:
+    """memory[t]: what choices take beyond the least, and the room for it in each row, a float array (rows,)."""
+    index = {v: i for i, v in enumerate(flat.numbers)}
+    number: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
+    column, entry = list(number), [np.zeros(0)]
+    room = []
+    for t, row in enumerate(rows):
+        left = limit_bytes - row.least()
+        scale = max(left, limit_bytes * 1e-6, 1e-30)
+        room.append(left / scale)
+        for v, used in row.bytes_of.items():
+            beyond = used - used.min()
+            (p,) = np.nonzero(beyond)
+            number.append(np.full(len(p), first_row + t))
+            column.append(flat.first[index[v]] + p)
+            entry.append(beyond[p] / scale)
+    return (np.concatenate(number), np.concatenate(column), np.concatenate(entry)), np.array(room)

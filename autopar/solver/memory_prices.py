@@ -17,8 +17,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import pulp
 
+from autopar.solver.highs import Limits, Program, solve_program
 from autopar.solver.outcomes import Numbers, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.search import Found
@@ -128,13 +128,22 @@ def _best_prices(trials: Sequence[Trial], box: float) -> tuple[float, np.ndarray
 
     maximise theta  subject to  theta <= cost_i + sum_t lambda_t excess_it  for every trial i,  sum_t lambda_t <= box.
     """
-    model = pulp.LpProblem("prices", pulp.LpMaximize)
-    theta = model.add_variable("theta")
-    price = [model.add_variable(f"price_{t}", 0) for t in range(len(trials[0].excess))]
-    model.setObjective(theta)
-    model.addConstraint(pulp.lpSum(price) <= box, "box")
-    for number, trial in enumerate(trials):
-        paid = pulp.lpSum([float(excess) * x for excess, x in zip(trial.excess, price, strict=True)])
-        model.addConstraint(theta - paid <= trial.seconds, f"plane_{number}")
-    model.solve(pulp.HiGHS(msg=False, threads=1))
-    return float(pulp.value(theta)), np.maximum([float(pulp.value(x)) for x in price], 0.0)
+    rows, prices = len(trials), len(trials[0].excess)
+    least = min(trial.seconds for trial in trials)  # the height where all prices are zero
+    scale = max(trial.seconds for trial in trials) - least + box * float(np.abs(trials[0].excess).max()) or 1.0
+    price_of = np.stack([-trial.excess for trial in trials]) * box / scale
+    matrix = np.vstack([np.append(price_of, np.ones((rows, 1)), axis=1), np.append(np.ones(prices), 0.0)])
+    at = np.nonzero(matrix)
+    program = Program(
+        objective=np.append(np.zeros(prices), -1.0),
+        upper=np.full(prices + 1, np.inf),
+        is_integer=np.zeros(prices + 1, dtype=bool),
+        low=np.full(rows + 1, -np.inf),
+        high=np.append([(trial.seconds - least) / scale for trial in trials], 1.0),
+        entry_row=at[0],
+        entry_column=at[1],
+        entry=matrix[at],
+    )
+    solution = solve_program(program, Limits(nodes=0, gap=0.0)).solution
+    assert solution is not None, "prices of zero are a solution"
+    return least + float(solution[-1]) * scale, np.maximum(solution[:-1], 0.0) * box
