@@ -35,6 +35,7 @@ from autopar.arguments import (
     check_processes,
     check_recompute,
     check_schedule,
+    check_seconds,
 )
 from autopar.compat import undisturbed
 from autopar.cost_model.hardware import Cluster
@@ -52,13 +53,14 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments
 from autopar.program.loops import LoopEquation
-from autopar.program.step import require_state, require_state_like
+from autopar.program.step import TracedStep, require_state, require_state_like
 from autopar.program.trace import trace
 from autopar.progress import enter
 from autopar.rules.table import warn_of_missing_rules
 from autopar.runtime.thread_settings import under
 from autopar.schedules.schedules import Open
-from autopar.settings import Settings, choose_cluster, list_devices
+from autopar.settings import Settings, choose_cluster, list_devices, start_clock
+from autopar.solver.budget import Budget
 
 
 class ParallelStep:
@@ -72,6 +74,7 @@ class ParallelStep:
         self._planned: dict[CallKey, Planned] = {}
         self._compiled: dict[CallKey, CompiledStep | CompiledPipeline] = {}
         self._last: CallKey | None = None
+        self._clock: Budget | None = None
         functools.update_wrapper(self, signature.fun, updated=())
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -136,6 +139,17 @@ class ParallelStep:
             raise PlanError(f"{self._signature.name} has not been planned yet; call it, or .plan(...)")
         return self._planned[self._last].plan
 
+    def stop_planning(self) -> bool:
+        """End the search that is under way with the best plan so far; for signal handlers and other threads.
+
+        Returns:
+            Whether a search was under way.
+        """
+        clock = self._clock
+        if clock is not None:
+            clock.stop()
+        return clock is not None
+
     def jax_devices(self) -> list[jax.Device]:
         """The devices that the step may run on."""
         return list_devices(self._settings)
@@ -152,9 +166,18 @@ class ParallelStep:
                 enter("tracing")
                 traced = trace(self._signature, call)
                 warn_of_missing_rules([eqn for eqn in traced.program.walk() if not isinstance(eqn, LoopEquation)])
-                self._planned[key] = decide_together(self._settings, traced, self._signature.name)
+                self._planned[key] = self._decide(traced)
         self._last = key
         return key
+
+    def _decide(self, traced: TracedStep) -> Planned:
+        """The plan for a traced step, sought while its clock runs."""
+        settings = start_clock(self._settings)
+        self._clock = settings.budget
+        try:
+            return decide_together(settings, traced, self._signature.name)
+        finally:
+            self._clock = None
 
     def _compile(self, key: CallKey) -> CompiledStep | CompiledPipeline:
         """The step compiled by a plan, once, under the settings of JAX under which it was planned."""
@@ -197,6 +220,7 @@ def parallelize(
     virtual_stages: Open = "auto",
     recompute: str = "auto",
     planning_processes: int = 1,
+    planning_seconds: float | None = 60.0,
 ) -> Any:
     """Run a step on all devices under a plan that autopar finds; a decorator with and without arguments.
 
@@ -237,6 +261,8 @@ def parallelize(
             nothing else fits, and on one mesh where it beats microbatches.
         planning_processes: how many processes plan layers and stages, to the same plan. Those beside this one are forks of it,
             which touch no device; leave it at 1 where forking is forbidden or while other threads compute with JAX.
+        planning_seconds: how long the search may take, tracing not counted. When they are over, the best plan so far is used, and
+            it says what was not compared. None sets no limit.
 
     Returns:
         A `ParallelStep`, called like `fun` and with the same results; without `fun`, a decorator that makes one.
@@ -265,6 +291,7 @@ def parallelize(
         virtual_stages=check_count("virtual_stages", virtual_stages),
         recompute=check_recompute(recompute),
         processes=check_processes(planning_processes),
+        planning_seconds=check_seconds(planning_seconds),
     )
     batch, static = check_positions("batch_argnums", batch_argnums), check_positions("static_argnums", static_argnums)
     donate = check_donation(donate_argnums)

@@ -97,6 +97,18 @@ def check_processes(count: object) -> int:
     return number
 
 
+def check_seconds(seconds: object) -> float | None:
+    """How long planning may take, or None."""
+    if seconds is None:
+        return None
+    number = math.nan if isinstance(seconds, bool | np.bool_) or not isinstance(seconds, Real) else float(seconds)
+    if not 0 < number < math.inf:
+        raise ArgumentError(
+            f"planning_seconds={seconds!r}: a positive number of seconds is expected, such as 60, or None for no limit"
+        )
+    return number
+
+
 def check_kinds(collectives: object) -> frozenset[str]:
     """The kinds of collectives that may be used."""
     given = KINDS if collectives is None else (collectives,) if isinstance(collectives, str) else collectives

@@ -34,7 +34,7 @@ from autopar.settings import (
     make_request,
     plan_to_follow,
 )
-from autopar.shared_plan import agree_on_plan, is_needed
+from autopar.shared_plan import ANSWER_S, agree_on_plan, is_needed
 from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following
 from autopar.stages.recompute_layers import recompute_layers
@@ -82,7 +82,8 @@ def decide_together(settings: Settings, traced: TracedStep, name: str) -> Planne
         own.append(decide(settings, traced))
         return own[0].plan.to_json()
 
-    text = agree_on_plan(describe_question(settings, traced, name), devices(), plan)
+    question, wait_s = describe_question(settings, traced, name), ANSWER_S + (settings.planning_seconds or 0)
+    text = agree_on_plan(question, devices(), plan, answer_s=wait_s)
     return own[0] if own else decide(dataclasses.replace(settings, plan=plan_from_json(text)), traced)
 
 

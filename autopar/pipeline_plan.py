@@ -87,6 +87,8 @@ class PipelinePlan:
         recompute: whether the backward pass repeats the stages' forward work.
         scan_cuts: for each stack of scanned layers, the layers at which its range is divided between stages.
         compared: the numbers of microbatches and schedules, if several were compared.
+        ended_early: whether planning ended before everything was compared, as its time was over or it was stopped.
+        not_compared: what it left out then, in words.
         version: of the JSON form.
     """
 
@@ -105,6 +107,8 @@ class PipelinePlan:
     recompute: bool = False
     scan_cuts: tuple[tuple[int, ...], ...] = ()
     compared: tuple[Alternative, ...] = ()
+    ended_early: bool = False
+    not_compared: tuple[str, ...] = ()
     version: int = VERSION
 
     @property

@@ -150,6 +150,8 @@ class Plan:
         recompute: whether the backward pass repeats the layers' forward work.
         compared: the numbers of microbatches, and recomputation, if several were compared.
         unlimited_s: about what the best plan without the memory limit would take, as far as that was searched.
+        ended_early: whether planning ended before everything was compared, as its time was over or it was stopped.
+        not_compared: what it left out then, in words.
         version: of the JSON form.
     """
 
@@ -175,6 +177,8 @@ class Plan:
     recompute: bool = False
     compared: tuple[Alternative, ...] = ()
     unlimited_s: float = 0.0
+    ended_early: bool = False
+    not_compared: tuple[str, ...] = ()
     version: int = VERSION
 
     @property

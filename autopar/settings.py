@@ -25,11 +25,15 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.step import TracedStep
 from autopar.schedules.schedules import Open, Recompute
+from autopar.solver.budget import Budget
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Settings:
-    """The arguments of `parallelize`, checked. `meshes` has one shape per stage if the user gave several."""
+    """The arguments of `parallelize`, checked. `meshes` has one shape per stage if the user gave several.
+
+    `budget`: the clock of the planning that is under way; see `start_clock`.
+    """
 
     devices: tuple[jax.Device, ...] | int | None
     meshes: Literal["auto"] | tuple[LogicalMesh, ...]
@@ -45,6 +49,14 @@ class Settings:
     virtual_stages: Open
     recompute: Recompute = "auto"
     processes: int = 1
+    planning_seconds: float | None = None
+    budget: Budget = dataclasses.field(default_factory=Budget)
+
+
+def start_clock(settings: Settings) -> Settings:
+    """The same settings for a search that begins now."""
+    limit = settings.planning_seconds
+    return dataclasses.replace(settings, budget=Budget(seconds=math.inf if limit is None else limit))
 
 
 def list_devices(settings: Settings) -> list[jax.Device]:
@@ -118,7 +130,13 @@ def make_request(settings: Settings, meshes: tuple[LogicalMesh, ...] = ()) -> Pl
     if limit is None and math.isfinite(cluster.usable_memory_bytes):
         limit = int(cluster.usable_memory_bytes)
     return PlanRequest(
-        meshes, cluster, limit, _gather_constraints(settings), settings.options, processes=settings.processes
+        meshes,
+        cluster,
+        limit,
+        _gather_constraints(settings),
+        settings.options,
+        processes=settings.processes,
+        budget=settings.budget,
     )
 
 

@@ -4,7 +4,7 @@ In: what each process asks for, and a function that plans. Out: on every process
 carries it: each process counts the plans that it asks for, and publishes its n-th question. The first process publishes the
 answer, and goes on when all have asked the same question. So only one process searches, and a search that a time limit ends
 cannot end differently elsewhere. What can go wrong: processes ask for different things, or in another order; each is told both
-questions. A process that never asks is waited for at most `ANSWER_S` seconds.
+questions. A process that never asks is waited for `ANSWER_S` seconds longer than a search may take.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autopar.compat import Coordination, coordination
 from autopar.errors import PlanError
 
 ANSWER_S = 1800.0
-"""Seconds that a process waits for another one's question or answer: longer than any search takes."""
+"""Seconds that a process waits for another one's question or answer, beside those that the search may take."""
 LOOK_S = 5.0
 """Seconds between two looks at this process's signals while it waits."""
 CHUNK_BYTES, CHUNK_MS = 1 << 20, 60_000
@@ -33,15 +33,18 @@ def is_needed(devices: Callable[[], Sequence[jax.Device]]) -> bool:
     return coordination() is not None and len({device.process_index for device in devices()}) > 1
 
 
-def agree_on_plan(question: str, devices: Sequence[jax.Device], plan: Callable[[], str]) -> str:
+def agree_on_plan(
+    question: str, devices: Sequence[jax.Device], plan: Callable[[], str], *, answer_s: float = ANSWER_S
+) -> str:
     """`plan()` of the first process among the devices, on each of their processes; PlanError if their questions differ.
 
+    Each waits `answer_s` seconds for the others. Only the first one searches, so its clock alone limits the search.
     An error of the first process is raised on all: its own there, a PlanError with its words elsewhere.
     """
     service = coordination()
     assert service is not None, "several processes without jax.distributed"
     processes = tuple(sorted({device.process_index for device in devices}))
-    return Group(service, jax.process_index(), processes).agree(question, plan)
+    return Group(service, jax.process_index(), processes, answer_s).agree(question, plan)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -225,6 +225,13 @@ def test_a_mesh_larger_than_a_given_number_of_devices_is_refused_when_planning()
         ({"num_microbatches": np.array([1, 2])}, "num_microbatches=array([1, 2]): 'auto' or a positive whole number"),
         ({"num_stages": 2.0}, "num_stages=2.0: 'auto' or a positive whole number is expected"),
         ({"planning_processes": np.True_}, "a positive whole number is expected"),
+        (
+            {"planning_seconds": 0},
+            "planning_seconds=0: a positive number of seconds is expected, such as 60, or None for no",
+        ),
+        ({"planning_seconds": "60"}, "planning_seconds='60': a positive number of seconds"),
+        ({"planning_seconds": float("inf")}, "planning_seconds=inf: a positive number of seconds"),
+        ({"planning_seconds": True}, "planning_seconds=True: a positive number of seconds"),
         ({"collectives": 3}, "collectives=3: None, for all, or a list of kinds is expected, of all-reduce"),
         ({"devices": [jax.devices()[0]] * 2}, "every device is expected once"),
         ({"mesh_shape": {1: 8}}, "every axis needs a name such as 'data', 1 is not one"),
@@ -237,7 +244,7 @@ def test_a_setting_that_cannot_be_is_refused_where_it_is_given(options, words):
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_microbatches": np.int64(2), "planning_processes": np.uint8(1)},
+        {"num_microbatches": np.int64(2), "planning_processes": np.uint8(1), "planning_seconds": np.float32(90)},
         {"devices": np.int64(8), "mesh_shape": (np.int64(8),)},
         {"memory_limit_bytes": np.float32(1e9), "batch_argnums": np.int64(1), "donate_argnums": np.array([0])},
         {"mesh_shape": "auto", "num_stages": np.int64(2), "num_microbatches": 2, "memory_limit_bytes": np.int64(10**9)},

@@ -74,6 +74,7 @@ def demo_options(options: argparse.Namespace) -> tuple[argparse.Namespace, argpa
         "data_parallel": False,
         "allow_redundant_compute": False,
         "planning_processes": 1,
+        "planning_seconds": 60.0,
         "schedule": "auto",
         "virtual_stages": 1,
         "timeline": None,

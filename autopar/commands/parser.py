@@ -179,6 +179,12 @@ def _add_planning(parser: argparse.ArgumentParser, *, processes: int) -> None:
     group.add_argument("--zero", type=int, choices=(2, 3), help="split optimizer state (2), parameters too (3)")
     group.add_argument("--data-parallel", action="store_true", help="split the batch over all axes, and nothing else")
     group.add_argument("--allow-redundant-compute", action="store_true", help="let devices repeat contractions")
+    _add_search(parser, processes=processes)
+    _add_pipeline(parser)
+
+
+def _add_search(parser: argparse.ArgumentParser, *, processes: int) -> None:
+    group = parser.add_argument_group("search")
     group.add_argument(
         "--planning-processes",
         type=values.positive,
@@ -188,13 +194,19 @@ def _add_planning(parser: argparse.ArgumentParser, *, processes: int) -> None:
         + ("%(default)s" if processes == 1 else "one for each core"),
     )
     group.add_argument(
+        "--planning-seconds",
+        type=values.seconds,
+        default=60.0,
+        metavar="N",
+        help="end the search after so many seconds with the best plan so far, or none for no limit; default 60",
+    )
+    group.add_argument(
         "-v",
         "--verbose",
         action="count",
         default=0,
         help="log phases and better plans on standard error; -vv: all that is tried",
     )
-    _add_pipeline(parser)
 
 
 def _add_pipeline(parser: argparse.ArgumentParser) -> None:

@@ -42,6 +42,7 @@ def make_parallel(
         schedule=options.schedule,
         virtual_stages=options.virtual_stages or "auto",
         planning_processes=options.planning_processes,
+        planning_seconds=options.planning_seconds,
     )
     return made
 

@@ -79,6 +79,19 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def seconds(text: str) -> float | None:
+    """A positive number of seconds, or none for no limit."""
+    if text.strip().lower() == "none":
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds, or none for no limit")
+    return number
+
+
 def cluster(text: str) -> str:
     """A cluster preset's name or a cluster file's path, which can be read; or auto."""
     from autopar.cost_model.hardware import find_cluster

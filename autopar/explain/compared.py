@@ -1,7 +1,8 @@
 """Which numbers of microbatches and schedules were compared, and why the chosen one won.
 
-In: the `Alternative`s of a plan. Out: a table, fastest first, and a sentence. What was only estimated is marked: it was not
-planned, because the estimate promised no gain. What can go wrong: nothing was compared; then there is neither.
+In: the `Alternative`s of a plan. Out: a table, fastest first, and sentences on what won and what there was no time for. What was
+only estimated is marked: it was not planned, because the estimate promised no gain. What can go wrong: nothing was compared; then
+there is neither.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from autopar.plan import Alternative, Plan
 
 MOST_ROWS = 10
 """So many rows have the table unless all are asked for."""
+_LISTED = 6
 
 
 def compared_table(plan: Plan | PipelinePlan, *, full: bool = False) -> Table:
@@ -37,6 +39,18 @@ def compared_table(plan: Plan | PipelinePlan, *, full: bool = False) -> Table:
     if not full and len(rows) > MOST_ROWS:
         table.add_row("", "", f"... {len(rows) - MOST_ROWS} more", "", "", "slower, or not possible")
     return table
+
+
+def what_is_missing(plan: Plan | PipelinePlan) -> Iterator[str]:
+    """That planning ended early, and what it did not compare."""
+    if not plan.ended_early:
+        return
+    stopped = f"planning stopped after {seconds_text(plan.planning_s)}"
+    listed, others = "; ".join(plan.not_compared[:_LISTED]), len(plan.not_compared) - _LISTED
+    if not listed:
+        yield f"{stopped}, before everything was compared"
+        return
+    yield f"{stopped}; not compared: {listed}{f'; and {others} more' if others > 0 else ''}"
 
 
 def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:

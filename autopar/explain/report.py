@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explain.compared import compared_table, why_chosen
+from autopar.explain.compared import compared_table, what_is_missing, why_chosen
 from autopar.explain.pipeline import mesh_text, pipeline_findings, pipeline_header, pipeline_tables, schedule_title
 from autopar.explain.strategies import findings, traffic
 from autopar.explain.tables import tables
@@ -40,7 +40,7 @@ def show(
         _show_pipeline(plan, console, schedule_grid, full=full)
         return
     console.print(Text(_header(plan), style="bold"))
-    _print_sentences(console, (*findings(plan), *traffic(plan), *why_chosen(plan)))
+    _print_sentences(console, (*what_is_missing(plan), *findings(plan), *traffic(plan), *why_chosen(plan)))
     _print_tables(console, (*tables(plan, full=full), compared_table(plan, full=full)))
 
 
@@ -59,7 +59,7 @@ def standard_output() -> Console:
 
 def _show_pipeline(plan: PipelinePlan, console: Console, schedule_grid: str, *, full: bool) -> None:
     console.print(Text(pipeline_header(plan), style="bold"))
-    _print_sentences(console, (*why_chosen(plan), *pipeline_findings(plan)))
+    _print_sentences(console, (*what_is_missing(plan), *why_chosen(plan), *pipeline_findings(plan)))
     _print_tables(console, (*pipeline_tables(plan), compared_table(plan, full=full)))
     if schedule_grid:
         console.print()

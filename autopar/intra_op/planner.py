@@ -33,6 +33,7 @@ from autopar.layouts.moves import all_layouts
 from autopar.plan import Candidate, Plan, ValuePlan
 from autopar.program.step import Leaf, TracedStep
 from autopar.progress import Progress, report
+from autopar.solver.budget import Budget
 from autopar.solver.outcomes import Chosen, CutOff, NotSearched, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.repeated_layers import tie_layers
@@ -51,6 +52,7 @@ class PlanRequest:
         catalogues: strategies and prices, shared by all requests of one search.
         processes: how many processes may plan at once.
         tuning: the planner's tuned numbers.
+        budget: when the search ends with the best plan that it has.
     """
 
     meshes: tuple[LogicalMesh, ...]
@@ -61,6 +63,7 @@ class PlanRequest:
     catalogues: Catalogues = dataclasses.field(default_factory=Catalogues, compare=False, repr=False)
     processes: int = 1
     tuning: Tuning = TUNING
+    budget: Budget = dataclasses.field(default_factory=Budget, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -32,6 +32,15 @@ def test_meshes_are_read_with_and_without_names(text, shape):
     assert values.mesh_size(values.mesh_shape(text)) in (4, 8)
 
 
+def test_seconds_are_a_positive_number_or_none():
+    assert [values.seconds(text) for text in ("60", "0.5", "1e3", "none", " None ")] == [60.0, 0.5, 1000.0, None, None]
+    for text in ("0", "-1", "inf", "nan", "a minute", ""):
+        with pytest.raises(
+            argparse.ArgumentTypeError, match="is not a positive number of seconds, or none for no limit"
+        ):
+            values.seconds(text)
+
+
 def test_a_mesh_for_each_stage_is_read():
     assert values.mesh_shapes("2,4") == ((2, 4),)
     assert values.mesh_shapes("1,2/1,2/1,4") == ((1, 2), (1, 2), (1, 4))

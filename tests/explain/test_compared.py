@@ -52,3 +52,19 @@ def test_where_nothing_else_fits_the_report_says_so_and_where_nothing_was_compar
     assert "is the fastest of 2 ways compared: nothing else fits the memory" in explain(compared(way(2, 1, "1f1b")))
     assert "ways compared" not in explain(compared())
     assert "Compared" not in explain(pipeline_of(stage_of(0), stage_of(1)))
+
+
+def test_a_plan_that_ended_early_says_after_how_long_and_what_was_not_compared():
+    plan = dataclasses.replace(compared(), planning_s=60.0, ended_early=True, not_compared=("mesh (2, 4)", "4 stages"))
+    assert "- planning stopped after 60.0 s; not compared: mesh (2, 4); 4 stages\n" in explain(plan)
+    many = dataclasses.replace(plan, not_compared=tuple(f"{n} stages" for n in range(2, 10)))
+    assert "; 7 stages; and 2 more\n" in explain(many)
+    assert "- planning stopped after 60.0 s, before everything was compared\n" in explain(
+        dataclasses.replace(plan, not_compared=())
+    )
+    assert "planning stopped" not in explain(dataclasses.replace(plan, ended_early=False))
+
+
+def test_a_plan_of_one_mesh_that_ended_early_says_so_too():
+    plan = dataclasses.replace(stage_of(0).plan, planning_s=2.0, ended_early=True, not_compared=("2 microbatches",))
+    assert "- planning stopped after 2.00 s; not compared: 2 microbatches\n" in explain(plan)
