@@ -1,7 +1,7 @@
 """The command line, `python -m autopar COMMAND`; `--help` lists the commands.
 
 Arguments in, one call of `autopar.commands` out. An argument that cannot be used is one line on standard error and exit
-status 2; Ctrl-C is exit status 130.
+status 2; Ctrl-C is exit status 130, also where a plan was printed that the search had until then.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AutoparError as error:
         sys.stderr.write(f"autopar: {error}\n")
         return USAGE_ERROR
-    except KeyboardInterrupt:
-        sys.stderr.write("autopar: stopped by Ctrl-C\n")
+    except KeyboardInterrupt as interrupt:
+        words = f": {interrupt}" if str(interrupt) else ""
+        sys.stderr.write(f"autopar: stopped by Ctrl-C{words}\n")
         return INTERRUPTED
 
 

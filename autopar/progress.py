@@ -31,6 +31,7 @@ class Progress:
         bound_s: seconds per step that no plan can beat.
         seconds_left: until planning ends at the latest.
         at: what of the phase is being done, such as `mesh (2, 4)`.
+        stopping: that planning was asked to end, in words.
     """
 
     phase: str | None = None
@@ -41,6 +42,7 @@ class Progress:
     bound_s: float | None = None
     seconds_left: float | None = None
     at: str | None = None
+    stopping: str | None = None
 
     def after(self, before: Progress) -> Progress:
         """All that is known after both reports; a new phase begins with no `at`."""
@@ -82,9 +84,14 @@ def report(progress: Progress, event: str = "", *, is_news: bool = False) -> Pro
         `progress`, so that a search can go on from it: `now = report(replace(now, dropped=now.dropped + 1))`.
     """
     LOGGER.log(logging.INFO if is_news else logging.DEBUG, "%s", event or progress)
+    tell(progress)
+    return progress
+
+
+def tell(progress: Progress) -> None:
+    """Tell all listeners and not the log, which a signal handler must not touch: it may have interrupted a line of it."""
     for listener in _LISTENERS.get():
         listener(progress)
-    return progress
 
 
 def enter(phase: str) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar.api import ParallelStep
-from autopar.commands.live_line import live_line
 from autopar.commands.planning_options import FOR_PIPELINES, count_devices, make_parallel
 from autopar.commands.subject import Subject, find_subject
+from autopar.commands.terminal.interruption import interruptible
+from autopar.commands.terminal.live_line import live_line
 from autopar.errors import ArgumentError
 from autopar.explain import TEXT_WIDTH, show, standard_output
 from autopar.inter_op.plan_pipeline import schedule_of
@@ -34,13 +35,16 @@ def plan(options: argparse.Namespace) -> int:
     with live_line(options.verbose):
         enter("building the model")
         subject = find_subject(options.model, options.sizes)
-        found = plan_step(make_parallel(subject.step, count, options), subject, options)
+        step = make_parallel(subject.step, count, options)
+        with interruptible(step.stop_planning) as interruption:
+            found = plan_step(step, subject, options)
     if output is not None:
         _write(output, found.to_json())
     console = standard_output()
     show_plan(found, console, full=options.full)
     if output is not None:
         console.print(f"\nplan written to {output}", markup=False, highlight=False)
+    interruption.finish()
     return 0
 
 

@@ -19,11 +19,12 @@ import jax
 
 from autopar.api import ParallelStep
 from autopar.commands.devices import ask_for_virtual_devices, find_devices
-from autopar.commands.live_line import live_line
 from autopar.commands.planning import plan_step, show_plan
 from autopar.commands.planning_options import count_devices, make_parallel
 from autopar.commands.recording import Recorder
 from autopar.commands.subject import PyTree, Subject, build_model, find_shapes
+from autopar.commands.terminal.interruption import interruptible
+from autopar.commands.terminal.live_line import live_line
 from autopar.commands.training_run import Observe, Record, Run, StopRequest, ignore, run_steps
 from autopar.errors import ArgumentError
 from autopar.execution.one_mesh import CompiledStep
@@ -81,9 +82,10 @@ def train_model(
     run.check_data()
     devices = find_devices(options.devices if options.mesh is None else asked)
     step, shapes = make_parallel(run.built.train_step, devices, options), find_shapes(run.built)
-    with live_line(options.verbose):
+    with live_line(options.verbose), interruptible(step.stop_planning) as interruption:
         plan = plan_step(step, shapes, options)
     show_plan(plan, run.console, full=options.full)
+    interruption.finish()
     with live_line(options.verbose):
         compiled = _compile(step, shapes)
         recorder = Recorder.of(compiled, options.timeline, steps=run.steps) if options.timeline else None

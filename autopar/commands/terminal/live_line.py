@@ -76,7 +76,7 @@ def describe(now: Progress, *, elapsed_s: float, since_s: float = 0.0) -> str:
         elapsed_s: seconds since the start.
         since_s: seconds since the last report.
     """
-    phase = ", ".join(filter(None, [now.phase or "starting", now.at]))
+    phase = ", ".join(filter(None, [now.stopping, now.phase or "starting", now.at]))
     counts = {"bounded": now.bounded, "dropped": now.dropped, "proven": now.proven}
     candidates = " / ".join(f"{count} {name}" for name, count in counts.items() if count is not None)
     steps = {"best step": now.best_s, "bound": now.bound_s}

@@ -9,7 +9,7 @@ import threading
 
 from rich.console import Console
 
-from autopar.commands.live_line import describe, live_line
+from autopar.commands.terminal.live_line import describe, live_line
 from autopar.progress import Progress, enter, report
 from tests.commands.command_line import CLEAN_ENVIRONMENT, ROOT, SMALL, start
 
@@ -46,6 +46,7 @@ def test_the_words_are_phase_candidates_best_step_bound_and_seconds_left():
         "searching, mesh (2, 4) · 120 bounded / 88 dropped / 1 proven · best step 12.3 ms · bound 12.0 ms · 39 s left"
     )
     assert describe(Progress(phase="tracing"), elapsed_s=3.2) == "tracing · 3 s"
+    assert describe(Progress(phase="tracing", stopping="stopping"), elapsed_s=3.2) == "stopping, tracing · 3 s"
     assert describe(Progress(seconds_left=1.0), elapsed_s=9.0, since_s=5.0) == "starting · 0 s left"
 
 
@@ -77,7 +78,7 @@ def test_verbose_logs_phases_on_standard_error_and_everything_if_it_is_given_twi
     assert "DEBUG" in errors
 
 
-def test_a_terminal_sees_the_phases_and_then_the_plan_alone():
+def test_a_terminal_sees_the_phase_and_then_the_plan_alone():
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "autopar", "plan", "mlp", *SMALL, "--devices", "4"]
     env = CLEAN_ENVIRONMENT | {"TERM": "xterm"}
@@ -86,7 +87,7 @@ def test_a_terminal_sees_the_phases_and_then_the_plan_alone():
     shown = _read_all(ours)
     printed, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert "tracing" in shown
+    assert "planning on one mesh" in shown, "what came last is drawn at the end"
     assert printed.startswith("mesh ")
     assert shown.endswith("\x1b[2K"), "the line is erased before the plan is printed"
 

@@ -1,0 +1,111 @@
+"""Ctrl-C and SIGTERM while a plan is sought: when they end the command at once, and when with the best plan so far."""
+
+import signal
+
+import pytest
+
+from autopar.errors import OutOfMemoryError
+from autopar.plan import Plan
+from autopar.progress import Progress, listening
+from tests.commands.command_line import SMALL, run, start
+
+
+@pytest.fixture(autouse=True)
+def usual_handlers():
+    """As at a terminal; shells start programs in the background with Ctrl-C ignored."""
+    numbers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, usual) for number, usual in numbers.items()}
+    yield
+    assert {number: signal.getsignal(number) for number in numbers} == numbers
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def sent(phase: str, *numbers: int):
+    """A listener that sends this process signals when a phase begins, for the first time."""
+    left = list(numbers)
+
+    def hear(progress: Progress) -> None:
+        if progress.phase is not None and progress.phase.startswith(phase):
+            while left:
+                signal.raise_signal(left.pop(0))
+
+    return listening(hear)
+
+
+@pytest.mark.parametrize("command", [("plan", "mlp"), ("train", "mlp", "--steps", "1")])
+def test_ctrl_c_during_the_search_prints_the_plan_so_far_and_ends_with_130(command, capsys):
+    with sent("planning on one mesh", signal.SIGINT):
+        assert run(*command, *SMALL, "--devices", "2", "--mesh", "2") == 130
+    printed = capsys.readouterr()
+    assert printed.out.startswith("mesh x=2 (2 devices)")
+    assert "loss" not in printed.out.split("Overlap with compute")[1], "nothing is trained"
+    assert printed.err == "autopar: stopped by Ctrl-C: the plan is the best that was found so far\n"
+
+
+def test_the_plan_so_far_is_written_where_asked(tmp_path):
+    file = tmp_path / "plan.json"
+    with sent("planning on one mesh", signal.SIGINT):
+        assert run("plan", "mlp", *SMALL, "--devices", "2", "-o", file) == 130
+    assert Plan.from_json(file.read_text()).mesh_shape == (2,)
+
+
+@pytest.mark.parametrize("phase", ["building", "tracing"])
+def test_ctrl_c_before_the_search_ends_the_command_at_once(phase, capsys):
+    with sent(phase, signal.SIGINT):
+        assert run("plan", "mlp", *SMALL, "--devices", "2") == 130
+    assert capsys.readouterr() == ("", "autopar: stopped by Ctrl-C\n")
+
+
+def test_a_second_ctrl_c_ends_the_command_at_once(capsys):
+    with sent("planning on one mesh", signal.SIGINT, signal.SIGINT):
+        assert run("plan", "mlp", *SMALL, "--devices", "2") == 130
+    assert capsys.readouterr() == ("", "autopar: stopped by Ctrl-C\n")
+
+
+def test_sigterm_does_the_same_with_its_own_status(capsys):
+    with sent("planning on one mesh", signal.SIGTERM), pytest.raises(SystemExit) as ended:
+        run("plan", "mlp", *SMALL, "--devices", "2")
+    printed = capsys.readouterr()
+    assert ended.value.code == 143
+    assert printed.out.startswith("mesh x=2 (2 devices)")
+    assert printed.err == "autopar: stopped by SIGTERM: the plan is the best that was found so far\n"
+
+
+def test_a_search_that_has_no_plan_when_it_is_stopped_says_so(capsys, monkeypatch):
+    def search(*arguments, **wishes):
+        signal.raise_signal(signal.SIGINT)
+        raise OutOfMemoryError("nothing fits")
+
+    monkeypatch.setattr("autopar.api.decide_together", search)
+    assert run("plan", "mlp", *SMALL, "--devices", "2") == 130
+    assert capsys.readouterr() == ("", "autopar: stopped by Ctrl-C: there was no plan yet: nothing fits\n")
+
+
+def test_an_error_of_a_search_that_nobody_stopped_is_status_2(capsys):
+    assert run("plan", "mlp", *SMALL, "--devices", "2", "--memory-limit", "1kB") == 2
+    assert "no plan fits" in capsys.readouterr().err
+
+
+def test_a_signal_that_is_ignored_stays_ignored(capsys):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with sent("planning on one mesh", signal.SIGINT):
+        assert run("plan", "mlp", *SMALL, "--devices", "2") == 0
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_process_that_gets_a_signal_hands_over_its_plan(number, status, tmp_path):
+    file = tmp_path / "plan.json"
+    process = start("plan", "mlp", *SMALL, "--devices", "8", "-v", "-o", str(file))
+    for line in process.stderr:
+        if "planning on one mesh" in line:
+            process.send_signal(number)
+            break
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == status, errors
+    assert "plan is the best that was found so far" in errors
+    assert output.startswith("mesh ")
+    assert Plan.from_json(file.read_text()).fingerprint
