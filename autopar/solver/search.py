@@ -3,11 +3,12 @@
 In: an objective. Out: a choice, and by how much at most it exceeds the optimum. In order, each step exact:
 
     1. reductions (presolve.py) shrink the problem;
-    2. what is small goes to the integer program (integer_program.py), and so does what is not large if step 3 leaves a gap;
-    3. for the rest, dual ascent (dual_ascent.py) gives a bound. The choices within a hair of it, reduced again, give a solution;
+    2. what is narrow is solved by elimination (elimination.py);
+    3. what is small goes to the integer program (integer_program.py), and so does what is not large if step 4 leaves a gap;
+    4. for the rest, dual ascent (dual_ascent.py) gives a bound. The choices within a hair of it, reduced again, give a solution;
        its value rules out choices, and the search goes on in another round with what is left, in the shifted costs.
 
-Where the linear relaxation has no gap, as for most training steps, step 3 meets the bound at once. What can go wrong: rounds and
+Where the linear relaxation has no gap, as for most training steps, step 4 meets the bound at once. What can go wrong: rounds and
 nodes of branch and bound are limited, so a gap may remain, and where hardly any choice is possible none may be found.
 """
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from autopar.solver.budget import Budget
 from autopar.solver.dual_ascent import Bounded, bound_costs
+from autopar.solver.elimination import eliminate, find_order
 from autopar.solver.integer_program import Infeasible, Solved, solve_integer_program
 from autopar.solver.outcomes import Unfinished, Unreachable
 from autopar.solver.presolve import reduce_costs
@@ -88,6 +90,9 @@ class _Search:
         if not costs.nodes:
             return Found({}, 0.0)
         tuning, is_last = self.tuning, round_number >= self.tuning.rounds
+        exact = self._eliminate(costs)
+        if exact is not None:
+            return exact
         gap = tuning.exact_gap if round_number == 0 else tuning.rough_gap
         if self.is_quick:
             return self._search_quickly(costs, cutoff_s)
@@ -112,6 +117,15 @@ class _Search:
         if found.gap > tuning.good_enough * abs(upper) and not is_last and not self.budget.is_over:
             return self._search_below(costs, bounded, found, cutoff_s, round_number + 1)
         return found
+
+    def _eliminate(self, costs: Costs) -> Found | Unreachable | None:
+        """The optimum by elimination, where its tables are small enough."""
+        tuning = self.tuning
+        order = find_order(costs, tuning.quick_entries if self.is_quick else tuning.entries)
+        exact = None if order is None else eliminate(costs, order, self.budget)
+        if exact is None:
+            return None
+        return Found(exact.choice, 0.0) if np.isfinite(exact.value) else Unreachable()
 
     def _search_quickly(self, costs: Costs, cutoff_s: float) -> Found | Unfinished:
         """A few sweeps of dual ascent, and its best choice."""

@@ -44,6 +44,13 @@ class Tuning:
     """How deep searches near the bound may be nested. Where all choices cost about the same, each leaves as many choices as the
     one around it, and each level doubles the work."""
 
+    # Elimination.
+    entries: float = 2e7
+    """Entries of all tables of exact elimination together: a tenth of a second. Branch and bound takes ten seconds for a
+    problem of 10,000 pairs that elimination solves with 5 million entries (14 operations on a mesh of 2 x 4)."""
+    quick_entries: float = 2e6
+    """The same for a candidate that is to be cheap."""
+
     # The integer program.
     small_pairs: int = 2_000
     """Problems with at most so many pairs go to the integer program at once: below this it is faster than dual ascent
@@ -51,6 +58,11 @@ class Tuning:
     direct_pairs: int = 30_000
     """And those with at most so many if dual ascent leaves a gap: beyond this the integer program takes longer than all the
     rest (`planner_time.py`)."""
+    tiny_pairs: int = 300
+    """Problems with memory rows and at most so many pairs are solved to the end by the integer program."""
+    direct_work: float = 2e8
+    """Units of work for the integer program where prices on memory have found a choice. To prove 14 operations
+    on a mesh of 2 x 4 optimal takes 9 s; the first third of a second finds what there is (`defects.md` D)."""
     last_resort: int = 20
     """So many times `direct_pairs` are accepted where nothing else has found any choice; seconds, but a result."""
     node_limit: int = 500

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.solver.elimination import find_order
 from autopar.solver.integer_program import Infeasible, Solved, solve_integer_program
 from autopar.solver.memory_prices import Priced, price_memory
 from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, Numbers, Unfinished, Unreachable
@@ -31,27 +32,56 @@ def choose_within_memory(
         free: the best choice without them, which does not keep them.
         tried: choices met at other limits.
     """
-    tuning = problem.tuning
     reduced = _reduce(problem)
-    if reduced.costs.pairs <= tuning.direct_pairs and not problem.is_quick:
+    pairs, tuning = reduced.costs.pairs, problem.tuning
+    is_direct = pairs <= tuning.direct_pairs and not problem.is_quick
+    if is_direct and (pairs <= tuning.tiny_pairs or find_order(reduced.costs, tuning.entries) is None):
         return _solve_directly(problem, reduced, gap=tuning.exact_gap, node_limit=tuning.memory_nodes)
+    found = _choose_by_prices(problem, free, tried)
+    if isinstance(found, CutOff) or (isinstance(found, Chosen) and (problem.is_quick or _is_near(problem, found))):
+        return found
+    if is_direct or (isinstance(found, Unfinished) and pairs <= tuning.last_resort * tuning.direct_pairs):
+        return _solve_after(problem, reduced, found)
+    return found
+
+
+def _is_near(problem: ChoiceProblem, found: Chosen) -> bool:
+    return found.seconds - found.lower_bound_s <= problem.tuning.good_enough * found.seconds
+
+
+def _solve_after(
+    problem: ChoiceProblem, reduced: Reduced, found: Chosen | Unfinished
+) -> Chosen | DoesNotFit | Unfinished:
+    """The integer program for a limited time, after prices have left a gap or found nothing."""
+    tuning = problem.tuning
+    limited = problem
+    if isinstance(found, Chosen) and tuning.good_enough > 0:
+        limited = dataclasses.replace(problem, budget=problem.budget.limit(work=tuning.direct_work))
+    solved = _solve_directly(limited, reduced, gap=tuning.exact_gap, node_limit=tuning.memory_nodes)
+    if not isinstance(found, Chosen):
+        return solved
+    if not isinstance(solved, Chosen):
+        return found
+    best = min(found, solved, key=lambda each: each.seconds)
+    lower = max(found.lower_bound_s, solved.lower_bound_s)
+    return dataclasses.replace(best, lower_bound_s=min(lower, best.seconds), tried=found.tried)
+
+
+def _choose_by_prices(problem: ChoiceProblem, free: Chosen, tried: Sequence[Numbers]) -> Chosen | CutOff | Unfinished:
+    """The best choice that prices find, or a mixture of the choices that they met."""
 
     def solve(costs: Costs) -> Found | Unreachable | Unfinished:
-        return search(costs, tuning=tuning, budget=problem.budget, is_quick=problem.is_quick)
+        return search(costs, tuning=problem.tuning, budget=problem.budget, is_quick=problem.is_quick)
 
     priced = price_memory(problem, [free.numbers, *tried], free.lower_bound_s, solve=solve)
     if priced.lower_bound_s >= problem.cutoff_s:
         return CutOff(priced.lower_bound_s)
     best = _best_of_prices(priced)
-    if best is not None and best.seconds - best.lower_bound_s <= tuning.good_enough * best.seconds:
-        return best
-    if best is not None and problem.is_quick:
+    if best is not None and (problem.is_quick or _is_near(problem, best)):
         return best
     mixed = mix_choices(problem, [trial.numbers for trial in priced.trials])
     if isinstance(mixed, Chosen) and (best is None or mixed.seconds < best.seconds):
         best = _with_bound(priced, mixed.numbers, mixed.seconds)
-    if best is None and reduced.costs.pairs <= tuning.last_resort * tuning.direct_pairs:
-        return _solve_directly(problem, reduced, gap=tuning.exact_gap, node_limit=tuning.memory_nodes)
     return Unfinished() if best is None else best
 
 
