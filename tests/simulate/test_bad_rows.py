@@ -1,6 +1,8 @@
 """`simulate --table`: rows, columns and cluster files that cannot be used are told, each with its place."""
 
+import io
 import json
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -91,14 +93,28 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "text"), BAD)
-def test_a_bad_row_is_named_with_its_column_and_a_fix_and_the_others_run(changes, text, tmp_path, capsys):
-    rows = table(tmp_path / "rows.csv", GOOD | {"id": "bad"} | changes, GOOD)
-    status, found, errors = json_of(["--table", str(rows)], capsys)
-    assert status == 1
-    assert [row["id"] for row in found["rows"]] == ["good"]
-    assert f"rows.csv: row 1 (bad): {text}" in errors
-    assert text in found["errors"][0]
+@pytest.fixture(scope="module")
+def bad_and_good(tmp_path_factory):
+    """(what is found in a table of all bad rows, a good one after each; standard error)."""
+    rows = [row for changes, _ in BAD for row in (GOOD | {"id": "bad"} | changes, GOOD)]
+    path = table(tmp_path_factory.mktemp("rows") / "rows.csv", *rows)
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
+        assert main(["simulate", "--table", str(path), "--json"]) == 1
+    return json.loads(out.getvalue()), errors.getvalue()
+
+
+@pytest.mark.parametrize("number", range(len(BAD)), ids=[",".join(changes) for changes, _ in BAD])
+def test_a_bad_row_is_named_with_its_column_and_a_fix(number, bad_and_good):
+    found, errors = bad_and_good
+    _, text = BAD[number]
+    assert f"rows.csv: row {2 * number + 1} (bad): {text}" in errors
+    assert text in found["errors"][number]
+
+
+def test_the_rows_beside_bad_ones_run(bad_and_good):
+    found, errors = bad_and_good
+    assert [row["id"] for row in found["rows"]] == ["good"] * len(BAD)
+    assert len(found["errors"]) == len(errors.splitlines()) == len(BAD)
 
 
 @pytest.mark.parametrize("number", ["inf", "nan", "-1", "96.5", "1e400"])
@@ -157,29 +173,31 @@ def test_a_line_with_too_many_cells_is_an_error_of_its_row(tmp_path):
     assert "row 1 (good): has more cells than the first line names columns" in str(row)
 
 
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda fields: fields.pop("tiers"), "the file lacks 'tiers'"),
-        (lambda fields: fields["device"].pop("memory_bytes"), "device lacks 'memory_bytes'"),
-        (lambda fields: fields["device"].update(memory_efficiency=1.5), "device.memory_efficiency is 1.5; at most 1"),
-        (lambda fields: fields["device"].update(peak_flop_per_s={}), "did you mean peak_flops_per_s?"),
-        (lambda fields: fields["tiers"][0].update(topology="mesh"), 'tiers.0.topology is "mesh"; one of'),
-        (lambda fields: fields["overlap"]["hidden"].update(tensor="much"), 'overlap.hidden.tensor is "much"; number'),
-    ],
-)
-def test_a_bad_cluster_file_is_an_error_of_its_rows_with_the_place_in_the_file(change, text, tmp_path, capsys):
+BAD_CLUSTERS = [
+    (lambda fields: fields.pop("tiers"), "the file lacks 'tiers'"),
+    (lambda fields: fields["device"].pop("memory_bytes"), "device lacks 'memory_bytes'"),
+    (lambda fields: fields["device"].update(memory_efficiency=1.5), "device.memory_efficiency is 1.5; at most 1"),
+    (lambda fields: fields["device"].update(peak_flop_per_s={}), "did you mean peak_flops_per_s?"),
+    (lambda fields: fields["tiers"][0].update(topology="mesh"), 'tiers.0.topology is "mesh"; one of'),
+    (lambda fields: fields["overlap"]["hidden"].update(tensor="much"), 'overlap.hidden.tensor is "much"; number'),
+]
+
+
+def test_bad_cluster_files_are_errors_of_their_rows_with_the_place_in_the_file(tmp_path, capsys):
     source = Path(__file__).parents[2] / "cost_model" / "clusters" / "dgx-h100.json"
-    fields = json.loads(source.read_text(encoding="utf-8"))
-    change(fields)
-    path = tmp_path / "ours.json"
-    path.write_text(json.dumps(fields), encoding="utf-8")
-    rows = table(tmp_path / "rows.csv", GOOD | {"id": "ours", "cluster": str(path)}, GOOD)
+    paths = [tmp_path / f"ours_{number}.json" for number in range(len(BAD_CLUSTERS))]
+    for path, (change, _) in zip(paths, BAD_CLUSTERS, strict=True):
+        fields = json.loads(source.read_text(encoding="utf-8"))
+        change(fields)
+        path.write_text(json.dumps(fields), encoding="utf-8")
+    rows = table(tmp_path / "rows.csv", *(GOOD | {"id": "ours", "cluster": str(path)} for path in paths), GOOD)
     status, found, errors = json_of(["--table", str(rows)], capsys)
     assert (status, [row["id"] for row in found["rows"]]) == (1, ["good"])
-    assert f"rows.csv: row 1 (ours): column 'cluster' is '{path}': {path}" in errors
-    assert text in errors
+    assert len(errors.splitlines()) == len(BAD_CLUSTERS)
+    for number, (path, line) in enumerate(zip(paths, errors.splitlines(), strict=True), start=1):
+        assert f"rows.csv: row {number} (ours): column 'cluster' is '{path}': {path}" in line
+        assert BAD_CLUSTERS[number - 1][1] in line
     assert main(["simulate", "--table", str(rows)]) == 1  # tables as well as JSON
     captured = capsys.readouterr()
     assert "good" in captured.out
-    assert "row 1 (ours)" in captured.err
+    assert captured.err == errors

@@ -1,6 +1,7 @@
 """`simulate --table`: published runs, their errors, and what of a run is predicted."""
 
 import csv
+import itertools
 import json
 from pathlib import Path
 
@@ -17,6 +18,7 @@ KEYS = [
     "id", "source", "cluster", "step_s", "predicted_step_s", "model_tflops_per_device",
     "predicted_model_tflops_per_device", "peak_mem_GB", "predicted_peak_mem_GB", "fits",
 ]  # fmt: skip
+SIX_PRESETS = ("cpu", "p3.16xlarge", "dgx-h200", "b200", "a100-omnipath", "tpu-v5p")
 
 
 def test_published_runs_are_predicted_and_compared(capsys):
@@ -91,15 +93,35 @@ def test_the_parts_of_a_step_add_up(capsys):
         assert parts == pytest.approx(row["predicted_step_s"]), row["id"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("cluster", ["cpu", "p3.16xlarge", "dgx-h200", "b200", "a100-omnipath", "tpu-v5p"])
-def test_every_family_runs_on_any_preset(family, cluster, tmp_path, capsys):
-    row = GOOD | SMALL_PLAN | {"family": family, "cluster": cluster} | FAMILIES[family]
-    status, found, errors = json_of(["--table", str(table(tmp_path / "rows.csv", row))], capsys)
+def rows_of(*families_on_presets):
+    return [
+        GOOD | SMALL_PLAN | {"id": f"{family} on {preset}", "family": family, "cluster": preset} | FAMILIES[family]
+        for family, preset in families_on_presets
+    ]
+
+
+def test_every_family_is_priced_in_closed_form_on_any_preset(tmp_path, capsys):
+    rows = rows_of(*itertools.product(FAMILIES, SIX_PRESETS))
+    status, found, errors = json_of(["--table", str(table(tmp_path / "rows.csv", *rows)), "--closed-form"], capsys)
     assert (status, errors) == (0, "")
-    (priced,) = found["rows"]
-    assert priced["predicted_step_s"] > 0
-    assert priced["predicted_peak_mem_GB"] > 0
+    assert [row["id"] for row in found["rows"]] == [row["id"] for row in rows]
+    for priced in found["rows"]:
+        assert priced["predicted_step_s"] > 0
+        assert priced["predicted_peak_mem_GB"] > 0
+
+
+@pytest.mark.parametrize("number", range(len(FAMILIES)))
+def test_plans_of_every_family_and_preset_are_near_the_closed_form(number, tmp_path, capsys):
+    """Two presets for each family, two families for each preset; no part falls back to its closed form."""
+    family, first, second = list(FAMILIES)[number], SIX_PRESETS[number], SIX_PRESETS[(number + 1) % len(SIX_PRESETS)]
+    path = table(tmp_path / "rows.csv", *rows_of((family, first), (family, second)))
+    status, found, errors = json_of(["--table", str(path)], capsys)
+    assert (status, errors) == (0, "")
+    assert len(found["rows"]) == found["summary"]["planned"] == 2
+    for priced in found["rows"]:
+        assert priced["not_planned"] == ""
+        assert -0.05 < priced["apart"] < 0.4, priced["id"]
+        assert priced["predicted_peak_mem_GB"] > 0
 
 
 def test_a_cluster_may_be_a_file(tmp_path, capsys):
