@@ -35,7 +35,7 @@ from autopar.stages.recompute_stages import recompute_in_backward
 from autopar.stages.scan_stacks import ScanCuts, cuts_for_stages
 from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep, split_scans
-from autopar.stages.tasks.stage_program import StageProgram, stage_program
+from autopar.stages.tasks.stage_program import StageProgram, trace_stage
 from autopar.stages.tasks.task_memory import TaskMemories
 from autopar.stages.time_loops import make_divided_loop
 
@@ -107,7 +107,7 @@ def plan_stages(
     cut = _cut(loop, cuts or (), wanted)
     planning = _Planning(planner, wanted.in_flight, tuning.memory_rounds)
     enter(f"planning {wanted.num_stages} stages")
-    jobs = [_job_of(stage_program(cut, stage), wanted, request) for stage in range(wanted.num_stages)]
+    jobs = [_job_of(trace_stage(cut, stage), wanted, request) for stage in range(wanted.num_stages)]
     kinds: Sequence[int] = find_identical(loop, cuts) if cuts else range(wanted.num_stages)
     leaders = _plan_leaders(planning, jobs, kinds, processes=request.processes)
     stages: list[StagedStage] = []
@@ -124,7 +124,7 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     cut = _cut(make_divided_loop(split, wanted.num_microbatches), wanted.cuts, wanted)
     stages = []
     for number, plan in enumerate(plans):
-        program = stage_program(cut, number)
+        program = trace_stage(cut, number)
         stages.append(measured(program, plan, restore(program.step, plan, request).assignment))
     return Staged(cut=cut, cuts=wanted.cuts, stages=tuple(stages), split=split, recompute=wanted.recompute)
 

@@ -36,7 +36,7 @@ from autopar.program.program import Program
 from autopar.progress import enter
 from autopar.stages.cut import cut_stages
 from autopar.stages.identical import find_identical
-from autopar.stages.tasks.stage_program import StageProgram, stage_program
+from autopar.stages.tasks.stage_program import StageProgram, trace_stage
 
 
 def layer_meshes(devices: int, machine: Cluster, most_axes: int) -> tuple[LogicalMesh, ...]:
@@ -249,7 +249,7 @@ class PlannedLayers:
 
     def _program(self, layer: int) -> StageProgram:
         if layer not in self._programs:
-            self._programs[layer] = stage_program(self._cut, layer)
+            self._programs[layer] = trace_stage(self._cut, layer)
         return self._programs[layer]
 
     def _key(self, layer: int, devices: int) -> _Key:

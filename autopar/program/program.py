@@ -27,7 +27,7 @@ fan_out_p = Primitive("fan_out")
 fan_out_p.def_impl(lambda x: x)
 fan_out_p.def_abstract_eval(lambda x: x)
 
-Atom = Any  # Var | Literal
+Atom: TypeAlias = Var | Literal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -42,7 +42,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from autopar.compat import RECOMPUTED, Literal, Var, transformations
-from autopar.program.program import Equation, operands_of
+from autopar.program.program import Equation, operands_of, variables_of
 from autopar.program.step import TracedStep
 from autopar.stages.segments import is_costly
 
@@ -249,7 +249,7 @@ def _returned_gradients(traced: TracedStep, flow: _Flow, ahead: Mapping[Var, Wei
     number = {v: k for k, v in enumerate(flow.weights) if used >> k & 1}
     waiting = [v for v in traced.program.invars if v in number]
     found: dict[Var, Weights] = {}
-    for v in traced.program.outvars:
+    for v in variables_of(traced.program.outvars):
         if waiting and v in flow.examples and v.aval.shape == waiting[0].aval.shape:
             found[v] = found.get(v, 0) | 1 << number[waiting.pop(0)]
     return {} if waiting else found

@@ -21,11 +21,10 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopar.compat import Literal as JaxLiteral
 from autopar.compat import Var, source_line
 from autopar.errors import PlanError
 from autopar.microbatches.loop import TimeLoop
-from autopar.program.program import Equation, operands_of
+from autopar.program.program import Equation, operands_of, variables_of
 from autopar.program.task_name import TaskName
 from autopar.stages.dependence import Dependence, StagesOfValues
 from autopar.stages.segments import Segment, StageCut, is_costly
@@ -203,8 +202,7 @@ class _StageCutter:
         made = {v for eqn in members for v in eqn.outvars}
         reads: dict[Var, None] = {}
         waiting = collections.deque(v for eqn in members for v in operands_of(eqn))
-        outvars = self.loop.program.outvars
-        waiting += [outvars[i] for i in outputs if not isinstance(outvars[i], JaxLiteral)]
+        waiting += variables_of([self.loop.program.outvars[i] for i in outputs])
         while waiting:
             v = waiting.popleft()
             if v in made or v in reads:

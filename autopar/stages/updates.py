@@ -160,12 +160,12 @@ class _UpdatePlacer:
             for v in operands_of(eqn):
                 if v not in self.homes and eqn in self.stage_of and self._is_leaf(v):
                     self.homes[v] = self.stage_of[eqn]
-        for number, v in enumerate(self.loop.program.outvars):
+        for number, returned in enumerate(self.loop.program.outvars):
             source = self.loop.traced.state_of_output[number]
-            if source is None or isinstance(v, JaxLiteral):  # a flag of the state that the step only ever sets
+            if source is None or isinstance(returned, JaxLiteral):  # a flag of the state that the step only ever sets
                 continue
-            if v in self._maker and self._maker[v] in self.stage_of:
-                self.homes.setdefault(self.loop.program.invars[source], self.stage_of[self._maker[v]])
+            if returned in self._maker and self._maker[returned] in self.stage_of:
+                self.homes.setdefault(self.loop.program.invars[source], self.stage_of[self._maker[returned]])
         for v in self.loop.program.invars:
             self.homes.setdefault(v, 0)
 

@@ -326,7 +326,7 @@ class _Builder(StaticDomain[_Value]):
         for group in rule.linear:
             for place in group:
                 var = eqn.invars[place]
-                have |= self.monoids.get(var, frozenset())
+                have |= frozenset() if isinstance(var, Literal) else self.monoids.get(var, frozenset())
                 if self.catalogue.options.every_strategy and not is_opaque(var.aval) and var.aval.dtype != bool:
                     have.add("sum")
         carried = frozenset(have) if rule.any_monoid else frozenset(have & {"sum"})

@@ -96,7 +96,7 @@ class Kernels:
         uses: Counter[Var] = Counter()
         for eqn in self.program.equations:
             if _is_alias(eqn):
-                self.roots[eqn.outvars[0]] = self.root(eqn.invars[0])
+                self.roots.update((eqn.outvars[0], self.root(v)) for v in _variables(eqn.invars[:1]))
             else:
                 uses.update({self.root(v) for v in _variables(eqn.invars)})
         uses.update(self.root(v) for v in _variables(self.program.outvars))

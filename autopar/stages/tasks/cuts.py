@@ -110,7 +110,7 @@ class _TaskCutter:
         self.program, self.loop, self.region, self.body = shape.program, shape.loop, shape.region, shape.body
         self._entries = {e.head.outvars[0]: assignment.strategies[e.head].outputs[0] for e in self.body.entries}
         self.task_of = task_owners(shape, split_backward=split_backward)
-        self.home: dict[Var, PlacedRef] = {}
+        self.home: dict[Atom, PlacedRef] = {}
         self._find_homes()
         self._passed_on = self._find_passed_on()
 

@@ -30,7 +30,7 @@ class LoopedProgram:
     stage: StageProgram
     program: Program
     loop: LoopEquation
-    maker: Mapping[Var, Equation]
+    maker: Mapping[Atom, Equation]
     users: Mapping[Var, Sequence[Equation]]
 
     @classmethod
@@ -38,7 +38,9 @@ class LoopedProgram:
         """Find the loop, and who makes and reads what."""
         loop = loop_of(program)
         assert loop is not None, "a stage without a loop over microbatches has no tasks"
-        maker = {v: e for part in (program, loop.regions[0]) for e in part.equations for v in e.outvars}
+        maker: dict[Atom, Equation] = {
+            v: e for part in (program, loop.regions[0]) for e in part.equations for v in e.outvars
+        }
         users: dict[Var, list[Equation]] = {}
         for eqn in program.equations:
             for v in operands_of(eqn):
@@ -55,7 +57,7 @@ class LoopedProgram:
         """The loop's body, with what fills its inputs and where its results go."""
         return self.loop.nested[0]
 
-    def sends(self) -> dict[int, Var]:
+    def sends(self) -> dict[int, Atom]:
         """What goes to other stages, by output port."""
         return {
             i: atom

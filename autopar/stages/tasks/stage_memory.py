@@ -20,7 +20,7 @@ from autopar.compat import Literal, Var
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.plan import Plan
 from autopar.program.loops import Filled, LoopEquation
-from autopar.program.program import Equation, operands_of
+from autopar.program.program import Atom, Equation, operands_of
 from autopar.program.task_name import TaskName
 from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.tasks import TaskKind
@@ -177,7 +177,7 @@ class _Passing:
     def _received(self) -> Iterator[tuple[Var, Kept]]:
         """What other stages make, by the name that it has in the loop; `reader` is yet to be found."""
         shape, microbatches = self.shape, self.shape.stage.cut.loop.plan.microbatches
-        numbers = {v: i for i, v in enumerate(shape.program.invars[: len(shape.stage.inputs)])}
+        numbers: dict[Atom, int] = {v: i for i, v in enumerate(shape.program.invars[: len(shape.stage.inputs)])}
         for entry in shape.body.entries:
             atom = entry.atom
             number = numbers.get(shape.before_fan_out(atom)) if not isinstance(atom, Literal) else None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +63,8 @@ class StageProgram:
     outputs: tuple[Port, ...]
 
 
-def stage_program(cut: StageCut, stage: int) -> StageProgram:
-    """The program of one stage."""
+def trace_stage(cut: StageCut, stage: int) -> StageProgram:
+    """Trace the program of one stage of a step that is cut."""
     return _Tracer(cut, stage).trace()
 
 
@@ -125,7 +125,8 @@ class _Tracer:
             if result.var in read_by_updates
         ]
         for segment in self.updates:
-            ports += [Port("leaf", self.loop.program.outvars[i], segment.name, i) for i in segment.outputs]
+            # A step may return a literal; nobody looks for the port that has it.
+            ports += [Port("leaf", cast(Var, self.loop.program.outvars[i]), segment.name, i) for i in segment.outputs]
         return tuple(ports)
 
     def _finisher(self) -> Segment:
