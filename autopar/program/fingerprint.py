@@ -6,8 +6,6 @@ process, by content.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol, cast
 
@@ -17,27 +15,18 @@ import numpy as np
 
 from autopar.compat import JaxprEqn, Var, constants_of, open_jaxpr
 from autopar.compat import Literal as JaxLiteral
+from autopar.content import Identity, digest_of
 from autopar.program.program import Atom, Program
 
 
 def fingerprint_of(program: Program) -> str:
-    """A digest of the program's operations, shapes and structure; equal programs have equal digests."""
+    """A digest of the program's operations with their parameters, of shapes and structure; equal programs have equal digests.
+
+    Constants are inputs of the program: their values do not count.
+    """
     numbers: dict[Var, int] = {}
-    described = functools.cache(str)
-    digest = hashlib.sha256()
-
-    def name(atom: Var | JaxLiteral) -> str:
-        if isinstance(atom, JaxLiteral):
-            return f"{atom.val}:{described(atom.aval)}"
-        return f"v{numbers.setdefault(atom, len(numbers))}:{described(atom.aval)}"
-
-    for var in program.invars:
-        digest.update(name(var).encode())
-    for eqn in program.walk():
-        line = f"{eqn.primitive.name} {[name(v) for v in eqn.invars]} {[name(v) for v in eqn.outvars]}\n"
-        digest.update(line.encode())
-    digest.update(str([name(v) for v in program.outvars]).encode())
-    return digest.hexdigest()[:16]
+    body = _scope(program, (), numbers)
+    return digest_of((body, [numbers.get(eqn.after) for eqn in program.equations if eqn.after is not None]))[:16]
 
 
 def signature(equations: Sequence[JaxprEqn], numbers: dict[Var, int]) -> Hashable:
@@ -89,9 +78,9 @@ class _Scope(Protocol):
     def outvars(self) -> Sequence[Var | JaxLiteral]: ...
 
 
-def _scope(program: _Scope, constants: Sequence[object]) -> Hashable:
-    """A nested program by content."""
-    numbers: dict[Var, int] = {}
+def _scope(program: _Scope, constants: Sequence[object], numbers: dict[Var, int] | None = None) -> Hashable:
+    """A nested program by content; `numbers` is filled."""
+    numbers = {} if numbers is None else numbers
     inputs = (*getattr(program, "constvars", ()), *program.invars)
     heads = tuple((_atom(v, numbers), aval_key(v)) for v in inputs)
     equations: Sequence[JaxprEqn] = getattr(program, "equations", ()) or getattr(program, "eqns", ())
@@ -123,4 +112,4 @@ def _value(value: object) -> Hashable:
     if isinstance(value, (tuple, list)):
         return type(value).__name__, tuple(_value(inner) for inner in value)
     has_content = getattr(value, "__hash__", None) is not None
-    return type(value).__name__, value if has_content else id(value)
+    return type(value).__name__, value if has_content else Identity(id(value))

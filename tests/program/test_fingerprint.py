@@ -1,0 +1,70 @@
+"""The fingerprint tells programs apart by what they compute, and is the same in every process."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import autopar
+from autopar.errors import PlanError
+
+ROOT = Path(__file__).resolve().parents[2]
+SQUARE = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+DIFFERENT = {
+    "sum over rows": lambda w, x: (w + x, (x + w).sum(0)),
+    "sum over columns": lambda w, x: (w + x, (x + w).sum(1)),
+    "product": lambda w, x: (w, x @ w),
+    "product with the transpose": lambda w, x: (w, x @ w.T),
+    "precise product": lambda w, x: (w, jnp.matmul(x, w, precision="highest")),
+    "first rows": lambda w, x: (w, (x + w)[:4]),
+    "last rows": lambda w, x: (w, (x + w)[4:]),
+    "reversed rows": lambda w, x: (w, (x + w)[::-1]),
+    "reversed columns": lambda w, x: (w, (x + w)[:, ::-1]),
+    "another literal": lambda w, x: (w, x * 2.0),
+    "a literal": lambda w, x: (w, x * 3.0),
+    "scan": lambda w, x: lax.scan(lambda c, row: (c @ c, row.sum()), w, x),
+    "reversed scan": lambda w, x: lax.scan(lambda c, row: (c @ c, row.sum()), w, x, reverse=True),
+    "scan of another body": lambda w, x: lax.scan(lambda c, row: (c @ c.T, row.sum()), w, x),
+    "scan of swapped results": lambda w, x: lax.scan(lambda c, row: (c * row, row.max()), w, x),
+    "scan of results in order": lambda w, x: lax.scan(lambda c, row: (row * c, row.max()), w, x),
+    "first branch": lambda w, x: (w, lax.cond(x[0, 0] > 0, lambda: x.sum(0), lambda: x.max(0))),
+    "branches swapped": lambda w, x: (w, lax.cond(x[0, 0] > 0, lambda: x.max(0), lambda: x.sum(0))),
+}
+
+
+def fingerprint(step) -> str:
+    return autopar.parallelize(step, devices=1, donate_argnums=()).plan(SQUARE, SQUARE).fingerprint
+
+
+def all_fingerprints() -> dict[str, str]:
+    return {name: fingerprint(step) for name, step in DIFFERENT.items()}
+
+
+def test_programs_that_compute_different_things_differ_and_equal_ones_do_not():
+    found = all_fingerprints()
+    equal = [pair for pair in itertools.combinations(found, 2) if found[pair[0]] == found[pair[1]]]
+    assert equal == []
+    assert all_fingerprints() == found
+
+
+def test_another_process_finds_the_same():
+    script = "from tests.program.test_fingerprint import all_fingerprints; print(all_fingerprints())"
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "7"}
+    env["AUTOPAR_CACHE"] = "off"
+    process = subprocess.run(
+        [sys.executable, "-c", script], env=env, cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert process.stdout.strip() == str(all_fingerprints()), process.stderr
+
+
+def test_a_plan_of_a_step_with_other_parameters_is_refused():
+    plan = autopar.parallelize(DIFFERENT["product"], devices=1).plan(SQUARE, SQUARE)
+    other = autopar.parallelize(DIFFERENT["product with the transpose"], devices=1, plan=plan)
+    with pytest.raises(PlanError, match="made for another step"):
+        other.plan(SQUARE, SQUARE)
