@@ -36,6 +36,7 @@ from autopar.arguments import (
     check_recompute,
     check_schedule,
     check_seconds,
+    check_switch,
 )
 from autopar.compat import undisturbed
 from autopar.cost_model.hardware import Cluster
@@ -221,6 +222,7 @@ def parallelize(
     recompute: str = "auto",
     planning_processes: int = 1,
     planning_seconds: float | None = 60.0,
+    plan_cache: bool = True,
 ) -> Any:
     """Run a step on all devices under a plan that autopar finds; a decorator with and without arguments.
 
@@ -263,6 +265,7 @@ def parallelize(
             which touch no device; leave it at 1 where forking is forbidden or while other threads compute with JAX.
         planning_seconds: how long the search may take, tracing not counted. When they are over, the best plan so far is used, and
             it says what was not compared. None sets no limit.
+        plan_cache: whether the plan is looked for on disk, where an earlier run may have left it, and kept there for later ones.
 
     Returns:
         A `ParallelStep`, called like `fun` and with the same results; without `fun`, a decorator that makes one.
@@ -292,6 +295,7 @@ def parallelize(
         recompute=check_recompute(recompute),
         processes=check_processes(planning_processes),
         planning_seconds=check_seconds(planning_seconds),
+        uses_cache=check_switch("plan_cache", plan_cache),
     )
     batch, static = check_positions("batch_argnums", batch_argnums), check_positions("static_argnums", static_argnums)
     donate = check_donation(donate_argnums)

@@ -109,6 +109,13 @@ def check_seconds(seconds: object) -> float | None:
     return number
 
 
+def check_switch(name: str, given: object) -> bool:
+    """True or False."""
+    if not isinstance(given, bool | np.bool_):
+        raise ArgumentError(f"{name}={given!r}: True or False is expected")
+    return bool(given)
+
+
 def check_kinds(collectives: object) -> frozenset[str]:
     """The kinds of collectives that may be used."""
     given = KINDS if collectives is None else (collectives,) if isinstance(collectives, str) else collectives

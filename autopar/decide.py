@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TypeAlias
 
 from autopar.errors import ArgumentError
@@ -23,6 +24,7 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import cut_into_microbatches, microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
+from autopar.plan_cache.recall import recall_or_search
 from autopar.program.step import TracedStep, require_examples
 from autopar.settings import (
     Settings,
@@ -48,8 +50,15 @@ def decide(settings: Settings, traced: TracedStep) -> Planned:
 
     Raises ArgumentError, ConstraintError, OutOfMemoryError, PlanError, UnsupportedProgramError.
     """
+    restore = functools.partial(_restore, settings, traced)
     if settings.plan is not None:
-        return _restore(settings, traced, settings.plan)
+        return restore(settings.plan)
+    search: Callable[[], Planned] = functools.partial(_search, settings, traced)
+    return recall_or_search(settings, traced, search=search, restore=restore)
+
+
+def _search(settings: Settings, traced: TracedStep) -> Planned:
+    """The best plan of what the settings leave open."""
     leader, meshes, devices = plan_to_follow(settings), count_meshes(settings), count_devices(settings)
     _require_a_batch(settings, traced, leader)
     if isinstance(leader, PipelinePlan):

@@ -6,8 +6,11 @@ what to try. Warnings are `AutoparWarning`, shown at the user's own line.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import sys
 import warnings
+from collections.abc import Iterator
 
 _PASSED_OVER = ("autopar", "jax", "contextlib", "functools")
 """Packages whose lines a warning does not name. The user's line is the one that called them, perhaps through a decorator."""
@@ -61,8 +64,24 @@ class AutoparWarning(UserWarning):
     """Something works, but not as well as it could; the message says how to improve it."""
 
 
+_SAID: contextvars.ContextVar[tuple[list[str], ...]] = contextvars.ContextVar("said", default=())
+
+
+@contextlib.contextmanager
+def listening_to_warnings() -> Iterator[list[str]]:
+    """A context that yields a list, to which every message of `warn` in this thread is added; warnings are issued as usual."""
+    said: list[str] = []
+    token = _SAID.set((*_SAID.get(), said))
+    try:
+        yield said
+    finally:
+        _SAID.reset(token)
+
+
 def warn(message: str) -> None:
     """Issue an `AutoparWarning` at the user's line, however many frames of autopar and JAX lie between."""
+    for said in _SAID.get():
+        said.append(message)
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PASSED_OVER:
         frame, level = frame.f_back, level + 1

@@ -50,6 +50,7 @@ class Settings:
     recompute: Recompute = "auto"
     processes: int = 1
     planning_seconds: float | None = None
+    uses_cache: bool = True
     budget: Budget = dataclasses.field(default_factory=Budget)
 
 

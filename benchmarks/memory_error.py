@@ -18,6 +18,7 @@ import os
 DEVICES = 8
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["AUTOPAR_CACHE"] = "off"
 
 import argparse  # noqa: E402
 import dataclasses  # noqa: E402

@@ -15,6 +15,7 @@ import os
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["AUTOPAR_CACHE"] = "off"
 
 import argparse
 import dataclasses

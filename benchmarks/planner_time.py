@@ -17,6 +17,7 @@ import os
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["AUTOPAR_CACHE"] = "off"
 
 import argparse
 import contextlib

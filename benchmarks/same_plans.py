@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,8 @@ def write(folder: Path, models: tuple[str, ...], clusters: tuple[str, ...]) -> N
         for cluster in clusters:
             target = folder / f"{model}-{cluster}.json"
             command = [sys.executable, "-m", "autopar", "plan", model, "--cluster", cluster, "-o", str(target)]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            searching = {**os.environ, "AUTOPAR_CACHE": "off"}
+            done = subprocess.run(command, capture_output=True, text=True, check=False, env=searching)
             if done.returncode != 0:
                 target.write_text(json.dumps({"error": done.stderr}))
             print(f"{target.name}: {'planned' if done.returncode == 0 else done.stderr.strip()}", flush=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["AUTOPAR_CACHE"] = "off"
 
 import argparse
 import json

@@ -51,7 +51,7 @@ def run(command: str, folder: Path, **environment: str) -> str:
     """What a command prints."""
     program, *arguments = shlex.split(command)
     assert program == "autopar", command
-    settings = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment}
+    settings = {**os.environ, "AUTOPAR_CACHE": "off", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(
         [sys.executable, "-m", "autopar", *arguments],
         cwd=folder,

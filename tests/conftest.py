@@ -1,7 +1,8 @@
 """Settings that hold for every test: eight virtual CPU devices, and hypothesis without chance or clock.
 
 XLA reads its flags when JAX first touches a device, so they are set here, before any test module imports JAX. Whatever
-the caller's environment says about platform and caches does not apply to the tests.
+the caller's environment says about platform and caches does not apply to the tests. Plans are
+not kept: tests of the plan cache give it a folder of their own.
 
 A run without the slow tests compiles quickly, with a third of the work: XLA leaves LLVM's optimisation out, hands each module
 to LLVM in one part and, with JAX 0.10, emits fused kernels without MLIR. Then it may fuse a few operations differently;
@@ -19,6 +20,7 @@ from importlib.metadata import version
 DEVICE_COUNT = 8
 
 assert "jax" not in sys.modules, "JAX was imported before tests/conftest.py could set the number of devices"
+os.environ["AUTOPAR_CACHE"] = "off"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICE_COUNT}"

@@ -53,7 +53,7 @@ def build(target: str, *, source: Path, into: Path) -> Path:
 
 def run_in_fresh_interpreter(program: str) -> str:
     """What `program` prints in an environment without the settings of the tests, or of what they have imported."""
-    environment = {"JAX_PLATFORMS": "cpu", "PATH": os.environ["PATH"]}
+    environment = {"AUTOPAR_CACHE": "off", "JAX_PLATFORMS": "cpu", "PATH": os.environ["PATH"]}
     return run([sys.executable, "-c", program], cwd=ROOT, env=environment)
 
 

@@ -75,6 +75,7 @@ def demo_options(options: argparse.Namespace) -> tuple[argparse.Namespace, argpa
         "allow_redundant_compute": False,
         "planning_processes": 1,
         "planning_seconds": 60.0,
+        "plan_cache": True,
         "schedule": "auto",
         "virtual_stages": 1,
         "timeline": None,

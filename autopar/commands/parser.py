@@ -71,6 +71,7 @@ def _make_parser(model: str | None) -> argparse.ArgumentParser:
         ("show", "print a plan that `plan -o` wrote", _add_show),
         ("train", "train a model on real data under a plan", _add_train),
         ("simulate", "predict published runs, or a saved plan on another cluster, and compare", _add_simulate),
+        ("cache", "list or remove the plans that are kept on disk for later runs", _add_cache),
         (
             "demo",
             "train a small GPT on 8 virtual CPU devices, on one mesh and as a pipeline, and compare with jax.jit on one",
@@ -128,6 +129,13 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--planned-for", metavar="NAME|FILE", help="the cluster of the plan, if it is no preset")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=_run_simulate)
+
+
+def _add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", choices=("list", "clear", "path"), help="list the plans, remove them all, or print where they are"
+    )
+    parser.set_defaults(run=_run_cache)
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
@@ -199,6 +207,12 @@ def _add_search(parser: argparse.ArgumentParser, *, processes: int) -> None:
         default=60.0,
         metavar="N",
         help="end the search after so many seconds with the best plan so far, or none for no limit; default 60",
+    )
+    group.add_argument(
+        "--no-plan-cache",
+        action="store_false",
+        dest="plan_cache",
+        help="search even if an earlier run found the plan, and keep nothing; see `autopar cache`",
     )
     group.add_argument(
         "-v",
@@ -283,6 +297,12 @@ def _run_simulate(options: argparse.Namespace) -> int:
     from autopar.commands.simulate import simulate
 
     return simulate(options)
+
+
+def _run_cache(options: argparse.Namespace) -> int:
+    from autopar.commands.cache import cache
+
+    return cache(options)
 
 
 def _run_demo(options: argparse.Namespace) -> int:

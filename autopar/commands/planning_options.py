@@ -43,6 +43,7 @@ def make_parallel(
         virtual_stages=options.virtual_stages or "auto",
         planning_processes=options.planning_processes,
         planning_seconds=options.planning_seconds,
+        plan_cache=options.plan_cache,
     )
     return made
 

@@ -93,6 +93,7 @@ def _plan_step(name: str, sizes: Mapping[str, int], *, cluster: Cluster, devices
         constraints=data_parallel(),
         cluster=cluster,
         num_microbatches=1,
+        plan_cache=False,
     )
     state = jax.device_get(jax.jit(model.create_state)(jax.random.key(0)))
     batch = next(model.data(0))

@@ -237,6 +237,11 @@ def register_rule(
     _USER_RULES[primitive] = entry
 
 
+def is_registered(primitive: str) -> bool:
+    """Whether the user registered a rule for a primitive."""
+    return primitive in _USER_RULES
+
+
 def _describe(entry: PrimitiveRule) -> str:
     """A registered rule as its user wrote it."""
     rule = repr(entry.rule.notation) if isinstance(entry.rule, _Notated) else f"the function {entry.rule!r}"

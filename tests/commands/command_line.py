@@ -11,7 +11,12 @@ from autopar.plan import Plan
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("--layers", "1", "--hidden", "16", "--inputs", "16", "--batch", "16")
 STAGES = ("--stages", "2", "--mesh", "1", "--microbatches", "4")
-CLEAN_ENVIRONMENT = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+CLEAN_ENVIRONMENT = {
+    "PATH": os.environ["PATH"],
+    "PYTHONPATH": str(ROOT),
+    "JAX_PLATFORMS": "cpu",
+    "AUTOPAR_CACHE": "off",
+}
 
 
 def run(*argv: str) -> int:

@@ -1,0 +1,70 @@
+"""`cache`: list the plans that are kept on disk, remove them, or print where they are."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+from autopar.commands.printing import new_table
+from autopar.errors import ArgumentError, PlanError
+from autopar.explain import bytes_text, seconds_text, standard_output
+from autopar.plan_cache.entry import unpack
+from autopar.plan_cache.folder import OFF, VARIABLE, CacheFolder, StoredFile, cache_folder
+
+
+def cache(options: argparse.Namespace) -> int:
+    """Run the command; ArgumentError if there is no cache."""
+    folder = cache_folder()
+    if folder is None:
+        raise ArgumentError(f"there is no plan cache: {VARIABLE} is {OFF!r}, or this user has no home folder")
+    match options.action:
+        case "list":
+            _list(folder)
+        case "clear":
+            _clear(folder)
+        case _:
+            sys.stdout.write(f"{folder.path}\n")
+    return 0
+
+
+def _list(folder: CacheFolder) -> None:
+    files = folder.files()
+    console = standard_output()
+    table = new_table("", "last used", "size", "searched", "plan", words=("searched", "plan"))
+    for file in files:
+        age_s = max(0.0, time.time() - file.used_at)
+        table.add_row(f"{_age_text(age_s)} ago", bytes_text(file.size_bytes), *_describe(file))
+    if files:
+        console.print(table)
+    size = sum(file.size_bytes for file in files)
+    console.print(
+        f"{len(files)} plans, {bytes_text(size)} of at most {bytes_text(folder.limit_bytes)}, in {folder.path}",
+        markup=False,
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _clear(folder: CacheFolder) -> None:
+    try:
+        count = folder.clear()
+    except OSError as error:
+        raise ArgumentError(f"cannot remove the plans in {folder.path}: {error.strerror}") from None
+    sys.stdout.write(f"{count} plans removed from {folder.path}\n")
+
+
+def _describe(file: StoredFile) -> tuple[str, str]:
+    """How far was searched for a plan, and what it is for."""
+    try:
+        entry = unpack(file.path.read_bytes(), file.key)
+    except (OSError, PlanError) as error:
+        return "", f"cannot be read: {error}"
+    return "all" if entry.searched_s is None else seconds_text(entry.searched_s), entry.subject
+
+
+def _age_text(seconds: float) -> str:
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length_s:
+            return f"{seconds / length_s:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,61 @@
+"""One entry of the plan cache: a plan with the question that it answers, as the bytes of a file.
+
+In: an `Entry`. Out: compressed JSON, and back. What can go wrong: the bytes are no entry, or that of another version or question;
+PlanError says which. A checksum finds damage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import zlib
+
+from autopar.errors import PlanError
+from autopar.plan_json import load, read
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A plan that was found.
+
+    Attributes:
+        key: the digest of the question; see `key.py`.
+        subject: the question in a few words, for people.
+        plan: what its `to_json` wrote.
+        sources: the lines of the program, each once, in the order in which its operations come from them.
+        warnings: what the search warned of.
+        searched_s: if planning ended early, how many seconds it had; None if everything was compared.
+        version: of this form.
+    """
+
+    key: str
+    subject: str
+    plan: str
+    sources: tuple[str, ...]
+    warnings: tuple[str, ...]
+    searched_s: float | None
+    version: int = VERSION
+
+    def serves(self, planning_seconds: float | None) -> bool:
+        """Whether a search with this limit would find nothing better."""
+        return self.searched_s is None or (planning_seconds is not None and planning_seconds <= self.searched_s)
+
+
+def pack(entry: Entry) -> bytes:
+    """The bytes of an entry."""
+    return gzip.compress(json.dumps(dataclasses.asdict(entry)).encode(), mtime=0)
+
+
+def unpack(packed: bytes, key: str) -> Entry:
+    """The entry in a file's bytes; PlanError if they are not that of this question."""
+    try:
+        text = gzip.decompress(packed).decode()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise PlanError(f"damaged, or no entry of the cache: {error}") from None
+    entry = read(Entry, load(text), "no entry of the cache: ")
+    if entry.key != key:
+        raise PlanError(f"the entry of another question, {entry.key[:12]}")
+    return entry

@@ -1,0 +1,106 @@
+"""What a kept plan is known by: a digest of everything that decides what a search finds.
+
+In: a traced step and the settings. Out: 64 hexadecimal digits: of the program with its parameters, its leaves and constants, the
+cluster's figures, all options and constraints, the settings of JAX, and the versions of autopar, JAX and the solvers. The seconds
+that planning may take are not part of it: an entry says how long was searched for it. What can go wrong: something that nobody
+can compare decides as well, such as a rule that the user registered; then there is no key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from autopar.compat import source_line, transformations
+from autopar.content import digest_of
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
+from autopar.program.step import TracedStep
+from autopar.progress import LOGGER
+from autopar.rules.table import is_registered
+from autopar.runtime.thread_settings import program_settings_here
+from autopar.settings import Settings, count_devices, make_request, plan_to_follow
+
+_PACKAGES = ("jax", "jaxlib", "highspy", "pulp", "numpy", "networkx")
+
+
+def key_of(settings: Settings, traced: TracedStep) -> str | None:
+    """The key of what is asked for; None if it cannot be told from another question."""
+    own = sorted({eqn.primitive.name for eqn in traced.program.walk() if is_registered(eqn.primitive.name)})
+    if own:
+        LOGGER.info("no plan is kept of a step with rules of your own (%s), which cannot be compared", ", ".join(own))
+        return None
+    try:
+        return digest_of((_versions(), _describe_step(traced), _describe_wishes(settings)))
+    except RuntimeError as error:  # an array that the step closes over has parts in other processes, or is gone
+        LOGGER.info("no plan is kept of a step whose constants cannot be read: %s", error)
+        return None
+
+
+def list_sources(traced: TracedStep) -> tuple[str, ...]:
+    """The lines of the program, each once, in the order in which operations come from them."""
+    return tuple(dict.fromkeys(map(source_line, traced.program.walk())))
+
+
+def _describe_step(traced: TracedStep) -> object:
+    """The step. Of the lines of its source only those count that are equal: a plan's lines can be brought up to date."""
+    numbers = {source: number for number, source in enumerate(list_sources(traced))}
+    equations = [(numbers[source_line(eqn)], sorted(transformations(eqn))) for eqn in traced.program.walk()]
+    leaves = (traced.inputs, traced.outputs, traced.state_of_output, traced.microbatches)
+    return traced.fingerprint, equations, leaves, traced.constants
+
+
+def _describe_wishes(settings: Settings) -> object:
+    request = make_request(settings)
+    return (
+        (request.cluster, request.memory_limit_bytes, request.constraints, request.options, request.tuning),
+        (count_devices(settings), settings.meshes, settings.num_microbatches, settings.num_stages),
+        (settings.schedule, settings.virtual_stages, settings.recompute),
+        _without_seconds(plan_to_follow(settings)),
+        program_settings_here(),
+    )
+
+
+def _without_seconds(plan: Plan | PipelinePlan | None) -> Plan | PipelinePlan | None:
+    """A plan without how long it took to find, which differs from run to run."""
+    match plan:
+        case Plan():
+            return dataclasses.replace(plan, planning_s=0.0)
+        case PipelinePlan():
+            return dataclasses.replace(
+                plan,
+                planning_s=0.0,
+                stages=tuple(
+                    dataclasses.replace(one, plan=dataclasses.replace(one.plan, planning_s=0.0)) for one in plan.stages
+                ),
+            )
+        case None:
+            return None
+
+
+@functools.cache
+def _versions() -> object:
+    """Versions of what takes part in planning; of autopar its source, which a checkout may change without a new version."""
+    return sys.version_info[:2], [(name, _version(name)) for name in _PACKAGES], _digest_of_source()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _digest_of_source() -> str:
+    """A digest of autopar's modules."""
+    root, digest = Path(__file__).parents[1], hashlib.sha256()
+    folders = os.walk(root, followlinks=True)  # in a checkout, the cost model is a link
+    for path in sorted(Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
