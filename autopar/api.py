@@ -48,7 +48,7 @@ from autopar.execution.pipeline import CompiledPipeline, compile_pipeline
 from autopar.execution.state import create_sharded, gather_to_one
 from autopar.gc_pause import pause_full_collections
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.planner import PlannedStep
+from autopar.intra_op.request import PlannedStep
 from autopar.layouts.constraints import ConstraintsLike, as_constraints
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan

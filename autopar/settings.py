@@ -18,7 +18,7 @@ from autopar.arguments import Leader
 from autopar.cost_model.hardware import Cluster, find_preset, preset
 from autopar.errors import ArgumentError, warn
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.planner import PlanRequest, logical_meshes
+from autopar.intra_op.request import PlanRequest, logical_meshes
 from autopar.layouts.constraints import Constraints, Rule
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan

@@ -35,7 +35,7 @@ from autopar.inter_op import search_pipeline as search_module
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline, search_pipeline
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.planner import PlanRequest
+from autopar.intra_op.request import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.models import registry
 from autopar.program.call import CallSignature, bind_arguments

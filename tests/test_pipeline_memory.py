@@ -14,7 +14,7 @@ from autopar.errors import OutOfMemoryError
 from autopar.inter_op.plan_pipeline import PipelineWishes, plan_in_other_schedules, plan_pipeline
 from autopar.inter_op.timetables import Timetable
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.planner import PlanRequest
+from autopar.intra_op.request import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.models import build

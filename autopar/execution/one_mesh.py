@@ -28,7 +28,7 @@ from autopar.execution.calls import Given, check_leaves, copy_repeated, refuse_c
 from autopar.execution.devices import device_mesh
 from autopar.execution.weak_types import keep_weak_types
 from autopar.intra_op.lowering.per_device import partition_spec, sharded
-from autopar.intra_op.planner import PlannedStep
+from autopar.intra_op.request import PlannedStep
 from autopar.program.call import CallSignature, PyTree
 from autopar.runtime.processes import are_here, from_host, is_global
 from autopar.runtime.resharding.reshard import reshard

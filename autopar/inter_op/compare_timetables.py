@@ -21,7 +21,7 @@ from autopar.inter_op.describe_pipeline import PlannedPipeline, beside_tasks_s, 
 from autopar.inter_op.plan_pipeline import PipelineWishes, alternative_of, plan_in_other_schedules, plan_pipeline
 from autopar.inter_op.timetables import Timetable, latency_share, seconds_at
 from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.intra_op.planner import PlanRequest
+from autopar.intra_op.request import PlanRequest
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep

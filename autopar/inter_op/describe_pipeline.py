@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Sequence
 
 from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes
-from autopar.intra_op.planner import PlanRequest
+from autopar.intra_op.request import PlanRequest
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import microbatches_in_flight

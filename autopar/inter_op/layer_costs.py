@@ -25,7 +25,7 @@ from autopar.inter_op.submeshes import Submesh
 from autopar.inter_op.timetables import latency_share, seconds_at
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.memory import tuning as memory_tuning
-from autopar.intra_op.planner import PlanRequest
+from autopar.intra_op.request import PlanRequest
 from autopar.microbatches.counts import microbatch_counts
 from autopar.microbatches.loop import TimeLoop
 from autopar.stages.chain import ForwardEquation, forward_chain

@@ -10,14 +10,14 @@ one before. What can go wrong: a larger number of microbatches may be faster aft
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 from autopar.avals import itemsize_of
 from autopar.errors import ConstraintError, OutOfMemoryError, warn
 from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.intra_op.planner import PlannedStep, PlanRequest, plan_step
+from autopar.intra_op.planner import SharedSearch, plan_step
+from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.microbatches.counts import cut_into_microbatches, loop_over_microbatches, microbatch_counts
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
@@ -25,7 +25,7 @@ from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.progress import Progress, enter, report
 from autopar.schedules.schedules import Open, Recompute
-from autopar.stages.recompute_layers import recompute_layers
+from autopar.stages.recompute_layers import find_recomputation, recompute_layers
 
 
 def plan_on_one_mesh(
@@ -38,18 +38,23 @@ def plan_on_one_mesh(
     tuning: Tuning = TUNING,
 ) -> PlannedStep:
     """The fastest way to run the step that fits. Raises ConstraintError, OutOfMemoryError."""
-    attempts = _Attempts(request, dear=tuning.dear)
+    attempts = _Attempts(request, tuning=tuning)
     least = 1 if num_microbatches == "auto" else num_microbatches
+    counts = microbatch_counts(traced) if num_microbatches == "auto" else (num_microbatches,)
     step = _recompute_layers(traced) if recompute == "layer" else traced
     first = attempts.plan(cut_into_microbatches(step, least), recompute=step is not traced)
     if first is None and state_is_too_large(traced, request, devices):
         raise attempts.errors[0]
-    if first is None or attempts.is_dear(first):
-        attempts.climb(_in_more_microbatches(step, num_microbatches), recompute=step is not traced, before=first)
-        again = recompute_layers(traced) if recompute == "auto" else traced
-        if again is not traced:
-            steps = chain([cut_into_microbatches(again, least)], _in_more_microbatches(again, num_microbatches))
-            attempts.climb(steps, recompute=True, before=None)
+    if not attempts.is_dear():
+        return attempts.best()
+    excess = attempts.excess
+    ways = _Ways(attempts, step, counts[1:], recompute=step is not traced)
+    ways.explore(excess)
+    if recompute == "auto" and attempts.is_dear() and not attempts.is_over:
+        found = find_recomputation(traced)
+        if found.layers:
+            ways = _Ways(attempts, found.apply(traced), counts, recompute=True)
+            ways.explore(excess * found.kept_share)
     return attempts.best()
 
 
@@ -71,23 +76,25 @@ def _recompute_layers(traced: TracedStep) -> TracedStep:
     return step
 
 
-def _in_more_microbatches(step: TracedStep, num_microbatches: Open) -> Iterator[TracedStep]:
-    """The step in two microbatches or more, as far as its batch allows; nothing if it mixes examples or the number is given."""
-    for count in microbatch_counts(step)[1:] if num_microbatches == "auto" else ():
-        plan = plan_time(step, count)
-        if isinstance(plan, MixedExamples):
-            return
-        yield loop_over_microbatches(step, plan)
-
-
 class _Attempts:
     """The ways that have been planned, what each takes, and the errors of those that cannot be."""
 
-    def __init__(self, request: PlanRequest, *, dear: float) -> None:
-        self._request, self._dear = request, dear
+    def __init__(self, request: PlanRequest, *, tuning: Tuning) -> None:
+        self._request, self._tuning = request, tuning
+        self._shared = SharedSearch()
         self._found: list[PlannedStep] = []
         self._compared: list[Alternative] = []
         self.errors: list[OutOfMemoryError | ConstraintError] = []
+
+    @property
+    def excess(self) -> float:
+        """See `SharedSearch`."""
+        return self._shared.excess
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is over, and there is a plan."""
+        return bool(self._found) and self._request.budget.is_over
 
     def plan(self, step: TracedStep, *, recompute: bool) -> PlannedStep | None:
         """Plan one way and note it; None if there is no plan. `recompute`: its backward does forward work again."""
@@ -98,7 +105,7 @@ class _Attempts:
             else "planning on one mesh"
         )
         try:
-            planned = plan_step(step, self._request)
+            planned = plan_step(step, self._request, self._shared)
         except (OutOfMemoryError, ConstraintError) as error:
             if isinstance(error, ConstraintError) and not self._compared:
                 raise  # later ways have microbatches, whose few examples may not meet the constraints
@@ -110,21 +117,12 @@ class _Attempts:
         report(Progress(best_s=min(one.plan.step_s for one in self._found)), is_news=True)
         return self._found[-1]
 
-    def is_dear(self, planned: PlannedStep) -> bool:
-        """Whether the memory limit costs much of the step's time."""
-        return planned.plan.step_s > (1 + self._dear) * planned.plan.unlimited_s
-
-    def climb(self, steps: Iterator[TracedStep], *, recompute: bool, before: PlannedStep | None) -> None:
-        """Plan steps in rising numbers of microbatches while that may pay; `before` is the plan with the number below."""
-        for step in steps:
-            here = self.plan(step, recompute=recompute)
-            if here is None and before is None:
-                continue
-            if here is None or not self.is_dear(here):
-                return
-            if before is not None and here.plan.step_s >= before.plan.step_s:
-                return
-            before = here
+    def is_dear(self) -> bool:
+        """Whether nothing fits so far, or the memory limit costs much of the step's time."""
+        if not self._found:
+            return True
+        least_s = min(one.plan.unlimited_s for one in self._found)
+        return self._shared.best_s > (1 + self._tuning.dear) * least_s
 
     def best(self) -> PlannedStep:
         """The fastest way, with all that was compared in its plan. If none fits, raises the error that needs the least memory."""
@@ -133,6 +131,54 @@ class _Attempts:
         best = min(self._found, key=lambda one: one.plan.step_s)
         compared = tuple(self._compared) if len(self._compared) > 1 else ()
         return replace(best, plan=replace(best.plan, compared=compared))
+
+
+class _Ways:
+    """One step in several numbers of microbatches, ascending; `recompute`: its backward does forward work again."""
+
+    def __init__(self, attempts: _Attempts, step: TracedStep, counts: Sequence[int], *, recompute: bool) -> None:
+        self._attempts, self._step, self._counts, self._recompute = attempts, step, tuple(counts), recompute
+        self._mixes_examples = False
+
+    def explore(self, excess: float) -> None:
+        """Plan the number in which plans without a limit should fit, and go on from there while that may pay.
+
+        `excess`: how many times the memory that is left for temporaries those of the step in one microbatch take.
+        """
+        place = self._place_of(excess)
+        here = None
+        while place < len(self._counts) and here is None:
+            here = self._plan(place)
+            if self._mixes_examples or self._attempts.is_over:
+                return
+            further = self._counts[place] * self._attempts.excess
+            place = max(place + 1, self._place_of(further) if math.isfinite(further) else place + 1)
+        if here is None:
+            return
+        self._climb(place, here)
+
+    def _climb(self, place: int, here: PlannedStep) -> None:
+        """More microbatches, as long as each number is faster than the one before and the limit still costs much."""
+        while place < len(self._counts) and self._attempts.is_dear() and not self._attempts.is_over:
+            more = self._plan(place)
+            if more is None or more.plan.step_s >= here.plan.step_s:
+                return
+            here, place = more, place + 1
+
+    def _place_of(self, count: float) -> int:
+        """The place of the first number that is not below `count`, or of the last."""
+        place = next((i for i, c in enumerate(self._counts) if c >= count), len(self._counts) - 1)
+        return max(place, 0)
+
+    def _plan(self, place: int) -> PlannedStep | None:
+        count = self._counts[place]
+        if count == 1:
+            return self._attempts.plan(self._step, recompute=self._recompute)
+        plan = plan_time(self._step, count)
+        if isinstance(plan, MixedExamples):
+            self._mixes_examples = True
+            return None
+        return self._attempts.plan(loop_over_microbatches(self._step, plan), recompute=self._recompute)
 
 
 def _needed_bytes(error: OutOfMemoryError | ConstraintError) -> float:

@@ -26,7 +26,7 @@ from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline, search_
 from autopar.inter_op.submeshes import machine_shape
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.lowering.assignment import Assignment
-from autopar.intra_op.planner import PlannedStep, PlanRequest
+from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.microbatches.counts import microbatch_counts
 from autopar.plan import Alternative, Plan
 from autopar.program.step import TracedStep

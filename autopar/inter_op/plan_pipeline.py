@@ -17,7 +17,7 @@ from autopar.inter_op.plan_stages import StageRequest, plan_stages, restore_stag
 from autopar.inter_op.stage_seconds import Staged
 from autopar.inter_op.timetables import Timetable, counts_around, list_timetables, usual_microbatches
 from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.intra_op.planner import PlanRequest
+from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan

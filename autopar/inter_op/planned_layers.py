@@ -28,7 +28,7 @@ from autopar.inter_op.stage_seconds import StagedStage, measured
 from autopar.inter_op.submeshes import machine_shape
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.memory import tuning as memory_tuning
-from autopar.intra_op.planner import PlanRequest, logical_meshes
+from autopar.intra_op.request import PlanRequest, logical_meshes
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop

@@ -26,7 +26,7 @@ from autopar.inter_op.problem import CostTable, Manual, StageChoice, StageProble
 from autopar.inter_op.submeshes import Submesh, machine_shape, submeshes
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.intra_op.planner import PlanRequest
+from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.plan import Alternative

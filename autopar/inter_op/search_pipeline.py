@@ -24,7 +24,7 @@ from autopar.inter_op.plan_stages import StageRequest
 from autopar.inter_op.search import Found, NotFaster, search_stages
 from autopar.inter_op.submeshes import machine_shape
 from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.intra_op.planner import PlanRequest
+from autopar.intra_op.request import PlanRequest
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import InFlight

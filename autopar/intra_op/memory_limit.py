@@ -60,7 +60,12 @@ Limited = Fits | TooLarge | CutOff | NotSearched | Unreachable | Unfinished
 
 
 def choose_within_limit(
-    problem: ChoiceProblem, memory: MemoryModel, limit_bytes: int | None, *, tuning: Tuning = TUNING
+    problem: ChoiceProblem,
+    memory: MemoryModel,
+    limit_bytes: int | None,
+    *,
+    free: Chosen | None = None,
+    tuning: Tuning = TUNING,
 ) -> Limited:
     """The best choice within the limit.
 
@@ -68,13 +73,16 @@ def choose_within_limit(
         problem: without memory rows.
         memory: the memory of its choices.
         limit_bytes: per device; None: memory does not matter.
+        free: the best choice without a limit, if it is known.
         tuning: how often to try.
     """
-    free = choose(problem)
-    if isinstance(free, DoesNotFit):
-        raise AssertionError("a problem without memory rows fits")
-    if not isinstance(free, Chosen):
-        return free
+    if free is None:
+        found = choose(problem)
+        if isinstance(found, DoesNotFit):
+            raise AssertionError("a problem without memory rows fits")
+        if not isinstance(found, Chosen):
+            return found
+        free = found
     least = 0 if limit_bytes is None else memory.required(free.numbers)
     if limit_bytes is None or least <= limit_bytes:
         return Fits(free, None, free.seconds)

@@ -1,133 +1,167 @@
 """From a traced step to a `Plan`: compare logical meshes, choose strategies, predict.
 
 In: a `TracedStep`, the number of devices, a cluster, options. Out: a `PlannedStep`: the `Plan`, and the `Assignment` that the
-lowering runs. Each logical mesh shape gives one strategy graph and one optimal choice; the shape with the least predicted step
-time wins. What can go wrong: nothing fits the memory; the error names the largest tensors and the ways out.
+lowering runs. Meshes are looked at one after the other, those of fewest axes first. Each is left as soon as its bound says that
+it cannot beat the best plan so far, of this step or of another way to run it (`SharedSearch`). A mesh of three axes or more is
+only looked at if what it may gain repays the search. What can go wrong: nothing fits the memory; the error names the largest
+tensors and the ways out. The time may be over; the plan says which meshes were not compared.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.hardware import Cluster
-from autopar.errors import ConstraintError, PlanError, warn
-from autopar.intra_op.choices.catalogue import Catalogues
-from autopar.intra_op.choices.equal_axes import find_equal_axes, number_classes
-from autopar.intra_op.choices.graph import BatchSplit, StrategyGraph, build_graph
-from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.describe import describe_plan
-from autopar.intra_op.lowering.assignment import Assignment, assign
-from autopar.intra_op.memory.model import MemoryModel, Streams
-from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit
+from autopar.errors import ConstraintError, OutOfMemoryError, PlanError, warn
+from autopar.intra_op.lowering.assignment import assign
+from autopar.intra_op.mesh_search import MeshSearch, graph_for
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
-from autopar.intra_op.tuning import TUNING, Tuning
-from autopar.layouts.allowed import allowed_layouts, batch_axes
-from autopar.layouts.constraints import Constraints
+from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.layouts.moves import all_layouts
 from autopar.plan import Candidate, Plan, ValuePlan
 from autopar.program.step import Leaf, TracedStep
 from autopar.progress import Progress, report
-from autopar.solver.budget import Budget
-from autopar.solver.outcomes import Chosen, CutOff, NotSearched, Unfinished, Unreachable
-from autopar.solver.problem import ChoiceProblem, Costs
-from autopar.solver.repeated_layers import tie_layers
+from autopar.solver.outcomes import CutOff, NotSearched, Unfinished, Unreachable
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanRequest:
-    """What to plan for.
+@dataclasses.dataclass
+class SharedSearch:
+    """What the searches of all ways to run one step tell each other.
 
     Attributes:
-        meshes: the candidate meshes.
-        cluster: the machine.
-        memory_limit_bytes: per device; None: memory does not matter.
-        constraints: what the user fixed of layouts.
-        options: what the planner may choose from.
-        catalogues: strategies and prices, shared by all requests of one search.
-        processes: how many processes may plan at once.
-        tuning: the planner's tuned numbers.
-        budget: when the search ends with the best plan that it has.
+        best_s: seconds of the fastest plan of any way.
+        at_least_s: by mesh, seconds that no way goes below on it, whatever the memory: the same work in smaller pieces, or with
+            some of it done again, takes no less time.
+        excess: of the latest way, how many times the memory that is left for temporaries they take without a limit, on the mesh
+            where it is least.
     """
 
-    meshes: tuple[LogicalMesh, ...]
-    cluster: Cluster
-    memory_limit_bytes: int | None
-    constraints: Constraints
-    options: PlannerOptions
-    catalogues: Catalogues = dataclasses.field(default_factory=Catalogues, compare=False, repr=False)
-    processes: int = 1
-    tuning: Tuning = TUNING
-    budget: Budget = dataclasses.field(default_factory=Budget, compare=False, repr=False)
+    best_s: float = math.inf
+    at_least_s: dict[LogicalMesh, float] = dataclasses.field(default_factory=dict)
+    excess: float = math.inf
+
+    def bound_s(self, meshes: tuple[LogicalMesh, ...]) -> float:
+        """Seconds that no way goes below on any of these meshes; 0 if one of them has no bound."""
+        return min((self.at_least_s.get(mesh, 0.0) for mesh in meshes), default=0.0)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlannedStep:
-    """A step with its plan on one mesh, and the assignment of layouts to its equations that the lowering runs."""
-
-    traced: TracedStep
-    plan: Plan
-    assignment: Assignment
-
-
-def logical_meshes(devices: int, tuning: Tuning = TUNING) -> tuple[LogicalMesh, ...]:
-    """Every arrangement of the devices in up to `tuning.most_axes` axes, fewest axes first."""
-    counts = range(1, tuning.most_axes + 1)
-    return tuple(LogicalMesh.of(shape) for axes in counts for shape in _factorizations(devices, axes))
-
-
-def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of `count` factors above 1, in order; 1 itself is one factor."""
-    if count == 1:
-        yield (number,)
-        return
-    for first in range(2, number // 2 + 1):
-        if number % first == 0:
-            yield from ((first, *rest) for rest in _factorizations(number // first, count - 1))
-
-
-def plan_step(traced: TracedStep, request: PlanRequest) -> PlannedStep:
+def plan_step(traced: TracedStep, request: PlanRequest, shared: SharedSearch | None = None) -> PlannedStep:
     """The best plan over the request's meshes. Raises ConstraintError, OutOfMemoryError.
 
-    A mesh is left as soon as its bound says that it has nothing better than the best plan so far.
+    `shared`: what is known from other ways to run the same step, and is added to. No mesh is planned whose bound is above the
+    best of these; if that leaves none, the error is an OutOfMemoryError.
     """
     started = time.perf_counter()
     _warn_of_undividable_batch(traced, request)
-    best: PlannedStep | None = None
-    failures: list[NothingFits] = []
-    unreached: dict[LogicalMesh, Unreachable | Unfinished] = {}
-    candidates: list[Candidate] = []
-    found_s: list[float] = []
-    for mesh in _distinct(request):
-        report(Progress(at=f"mesh {mesh.shape}"))
-        outcome = _plan_on(traced, mesh, request, best.plan.step_s if best is not None else np.inf)
+    comparison = _Comparison(traced, request, shared if shared is not None else SharedSearch())
+    planned = comparison.run()
+    plan = dataclasses.replace(planned.plan, planning_s=time.perf_counter() - started)
+    return dataclasses.replace(planned, plan=plan)
+
+
+class _Comparison:
+    """The meshes of one request: what was found on each."""
+
+    def __init__(self, traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> None:
+        self.traced, self.request, self.shared = traced, request, shared
+        self.best: PlannedStep | None = None
+        self.failures: list[NothingFits] = []
+        self.unreached: dict[LogicalMesh, Unreachable | Unfinished] = {}
+        self.candidates: list[Candidate] = []
+        self.not_compared: list[LogicalMesh] = []
+        self.found_s: list[float] = []
+        self.evenly_divided_s = 0.0
+
+    def run(self) -> PlannedStep:
+        """The best plan, with all that was compared."""
+        self.shared.excess = math.inf
+        meshes = _distinct(self.request)
+        for mesh in meshes:
+            report(Progress(at=f"mesh {mesh.shape}"))
+            if self.request.budget.is_over and self.best is not None:
+                self.not_compared.append(mesh)
+            elif self._may_win(mesh):
+                self._look_at(mesh)
+        if self.best is None:
+            raise self._error()
+        names = tuple(f"mesh {mesh.shape}" for mesh in self.not_compared)
+        lower_s = min(self.best.plan.lower_bound_s, *(self._bound_s(mesh) for mesh in meshes))
+        plan = dataclasses.replace(
+            self.best.plan,
+            candidates=tuple(self.candidates),
+            unlimited_s=min(self.best.plan.step_s, *self.found_s),
+            lower_bound_s=lower_s,
+            ended_early=bool(names) or self.request.budget.is_over,
+            not_compared=names,
+        )
+        return dataclasses.replace(self.best, plan=plan)
+
+    def _bound_s(self, mesh: LogicalMesh) -> float:
+        return max(self.shared.at_least_s.get(mesh, 0.0), self.evenly_divided_s)
+
+    @property
+    def _cutoff_s(self) -> float:
+        """Seconds of the best plan so far, of this way or another."""
+        return min(self.shared.best_s, math.inf if self.best is None else self.best.plan.step_s)
+
+    def _may_win(self, mesh: LogicalMesh) -> bool:
+        """Whether to look at a mesh at all; notes it as a candidate if not."""
+        best_s, bound_s, tuning = self._cutoff_s, self._bound_s(mesh), self.request.tuning
+        gain_s = best_s - bound_s
+        is_settled = bound_s >= (1 - tuning.worth) * best_s
+        if (
+            not is_settled
+            and len(mesh.shape) >= tuning.merged_axes
+            and len(self.request.meshes) > 1
+            and self.candidates
+        ):
+            equations = sum(1 for _ in self.traced.program.walk())
+            search_s = tuning.search_s_per_equation * equations
+            is_settled = gain_s <= tuning.least_gain * best_s or gain_s * tuning.repaid_in_steps <= search_s
+        if is_settled:
+            self.candidates.append(Candidate(mesh.shape, None, bound_s))
+        return not is_settled
+
+    def _look_at(self, mesh: LogicalMesh) -> None:
+        """Bound a mesh, and plan it unless the bound rules that out."""
+        search = MeshSearch(self.traced, mesh, self.request)
+        if not self.evenly_divided_s:
+            self.evenly_divided_s = search.evenly_divided_s()
+        if mesh not in self.shared.at_least_s:
+            self.shared.at_least_s[mesh] = search.at_least_s()
+        cutoff_s = self._cutoff_s
+        if self._bound_s(mesh) >= cutoff_s * (1 - self.request.tuning.worth):
+            self.candidates.append(Candidate(mesh.shape, None, self._bound_s(mesh)))
+            return
+        outcome = search.plan(cutoff_s)
+        self.shared.excess = min(self.shared.excess, search.excess or math.inf)
         match outcome:
             case PlannedStep():
-                candidates.append(Candidate(mesh.shape, outcome.plan.step_s))
-                found_s.append(outcome.plan.unlimited_s)
-                if best is None or outcome.plan.step_s < best.plan.step_s * (1 - 1e-9):
-                    best = outcome
+                self.candidates.append(Candidate(mesh.shape, outcome.plan.step_s))
+                self.found_s.append(outcome.plan.unlimited_s)
+                if self.best is None or outcome.plan.step_s < self.best.plan.step_s * (1 - 1e-9):
+                    self.best = outcome
+                    self.shared.best_s = min(self.shared.best_s, outcome.plan.step_s)
             case NothingFits():
-                failures.append(outcome)
-                candidates.append(Candidate(mesh.shape, None))
+                self.failures.append(outcome)
+                self.candidates.append(Candidate(mesh.shape, None))
             case CutOff(lower_bound_s) | NotSearched(lower_bound_s):
-                candidates.append(Candidate(mesh.shape, None, lower_bound_s))
+                self.candidates.append(Candidate(mesh.shape, None, max(lower_bound_s, self._bound_s(mesh))))
             case Unreachable() | Unfinished():
-                unreached[mesh] = outcome
-    if best is None and not failures:
-        raise _no_way_there(unreached, request)
-    if best is None:
-        limit, rules = request.memory_limit_bytes, request.constraints.rules
-        raise out_of_memory(failures, memory_limit_bytes=limit, is_constrained=bool(rules))
-    elapsed = time.perf_counter() - started
-    free_s = min(best.plan.step_s, *found_s)
-    plan = dataclasses.replace(best.plan, planning_s=elapsed, candidates=tuple(candidates), unlimited_s=free_s)
-    return dataclasses.replace(best, plan=plan)
+                self.unreached[mesh] = outcome
+
+    def _error(self) -> ConstraintError | OutOfMemoryError:
+        if self.failures:
+            limit, rules = self.request.memory_limit_bytes, self.request.constraints.rules
+            return out_of_memory(self.failures, memory_limit_bytes=limit, is_constrained=bool(rules))
+        if math.isfinite(self.shared.best_s):
+            return OutOfMemoryError("no mesh promises to be faster than another way to run the step")
+        return _no_way_there(self.unreached, self.request)
 
 
 def _no_way_there(meshes: Mapping[LogicalMesh, Unreachable | Unfinished], request: PlanRequest) -> ConstraintError:
@@ -157,137 +191,6 @@ def _distinct(request: PlanRequest) -> list[LogicalMesh]:
         key = (tuple(sorted(mesh.shape)), links[0]) if free else (mesh.shape, links, mesh.axis_names)
         seen.setdefault(key, mesh)
     return list(seen.values())
-
-
-def graph_for(
-    traced: TracedStep,
-    mesh: LogicalMesh,
-    request: PlanRequest,
-    inputs: Sequence[Any],
-    outputs: Sequence[Any] | None = None,
-    batch: BatchSplit | None = None,
-) -> StrategyGraph:
-    """The strategy graph of a step whose inputs may have the given layouts; outputs follow the state."""
-    following = _following(traced, mesh) if outputs is None else list(outputs)
-    return build_graph(
-        traced.program,
-        mesh,
-        request.cluster,
-        request.options,
-        input_layouts=inputs,
-        output_layouts=following,
-        batch=batch,
-        catalogue=request.catalogues.of(mesh, request.cluster, request.options),
-    )
-
-
-def _plan_on(
-    traced: TracedStep, mesh: LogicalMesh, request: PlanRequest, cutoff_s: float
-) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
-    """The best plan on one mesh; only plans that take less than `cutoff_s` matter."""
-    allowed = _allowed_inputs(traced, mesh, request)
-    graph = graph_for(traced, mesh, request, allowed, batch=_batch_split(traced, mesh, request))
-    memory = _memory_model(traced, graph)
-    limit = request.memory_limit_bytes
-    bound = 0 if limit is None else memory.bound()
-    if limit is not None and bound > limit:
-        return NothingFits(mesh, bound, None, memory.least()[1], is_settled=True)
-    costs = Costs.of(graph.costs, graph.edges)
-    problem = tie_layers(ChoiceProblem(costs=costs, classes=_classes(graph, request), cutoff_s=cutoff_s))
-    match choose_within_limit(problem, memory, limit, tuning=request.tuning):
-        case Fits(choice, copy_span, unlimited_s):
-            assignment = assign(graph, choice.numbers, copy_span=copy_span)
-            plan = _describe(traced, graph, memory, assignment, choice, request)
-            part = unlimited_s / choice.seconds if choice.seconds > 0 else 1.0
-            return PlannedStep(traced, dataclasses.replace(plan, unlimited_s=plan.step_s * part), assignment)
-        case TooLarge(tried_bytes, is_settled):
-            return NothingFits(mesh, bound, tried_bytes, memory.least()[1], is_settled=is_settled)
-        case ended:
-            return ended
-
-
-def _describe(
-    traced: TracedStep,
-    graph: StrategyGraph,
-    memory: MemoryModel,
-    assignment: Assignment,
-    choice: Chosen,
-    request: PlanRequest,
-) -> Plan:
-    return describe_plan(
-        traced,
-        graph,
-        memory,
-        assignment,
-        choice,
-        cluster=request.cluster,
-        memory_limit_bytes=request.memory_limit_bytes,
-        allow_redundant_compute=request.options.allow_redundant_compute,
-    )
-
-
-def _following(traced: TracedStep, mesh: LogicalMesh) -> list[Any]:
-    """The layouts that outputs may have: state stays in its place, stacks over microbatches are whole along these."""
-    return [
-        _stacks(leaf, mesh) if leaf.microbatches > 1 else number
-        for leaf, number in zip(traced.outputs, traced.state_of_output, strict=True)
-    ]
-
-
-def _stacks(leaf: Leaf, mesh: LogicalMesh) -> tuple[Layout, ...]:
-    plain = (la for la in all_layouts(leaf.one.shape, mesh, ()) if la.is_ascending)
-    return tuple(la.prepend() for la in plain)
-
-
-def _allowed_inputs(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> list[tuple[Layout, ...] | None]:
-    """Layouts allowed for each input; the constraints speak of one microbatch, and slices in time are whole over devices."""
-    allowed = allowed_layouts([leaf.one for leaf in traced.inputs], mesh, request.constraints, shared=traced.shared)
-    return [
-        la
-        if leaf.microbatches == 1
-        else _stacks(leaf, mesh)
-        if la is None
-        else tuple(layout.prepend() for layout in la)
-        for leaf, la in zip(traced.inputs, allowed, strict=True)
-    ]
-
-
-def _batch_split(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> BatchSplit | None:
-    """What a data-parallel preset says of the examples; under microbatches they are the dimension after those."""
-    found = batch_axes([leaf.one for leaf in traced.inputs], mesh, request.constraints, shared=traced.shared)
-    dims = {i: 1 if traced.inputs[i].microbatches > 1 else 0 for i in found}
-    return BatchSplit(dims, next(iter(found.values()))) if found else None
-
-
-def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:
-    names = [leaf.path for leaf in traced.inputs]
-    aliased = frozenset(
-        i for i, source in enumerate(traced.state_of_output) if source is not None and traced.inputs[source].donated
-    )
-    streams = Streams(
-        traced.microbatches,
-        frozenset(i for i, leaf in enumerate(traced.inputs) if leaf.streamed),
-        frozenset(i for i, leaf in enumerate(traced.outputs) if leaf.streamed),
-    )
-    return MemoryModel(graph, input_names=names, aliased_outputs=aliased, streams=streams)
-
-
-def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | None:
-    """Classes of each node's choices that exchanging equal axes makes alike; only three or more axes are worth it.
-
-    Where no two axes have the same size, all that have the same link count as equal: a looser bound, and still one.
-    """
-    mesh = graph.mesh
-    if sum(size > 1 for size in mesh.shape) < request.tuning.merged_axes:
-        return None
-    links = request.cluster.links_of(mesh.shape)
-    groups = find_equal_axes(mesh.shape, links) or find_equal_axes([min(size, 2) for size in mesh.shape], links)
-    known: dict[int, np.ndarray] = {}
-    for node in graph.nodes:
-        if id(node.choices) not in known:
-            operands = [(*s.inputs, *s.outputs) for s in node.choices.strategies]
-            known[id(node.choices)] = number_classes(operands, groups)
-    return [known[id(node.choices)] for node in graph.nodes]
 
 
 def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None:

@@ -21,7 +21,8 @@ from autopar.cost_model.machine import Cluster
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.planned_moves import PlannedMove, planned_moves
-from autopar.intra_op.planner import PlanRequest, plan_step
+from autopar.intra_op.planner import plan_step
+from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import KINDS, LOCAL_KINDS
 from autopar.plan import CollectivePlan

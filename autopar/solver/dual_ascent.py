@@ -83,10 +83,29 @@ def bound_costs(
     return _Ascent(costs, budget).run(start, tuning.bound_gap if gap is None else gap, cutoff, tuning)
 
 
+def pass_messages(
+    costs: Costs, weights: Mapping[tuple[int, int], float], *, sweeps: int, budget: Budget
+) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+    """What the ends of edges take over in some sweeps, if edge e of a larger problem stands `weights[e]` times.
+
+    Returns:
+        For edge (u, v) the seconds that u and v take over: two float arrays (choices of u,), (choices of v,).
+    """
+    ascent = _Ascent(costs, budget, weights)
+    for _ in range(sweeps):
+        ascent.sweep()
+    return {
+        (u, end.other): (ascent.messages[end.here], ascent.messages[end.there])
+        for u in ascent.order
+        for end in ascent.ends[u]
+        if u < end.other
+    }
+
+
 class _Ascent:
     """The state of dual ascent: the messages of all ends of all edges, in one flat array (`messages.py`)."""
 
-    def __init__(self, given: Costs, budget: Budget) -> None:
+    def __init__(self, given: Costs, budget: Budget, weights: Mapping[tuple[int, int], float] | None = None) -> None:
         self.original, self.budget, self.work = given, budget, given.pairs
         costs, edges = given.nodes, given.edges
         self.order = sorted(costs)
@@ -100,8 +119,9 @@ class _Ascent:
         place = 0
         for (u, v), m in sorted(self.matrix.items(), key=lambda item: item[0]):
             here, there = slice(place, place + len(m)), slice(place + len(m), place + sum(m.shape))
-            self.ends[u].append(End(v, m, here, there))
-            self.ends[v].append(End(u, m.T, there, here))
+            weight = 1.0 if weights is None else weights[u, v]
+            self.ends[u].append(End(v, m, here, there, weight))
+            self.ends[v].append(End(u, m.T, there, here, weight))
             self.begins += [here.start, there.start]
             place = there.stop
         self.messages = np.zeros(place)
@@ -118,17 +138,21 @@ class _Ascent:
                 levels[level_of[v]].append(v)
         return levels
 
+    def sweep(self) -> None:
+        """Pass messages to the highest node and back."""
+        self.budget.spend(2 * self.work)
+        for level in self.levels:
+            level.shift(self.messages, level.handed_up)
+        for level in self.levels[::-1]:
+            level.shift(self.messages, level.handed_down)
+
     def run(self, start: Mapping[int, int] | None, gap: float, cutoff: float, tuning: Tuning) -> Bounded:
         best = dict(start) if start is not None else self._decode()
         upper, lower = self.original.value(best), -np.inf
         for number in range(tuning.sweeps):
             if self.budget.is_over:
                 break
-            self.budget.spend(2 * self.work)
-            for level in self.levels:
-                level.shift(self.messages, level.handed_up)
-            for level in self.levels[::-1]:
-                level.shift(self.messages, level.handed_down)
+            self.sweep()
             if (number + 1) % tuning.check_every:
                 continue
             trial = self._decode()

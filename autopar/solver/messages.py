@@ -23,12 +23,14 @@ class End:
         matrix: R, seconds, a float array (choices here, choices there).
         here: the places of this end's messages in the flat array of all.
         there: those of the other end's.
+        weight: how many edges of a larger problem it stands for.
     """
 
     other: int
     matrix: np.ndarray
     here: slice
     there: slice
+    weight: float = 1.0
 
 
 def _place_numbers(part: slice) -> np.ndarray:
@@ -76,8 +78,9 @@ class Level:
         for v, (given, ends) in nodes.items():
             count, lengths = len(given), [end.matrix.shape[1] for end in ends]
             width, row = sum(lengths), np.arange(count * len(ends))
-            up = np.array([end.other > v for end in ends])
-            share = 1.0 / max(up.sum(), len(ends) - up.sum())
+            weight = np.array([end.weight for end in ends])
+            up = weight * [end.other > v for end in ends]
+            share = 1.0 / max(up.sum(), weight.sum() - up.sum())
             begin = np.cumsum([0, *lengths[:-1]])
             parts["values"].append(np.concatenate([end.matrix for end in ends], axis=1).ravel())
             parts["others"].append(np.tile(np.concatenate([_place_numbers(end.there) for end in ends]), count))
@@ -87,7 +90,7 @@ class Level:
             parts["group_of"].append(choices + row // len(ends))
             parts["given"].append(given)
             parts["handed_up"].append(np.tile(share * up, count))
-            parts["handed_down"].append(np.tile(share * ~up, count))
+            parts["handed_down"].append(np.tile(share * (weight - up), count))
             elements, rows, choices = elements + width * count, rows + len(row), choices + count
         return cls(tuple(nodes), splits, **{name: np.concatenate(arrays) for name, arrays in parts.items()})
 

@@ -132,7 +132,8 @@ class ChoiceProblem:
         cutoff_s: only choices that take less matter.
         classes: which choices of a node an exchange of equal mesh axes makes alike (`classes.py`); None if unknown.
         ties: which nodes are to choose alike; None solves the whole problem. `repeated_layers.tie_layers` sets them.
-        is_proven: whether a problem with ties is to have a bound of the whole problem; without, the bound is 0.
+        is_proven: whether a problem with ties is to have a bound of the whole problem; without, the bound is that of the
+            problem in which alike nodes choose alike.
         proof: the gap between choice and bound, relative, at which the caller is content; None: `Tuning.good_enough`.
         is_quick: whether a choice and a bound that cost little are enough, as for one of many candidates.
         budget: when it is over, the best choice met is returned with the bound reached.

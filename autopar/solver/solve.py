@@ -137,11 +137,15 @@ def _choose_tied(problem: ChoiceProblem, ties: Ties, free: Chosen | None, tried:
             whole = untie(problem, ties, found, lower)
         case DoesNotFit() | Unfinished():
             return Unfinished()
-        case CutOff() | NotSearched() | Unreachable():
+        case CutOff(bound) | NotSearched(bound):
+            return NotSearched(lower if problem.is_proven else max(lower, bound))
+        case Unreachable():
             return NotSearched(lower) if np.isfinite(problem.cutoff_s) else Unfinished()
+    if not problem.is_proven:
+        return dataclasses.replace(whole, lower_bound_s=min(max(lower, found.lower_bound_s), whole.seconds))
     if free is None:
         lower = max(lower, bound_whole(problem, whole))
         is_near = whole.seconds - lower <= problem.tuning.good_enough * whole.seconds
-        if problem.is_proven and not (is_near or problem.is_quick or problem.budget.is_over):
+        if not (is_near or problem.is_quick or problem.budget.is_over):
             return choose(dataclasses.replace(problem, ties=None), tried=tried)
     return dataclasses.replace(whole, lower_bound_s=min(lower, whole.seconds))

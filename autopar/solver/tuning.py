@@ -94,7 +94,9 @@ class Tuning:
     """Ties between alike nodes are used if they leave at most this part of the nodes (`planner_time.py`)."""
     near: float = 1e-3
     """Dual ascent of a deep problem ends when solution and bound are this near, relative (`planner_time.py`, column gap)."""
-    radius: int = 6
+    lifted_sweeps: tuple[int, ...] = (1, 4)
+    """Sweeps over the tied problem after which the bound is lifted to the whole; the best counts."""
+    radius: int = 4
     """How many edges away nodes must look alike to be tied: more keeps more of the ends apart, and ties less
     (`planner_time.py`)."""
 

@@ -44,23 +44,41 @@ class Layer:
     results: frozenset[Var]
 
 
+@dataclasses.dataclass(frozen=True)
+class Recomputation:
+    """Layers whose forward work is done again, in the order of forward, and the bytes that forward keeps for backward."""
+
+    layers: tuple[Layer, ...]
+    bytes_before: float
+    bytes_after: float
+
+    @property
+    def kept_share(self) -> float:
+        """The part of what forward keeps for backward that is still kept."""
+        return self.bytes_after / self.bytes_before if self.bytes_before else 1.0
+
+    def apply(self, traced: TracedStep) -> TracedStep:
+        """The step with this work done again; itself if there is none."""
+        if not self.layers:
+            return traced
+        return retrace(traced, traced.inputs, _Evaluation(traced, self.layers).run)
+
+
 def recompute_layers(traced: TracedStep, *, tuning: Tuning = TUNING) -> TracedStep:
     """The step with layers' forward work done again in backward; itself if there is nothing that pays."""
-    layers = layers_to_recompute(traced, tuning=tuning)
-    if not layers:
-        return traced
-    return retrace(traced, traced.inputs, _Evaluation(traced, layers).run)
+    return find_recomputation(traced, tuning=tuning).apply(traced)
 
 
-def layers_to_recompute(traced: TracedStep, *, tuning: Tuning = TUNING) -> tuple[Layer, ...]:
-    """The layers, in the order of forward; see the module's text. Results of at most `tuning.kept_bytes` are kept."""
+def find_recomputation(traced: TracedStep, *, tuning: Tuning = TUNING) -> Recomputation:
+    """What is best done again; see the module's text. Results of at most `tuning.kept_bytes` are kept."""
     divided = _Division(traced, tuning.kept_bytes)
     most = sum(map(bytes_of, divided.read_by_backward))
     found: list[tuple[float, tuple[Layer, ...]]] = [(most, ())]
     for count in tuning.recomputed_layers:
         if most and 2 * count <= len(divided.chain):
             found.append(divided.at(cluster(divided.chain, max_layers=count)))
-    return min(found, key=lambda pair: pair[0])[1]
+    kept, layers = min(found, key=lambda pair: pair[0])
+    return Recomputation(layers, most, kept)
 
 
 class _Division:

@@ -20,7 +20,7 @@ from autopar.inter_op.submeshes import machine_shape
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import TUNING
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.planner import PlanRequest
+from autopar.intra_op.request import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan, plan_from_json

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.intra_op.choices.equal_axes import find_equal_axes, number_classes
-from autopar.intra_op.planner import logical_meshes
+from autopar.intra_op.request import logical_meshes
 from autopar.layouts.mesh import Layout
 from autopar.solver.classes import merge_edges, take_least
 from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, NotSearched, Unreachable

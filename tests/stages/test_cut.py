@@ -12,7 +12,7 @@ from autopar.execution.devices import device_mesh
 from autopar.execution.stage_tasks import make_stage_tasks
 from autopar.inter_op.plan_stages import StageRequest, plan_stages
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.planner import PlanRequest
+from autopar.intra_op.request import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.call import CallSignature, bind_arguments

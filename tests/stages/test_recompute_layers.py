@@ -10,14 +10,15 @@ from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
 from autopar.execution.one_mesh import CompiledStep
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.planner import PlanRequest, plan_step
+from autopar.intra_op.planner import plan_step
+from autopar.intra_op.request import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.program import operands_of
 from autopar.program.trace import trace
-from autopar.stages.recompute_layers import layers_to_recompute, recompute_layers
+from autopar.stages.recompute_layers import find_recomputation, recompute_layers
 from autopar.stages.tuning import Tuning
 from tests import pipeline_steps, zoo
 from tests.oracles import assert_same_as_jit, assert_trees_close
@@ -121,13 +122,13 @@ def test_what_is_hard_to_cut_is_recomputed_with_the_same_results(name):
 @pytest.mark.parametrize("name", ["gpt", "unet"])
 def test_models_of_the_zoo_are_recomputed_with_the_same_results(name):
     fun, state, batch = getattr(zoo, f"build_{name}")()
-    assert layers_to_recompute(traced(fun, state, batch))
+    assert find_recomputation(traced(fun, state, batch)).layers
     assert_same_as_jit(fun, autopar.parallelize(fun, mesh_shape=(2,), recompute="layer"), state, batch, adam_lr=1e-2)
 
 
 def test_a_layer_is_done_again_from_what_it_received():
     """Of six layers the first ones are done again, each from the stream, its weights and the key; masks are made again."""
-    layers = layers_to_recompute(traced(step, *arguments()))
+    layers = find_recomputation(traced(step, *arguments())).layers
     assert 3 <= len(layers) <= 5
     for layer in layers:
         made = {v for eqn in layer.equations for v in eqn.outvars}

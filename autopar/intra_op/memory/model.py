@@ -15,6 +15,7 @@ exact; for temporaries a limit must leave room for more than the prediction, `Tu
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -92,10 +93,31 @@ class MemoryModel:
         kept = sum(t.bytes for t in tensors if t.is_kept)
         return kept + math.ceil((peak - kept) / self.tuning.temporaries_margin)
 
+    def parts(self, choice: Sequence[int]) -> tuple[int, int]:
+        """Bytes per device that a finished choice keeps from the first step to the last, and those of its temporaries."""
+        peak, tensors = self.peak(choice)
+        kept = sum(t.bytes for t in tensors if t.is_kept)
+        return kept, math.ceil((peak - kept) / self.tuning.temporaries_margin)
+
+    def least_parts(self) -> tuple[int, int]:
+        """The same if every value could take its smallest layout."""
+        peak, tensors = self.least()
+        kept = sum(t.bytes for t in tensors if t.is_kept)
+        return kept, math.ceil((peak - kept) / self.tuning.temporaries_margin)
+
+    @functools.cached_property
+    def _whole(self) -> DeviceProgram:
+        """What a device runs before anything is chosen."""
+        return self._program(None)
+
+    @functools.cached_property
+    def _whole_footprint(self) -> Footprint:
+        return self._footprint(self._whole)
+
     def bound(self) -> int:
         """Bytes per device below which `required` is for no choice: least inputs and results, and the least that one operation
         takes at once: what it makes, and what is handed to it if something else made that."""
-        program = self._program(None)
+        program = self._whole
         kept = sum(int(self._sizes(program.values[v]).min()) for v in self._kept(program))
         there = _there_anyway(self.graph.program)
         most = 0
@@ -115,14 +137,17 @@ class MemoryModel:
 
     def least(self) -> tuple[int, tuple[Resident, ...]]:
         """The peak if every value could take its smallest layout, and the largest tensors even so."""
-        program = self._program(None)
+        return self._least
+
+    @functools.cached_property
+    def _least(self) -> tuple[int, tuple[Resident, ...]]:
+        program = self._whole
         sizes = [int(self._sizes(v).min()) for v in program.values]
-        return self._peak(program, self._footprint(program), sizes)
+        return self._peak(program, self._whole_footprint, sizes)
 
     def rows(self, choice: Sequence[int]) -> list[MemoryRow]:
         """What a limit must offer at the points that need most under `choice`, one of each stretch, without moved copies."""
-        program = self._program(None)
-        footprint = self._footprint(program)
+        program, footprint = self._whole, self._whole_footprint
         sizes = [float(self._sizes(v)[0 if v.key is None else choice[v.key[0]]]) for v in program.values]
         totals = _totals(footprint, sizes)
         stretch = max(1, math.ceil(len(totals) / self.tuning.watched_points))

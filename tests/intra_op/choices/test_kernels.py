@@ -9,7 +9,8 @@ from autopar.cost_model.hardware import preset
 from autopar.intra_op.choices.kernels import traffic_of
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.tuning import TUNING, Tuning
-from autopar.intra_op.planner import PlanRequest, plan_step
+from autopar.intra_op.planner import plan_step
+from autopar.intra_op.request import PlanRequest
 from autopar.layouts.constraints import Constraints, Rule
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.call import CallSignature, bind_arguments

@@ -1,0 +1,210 @@
+"""One step on one mesh: the strategy graph, quick bounds, and the best plan within the memory.
+
+In: a traced step, a mesh, a request. Out: a `MeshSearch`, which is asked for more as long as the mesh may win: a choice without a
+memory limit and what it takes, then the plan. What can go wrong: the bounds of a deep step are those of the step in which alike
+layers choose alike, which may be a little above what the whole could reach; `at_least_s` is a bound of the whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.intra_op.choices.equal_axes import find_equal_axes, number_classes
+from autopar.intra_op.choices.graph import BatchSplit, StrategyGraph, build_graph
+from autopar.intra_op.describe import describe_plan
+from autopar.intra_op.lowering.assignment import assign
+from autopar.intra_op.memory.model import MemoryModel, Streams
+from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit
+from autopar.intra_op.out_of_memory import NothingFits
+from autopar.intra_op.request import PlannedStep, PlanRequest
+from autopar.layouts.allowed import allowed_layouts, batch_axes
+from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.layouts.moves import all_layouts
+from autopar.program.step import Leaf, TracedStep
+from autopar.solver.lifted_bound import lift_bound
+from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, NotSearched, Unfinished, Unreachable
+from autopar.solver.problem import ChoiceProblem, Costs
+from autopar.solver.repeated_layers import tie_layers
+from autopar.solver.solve import choose
+
+
+class MeshSearch:
+    """The search on one mesh.
+
+    Attributes:
+        graph: what can be chosen.
+        problem: the choice problem of it, without memory rows.
+        excess: how many times the memory that the least state leaves for temporaries these take without a limit; 0 if a plan
+            without a limit fits.
+    """
+
+    def __init__(self, traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> None:
+        self.traced, self.mesh, self.request = traced, mesh, request
+        self.excess = 0.0
+        allowed = _allowed_inputs(traced, mesh, request)
+        self.graph = graph_for(traced, mesh, request, allowed, batch=_batch_split(traced, mesh, request))
+        costs = Costs.of(self.graph.costs, self.graph.edges)
+        classes = _classes(self.graph, request)
+        self.problem = tie_layers(ChoiceProblem(costs=costs, classes=classes, is_proven=False, budget=request.budget))
+
+    @functools.cached_property
+    def memory(self) -> MemoryModel:
+        """The memory of its choices."""
+        return _memory_model(self.traced, self.graph)
+
+    def evenly_divided_s(self) -> float:
+        """Seconds of the step's work if every device did an equal share of it, which no mesh of as many devices beats."""
+        shares: dict[int, float] = {}
+        for node in self.graph.nodes:
+            key = id(node.choices)
+            if key not in shares:
+                ways = [strategy.ways for strategy in node.choices.strategies]
+                shares[key] = float(np.min(node.choices.seconds * ways)) / self.mesh.size
+        return sum(shares[id(node.choices)] * node.trips for node in self.graph.nodes)
+
+    def at_least_s(self) -> float:
+        """Seconds that no choice on this mesh goes below, at little cost."""
+        return lift_bound(self.problem)
+
+    def plan(
+        self, cutoff_s: float, free: Chosen | None = None
+    ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
+        """The best plan within the memory; only plans that take less than `cutoff_s` matter.
+
+        `free`: the best choice without a limit, if it is known.
+        """
+        request, limit = self.request, self.request.memory_limit_bytes
+        bound = 0 if limit is None else self.memory.bound()
+        if limit is not None and bound > limit:
+            self._note_excess(self.memory.least_parts()[1], limit)
+            return NothingFits(self.mesh, bound, None, self.memory.least()[1], is_settled=True)
+        problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
+        if free is None:
+            found = choose(problem)
+            if isinstance(found, DoesNotFit):
+                raise AssertionError("a problem without memory rows fits")
+            if not isinstance(found, Chosen):
+                return found
+            free = found
+        if limit is not None and self.memory.required(free.numbers) > limit:
+            self._note_excess(self.memory.parts(free.numbers)[1], limit)
+        match choose_within_limit(problem, self.memory, limit, free=free, tuning=request.tuning):
+            case Fits(choice, copy_span, unlimited_s):
+                return self._describe(choice, copy_span, unlimited_s)
+            case TooLarge(tried_bytes, is_settled):
+                return NothingFits(self.mesh, bound, tried_bytes, self.memory.least()[1], is_settled=is_settled)
+            case ended:
+                return ended
+
+    def _note_excess(self, temporaries: int, limit: int) -> None:
+        """State in its smallest layouts costs little, so it is what else is alive that has to shrink."""
+        kept = self.memory.least_parts()[0]
+        self.excess = temporaries / (limit - kept) if kept < limit else math.inf
+
+    def _describe(self, choice: Chosen, copy_span: int | None, unlimited_s: float) -> PlannedStep:
+        request = self.request
+        assignment = assign(self.graph, choice.numbers, copy_span=copy_span)
+        plan = describe_plan(
+            self.traced,
+            self.graph,
+            self.memory,
+            assignment,
+            choice,
+            cluster=request.cluster,
+            memory_limit_bytes=request.memory_limit_bytes,
+            allow_redundant_compute=request.options.allow_redundant_compute,
+        )
+        part = unlimited_s / choice.seconds if choice.seconds > 0 else 1.0
+        return PlannedStep(self.traced, dataclasses.replace(plan, unlimited_s=plan.step_s * part), assignment)
+
+
+def graph_for(
+    traced: TracedStep,
+    mesh: LogicalMesh,
+    request: PlanRequest,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any] | None = None,
+    batch: BatchSplit | None = None,
+) -> StrategyGraph:
+    """The strategy graph of a step whose inputs may have the given layouts; outputs follow the state."""
+    following = _following(traced, mesh) if outputs is None else list(outputs)
+    return build_graph(
+        traced.program,
+        mesh,
+        request.cluster,
+        request.options,
+        input_layouts=inputs,
+        output_layouts=following,
+        batch=batch,
+        catalogue=request.catalogues.of(mesh, request.cluster, request.options),
+    )
+
+
+def _following(traced: TracedStep, mesh: LogicalMesh) -> list[Any]:
+    """The layouts that outputs may have: state stays in its place, stacks over microbatches are whole along these."""
+    return [
+        _stacks(leaf, mesh) if leaf.microbatches > 1 else number
+        for leaf, number in zip(traced.outputs, traced.state_of_output, strict=True)
+    ]
+
+
+def _stacks(leaf: Leaf, mesh: LogicalMesh) -> tuple[Layout, ...]:
+    plain = (la for la in all_layouts(leaf.one.shape, mesh, ()) if la.is_ascending)
+    return tuple(la.prepend() for la in plain)
+
+
+def _allowed_inputs(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> list[tuple[Layout, ...] | None]:
+    """Layouts allowed for each input; the constraints speak of one microbatch, and slices in time are whole over devices."""
+    allowed = allowed_layouts([leaf.one for leaf in traced.inputs], mesh, request.constraints, shared=traced.shared)
+    return [
+        la
+        if leaf.microbatches == 1
+        else _stacks(leaf, mesh)
+        if la is None
+        else tuple(layout.prepend() for layout in la)
+        for leaf, la in zip(traced.inputs, allowed, strict=True)
+    ]
+
+
+def _batch_split(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> BatchSplit | None:
+    """What a data-parallel preset says of the examples; under microbatches they are the dimension after those."""
+    found = batch_axes([leaf.one for leaf in traced.inputs], mesh, request.constraints, shared=traced.shared)
+    dims = {i: 1 if traced.inputs[i].microbatches > 1 else 0 for i in found}
+    return BatchSplit(dims, next(iter(found.values()))) if found else None
+
+
+def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:
+    names = [leaf.path for leaf in traced.inputs]
+    aliased = frozenset(
+        i for i, source in enumerate(traced.state_of_output) if source is not None and traced.inputs[source].donated
+    )
+    streams = Streams(
+        traced.microbatches,
+        frozenset(i for i, leaf in enumerate(traced.inputs) if leaf.streamed),
+        frozenset(i for i, leaf in enumerate(traced.outputs) if leaf.streamed),
+    )
+    return MemoryModel(graph, input_names=names, aliased_outputs=aliased, streams=streams)
+
+
+def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | None:
+    """Classes of each node's choices that exchanging equal axes makes alike; only three or more axes are worth it.
+
+    Where no two axes have the same size, all that have the same link count as equal: a looser bound, and still one.
+    """
+    mesh = graph.mesh
+    if sum(size > 1 for size in mesh.shape) < request.tuning.merged_axes:
+        return None
+    links = request.cluster.links_of(mesh.shape)
+    groups = find_equal_axes(mesh.shape, links) or find_equal_axes([min(size, 2) for size in mesh.shape], links)
+    known: dict[int, np.ndarray] = {}
+    for node in graph.nodes:
+        if id(node.choices) not in known:
+            operands = [(*s.inputs, *s.outputs) for s in node.choices.strategies]
+            known[id(node.choices)] = number_classes(operands, groups)
+    return [known[id(node.choices)] for node in graph.nodes]
