@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from autopar.inter_op.forked_jobs import run_side_by_side
+from autopar.forked_jobs import run_side_by_side
 from autopar.progress import Progress, enter, listening, report
 
 

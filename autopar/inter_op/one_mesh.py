@@ -16,7 +16,7 @@ from dataclasses import replace
 from autopar.avals import itemsize_of
 from autopar.errors import ConstraintError, OutOfMemoryError, warn
 from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.intra_op.planner import SharedSearch, plan_step
+from autopar.intra_op.planner import Beaten, SharedSearch, plan_way
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.microbatches.counts import cut_into_microbatches, loop_over_microbatches, microbatch_counts
 from autopar.microbatches.mixing import MixedExamples
@@ -38,7 +38,8 @@ def plan_on_one_mesh(
     tuning: Tuning = TUNING,
 ) -> PlannedStep:
     """The fastest way to run the step that fits. Raises ConstraintError, OutOfMemoryError."""
-    attempts = _Attempts(request, tuning=tuning)
+    has_other_ways = num_microbatches == "auto" or recompute == "auto"
+    attempts = _Attempts(request, SharedSearch(has_other_ways=has_other_ways), tuning=tuning)
     least = 1 if num_microbatches == "auto" else num_microbatches
     counts = microbatch_counts(traced) if num_microbatches == "auto" else (num_microbatches,)
     step = _recompute_layers(traced) if recompute == "layer" else traced
@@ -79,9 +80,8 @@ def _recompute_layers(traced: TracedStep) -> TracedStep:
 class _Attempts:
     """The ways that have been planned, what each takes, and the errors of those that cannot be."""
 
-    def __init__(self, request: PlanRequest, *, tuning: Tuning) -> None:
-        self._request, self._tuning = request, tuning
-        self._shared = SharedSearch()
+    def __init__(self, request: PlanRequest, shared: SharedSearch, *, tuning: Tuning) -> None:
+        self._request, self._shared, self._tuning = request, shared, tuning
         self._found: list[PlannedStep] = []
         self._compared: list[Alternative] = []
         self.errors: list[OutOfMemoryError | ConstraintError] = []
@@ -96,8 +96,8 @@ class _Attempts:
         """Whether the time is over, and there is a plan."""
         return bool(self._found) and self._request.budget.is_over
 
-    def plan(self, step: TracedStep, *, recompute: bool) -> PlannedStep | None:
-        """Plan one way and note it; None if there is no plan. `recompute`: its backward does forward work again."""
+    def plan(self, step: TracedStep, *, recompute: bool) -> PlannedStep | Beaten | None:
+        """Plan one way and note it; None if nothing fits. `recompute`: its backward does forward work again."""
         row = Alternative(num_stages=1, num_microbatches=step.microbatches, recompute=recompute)
         enter(
             f"planning on one mesh in {step.microbatches} microbatches"
@@ -105,13 +105,17 @@ class _Attempts:
             else "planning on one mesh"
         )
         try:
-            planned = plan_step(step, self._request, self._shared)
+            planned = plan_way(step, self._request, self._shared)
         except (OutOfMemoryError, ConstraintError) as error:
             if isinstance(error, ConstraintError) and not self._compared:
                 raise  # later ways have microbatches, whose few examples may not meet the constraints
             self.errors.append(error)
             self._compared.append(row)
             return None
+        if isinstance(planned, Beaten):
+            estimate_s = planned.at_least_s if planned.step_s is None else None
+            self._compared.append(replace(row, step_s=planned.step_s, estimate_s=estimate_s))
+            return planned
         self._compared.append(replace(row, step_s=planned.plan.step_s))
         self._found.append(replace(planned, plan=replace(planned.plan, recompute=recompute)))
         report(Progress(best_s=min(one.plan.step_s for one in self._found)), is_news=True)
@@ -153,24 +157,22 @@ class _Ways:
                 return
             further = self._counts[place] * self._attempts.excess
             place = max(place + 1, self._place_of(further) if math.isfinite(further) else place + 1)
-        if here is None:
-            return
-        self._climb(place, here)
+        if isinstance(here, PlannedStep):
+            self._climb(place)
 
-    def _climb(self, place: int, here: PlannedStep) -> None:
+    def _climb(self, place: int) -> None:
         """More microbatches, as long as each number is faster than the one before and the limit still costs much."""
         while place < len(self._counts) and self._attempts.is_dear() and not self._attempts.is_over:
-            more = self._plan(place)
-            if more is None or more.plan.step_s >= here.plan.step_s:
+            if not isinstance(self._plan(place), PlannedStep):
                 return
-            here, place = more, place + 1
+            place += 1
 
     def _place_of(self, count: float) -> int:
         """The place of the first number that is not below `count`, or of the last."""
         place = next((i for i, c in enumerate(self._counts) if c >= count), len(self._counts) - 1)
         return max(place, 0)
 
-    def _plan(self, place: int) -> PlannedStep | None:
+    def _plan(self, place: int) -> PlannedStep | Beaten | None:
         count = self._counts[place]
         if count == 1:
             return self._attempts.plan(self._step, recompute=self._recompute)

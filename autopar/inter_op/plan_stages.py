@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, cast
 
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.inter_op.forked_jobs import run_side_by_side
+from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.stage_seconds import Staged, StagedStage, measured
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.planner import plan_step, restore
@@ -161,7 +161,8 @@ def _job_of(program: StageProgram, wanted: StageRequest, request: PlanRequest) -
     rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
     layouts = wanted.following.layouts[program.stage] if wanted.following is not None else ()
     meshes = wanted.meshes[program.stage % len(wanted.meshes)]
-    own = dataclasses.replace(request, meshes=meshes, constraints=Constraints((*layouts, *rules)))
+    constraints = Constraints((*layouts, *rules))
+    own = dataclasses.replace(request, meshes=meshes, constraints=constraints, processes=1)  # forks do not fork
     return _StageJob(program, own)
 
 

@@ -21,7 +21,7 @@ from autopar.avals import bytes_of
 from autopar.compat import Var
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError
-from autopar.inter_op.forked_jobs import run_side_by_side
+from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.plan_stages import Planner, plan_program
 from autopar.inter_op.problem import ChosenStage
 from autopar.inter_op.stage_seconds import StagedStage, measured
@@ -233,7 +233,8 @@ class PlannedLayers:
     def _plan_key(self, key: _Key) -> _PlannedLayer | _TooLarge:
         layer, devices = key
         program = self._program(layer)
-        request = dataclasses.replace(self._request, meshes=self._meshes_for(layer, devices))
+        meshes = self._meshes_for(layer, devices)
+        request = dataclasses.replace(self._request, meshes=meshes, processes=1)  # forks do not fork
         try:
             planned = self._planner(program, request)
         except OutOfMemoryError:

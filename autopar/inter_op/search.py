@@ -18,8 +18,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.choose_stages import choose_stages
-from autopar.inter_op.forked_jobs import run_side_by_side
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stages import Planner, plan_program
 from autopar.inter_op.problem import CostTable, Manual, StageChoice, StageProblem

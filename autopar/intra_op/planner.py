@@ -10,14 +10,16 @@ tensors and the ways out. The time may be over; the plan says which meshes were 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from autopar.errors import ConstraintError, OutOfMemoryError, PlanError, warn
+from autopar.forked_jobs import run_side_by_side
 from autopar.intra_op.lowering.assignment import assign
 from autopar.intra_op.mesh_search import MeshSearch, graph_for
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
@@ -28,6 +30,9 @@ from autopar.program.step import Leaf, TracedStep
 from autopar.progress import Progress, report
 from autopar.solver.outcomes import CutOff, NotSearched, Unfinished, Unreachable
 
+Ended: TypeAlias = NothingFits | CutOff | NotSearched | Unreachable | Unfinished
+"""How the search of a mesh ends without a plan."""
+
 
 @dataclasses.dataclass
 class SharedSearch:
@@ -35,33 +40,64 @@ class SharedSearch:
 
     Attributes:
         best_s: seconds of the fastest plan of any way.
+        evenly_divided_s: seconds of the work, divided evenly among all devices; 0 if it is not known.
         at_least_s: by mesh, seconds that no way goes below on it, whatever the memory: the same work in smaller pieces, or with
             some of it done again, takes no less time.
         excess: of the latest way, how many times the memory that is left for temporaries they take without a limit, on the mesh
             where it is least.
+        has_other_ways: whether other ways will be looked at if nothing fits.
     """
 
     best_s: float = math.inf
+    evenly_divided_s: float = 0.0
     at_least_s: dict[LogicalMesh, float] = dataclasses.field(default_factory=dict)
     excess: float = math.inf
-
-    def bound_s(self, meshes: tuple[LogicalMesh, ...]) -> float:
-        """Seconds that no way goes below on any of these meshes; 0 if one of them has no bound."""
-        return min((self.at_least_s.get(mesh, 0.0) for mesh in meshes), default=0.0)
+    has_other_ways: bool = False
 
 
-def plan_step(traced: TracedStep, request: PlanRequest, shared: SharedSearch | None = None) -> PlannedStep:
-    """The best plan over the request's meshes. Raises ConstraintError, OutOfMemoryError.
+@dataclasses.dataclass(frozen=True)
+class Beaten:
+    """No mesh makes this way to run a step faster than another way.
+
+    Attributes:
+        step_s: seconds of its best plan; None if none was made, as bounds said that it would not be faster.
+        at_least_s: seconds that no plan goes below.
+    """
+
+    step_s: float | None
+    at_least_s: float
+
+
+def plan_step(traced: TracedStep, request: PlanRequest) -> PlannedStep:
+    """The best plan over the request's meshes. Raises ConstraintError, OutOfMemoryError."""
+    planned = plan_way(traced, request, SharedSearch())
+    assert isinstance(planned, PlannedStep), "there is no other way that could beat it"
+    return planned
+
+
+def plan_way(traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> PlannedStep | Beaten:
+    """The best plan of one way to run a step. Raises ConstraintError, OutOfMemoryError.
 
     `shared`: what is known from other ways to run the same step, and is added to. No mesh is planned whose bound is above the
-    best of these; if that leaves none, the error is an OutOfMemoryError.
+    best of these.
     """
     started = time.perf_counter()
     _warn_of_undividable_batch(traced, request)
-    comparison = _Comparison(traced, request, shared if shared is not None else SharedSearch())
-    planned = comparison.run()
+    planned = _Comparison(traced, request, shared).run()
+    if isinstance(planned, Beaten):
+        return planned
     plan = dataclasses.replace(planned.plan, planning_s=time.perf_counter() - started)
     return dataclasses.replace(planned, plan=plan)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Looked:
+    """What was found on a mesh; a fork sends the plan of a `PlannedStep` alone."""
+
+    evenly_divided_s: float
+    at_least_s: float
+    excess: float
+    outcome: PlannedStep | Plan | Ended | None
 
 
 class _Comparison:
@@ -69,99 +105,129 @@ class _Comparison:
 
     def __init__(self, traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> None:
         self.traced, self.request, self.shared = traced, request, shared
-        self.best: PlannedStep | None = None
+        self.best: PlannedStep | Plan | None = None
         self.failures: list[NothingFits] = []
         self.unreached: dict[LogicalMesh, Unreachable | Unfinished] = {}
         self.candidates: list[Candidate] = []
         self.not_compared: list[LogicalMesh] = []
         self.found_s: list[float] = []
-        self.evenly_divided_s = 0.0
+        self.unlimited_s: list[float] = []
+        self.equations = sum(1 for _ in traced.program.walk())
 
-    def run(self) -> PlannedStep:
+    def run(self) -> PlannedStep | Beaten:
         """The best plan, with all that was compared."""
         self.shared.excess = math.inf
-        meshes = _distinct(self.request)
-        for mesh in meshes:
-            report(Progress(at=f"mesh {mesh.shape}"))
+        meshes = waiting = _distinct(self.request)
+        is_large = self.equations >= self.request.tuning.large
+        together = self.request.processes if is_large else 1
+        while waiting:
             if self.request.budget.is_over and self.best is not None:
-                self.not_compared.append(mesh)
-            elif self._may_win(mesh):
-                self._look_at(mesh)
-        if self.best is None:
-            raise self._error()
+                self.not_compared += waiting
+                break
+            if self._is_far_too_large():
+                break
+            now, waiting = waiting[:together], waiting[together:]
+            self._look_at([mesh for mesh in now if self._may_win(mesh)])
+        if self.best is not None:
+            return self._describe(self.best, meshes)
+        if any(c.step_s is not None or c.at_least_s is not None for c in self.candidates):
+            return Beaten(min(self.found_s, default=None), min(self._bound_s(mesh) for mesh in meshes))
+        raise self._error()
+
+    def _describe(self, best: PlannedStep | Plan, meshes: Sequence[LogicalMesh]) -> PlannedStep:
+        planned = best if isinstance(best, PlannedStep) else restore(self.traced, best, self.request)
         names = tuple(f"mesh {mesh.shape}" for mesh in self.not_compared)
-        lower_s = min(self.best.plan.lower_bound_s, *(self._bound_s(mesh) for mesh in meshes))
         plan = dataclasses.replace(
-            self.best.plan,
+            planned.plan,
             candidates=tuple(self.candidates),
-            unlimited_s=min(self.best.plan.step_s, *self.found_s),
-            lower_bound_s=lower_s,
+            unlimited_s=min(planned.plan.step_s, *self.unlimited_s),
+            lower_bound_s=min(planned.plan.lower_bound_s, *(self._bound_s(mesh) for mesh in meshes)),
             ended_early=bool(names) or self.request.budget.is_over,
             not_compared=names,
         )
-        return dataclasses.replace(self.best, plan=plan)
+        return dataclasses.replace(planned, plan=plan)
+
+    def _is_far_too_large(self) -> bool:
+        """Whether what was looked at is so much too large that other meshes will not help, but other ways may."""
+        return self.shared.has_other_ways and bool(self.failures) and self.shared.excess > self.request.tuning.far
 
     def _bound_s(self, mesh: LogicalMesh) -> float:
-        return max(self.shared.at_least_s.get(mesh, 0.0), self.evenly_divided_s)
-
-    @property
-    def _cutoff_s(self) -> float:
-        """Seconds of the best plan so far, of this way or another."""
-        return min(self.shared.best_s, math.inf if self.best is None else self.best.plan.step_s)
+        return max(self.shared.at_least_s.get(mesh, 0.0), self.shared.evenly_divided_s)
 
     def _may_win(self, mesh: LogicalMesh) -> bool:
         """Whether to look at a mesh at all; notes it as a candidate if not."""
-        best_s, bound_s, tuning = self._cutoff_s, self._bound_s(mesh), self.request.tuning
+        best_s, bound_s, tuning = self.shared.best_s, self._bound_s(mesh), self.request.tuning
         gain_s = best_s - bound_s
-        is_settled = bound_s >= (1 - tuning.worth) * best_s
-        if (
-            not is_settled
-            and len(mesh.shape) >= tuning.merged_axes
-            and len(self.request.meshes) > 1
-            and self.candidates
-        ):
-            equations = sum(1 for _ in self.traced.program.walk())
-            search_s = tuning.search_s_per_equation * equations
+        is_settled = self._is_beaten(mesh)
+        is_optional = len(mesh.shape) >= tuning.merged_axes and len(self.request.meshes) > 1
+        if is_optional and self.candidates and not is_settled:
+            search_s = tuning.search_s_per_equation * self.equations
             is_settled = gain_s <= tuning.least_gain * best_s or gain_s * tuning.repaid_in_steps <= search_s
         if is_settled:
             self.candidates.append(Candidate(mesh.shape, None, bound_s))
         return not is_settled
 
-    def _look_at(self, mesh: LogicalMesh) -> None:
-        """Bound a mesh, and plan it unless the bound rules that out."""
+    def _is_beaten(self, mesh: LogicalMesh) -> bool:
+        """Whether the bound says that a mesh is not worth planning."""
+        return self._bound_s(mesh) >= (1 - self.request.tuning.worth) * self.shared.best_s
+
+    def _look_at(self, meshes: Sequence[LogicalMesh]) -> None:
+        """Bound meshes, and plan those that their bounds do not rule out, side by side."""
+        report(Progress(at=f"mesh {' and '.join(str(mesh.shape) for mesh in meshes)}"))
+        found = run_side_by_side(
+            [functools.partial(self._search, mesh) for mesh in meshes],
+            processes=self.request.processes,
+            pack=_pack,
+            unpack=lambda _, looked: cast(_Looked, looked),
+        )
+        for mesh, looked in zip(meshes, found, strict=True):
+            self._note(mesh, looked)
+
+    def _search(self, mesh: LogicalMesh) -> _Looked:
         search = MeshSearch(self.traced, mesh, self.request)
-        if not self.evenly_divided_s:
-            self.evenly_divided_s = search.evenly_divided_s()
-        if mesh not in self.shared.at_least_s:
-            self.shared.at_least_s[mesh] = search.at_least_s()
-        cutoff_s = self._cutoff_s
-        if self._bound_s(mesh) >= cutoff_s * (1 - self.request.tuning.worth):
+        shared = self.shared
+        evenly_divided_s = shared.evenly_divided_s or search.evenly_divided_s()
+        at_least_s = shared.at_least_s.get(mesh, 0.0) or search.at_least_s()
+        is_beaten = max(at_least_s, evenly_divided_s) >= (1 - self.request.tuning.worth) * shared.best_s
+        outcome = None if is_beaten else search.plan(shared.best_s)
+        return _Looked(evenly_divided_s=evenly_divided_s, at_least_s=at_least_s, excess=search.excess, outcome=outcome)
+
+    def _note(self, mesh: LogicalMesh, looked: _Looked) -> None:
+        """Take over what was found. A mesh that the one before it in a row beats counts as not planned."""
+        shared = self.shared
+        shared.evenly_divided_s = shared.evenly_divided_s or looked.evenly_divided_s
+        shared.at_least_s.setdefault(mesh, looked.at_least_s)
+        shared.excess = min(shared.excess, looked.excess or math.inf)
+        if looked.outcome is None or self._is_beaten(mesh):
             self.candidates.append(Candidate(mesh.shape, None, self._bound_s(mesh)))
             return
-        outcome = search.plan(cutoff_s)
-        self.shared.excess = min(self.shared.excess, search.excess or math.inf)
-        match outcome:
-            case PlannedStep():
-                self.candidates.append(Candidate(mesh.shape, outcome.plan.step_s))
-                self.found_s.append(outcome.plan.unlimited_s)
-                if self.best is None or outcome.plan.step_s < self.best.plan.step_s * (1 - 1e-9):
-                    self.best = outcome
-                    self.shared.best_s = min(self.shared.best_s, outcome.plan.step_s)
-            case NothingFits():
-                self.failures.append(outcome)
+        match looked.outcome:
+            case PlannedStep(plan=plan) | (Plan() as plan):
+                self.candidates.append(Candidate(mesh.shape, plan.step_s))
+                self.found_s.append(plan.step_s)
+                self.unlimited_s.append(plan.unlimited_s)
+                if plan.step_s < shared.best_s * (1 - 1e-9):
+                    self.best = looked.outcome
+                    shared.best_s = plan.step_s
+            case NothingFits() as failure:
+                self.failures.append(failure)
                 self.candidates.append(Candidate(mesh.shape, None))
             case CutOff(lower_bound_s) | NotSearched(lower_bound_s):
                 self.candidates.append(Candidate(mesh.shape, None, max(lower_bound_s, self._bound_s(mesh))))
-            case Unreachable() | Unfinished():
-                self.unreached[mesh] = outcome
+            case Unreachable() | Unfinished() as ended:
+                self.unreached[mesh] = ended
 
     def _error(self) -> ConstraintError | OutOfMemoryError:
         if self.failures:
             limit, rules = self.request.memory_limit_bytes, self.request.constraints.rules
             return out_of_memory(self.failures, memory_limit_bytes=limit, is_constrained=bool(rules))
-        if math.isfinite(self.shared.best_s):
-            return OutOfMemoryError("no mesh promises to be faster than another way to run the step")
         return _no_way_there(self.unreached, self.request)
+
+
+def _pack(looked: _Looked) -> _Looked:
+    """What a fork sends: the plan, from which this process restores the assignment."""
+    outcome = looked.outcome
+    return dataclasses.replace(looked, outcome=outcome.plan if isinstance(outcome, PlannedStep) else outcome)
 
 
 def _no_way_there(meshes: Mapping[LogicalMesh, Unreachable | Unfinished], request: PlanRequest) -> ConstraintError:

@@ -23,6 +23,11 @@ class Tuning:
     """And if what it may save repays the search in this number of steps."""
     search_s_per_equation: float = 5e-4
     """Seconds per equation that the search on such a mesh takes, as that condition assumes (`benchmarks/planner_time.py`)."""
+    far: float = 1.5
+    """If the temporaries take this many times the memory that is left for them, other meshes are not tried, but other ways to
+    run the step, such as more microbatches."""
+    large: int = 2000
+    """Meshes are planned side by side, by several processes, for programs of so many equations."""
     memory_rounds: int = 6
     """How often the limit of the memory rows is changed before a step counts as too large. Each is a search; more find plans
     nearer to the limit (`benchmarks/memory_error.py` plans under limits)."""

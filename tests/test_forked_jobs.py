@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError
-from autopar.inter_op.forked_jobs import run_side_by_side
+from autopar.forked_jobs import run_side_by_side
 from autopar.models.registry import build
 from tests.inter_op.test_search import arguments, step, two_nodes
 
