@@ -17,7 +17,7 @@ class Tuning:
     problem is hardly smaller (`benchmarks/planner_time.py`)."""
     worth: float = 2e-3
     """A mesh whose bound promises a smaller part of the step than this over the best plan is not planned."""
-    least_gain: float = 0.03
+    least_gain: float = 0.1
     """A mesh of `merged_axes` axes or more is only looked at if it may save this part of the step by its bound."""
     repaid_in_steps: int = 1000
     """And if what it may save repays the search in this number of steps."""
