@@ -27,10 +27,9 @@ from autopar.layouts.allowed import allowed_layouts, batch_axes
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import all_layouts
 from autopar.program.step import Leaf, TracedStep
-from autopar.solver.lifted_bound import lift_bound
 from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, NotSearched, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs
-from autopar.solver.repeated_layers import tie_layers
+from autopar.solver.repeated_layers import lift_bound, tie_layers
 from autopar.solver.solve import choose
 
 

@@ -1,0 +1,47 @@
+"""The lifted bound against brute force, and against dual ascent on the whole problem."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from autopar.solver.dual_ascent import bound_costs
+from autopar.solver.problem import ChoiceProblem, Costs
+from autopar.solver.repeated_layers import lift_bound, tie_nodes
+
+
+def _stack(layers: int, seed: int, *, choices: int = 3, forbidden: float = 0.0, coupling: float = 1.0) -> Costs:
+    """A chain of equal layers of three nodes with a skip, between two ends of their own."""
+    rng = np.random.default_rng(seed)
+    kinds = [rng.random(choices) for _ in range(3)]
+    along = [coupling * rng.random((choices, choices)) for _ in range(4)]
+    for matrix in along:
+        matrix[rng.random(matrix.shape) < forbidden] = np.inf
+    nodes = [rng.random(choices)]
+    edges = {}
+    for _ in range(layers):
+        first = len(nodes)
+        nodes += kinds
+        edges |= {(first - 1, first): along[0], (first, first + 1): along[1], (first + 1, first + 2): along[2]}
+        edges[first - 1, first + 2] = along[3]
+    nodes.append(rng.random(choices))
+    edges[len(nodes) - 2, len(nodes) - 1] = along[0]
+    return Costs.of(nodes, edges)
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_no_choice_goes_below(seed: int, is_tied: bool) -> None:
+    costs = _stack(2, seed, forbidden=0.1 * (seed % 3))
+    least = min(costs.value(c) for c in itertools.product(range(3), repeat=len(costs.nodes)))
+    ties = tie_nodes(costs, radius=1 + seed % 4) if is_tied else None
+    assert lift_bound(ChoiceProblem(costs=costs, ties=ties)) <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_is_near_the_bound_of_the_whole_where_layers_hardly_depend_on_each_other(seed: int) -> None:
+    costs = _stack(40, seed, coupling=0.05)
+    whole = bound_costs(costs)
+    assert 0.93 * whole.lower <= lift_bound(ChoiceProblem(costs=costs)) <= whole.upper
