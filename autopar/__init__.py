@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from autopar.layouts.constraints import Replicated as Replicated
     from autopar.layouts.constraints import Split as Split
     from autopar.layouts.constraints import data_parallel as data_parallel
+    from autopar.layouts.constraints import zero1 as zero1
     from autopar.layouts.constraints import zero2 as zero2
     from autopar.layouts.constraints import zero3 as zero3
     from autopar.pipeline_plan import PipelinePlan as PipelinePlan
@@ -58,6 +59,7 @@ _MODULES = {
     "plain_jit": "execution.plain_jit",
     "plan_from_json": "pipeline_plan",
     "register_rule": "rules.table",
+    "zero1": "layouts.constraints",
     "zero2": "layouts.constraints",
     "zero3": "layouts.constraints",
 }

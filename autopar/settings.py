@@ -135,10 +135,15 @@ def make_request(settings: Settings, meshes: tuple[LogicalMesh, ...] = ()) -> Pl
         cluster,
         limit,
         _gather_constraints(settings),
-        settings.options,
+        _options(settings),
         processes=settings.processes,
         budget=settings.budget,
     )
+
+
+def _options(settings: Settings) -> PlannerOptions:
+    """The options, without the kinds of collectives that a constraint leaves out."""
+    return dataclasses.replace(settings.options, kinds=settings.options.kinds - {*settings.constraints.without})
 
 
 def _gather_constraints(settings: Settings) -> Constraints:
@@ -147,7 +152,7 @@ def _gather_constraints(settings: Settings) -> Constraints:
     if not isinstance(followed, Plan):
         return settings.constraints
     layouts = tuple(Rule(v.path, v.partition_spec, must_match=False) for v in followed.inputs if v.role == "state")
-    return Constraints((*layouts, *settings.constraints.rules))
+    return dataclasses.replace(settings.constraints, rules=(*layouts, *settings.constraints.rules))
 
 
 def describe_question(settings: Settings, traced: TracedStep, name: str) -> str:
@@ -159,7 +164,7 @@ def describe_question(settings: Settings, traced: TracedStep, name: str) -> str:
     meshes = settings.meshes if settings.meshes == "auto" else [mesh.shape for mesh in settings.meshes]
     given = "" if settings.plan is None else f", plan={_digest(settings.plan.to_json())}"
     rules = "" if not settings.constraints.rules else f", constraints={_digest(repr(settings.constraints.rules))}"
-    options = settings.options
+    options = _options(settings)
     kinds = "" if options.kinds == PlannerOptions().kinds else f", collectives={sorted(options.kinds)}"
     redundant = ", allow_redundant_compute=True" if options.allow_redundant_compute else ""
     return (

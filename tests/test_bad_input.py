@@ -97,7 +97,7 @@ def test_zero_stages_say_that_nothing_matches_the_optimizer_state():
         ConstraintError,
         lambda: planned(constraints=autopar.zero2()),
         "'*opt_state*' matches no state leaf",
-        "zero2 and zero3 take optimizer=",
+        "zero1, zero2 and zero3 take optimizer=",
     )
 
 

@@ -184,7 +184,9 @@ def _add_planning(parser: argparse.ArgumentParser, *, processes: int) -> None:
         help="a layout for the leaves whose path matches GLOB; SPEC is, for each dimension, an axis, axes joined by +, "
         "or -, such as state/params/*/kernel=-,x; or it is replicated, split or split:x; repeatable",
     )
-    group.add_argument("--zero", type=int, choices=(2, 3), help="split optimizer state (2), parameters too (3)")
+    group.add_argument(
+        "--zero", type=int, choices=(1, 2, 3), help="split optimizer state (1), gradients (2), parameters (3)"
+    )
     group.add_argument("--data-parallel", action="store_true", help="split the batch over all axes, and nothing else")
     group.add_argument("--allow-redundant-compute", action="store_true", help="let devices repeat contractions")
     _add_search(parser, processes=processes)

@@ -11,7 +11,7 @@ import jax
 from autopar.api import ParallelStep, parallelize
 from autopar.commands.values import MeshShape, layout, mesh_size
 from autopar.errors import ArgumentError
-from autopar.layouts.constraints import Constraints, data_parallel, zero2, zero3
+from autopar.layouts.constraints import Constraints, data_parallel, zero1, zero2, zero3
 
 if TYPE_CHECKING:
     from autopar.commands.values import Layout
@@ -58,7 +58,7 @@ def _mesh_shape(meshes: Sequence[MeshShape] | None) -> MeshShape | list[MeshShap
 def _constraints(options: argparse.Namespace) -> list[Constraints | Mapping[str, Layout]]:
     """Presets first: where two constraints match a leaf the later one holds, and the user's own are more specific."""
     presets = [data_parallel()] if options.data_parallel else []
-    presets += [{2: zero2, 3: zero3}[options.zero]()] if options.zero else []
+    presets += [{1: zero1, 2: zero2, 3: zero3}[options.zero]()] if options.zero else []
     return [*presets, *({glob: layout(spec)} for glob, spec in options.constraint)]
 
 

@@ -104,7 +104,9 @@ def _no_such_leaf(rule: Rule, leaves: Sequence[Leaf]) -> str:
     listed = ", ".join(near[:5]) + (", ..." if len(near) > 5 else "")
     kind = f"{rule.role} " if rule.role else ""
     names = (
-        "; zero2 and zero3 take optimizer= and zero3 params=, the globs of such leaves" if rule.role == "state" else ""
+        "; zero1, zero2 and zero3 take optimizer= and zero3 params=, the globs of such leaves"
+        if rule.role == "state"
+        else ""
     )
     if rule.role == "batch" and not of_role:
         names = f". No argument is a batch: {HOW_A_BATCH_IS_GIVEN}"

@@ -89,9 +89,10 @@ HOW_A_BATCH_IS_GIVEN = (
 
 @dataclasses.dataclass(frozen=True)
 class Constraints:
-    """Rules in order; the last one that matches a leaf holds."""
+    """Rules in order; the last one that matches a leaf holds. `without`: kinds of collectives that the plan does not use."""
 
     rules: tuple[Rule, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 ConstraintsLike = Mapping[str, LeafLayout] | Constraints | Sequence["Mapping[str, LeafLayout] | Constraints"] | None
@@ -116,6 +117,22 @@ def data_parallel(axis: str | Sequence[str] | None = None) -> Constraints:
             Rule("*", SplitBatch(axes), role="batch"),
         )
     )
+
+
+def zero1(axis: str | Sequence[str] | None = None, *, optimizer: str = "*opt_state*") -> Constraints:
+    """Constraints of ZeRO stage 1: as `zero2`, with whole gradients: they are all-reduced, and never reduce-scattered.
+
+    A device updates its part of the state, and gathers the new parameters. No value of the step is reduce-scattered.
+
+    Args:
+        axis: the mesh axes, as one name or several; None stands for all axes.
+        optimizer: a glob of the paths of the optimizer's leaves.
+
+    Raises:
+        ConstraintError: `axis` is no name of a mesh axis, or names one twice; once planned, no leaf matches the glob.
+    """
+    _axes("zero1", axis)
+    return Constraints(zero2(axis, optimizer=optimizer).rules, without=("reduce-scatter",))
 
 
 def zero2(axis: str | Sequence[str] | None = None, *, optimizer: str = "*opt_state*") -> Constraints:
@@ -183,4 +200,6 @@ def as_constraints(given: ConstraintsLike) -> Constraints:
             f"constraints={given!r} is a {type(given).__name__}; a mapping from leaf paths to layouts, a preset such as "
             "autopar.data_parallel(), or a list of these is expected"
         )
-    return Constraints(tuple(rule for part in given for rule in as_constraints(part).rules))
+    parts = [as_constraints(part) for part in given]
+    without = {kind for part in parts for kind in part.without}
+    return Constraints(tuple(rule for part in parts for rule in part.rules), tuple(sorted(without)))

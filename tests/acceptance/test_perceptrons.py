@@ -149,6 +149,18 @@ def test_case_5_holds_where_splitting_the_batch_would_be_cheaper():
     assert found.sums() == [batch * hidden * 4] * (LAYERS - 1), found
 
 
+def test_case_6_zero_1_reduces_whole_gradients_and_gathers_parameters():
+    problem = mlp(256, 32)
+    program = compiled(problem, (4, 1), constraints=autopar.zero1())
+    found = census(program)
+    assert found.kinds() == {"all-reduce", "all-gather"}, found
+    assert found.bytes_of("all-reduce") == sorted(problem.leaf_bytes()), found
+    assert found.bytes_of("all-gather") == sorted(problem.leaf_bytes()), found
+    assert_split(program, "state/opt_state", 4)
+    assert_whole(program, "state/params")
+    assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
+
+
 def test_case_6_zero_2_scatters_gradients_and_gathers_parameters():
     problem = mlp(256, 32)
     program = compiled(problem, (4, 1), constraints=autopar.zero2())

@@ -61,7 +61,9 @@ def test_plan_data_parallel_and_zero_are_constraints(tmp_path):
     assert replicated.input("batch/inputs").spec == (("x",), ())
     assert not any(any(value.spec) for value in replicated.inputs if value.role == "state")
     moments = "state/opt_state/1/0/mu/Dense_0/kernel"
-    second, third = (planned(tmp_path, "--mesh", "4", "--zero", stage) for stage in ("2", "3"))
+    first, second, third = (planned(tmp_path, "--mesh", "4", "--zero", stage) for stage in ("1", "2", "3"))
+    assert any(first.input(moments).spec)
+    assert "reduce-scatter" not in {one.kind for one in first.collectives}
     assert any(second.input(moments).spec)
     assert not any(second.input("state/params/Dense_0/kernel").spec)
     assert any(third.input("state/params/Dense_0/kernel").spec)
@@ -160,7 +162,7 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
         ),
         ("plan mlp --devices 1 --stages 2", "2 stages need a device each, and there is 1 device: use more devices or"),
         ("plan mlp --devices 3 --stages 4", "4 stages need a device each, and there are 3 devices: use more devices"),
-        ("plan gpt --zero 1", "argument --zero: invalid choice: 1"),
+        ("plan gpt --zero 4", "argument --zero: invalid choice: 4"),
         ("plan gpt --constraint state/w", "'state/w' is not GLOB=SPEC; SPEC is, for each dimension, an axis"),
         ("plan mlp --constraint nosuch/*=x", "constraint 'nosuch/*' matches no leaf of the step's arguments"),
         ("plan mlp --constraint batch/inputs=model,-", "names mesh axis 'model'; the mesh has x"),

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import ConstraintError, Replicated, Split, data_parallel, zero2, zero3
+from autopar import ConstraintError, Replicated, Split, data_parallel, zero1, zero2, zero3
 from autopar.layouts.allowed import allowed_layouts, batch_axes, layouts_for
 from autopar.layouts.constraints import as_constraints
 from autopar.layouts.mesh import LogicalMesh
@@ -214,6 +214,7 @@ def train_step(state, batch):
 CASES = {
     "data_parallel": data_parallel(),
     "data_parallel over one axis": data_parallel("data"),
+    "zero1": zero1(),
     "zero2": zero2(),
     "zero3": zero3(),
     "zero3 over one axis": zero3("model"),
@@ -250,8 +251,19 @@ def test_zero3_holds_an_eighth_of_the_state_and_zero2_an_eighth_of_the_optimizer
         return sum(value.bytes_per_device for value in plan.inputs if f"/{part}/" in value.path)
 
     whole = 2 * 16 * 16 * 4
+    assert (bytes_of(zero1(), "params"), bytes_of(zero1(), "opt_state")) == (whole, whole // 8)
     assert (bytes_of(zero2(), "params"), bytes_of(zero2(), "opt_state")) == (whole, whole // 8)
     assert (bytes_of(zero3(), "params"), bytes_of(zero3(), "opt_state")) == (whole // 8, whole // 8)
+
+
+def test_a_preset_that_leaves_kinds_of_collectives_out_does_so_among_others():
+    assert as_constraints([data_parallel(), zero1("data"), {"*/up": P()}, zero2()]).without == ("reduce-scatter",)
+    assert as_constraints([data_parallel(), zero3()]).without == ()
+    plan = autopar.parallelize(
+        train_step, devices=8, mesh_shape=MESH_SHAPE, constraints=[zero1("data"), {"*/down": P("model")}]
+    ).plan(make_state(), make_batch())
+    assert plan.input("state/params/down").spec == (("model",), ())
+    assert "reduce-scatter" not in {one.kind for one in plan.collectives}
 
 
 def test_leaves_that_all_examples_share_have_no_examples_to_split():
