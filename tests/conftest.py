@@ -34,9 +34,8 @@ settings.register_profile(
 settings.load_profile("autopar")
 
 QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-if version("jaxlib").startswith(
-    "0.10."
-):  # later ones have no other emitter, and end the process at a flag that they do not know
+# Later ones have no other emitter, and end the process at a flag that they do not know.
+if version("jaxlib").startswith("0.10."):
     QUICK_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 
 
