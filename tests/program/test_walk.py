@@ -14,7 +14,7 @@ from autopar.program.evaluate import bind_equation
 from autopar.program.from_jaxpr import program_of
 from autopar.program.loops import Filled, Goes
 from autopar.program.program import Equation
-from autopar.program.walk import Domain, Scope
+from autopar.program.walk import Domain, Scope, StaticDomain
 from tests.intra_op.lowering.nested_programs import nested_program
 from tests.oracles import assert_trees_close
 
@@ -155,3 +155,108 @@ def test_a_copy_that_is_not_gathered_is_kept():
 def test_the_first_gathering_waits_too_unless_there_is_nothing_to_wait_for():
     assert copies_of_the_first_argument(3, uses=(2,)) == [(2, "result 1")]
     assert copies_of_the_first_argument(3, uses=(0,)) == [(0, None)]
+
+
+# --- what a domain is told about where the walk is ----------------------------------------------------------------------
+
+
+class Notes(StaticDomain):
+    """A value is the set of names of the inputs that it depends on; what the walk says of its place is written down.
+
+    `trips`: of every sin, how often it runs per step. `asking`: whether the loop asks where a value enters or leaves it.
+    `rounds`: how often nested programs are gone through.
+    """
+
+    def __init__(self):
+        self.trips, self.asking, self.rounds = [], [], 0
+
+    def literal(self, atom, scope):
+        return frozenset()
+
+    def operation(self, eqn, scope):
+        if eqn.primitive.name == "sin":
+            self.trips.append(scope.trips)
+        return [frozenset().union(*map(scope.value, eqn.invars))] * len(eqn.outvars)
+
+    def enter(self, entry, scope, inner):
+        self.asking.append(inner.asking is entry.loop)
+        return scope.value(entry.atom)
+
+    def carries_change(self, nested, inner):
+        self.rounds += 1
+        changed = False
+        for exit_ in nested.exits:
+            if exit_.carry is not None and not inner.value(exit_.atom) <= inner.values[exit_.carry.var]:
+                inner.values[exit_.carry.var] |= inner.value(exit_.atom)
+                changed = True
+        return changed
+
+    def leave(self, exit_, inner):
+        self.asking.append(inner.asking is exit_.loop)
+        return inner.value(exit_.atom)
+
+    def finish(self, eqn, ends, scope):
+        return [frozenset().union(*(ends[exit_] for exit_ in exits)) for exits in eqn.results]
+
+
+def noted(fun, *args):
+    """(the domain after the walk, what each output depends on)."""
+    program, constants = program_of(jax.make_jaxpr(fun)(*args))
+    assert not constants
+    domain = Notes()
+    scope = Scope(domain, {var: frozenset("abcdef"[i]) for i, var in enumerate(program.invars)})
+    scope.run(program.equations)
+    return domain, ["".join(sorted(scope.value(atom))) for atom in program.outvars]
+
+
+def test_trips_of_loops_in_loops_multiply_and_a_program_that_runs_once_has_those_around_it():
+    def inner(c, _):
+        return lax.cond(c > 0, jnp.sin, jnp.cos, c), None
+
+    def outer(c, _):
+        return lax.scan(inner, jnp.sin(c), length=5)[0], None
+
+    domain, _ = noted(lambda x: jnp.sin(lax.scan(outer, x, length=3)[0]), 1.0)
+    assert domain.trips == [3, 15, 1]
+
+
+def test_before_and_after_a_nested_program_the_loop_around_it_asks():
+    domain, _ = noted(lambda x: lax.scan(lambda c, _: (jnp.sin(c) * 2, c), x, length=3), 1.0)
+    assert domain.asking == [True] * 3  # one entry, a carry and a row that leave
+
+
+def test_a_nested_program_is_gone_through_until_its_carries_change_no_more():
+    """Each iteration hands b to a and c to b, so that a depends on the rows after the third."""
+
+    def rotated(a, b, c, rows):
+        return lax.scan(lambda carry, row: ((carry[1], carry[2], row), None), (a, b, c), rows)[0]
+
+    domain, depends = noted(rotated, 1.0, 1.0, 1.0, jnp.ones(4))
+    assert depends == ["bcd", "cd", "d"]
+    assert domain.rounds > 2
+
+
+class ResultNumbers(Domain):
+    """A value is the name of the operation and the number of its result."""
+
+    def literal(self, atom, scope):
+        return "literal"
+
+    def operation(self, eqn, scope):
+        return [f"result {number} of {eqn.primitive.name}" for number in range(len(eqn.outvars))]
+
+    def loop(self, eqn, scope):
+        raise NotImplementedError
+
+
+def test_what_others_wait_for_is_the_last_result_that_has_real_elements():
+    def fun(x, key):
+        low, high = jnp.split(x, 2)
+        return low, high, high.astype(int), jax.random.fold_in(key, 1)
+
+    program, _ = program_of(jax.make_jaxpr(fun)(jnp.arange(4.0), jax.random.key(0)))
+    names = [eqn.primitive.name for eqn in program.equations]
+    assert names.index("split") < names.index("convert_element_type") < names.index("random_fold_in")
+    scope = Scope(ResultNumbers())
+    scope.run([eqn for eqn in program.equations if eqn.primitive.name != "fan_out"])
+    assert scope.latest == "result 1 of split"
