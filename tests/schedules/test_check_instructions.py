@@ -52,6 +52,19 @@ def test_books_that_do_not_balance_are_refused(instructions, words):
         books(*instructions)
 
 
+def test_a_transfer_is_received_from_the_mesh_that_sent_it():
+    with pytest.raises(ScheduleError, match="transfer 0 was `send a to mesh 2"):
+        books(Send(A, 0, 2, 0), Receive(A, 1, 2, 0), Free(A, 2), Free(A, 0), meshes=3)
+
+
+def test_an_input_that_must_survive_gives_its_name_to_a_copy_that_is_freed_like_any_other():
+    both = {"inputs": ((0, A), (1, A)), "consumable": ((0, A),)}
+    transfer = (Send(A, 0, 1, 0), Receive(A, 0, 1, 0), Free(A, 0))
+    books(*transfer, Free(A, 1), **both)
+    with pytest.raises(ScheduleError, match="a is never freed on mesh 1"):
+        books(*transfer, **both)
+
+
 def test_what_must_survive_is_neither_freed_nor_donated():
     with pytest.raises(ScheduleError, match="a is an input that must survive the step"):
         books(Free(A, 0), consumable=())

@@ -133,6 +133,16 @@ def test_an_input_that_lies_on_both_meshes_is_not_sent():
     assert [send.value.name for send in program.instructions if isinstance(send, Send)] == ["h", "h"]
 
 
+def test_an_input_that_lies_on_several_meshes_is_sent_to_another_by_the_first_of_them():
+    three = make_schedule("inference", num_meshes=3, num_microbatches=1)
+    forwards = [spec(f"f{n}", n, "forward", f"h{n}*" if n else "x*", f"h{n + 1}*") for n in range(3)]
+    reader = spec("reader", 2, "epilogue", "w", "z")
+    program = emit(three, [*forwards, reader], inputs={0: values("x@0 w"), 1: values("w")}, outputs=())
+    about_w = [str(i) for i in program.instructions if isinstance(i, Send | Receive) and i.value.name == "w"]
+    assert about_w == ["send w to mesh 2 (transfer 0)", "receive w from mesh 0 (transfer 0)"]
+    assert lines(program, 0)[0] == about_w[0]
+
+
 def test_unused_inputs_and_results_are_freed_at_once():
     program = two_stages(inputs={0: "x@0 x@1 unused"}, consumable=[(0, "unused x@0 x@1")])
     assert lines(program, 0)[0] == "free unused"

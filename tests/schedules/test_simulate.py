@@ -1,5 +1,6 @@
 """Closed forms of bubbles, exactly; transfers and memory by hand."""
 
+import dataclasses
 import functools
 from fractions import Fraction
 
@@ -8,7 +9,7 @@ import pytest
 from autopar.schedules.chain import make_chain
 from autopar.schedules.emit import emit
 from autopar.schedules.grid import draw_grid
-from autopar.schedules.instructions import Run, Slot, TaskSpec, Value
+from autopar.schedules.instructions import Receive, Run, Slot, TaskSpec, Value
 from autopar.schedules.schedules import make_schedule
 from autopar.schedules.simulate import simulate, simulate_schedule
 from autopar.schedules.tasks import task_times
@@ -168,6 +169,24 @@ def test_an_update_in_place_needs_the_parameter_once_and_any_other_update_twice(
     size = {"p": 10, "q": 1}
     simulation = simulate(program, run_s=lambda run: 1, value_bytes=lambda value: size[value.name])
     assert simulation.peak_bytes == (peak,)
+
+
+def test_only_the_first_update_of_a_kept_input_needs_more_memory():
+    """The caller keeps the old value. Later updates replace what the step made itself, or received."""
+    updates = [once(f"update{n}", 0, "epilogue", ["p"], ["p"]) for n in range(3)]
+    forward, p = once("forward", 0, "forward", ["p"], []), Value("p")
+    one = make_schedule("inference", num_meshes=1, num_microbatches=1)
+    program = emit(one, [forward, *updates], inputs={0: (p,)}, outputs=((0, p),))
+    simulation = simulate(program, run_s=lambda run: 1, value_bytes=lambda value: 10)
+    assert simulation.peak_bytes == (30,), "the caller's, and during an update the old and the new one"
+
+    two = make_schedule("inference", num_meshes=2, num_microbatches=1)
+    stages = [forward, dataclasses.replace(forward, name="forward1", mesh=1, stage=1)]
+    later = [once(f"later{n}", 1, "epilogue", ["p"], ["p"]) for n in range(2)]
+    program = emit(two, [*stages, updates[0], *later], inputs={0: (p,), 1: (p,)}, outputs=((1, p),))
+    assert len([i for i in program.instructions if isinstance(i, Receive)]) == 1
+    simulation = simulate(program, run_s=lambda run: 1, value_bytes=lambda value: 10)
+    assert simulation.peak_bytes == (20, 30)
 
 
 def test_a_grid_cell_is_one_unit_of_the_simulator():
