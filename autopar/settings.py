@@ -57,7 +57,7 @@ class Settings:
 def start_clock(settings: Settings) -> Settings:
     """The same settings for a search that begins now."""
     limit = settings.planning_seconds
-    return dataclasses.replace(settings, budget=Budget(seconds=math.inf if limit is None else limit))
+    return dataclasses.replace(settings, budget=Budget(seconds=math.inf if limit is None else limit).share_with_forks())
 
 
 def list_devices(settings: Settings) -> list[jax.Device]:

@@ -81,11 +81,15 @@ class _Comparison:
     def run(self) -> PlannedPipeline:
         """The best plan. Raises the first timetable's error if no other one has a plan either."""
         self._plan_one_that_fits()
-        while (chosen := self._most_promising() or self._second_count()) is not None:
+        chosen = self._most_promising() or self._second_count()
+        while chosen is not None and not self._request.budget.is_over:
             self._plan(chosen)
+            chosen = self._most_promising() or self._second_count()
         best = min(self._planned.values(), key=lambda one: one.plan.step_s)
         compared = tuple(self._alternative(t) for t in sorted(self._tables)) if len(self._tables) > 1 else ()
-        return dataclasses.replace(best, plan=dataclasses.replace(best.plan, compared=compared))
+        left = () if chosen is None else (f"{chosen.schedule} in {chosen.microbatches} microbatches",)
+        plan = dataclasses.replace(best.plan, compared=compared, ended_early=bool(left), not_compared=left)
+        return dataclasses.replace(best, plan=plan)
 
     def _plan_one_that_fits(self) -> None:
         """Plan the first timetable; if the memory is too small, the next one with more microbatches, which need less."""

@@ -134,7 +134,10 @@ class _Attempts:
             raise min(self.errors, key=_needed_bytes) from None
         best = min(self._found, key=lambda one: one.plan.step_s)
         compared = tuple(self._compared) if len(self._compared) > 1 else ()
-        return replace(best, plan=replace(best.plan, compared=compared))
+        left = () if not self._request.budget.is_over else ("more microbatches and recomputation",)
+        left = (*best.plan.not_compared, *(left if self.is_dear() else ()))
+        plan = replace(best.plan, compared=compared, not_compared=left, ended_early=bool(left))
+        return replace(best, plan=plan)
 
 
 class _Ways:

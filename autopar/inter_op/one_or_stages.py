@@ -85,6 +85,10 @@ def _plan_across_nodes(comparison: _OneOrStages) -> PlannedStep | PlannedPipelin
         case SearchedPipeline() as found:
             if found.one_stage_s > comparison.tuning.surely_slower * found.pipeline.plan.step_s:
                 return found.pipeline
+            if comparison.request.budget.is_over:
+                plan = found.pipeline.plan
+                told = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "one mesh"))
+                return dataclasses.replace(found.pipeline, plan=told)
             try:
                 return _faster(comparison.plan_on_one_mesh(), found)
             except OutOfMemoryError:
@@ -106,6 +110,9 @@ def _plan_on_one_node(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline
     equations = sum(1 for _ in comparison.traced.program.walk())
     if not stages_may_pay(one.plan, together_s, most, equations, comparison.tuning):
         return one
+    if comparison.request.budget.is_over:
+        left = (*one.plan.not_compared, "pipeline stages")
+        return dataclasses.replace(one, plan=dataclasses.replace(one.plan, ended_early=True, not_compared=left))
     return _faster(one, comparison.search_stages(beat_s=one.plan.step_s / (1 + comparison.tuning.worth)))
 
 

@@ -32,6 +32,7 @@ from autopar.microbatches.loop import TimeLoop
 from autopar.plan import Alternative
 from autopar.progress import enter
 from autopar.schedules.schedules import NAMED_SCHEDULES
+from autopar.solver.budget import Budget
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,7 @@ def search_stages(
         num_stages=num_stages,
         beat_s=math.inf if beat_s is None else beat_s,
         processes=request.processes,
+        budget=request.budget,
         tuning=tuning,
     )
     return search.run()
@@ -140,6 +142,7 @@ class _StageSearch:
     num_stages: int | None
     beat_s: float
     processes: int
+    budget: Budget
     tuning: Tuning
 
     def run(self) -> Found | NotFaster:
@@ -149,17 +152,28 @@ class _StageSearch:
             outcomes = self._solve_all(took_s)
             choices = {way: outcome for way, outcome in outcomes.items() if isinstance(outcome, StageChoice)}
             if not choices:
-                if self.costs.plan_more(self.all_ways[0].microbatches, self.options):
+                if not self.budget.is_over and self.costs.plan_more(self.all_ways[0].microbatches, self.options):
                     continue
                 if math.isfinite(self.beat_s):
                     return NotFaster(())  # too few layers, or too little memory in parts of the machine
                 raise self._explain(outcomes)
+            if self.budget.is_over:
+                return self._end(choices)
             best = min(choices, key=lambda way: self._handicapped_s(way, choices[way]))
             if choices[best].step_s >= (1 + self.tuning.near) * self.beat_s:
                 return NotFaster(_compare(choices))
             submeshes = [stage.submesh for stage in choices[best].stages]
             if not self.costs.plan_more(best.microbatches, submeshes) and not self._plan_neighbour(best, choices):
                 return self._found(best, choices)
+
+    def _end(self, choices: Mapping[_Way, StageChoice]) -> Found | NotFaster:
+        """The best of what is known, in a number of microbatches whose layers are planned."""
+        known = [way for way in choices if way.microbatches in self.costs.counts]
+        best = min(known or choices, key=lambda way: choices[way].step_s)
+        if not known:
+            self.costs.plan_more(best.microbatches, [stage.submesh for stage in choices[best].stages])
+        is_faster = choices[best].step_s < self.beat_s
+        return self._found(best, choices) if is_faster else NotFaster(_compare(choices))
 
     def _solve_all(self, took_s: dict[_Way, float]) -> dict[_Way, StageChoice | _Unsolved]:
         """Choose stages in every way that is left, side by side; `took_s` holds seconds and is brought up to date."""

@@ -3,8 +3,9 @@
 In: a `TracedStep`, the number of devices, a cluster, options. Out: a `PlannedStep`: the `Plan`, and the `Assignment` that the
 lowering runs. Meshes are looked at one after the other, those of fewest axes first. Each is left as soon as its bound says that
 it cannot beat the best plan so far, of this step or of another way to run it (`SharedSearch`). A mesh of three axes or more is
-only looked at if what it may gain repays the search. What can go wrong: nothing fits the memory; the error names the largest
-tensors and the ways out. The time may be over; the plan says which meshes were not compared.
+only looked at if one of two axes is the best so far, and what it may gain repays the search. What can go wrong: nothing fits
+the memory; the error names the largest tensors and the ways out. The time may be over; the plan says which meshes were not
+compared.
 """
 
 from __future__ import annotations
@@ -112,6 +113,7 @@ class _Comparison:
         self.not_compared: list[LogicalMesh] = []
         self.found_s: list[float] = []
         self.unlimited_s: list[float] = []
+        self.more_axes_help = False
         self.equations = sum(1 for _ in traced.program.walk())
 
     def run(self) -> PlannedStep | Beaten:
@@ -142,7 +144,7 @@ class _Comparison:
             candidates=tuple(self.candidates),
             unlimited_s=min(planned.plan.step_s, *self.unlimited_s),
             lower_bound_s=min(planned.plan.lower_bound_s, *(self._bound_s(mesh) for mesh in meshes)),
-            ended_early=bool(names) or self.request.budget.is_over,
+            ended_early=bool(names),
             not_compared=names,
         )
         return dataclasses.replace(planned, plan=plan)
@@ -162,7 +164,8 @@ class _Comparison:
         is_optional = len(mesh.shape) >= tuning.merged_axes and len(self.request.meshes) > 1
         if is_optional and self.candidates and not is_settled:
             search_s = tuning.search_s_per_equation * self.equations
-            is_settled = gain_s <= tuning.least_gain * best_s or gain_s * tuning.repaid_in_steps <= search_s
+            is_worth_it = gain_s > tuning.least_gain * best_s and gain_s * tuning.repaid_in_steps > search_s
+            is_settled = not (is_worth_it and self.more_axes_help)
         if is_settled:
             self.candidates.append(Candidate(mesh.shape, None, bound_s))
         return not is_settled
@@ -207,6 +210,7 @@ class _Comparison:
                 self.found_s.append(plan.step_s)
                 self.unlimited_s.append(plan.unlimited_s)
                 if plan.step_s < shared.best_s * (1 - 1e-9):
+                    self.more_axes_help = len(mesh.shape) > 1
                     self.best = looked.outcome
                     shared.best_s = plan.step_s
             case NothingFits() as failure:

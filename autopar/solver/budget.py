@@ -8,6 +8,7 @@ runs with equal `work` and no limit of seconds end at the same place. What can g
 from __future__ import annotations
 
 import math
+import mmap
 import time
 
 
@@ -26,14 +27,15 @@ class Budget:
             whole: the budget that this one is a part of.
         """
         self.work, self.spent = work, 0.0
-        self._whole, self._is_stopped = whole, False
+        self._whole = whole
+        self._stopped: bytearray | mmap.mmap = bytearray(1)
         self._started = time.monotonic()
         self._ends = self._started + seconds
 
     @property
     def is_over(self) -> bool:
         """Whether to end the search."""
-        if self._is_stopped or self.spent >= self.work or time.monotonic() >= self._ends:
+        if self._stopped[0] or self.spent >= self.work or time.monotonic() >= self._ends:
             return True
         return self._whole is not None and self._whole.is_over
 
@@ -62,7 +64,12 @@ class Budget:
 
     def stop(self) -> None:
         """End it now; for signal handlers and other threads."""
-        self._is_stopped = True
+        self._stopped[0] = 1
+
+    def share_with_forks(self) -> Budget:
+        """The same budget, whose `stop` reaches processes that are forked from now on."""
+        self._stopped = mmap.mmap(-1, 1)
+        return self
 
     def part(self, share: float) -> Budget:
         """A budget of this share of what is left, between 0 and 1."""
