@@ -24,8 +24,10 @@ from autopar.commands.simulate_tables import (
     make_rows_table,
     print_summary,
 )
+from autopar.commands.terminal.live_line import live_line
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
+from autopar.progress import enter
 from autopar.simulate.closed_forms.job_prediction import predict
 from autopar.simulate.closed_forms.overlap import overlap_ratio
 from autopar.simulate.error_summary import GIGA, PricedRow, summarise
@@ -47,7 +49,8 @@ def simulate(options: argparse.Namespace) -> int:
 def _simulate_table(options: argparse.Namespace) -> int:
     output: Path | None = options.csv
     planner = None if options.closed_form else PartPlanner()
-    found = [_price(row, planner) if isinstance(row, Row) else row for row in read_table(options.table)]
+    with live_line():
+        found = [_price(row, planner) if isinstance(row, Row) else row for row in read_table(options.table)]
     priced = [row for row in found if isinstance(row, PricedRow)]
     failed = [row for row in found if isinstance(row, RowError)]
     summary = summarise(priced)
@@ -69,6 +72,7 @@ def _simulate_table(options: argparse.Namespace) -> int:
 
 
 def _price(row: Row, planner: PartPlanner | None) -> PricedRow | RowError:
+    enter(f"row {row.number} ({row.id})")
     try:
         closed = predict(row.cluster, row.job)
         if planner is None:
