@@ -20,6 +20,7 @@ from autopar.explain import TEXT_WIDTH, show, standard_output
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
+from autopar.plan_cache.whole_file import write_whole
 from autopar.progress import enter
 from autopar.schedules.grid import draw_grid
 from autopar.simulate.plan_overlap import overlap_of, overlap_table, own_cluster
@@ -101,6 +102,6 @@ def read_plan(path: Path) -> Plan | PipelinePlan:
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        write_whole(path, text.encode())
     except OSError as error:
         raise ArgumentError(f"cannot write {path}: {error.strerror}") from None

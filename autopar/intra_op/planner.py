@@ -17,8 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-import numpy as np
-
 from autopar.errors import ConstraintError, OutOfMemoryError, PlanError, warn
 from autopar.forked_jobs import run_side_by_side
 from autopar.intra_op.lowering.assignment import assign
@@ -300,8 +298,10 @@ def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> PlannedStep
     graph = graph_for(traced, mesh, request, inputs, outputs)
     if len(graph.nodes) != len(plan.choices):
         raise PlanError("the plan has another number of decisions than this program; plan again with this version")
-    choice = np.minimum(plan.choices, [len(n.choices.strategies) - 1 for n in graph.nodes])
-    fixed = [0 if len(n.choices.strategies) == 1 else int(p) for n, p in zip(graph.nodes, choice, strict=True)]
+    counts = [len(node.choices.strategies) for node in graph.nodes]
+    fixed = [0 if count == 1 else number for number, count in zip(plan.choices, counts, strict=True)]
+    if not all(0 <= number < count for number, count in zip(fixed, counts, strict=True)):
+        raise PlanError("the plan chooses what this program does not offer; plan again with this version")
     return PlannedStep(traced, plan, assign(graph, fixed, copy_span=plan.copy_span))
 
 

@@ -11,18 +11,18 @@ import contextlib
 import dataclasses
 import functools
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.errors import PlanError, warn
 from autopar.plan_cache.entry import Entry, pack, unpack
+from autopar.plan_cache.whole_file import UNFINISHED, write_whole
 from autopar.progress import LOGGER
 
 VARIABLE, OFF = "AUTOPAR_CACHE", "off"
 LIMIT_BYTES = 256 * 2**20
-_SUFFIX, _UNFINISHED = ".plan", ".part"
+_SUFFIX = ".plan"
 _ABANDONED_S = 3600.0
 """After this many seconds an unfinished file belongs to a process that is gone."""
 
@@ -67,7 +67,7 @@ class CacheFolder:
         """Write an entry, and remove what was not used for the longest time if the folder is too large."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._write(self._file(entry.key), pack(entry))
+            write_whole(self._file(entry.key), pack(entry))
             self._make_room()
         except OSError as error:
             _warn_once(
@@ -81,7 +81,7 @@ class CacheFolder:
 
     def clear(self) -> int:
         """Remove all entries; returns how many there were. Raises OSError if that is not allowed."""
-        files = [*self.files(), *self._stored(_UNFINISHED)]
+        files = [*self.files(), *self._stored(UNFINISHED)]
         for file in files:
             file.path.unlink(missing_ok=True)
         return sum(file.path.name.endswith(_SUFFIX) for file in files)
@@ -89,25 +89,13 @@ class CacheFolder:
     def _file(self, key: str) -> Path:
         return self.path / f"{key}{_SUFFIX}"
 
-    def _write(self, target: Path, content: bytes) -> None:
-        """Write a file so that others see all of it or nothing."""
-        number, name = tempfile.mkstemp(suffix=_UNFINISHED, dir=self.path)
-        try:
-            with os.fdopen(number, "wb") as file:
-                file.write(content)
-            os.replace(name, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
-
     def _make_room(self) -> None:
         left = self.limit_bytes
         for file in self.files():
             left -= file.size_bytes
             if left < 0:
                 file.path.unlink(missing_ok=True)
-        for file in self._stored(_UNFINISHED):
+        for file in self._stored(UNFINISHED):
             if file.used_at < time.time() - _ABANDONED_S:
                 file.path.unlink(missing_ok=True)
 

@@ -1,5 +1,7 @@
 """Calls of a step that cannot be: with arguments, plans or batches of others, or with none. Tested by words, as bad input is."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +17,16 @@ def test_a_plan_of_another_program_is_refused_by_its_fingerprint():
     step = autopar.parallelize(train_step, plan=plan)
     refused(
         PlanError, lambda: step(make_state(32), make_batch()), "made for another step", plan.fingerprint, "plan again"
+    )
+
+
+@pytest.mark.parametrize("number", [999, -1])
+def test_a_plan_that_chooses_what_there_is_not_is_refused(number):
+    plan = planned()
+    changed = dataclasses.replace(plan, choices=(number,) * len(plan.choices))
+    step = autopar.parallelize(train_step, plan=changed)
+    refused(
+        PlanError, lambda: step(make_state(), make_batch()), "chooses what this program does not offer", "plan again"
     )
 
 
