@@ -56,7 +56,7 @@ from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arg
 from autopar.program.loops import LoopEquation
 from autopar.program.step import TracedStep, require_state, require_state_like
 from autopar.program.trace import trace
-from autopar.progress import enter
+from autopar.progress import Progress, enter, report
 from autopar.rules.table import warn_of_missing_rules
 from autopar.runtime.thread_settings import under
 from autopar.schedules.schedules import Open
@@ -175,6 +175,7 @@ class ParallelStep:
         """The plan for a traced step, sought while its clock runs."""
         settings = start_clock(self._settings)
         self._clock = settings.budget
+        report(Progress(phase="planning", seconds_left=settings.budget.seconds_left), is_news=True)
         try:
             return decide_together(settings, traced, self._signature.name)
         finally:

@@ -29,7 +29,7 @@ class Progress:
         proven: candidates whose best plan is known.
         best_s: predicted seconds per step of the best plan so far.
         bound_s: seconds per step that no plan can beat.
-        seconds_left: until planning ends at the latest.
+        seconds_left: until planning ends at the latest; infinite without a limit.
         at: what of the phase is being done, such as `mesh (2, 4)`.
         stopping: that planning was asked to end, in words.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -53,36 +54,38 @@ class _Line:
 
     def __init__(self, console: Console) -> None:
         self._console, self._spinner = console, Spinner("dots")
-        self._now, self._heard, self._started = Progress(), console.get_time(), console.get_time()
+        self._now, self._started, self._ends = Progress(), console.get_time(), math.inf
 
     def hear(self, progress: Progress) -> None:
         """Take a report."""
-        self._now, self._heard = progress.after(self._now), self._console.get_time()
+        self._now = progress.after(self._now)
+        if progress.seconds_left is not None:
+            self._ends = self._console.get_time() + progress.seconds_left
 
     def draw(self) -> Text:
         """The line at this moment, for the thread that draws."""
         time = self._console.get_time()
-        words = describe(self._now, elapsed_s=time - self._started, since_s=time - self._heard)
+        words = describe(self._now, elapsed_s=time - self._started, left_s=self._ends - time)
         spinner = self._spinner.render(time)
         assert isinstance(spinner, Text)
         return Text.assemble(spinner, " ", words, no_wrap=True, overflow="ellipsis")
 
 
-def describe(now: Progress, *, elapsed_s: float, since_s: float = 0.0) -> str:
+def describe(now: Progress, *, elapsed_s: float, left_s: float = math.inf) -> str:
     """The words of the line.
 
     Args:
         now: all that is known.
         elapsed_s: seconds since the start.
-        since_s: seconds since the last report.
+        left_s: seconds until planning ends at the latest.
     """
     phase = ", ".join(filter(None, [now.stopping, now.phase or "starting", now.at]))
     counts = {"bounded": now.bounded, "dropped": now.dropped, "proven": now.proven}
     candidates = " / ".join(f"{count} {name}" for name, count in counts.items() if count is not None)
     steps = {"best step": now.best_s, "bound": now.bound_s}
     times = [f"{name} {seconds_text(seconds)}" for name, seconds in steps.items() if seconds is not None]
-    left = "" if now.seconds_left is None else f"{max(0.0, now.seconds_left - since_s):.0f} s left"
-    return _SEPARATOR.join(filter(None, [phase, candidates, *times, left or f"{elapsed_s:.0f} s"]))
+    time = f"{max(0.0, left_s):.0f} s left" if math.isfinite(left_s) else f"{elapsed_s:.0f} s"
+    return _SEPARATOR.join(filter(None, [phase, candidates, *times, time]))
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """The line that a terminal shows while a plan is sought: its words, that it moves, that it goes, and that a pipe gets nothing."""
 
 import io
+import math
 import os
 import pty
 import subprocess
@@ -9,7 +10,7 @@ import threading
 
 from rich.console import Console
 
-from autopar.commands.terminal.live_line import describe, live_line
+from autopar.commands.terminal.live_line import _Line, describe, live_line
 from autopar.progress import Progress, enter, report
 from tests.commands.command_line import CLEAN_ENVIRONMENT, ROOT, SMALL, start
 
@@ -40,14 +41,13 @@ def test_the_words_are_phase_candidates_best_step_bound_and_seconds_left():
         proven=1,
         best_s=0.0123,
         bound_s=0.012,
-        seconds_left=41.2,
     )
-    assert describe(now, elapsed_s=20.0, since_s=2.0) == (
+    assert describe(now, elapsed_s=20.0, left_s=39.2) == (
         "searching, mesh (2, 4) · 120 bounded / 88 dropped / 1 proven · best step 12.3 ms · bound 12.0 ms · 39 s left"
     )
     assert describe(Progress(phase="tracing"), elapsed_s=3.2) == "tracing · 3 s"
     assert describe(Progress(phase="tracing", stopping="stopping"), elapsed_s=3.2) == "stopping, tracing · 3 s"
-    assert describe(Progress(seconds_left=1.0), elapsed_s=9.0, since_s=5.0) == "starting · 0 s left"
+    assert describe(Progress(), elapsed_s=9.0, left_s=-4.0) == "starting · 0 s left"
 
 
 def test_the_line_is_drawn_while_nothing_is_reported_and_is_gone_at_the_end():
@@ -59,6 +59,18 @@ def test_the_line_is_drawn_while_nothing_is_reported_and_is_gone_at_the_end():
         terminal.awaited = "best step 500 ms"
         assert terminal.seen.wait(timeout=60), "the thread that draws is at work without further reports"
     assert terminal.getvalue().endswith("\x1b[1A\x1b[2K"), "the line is erased"
+
+
+def test_the_seconds_that_are_left_pass_whatever_else_is_reported():
+    times = [100.0]
+    line = _Line(Console(get_time=lambda: times[-1]))
+    line.hear(Progress(phase="planning", seconds_left=60.0))
+    times.append(110.0)
+    line.hear(Progress(best_s=0.5))
+    times.append(112.0)
+    assert line.draw().plain.endswith("planning · best step 500 ms · 48 s left")
+    line.hear(Progress(seconds_left=math.inf))
+    assert line.draw().plain.endswith("12 s")
 
 
 def test_a_pipe_gets_nothing_even_if_colours_are_forced():
