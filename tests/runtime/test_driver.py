@@ -14,6 +14,8 @@ import pytest
 
 from autopar.errors import ArgumentError, PipelineError
 from autopar.runtime.driver import Driver
+from autopar.runtime.step_state import StepState
+from autopar.runtime.tuning import TUNING
 from autopar.schedules.chain import make_chain
 from autopar.schedules.instructions import Free, Receive, Run, Send, TaskSpec, Value
 from autopar.schedules.schedules import make_schedule
@@ -45,13 +47,13 @@ class Number:
 
 
 class Watched:
-    """A chain on `Number`s; `before` is called in front of every task and transfer with the instruction."""
+    """A chain on `Number`s; `before` is called in front of every task and transfer with the instruction, `copied` with copies."""
 
-    def __init__(self, schedule, before):
+    def __init__(self, schedule, before, copied=lambda copy: None):
         self.work = make_chain(schedule)
         self.program = self.work.emit()
         self.alive = weakref.WeakSet()
-        self.before = before
+        self.before, self.copied = before, copied
         self.next_run = {}
         self.sends = {(i.value, i.mesh, i.target_mesh): i for i in self.program.instructions if isinstance(i, Send)}
         calls = {name: self._call(name, function) for name, function in callables_of(self.work.specs).items()}
@@ -78,6 +80,7 @@ class Watched:
         self.before(self.sends[value, source, target])
         copy = Number(array.content)
         self.alive.add(copy)
+        self.copied(copy)
         return copy
 
 
@@ -132,6 +135,27 @@ def test_consumed_inputs_die_during_the_step_if_nobody_else_holds_them():
     step.driver.run(inputs())
     # The four batch values live on as residuals; each dies with its backward.
     assert batches == [4, 4, 4, 4, 4, 3, 2, 1]
+
+
+def wait_for(condition):
+    """Whether the condition is met within ten seconds."""
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return condition()
+
+
+def test_a_copy_from_another_mesh_dies_with_its_last_use_and_not_with_the_step():
+    copies, died = [], []
+
+    def before(instruction):
+        if isinstance(instruction, Run) and (instruction.mesh, instruction.microbatch) == (1, 2):
+            died.append(wait_for(lambda: not any(copy() for copy in copies[:2])))
+
+    schedule = make_schedule("inference", num_meshes=2, num_microbatches=3)
+    step = Watched(schedule, before, lambda copy: copies.append(weakref.ref(copy)))
+    step.driver.run(step.inputs())
+    assert died == [True]
 
 
 def test_one_mesh_runs_in_the_calling_thread():
@@ -232,6 +256,27 @@ def test_the_first_in_the_global_order_is_reported_when_several_meshes_fail():
         driver.run(inputs_of(work))
 
 
+def test_what_the_cause_of_a_failure_held_is_let_go():
+    schedule = make_schedule("inference", num_meshes=2, num_microbatches=1)
+    work, held = make_chain(schedule), []
+
+    def compute():
+        array = Number(1.0)
+        held.append(weakref.ref(array))
+        raise KeyError("what went wrong first")
+
+    def fail(arrays):
+        try:
+            compute()
+        except KeyError as error:
+            raise ValueError("in the user's words") from error
+
+    calls = {**callables_of(work.specs), "forward1": fail}
+    with pytest.raises(PipelineError, match="in the user's words"):
+        Driver(work.emit(), calls, lambda a, v, s, t: a).run(inputs_of(work))
+    assert [array() for array in held] == [None]
+
+
 def test_a_task_that_returns_too_few_arrays_is_named():
     schedule = make_schedule("inference", num_meshes=2, num_microbatches=1)
     work = make_chain(schedule)
@@ -268,6 +313,18 @@ def test_settings_of_the_caller_that_a_thread_cannot_have_end_the_step_with_an_e
     schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=2)
     step = Watched(schedule, lambda instruction: None)
     monkeypatch.setattr("autopar.runtime.mesh_threads.under", under)
+    with pytest.raises(PipelineError, match="ValueError: no such setting here"):
+        step.driver.run(step.inputs())
+    assert not step.alive
+
+
+def test_a_mesh_that_cannot_start_wakes_those_that_wait_for_it(monkeypatch):
+    def refused_on_the_first(settings):
+        is_first = threading.current_thread().name == "autopar mesh 0"
+        return refused(settings) if is_first else contextlib.nullcontext()
+
+    step = Watched(make_schedule("1f1b", num_meshes=2, num_microbatches=2), nothing)
+    monkeypatch.setattr("autopar.runtime.mesh_threads.under", refused_on_the_first)
     with pytest.raises(PipelineError, match="ValueError: no such setting here"):
         step.driver.run(step.inputs())
     assert not step.alive
@@ -312,6 +369,54 @@ def test_ctrl_c_while_all_meshes_but_one_wait_does_not_start_another_task():
     with ctrl_c() as press, pytest.raises(KeyboardInterrupt):
         step.driver.run(step.inputs())
     assert not [i for i in seen if isinstance(i, Run) and i.kind == "backward"]
+
+
+LONG_S = 60.0
+
+
+def test_meshes_that_wait_are_woken_by_ctrl_c(monkeypatch):
+    """They look up rarely here, so that only being woken ends the step soon."""
+    rarely = dataclasses.replace(TUNING, poll_s=LONG_S)
+    for module in ("mesh_threads", "step_state"):
+        monkeypatch.setattr(f"autopar.runtime.{module}.TUNING", rarely)
+
+    def before(instruction):
+        time.sleep(0.5)  # for the others to start and to wait
+        press()
+        time.sleep(0.5)  # for the main thread to go from the handler to the driver
+
+    step = Watched(make_schedule("1f1b", num_meshes=3, num_microbatches=2), before)
+    began = time.monotonic()
+    with ctrl_c() as press, pytest.raises(KeyboardInterrupt):
+        step.driver.run(step.inputs())
+    assert time.monotonic() - began < LONG_S / 2
+
+
+def test_a_task_that_takes_long_is_not_left_behind_by_ctrl_c(monkeypatch):
+    monkeypatch.setattr("autopar.runtime.mesh_threads.TUNING", dataclasses.replace(TUNING, leave_s=0.01))
+    ended = []
+
+    def before(instruction):
+        if isinstance(instruction, Run):
+            press()
+            time.sleep(0.5)
+            ended.append(instruction)
+
+    step = Watched(make_schedule("inference", num_meshes=2, num_microbatches=1), before)
+    with ctrl_c() as press, pytest.raises(KeyboardInterrupt):
+        step.driver.run(step.inputs())
+    assert len(ended) == 1, "the step has returned before its only task has"
+
+
+def test_a_launch_wakes_the_mesh_whose_turn_is_next(monkeypatch):
+    monkeypatch.setattr("autopar.runtime.step_state.TUNING", dataclasses.replace(TUNING, poll_s=LONG_S))
+    step, came = StepState(meshes=[], wait=False), []
+    thread = threading.Thread(target=lambda: came.append(step.wait_for_turn(1)))
+    thread.start()
+    time.sleep(0.1)  # for the thread to come to its wait
+    step.pass_turn()
+    thread.join(LONG_S / 2)
+    assert came == [True]
 
 
 def test_an_interpreter_whose_step_failed_ends():
@@ -457,14 +562,39 @@ def test_results_without_late_failures_are_waited_for_once():
     assert sorted(waited) == ["autopar mesh 0"] * 2 + ["autopar mesh 1"] * 2
 
 
-def test_an_interrupt_does_not_wait_for_what_is_under_way():
+def test_a_late_failure_of_one_mesh_stops_the_others():
+    """Mesh 0 finds its own when it has nothing more to start; mesh 1 is then in its first task."""
     work = make_chain(make_schedule("inference", num_meshes=2, num_microbatches=2))
+    calls, inputs = with_witnesses(work, ("forward0", 0), [])
+    forward, called, started = calls["forward0"], [], []
+
+    def forward_that_is_followed(arrays):
+        called.append(len(called))
+        assert called == [0] or wait_for(lambda: started)
+        return forward(arrays)
+
+    def slow(arrays):
+        started.append(len(started))
+        gone = wait_for(lambda: all(thread.name != "autopar mesh 0" for thread in threading.enumerate()))
+        return [Number(0.0), Number(0.0)] if gone else []
+
+    calls |= {"forward0": forward_that_is_followed, "forward1": slow}
+    with pytest.raises(PipelineError, match=r"Stage 0, microbatch 0: the forward failed on mesh 0 .*: forward0 broke"):
+        Driver(work.emit(), calls, lambda a, v, s, t: a).run(inputs)
+    assert started == [0]
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_an_interrupt_does_not_wait_for_what_is_under_way(p):
+    work = make_chain(make_schedule("inference", num_meshes=p, num_microbatches=2))
     waited = []
     calls, inputs = with_witnesses(work, None, waited)
-    real = calls["forward0"]
+    real, called = calls["forward0"], []
 
     def interrupted(arrays):
-        press()
+        called.append(len(called))
+        if called[-1] == (1 if p == 1 else 0):
+            press()
         return real(arrays)
 
     with ctrl_c() as press, pytest.raises(KeyboardInterrupt):
