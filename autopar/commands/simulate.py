@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from autopar.commands.simulate_tables import (
 from autopar.commands.terminal.live_line import live_line
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
+from autopar.plan_cache.whole_file import write_whole
 from autopar.progress import enter
 from autopar.simulate.closed_forms.job_prediction import predict
 from autopar.simulate.closed_forms.overlap import overlap_ratio
@@ -121,10 +123,11 @@ def _closed_columns(row: PricedRow) -> dict[str, object]:
 
 def _write_csv(path: Path, rows: Sequence[PricedRow]) -> None:
     records = [json_row(row) for row in rows]
+    table = io.StringIO(newline="")
+    writer = csv.DictWriter(table, fieldnames=list(records[0]) if records else list(JSON_KEYS))
+    writer.writeheader()
+    writer.writerows(records)
     try:
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(records[0]) if records else list(JSON_KEYS))
-            writer.writeheader()
-            writer.writerows(records)
+        write_whole(path, table.getvalue().encode())
     except OSError as error:
         raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
