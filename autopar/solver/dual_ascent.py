@@ -23,8 +23,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.solver.budget import Budget
+from autopar.solver.flat import FlatCosts
 from autopar.solver.local_search import improve_choice
-from autopar.solver.messages import End, Level
+from autopar.solver.messages import Board, argmin_of_parts
 from autopar.solver.problem import Costs
 from autopar.solver.tuning import TUNING, Tuning
 
@@ -80,7 +81,7 @@ def bound_costs(
         budget: ends the sweeps early; the bound is one all the same.
     """
     budget = budget or Budget()
-    return _Ascent(costs, budget).run(start, tuning.bound_gap if gap is None else gap, cutoff, tuning)
+    return Ascent(costs, budget).run(start, tuning.bound_gap if gap is None else gap, cutoff, tuning)
 
 
 def pass_messages(
@@ -91,63 +92,94 @@ def pass_messages(
     Returns:
         For edge (u, v) the seconds that u and v take over: two float arrays (choices of u,), (choices of v,).
     """
-    ascent = _Ascent(costs, budget, weights)
+    ascent = Ascent(costs, budget, weights)
     for _ in range(sweeps):
         ascent.sweep()
-    return {
-        (u, end.other): (ascent.messages[end.here], ascent.messages[end.there])
-        for u in ascent.order
-        for end in ascent.ends[u]
-        if u < end.other
-    }
+    parts = np.split(ascent.messages, ascent.board.edge_parts()[1:])
+    return {pair: (parts[2 * i], parts[2 * i + 1]) for i, pair in enumerate(costs.edges)}
 
 
-class _Ascent:
-    """The state of dual ascent: the messages of all ends of all edges, in one flat array (`messages.py`)."""
+class Ascent:
+    """The state of dual ascent: the messages of all ends of all edges, in one flat array (`messages.py`).
 
-    def __init__(self, given: Costs, budget: Budget, weights: Mapping[tuple[int, int], float] | None = None) -> None:
-        self.original, self.budget, self.work = given, budget, given.pairs
-        costs, edges = given.nodes, given.edges
-        self.order = sorted(costs)
-        finite = sum(float(np.max(np.where(np.isfinite(m), m, 0.0), initial=0.0)) for m in edges.values())
-        finite += sum(float(np.max(np.where(np.isfinite(c), c, 0.0), initial=0.0)) for c in costs.values())
+    Nodes' costs may be given anew between sweeps, as prices on memory do; messages stay valid.
+    """
+
+    def __init__(self, costs: Costs, budget: Budget, weights: Mapping[tuple[int, int], float] | None = None) -> None:
+        """Start with messages of zero; `weights`: how many edges of a larger problem each edge stands for, one by default."""
+        self.original, self.budget = costs, budget
+        flat = FlatCosts.of(costs)
+        finite = sum(_largest(cost) for cost in (*costs.nodes.values(), *costs.edges.values()))
         big = 4.0 * finite + 1.0  # takes the place of infinity: more than any possible choice costs
-        self.given = {v: np.where(np.isfinite(costs[v]), costs[v], big).astype(float) for v in self.order}
-        self.matrix = {pair: np.where(np.isfinite(m), m, big) for pair, m in edges.items()}
-        self.ends: dict[int, list[End]] = {v: [] for v in self.order}
-        self.begins: list[int] = []
-        place = 0
-        for (u, v), m in sorted(self.matrix.items(), key=lambda item: item[0]):
-            here, there = slice(place, place + len(m)), slice(place + len(m), place + sum(m.shape))
-            weight = 1.0 if weights is None else weights[u, v]
-            self.ends[u].append(End(v, m, here, there, weight))
-            self.ends[v].append(End(u, m.T, there, here, weight))
-            self.begins += [here.start, there.start]
-            place = there.stop
-        self.messages = np.zeros(place)
-        self.levels = [Level.of({v: (self.given[v], self.ends[v]) for v in level}) for level in self._by_level()]
-
-    def _by_level(self) -> list[list[int]]:
-        """Nodes with edges, by the length of the longest way to them from lower ones."""
-        levels: list[list[int]] = []
-        level_of: dict[int, int] = {}
-        for v in self.order:
-            level_of[v] = 1 + max((level_of[end.other] for end in self.ends[v] if end.other < v), default=-1)
-            if self.ends[v]:
-                levels.extend([] for _ in range(level_of[v] + 1 - len(levels)))
-                levels[level_of[v]].append(v)
-        return levels
+        self.flat = dataclasses.replace(
+            flat,
+            cost=np.where(np.isfinite(flat.cost), flat.cost, big),
+            value=np.where(np.isfinite(flat.value), flat.value, big),
+        )
+        self.given = self.flat.cost
+        each = [1.0] * len(costs.edges) if weights is None else [weights[pair] for pair in costs.edges]
+        self.board = Board.of(self.flat, np.array(each, dtype=float))
+        self.messages = np.zeros(len(self.board.place_of))
 
     def sweep(self) -> None:
-        """Pass messages to the highest node and back."""
-        self.budget.spend(2 * self.work)
-        for level in self.levels:
-            level.shift(self.messages, level.handed_up)
-        for level in self.levels[::-1]:
-            level.shift(self.messages, level.handed_down)
+        """Once up and once down."""
+        self.budget.spend(2 * len(self.flat.value))
+        for level in self.board.levels:
+            level.shift(self.messages, self.given, True)
+        for level in self.board.levels[::-1]:
+            level.shift(self.messages, self.given, False)
+
+    def decode(self) -> np.ndarray:
+        """Choose greedily from the lowest node up, given the choices already made: ints (nodes,).
+
+        A sweep down has brought to each node what the higher ones imply, so where the bound is tight this order meets it; the
+        opposite order rarely does.
+        """
+        self.budget.spend(len(self.flat.value))
+        choice = argmin_of_parts(self.given, self.flat.first[:-1])
+        for level in self.board.levels:
+            level.decode(self.messages, self.given, choice)
+        return choice
+
+    def lower(self) -> float:
+        """The bound."""
+        if not len(self.given):
+            return 0.0
+        costs = self.board.costs(self.messages, self.given)
+        total = float(np.minimum.reduceat(costs, self.flat.first[:-1]).sum())
+        if not len(self.messages):
+            return total
+        return total + float(np.minimum.reduceat(self.board.least(self.messages), self.board.edge_parts())[::2].sum())
+
+    def rises(self) -> np.ndarray:
+        """By how much each choice raises the bound (places,)."""
+        if not len(self.given):
+            return np.zeros(0)
+        costs, least = self.board.costs(self.messages, self.given), self.board.least(self.messages)
+        rise: np.ndarray = costs - np.repeat(np.minimum.reduceat(costs, self.flat.first[:-1]), self.flat.sizes)
+        if len(least):
+            parts = self.board.edge_parts()
+            above = least - np.repeat(np.minimum.reduceat(least, parts), np.diff(np.append(parts, len(least))))
+            rise = rise + np.bincount(self.board.place_of, above, len(rise))
+        return rise
+
+    def shifted(self) -> Costs:
+        """The shifted costs."""
+        flat, board = self.flat, self.board
+        costs = flat.split(board.costs(self.messages, self.given))
+        nodes = dict(zip(flat.numbers, costs, strict=True))
+        edges = {}
+        for pair, begin, (u, v), (here, there) in zip(
+            self.original.edges, flat.begin.tolist(), flat.ends.tolist(), board.begins.tolist(), strict=False
+        ):
+            height, width = int(flat.sizes[u]), int(flat.sizes[v])
+            matrix = flat.value[begin : begin + height * width].reshape(height, width)
+            edges[pair] = matrix - self.messages[here : here + height, None] - self.messages[there : there + width]
+        return Costs(nodes, edges)
 
     def run(self, start: Mapping[int, int] | None, gap: float, cutoff: float, tuning: Tuning) -> Bounded:
-        best = dict(start) if start is not None else self._decode()
+        """Sweep until one of the limits is reached."""
+        best = dict(start) if start is not None else self._name(self.decode())
         upper, lower = self.original.value(best), -np.inf
         for number in range(tuning.sweeps):
             if self.budget.is_over:
@@ -155,68 +187,21 @@ class _Ascent:
             self.sweep()
             if (number + 1) % tuning.check_every:
                 continue
-            trial = self._decode()
+            trial = self._name(self.decode())
             value = self.original.value(trial)
             if value < upper:
                 upper, best = value, trial
-            before, lower = lower, self._lower()
+            before, lower = lower, self.lower()
             if lower >= cutoff or upper - lower <= gap * abs(upper) or lower - before <= tuning.stalled * abs(upper):
                 break
         best = improve_choice(best, self.original, self.budget)
         upper = self.original.value(best)
-        return Bounded(min(self._lower(), upper), upper, best, self._rises(), Costs(self._costs(), self._edges()))
+        rise = dict(zip(self.flat.numbers, self.flat.split(self.rises()), strict=True))
+        return Bounded(min(self.lower(), upper), upper, best, rise, self.shifted())
 
-    def _edges(self) -> dict[tuple[int, int], np.ndarray]:
-        """The shifted edges."""
-        edges = {}
-        for u in self.order:
-            for end in self.ends[u]:
-                if u < end.other:
-                    edges[u, end.other] = end.matrix - self.messages[end.here][:, None] - self.messages[end.there]
-        return edges
+    def _name(self, choice: np.ndarray) -> dict[int, int]:
+        return dict(zip(self.flat.numbers, choice.tolist(), strict=True))
 
-    def _costs(self) -> dict[int, np.ndarray]:
-        """The shifted costs."""
-        costs = dict(self.given)
-        for level in self.levels:
-            costs |= level.costs(self.messages)
-        return costs
 
-    def _least(self) -> np.ndarray:
-        """The least shifted cost of each end of each edge, for each choice there, in the places of the messages (places,)."""
-        least = np.zeros_like(self.messages)
-        for level in self.levels:
-            least[level.rows] = level.least(self.messages)
-        return least - self.messages
-
-    def _decode(self) -> dict[int, int]:
-        """Choose greedily from the lowest node up, given the choices already made.
-
-        A sweep down has brought to each node what the higher ones imply, so where the bound is tight this order meets it; the
-        opposite order rarely does.
-        """
-        self.budget.spend(self.work)
-        choice: dict[int, int] = {}
-        least, costs = self._least(), self._costs()
-        for v in self.order:
-            total = costs[v]
-            for end in self.ends[v]:
-                if end.other in choice:
-                    total = total + end.matrix[:, choice[end.other]] - self.messages[end.here]
-                else:
-                    total = total + least[end.here]
-            choice[v] = int(np.argmin(total))
-        return choice
-
-    def _lower(self) -> float:
-        total = sum(float(np.minimum.reduce(cost)) for cost in self._costs().values())
-        return total + float(np.minimum.reduceat(self._least(), self.begins)[::2].sum()) if self.begins else total
-
-    def _rises(self) -> dict[int, np.ndarray]:
-        rises, least, costs = {}, self._least(), self._costs()
-        for v in self.order:
-            rise = costs[v] - costs[v].min()
-            for end in self.ends[v]:
-                rise = rise + least[end.here] - np.minimum.reduce(least[end.here])
-            rises[v] = rise
-        return rises
+def _largest(values: np.ndarray) -> float:
+    return float(np.max(np.where(np.isfinite(values), values, 0.0), initial=0.0))

@@ -59,6 +59,10 @@ class FlatCosts:
         """The node of each place, ints (places,)."""
         return np.repeat(np.arange(len(self.numbers)), self.sizes)
 
+    def split(self, values: np.ndarray) -> list[np.ndarray]:
+        """Values of all places (places,), node by node."""
+        return np.split(values, self.first[1:-1]) if self.numbers else []
+
     def pair_choices(self) -> tuple[np.ndarray, np.ndarray]:
         """The choices of u and of v that each pair joins, counted from 0, ints (pairs,) each."""
         counts = np.diff(self.begin)

@@ -2,7 +2,8 @@
 
 The program is the one that `statement.py` writes to be read. Its columns are the places of `flat.py`, s_v[p], then the pairs,
 e_uv[p, q]; its rows say that each node takes one choice, that pairs agree with the choices at both ends, and that memory fits.
-A memory row counts only what a choice takes beyond the least of its node, in units of the room that is left above the least.
+A memory row counts only what a choice takes beyond the least of its node, in units of the room that is left or of its largest
+entry.
 
 In: an objective, memory rows and their limit. Out: `Solved`, `Infeasible` or `Unfinished`. What can go wrong: HiGHS keeps rows up
 to a tolerance, so a choice of many gigabytes may be some bytes above the limit; who asks for a limit checks the choice.
@@ -18,8 +19,9 @@ import numpy as np
 from autopar.solver.budget import Budget
 from autopar.solver.flat import FlatCosts
 from autopar.solver.highs import Ended, Limits, Program, solve_program
+from autopar.solver.memory_rows import MemoryRow, Spans
 from autopar.solver.outcomes import Unfinished
-from autopar.solver.problem import Costs, MemoryRow
+from autopar.solver.problem import Costs
 
 WORK_PER_LOOK = 3_000
 """Units of work between two looks of HiGHS at its limits, per pair of the problem: a few hundred iterations of the simplex
@@ -68,7 +70,7 @@ def solve_integer_program(
         The best choice found; or that there is none; or that none was found within the limits.
     """
     budget = budget or Budget()
-    if any(row.least() > limit_bytes for row in rows):
+    if (Spans.of(rows).least() > limit_bytes).any():
         return Infeasible()
     if budget.is_over:
         return Unfinished()
@@ -173,18 +175,13 @@ def _memory_entries(
     flat: FlatCosts, rows: Sequence[MemoryRow], limit_bytes: float, first_row: int
 ) -> tuple[Entries, np.ndarray]:
     """memory[t]: what choices take beyond the least, and the room for it in each row, a float array (rows,)."""
-    index = {v: i for i, v in enumerate(flat.numbers)}
-    number: list[np.ndarray] = [np.zeros(0, dtype=np.int64)]
-    column, entry = list(number), [np.zeros(0)]
-    room = []
-    for t, row in enumerate(rows):
-        left = limit_bytes - row.least()
-        scale = max(left, limit_bytes * 1e-6, 1e-30)
-        room.append(left / scale)
-        for v, used in row.bytes_of.items():
-            beyond = used - used.min()
-            (p,) = np.nonzero(beyond)
-            number.append(np.full(len(p), first_row + t))
-            column.append(flat.first[index[v]] + p)
-            entry.append(beyond[p] / scale)
-    return (np.concatenate(number), np.concatenate(column), np.concatenate(entry)), np.array(room)
+    spans = Spans.of(rows).beyond_least()
+    first = np.zeros(max(flat.numbers) + 2, dtype=np.int64)
+    first[np.array(flat.numbers)] = flat.first[:-1]
+    row, place, used = spans.expand(first)
+    key, which = np.unique(row * len(flat.cost) + place, return_inverse=True)  # HiGHS never ends where an entry comes twice
+    row, place, used = key // len(flat.cost), key % len(flat.cost), np.bincount(which, used, len(key))
+    left = limit_bytes - spans.fixed
+    scale = np.maximum(left, 1e-30)
+    np.maximum.at(scale, row, used)
+    return (first_row + row, place, used / scale[row]), left / scale

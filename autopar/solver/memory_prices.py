@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.solver.highs import Limits, Program, solve_program
+from autopar.solver.memory_rows import Spans
 from autopar.solver.outcomes import Numbers, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.search import Found
@@ -34,17 +35,14 @@ class Trial:
     Attributes:
         numbers: the choice of every node.
         seconds: its objective.
-        excess: by how much it exceeds the limit in each row, in limits, negative where it is below (rows,).
+        excess: by how much it exceeds the limit in each row with a price, in limits, negative where it is below (rows,).
+        fits: whether every row is within the limit.
     """
 
     numbers: Numbers
     seconds: float
     excess: np.ndarray
-
-    @property
-    def fits(self) -> bool:
-        """Whether every row is within the limit."""
-        return bool((self.excess <= 0).all())
+    fits: bool
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,10 +70,12 @@ def price_memory(problem: ChoiceProblem, known: Sequence[Numbers], lower_bound_s
         solve: finds the best choice of an objective, the problem's with prices on its nodes' choices.
     """
     tuning = problem.tuning
-    trials = [_try_choice(problem, numbers) for numbers in dict.fromkeys(known)]
+    spans = problem.spans.beyond_least()
+    spans = spans.take_rows(_find_rows(spans, problem, known[0]))
+    trials = [_try_choice(problem, spans, numbers) for numbers in dict.fromkeys(known)]
     scale = abs(trials[0].seconds) or 1.0
     box = tuning.first_price * scale / max(float(trials[0].excess.max()), tuning.first_price)
-    room = np.array([1.0 - row.fixed_bytes / problem.limit_bytes for row in problem.rows])
+    room = 1.0 - spans.fixed / problem.limit_bytes
     lower = lower_bound_s
     for _ in range(tuning.price_rounds):
         if problem.budget.is_over:
@@ -89,12 +89,12 @@ def price_memory(problem: ChoiceProblem, known: Sequence[Numbers], lower_bound_s
         at_edge = prices.sum() >= box * (1 - 1e-6)
         if not at_edge and highest - lower <= tuning.good_enough / 10 * scale:
             break
-        priced = _add_prices(problem, prices)
+        priced = _add_prices(problem, spans, prices)
         found = solve(priced)
         if not isinstance(found, Found):
             break
         lower = max(lower, priced.value(found.choice) - found.gap - float(prices @ room))
-        trials.append(_try_choice(problem, tuple(found.choice.values())))
+        trials.append(_try_choice(problem, spans, tuple(found.choice.values())))
         if at_edge and not trials[-1].fits:
             box *= tuning.price_growth
             if box > tuning.largest_price * scale:
@@ -103,19 +103,26 @@ def price_memory(problem: ChoiceProblem, known: Sequence[Numbers], lower_bound_s
     return Priced(_fastest(trials), lower, tuple(ordered.values()))
 
 
-def _try_choice(problem: ChoiceProblem, numbers: Numbers) -> Trial:
-    excess = np.array([row.used(numbers) / problem.limit_bytes - 1.0 for row in problem.rows])
-    return Trial(numbers, problem.costs.value(numbers), excess)
+def _find_rows(spans: Spans, problem: ChoiceProblem, numbers: Numbers) -> np.ndarray:
+    """The rows that get prices: those that say all, or, if these are very many, those that the choice breaks most."""
+    needed = spans.find_needed(problem.limit_bytes)
+    if len(needed) <= problem.tuning.priced_rows:
+        return needed
+    used = spans.used_by(np.asarray(numbers))
+    return np.sort(needed[np.argsort(-used[needed], kind="stable")[: problem.tuning.priced_rows]])
 
 
-def _add_prices(problem: ChoiceProblem, prices: np.ndarray) -> Costs:
+def _try_choice(problem: ChoiceProblem, spans: Spans, numbers: Numbers) -> Trial:
+    excess = spans.used_by(np.asarray(numbers)) / problem.limit_bytes - 1.0
+    return Trial(numbers, problem.costs.value(numbers), excess, problem.fits(numbers))
+
+
+def _add_prices(problem: ChoiceProblem, spans: Spans, prices: np.ndarray) -> Costs:
     """The objective of L: every choice pays for the bytes that it uses; `prices` in seconds per limit (rows,)."""
-    priced = {v: np.array(cost, dtype=float) for v, cost in problem.costs.nodes.items()}
-    for price, row in zip(prices.tolist(), problem.rows, strict=True):
-        if price > 0:
-            for v, used in row.bytes_of.items():
-                priced[v] += price / problem.limit_bytes * used
-    return Costs(priced, problem.costs.edges)
+    nodes = problem.costs.nodes
+    first = np.concatenate([[0], np.cumsum([len(cost) for cost in nodes.values()])])
+    paid = np.split(spans.price(prices / problem.limit_bytes, first), first[1:-1])
+    return Costs({v: cost + each for (v, cost), each in zip(nodes.items(), paid, strict=True)}, problem.costs.edges)
 
 
 def _fastest(trials: Sequence[Trial]) -> Trial | None:

@@ -1,40 +1,18 @@
 """Messages of dual ascent: what each end of each edge has taken over from it, and sweeps over many nodes at once.
 
 With matrices R, a message x per end and the given costs c, the shifted costs are c_v + sum_e x_v and the shifted edges
-R[p, q] - x_u[p] - x_v[q]. All messages lie in one flat array; an `End` knows its places there. A node looks only at its own
-edges, so nodes that no edge joins can be looked at together: a `Level` lays their matrices out flat, and a sweep over it is one
-row of array operations.
+R[p, q] - x_u[p] - x_v[q]. All messages lie in one flat array: edge after edge, first those of the choices of u, then those of v.
+A node looks only at its own edges, so nodes that no edge joins can be looked at together: a `Level` lays their matrices out
+flat, and a sweep over it is one row of array operations. In: an objective without infinities. Out: its `Board`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
-class End:
-    """One end of an edge.
-
-    Attributes:
-        other: the node at the other end.
-        matrix: R, seconds, a float array (choices here, choices there).
-        here: the places of this end's messages in the flat array of all.
-        there: those of the other end's.
-        weight: how many edges of a larger problem it stands for.
-    """
-
-    other: int
-    matrix: np.ndarray
-    here: slice
-    there: slice
-    weight: float = 1.0
-
-
-def _place_numbers(part: slice) -> np.ndarray:
-    return np.arange(part.start, part.stop)
+from autopar.solver.flat import FlatCosts
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
@@ -44,67 +22,189 @@ class Level:
     Choices are sorted by node. Rows, the entries of one matrix for one choice here, are sorted by node, choice and edge.
 
     Attributes:
-        nodes: the nodes' numbers, ascending.
-        splits: the first choice of each node but the first.
+        nodes: the nodes, ascending ints (nodes,).
+        begins: the first choice of each node, ints (nodes,).
+        places: the place of each choice in the objective, ints (choices,).
         values: all matrices' entries, row after row (entries,).
         others: the place of the message that meets each entry (entries,).
         starts: the first entry of each row (rows,).
         rows: the place of each row's own message (rows,).
         groups: the first row of each choice (choices,).
         group_of: the choice of each row (rows,).
-        given: c_v of each choice, seconds (choices,).
-        handed_up: what part of a choice's cost each row hands on in a sweep to higher nodes (rows,).
-        handed_down: the same in a sweep to lower ones (rows,).
+        neighbour: the node at the other end of each row's edge (rows,).
+        is_lower: whether that is a lower node (rows,).
+        share: what part of a choice's cost each row ahead gets (rows,).
     """
 
-    nodes: tuple[int, ...]
-    splits: np.ndarray
+    nodes: np.ndarray
+    begins: np.ndarray
+    places: np.ndarray
     values: np.ndarray
     others: np.ndarray
     starts: np.ndarray
     rows: np.ndarray
     groups: np.ndarray
     group_of: np.ndarray
-    given: np.ndarray
-    handed_up: np.ndarray
-    handed_down: np.ndarray
-
-    @classmethod
-    def of(cls, nodes: Mapping[int, tuple[np.ndarray, Sequence[End]]]) -> Level:
-        """Lay out nodes, each given as its costs (choices,) and the ends of its edges."""
-        splits = np.cumsum([len(given) for given, _ in nodes.values()])[:-1]
-        parts: dict[str, list[np.ndarray]] = {field.name: [] for field in dataclasses.fields(cls)[2:]}
-        elements = rows = choices = 0
-        for v, (given, ends) in nodes.items():
-            count, lengths = len(given), [end.matrix.shape[1] for end in ends]
-            width, row = sum(lengths), np.arange(count * len(ends))
-            weight = np.array([end.weight for end in ends])
-            up = weight * [end.other > v for end in ends]
-            share = 1.0 / max(up.sum(), weight.sum() - up.sum())
-            begin = np.cumsum([0, *lengths[:-1]])
-            parts["values"].append(np.concatenate([end.matrix for end in ends], axis=1).ravel())
-            parts["others"].append(np.tile(np.concatenate([_place_numbers(end.there) for end in ends]), count))
-            parts["starts"].append((elements + width * np.arange(count)[:, None] + begin).ravel())
-            parts["rows"].append(np.stack([_place_numbers(end.here) for end in ends], axis=1).ravel())
-            parts["groups"].append(rows + len(ends) * np.arange(count))
-            parts["group_of"].append(choices + row // len(ends))
-            parts["given"].append(given)
-            parts["handed_up"].append(np.tile(share * up, count))
-            parts["handed_down"].append(np.tile(share * (weight - up), count))
-            elements, rows, choices = elements + width * count, rows + len(row), choices + count
-        return cls(tuple(nodes), splits, **{name: np.concatenate(arrays) for name, arrays in parts.items()})
-
-    def costs(self, messages: np.ndarray) -> dict[int, np.ndarray]:
-        """The shifted costs of each node (choices,); `messages` are those of all ends of all edges (places,)."""
-        costs = self.given + np.add.reduceat(messages.take(self.rows), self.groups)
-        return dict(zip(self.nodes, np.split(costs, self.splits), strict=True))
+    neighbour: np.ndarray
+    is_lower: np.ndarray
+    share: np.ndarray
 
     def least(self, messages: np.ndarray) -> np.ndarray:
         """The message of each row if it took all that its edge has to give (rows,)."""
-        return np.minimum.reduceat(self.values - messages.take(self.others), self.starts)
+        least: np.ndarray = np.minimum.reduceat(self.values - messages.take(self.others), self.starts)
+        return least
 
-    def shift(self, messages: np.ndarray, handed: np.ndarray) -> None:
-        """Take over from all edges and hand on equal shares to those ahead, in place; `handed` is of the sweep's direction."""
+    def shift(self, messages: np.ndarray, given: np.ndarray, upwards: bool) -> None:
+        """Take over from all edges and hand on equal shares to those ahead, in place; `given` are c of all places."""
         least = self.least(messages)
-        cost = self.given + np.add.reduceat(least, self.groups)
-        messages[self.rows] = least - cost.take(self.group_of) * handed
+        cost = given.take(self.places) + np.add.reduceat(least, self.groups)
+        ahead = self.share * (self.is_lower != upwards)
+        messages[self.rows] = least - cost.take(self.group_of) * ahead
+
+    def decode(self, messages: np.ndarray, given: np.ndarray, choice: np.ndarray) -> None:
+        """Choose greedily here, in place, given the choices of lower nodes and what higher ones would give."""
+        met = self.values.take(self.starts + choice.take(self.neighbour) * self.is_lower)
+        row = np.where(self.is_lower, met, self.least(messages))
+        total = given.take(self.places) + np.add.reduceat(row, self.groups)
+        choice[self.nodes] = argmin_of_parts(total, self.begins)
+
+
+def argmin_of_parts(values: np.ndarray, begins: np.ndarray) -> np.ndarray:
+    """Of each part of an array the place of its first least value, counted from the part's begin: ints (parts,)."""
+    if not len(begins):
+        return np.zeros(0, dtype=np.int64)
+    sizes = np.diff(np.append(begins, len(values)))
+    least = np.repeat(np.minimum.reduceat(values, begins), sizes)
+    (at,) = np.nonzero(values == least)
+    first: np.ndarray = at[np.searchsorted(at, begins)] - begins
+    return first
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Board:
+    """All messages of an objective, and the levels that sweep over them.
+
+    Attributes:
+        flat: the objective.
+        begins: the first message of each edge's end at u and at v, ints (edges, 2).
+        place_of: the place in the objective of each message, ints (messages,).
+        levels: of the nodes with edges, by the longest way to them from lower ones.
+    """
+
+    flat: FlatCosts
+    begins: np.ndarray
+    place_of: np.ndarray
+    levels: tuple[Level, ...]
+
+    @classmethod
+    def of(cls, flat: FlatCosts, weights: np.ndarray) -> Board:
+        """Lay an objective out; `weights` says how many edges of a larger problem each edge stands for (edges,)."""
+        sizes = flat.sizes[flat.ends]
+        begins = (np.cumsum(sizes) - sizes.ravel()).reshape(-1, 2)
+        counts = sizes.ravel()
+        within = np.arange(counts.sum()) - np.repeat(begins.ravel(), counts)
+        place_of = np.repeat(flat.first[flat.ends].ravel(), counts) + within
+        return cls(flat, begins, place_of, _lay_out(flat, begins, within, weights))
+
+    def costs(self, messages: np.ndarray, given: np.ndarray) -> np.ndarray:
+        """The shifted costs (places,)."""
+        shifted: np.ndarray = given + np.bincount(self.place_of, messages, len(given))
+        return shifted
+
+    def least(self, messages: np.ndarray) -> np.ndarray:
+        """The least shifted cost of each end of each edge, for each choice there, in the places of the messages (messages,)."""
+        least = np.zeros_like(messages)
+        for level in self.levels:
+            least[level.rows] = level.least(messages)
+        return np.asarray(least - messages)
+
+    def edge_parts(self) -> np.ndarray:
+        """The first message of each end, edge after edge, ints (2 edges,)."""
+        return self.begins.ravel()
+
+
+def _levels_of(flat: FlatCosts) -> np.ndarray:
+    """The length of the longest way to each node from lower ones, ints (nodes,)."""
+    level = [0] * len(flat.numbers)
+    lower, higher = flat.ends.min(axis=1), flat.ends.max(axis=1)
+    order = np.argsort(higher, kind="stable")
+    for u, v in zip(lower[order].tolist(), higher[order].tolist(), strict=True):
+        level[v] = max(level[v], level[u] + 1)
+    return np.array(level, dtype=np.int64)
+
+
+def _lay_out(flat: FlatCosts, begins: np.ndarray, within: np.ndarray, weights: np.ndarray) -> tuple[Level, ...]:
+    """The levels. First all rows are put in order, then each level is cut out."""
+    here, there = flat.ends.ravel(), flat.ends[:, ::-1].ravel()
+    counts = flat.sizes[here]
+    end_of = np.repeat(np.arange(len(here)), counts)
+    level_of, rank = _levels_of(flat), np.lexsort(flat.ends.T[::-1])
+    edge_rank = np.empty(len(rank), dtype=np.int64)
+    edge_rank[rank] = np.arange(len(rank))
+    node = here[end_of]
+    order = np.lexsort((edge_rank[end_of // 2], within, node, level_of[node]))
+    cuts = np.searchsorted(level_of[node[order]], np.arange(level_of.max(initial=-1) + 2))
+    share = _shares(flat, weights)
+    levels = []
+    for low, high in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
+        if low < high:
+            rows = order[low:high]
+            end = end_of[rows]
+            values, others, starts = _entries_of(flat, begins, end, within[rows])
+            levels.append(_cut(flat, rows, end, within[rows], (values, others, starts), share, there))
+    return tuple(levels)
+
+
+def _shares(flat: FlatCosts, weights: np.ndarray) -> np.ndarray:
+    """What part of a node's cost each end of each edge gets: its weight by that of the heavier side (2 edges,)."""
+    count = len(flat.numbers)
+    lower, higher = flat.ends.min(axis=1), flat.ends.max(axis=1)
+    above, below = np.bincount(lower, weights, count), np.bincount(higher, weights, count)
+    share: np.ndarray = np.repeat(weights, 2) / np.maximum(above, below)[flat.ends.ravel()]
+    return share
+
+
+def _entries_of(
+    flat: FlatCosts, begins: np.ndarray, end: np.ndarray, choice: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The entries of rows: values, the places of the messages that meet them, and the first of each row."""
+    edge, is_second = end // 2, end % 2
+    u, v = flat.ends[edge].T
+    width = flat.sizes[v]
+    counts = np.where(is_second == 1, flat.sizes[u], width)
+    starts = np.cumsum(counts) - counts
+    q = np.arange(counts.sum()) - np.repeat(starts, counts)
+    origin = flat.begin[edge] + np.where(is_second == 1, choice, choice * width)
+    step = np.where(is_second == 1, width, 1)
+    values = flat.value[np.repeat(origin, counts) + q * np.repeat(step, counts)]
+    return values, np.repeat(begins[edge, 1 - is_second], counts) + q, starts
+
+
+def _cut(
+    flat: FlatCosts,
+    rows: np.ndarray,
+    end: np.ndarray,
+    choice: np.ndarray,
+    entries: tuple[np.ndarray, np.ndarray, np.ndarray],
+    share: np.ndarray,
+    there: np.ndarray,
+) -> Level:
+    node, neighbour = flat.ends.ravel()[end], there[end]
+    place = flat.first[node] + choice
+    groups = np.flatnonzero(np.diff(place, prepend=-1))
+    owner = node[groups]
+    begins = np.flatnonzero(np.diff(owner, prepend=-1))
+    return Level(
+        nodes=owner[begins],
+        begins=begins,
+        places=place[groups],
+        values=entries[0],
+        others=entries[1],
+        starts=entries[2],
+        rows=rows,
+        groups=groups,
+        group_of=np.repeat(np.arange(len(groups)), np.diff(np.append(groups, len(rows)))),
+        neighbour=neighbour,
+        is_lower=neighbour < node,
+        share=share[end],
+    )

@@ -15,12 +15,15 @@ Costs are seconds, infinite where a choice or a pair of choices is impossible; m
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from autopar.solver.budget import Budget
+from autopar.solver.memory_rows import MemoryRow as MemoryRow
+from autopar.solver.memory_rows import SpanRows, Spans
 from autopar.solver.tuning import TUNING, Tuning
 
 T = TypeVar("T")
@@ -66,29 +69,6 @@ class Costs:
         """The same objective of nodes 0, 1, ... in the same order."""
         number = {v: i for i, v in enumerate(self.nodes)}
         return Costs.of(tuple(self.nodes.values()), {(number[u], number[v]): m for (u, v), m in self.edges.items()})
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class MemoryRow:
-    """The values alive at one program point.
-
-    Attributes:
-        name: which point, for the reader of an infeasible model.
-        bytes_of: m_v by node: bytes, a float array (choices of v,).
-        fixed_bytes: what is alive whatever is chosen.
-    """
-
-    name: str
-    bytes_of: Mapping[int, np.ndarray]
-    fixed_bytes: float = 0.0
-
-    def used(self, choice: Sequence[int]) -> float:
-        """Bytes under a choice."""
-        return self.fixed_bytes + sum(float(b[choice[v]]) for v, b in self.bytes_of.items())
-
-    def least(self) -> float:
-        """Bytes that no choice can avoid."""
-        return self.fixed_bytes + sum(float(b.min()) for b in self.bytes_of.values())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,16 +132,29 @@ class ChoiceProblem:
     budget: Budget = dataclasses.field(default_factory=Budget)
     tuning: Tuning = TUNING
 
+    @functools.cached_property
+    def spans(self) -> Spans:
+        """The memory rows as spans."""
+        return Spans.of(self.rows)
+
     def fits(self, choice: Sequence[int]) -> bool:
         """Whether a choice keeps every row within the limit."""
+        if isinstance(self.rows, SpanRows):
+            return bool((self.spans.used_by(np.asarray(choice)) <= self.limit_bytes).all())
         return all(row.used(choice) <= self.limit_bytes for row in self.rows)
 
     def least_bytes(self) -> float:
         """A limit below which no choice fits."""
+        if isinstance(self.rows, SpanRows):
+            return float(self.spans.least().max(initial=0.0))
         return max((row.least() for row in self.rows), default=0.0)
 
     def restrict(self, left: Sequence[np.ndarray]) -> ChoiceProblem:
         """The problem over the choices `left` of each node, an int array (choices left,), without classes and ties."""
-        rows = [dataclasses.replace(r, bytes_of={v: b[left[v]] for v, b in r.bytes_of.items()}) for r in self.rows]
         costs = self.costs.restrict(dict(enumerate(left)))
+        rows: Sequence[MemoryRow]
+        if isinstance(self.rows, SpanRows):
+            rows = SpanRows(self.spans.restrict(left))
+        else:
+            rows = [dataclasses.replace(r, bytes_of={v: b[left[v]] for v, b in r.bytes_of.items()}) for r in self.rows]
         return dataclasses.replace(self, costs=costs, rows=rows, classes=None, ties=None)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.solver.classes import find_open_choices, merge_classes
+from autopar.solver.followers import follow
 from autopar.solver.outcomes import (
     Chosen,
     CutOff,
@@ -56,6 +57,24 @@ def choose(problem: ChoiceProblem, *, free: Chosen | None = None, tried: Sequenc
 
 
 def _choose_as_it_is(problem: ChoiceProblem, free: Chosen | None, tried: Sequence[Numbers]) -> Outcome:
+    """For the leaders, if some nodes follow others."""
+    led = follow(problem)
+    if isinstance(led, Unreachable):
+        return led
+    if led is None:
+        return _choose_plainly(problem, free, tried)
+    if free is not None:
+        start = led.restrict(free.numbers)
+        free = None if start is None else dataclasses.replace(free, numbers=start)
+    known = [numbers for numbers in map(led.restrict, tried) if numbers is not None]
+    found = _choose_plainly(led.problem, free, known)
+    if not isinstance(found, Chosen):
+        return found
+    numbers, met = led.extend(found.numbers), tuple(map(led.extend, found.tried))
+    return dataclasses.replace(found, numbers=numbers, seconds=problem.costs.value(numbers), tried=met)
+
+
+def _choose_plainly(problem: ChoiceProblem, free: Chosen | None, tried: Sequence[Numbers]) -> Outcome:
     """Without memory first, then, if that does not fit, within it."""
     found = free if free is not None else _choose_without_memory(problem)
     if not isinstance(found, Chosen):

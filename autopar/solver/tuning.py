@@ -77,6 +77,14 @@ class Tuning:
     searched_pairs: int = 4_000_000
     """With a better choice to beat, a problem with more open pairs than this is not searched (`planner_time.py`)."""
 
+    # Memory rows.
+    rows_at_once: int = 400
+    """More rows than this enter an integer program one after the other, as its choices break them (`iopddl.py`: P has 30,000)."""
+    row_rounds: int = 20
+    """How often rows may be added."""
+    priced_rows: int = 2_000
+    """So many rows get prices at most (`iopddl.py`)."""
+
     # Prices on memory.
     price_rounds: int = 24
     """Prices tried at most; each is a search without memory (`stage_search_time.py`)."""

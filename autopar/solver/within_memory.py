@@ -9,16 +9,17 @@ What can go wrong: on large problems neither prices nor mixtures may find what f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from autopar.solver.elimination import find_order
 from autopar.solver.integer_program import Infeasible, Solved, solve_integer_program
 from autopar.solver.memory_prices import Priced, price_memory
+from autopar.solver.memory_rows import SpanRows, Spans, find_peaks
 from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, Numbers, Unfinished, Unreachable
 from autopar.solver.presolve import Reduced, reduce_costs
-from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
+from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.search import Found, search
 
 
@@ -114,43 +115,74 @@ def mix_choices(problem: ChoiceProblem, tried: Sequence[Numbers]) -> Chosen | Do
 
 def _reduce(problem: ChoiceProblem) -> Reduced:
     """What is left after the reductions that memory allows: nodes whose bytes depend on their choice stay."""
-    usage = _usage(problem)
-    varying = frozenset(v for v, used in enumerate(usage) if np.ptp(used, axis=0).any())
-    return reduce_costs(problem.costs, keep=varying, usage=usage, budget=problem.budget)
+    spans = problem.spans.beyond_least()
+    columns: dict[int, list[np.ndarray]] = {}
+    for v, used in zip(spans.node.tolist(), spans.each(), strict=True):
+        columns.setdefault(v, []).append(used)
+    usage = [np.stack(columns[v], 1) if v in columns else np.zeros((0, 0)) for v in problem.costs.nodes]
+    return reduce_costs(problem.costs, keep=frozenset(columns), usage=usage, budget=problem.budget)
 
 
-def _usage(problem: ChoiceProblem) -> list[np.ndarray]:
-    """Bytes of every node's choices, (choices, amounts), with a column for each different amount that they take in a row."""
-    columns: list[dict[bytes, np.ndarray]] = [{} for _ in problem.costs.nodes]
-    for row in problem.rows:
-        for v, used in row.bytes_of.items():
-            columns[v].setdefault(used.tobytes(), used)
-    counts = [len(cost) for cost in problem.costs.nodes.values()]
-    return [np.stack(list(c.values()), 1) if c else np.zeros((n, 1)) for c, n in zip(columns, counts, strict=True)]
+def _reduce_spans(spans: Spans, reduced: Reduced) -> Spans:
+    """The spans over the nodes and choices left; nodes that are gone use the same whatever they choose."""
+    left = reduced.open_choices
+    each = zip(spans.node.tolist(), spans.begin.tolist(), spans.end.tolist(), spans.each(), strict=True)
+    kept = [(v, begin, end, used[left[v]]) for v, begin, end, used in each if v in left]
+    gone = [0.0 if v in left else float(used.max()) for v, used in zip(spans.node.tolist(), spans.each(), strict=True)]
+    return Spans.join(kept, spans.sum_over_rows(np.array(gone))).beyond_least()
 
 
 def _solve_directly(
-    problem: ChoiceProblem, reduced: Reduced, *, gap: float, node_limit: int
+    problem: ChoiceProblem, reduced: Reduced, *, gap: float, node_limit: int, start: Numbers | None = None
 ) -> Chosen | DoesNotFit | Unfinished:
-    """By the integer program, with the memory rows over the nodes left."""
-    rows = [_reduce_row(row, reduced) for row in problem.rows]
-    solved = solve_integer_program(
-        reduced.costs, rows, problem.limit_bytes, node_limit=node_limit, gap=gap, budget=problem.budget
-    )
-    match solved:
-        case Infeasible():
-            return DoesNotFit(problem.least_bytes())
-        case Unfinished():
+    """By the integer program over the nodes left, with the memory rows that matter: more of them while its choice breaks some."""
+    limit, tuning = problem.limit_bytes, problem.tuning
+    spans = _reduce_spans(problem.spans, reduced)
+    spans = spans.take_rows(spans.find_needed(limit))
+    active = np.arange(len(spans.fixed))
+    if len(active) > tuning.rows_at_once:
+        active = find_peaks(spans.most(), limit)
+    row_limit = limit
+    for _ in range(tuning.row_rounds):
+        solved = solve_integer_program(
+            reduced.costs,
+            SpanRows(spans.take_rows(active)),
+            row_limit,
+            node_limit=node_limit,
+            gap=gap,
+            budget=problem.budget,
+            start=_restrict(reduced, start),
+        )
+        if isinstance(solved, Infeasible):
+            return DoesNotFit(problem.least_bytes()) if row_limit == limit else Unfinished()
+        if isinstance(solved, Unfinished):
             return solved
-        case Solved(choice, lower):
-            slack = max(0.0, reduced.costs.value(choice) - lower)
-            numbers = tuple(reduced.extend(choice).values())
-            seconds = problem.costs.value(numbers)
-            return Chosen(numbers, seconds, seconds - slack)
+        used = _used(spans, solved.choice)
+        if (used <= limit).all():
+            return _extend(problem, reduced, solved)
+        more = np.union1d(active, find_peaks(used, limit))
+        if len(more) == len(active):
+            row_limit -= 2 * float(used[active].max() - limit)  # a row that HiGHS keeps up to its tolerance
+        active = more
+    return Unfinished()
 
 
-def _reduce_row(row: MemoryRow, reduced: Reduced) -> MemoryRow:
-    """A memory row over the nodes left; nodes that are gone use the same whatever they choose."""
-    left = reduced.open_choices
-    gone = row.fixed_bytes + sum(float(b.max()) for v, b in row.bytes_of.items() if v not in left)
-    return MemoryRow(row.name, {v: b[left[v]] for v, b in row.bytes_of.items() if v in left}, gone)
+def _restrict(reduced: Reduced, numbers: Numbers | None) -> dict[int, int] | None:
+    """The part of a choice that is left to choose; None if it takes what is gone."""
+    if numbers is None or any(numbers[v] not in left for v, left in reduced.open_choices.items()):
+        return None
+    return reduced.restrict(numbers)
+
+
+def _used(spans: Spans, choice: Mapping[int, int]) -> np.ndarray:
+    """Bytes of each row."""
+    numbers = np.zeros(max(choice, default=0) + 1, dtype=np.int64)
+    numbers[list(choice)] = list(choice.values())
+    return spans.used_by(numbers)
+
+
+def _extend(problem: ChoiceProblem, reduced: Reduced, solved: Solved) -> Chosen:
+    slack = max(0.0, reduced.costs.value(solved.choice) - solved.lower_bound_s)
+    numbers = tuple(reduced.extend(solved.choice).values())
+    seconds = problem.costs.value(numbers)
+    return Chosen(numbers, seconds, seconds - slack)

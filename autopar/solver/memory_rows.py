@@ -1,0 +1,227 @@
+"""Memory rows one by one, and as spans: what each choice of a node takes from one row to another.
+
+In: `MemoryRow`s, or spans as they are known of a program whose values live from one time to another. Out: `Spans`, flat arrays
+that answer for all rows at once: what a choice uses, what prices on the rows cost each choice. `SpanRows` is a sequence of rows
+that are made when they are looked at: tens of thousands of rows over thousands of nodes each take no memory. What can go wrong:
+sums in another order round differently in the last digit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import overload
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MemoryRow:
+    """The values alive at one program point.
+
+    Attributes:
+        name: which point, for the reader of an infeasible model.
+        bytes_of: m_v by node: bytes, a float array (choices of v,).
+        fixed_bytes: what is alive whatever is chosen.
+    """
+
+    name: str
+    bytes_of: Mapping[int, np.ndarray]
+    fixed_bytes: float = 0.0
+
+    def used(self, choice: Sequence[int]) -> float:
+        """Bytes under a choice."""
+        return self.fixed_bytes + sum(float(b[choice[v]]) for v, b in self.bytes_of.items())
+
+    def least(self) -> float:
+        """Bytes that no choice can avoid."""
+        return self.fixed_bytes + sum(float(b.min()) for b in self.bytes_of.values())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Spans:
+    """What the choices of nodes use from one row to another. A node may have many spans, and they may overlap.
+
+    Attributes:
+        fixed: bytes of each row whatever is chosen, a float array (rows,).
+        node: the node of each span, ints (spans,).
+        begin: the first row of each span, ints (spans,).
+        end: the row after its last, ints (spans,).
+        first: the first entry of each span in `used`, and the number of entries at the end, ints (spans + 1,).
+        used: bytes of each choice of each span's node, span after span, a float array (entries,).
+    """
+
+    fixed: np.ndarray
+    node: np.ndarray
+    begin: np.ndarray
+    end: np.ndarray
+    first: np.ndarray
+    used: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[MemoryRow]) -> Spans:
+        """Spans over which consecutive rows say the same of a node."""
+        if isinstance(rows, SpanRows):
+            return rows.spans
+        open_: dict[int, tuple[int, np.ndarray]] = {}
+        spans: list[tuple[int, int, int, np.ndarray]] = []
+        for t, row in enumerate(rows):
+            for v in [v for v in open_ if v not in row.bytes_of]:
+                begin, used = open_.pop(v)
+                spans.append((v, begin, t, used))
+            for v, used in row.bytes_of.items():
+                if v in open_ and not (open_[v][1] is used or np.array_equal(open_[v][1], used)):
+                    begin, before = open_.pop(v)
+                    spans.append((v, begin, t, before))
+                open_.setdefault(v, (t, used))
+        spans += [(v, begin, len(rows), used) for v, (begin, used) in open_.items()]
+        return cls.join(spans, np.array([row.fixed_bytes for row in rows], dtype=float))
+
+    @classmethod
+    def join(cls, spans: Sequence[tuple[int, int, int, np.ndarray]], fixed: np.ndarray) -> Spans:
+        """Spans given one by one: node, first row, the row after the last, bytes of each choice (choices,)."""
+        used = [span[3] for span in spans]
+        node, begin, end = np.array([span[:3] for span in spans], dtype=np.int64).reshape(-1, 3).T
+        first = np.concatenate([[0], np.cumsum([len(each) for each in used])]).astype(np.int64)
+        return cls(fixed, node, begin, end, first, np.concatenate(used).astype(float) if used else np.zeros(0))
+
+    def each(self) -> list[np.ndarray]:
+        """Bytes of each choice (choices,), span by span."""
+        return np.split(self.used, self.first[1:-1]) if len(self.node) else []
+
+    def sum_over_rows(self, bytes_of_span: np.ndarray) -> np.ndarray:
+        """Bytes of each row (rows,), given those of each span (spans,)."""
+        change = np.bincount(self.begin, bytes_of_span, len(self.fixed) + 1)
+        change -= np.bincount(self.end, bytes_of_span, len(self.fixed) + 1)
+        total: np.ndarray = self.fixed + np.cumsum(change)[:-1]
+        return total
+
+    def used_by(self, choice: np.ndarray) -> np.ndarray:
+        """Bytes of each row (rows,) under a choice, ints (nodes,)."""
+        return self.sum_over_rows(self.used[self.first[:-1] + choice[self.node]])
+
+    def least(self) -> np.ndarray:
+        """Bytes of each row that no choice can avoid (rows,)."""
+        return self.sum_over_rows(self._reduce(np.minimum))
+
+    def most(self) -> np.ndarray:
+        """Bytes of each row that no choice can exceed (rows,)."""
+        return self.sum_over_rows(self._reduce(np.maximum))
+
+    def _reduce(self, function: np.ufunc) -> np.ndarray:
+        reduced: np.ndarray = function.reduceat(self.used, self.first[:-1]) if len(self.node) else np.zeros(0)
+        return reduced
+
+    def places(self, first_place: np.ndarray) -> np.ndarray:
+        """The place of each entry of `used`, given the first place of each node: ints (entries,)."""
+        counts = np.diff(self.first)
+        return np.arange(len(self.used)) + np.repeat(first_place[self.node] - self.first[:-1], counts)
+
+    def price(self, prices: np.ndarray, first_place: np.ndarray) -> np.ndarray:
+        """What prices per byte of each row (rows,) cost each place, in the unit of the prices (places,)."""
+        paid = np.concatenate([[0.0], np.cumsum(prices)])
+        each = np.repeat(paid[self.end] - paid[self.begin], np.diff(self.first)) * self.used
+        total: np.ndarray = np.bincount(self.places(first_place), each, int(first_place[-1]))
+        return total
+
+    def expand(self, first_place: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Row, place and bytes of each entry of each row; a place may come several times in a row."""
+        counts, lengths = np.diff(self.first), self.end - self.begin
+        (spanned,) = np.nonzero(self.used)
+        span = np.repeat(np.arange(len(self.node)), counts)[spanned]
+        times = lengths[span]
+        within = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+        rows = np.repeat(self.begin[span], times) + within
+        return rows, np.repeat(self.places(first_place)[spanned], times), np.repeat(self.used[spanned], times)
+
+    def beyond_least(self) -> Spans:
+        """The same with what no choice avoids in `fixed`; spans without a choice go."""
+        least = self._reduce(np.minimum)
+        varies = self._reduce(np.maximum) > least
+        used = self.used - np.repeat(least, np.diff(self.first))
+        counts = np.diff(self.first)[varies]
+        return Spans(
+            self.sum_over_rows(least),
+            self.node[varies],
+            self.begin[varies],
+            self.end[varies],
+            np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            used[np.repeat(varies, np.diff(self.first))],
+        )
+
+    def find_needed(self, limit_bytes: float) -> np.ndarray:
+        """Rows that together say the same as all, ascending ints (rows needed,).
+
+        A row goes if all choices keep it, or if a row next to it has all its spans and at least its fixed bytes. Bytes must not
+        be negative, as `beyond_least` makes them.
+        """
+        rows = np.flatnonzero(self.most() > limit_bytes)
+        begun = np.cumsum(np.bincount(self.begin, minlength=len(self.fixed) + 1))
+        ended = np.cumsum(np.bincount(self.end, minlength=len(self.fixed) + 1))
+        before, stays = -1, np.zeros(1, dtype=bool)
+        while before != len(rows):
+            before = len(rows)
+            here, there = rows[:-1], rows[1:]
+            goes = (ended[there] == ended[here]) & (self.fixed[there] >= self.fixed[here])
+            rows = rows[~np.append(goes, stays[: len(rows)])]
+            here, there = rows[:-1], rows[1:]
+            goes = (begun[there] == begun[here]) & (self.fixed[there] <= self.fixed[here])
+            rows = rows[~np.append(stays[: len(rows)], goes)]
+        return rows
+
+    def at(self, t: int) -> MemoryRow:
+        """One row."""
+        bytes_of: dict[int, np.ndarray] = {}
+        for i in np.flatnonzero((self.begin <= t) & (t < self.end)).tolist():
+            v, used = int(self.node[i]), self.used[self.first[i] : self.first[i + 1]]
+            bytes_of[v] = bytes_of[v] + used if v in bytes_of else used
+        return MemoryRow(str(t), bytes_of, float(self.fixed[t]))
+
+    def restrict(self, left: Sequence[np.ndarray]) -> Spans:
+        """The spans over the choices `left` of each node, ints (choices left,)."""
+        used = [each[left[v]] for v, each in zip(self.node.tolist(), self.each(), strict=True)]
+        first = np.concatenate([[0], np.cumsum([len(each) for each in used])]).astype(np.int64)
+        return dataclasses.replace(self, first=first, used=np.concatenate(used) if used else np.zeros(0))
+
+    def take_rows(self, kept: np.ndarray) -> Spans:
+        """The spans over the rows `kept`, ascending ints (rows left,); spans that touch none of them go."""
+        begin, end = np.searchsorted(kept, self.begin), np.searchsorted(kept, self.end)
+        left, counts = begin < end, np.diff(self.first)
+        first = np.concatenate([[0], np.cumsum(counts[left])]).astype(np.int64)
+        used = self.used[np.repeat(left, counts)]
+        return Spans(self.fixed[kept], self.node[left], begin[left], end[left], first, used)
+
+
+def find_peaks(used: np.ndarray, limit_bytes: float) -> np.ndarray:
+    """The highest row of each run of rows above the limit, ascending ints; `used` are bytes of each row (rows,)."""
+    over = np.concatenate([[False], used > limit_bytes, [False]])
+    begins, ends = np.flatnonzero(over[1:] & ~over[:-1]), np.flatnonzero(~over[1:] & over[:-1])
+    return np.array(
+        [b + int(np.argmax(used[b:e])) for b, e in zip(begins.tolist(), ends.tolist(), strict=True)], dtype=np.int64
+    )
+
+
+class SpanRows(Sequence[MemoryRow]):
+    """The rows of spans, each made when it is looked at."""
+
+    def __init__(self, spans: Spans) -> None:
+        """Rows 0, 1, ... named by their numbers."""
+        self.spans = spans
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.spans.fixed)
+
+    @overload
+    def __getitem__(self, index: int) -> MemoryRow: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[MemoryRow]: ...
+
+    def __getitem__(self, index: int | slice) -> MemoryRow | list[MemoryRow]:
+        """One row, or several."""
+        if isinstance(index, slice):
+            return [self.spans.at(t) for t in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self.spans.at(index % len(self))
