@@ -115,7 +115,8 @@ class Spans:
     def places(self, first_place: np.ndarray) -> np.ndarray:
         """The place of each entry of `used`, given the first place of each node: ints (entries,)."""
         counts = np.diff(self.first)
-        return np.arange(len(self.used)) + np.repeat(first_place[self.node] - self.first[:-1], counts)
+        places: np.ndarray = np.arange(len(self.used)) + np.repeat(first_place[self.node] - self.first[:-1], counts)
+        return places
 
     def price(self, prices: np.ndarray, first_place: np.ndarray) -> np.ndarray:
         """What prices per byte of each row (rows,) cost each place, in the unit of the prices (places,)."""

@@ -58,6 +58,11 @@ class Tuning:
     direct_pairs: int = 30_000
     """And those with at most so many if dual ascent leaves a gap: beyond this the integer program takes longer than all the
     rest (`planner_time.py`)."""
+    memory_pairs: int = 100_000
+    """Problems with memory rows and at most so many pairs go to the integer program at once, unless they are narrow: it proves B
+    and G of `iopddl.py` in seconds, of 34,000 pairs, where prices leave 2.4 %."""
+    direct_share: float = 0.5
+    """The part of the budget that it gets there."""
     tiny_pairs: int = 300
     """Problems with memory rows and at most so many pairs are solved to the end by the integer program."""
     direct_work: float = 2e8

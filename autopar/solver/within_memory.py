@@ -35,9 +35,14 @@ def choose_within_memory(
     """
     reduced = _reduce(problem)
     pairs, tuning = reduced.costs.pairs, problem.tuning
-    is_direct = pairs <= tuning.direct_pairs and not problem.is_quick
+    is_direct = pairs <= tuning.memory_pairs and not problem.is_quick
     if is_direct and (pairs <= tuning.tiny_pairs or find_order(reduced.costs, tuning.entries) is None):
-        return _solve_directly(problem, reduced, gap=tuning.exact_gap, node_limit=tuning.memory_nodes)
+        gap = tuning.exact_gap if pairs <= tuning.direct_pairs else tuning.good_enough / 2
+        limited = dataclasses.replace(problem, budget=problem.budget.part(tuning.direct_share))
+        direct = _solve_directly(limited, reduced, gap=gap, node_limit=tuning.memory_nodes)
+        if not isinstance(direct, Unfinished):
+            return direct
+        is_direct = False
     found = _choose_by_prices(problem, free, tried)
     if isinstance(found, CutOff) or (isinstance(found, Chosen) and (problem.is_quick or _is_near(problem, found))):
         return found
