@@ -23,10 +23,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.solver.budget import Budget
-from autopar.solver.flat import FlatCosts
 from autopar.solver.local_search import improve_choice
 from autopar.solver.messages import Board, argmin_of_parts
-from autopar.solver.problem import Costs
+from autopar.solver.problem import Costs, FlatCosts
 from autopar.solver.tuning import TUNING, Tuning
 
 ROUNDING = 1e-9

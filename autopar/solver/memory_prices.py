@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.solver.highs import Limits, Program, solve_program
+from autopar.solver.integer_program import Limits, Program, solve_program
 from autopar.solver.memory_rows import Spans
 from autopar.solver.outcomes import Numbers, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs

@@ -12,7 +12,7 @@ import dataclasses
 
 import numpy as np
 
-from autopar.solver.flat import FlatCosts
+from autopar.solver.problem import FlatCosts
 
 
 @dataclasses.dataclass(frozen=True, eq=False, slots=True)
