@@ -115,7 +115,7 @@ def solve_program(program: Program, limits: Limits, start: np.ndarray | None = N
     watch = _Watch(limits)
     highs.cbMipInterrupt += watch.look
     highs.run()
-    return _read(highs, bool(program.is_integer.any()), watch.looks)
+    return _read_ended(highs, bool(program.is_integer.any()), watch.looks)
 
 
 def _pass_model(highs: Any, program: Program) -> None:
@@ -153,7 +153,7 @@ class _Watch:
         event.data_in.user_interrupt = self.looks > self.limits.looks or self.limits.is_over()
 
 
-def _read(highs: Any, is_mixed: bool, looks: int) -> Ended:
+def _read_ended(highs: Any, is_mixed: bool, looks: int) -> Ended:
     info, status = highs.getInfo(), highs.getModelStatus()
     has_one = info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible)
     solution = np.array(highs.getSolution().col_value) if has_one else None

@@ -9,9 +9,9 @@ subject to, for every memory row t,
     fixed_t + sum_(v in t) m_t,v[s_v] <= limit.
 
 Costs are seconds, infinite where a choice or a pair of choices is impossible; memory is bytes. `Costs` is the objective,
-`MemoryRow` one constraint, `ChoiceProblem` all that `solve.choose` is asked. `FlatCosts` is the objective as flat arrays, for code
-that looks at all nodes or edges at once: a *place* is one choice of one node, a *pair* one entry of one edge's matrix; both are
-numbered in the order of the objective's nodes and edges, choice after choice, row after row.
+`MemoryRow` one constraint, `ChoiceProblem` all that `solve.choose` is asked. `FlatCosts` is the objective as flat arrays, for
+code that looks at all nodes or edges at once: a *place* is one choice of one node, a *pair* one entry of one edge's matrix; both
+are numbered in the order of the objective's nodes and edges, choice after choice, row after row.
 """
 
 from __future__ import annotations
