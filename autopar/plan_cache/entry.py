@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import math
 import zlib
 
 from autopar.errors import PlanError
@@ -41,7 +42,16 @@ class Entry:
 
     def serves(self, planning_seconds: float | None) -> bool:
         """Whether a search with this limit would find nothing better."""
-        return self.searched_s is None or (planning_seconds is not None and planning_seconds <= self.searched_s)
+        return _limit(planning_seconds) <= _limit(self.searched_s)
+
+    def searched_also(self, seconds: float | None) -> Entry:
+        """The entry after another search, of so many seconds, that found nothing better."""
+        longest = max(_limit(self.searched_s), _limit(seconds))
+        return dataclasses.replace(self, searched_s=None if longest == math.inf else longest)
+
+
+def _limit(seconds: float | None) -> float:
+    return math.inf if seconds is None else seconds
 
 
 def pack(entry: Entry) -> bytes:
@@ -52,10 +62,11 @@ def pack(entry: Entry) -> bytes:
 def unpack(packed: bytes, key: str) -> Entry:
     """The entry in a file's bytes; PlanError if they are not that of this question."""
     try:
-        text = gzip.decompress(packed).decode()
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        entry = read(Entry, load(gzip.decompress(packed).decode()), "no entry of the cache: ")
+    except PlanError:
+        raise
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
         raise PlanError(f"damaged, or no entry of the cache: {error}") from None
-    entry = read(Entry, load(text), "no entry of the cache: ")
     if entry.key != key:
         raise PlanError(f"the entry of another question, {entry.key[:12]}")
     return entry

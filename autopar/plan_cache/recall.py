@@ -2,8 +2,8 @@
 
 In: what is asked for, how to search, and how to restore a plan. Out: the step with its plan. A restart of a training script so
 plans in the time that it takes to trace and to restore. A plan that ended early is recalled by searches that have no more
-seconds than it had. Its lines of source are those of today, and what its search warned of is said again. What can go wrong: a
-kept plan cannot be restored; then there is a line in the log, and a search.
+seconds than it had, and after longer ones that found nothing faster. Its lines of source are those of today, and what its
+search warned of is said again. What can go wrong: a kept plan cannot be restored; then there is a line in the log, and a search.
 """
 
 from __future__ import annotations
@@ -61,24 +61,36 @@ def recall_or_search(
             return recalled
     with listening_to_warnings() as said:
         planned = search()
-    folder.keep(
-        Entry(
-            key=key,
-            subject=_describe(settings, traced, planned.plan),
-            plan=planned.plan.to_json(),
-            sources=list_sources(traced),
-            warnings=tuple(dict.fromkeys(said)),
-            searched_s=_searched_s(settings, planned.plan),
-        )
+    found = Entry(
+        key=key,
+        subject=_describe(settings, traced, planned.plan),
+        plan=planned.plan.to_json(),
+        sources=list_sources(traced),
+        warnings=tuple(dict.fromkeys(said)),
+        searched_s=_searched_s(settings, planned.plan),
     )
-    return planned
+    if entry is None:
+        folder.keep(found)
+        return planned
+    earlier = _recall(entry, traced, restore, faster_than_s=planned.plan.step_s)
+    best, other = (found, entry) if earlier is None else (entry, found)
+    folder.keep(best.searched_also(other.searched_s))
+    return planned if earlier is None else earlier
 
 
-def _recall(entry: Entry, traced: TracedStep, restore: Callable[[Plan | PipelinePlan], P]) -> P | None:
-    """The step with the plan of an entry, None if that cannot be restored."""
-    enter("restoring the plan of an earlier run")
+def _recall(
+    entry: Entry,
+    traced: TracedStep,
+    restore: Callable[[Plan | PipelinePlan], P],
+    *,
+    faster_than_s: float = math.inf,
+) -> P | None:
+    """The step with the plan of an entry; None if that is not faster, or cannot be restored."""
     try:
         plan = _with_sources(plan_from_json(entry.plan), dict(zip(entry.sources, list_sources(traced), strict=True)))
+        if plan.step_s >= faster_than_s:
+            return None
+        enter("restoring the plan of an earlier run")
         with listening_to_warnings() as said:
             planned = restore(plan)
     except (AutoparError, ValueError, LookupError, TypeError) as error:

@@ -71,6 +71,11 @@ def test_a_plan_serves_every_search_that_would_find_nothing_better():
     assert [early.serves(limit) for limit in (1.0, 10.0, 10.1, None)] == [True, True, False, False]
 
 
+def test_what_two_searches_had_counts_once_nothing_better_was_found():
+    seconds = {(None, 3.0): None, (3.0, None): None, (3.0, 5.0): 5.0, (5.0, 3.0): 5.0, (None, None): None}
+    assert {pair: entry("a", searched_s=pair[0]).searched_also(pair[1]).searched_s for pair in seconds} == seconds
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -86,7 +91,9 @@ def test_what_is_kept_is_found_and_nothing_else(folder, caplog):
     assert stat.S_IMODE(folder.path.stat().st_mode) & 0o077 == 0
 
 
-@pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b"{"), gzip.compress(b"[]"), pack(entry("b"))])
+@pytest.mark.parametrize(
+    "content", [b"", b"not gzip", *map(gzip.compress, (b"{", b"[]", b"9" * 5000, b"[" * 100_000)), pack(entry("b"))]
+)
 def test_a_file_that_is_no_entry_is_a_miss_with_a_line_in_the_log_and_is_written_anew(folder, content, caplog):
     folder.keep(ENTRY)
     folder.files()[0].path.write_bytes(content)

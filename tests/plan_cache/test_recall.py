@@ -214,6 +214,43 @@ def test_a_plan_that_ended_early_serves_searches_with_no_more_seconds(folder, mo
     assert [plan.ended_early for plan in found] == [True] * 3 + [False] * 4
 
 
+@pytest.mark.parametrize("early_is_faster", [False, True])
+def test_after_a_longer_search_the_faster_plan_is_used_and_kept(early_is_faster, folder, monkeypatch):
+    asked, real = [], decide._search
+
+    def search(settings, traced):
+        asked.append(settings.planning_seconds)
+        planned = real(settings, traced)
+        settings.budget._started -= settings.planning_seconds
+        slower = (settings.planning_seconds == 9.0) == early_is_faster
+        compute_s = planned.plan.compute_s * (2 if slower else 1)
+        return dataclasses.replace(
+            planned, plan=dataclasses.replace(planned.plan, ended_early=True, compute_s=compute_s)
+        )
+
+    monkeypatch.setattr(decide, "_search", search)
+    early, longer, again = (parallel(planning_seconds=limit).plan(*arguments()) for limit in (5, 9, 9))
+    assert asked == [5.0, 9.0]
+    assert longer.step_s <= early.step_s
+    assert again == longer
+    assert (longer == early) is early_is_faster
+
+
+def test_a_search_that_is_interrupted_does_not_undo_a_longer_one(folder, monkeypatch):
+    asked, real = [], decide._search
+
+    def search(settings, traced):
+        asked.append(settings.planning_seconds)
+        planned = real(settings, traced)
+        settings.budget._started -= 5.0 if settings.planning_seconds == 5.0 else 1.0  # as if Ctrl-C came then
+        return dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, ended_early=True))
+
+    monkeypatch.setattr(decide, "_search", search)
+    for limit in (5, 60, 5):
+        parallel(planning_seconds=limit).plan(*arguments())
+    assert asked == [5.0, 60.0]
+
+
 # --- what is brought up to date ---------------------------------------------------------------------------------------
 
 TEXT = """
