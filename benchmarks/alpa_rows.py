@@ -144,21 +144,23 @@ def ablation_jobs(model: str, devices: int, method: str) -> list[TrainingJob]:
 def _ablation_base(model: str, devices: int) -> TrainingJob:
     size, experts = _ABLATION[model][devices]
     if model == "wresnet":
-        shape: TransformerShape | ResidualNetworkShape = ResidualNetworkShape(50, size, 2, 224, 1024)
+        shape: TransformerShape | ResidualNetworkShape = ResidualNetworkShape(
+            depth=50, channels=size, width_factor=2, image_size=224, classes=1024
+        )
     else:
         moe = model == "moe"
         heads = {"gpt": size // 128 if size < 5760 else 40, "moe": {1024: 32, 1280: 40, 1536: 24}.get(size, 32)}[model]
         vocab, wide = (51200, 8) if moe else (25600, 4)
         group = 1024 if moe else 0
         shape = TransformerShape(
-            "moe" if moe else "gpt",
-            8,
-            size,
-            heads,
-            heads,
-            wide * size,
-            vocab,
-            1024,
+            family="moe" if moe else "gpt",
+            layers=8,
+            hidden=size,
+            heads=heads,
+            kv_heads=heads,
+            ffn_hidden=wide * size,
+            vocab=vocab,
+            seq_len=1024,
             experts=experts,
             expert_group=group,
         )
@@ -202,7 +204,13 @@ def shape_of(config: dict[str, str]) -> TransformerShape | ResidualNetworkShape:
     """The model of a configuration; experts are eight times as wide as hidden, dispatched in groups by one-hot products."""
     hidden, layers = int(config["hidden_or_channels"]), int(config["layers"])
     if config["family"] == "wide_resnet":
-        return ResidualNetworkShape(layers, hidden, int(config["width_factor"]), int(config["seq_or_image"]), 1024)
+        return ResidualNetworkShape(
+            depth=layers,
+            channels=hidden,
+            width_factor=int(config["width_factor"]),
+            image_size=int(config["seq_or_image"]),
+            classes=1024,
+        )
     moe = config["family"] == "moe"
     return TransformerShape(
         family="moe" if moe else "gpt",

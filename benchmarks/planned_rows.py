@@ -33,11 +33,30 @@ from alpa_rows import end_to_end, measured_s
 
 FOLDER = Path(__file__).resolve().parent.parent / "tests" / "data" / "yardstick"
 FAMILIES = {
-    "gpt": TransformerShape("gpt", 24, 2048, 16, 16, 8192, 51200, 1024),
-    "bert": TransformerShape("bert", 24, 2048, 16, 16, 8192, 30592, 512),
-    "llama": TransformerShape("llama", 32, 4096, 32, 8, 11008, 32000, 2048),
-    "t5": TransformerShape("t5", 12, 2048, 16, 16, 8192, 32128, 512),
-    "moe": TransformerShape("moe", 16, 1024, 16, 16, 4096, 32000, 1024, experts=8, expert_group=1024),
+    "gpt": TransformerShape(
+        family="gpt", layers=24, hidden=2048, heads=16, kv_heads=16, ffn_hidden=8192, vocab=51200, seq_len=1024
+    ),
+    "bert": TransformerShape(
+        family="bert", layers=24, hidden=2048, heads=16, kv_heads=16, ffn_hidden=8192, vocab=30592, seq_len=512
+    ),
+    "llama": TransformerShape(
+        family="llama", layers=32, hidden=4096, heads=32, kv_heads=8, ffn_hidden=11008, vocab=32000, seq_len=2048
+    ),
+    "t5": TransformerShape(
+        family="t5", layers=12, hidden=2048, heads=16, kv_heads=16, ffn_hidden=8192, vocab=32128, seq_len=512
+    ),
+    "moe": TransformerShape(
+        family="moe",
+        layers=16,
+        hidden=1024,
+        heads=16,
+        kv_heads=16,
+        ffn_hidden=4096,
+        vocab=32000,
+        seq_len=1024,
+        experts=8,
+        expert_group=1024,
+    ),
 }
 
 
@@ -83,7 +102,18 @@ def cases(folder: Path) -> Iterator[Case]:
         if run.method == "auto" and run.job is not None:
             yield Case("Alpa OSDI'22 auto", run.id, preset("p3.16xlarge"), run.job, measured_s(run, runs))
     for name, shape in FAMILIES.items():
-        base = TrainingJob(shape, 8, 64, 4, 4, 2, 1, 1, recompute="full", expert_ranks=4 if shape.experts > 1 else 1)
+        base = TrainingJob(
+            shape=shape,
+            devices=8,
+            global_batch=64,
+            microbatch=4,
+            data_ranks=4,
+            tensor_ranks=2,
+            stages=1,
+            virtual_stages=1,
+            recompute="full",
+            expert_ranks=4 if shape.experts > 1 else 1,
+        )
         plans = {
             "tensor": base,
             "sequence": dataclasses.replace(base, sequence_parallel=True, recompute="none"),

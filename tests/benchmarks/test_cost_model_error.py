@@ -43,8 +43,8 @@ def test_flops_of_published_residual_networks_are_counted_as_xla_counted_them(al
 
 def test_taps_on_padding_are_not_counted(alpa_rows):
     """A stem of 7x7, stride 2, on 32x32: 16 x 7 taps a line, of which 2, 1 and 3 fall outside; its input has no gradient."""
-    narrow = ResidualNetworkShape(26, 1, 1, 32, 10)
-    wider = ResidualNetworkShape(26, 1, 1, 32, 11)
+    narrow = ResidualNetworkShape(depth=26, channels=1, width_factor=1, image_size=32, classes=10)
+    wider = ResidualNetworkShape(depth=26, channels=1, width_factor=1, image_size=32, classes=11)
     per_class = alpa_rows.xla_convolution_flops(wider, 1, 3) - alpa_rows.xla_convolution_flops(narrow, 1, 3)
     assert per_class == 3 * 2 * 32  # 4 x 8 channels of the last stage, three passes of one product
     again = alpa_rows.xla_convolution_flops(narrow, 1, 4) - alpa_rows.xla_convolution_flops(narrow, 1, 3)

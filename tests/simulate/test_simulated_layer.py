@@ -31,7 +31,9 @@ from tests.run_tables import FAMILIES, GOOD, SMALL_PLAN, json_of, table
 YARDSTICK = Path(__file__).parents[1] / "data" / "yardstick" / "published_steps.csv"
 CLUSTER = preset("dgx-a100-80gb")
 HIDDEN, SEQ, SAMPLES, DATA, TENSOR = 4096, 1024, 4, 2, 4
-SHAPE = TransformerShape("gpt", 1, HIDDEN, 32, 32, 4 * HIDDEN, 51200, SEQ)
+SHAPE = TransformerShape(
+    family="gpt", layers=1, hidden=HIDDEN, heads=32, kv_heads=32, ffn_hidden=4 * HIDDEN, vocab=51200, seq_len=SEQ
+)
 SPLIT = LayerSplit(samples=SAMPLES, tensor_ranks=TENSOR)
 BOUNDARY = 2 * SAMPLES * SEQ * HIDDEN
 
@@ -39,8 +41,8 @@ BOUNDARY = 2 * SAMPLES * SEQ * HIDDEN
 def job(split: LayerSplit, *, zero_stage: int = 0, precision: str = "fp16") -> TrainingJob:
     """A job of one stage whose parts are split so."""
     return TrainingJob(
-        SHAPE, DATA * split.tensor_ranks, SAMPLES * DATA, SAMPLES, DATA, split.tensor_ranks, 1, 1,
-        zero_stage=zero_stage, precision=precision,
+        shape=SHAPE, devices=DATA * split.tensor_ranks, global_batch=SAMPLES * DATA, microbatch=SAMPLES, data_ranks=DATA,
+        tensor_ranks=split.tensor_ranks, stages=1, virtual_stages=1, zero_stage=zero_stage, precision=precision,
     )  # fmt: skip
 
 
@@ -96,7 +98,9 @@ def test_the_planners_contractions_take_what_the_closed_forms_products_take():
     """One roofline prices both, with a launch for each; recomputation adds all of a forward pass."""
     part, again = planned("plain", SPLIT), planned("plain", dataclasses.replace(SPLIT, recompute="full"))
     products = [op for op in _compute(block_work(SHAPE, SPLIT)) if isinstance(op, MatrixProduct)]
-    in_a_loop = StagePrices(CLUSTER, "float16", 2, (1, DATA, 1, TENSOR), InTraining())
+    in_a_loop = StagePrices(
+        cluster=CLUSTER, dtype="float16", element_bytes=2, mesh=(1, DATA, 1, TENSOR), reached=InTraining()
+    )
     assert part.work.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, products)), rel=0.02)
     assert again.work.contraction_s / part.work.contraction_s == pytest.approx(4 / 3, rel=0.02)
 
@@ -146,7 +150,7 @@ def test_a_kernel_that_fuses_attention_replaces_what_touches_the_scores():
     split = dataclasses.replace(SPLIT, tensor_ranks=1, fused_attention=True)
     part, fused = Part("plain", shape, split, 1), dataclasses.replace(job(split), shape=shape, fused_attention=True)
     found = PartPlanner().plan(CLUSTER, part, fused)
-    in_a_loop = StagePrices(CLUSTER, "float16", 2, (1, 1, 1, 1), InTraining())
+    in_a_loop = StagePrices(cluster=CLUSTER, dtype="float16", element_bytes=2, mesh=(1, 1, 1, 1), reached=InTraining())
     closed = block_work(shape, split)
     linear = [op for op in _compute(closed) if isinstance(op, MatrixProduct) and op.batch == 1.0]
     assert len(linear) == 12
@@ -226,15 +230,28 @@ def test_a_bottleneck_is_planned_as_the_published_network_has_it():
 
     1x1 convolutions are priced alike; of 3x3 ones it takes another shape for the equal product.
     """
-    block = ResidualNetworkShape(50, 160, 2, 224, 1024).blocks[1]
+    block = ResidualNetworkShape(depth=50, channels=160, width_factor=2, image_size=224, classes=1024).blocks[1]
     split = BlockSplit(samples=16)
-    part = Part(block, ResidualNetworkShape(50, 160, 2, 224, 1024), split, 2)
-    images = TrainingJob(part.shape, 2, 32, 16, 2, 1, 1, 1, precision="fp32", optimizer="momentum")
+    part = Part(
+        block, ResidualNetworkShape(depth=50, channels=160, width_factor=2, image_size=224, classes=1024), split, 2
+    )
+    images = TrainingJob(
+        shape=part.shape,
+        devices=2,
+        global_batch=32,
+        microbatch=16,
+        data_ranks=2,
+        tensor_ranks=1,
+        stages=1,
+        virtual_stages=1,
+        precision="fp32",
+        optimizer="momentum",
+    )
     cluster = preset("p3.16xlarge")
     found = PartPlanner().plan(cluster, part, images)
     work = bottleneck_work(block, split)
     assert found.gradient_bytes == pytest.approx(4 * work.parameters, rel=0.02)
-    in_a_loop = StagePrices(cluster, "float32", 4, (1, 2, 1, 1), InTraining())
+    in_a_loop = StagePrices(cluster=cluster, dtype="float32", element_bytes=4, mesh=(1, 2, 1, 1), reached=InTraining())
     products = [dataclasses.replace(op, convolution=False) for op in _compute(work) if isinstance(op, MatrixProduct)]
     assert found.work.contraction_s == pytest.approx(sum(map(in_a_loop.product_s, products)), rel=0.1)
     assert found.exchanges == ()
@@ -301,7 +318,7 @@ def test_a_part_that_models_cannot_build_leaves_the_closed_form_and_says_why(tmp
 
 
 def test_a_stem_alone_is_no_part_to_plan():
-    shape = ResidualNetworkShape(50, 160, 2, 224, 1024)
+    shape = ResidualNetworkShape(depth=50, channels=160, width_factor=2, image_size=224, classes=1024)
     with pytest.raises(UnbuildablePart, match="a residual network's stem has a closed form only"):
         part_step(Part("stem", shape, BlockSplit(samples=4), 1), zero_stage=0, precision="fp32")
 

@@ -192,9 +192,9 @@ def _transformer_stage(
         head = dataclasses.replace(head, parameters=0.0)
     return StageWork(
         tuple((work, kinds.count(kind)) for kind, work in distinct.items()),
-        layout.data_ranks,
-        layout.tensor_ranks,
-        split.expert_ranks,
+        data_ranks=layout.data_ranks,
+        tensor_ranks=layout.tensor_ranks,
+        expert_ranks=split.expert_ranks,
         first=timed("embedding", embedding_work(shape, split)) if ends.first else None,
         last=head,
     )
@@ -223,8 +223,8 @@ def _residual_stage(
     works = {block: timed(block, bottleneck_work(block, split)) for block in dict.fromkeys(blocks)}
     return StageWork(
         tuple((work, blocks.count(block)) for block, work in works.items()),
-        layout.data_ranks,
-        layout.tensor_ranks,
+        data_ranks=layout.data_ranks,
+        tensor_ranks=layout.tensor_ranks,
         first=timed("stem", stem_work(shape, split)) if ends.first else None,
         last=timed("classifier", linear_head_work(shape, split)) if ends.last else None,
     )

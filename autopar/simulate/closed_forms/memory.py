@@ -22,7 +22,7 @@ import dataclasses
 from typing import Literal
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationShape:
     """What one block keeps depends on; `feed_forwards` is the number of times that a token passes one.
 

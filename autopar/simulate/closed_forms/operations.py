@@ -27,6 +27,7 @@ class MatrixProduct:
     n: float
     k: float
     batch: float = 1.0
+    _: dataclasses.KW_ONLY
     extra_bytes: float = 0.0
     convolution: bool = False
 
@@ -54,6 +55,7 @@ class Exchange:
     kind: ExchangeKind
     group: Group
     full_bytes: float
+    _: dataclasses.KW_ONLY
     behind: Literal["nothing", "product"] = "nothing"
     seconds: float | None = None
 
@@ -84,6 +86,7 @@ class Work:
 
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
+    _: dataclasses.KW_ONLY
     recomputed: tuple[Operation, ...] = ()
     parameters: float = 0.0
     expert_parameters: float = 0.0

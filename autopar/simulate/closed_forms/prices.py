@@ -40,7 +40,7 @@ _DATA, _EXPERT, _TENSOR = 1, 2, 3
 _AXES: dict[Group, tuple[int, ...]] = {"tensor": (_TENSOR,), "expert": (_EXPERT,), "data": (_DATA, _EXPERT)}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StagePrices:
     """Prices of operations on one pipeline stage; see the module."""
 

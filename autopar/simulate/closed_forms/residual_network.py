@@ -24,7 +24,7 @@ BLOCKS_PER_STAGE = {26: (2, 2, 2, 2), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152:
 _EXPANSION = 4
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ResidualNetworkShape:
     """Sizes of a wide residual network for square images of three channels."""
 
@@ -43,7 +43,15 @@ class ResidualNetworkShape:
             channels = self.channels * 2**stage
             for number in range(count):
                 stride = 2 if stage and not number else 1
-                found.append(Block(incoming, channels, self.width_factor * channels, size, stride))
+                found.append(
+                    Block(
+                        incoming=incoming,
+                        channels=channels,
+                        width=self.width_factor * channels,
+                        size=size,
+                        stride=stride,
+                    )
+                )
                 incoming, size = _EXPANSION * channels, size // stride
         return tuple(found)
 
@@ -79,7 +87,7 @@ class _Convolution:
         return 2.0 * self.parameters * self.pixels
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Block:
     """A bottleneck: `incoming` channels of `size` x `size` pixels to 4 `channels` at size / stride."""
 
@@ -116,7 +124,7 @@ class Block:
         return sum(conv.parameters + 2 * conv.co for conv in self.convolutions)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockSplit:
     """How a stage runs its blocks: b images per device, t ranks; `sequence_parallel`: what lies between is split as well."""
 

@@ -33,7 +33,7 @@ class StageLayout:
     tensor_ranks: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingJob:
     """A model and a plan. `microbatch` or `virtual_stages` None: not known, the fastest that fits is taken.
 

@@ -40,6 +40,7 @@ class StageWork:
     """One pipeline stage: `layers` are (work of one, how many), in order; `first` and `last` come once per microbatch."""
 
     layers: tuple[tuple[Work, int], ...]
+    _: dataclasses.KW_ONLY
     data_ranks: int
     tensor_ranks: int = 1
     expert_ranks: int = 1
@@ -74,7 +75,7 @@ class StageWork:
         return sum(work.expert_parameters * count for work, count in self.works)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPlan:
     """What holds for all stages."""
 
@@ -92,7 +93,7 @@ class StepPlan:
         return 4 if self.precision == "fp32" else 2
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPrediction:
     """Bytes on the fullest device."""
 
@@ -108,7 +109,7 @@ class MemoryPrediction:
         return self.states_bytes + self.activation_bytes + self.transient_bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StepPrediction:
     """Seconds of a step and their parts; the parts of the slowest stage add up to the step.
 
@@ -135,7 +136,7 @@ class StepPrediction:
         return sum(part.exposed_s for part in self.communication.values())
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _StageTime:
     """One stage: seconds per microbatch, and per step what comes after the pipeline."""
 
@@ -190,7 +191,9 @@ def _prices(cluster: Cluster, plan: StepPlan, stage: StageWork, total: int, reac
         stage.expert_ranks,
         stage.tensor_ranks,
     )
-    return StagePrices(cluster, DTYPES[plan.precision], plan.element_bytes, mesh, reached)
+    return StagePrices(
+        cluster=cluster, dtype=DTYPES[plan.precision], element_bytes=plan.element_bytes, mesh=mesh, reached=reached
+    )
 
 
 def _crosses_node(cluster: Cluster, start: int, total: int) -> bool | None:
@@ -222,13 +225,13 @@ def _stage_time(
     if plan.zero_stage >= 2:
         comm += _partitioned(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
     return _StageTime(
-        forward_s,
-        backward_s,
-        tuple(comm),
-        ()
+        forward_s=forward_s,
+        backward_s=backward_s,
+        per_microbatch=tuple(comm),
+        per_step=()
         if plan.zero_stage >= 3
         else tuple(_reduction(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)),
-        _optimizer_s(prices, plan, stage),
+        optimizer_s=_optimizer_s(prices, plan, stage),
     )
 
 
@@ -330,4 +333,10 @@ def _memory(plan: StepPlan, stages: Sequence[StageWork], index: int) -> MemoryPr
     if plan.zero_stage >= 3 and stage.data_ranks > 1:
         # Two layers' parameters are whole at a time: the one that runs and the one gathered ahead.
         transient += 2 * plan.element_bytes * max(work.parameters for work, _ in stage.works)
-    return MemoryPrediction(states, layers, kept * in_flight + once, transient, index)
+    return MemoryPrediction(
+        states_bytes=states,
+        layer_states_bytes=layers,
+        activation_bytes=kept * in_flight + once,
+        transient_bytes=transient,
+        stage=index,
+    )

@@ -29,7 +29,7 @@ _LOSS_BYTES_PER_LOGIT = 38.0
 _ROUTING_PASSES = 6.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSplit:
     """How a stage runs a layer: b samples per device, t ranks, and what is kept.
 
@@ -130,14 +130,14 @@ def _joined(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tu
     if split.tensor_ranks == 1:
         return ()
     kind: Literal["reduce-scatter", "all-reduce"] = "reduce-scatter" if split.sequence_parallel else "all-reduce"
-    return (Exchange(kind, "tensor", full_bytes, "product" if behind else "nothing"),)
+    return (Exchange(kind, "tensor", full_bytes, behind="product" if behind else "nothing"),)
 
 
 def _gathered(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tuple[Operation, ...]:
     """A shard of the tokens to all of them: nothing to do without sequence parallelism."""
     if split.tensor_ranks == 1 or not split.sequence_parallel:
         return ()
-    return (Exchange("all-gather", "tensor", full_bytes, "product" if behind else "nothing"),)
+    return (Exchange("all-gather", "tensor", full_bytes, behind="product" if behind else "nothing"),)
 
 
 def _weight_gradient(split: LayerSplit, m: float, n: float, k: float, batch: float = 1.0) -> MatrixProduct:

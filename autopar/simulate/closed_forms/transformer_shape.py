@@ -14,7 +14,7 @@ from typing import Literal
 Family = Literal["gpt", "bert", "llama", "t5", "moe"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerShape:
     """Sizes of a transformer.
 

@@ -141,20 +141,28 @@ def test_random_masks_are_written_for_backward_and_not_drawn_again():
 
 
 HIDDEN, SEQ, SAMPLES, HEADS, TENSOR = 4096, 1024, 4, 32, 4
-SHAPE = TransformerShape("gpt", 1, HIDDEN, HEADS, HEADS, 4 * HIDDEN, 51200, SEQ)
+SHAPE = TransformerShape(
+    family="gpt", layers=1, hidden=HIDDEN, heads=HEADS, kv_heads=HEADS, ffn_hidden=4 * HIDDEN, vocab=51200, seq_len=SEQ
+)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_planned_layer_keeps_what_korthikanti_count(sequence_parallel, recompute):
     """34 s b h + 5 a s^2 b and its divided forms, found in the program of a layer and not by formula."""
-    split = LayerSplit(SAMPLES, TENSOR, sequence_parallel=sequence_parallel, recompute=recompute)
+    split = LayerSplit(samples=SAMPLES, tensor_ranks=TENSOR, sequence_parallel=sequence_parallel, recompute=recompute)
     part = Part("plain", SHAPE, split, 1)
     found = plan_part(CLUSTER, part, part_step(part, zero_stage=0, precision="fp16"), zero_stage=0)
     divided = TENSOR if sequence_parallel else 1
     everything = layer_activation_bytes(
         ActivationShape(
-            SEQ, SAMPLES, HIDDEN, HEADS, 4 * HIDDEN, tensor_ranks=TENSOR, sequence_parallel=sequence_parallel
+            seq_len=SEQ,
+            samples=SAMPLES,
+            hidden=HIDDEN,
+            heads=HEADS,
+            ffn_hidden=4 * HIDDEN,
+            tensor_ranks=TENSOR,
+            sequence_parallel=sequence_parallel,
         )
     )
     if recompute == "full":

@@ -43,7 +43,16 @@ def test_fewer_key_value_heads_keep_less_and_a_gate_keeps_one_more_result():
 
 def test_korthikanti_22b_keeps_what_was_published():
     """34 s b h/t over 48 layers, t = 8: 9.5625 GiB."""
-    shape = ActivationShape(2048, 4, 6144, 64, 24576, tensor_ranks=8, sequence_parallel=True, recompute="selective")
+    shape = ActivationShape(
+        seq_len=2048,
+        samples=4,
+        hidden=6144,
+        heads=64,
+        ffn_hidden=24576,
+        tensor_ranks=8,
+        sequence_parallel=True,
+        recompute="selective",
+    )
     assert 48 * layer_activation_bytes(shape) / 2**30 == 9.5625
 
 
@@ -101,12 +110,24 @@ def test_interleaving_holds_a_part_more():
     assert layers_in_flight(96, stages=8, virtual_stages=3, microbatches=64) == pytest.approx(124.0)
 
 
-GPT = TransformerShape("gpt", layers=24, hidden=2304, heads=24, kv_heads=24, ffn_hidden=9216, vocab=51200, seq_len=2048)
+GPT = TransformerShape(
+    family="gpt", layers=24, hidden=2304, heads=24, kv_heads=24, ffn_hidden=9216, vocab=51200, seq_len=2048
+)
 
 
 def job(shape: TransformerShape, recompute: str) -> TrainingJob:
     """A step of 512 sequences."""
-    return TrainingJob(shape, 32, 512, 16, 32, 1, 1, 1, recompute=recompute)
+    return TrainingJob(
+        shape=shape,
+        devices=32,
+        global_batch=512,
+        microbatch=16,
+        data_ranks=32,
+        tensor_ranks=1,
+        stages=1,
+        virtual_stages=1,
+        recompute=recompute,
+    )
 
 
 def test_model_flops_without_recomputation():
@@ -127,23 +148,39 @@ def test_model_flops_with_full_recomputation():
 def test_alpas_model_flops():
     """96 B S H^2 L (1 + S/(6 H)) + 6 B S H V."""
     shape = TransformerShape(
-        "gpt", layers=8, hidden=2048, heads=16, kv_heads=16, ffn_hidden=8192, vocab=25600, seq_len=1024
+        family="gpt", layers=8, hidden=2048, heads=16, kv_heads=16, ffn_hidden=8192, vocab=25600, seq_len=1024
     )
     by_hand = 96 * 8 * 1024 * 2048**2 * 8 * (1 + 1024 / (6 * 2048)) + 6 * 8 * 1024 * 2048 * 25600
     assert by_hand == pytest.approx(3.1165e13, rel=1e-4)
-    alpa = TrainingJob(shape, 1, 8, 8, 1, 1, 1, 1, recompute="full")
+    alpa = TrainingJob(
+        shape=shape,
+        devices=1,
+        global_batch=8,
+        microbatch=8,
+        data_ranks=1,
+        tensor_ranks=1,
+        stages=1,
+        virtual_stages=1,
+        recompute="full",
+    )
     assert alpa.model_flops == pytest.approx(by_hand, rel=1e-12)
 
 
 def test_parameters_of_the_families_by_hand():
     h, f, v = 8, 32, 100
     plain = 4 * h * h + 4 * h + 2 * h * f + f + h + 4 * h
-    gpt = TransformerShape("gpt", 2, h, 2, 2, f, v, 4)
+    gpt = TransformerShape(family="gpt", layers=2, hidden=h, heads=2, kv_heads=2, ffn_hidden=f, vocab=v, seq_len=4)
     assert gpt.parameters == 2 * plain + v * h
-    t5 = TransformerShape("t5", 2, h, 2, 2, f, v, 4)  # two stacks; the decoder attends twice
+    t5 = TransformerShape(
+        family="t5", layers=2, hidden=h, heads=2, kv_heads=2, ffn_hidden=f, vocab=v, seq_len=4
+    )  # two stacks; the decoder attends twice
     assert t5.parameters == 4 * plain + 2 * (4 * h * h + 4 * h + 2 * h) + v * h
-    llama = TransformerShape("llama", 1, h, 2, 1, f, v, 4)  # keys and values half as wide, three matrices, a head
+    llama = TransformerShape(
+        family="llama", layers=1, hidden=h, heads=2, kv_heads=1, ffn_hidden=f, vocab=v, seq_len=4
+    )  # keys and values half as wide, three matrices, a head
     assert llama.parameters == 3 * h * h + 3 * h + 3 * h * f + f + h + 4 * h + 2 * v * h
-    moe = TransformerShape("moe", 2, h, 2, 2, f, v, 4, experts=4)
+    moe = TransformerShape(
+        family="moe", layers=2, hidden=h, heads=2, kv_heads=2, ffn_hidden=f, vocab=v, seq_len=4, experts=4
+    )
     expert = 2 * h * f + f + h
     assert moe.parameters == 2 * plain + 3 * expert + 4 * h + v * h

@@ -11,7 +11,7 @@ from autopar.simulate.closed_forms.transformer import LayerSplit, block_work, em
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 # x = s b h = 4 x 2 x 8 = 64 elements; heads of 4.
-GPT = TransformerShape("gpt", layers=2, hidden=8, heads=2, kv_heads=2, ffn_hidden=32, vocab=64, seq_len=4)
+GPT = TransformerShape(family="gpt", layers=2, hidden=8, heads=2, kv_heads=2, ffn_hidden=32, vocab=64, seq_len=4)
 X_BYTES = 2 * 64
 
 
@@ -91,7 +91,9 @@ def test_weight_gradients_are_added_in_their_own_format():
 
 
 def test_grouped_heads_shrink_the_projection_and_a_gate_widens_the_feed_forward():
-    llama = TransformerShape("llama", 2, 8, 2, 1, 32, 64, 4)
+    llama = TransformerShape(
+        family="llama", layers=2, hidden=8, heads=2, kv_heads=1, ffn_hidden=32, vocab=64, seq_len=4
+    )
     work = block_work(llama, LayerSplit(samples=2))
     tokens = 8
     attention = 2 * tokens * 8 * (8 + 8) + 2 * tokens * 8 * 8 + 4 * 2 * 4**2 * 8
@@ -99,14 +101,18 @@ def test_grouped_heads_shrink_the_projection_and_a_gate_widens_the_feed_forward(
 
 
 def test_a_decoder_of_t5_attends_twice():
-    t5 = TransformerShape("t5", 1, 8, 2, 2, 32, 64, 4)
+    t5 = TransformerShape(family="t5", layers=1, hidden=8, heads=2, kv_heads=2, ffn_hidden=32, vocab=64, seq_len=4)
     assert t5.blocks == ("plain", "decoder")
     attention = 8 * 2 * 4 * 8**2 + 4 * 2 * 4**2 * 8
-    difference = flops(block_work(t5, LayerSplit(2), "decoder").forward) - flops(block_work(t5, LayerSplit(2)).forward)
+    difference = flops(block_work(t5, LayerSplit(samples=2), "decoder").forward) - flops(
+        block_work(t5, LayerSplit(samples=2)).forward
+    )
     assert difference == attention
 
 
-MOE = TransformerShape("moe", 2, 8, 2, 2, 32, 64, 4, experts=4)
+MOE = TransformerShape(
+    family="moe", layers=2, hidden=8, heads=2, kv_heads=2, ffn_hidden=32, vocab=64, seq_len=4, experts=4
+)
 
 
 def test_every_second_block_is_a_mixture_whose_experts_swap_two_copies_of_each_token():
@@ -128,7 +134,18 @@ def test_expert_ranks_do_not_change_the_work_of_a_device():
 
 
 def test_one_hot_dispatch_and_combination_are_products():
-    grouped = TransformerShape("moe", 2, 8, 2, 2, 32, 64, 4, experts=4, expert_group=4)
+    grouped = TransformerShape(
+        family="moe",
+        layers=2,
+        hidden=8,
+        heads=2,
+        kv_heads=2,
+        ffn_hidden=32,
+        vocab=64,
+        seq_len=4,
+        experts=4,
+        expert_group=4,
+    )
     split = LayerSplit(samples=2)
     extra = flops(block_work(grouped, split, "expert").forward) - flops(block_work(MOE, split, "expert").forward)
     assert extra == 2 * (2 * 8 * (2 * 4) * 8)  # tokens x places x hidden, twice
@@ -148,12 +165,12 @@ def test_the_embedding_joins_partial_rows_and_the_head_multiplies_a_part_of_the_
     ("channels", "width", "published_billions"), [(160, 2, 0.254123), (448, 2, 1.965011), (320, 16, 6.7277)]
 )
 def test_residual_networks_have_the_published_parameters(channels, width, published_billions):
-    shape = ResidualNetworkShape(50, channels, width, 224, 1024)
+    shape = ResidualNetworkShape(depth=50, channels=channels, width_factor=width, image_size=224, classes=1024)
     assert shape.parameters / 1e9 == pytest.approx(published_billions, rel=1e-4)
 
 
 def test_a_bottleneck_shares_its_products_between_tensor_ranks_and_sums_them():
-    block = ResidualNetworkShape(50, 8, 2, 64, 10).blocks[1]
+    block = ResidualNetworkShape(depth=50, channels=8, width_factor=2, image_size=64, classes=10).blocks[1]
     alone = bottleneck_work(block, BlockSplit(samples=2))
     shared = bottleneck_work(block, BlockSplit(samples=2, tensor_ranks=2))
     assert flops(alone.forward) == 2 * sum(conv.flops for conv in block.convolutions)
@@ -171,14 +188,14 @@ def test_a_bottleneck_shares_its_products_between_tensor_ranks_and_sums_them():
 
 
 def test_a_recomputed_bottleneck_keeps_its_input():
-    block = ResidualNetworkShape(50, 8, 2, 64, 10).blocks[1]
+    block = ResidualNetworkShape(depth=50, channels=8, width_factor=2, image_size=64, classes=10).blocks[1]
     work = bottleneck_work(block, BlockSplit(samples=2, recompute=True))
     assert work.kept_bytes == 4 * 2 * 16 * 16 * 32
     assert work.recomputed == work.forward
 
 
 def test_norms_over_the_whole_batch_reduce_two_sums_a_channel_in_both_directions():
-    block = ResidualNetworkShape(50, 8, 2, 64, 10).blocks[1]
+    block = ResidualNetworkShape(depth=50, channels=8, width_factor=2, image_size=64, classes=10).blocks[1]
     work = bottleneck_work(block, BlockSplit(samples=2))
     for operations in (work.forward, work.backward):
         sums = [op.full_bytes for op in operations if isinstance(op, Exchange) and op.group == "data"]

@@ -31,7 +31,9 @@ PRODUCT = MatrixProduct(1000, 1000, 500_000)  # 10^12 FLOPs: 1 s, and 2 x 1.001 
 
 
 def prices(tensor: int = 1, *, cluster: Cluster | None = None) -> StagePrices:
-    return StagePrices(cluster or machine(), "float16", 2, (1, 1, 1, tensor), AS_MEASURED)
+    return StagePrices(
+        cluster=cluster or machine(), dtype="float16", element_bytes=2, mesh=(1, 1, 1, tensor), reached=AS_MEASURED
+    )
 
 
 def test_a_product_takes_the_longer_of_arithmetic_and_traffic():
@@ -50,7 +52,9 @@ def test_a_small_product_reaches_less_and_training_less_than_a_loop():
     cluster = dataclasses.replace(machine(), device=device)
     square = MatrixProduct(10_000, 10_000, 10_000)
     assert prices(cluster=cluster).product_s(square) == pytest.approx(2.0 / 0.25)
-    trained = StagePrices(cluster, "float16", 2, (1, 1, 1, 1), InTraining(matrix=0.8, memory=0.5))
+    trained = StagePrices(
+        cluster=cluster, dtype="float16", element_bytes=2, mesh=(1, 1, 1, 1), reached=InTraining(matrix=0.8, memory=0.5)
+    )
     assert trained.product_s(square) == pytest.approx(2.0 / 0.25 / 0.8)
     assert trained.fused_s(1e9) == pytest.approx(2.0)
 
@@ -78,15 +82,15 @@ def test_an_exchange_costs_what_its_group_crosses():
 
 
 def test_a_send_inside_a_node_is_faster_and_idle_neighbours_leave_their_port():
-    one = StagePrices(machine(), "float16", 2, (8, 1, 1, 1), AS_MEASURED)
+    one = StagePrices(cluster=machine(), dtype="float16", element_bytes=2, mesh=(8, 1, 1, 1), reached=AS_MEASURED)
     assert one.send_s(1e7, crosses_node=False, split=False) == pytest.approx(0.1)
     assert one.send_s(1e7, crosses_node=True, split=False) == pytest.approx(1.0)
-    four = StagePrices(machine(), "float16", 2, (2, 4, 1, 1), AS_MEASURED)
+    four = StagePrices(cluster=machine(), dtype="float16", element_bytes=2, mesh=(2, 4, 1, 1), reached=AS_MEASURED)
     assert four.send_s(1e7, crosses_node=True, split=False) == pytest.approx(4.0)
 
 
 def test_tensor_ranks_send_parts_and_gather_where_that_is_cheaper():
-    split = StagePrices(machine(), "float16", 2, (2, 1, 1, 4), AS_MEASURED)
+    split = StagePrices(cluster=machine(), dtype="float16", element_bytes=2, mesh=(2, 1, 1, 4), reached=AS_MEASURED)
     # Four ranks, one port: a quarter each takes 1 s in all, then the gather inside 3/4 x 10^7 / 10^8.
     assert split.send_s(1e7, crosses_node=True, split=True) == pytest.approx(1.0)
     assert split.send_s(1e7, crosses_node=True, split=False) == pytest.approx(1.075)
