@@ -54,7 +54,7 @@ def what_is_missing(plan: Plan | PipelinePlan) -> Iterator[str]:
 
 
 def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:
-    """What won against what, if several ways were compared; of a pipeline, what one mesh would have taken if that was planned."""
+    """Say which way won against which, if several were compared; of a pipeline, also how long one mesh would have taken."""
     chosen = next((one for one in plan.compared if _is_chosen(one, plan)), None)
     others = sorted((one for one in plan.compared if one is not chosen), key=_seconds)
     if chosen is None or not others:

@@ -174,7 +174,7 @@ def _crossing(plan: PipelinePlan) -> Iterator[str]:
 
 
 def _borrowed(stage: StagePlan, plan: PipelinePlan) -> Iterator[str]:
-    """What the stage reads of the state of other meshes, which send it in every step."""
+    """The state of other meshes that the stage reads; they send it in every step."""
     mesh_of = {path: other.mesh for other in plan.stages for path in other.leaves}
     read = [v for v in stage.plan.inputs if v.role == "state" and mesh_of.get(v.path, stage.mesh) != stage.mesh]
     if read:

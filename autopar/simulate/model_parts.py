@@ -126,13 +126,13 @@ def _step(apply: Apply, *, twice: bool) -> Callable[..., Any]:
         y, backward = jax.vjp(lambda params, inputs: apply(params, inputs, again), params, inputs)
         grads, d_taken = backward(state["given"]["x"] if state["given"] else jnp.ones_like(y))
         given = {"x": (*first, y)[0]} if state["given"] else {}
-        new = {"params": state["params"], "grads": _accumulated(state["grads"], grads), "taken": d_taken, **beside}
+        new = {"params": state["params"], "grads": _accumulate(state["grads"], grads), "taken": d_taken, **beside}
         return new | {"given": given}, {"recomputed": y} if twice else {} if given else {"loss": y}
 
     return step
 
 
-def _accumulated(sums: Any, grads: Any) -> Any:
+def _accumulate(sums: Any, grads: Any) -> Any:
     return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
 
 

@@ -93,8 +93,8 @@ def plan_part(cluster: Cluster, part: Part, step: PartStep, *, zero_stage: int) 
     exchanges, gradients = exchanges_of((*plan.collectives, *again), jax.tree.leaves(step.state["grads"]))
     alone = has_kernel(part)
     return PlannedPart(
-        work=_summed(assignment, lambda eqn: not (alone and _touches_scores(eqn, part))),
-        scores=_summed(assignment, lambda eqn: stage_of[eqn] == FORWARD and _touches_scores(eqn, part)),
+        work=_sum_seconds(assignment, lambda eqn: not (alone and _touches_scores(eqn, part))),
+        scores=_sum_seconds(assignment, lambda eqn: stage_of[eqn] == FORWARD and _touches_scores(eqn, part)),
         exchanges=exchanges,
         gradient_bytes=gradients,
         kept_bytes=_bytes(kept.kept, part, scores=False),
@@ -114,7 +114,7 @@ def _inputs(traced: TracedStep, *places: str) -> frozenset[Var]:
     return frozenset(var for var, leaf in leaves if leaf.path.startswith(places))
 
 
-def _summed(assignment: Assignment, counts: Callable[[Equation], bool]) -> Seconds:
+def _sum_seconds(assignment: Assignment, counts: Callable[[Equation], bool]) -> Seconds:
     """Seconds of the equations that count."""
     sums = {True: 0.0, False: 0.0}
     for eqn, seconds, trips in assignment.seconds:

@@ -20,7 +20,7 @@ from autopar.cost_model.machine import Hidden
 from autopar.explain.units import seconds_text
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import CollectivePlan, Plan
-from autopar.simulate.closed_forms.overlap import Communication, Kind, alone, beside, joined, overlap_ratio
+from autopar.simulate.closed_forms.overlap import Communication, Kind, alone, beside, overlap_ratio, sum_by_kind
 from autopar.simulate.reprice import collective_s, reprice
 
 SHOWN: Mapping[Hidden, str] = {
@@ -37,9 +37,9 @@ def overlap_of(
 ) -> dict[Kind, Communication]:
     """Communication by kind. Raises ValueError as `reprice` does."""
     if isinstance(plan, Plan):
-        return joined(_of_one_mesh(plan, cluster, planned_for))
+        return sum_by_kind(_of_one_mesh(plan, cluster, planned_for))
     parts = [part for stage in plan.stages for part in _of_one_mesh(stage.plan, cluster, planned_for)]
-    return joined([*parts, *(_of_transfer(item, plan, cluster, planned_for) for item in plan.transfers)])
+    return sum_by_kind([*parts, *(_of_transfer(item, plan, cluster, planned_for) for item in plan.transfers)])
 
 
 def overlap_rows(found: Mapping[Kind, Communication]) -> list[dict[str, object]]:

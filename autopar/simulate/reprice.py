@@ -52,11 +52,11 @@ def reprice(plan: Plan | PipelinePlan, cluster: Cluster, *, planned_for: Cluster
 
     Raises ValueError if its mesh is larger than the cluster, or if it names no preset.
     """
-    before = planned_for or _named(plan.cluster)
+    before = planned_for or _find_preset(plan.cluster)
     return _one_mesh(plan, cluster, before) if isinstance(plan, Plan) else _pipeline(plan, cluster, before)
 
 
-def _named(name: str) -> Cluster:
+def _find_preset(name: str) -> Cluster:
     try:
         return PRESETS[name]
     except KeyError:
@@ -109,7 +109,7 @@ def _pipeline(plan: PipelinePlan, cluster: Cluster, before: Cluster) -> Repriced
         step_s=plan.step_s * after_s / before_s,
         planned_compute_s=max(stage.planned_compute_s for stage in stages),
         compute_s=max(stage.compute_s for stage in stages),
-        communication=(*_joined(kind for stage in stages for kind in stage.communication), sends),
+        communication=(*_join_kinds(kind for stage in stages for kind in stage.communication), sends),
         peak_bytes=plan.peak_bytes,
         usable_memory_bytes=cluster.usable_memory_bytes,
         fits=plan.peak_bytes <= cluster.usable_memory_bytes,
@@ -128,7 +128,7 @@ def _schedule_s(plan: PipelinePlan, slower: Sequence[float]) -> float:
     return pipeline_s(list(busy_s.values()), microbatches=microbatches, virtual_stages=chunks) + once_s
 
 
-def _joined(kinds: Iterable[RepricedKind]) -> tuple[RepricedKind, ...]:
+def _join_kinds(kinds: Iterable[RepricedKind]) -> tuple[RepricedKind, ...]:
     sums: dict[str, RepricedKind] = {}
     for kind in kinds:
         known = sums.get(kind.kind, RepricedKind(kind=kind.kind, planned_s=0.0, seconds=0.0, bytes=0.0, count=0.0))

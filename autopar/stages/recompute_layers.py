@@ -152,7 +152,7 @@ class _Evaluation:
             is_backward = eqn in self.backward
             for v in operands_of(eqn) if is_backward else ():
                 if v in self.layer_of and v not in again:
-                    again.update(_done_again(self.layer_of[v], values, late))
+                    again.update(_do_again(self.layer_of[v], values, late))
             with attributed_to(eqn):
                 results = bind_equation(eqn, [_value(v, values, again if is_backward else {}) for v in eqn.invars])
             values.update(zip(eqn.outvars, results, strict=True))
@@ -165,7 +165,7 @@ class _Evaluation:
         return can_be_awaited(v) and v not in self.constants
 
 
-def _done_again(layer: Layer, values: Mapping[Var, jax.Array], late: jax.Array | None) -> dict[Var, jax.Array]:
+def _do_again(layer: Layer, values: Mapping[Var, jax.Array], late: jax.Array | None) -> dict[Var, jax.Array]:
     """A layer's results, made again of what it received, when `late` is there."""
     made = {v for eqn in layer.equations for v in eqn.outvars}
     received = dict.fromkeys(v for eqn in layer.equations for v in operands_of(eqn) if v not in made)

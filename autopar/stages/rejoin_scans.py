@@ -1,4 +1,4 @@
-"""From a step in single layers, as a search for stages wants it, back to as few pieces as the stages that it found need.
+"""Rejoin scans that were divided into single layers for a search: only the stages that it found divide them afterwards.
 
 In: a divided step in microbatches and the places where its forward chain is cut. Out: the step divided only where a cut lies
 between two layers, in microbatches, and the same cuts as places in its chain: a place has the same work before it. What can go

@@ -1,10 +1,10 @@
 """Which dimensions of a step's values count the layers that a `lax.scan` runs over.
 
 In: a traced step. Out: its `Stack`s. The loop of a scan is a factor like those of the rule table: it indexes the leading
-dimension of every stacked operand and result. Two dimensions belong together if some operation indexes both by one factor,
-so, through the casts before a forward scan, its residuals, the scan that goes back, the gradients and the optimizer, one class
-of dimensions holds everything that is stacked layer by layer: that is a `Stack`. A dimension whose major factor it is belongs
-to it too, in multiples of its length.
+dimension of every stacked operand and result. Two dimensions belong together if some operation indexes both by one factor.
+The casts before a forward scan, its residuals, the scan that goes back, the gradients and the optimizer therefore lie in one
+class of dimensions. Such a class is a `Stack`: it holds everything that is stacked layer by layer. A longer dimension belongs to
+it too if the layers are its major factor.
 
 What can go wrong: a class that also counts something else. One that holds a dimension of the batch, as of a scan over time, or
 scans of different lengths is no stack; a value with two dimensions in it is left whole.

@@ -1,8 +1,8 @@
 """A training job's step on a cluster: its stages' parts, priced and put together.
 
-In: a `TrainingJob`, a cluster. Out: a `JobPrediction`. A stage is made of parts, blocks and ends, each a `Work`: in closed form,
-or as a `Timing` says, which lets somebody else, such as a planner, tell what a part does. Without a published microbatch or
-number of virtual stages the fastest that fits is taken. What can go wrong: more devices than the cluster joins, a ValueError.
+In: a `TrainingJob`, a cluster. Out: a `JobPrediction`. A stage is made of parts: blocks and ends. Each is a `Work`, in closed
+form or as a `Timing` gives it, through which a planner can say what a part does. Where no microbatch or number of virtual
+stages was published, the fastest that fits is taken. What can go wrong: more devices than the cluster joins, a ValueError.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def as_it_is(part: Part, work: Work) -> Work:
 
 def predict(cluster: Cluster, job: TrainingJob, *, reached: InTraining = FITTED) -> JobPrediction:
     """Price a job; what is not published is the fastest choice that fits, or the smallest if none does."""
-    found = [JobPrediction(choice, _priced(cluster, choice, reached)) for choice in _choices(job)]
+    found = [JobPrediction(choice, _price(cluster, choice, reached)) for choice in _choices(job)]
     fitting = [choice for choice in found if choice.step.fits]
     if fitting:
         return min(fitting, key=lambda choice: choice.step.step_s)
@@ -84,7 +84,7 @@ def _choices(job: TrainingJob) -> list[TrainingJob]:
     return [choice for choice in choices if not any(problems(choice))] or choices[:1]
 
 
-def _priced(cluster: Cluster, job: TrainingJob, reached: InTraining) -> StepPrediction:
+def _price(cluster: Cluster, job: TrainingJob, reached: InTraining) -> StepPrediction:
     return predict_step(cluster, step_plan(job), stages_of(job), reached=reached)
 
 
@@ -140,7 +140,7 @@ def _even_layouts(job: TrainingJob) -> tuple[StageLayout, ...]:
 
 
 def _layers_per_stage(layers: int, stages: int) -> list[int]:
-    """As many for each; if only layers + 2 divide, embedding and head stand for one layer each."""
+    """The same number for each stage; if only layers + 2 divide, embedding and head stand for one layer each."""
     if layers % stages == 0:
         return [layers // stages] * stages
     each = (layers + 2) // stages

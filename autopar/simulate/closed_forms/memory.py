@@ -24,7 +24,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ActivationShape:
-    """What one block keeps depends on; `feed_forwards` is the number of times that a token passes one.
+    """What the bytes that one block keeps depend on; `feed_forwards` is the number of times that a token passes one.
 
     `dispatch_places`: one-hot places per token of a mixture of experts, 0 without one-hot dispatch.
     """

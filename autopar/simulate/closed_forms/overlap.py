@@ -50,7 +50,7 @@ def alone(kind: Kind, comm_s: float) -> Communication:
     return Communication(kind, comm_s, comm_s)
 
 
-def joined(parts: Iterable[Communication]) -> dict[Kind, Communication]:
+def sum_by_kind(parts: Iterable[Communication]) -> dict[Kind, Communication]:
     """The sum of each kind, none left out."""
     sums = {kind: Communication(kind) for kind in KINDS}
     for part in parts:

@@ -151,7 +151,7 @@ def bottleneck_work(block: Block, split: BlockSplit) -> Work:
         normed = unit * conv.pixels * (co if by_column else conv.co * outer)
         taken = unit * ci * (block.size**2 if number != 2 else conv.pixels)
         whole = unit * conv.pixels * conv.co
-        forward += [_product(rows, co, inner), *_summed(split, whole, here=not by_column)]
+        forward += [_product(rows, co, inner), *_all_reduce(split, whole, here=not by_column)]
         sums = Exchange("all-reduce", "data", 2 * split.element_bytes * co)
         forward += [FusedGroup(normed), sums, FusedGroup(2 * normed)]
         backward = [
@@ -159,7 +159,7 @@ def bottleneck_work(block: Block, split: BlockSplit) -> Work:
             sums,
             FusedGroup(3 * normed),
             _product(rows, inner, co),
-            *_summed(split, unit * block.size**2 * conv.ci, here=by_column),
+            *_all_reduce(split, unit * block.size**2 * conv.ci, here=by_column),
             _product(inner, co, rows),
             *backward,
         ]
@@ -185,7 +185,7 @@ def _product(m: float, n: float, k: float) -> MatrixProduct:
     return MatrixProduct(m, n, k, convolution=True)
 
 
-def _summed(split: BlockSplit, full_bytes: float, *, here: bool) -> tuple[Operation, ...]:
+def _all_reduce(split: BlockSplit, full_bytes: float, *, here: bool) -> tuple[Operation, ...]:
     return (Exchange("all-reduce", "tensor", full_bytes),) if here and split.tensor_ranks > 1 else ()
 
 

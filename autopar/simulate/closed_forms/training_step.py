@@ -178,7 +178,7 @@ def predict_step(
         compute_s=(slow.forward_s + slow.backward_s) * plan.microbatches,
         bubble_s=pipe_s - busy_s[slowest] * plan.microbatches,
         optimizer_s=last.optimizer_s,
-        communication=overlap.joined([*repeated, *last.per_step]),
+        communication=overlap.sum_by_kind([*repeated, *last.per_step]),
         memory=memory,
         fits=memory.peak_bytes <= cluster.usable_memory_bytes,
     )

@@ -92,9 +92,9 @@ def embedding_work(shape: TransformerShape, split: LayerSplit) -> Work:
     """Token embedding, split by vocabulary: rows looked up, their partial sums joined, dropout."""
     x, e, r = _x(shape, split), split.element_bytes, _token_share(split)
     table = shape.vocab * shape.hidden / split.tensor_ranks
-    forward: list[Operation] = [FusedGroup(2 * e * x), *_joined(split, e * x), FusedGroup((2 * e + 1) * x * r)]
+    forward: list[Operation] = [FusedGroup(2 * e * x), *_join(split, e * x), FusedGroup((2 * e + 1) * x * r)]
     # The gradient of the table is made dense, then added to the accumulated one.
-    backward: list[Operation] = [FusedGroup((2 * e + 1) * x * r), *_gathered(split, e * x)]
+    backward: list[Operation] = [FusedGroup((2 * e + 1) * x * r), *_gather(split, e * x)]
     backward.append(FusedGroup(2 * e * x + table * (e + 2 * split.gradient_bytes)))
     return Work(tuple(forward), tuple(backward), parameters=table, kept_bytes=x * r, boundary_bytes=e * x)
 
@@ -104,12 +104,12 @@ def head_work(shape: TransformerShape, split: LayerSplit) -> Work:
     x, e, r, t = _x(shape, split), split.element_bytes, _token_share(split), split.tensor_ranks
     tokens, vocab = shape.seq_len * split.samples, shape.vocab / t
     logits = MatrixProduct(tokens, vocab, shape.hidden)
-    forward: list[Operation] = [FusedGroup(2 * e * x * r), *_gathered(split, e * x), logits]
+    forward: list[Operation] = [FusedGroup(2 * e * x * r), *_gather(split, e * x), logits]
     forward.append(FusedGroup((_LOSS_BYTES_PER_LOGIT - 8.0) * tokens * vocab))
     backward: list[Operation] = [
         FusedGroup(8.0 * tokens * vocab),
         MatrixProduct(tokens, shape.hidden, vocab),
-        *_joined(split, e * x, behind=True),
+        *_join(split, e * x, behind=True),
         _weight_gradient(split, shape.hidden, vocab, tokens),
         FusedGroup(5 * e * x * r),
     ]
@@ -125,7 +125,7 @@ def _token_share(split: LayerSplit) -> float:
     return 1 / split.tensor_ranks if split.sequence_parallel else 1.0
 
 
-def _joined(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tuple[Operation, ...]:
+def _join(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tuple[Operation, ...]:
     """Partial sums to a result: whole on every rank, or a shard of the tokens."""
     if split.tensor_ranks == 1:
         return ()
@@ -133,7 +133,7 @@ def _joined(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tu
     return (Exchange(kind, "tensor", full_bytes, behind="product" if behind else "nothing"),)
 
 
-def _gathered(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tuple[Operation, ...]:
+def _gather(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tuple[Operation, ...]:
     """A shard of the tokens to all of them: nothing to do without sequence parallelism."""
     if split.tensor_ranks == 1 or not split.sequence_parallel:
         return ()
@@ -152,24 +152,24 @@ def _attention(shape: TransformerShape, split: LayerSplit, *, causal: bool | Non
     core = _core_attention(shape, split, shape.causal if causal is None else causal)
     forward: tuple[Operation, ...] = (
         FusedGroup(2 * e * x * r),  # norm
-        *_gathered(split, e * x),
+        *_gather(split, e * x),
         MatrixProduct(tokens, qkv, h),
         FusedGroup(2 * e * tokens * qkv),  # bias, heads to the front
         *core.forward,
         MatrixProduct(tokens, h, h / t),
-        *_joined(split, e * x),
+        *_join(split, e * x),
         FusedGroup((3 * e + 1) * x * r),  # bias, dropout, residual sum
     )
     backward: tuple[Operation, ...] = (
         FusedGroup((3 * e + 1) * x * r),  # dropout; gradient of the bias
-        *_gathered(split, e * x),
+        *_gather(split, e * x),
         MatrixProduct(tokens, h / t, h),
         _weight_gradient(split, h / t, h, tokens),
         *core.backward,
         FusedGroup(3 * e * tokens * qkv),  # heads back, gradient of the bias
-        *_gathered(split, e * x, behind=True),
+        *_gather(split, e * x, behind=True),
         MatrixProduct(tokens, h, qkv),
-        *_joined(split, e * x, behind=True),
+        *_join(split, e * x, behind=True),
         _weight_gradient(split, h, qkv, tokens),
         FusedGroup(8 * e * x * r),  # norm, its weights, residual sum
     )
@@ -216,22 +216,22 @@ def _feed_forward(shape: TransformerShape, split: LayerSplit, *, shape_m: tuple[
     after = () if shape_m else (FusedGroup((3 * e + 1) * x * r),)
     forward: tuple[Operation, ...] = (
         *before,
-        *_gathered(split, size),
+        *_gather(split, size),
         MatrixProduct(rows, wide * f, h, count),
         FusedGroup((wide + 1) * e * rows * f * count),  # bias, activation
         MatrixProduct(rows, h, f, count),
-        *_joined(split, size),
+        *_join(split, size),
         *after,
     )
     backward: tuple[Operation, ...] = (
         *after,
-        *_gathered(split, size),
+        *_gather(split, size),
         MatrixProduct(rows, f, h, count),
         _weight_gradient(split, f, h, rows, count),
         FusedGroup((2 * wide + 2) * e * rows * f * count),  # activation, gradient of the bias
-        *_gathered(split, size, behind=True),
+        *_gather(split, size, behind=True),
         MatrixProduct(rows, h, wide * f, count),
-        *_joined(split, size, behind=True),
+        *_join(split, size, behind=True),
         _weight_gradient(split, h, wide * f, rows, count),
         *(() if shape_m else (FusedGroup(8 * e * x * r),)),
     )

@@ -9,7 +9,7 @@ from autopar.cost_model.machine import Cluster, Overlap
 from autopar.cost_model.tiers import Tier
 from autopar.simulate.closed_forms.memory import StateBytes
 from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Work
-from autopar.simulate.closed_forms.overlap import alone, beside, joined, overlap_ratio
+from autopar.simulate.closed_forms.overlap import alone, beside, overlap_ratio, sum_by_kind
 from autopar.simulate.closed_forms.prices import InTraining, StagePrices
 from autopar.simulate.closed_forms.training_step import StageWork, StepPlan, predict_step
 
@@ -179,7 +179,7 @@ def test_interference_slows_what_runs_beside_communication():
 
 
 def test_ratios_are_of_each_kind_and_none_without_communication():
-    found = joined([alone("tensor", 3.0), beside(Overlap({"tensor": 1.0}), "tensor", comm_s=1.0, compute_s=9.0)])
+    found = sum_by_kind([alone("tensor", 3.0), beside(Overlap({"tensor": 1.0}), "tensor", comm_s=1.0, compute_s=9.0)])
     assert overlap_ratio(found["tensor"]) == pytest.approx(0.25)
     assert overlap_ratio(found["pipeline"]) is None
     assert set(found) == {"data_parallel", "zero3", "tensor", "pipeline", "expert"}
