@@ -16,6 +16,8 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import jax
+
 from autopar.compat import source_line, transformations
 from autopar.content import digest_of
 from autopar.pipeline_plan import PipelinePlan
@@ -26,6 +28,8 @@ from autopar.rules.table import is_registered
 from autopar.runtime.thread_settings import program_settings_here
 from autopar.settings import Settings, count_devices, make_request, plan_to_follow
 
+LARGE_BYTES = 2**24
+"""A constant beyond this size counts by its shape and type."""
 _PACKAGES = ("jax", "jaxlib", "highspy", "pulp", "numpy", "networkx")
 
 
@@ -52,7 +56,12 @@ def _describe_step(traced: TracedStep) -> object:
     numbers = {source: number for number, source in enumerate(list_sources(traced))}
     equations = [(numbers[source_line(eqn)], sorted(transformations(eqn))) for eqn in traced.program.walk()]
     leaves = (traced.inputs, traced.outputs, traced.state_of_output, traced.microbatches)
-    return traced.fingerprint, equations, leaves, traced.constants
+    return traced.fingerprint, equations, leaves, [_describe_constant(value) for value in traced.constants]
+
+
+def _describe_constant(value: jax.typing.ArrayLike) -> object:
+    """A constant by its value; a large one, which is slow to copy from its devices, by shape and type, as planning sees it."""
+    return jax.typeof(value).str_short() if getattr(value, "nbytes", 0) > LARGE_BYTES else value
 
 
 def _describe_wishes(settings: Settings) -> object:

@@ -152,6 +152,20 @@ def test_whatever_decides_what_a_search_finds_is_in_the_key():
     assert len(set(keys.values())) == len(keys), keys
 
 
+def test_large_constants_count_by_shape_and_type_and_random_keys_by_value(monkeypatch):
+    monkeypatch.setattr("autopar.plan_cache.key.LARGE_BYTES", TABLE.nbytes - 1)
+    tables = (TABLE, TABLE + 1, jnp.asarray(TABLE), TABLE.astype(np.float16), TABLE[:1])
+    keys = [key(functools.partial(train_step, table=table)) for table in tables]
+    assert keys[0] == keys[1] == keys[2]
+    assert len(set(keys)) == 3
+
+    def with_noise(seed):
+        random = jax.random.key(seed)
+        return lambda state, batch: (state, jax.random.normal(random, (4,)).sum() + batch["x"].sum())
+
+    assert key(with_noise(0)) == key(with_noise(0)) != key(with_noise(1))
+
+
 def test_names_of_leaves_are_in_the_key_as_constraints_and_plans_speak_of_them():
     def step(state, batch):
         return jax.tree.map(lambda w: w - batch["x"].mean(), state), batch["x"].sum()
