@@ -128,6 +128,7 @@ class LayerCosts:
         at_first = {min(sizes)} if smallest_first else {size for size in sizes if size <= per_node}
         self._sizes = {count: at_first}
         self._tables: dict[_CostCase, CostTable] = {}
+        self._known: dict[tuple[int, int, int], LayerFigures | None] = {}
         self._sent_once: dict[int, np.ndarray] = {}
         self.impossible: set[int] = set()
 
@@ -154,6 +155,7 @@ class LayerCosts:
             return False
         known.add(min(new))
         self._tables.clear()
+        self._known.clear()
         return True
 
     def _cut(self, count: int) -> bool:
@@ -232,6 +234,16 @@ class LayerCosts:
         If other numbers of microbatches are planned, whose examples the devices divide as well, it is carried over from them.
         If none is, it is the least possible: work, state and all else of a smaller submesh divided evenly among more devices.
         """
+        key = (count, self._kind(layer), devices)
+        if key not in self._known:
+            self._known[key] = self._find_figures(count, layer, devices)
+        return self._known[key]
+
+    def _kind(self, layer: int) -> int:
+        """The first of the layers that equal a layer in all numbers of microbatches that are planned."""
+        return max(layers.first_alike(layer) for layers in self._layers.values())
+
+    def _find_figures(self, count: int, layer: int, devices: int) -> LayerFigures | None:
         known = {m: self._layers[m].figures(layer, devices) for m, sizes in self._sizes.items() if devices in sizes}
         if count in known:
             return known[count]

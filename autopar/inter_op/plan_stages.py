@@ -234,7 +234,7 @@ class _Planning:
             if stage.assignment.mesh in job.request.meshes and _have_equal_plans(stage.program.step, step):
                 inputs = _rename(stage.plan.inputs, step.inputs)
                 outputs = _rename(stage.plan.outputs, step.outputs)
-                plan = dataclasses.replace(stage.plan, inputs=inputs, outputs=outputs)
+                plan = dataclasses.replace(stage.plan, fingerprint=step.fingerprint, inputs=inputs, outputs=outputs)
                 found = self.restore(job, plan, tasks=stage.memory.tasks)
                 if limit is None or found.peak_bytes <= limit:
                     return found
@@ -249,7 +249,7 @@ class _Planning:
 def _have_equal_plans(one: TracedStep, other: TracedStep) -> bool:
     """Whether the plan of one step is the plan of the other, with the paths of its own leaves."""
     return (
-        one.fingerprint == other.fingerprint
+        one.outline == other.outline
         and one.state_of_output == other.state_of_output
         and _without_paths(one) == _without_paths(other)
     )

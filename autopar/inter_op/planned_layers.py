@@ -147,6 +147,10 @@ class PlannedLayers:
     def __len__(self) -> int:
         return len(self._first)
 
+    def first_alike(self, layer: int) -> int:
+        """The first of the layers that are equal to a layer."""
+        return self._first[layer]
+
     @property
     def common(self) -> int:
         """The first of the layers that repeat most often."""

@@ -29,6 +29,24 @@ def fingerprint_of(program: Program) -> str:
     return digest_of((body, [numbers.get(eqn.after) for eqn in program.equations if eqn.after is not None]))[:16]
 
 
+def outline_of(program: Program) -> str:
+    """A digest of what decides how a program can be split: all but the values of the literals that its operations take."""
+    numbers: dict[Var, int] = {}
+    inputs = [(numbers.setdefault(v, len(numbers)), aval_key(v)) for v in program.invars]
+    equations = [
+        (
+            eqn.primitive.name,
+            [aval_key(v) if isinstance(v, JaxLiteral) else numbers[v] for v in eqn.invars],
+            [(numbers.setdefault(v, len(numbers)), aval_key(v)) for v in eqn.outvars],
+            [(name, _value(value)) for name, value in sorted(eqn.params.items()) if not _is_region(eqn, value)],
+            [outline_of(region) for region in eqn.regions],
+        )
+        for eqn in program.equations
+    ]
+    ends = [aval_key(v) if isinstance(v, JaxLiteral) else numbers[v] for v in program.outvars]
+    return digest_of((inputs, equations, ends))
+
+
 def signature(equations: Sequence[JaxprEqn], numbers: dict[Var, int]) -> Hashable:
     """Equations with variables numbered in order of appearance; `numbers` is filled."""
     return tuple(

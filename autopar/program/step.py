@@ -6,6 +6,7 @@ Data alone: `trace.py` makes it, passes rewrite it. `require_state` and its neig
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -13,6 +14,7 @@ import jax
 from autopar.errors import ArgumentError
 from autopar.layouts.constraints import HOW_A_BATCH_IS_GIVEN
 from autopar.program.call import PyTree
+from autopar.program.fingerprint import outline_of
 from autopar.program.program import Program
 
 Role = Literal["state", "batch", "other", "const", "output"]
@@ -69,6 +71,11 @@ class TracedStep:
     state_of_output: tuple[int | None, ...]
     fingerprint: str
     microbatches: int = 1
+
+    @functools.cached_property
+    def outline(self) -> str:
+        """Equal for steps whose programs differ at most in the values of literals."""
+        return outline_of(self.program)
 
     @property
     def shared(self) -> frozenset[int]:
