@@ -39,7 +39,7 @@ from rich.table import Table
 
 import autopar
 from autopar import api
-from autopar.intra_op import planner
+from autopar.intra_op import mesh_search
 from autopar.models import registry
 
 DEPTHS = (2, 4, 8, 16, 24, 48)
@@ -74,11 +74,13 @@ def watched() -> Iterator[Stopwatch]:
     watch = Stopwatch()
     places = [
         (api, "trace", "trace"),
-        (planner, "graph_for", "graph"),
-        (planner, "_memory_model", "memory"),
-        (planner, "choose_within_limit", "solve"),
-        (planner, "assign", "assign"),
-        (planner, "_describe", "describe"),
+        (mesh_search, "graph_for", "graph"),
+        (mesh_search, "_memory_model", "memory"),
+        (mesh_search, "lift_bound", "solve"),
+        (mesh_search, "choose", "solve"),
+        (mesh_search, "choose_within_limit", "solve"),
+        (mesh_search, "assign", "assign"),
+        (mesh_search, "describe_plan", "describe"),
     ]
     saved = [(module, name, getattr(module, name)) for module, name, _ in places]
     for (module, name, original), (_, _, phase) in zip(saved, places, strict=True):

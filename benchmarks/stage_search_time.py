@@ -49,7 +49,7 @@ HEAD = 128
 class Laps:
     """Processor seconds by phase, gathered around the functions of the search that do them."""
 
-    NAMES = ("loops", "search_stages", "plan_with_recomputation")
+    NAMES = ("make_loops", "search_stages", "plan_with_recomputation")
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(self.NAMES, 0.0)
@@ -99,7 +99,7 @@ def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
     return {
         "layers": layers,
         "trace_s": trace_s,
-        "time_axis_s": laps.seconds["loops"],
+        "time_axis_s": laps.seconds["make_loops"],
         "search_s": laps.seconds["search_stages"],
         "stages_s": laps.seconds["plan_with_recomputation"],
         "total_s": time.process_time() - started,
