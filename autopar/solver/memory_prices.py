@@ -18,8 +18,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autopar.solver.dual_ascent import Ascent
 from autopar.solver.integer_program import Limits, Program, solve_program
+from autopar.solver.local_search import Moves
 from autopar.solver.memory_rows import Spans
+from autopar.solver.messages import argmin_of_parts
 from autopar.solver.outcomes import Numbers, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.search import Found
@@ -154,3 +157,81 @@ def _best_prices(trials: Sequence[Trial], box: float) -> tuple[float, np.ndarray
     solution = solve_program(program, Limits(nodes=0, gap=0.0)).solution
     assert solution is not None, "prices of zero are a solution"
     return least + float(solution[-1]) * scale, np.maximum(solution[:-1], 0.0) * box
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Swept:
+    """What sweeps with prices came to: the best choice that fits, if one was met, a bound, and the last choices that fit."""
+
+    numbers: Numbers | None
+    seconds: float
+    lower_bound_s: float
+    met: tuple[Numbers, ...]
+
+
+class PricedAscent:
+    """Dual ascent over messages and prices in one loop, with a choice decoded, repaired and improved on the way.
+
+    Prices move along the excess of the decoded choice, by a part of the way from bound to best choice (Polyak's rule).
+    """
+
+    def __init__(self, problem: ChoiceProblem) -> None:
+        """Start from prices of zero."""
+        self.problem, self.budget = problem, problem.budget
+        spans = problem.spans.beyond_least()
+        self.spans = spans.take_rows(spans.find_needed(problem.limit_bytes))
+        self.ascent = Ascent(problem.costs, self.budget)
+        self.moves = Moves(problem.costs, self.spans, problem.limit_bytes)
+        self.cost = self.ascent.given
+        self.prices = np.zeros(len(self.spans.fixed))
+        self.best: np.ndarray | None = None
+        self.met: list[Numbers] = []
+        self.upper, self.lower = np.inf, -np.inf
+
+    def run(self) -> Swept:
+        """Sweep until bound and best choice are near, the rounds are over, or the budget is."""
+        tuning, scale = self.problem.tuning, 1.0
+        for number in range(tuning.priced_sweeps):
+            is_near = self.best is not None and self.upper - self.lower <= tuning.good_enough * abs(self.upper)
+            if self.budget.is_over or is_near:
+                break
+            paid = self.spans.price(self.prices / self.problem.limit_bytes, self.moves.first)
+            self.ascent.given = self.cost + paid
+            self.ascent.sweep()
+            before, bound = self.lower, self._bound()
+            self.lower = max(self.lower, bound)
+            choice = self.ascent.decode()
+            excess = self.spans.used_by(choice) / self.problem.limit_bytes - 1.0
+            if (number > tuning.warm_sweeps and number % tuning.repair_every == 0) or (excess <= 0).all():
+                self._try(choice, paid)
+            if number >= tuning.warm_sweeps:
+                scale = scale if self.lower > before + 1e-4 * abs(self.lower) else scale * tuning.step_decay
+                self._move_prices(excess, bound, choice, scale)
+        numbers = None if self.best is None else tuple(self.best.tolist())
+        return Swept(numbers, self.upper, min(self.lower, self.upper), tuple(self.met[-tuning.mixed_choices :]))
+
+    def _bound(self) -> float:
+        return self.ascent.lower() - float(self.prices @ (1.0 - self.spans.fixed / self.problem.limit_bytes))
+
+    def _try(self, choice: np.ndarray, paid: np.ndarray) -> None:
+        """Repair and improve a choice, and keep it if it is the best."""
+        moves, tuning = self.moves, self.problem.tuning
+        fitting = moves.repair(choice, paid, self.budget, most_moves=tuning.repair_moves)
+        if fitting is None and self.best is None:
+            smallest = argmin_of_parts(self.spans.price(np.ones(len(self.prices)), moves.first), moves.first[:-1])
+            fitting = moves.repair(smallest, paid, self.budget, most_moves=tuning.repair_moves)
+        if fitting is None:
+            return
+        better = moves.improve(fitting, self.budget)
+        value = moves.value(better)
+        self.met.append(tuple(better.tolist()))
+        if value < self.upper and self.problem.fits(better.tolist()):
+            self.best, self.upper = better, value
+
+    def _move_prices(self, excess: np.ndarray, bound: float, choice: np.ndarray, scale: float) -> None:
+        slope = np.where((excess > 0) | (self.prices > 0), excess, 0.0)
+        length = float(slope @ slope)
+        aim = self.upper if np.isfinite(self.upper) else 1.1 * max(self.moves.value(choice), bound)
+        if length > 0:
+            step = scale * max(aim - bound, 1e-3 * abs(bound)) / length
+            self.prices = np.maximum(self.prices + step * slope, 0.0)

@@ -33,7 +33,7 @@ from autopar.solver.outcomes import (
 from autopar.solver.problem import ChoiceProblem, Classes, Ties
 from autopar.solver.repeated_layers import bound_whole, restrict_to_ties, untie
 from autopar.solver.search import Found, search
-from autopar.solver.within_memory import choose_within_memory
+from autopar.solver.within_memory import choose_by_sweeps, choose_within_memory
 
 
 def choose(problem: ChoiceProblem, *, free: Chosen | None = None, tried: Sequence[Numbers] = ()) -> Outcome:
@@ -76,12 +76,31 @@ def _choose_as_it_is(problem: ChoiceProblem, free: Chosen | None, tried: Sequenc
 
 def _choose_plainly(problem: ChoiceProblem, free: Chosen | None, tried: Sequence[Numbers]) -> Outcome:
     """Without memory first, then, if that does not fit, within it."""
+    if free is None and problem.rows and problem.costs.pairs > problem.tuning.swept_pairs:
+        return _sweep_first(problem)
     found = free if free is not None else _choose_without_memory(problem)
     if not isinstance(found, Chosen):
         return found
     if np.isfinite(problem.cutoff_s) and found.lower_bound_s >= problem.cutoff_s:
         return CutOff(found.lower_bound_s)
     return found if problem.fits(found.numbers) else choose_within_memory(problem, found, tried)
+
+
+def _sweep_first(problem: ChoiceProblem) -> Outcome:
+    """By sweeps with prices; then, if that is not too much, as a smaller problem would be solved, and the better of both."""
+    swept = choose_by_sweeps(problem)
+    is_done = isinstance(swept, CutOff) or problem.is_quick or problem.budget.is_over
+    if isinstance(swept, Chosen):
+        is_done |= swept.seconds - swept.lower_bound_s <= problem.tuning.good_enough * swept.seconds
+    if is_done or problem.costs.pairs > problem.tuning.priced_pairs:
+        return swept
+    free = _choose_without_memory(problem)
+    other = _choose_plainly(problem, free, ()) if isinstance(free, Chosen) else free
+    if not isinstance(other, Chosen) or not isinstance(swept, Chosen):
+        return swept if isinstance(swept, Chosen) else other
+    best = min(swept, other, key=lambda each: each.seconds)
+    lower = max(swept.lower_bound_s, other.lower_bound_s)
+    return dataclasses.replace(best, lower_bound_s=min(lower, best.seconds))
 
 
 def _choose_without_memory(problem: ChoiceProblem) -> Chosen | Unreachable | Unfinished:

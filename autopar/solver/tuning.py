@@ -90,6 +90,27 @@ class Tuning:
     priced_rows: int = 2_000
     """So many rows get prices at most (`iopddl.py`)."""
 
+    # Dual ascent with prices on memory, for what is large.
+    priced_sweeps: int = 400
+    """Sweeps at most (`iopddl.py`, K and V)."""
+    warm_sweeps: int = 4
+    """Sweeps before the first price."""
+    repair_every: int = 10
+    """Sweeps from one choice that is repaired and improved to the next, which takes longer than a sweep."""
+    repair_moves: int = 3_000
+    """Moves of one repair at most."""
+    mixed_choices: int = 8
+    """So many of the last choices that fit are mixed by an integer program."""
+    swept_pairs: int = 300_000
+    """Problems with memory rows and more pairs than this are swept with prices at once, if their best choice without memory is
+    not known: to look for that takes longer (`iopddl.py`, K and V)."""
+    priced_pairs: int = 1_000_000
+    """Those with at most so many are then solved without memory and with prices all the same (`iopddl.py`, V)."""
+    sweep_share: float = 0.4
+    """The part of the budget that sweeps get before the choices are mixed."""
+    step_decay: float = 0.98
+    """By what a step shrinks where the bound hardly rose."""
+
     # Prices on memory.
     price_rounds: int = 24
     """Prices tried at most; each is a search without memory (`stage_search_time.py`)."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.solver.elimination import find_order
 from autopar.solver.integer_program import Infeasible, Solved, solve_integer_program
-from autopar.solver.memory_prices import Priced, price_memory
+from autopar.solver.memory_prices import Priced, PricedAscent, price_memory
 from autopar.solver.memory_rows import SpanRows, Spans, find_peaks
 from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, Numbers, Unfinished, Unreachable
 from autopar.solver.presolve import Reduced, reduce_costs
@@ -46,9 +46,28 @@ def choose_within_memory(
     found = _choose_by_prices(problem, free, tried)
     if isinstance(found, CutOff) or (isinstance(found, Chosen) and (problem.is_quick or _is_near(problem, found))):
         return found
-    if is_direct or (isinstance(found, Unfinished) and pairs <= tuning.last_resort * tuning.direct_pairs):
+    is_solved = isinstance(found, Chosen) and tuning.good_enough > 0 and pairs > tuning.small_pairs
+    if (is_direct and not is_solved) or (
+        isinstance(found, Unfinished) and pairs <= tuning.last_resort * tuning.direct_pairs
+    ):
         return _solve_after(problem, reduced, found)
     return found
+
+
+def choose_by_sweeps(problem: ChoiceProblem) -> Chosen | CutOff | Unfinished:
+    """By dual ascent with prices, for what is large; then a mixture of the choices met."""
+    swept = PricedAscent(dataclasses.replace(problem, budget=problem.budget.part(problem.tuning.sweep_share))).run()
+    if swept.lower_bound_s >= problem.cutoff_s:
+        return CutOff(swept.lower_bound_s)
+    if swept.numbers is None:
+        return Unfinished()
+    best = Chosen(swept.numbers, problem.costs.value(swept.numbers), swept.lower_bound_s, swept.met)
+    if problem.is_quick or _is_near(problem, best):
+        return best
+    mixed = mix_choices(problem, (*swept.met, swept.numbers))
+    if isinstance(mixed, Chosen) and mixed.seconds < best.seconds:
+        best = dataclasses.replace(best, numbers=mixed.numbers, seconds=mixed.seconds)
+    return best
 
 
 def _is_near(problem: ChoiceProblem, found: Chosen) -> bool:

@@ -1,0 +1,150 @@
+"""How the solver does on intra-operator problems that others posed: the instances of the IOPDDL contest (google/iopddl).
+
+    python benchmarks/iopddl.py [FOLDER] [--only ABG] [--seconds 60] [--proof 0.001] [--curve curve.svg] [--csv curve.csv]
+
+In: a folder of instances, gzipped JSON as the contest describes them; `../shared/iopddl` by default. Out: a line per instance:
+cost by the best known cost, own bound by the best known, gap, seconds, whether the choice fits memory. `--curve` solves each
+instance with several budgets, 1/16, 1/8, ... of `--seconds`, and draws cost and bound over the time. What can go wrong: no
+folder, no lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from autopar.solver.budget import Budget
+from autopar.solver.memory_rows import SpanRows, Spans
+from autopar.solver.outcomes import Chosen
+from autopar.solver.problem import ChoiceProblem, Costs
+from autopar.solver.solve import choose
+
+FORBIDDEN = 1e18
+"""Costs from here on stand for what is impossible."""
+BEST_KNOWN = {"A": 6548641531, "B": 532843, "G": 217039, "K": 2242640000, "P": 651833115436, "V": 1617084}
+"""Of the contest's table, and for P of XLA."""
+PARTS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+"""Of the seconds, for the curve."""
+
+
+class Row(NamedTuple):
+    """One run."""
+
+    name: str
+    budget_s: float
+    seconds: float
+    cost: float
+    bound: float
+    is_feasible: bool
+
+
+def read_instance(path: Path) -> tuple[Costs, SpanRows, float]:
+    """Objective, memory rows and limit of an instance."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        problem: dict[str, Any] = json.load(file)["problem"]
+    nodes, edges = problem["nodes"], problem["edges"]
+    costs = [_costs(each) for each in nodes["costs"]]
+    matrices: dict[tuple[int, int], np.ndarray] = {}
+    for (a, b), entries in zip(edges["nodes"], edges["costs"], strict=True):
+        matrix = _costs(entries).reshape(len(costs[a]), len(costs[b]))
+        pair, matrix = ((a, b), matrix) if a < b else ((b, a), matrix.T)
+        matrices[pair] = matrices[pair] + matrix if pair in matrices else matrix
+    lives = enumerate(zip(nodes["intervals"], nodes["usages"], strict=True))
+    spans = [(v, first, last, np.array(used, dtype=float)) for v, ((first, last), used) in lives if last > first]
+    rows = np.zeros(max(last for _, last in nodes["intervals"]))
+    limit = float(problem.get("usage_limit", math.inf))
+    return Costs.of(costs, matrices), SpanRows(Spans.join(spans, rows)), limit
+
+
+def _costs(values: Sequence[float]) -> np.ndarray:
+    array = np.array(values, dtype=float)
+    array[array >= FORBIDDEN] = np.inf
+    return array
+
+
+def solve(path: Path, seconds: float, proof: float) -> Row:
+    """Solve one instance; the seconds hold the solver's work, not the reading of the file."""
+    costs, rows, limit = read_instance(path)
+    started = time.perf_counter()
+    problem = ChoiceProblem(costs=costs, rows=rows, limit_bytes=limit, proof=proof, budget=Budget(seconds=seconds))
+    found = choose(problem)
+    elapsed = time.perf_counter() - started
+    if not isinstance(found, Chosen):
+        return Row(path.name.split(".")[0], seconds, elapsed, math.inf, -math.inf, False)
+    fits = problem.fits(found.numbers)
+    return Row(path.name.split(".")[0], seconds, elapsed, costs.value(found.numbers), found.lower_bound_s, fits)
+
+
+def describe(row: Row) -> str:
+    """A line of the table."""
+    best = BEST_KNOWN.get(row.name, math.nan)
+    gap = 1 - row.bound / row.cost if row.is_feasible else math.nan
+    return (
+        f"{row.name:<8} {row.cost:>16.0f} {row.cost / best:>10.5f} {row.bound / best:>11.5f} {gap:>9.4%} "
+        f"{row.seconds:>8.1f} {'yes' if row.is_feasible else 'no':>9}"
+    )
+
+
+def draw(rows: Sequence[Row]) -> str:
+    """Cost (line) and bound (dashes) by the best known cost over seconds, one colour per instance, as SVG."""
+    colours = ("#1b6ca8", "#c0392b", "#27824a", "#8e44ad", "#b9770e", "#444444")
+    longest = max(row.seconds for row in rows) or 1.0
+
+    def point(row: Row, value: float) -> str:
+        part = min(max(value / BEST_KNOWN.get(row.name, math.nan), 0.5), 1.5)
+        return f"{60 + 520 * math.log1p(row.seconds) / math.log1p(longest):.1f},{300 - 260 * (part - 0.5):.1f}"
+
+    drawn = []
+    for number, name in enumerate(dict.fromkeys(row.name for row in rows)):
+        own = [row for row in rows if row.name == name and row.is_feasible and name in BEST_KNOWN]
+        colour = colours[number % len(colours)]
+        costs, bounds = " ".join(point(row, row.cost) for row in own), " ".join(point(row, row.bound) for row in own)
+        drawn.append(f'<polyline points="{costs}" fill="none" stroke="{colour}"/>')
+        drawn.append(f'<polyline points="{bounds}" fill="none" stroke="{colour}" stroke-dasharray="4"/>')
+        drawn.append(f'<text x="590" y="{40 + 18 * number}" fill="{colour}">{name}</text>')
+    for part in (0.5, 0.75, 1.0, 1.25, 1.5):
+        drawn.append(f'<text x="10" y="{304 - 260 * (part - 0.5):.0f}">{part:.2f}</text>')
+    drawn.append(f'<text x="60" y="325">0 s</text><text x="560" y="325">{longest:.0f} s</text>')
+    return '<svg xmlns="http://www.w3.org/2000/svg" width="640" height="340">' + "".join(drawn) + "</svg>\n"
+
+
+def main() -> None:
+    """Solve the instances and print the table."""
+    parser = argparse.ArgumentParser(description="The solver on instances of the IOPDDL contest.")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("../shared/iopddl"))
+    parser.add_argument("--only", default="", help="letters of the instances")
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--proof", type=float, default=1e-3, help="the relative gap that is enough")
+    parser.add_argument("--curve", type=Path, help="an SVG of cost and bound over time")
+    parser.add_argument("--csv", type=Path, help="the same as figures")
+    args = parser.parse_args()
+    paths = [path for path in sorted(args.folder.glob("*.json.gz")) if not args.only or path.name[0] in args.only]
+    if not paths:
+        print(f"no instances in {args.folder}: skipped")
+        return
+    print(
+        f"{'instance':<8} {'cost':>16} {'cost/best':>10} {'bound/best':>11} {'gap':>9} {'seconds':>8} {'feasible':>9}"
+    )
+    rows = []
+    for path in paths:
+        for part in PARTS if args.curve or args.csv else (1.0,):
+            rows.append(solve(path, part * args.seconds, args.proof))
+            print(describe(rows[-1]), flush=True)
+    if args.curve:
+        args.curve.write_text(draw(rows), encoding="utf-8")
+    if args.csv:
+        with args.csv.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows([Row._fields, *rows])
+
+
+if __name__ == "__main__":
+    main()
