@@ -8,6 +8,7 @@ ends the command. What can go wrong: the search has no plan yet; its error is pr
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -62,6 +63,7 @@ def interruptible(stop: Callable[[], bool]) -> Iterator[Interruption]:
 
 def _raise(number: int, words: str = "") -> None:
     """End the command; `__main__` prints the words after Ctrl-C."""
+    gc.freeze()  # or the interpreter looks for garbage in all that was planned before it ends, which takes seconds
     if number == signal.SIGINT:
         raise KeyboardInterrupt(words)
     sys.stderr.write(f"autopar: stopped by SIGTERM{words and ': '}{words}\n")
