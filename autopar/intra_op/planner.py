@@ -45,6 +45,7 @@ class SharedSearch:
         excess: of the latest way, how many times the memory that is left for temporaries they take without a limit, on the mesh
             where it is least.
         has_other_ways: whether other ways will be looked at if nothing fits.
+        is_bounded: whether meshes are to have bounds that hold for all ways; of stages nobody asks for them.
     """
 
     best_s: float = math.inf
@@ -52,6 +53,7 @@ class SharedSearch:
     at_least_s: dict[LogicalMesh, float] = dataclasses.field(default_factory=dict)
     excess: float = math.inf
     has_other_ways: bool = False
+    is_bounded: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Beaten:
 
 def plan_step(traced: TracedStep, request: PlanRequest) -> PlannedStep:
     """The best plan over the request's meshes. Raises ConstraintError, OutOfMemoryError."""
-    planned = plan_way(traced, request, SharedSearch())
+    planned = plan_way(traced, request, SharedSearch(is_bounded=False))
     assert isinstance(planned, PlannedStep), "there is no other way that could beat it"
     return planned
 
@@ -136,12 +138,13 @@ class _Comparison:
 
     def _describe(self, best: PlannedStep | Plan, meshes: Sequence[LogicalMesh]) -> PlannedStep:
         planned = best if isinstance(best, PlannedStep) else restore(self.traced, best, self.request)
+        bounds = [self._bound_s(mesh) for mesh in meshes]
         names = tuple(f"mesh {mesh.shape}" for mesh in self.not_compared)
         plan = dataclasses.replace(
             planned.plan,
             candidates=tuple(self.candidates),
             unlimited_s=min(planned.plan.step_s, *self.unlimited_s),
-            lower_bound_s=min(planned.plan.lower_bound_s, *(self._bound_s(mesh) for mesh in meshes)),
+            lower_bound_s=min([planned.plan.lower_bound_s, *(bounds if self.shared.is_bounded else ())]),
             ended_early=bool(names),
             not_compared=names,
         )
@@ -188,7 +191,7 @@ class _Comparison:
         search = MeshSearch(self.traced, mesh, self.request)
         shared = self.shared
         evenly_divided_s = shared.evenly_divided_s or search.evenly_divided_s()
-        at_least_s = shared.at_least_s.get(mesh, 0.0) or search.at_least_s()
+        at_least_s = shared.at_least_s.get(mesh) or (search.at_least_s() if shared.is_bounded else 0.0)
         is_beaten = max(at_least_s, evenly_divided_s) >= (1 - self.request.tuning.worth) * shared.best_s
         outcome = None if is_beaten else search.plan(shared.best_s)
         return _Looked(evenly_divided_s=evenly_divided_s, at_least_s=at_least_s, excess=search.excess, outcome=outcome)

@@ -39,6 +39,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from autopar.compat import RECOMPUTED, Literal, Var, transformations
@@ -62,8 +63,18 @@ class BackwardPass:
     gradients: Mapping[Var, Var]
 
 
+_FOUND: weakref.WeakKeyDictionary[TracedStep, BackwardPass] = weakref.WeakKeyDictionary()
+"""By step: each search for stages asks for it many times. It holds equations and values, which do not hold the step."""
+
+
 def find_backward(traced: TracedStep) -> BackwardPass:
-    """The backward pass of a step; see the module's text."""
+    """The backward pass of a step; see the module's text. It is found once for each step."""
+    if traced not in _FOUND:
+        _FOUND[traced] = _find(traced)
+    return _FOUND[traced]
+
+
+def _find(traced: TracedStep) -> BackwardPass:
     reads = {eqn: operands_of(eqn) for eqn in traced.program.equations}
     returning, gradients = _going_back(traced, reads)
     making = {eqn for eqn in reads if not gradients.keys().isdisjoint(eqn.outvars)}
