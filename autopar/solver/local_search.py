@@ -6,6 +6,7 @@ In: a choice of an objective. Out: one that is no worse, or one that keeps the m
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -47,8 +48,12 @@ class Moves:
 
     def __init__(self, costs: Costs, spans: Spans, limit_bytes: float) -> None:
         """Lay the objective out; the nodes are 0, 1, ... without gaps."""
-        self.flat, self.spans, self.limit = FlatCosts.of(costs), spans, limit_bytes
-        flat = self.flat
+        given = FlatCosts.of(costs)
+        both = np.concatenate([given.cost, given.value])
+        big = 4.0 * float(np.abs(both[np.isfinite(both)]).sum()) + 1.0  # takes the place of infinity
+        cost, value = np.minimum(given.cost, big), np.minimum(given.value, big)
+        flat = dataclasses.replace(given, cost=cost, value=value)
+        self.flat, self.spans, self.limit = flat, spans, limit_bytes
         self.first = flat.first
         end = np.repeat(np.arange(2 * len(flat.ends)), flat.sizes[flat.ends.ravel()])
         sizes = flat.sizes[flat.ends.ravel()]
@@ -70,7 +75,7 @@ class Moves:
         return np.asarray(self.flat.cost + np.bincount(self.place, met, len(self.flat.cost)))
 
     def value(self, choice: np.ndarray) -> float:
-        """The objective of a choice."""
+        """The objective of a choice; very large where it is infinite."""
         flat = self.flat
         u, v = flat.ends.T
         pairs = flat.begin[:-1] + choice[u] * flat.sizes[v] + choice[v]

@@ -208,7 +208,9 @@ class PricedAscent:
                 scale = scale if self.lower > before + 1e-4 * abs(self.lower) else scale * tuning.step_decay
                 self._move_prices(excess, bound, choice, scale)
         numbers = None if self.best is None else tuple(self.best.tolist())
-        return Swept(numbers, self.upper, min(self.lower, self.upper), tuple(self.met[-tuning.mixed_choices :]))
+        return Swept(
+            numbers, self.upper, min(self.lower, self.upper), tuple(self.met[-2 * max(tuning.mixed_choices) :])
+        )
 
     def _bound(self) -> float:
         return self.ascent.lower() - float(self.prices @ (1.0 - self.spans.fixed / self.problem.limit_bytes))
@@ -223,7 +225,9 @@ class PricedAscent:
         if fitting is None:
             return
         better = moves.improve(fitting, self.budget)
-        value = moves.value(better)
+        value = self.problem.costs.value(better.tolist())
+        if not np.isfinite(value):
+            return
         self.met.append(tuple(better.tolist()))
         if value < self.upper and self.problem.fits(better.tolist()):
             self.best, self.upper = better, value

@@ -44,7 +44,7 @@ def choose(problem: ChoiceProblem, *, free: Chosen | None = None, tried: Sequenc
         free: the best choice of the same problem without memory rows, if it is known.
         tried: choices that were met at other limits (`Chosen.tried`).
     """
-    if problem.least_bytes() > problem.limit_bytes:
+    if problem.rows and problem.least_bytes() > problem.limit_bytes:
         return DoesNotFit(problem.least_bytes())
     if problem.proof is not None:
         tuning = dataclasses.replace(problem.tuning, good_enough=problem.proof)

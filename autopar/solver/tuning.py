@@ -99,14 +99,14 @@ class Tuning:
     """Sweeps from one choice that is repaired and improved to the next, which takes longer than a sweep."""
     repair_moves: int = 3_000
     """Moves of one repair at most."""
-    mixed_choices: int = 8
-    """So many of the last choices that fit are mixed by an integer program."""
+    mixed_choices: tuple[int, ...] = (12, 8, 5, 3, 2)
+    """So many of the best choices that fit are mixed by an integer program; the first number that it can take."""
     swept_pairs: int = 300_000
     """Problems with memory rows and more pairs than this are swept with prices at once, if their best choice without memory is
     not known: to look for that takes longer (`iopddl.py`, K and V)."""
     priced_pairs: int = 1_000_000
     """Those with at most so many are then solved without memory and with prices all the same (`iopddl.py`, V)."""
-    sweep_share: float = 0.4
+    sweep_share: float = 0.6
     """The part of the budget that sweeps get before the choices are mixed."""
     step_decay: float = 0.98
     """By what a step shrinks where the bound hardly rose."""

@@ -64,9 +64,11 @@ def choose_by_sweeps(problem: ChoiceProblem) -> Chosen | CutOff | Unfinished:
     best = Chosen(swept.numbers, problem.costs.value(swept.numbers), swept.lower_bound_s, swept.met)
     if problem.is_quick or _is_near(problem, best):
         return best
-    mixed = mix_choices(problem, (*swept.met, swept.numbers))
-    if isinstance(mixed, Chosen) and mixed.seconds < best.seconds:
-        best = dataclasses.replace(best, numbers=mixed.numbers, seconds=mixed.seconds)
+    nearest = sorted(dict.fromkeys(swept.met), key=problem.costs.value)
+    for count in problem.tuning.mixed_choices:  # fewer where the mixture of more is too large
+        mixed = mix_choices(problem, (swept.numbers, *nearest[:count]))
+        if isinstance(mixed, Chosen) and mixed.seconds < best.seconds:
+            return dataclasses.replace(best, numbers=mixed.numbers, seconds=mixed.seconds)
     return best
 
 

@@ -1,0 +1,158 @@
+"""The solver against brute force: ten thousand small problems with memory rows and forbidden pairs.
+
+Hypothesis draws seeds; each seed gives a batch of problems, because making a problem entry by entry takes longer than to solve
+it. All choices of a problem are enumerated by arrays. Tunings differ in which method is used: elimination, dual ascent, integer
+programs, sweeps with prices.
+"""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.solver.budget import Budget
+from autopar.solver.followers import follow
+from autopar.solver.memory_prices import PricedAscent
+from autopar.solver.memory_rows import MemoryRow, SpanRows, Spans
+from autopar.solver.outcomes import Chosen, DoesNotFit, Unfinished, Unreachable
+from autopar.solver.problem import ChoiceProblem, Costs
+from autopar.solver.solve import choose
+from autopar.solver.tuning import Tuning
+
+TUNINGS = (
+    Tuning(),
+    Tuning(entries=0, quick_entries=0, small_pairs=4),
+    Tuning(tiny_pairs=0, memory_pairs=20),
+    Tuning(swept_pairs=0, priced_sweeps=30, entries=0),
+)
+
+
+def random_problem(random: np.random.Generator, tuning: Tuning) -> ChoiceProblem:
+    """Up to five nodes of up to three choices; a third of them with many forbidden pairs, two thirds with memory rows."""
+    count = int(random.integers(1, 6))
+    sizes = random.integers(1, 4, count)
+    forbidden = random.choice([0.0, 0.1, 0.45])
+    costs = [random.integers(0, 20, size).astype(float) for size in sizes]
+    edges = {}
+    for u, v in itertools.combinations(range(count), 2):
+        if random.uniform() < 0.6:
+            matrix = random.integers(0, 20, (sizes[u], sizes[v])).astype(float)
+            matrix[random.uniform(size=matrix.shape) < forbidden] = np.inf
+            edges[u, v] = matrix
+    rows = []
+    for t in range(int(random.integers(0, 4))):
+        alive = np.flatnonzero(random.uniform(size=count) < 0.7).tolist()
+        sizes_of = {v: random.integers(0, 10, sizes[v]).astype(float) for v in alive}
+        rows.append(MemoryRow(f"point {t}", sizes_of, float(random.integers(0, 4))))
+    limit = max((row.least() for row in rows), default=0.0) + float(random.integers(-1, 13))
+    given = SpanRows(Spans.of(rows)) if random.uniform() < 0.3 and rows else rows
+    return ChoiceProblem(costs=Costs.of(costs, edges), rows=given, limit_bytes=limit, proof=0.0, tuning=tuning)
+
+
+def best_of(problem: ChoiceProblem) -> tuple[float, float]:
+    """The least objective within memory, and without, over all choices."""
+    nodes = list(problem.costs.nodes.values())
+    every = np.stack([axis.ravel() for axis in np.meshgrid(*(np.arange(len(c)) for c in nodes), indexing="ij")], axis=1)
+    value = sum(cost[every[:, v]] for v, cost in enumerate(nodes))
+    for (u, v), matrix in problem.costs.edges.items():
+        value = value + matrix[every[:, u], every[:, v]]
+    fits = np.ones(len(every), dtype=bool)
+    for row in problem.rows:
+        used = sum((b[every[:, v]] for v, b in row.bytes_of.items()), np.full(len(every), row.fixed_bytes))
+        fits &= used <= problem.limit_bytes
+    return float(np.min(np.where(fits, value, np.inf))), float(np.min(value))
+
+
+def assert_right(problem: ChoiceProblem, is_exact: bool) -> None:
+    best, free = best_of(problem)
+    found = choose(problem)
+    if isinstance(found, Chosen):
+        assert problem.fits(found.numbers)
+        assert found.seconds == pytest.approx(problem.costs.value(found.numbers))
+        assert found.lower_bound_s <= best + 1e-6 * abs(best) + 1e-9
+        assert found.seconds >= best - 1e-9
+        assert not is_exact or found.seconds == pytest.approx(best, rel=1e-6), f"{found}, not {best}"
+    elif isinstance(found, DoesNotFit | Unreachable):
+        assert not np.isfinite(best), f"{found}, but there is one of {best}"
+        assert isinstance(found, DoesNotFit) or not np.isfinite(free)
+    else:
+        assert isinstance(found, Unfinished)
+        assert not is_exact
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize(("number", "batch"), [(0, 550), (1, 300), (2, 140), (3, 10)])
+def test_the_optimum_is_that_of_brute_force_and_nothing_is_ruled_out_that_is_possible(
+    number: int, batch: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(batch):
+        assert_right(random_problem(random, TUNINGS[number]), is_exact=number == 0)
+
+
+@settings(max_examples=3)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 3_000))
+def test_a_budget_or_a_quick_answer_is_legal_and_the_same_twice(seed: int, work: int) -> None:
+    random = np.random.default_rng(seed)
+    for number in range(20):
+        problem = random_problem(random, TUNINGS[number % len(TUNINGS)])
+        results = []
+        for _ in range(2):
+            asked = dataclasses.replace(problem, budget=Budget(work=work), is_quick=number % 3 == 0)
+            assert_right(asked, is_exact=False)
+            results.append(choose(dataclasses.replace(asked, budget=Budget(work=work))))
+        assert results[0] == results[1]
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**32 - 1))
+def test_leaders_have_the_optimum_of_the_whole_and_the_way_back(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(20):
+        problem = random_problem(random, TUNINGS[0])
+        led = follow(problem)
+        best, free = best_of(problem)
+        if isinstance(led, Unreachable):
+            assert not np.isfinite(free)
+        elif led is not None:
+            assert best_of(led.problem) == (pytest.approx(best), pytest.approx(free))
+            numbers = [int(random.integers(len(cost))) for cost in led.problem.costs.nodes.values()]
+            whole = led.extend(numbers)
+            assert problem.costs.value(whole) == pytest.approx(led.problem.costs.value(numbers))
+            assert problem.fits(whole) == led.problem.fits(numbers)
+            assert led.restrict(whole) == tuple(numbers)
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**32 - 1))
+def test_spans_say_what_the_rows_say_and_needed_rows_say_all(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(40):
+        problem = random_problem(random, TUNINGS[0])
+        rows, spans = list(problem.rows), Spans.of(problem.rows)
+        choice = np.array([random.integers(len(cost)) for cost in problem.costs.nodes.values()])
+        used = np.array([row.used(choice.tolist()) for row in rows])
+        assert spans.used_by(choice) == pytest.approx(used)
+        assert spans.least() == pytest.approx(np.array([row.least() for row in rows]))
+        beyond = spans.beyond_least()
+        assert beyond.used_by(choice) == pytest.approx(used)
+        needed = beyond.take_rows(beyond.find_needed(problem.limit_bytes))
+        fits = (needed.used_by(choice) <= problem.limit_bytes).all()
+        assert fits == (used <= problem.limit_bytes).all()
+
+
+@settings(max_examples=4)
+@given(st.integers(0, 2**32 - 1))
+def test_sweeps_with_prices_bound_from_below_and_choose_what_fits(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(15):
+        problem = random_problem(random, dataclasses.replace(TUNINGS[0], priced_sweeps=25))
+        best, _ = best_of(problem)
+        if problem.rows and np.isfinite(best):
+            swept = PricedAscent(problem).run()
+            assert swept.lower_bound_s <= best + 1e-9 * abs(best) + 1e-9
+            assert swept.numbers is None or (problem.fits(swept.numbers) and swept.seconds >= best - 1e-9)
