@@ -39,13 +39,14 @@ class MeshSearch:
     Attributes:
         graph: what can be chosen.
         problem: the choice problem of it, without memory rows.
+        bound_s: seconds that no choice without a limit goes below, as far as planning has found out.
         excess: how many times the memory that the least state leaves for temporaries these take without a limit; 0 if a plan
             without a limit fits.
     """
 
     def __init__(self, traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> None:
         self.traced, self.mesh, self.request = traced, mesh, request
-        self.excess = 0.0
+        self.excess = self.bound_s = 0.0
         allowed = _allowed_inputs(traced, mesh, request)
         self.graph = graph_for(traced, mesh, request, allowed, batch=_batch_split(traced, mesh, request))
         costs = Costs.of(self.graph.costs, self.graph.edges)
@@ -88,6 +89,8 @@ class MeshSearch:
             found = choose(problem)
             if isinstance(found, DoesNotFit):
                 raise AssertionError("a problem without memory rows fits")
+            if problem.ties is None and isinstance(found, Chosen | CutOff | NotSearched):
+                self.bound_s = found.lower_bound_s
             if not isinstance(found, Chosen):
                 return found
             free = found

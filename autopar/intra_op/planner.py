@@ -165,8 +165,10 @@ class _Comparison:
         is_optional = len(mesh.shape) >= tuning.merged_axes and len(self.request.meshes) > 1
         if is_optional and self.candidates and not is_settled:
             search_s = tuning.search_s_per_equation * self.equations
-            is_worth_it = gain_s > tuning.least_gain * best_s and gain_s * tuning.repaid_in_steps > search_s
-            is_settled = not (is_worth_it and self.more_axes_help)
+            is_promising = self.equations < tuning.large or (
+                self.more_axes_help and gain_s > tuning.least_gain * best_s
+            )
+            is_settled = not (is_promising and gain_s * tuning.repaid_in_steps > search_s)
         if is_settled:
             self.candidates.append(Candidate(mesh.shape, None, bound_s))
         return not is_settled
@@ -194,6 +196,7 @@ class _Comparison:
         at_least_s = shared.at_least_s.get(mesh) or (search.at_least_s() if shared.is_bounded else 0.0)
         is_beaten = max(at_least_s, evenly_divided_s) >= (1 - self.request.tuning.worth) * shared.best_s
         outcome = None if is_beaten else search.plan(shared.best_s)
+        at_least_s = max(at_least_s, search.bound_s)
         return _Looked(evenly_divided_s=evenly_divided_s, at_least_s=at_least_s, excess=search.excess, outcome=outcome)
 
     def _note(self, mesh: LogicalMesh, looked: _Looked) -> None:
