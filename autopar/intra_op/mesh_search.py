@@ -86,7 +86,8 @@ class MeshSearch:
             return NothingFits(self.mesh, bound, None, self.memory.least()[1], is_settled=True)
         problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
         if free is None:
-            found = choose(problem)
+            work = request.tuning.mesh_work
+            found = choose(dataclasses.replace(problem, budget=request.budget.limit(work=work)))
             if isinstance(found, DoesNotFit):
                 raise AssertionError("a problem without memory rows fits")
             if problem.ties is None and isinstance(found, Chosen | CutOff | NotSearched):

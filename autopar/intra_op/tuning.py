@@ -28,6 +28,9 @@ class Tuning:
     run the step, such as more microbatches."""
     large: int = 2000
     """Meshes are planned side by side, by several processes, for programs of so many equations."""
+    mesh_work: float = 1e9
+    """Units of work (`solver/budget.py`) that the choice on one mesh may take without a memory limit, about five seconds. What is
+    open then is a gap in the plan (`benchmarks/planning_ordinary.py`, unet)."""
     memory_rounds: int = 6
     """How often the limit of the memory rows is changed before a step counts as too large. Each is a search; more find plans
     nearer to the limit (`benchmarks/memory_error.py` plans under limits)."""
