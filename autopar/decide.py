@@ -19,8 +19,8 @@ from autopar.inter_op.describe_pipeline import PlannedPipeline
 from autopar.inter_op.one_mesh import plan_on_one_mesh
 from autopar.inter_op.one_or_stages import plan_one_or_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes, restore_pipeline
-from autopar.intra_op.planner import restore
 from autopar.intra_op.request import PlannedStep
+from autopar.intra_op.restore import restore
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import cut_into_microbatches, microbatch_counts
 from autopar.pipeline_plan import PipelinePlan, plan_from_json

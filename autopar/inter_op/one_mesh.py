@@ -16,7 +16,8 @@ from dataclasses import replace
 from autopar.avals import itemsize_of
 from autopar.errors import ConstraintError, OutOfMemoryError, warn
 from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.intra_op.planner import Beaten, SharedSearch, plan_way
+from autopar.intra_op.compare_meshes import Beaten, SharedSearch
+from autopar.intra_op.planner import plan_way
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.microbatches.counts import cut_into_microbatches, loop_over_microbatches, microbatch_counts
 from autopar.microbatches.mixing import MixedExamples

@@ -17,8 +17,9 @@ from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.stage_seconds import Staged, StagedStage, measured
 from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.intra_op.planner import plan_step, restore
+from autopar.intra_op.planner import plan_step
 from autopar.intra_op.request import PlannedStep, PlanRequest, logical_meshes
+from autopar.intra_op.restore import restore
 from autopar.layouts.allowed import allowed_layouts
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh

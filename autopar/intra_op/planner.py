@@ -1,72 +1,18 @@
 """From a traced step to a `Plan`: compare logical meshes, choose strategies, predict.
 
 In: a `TracedStep`, the number of devices, a cluster, options. Out: a `PlannedStep`: the `Plan`, and the `Assignment` that the
-lowering runs. Meshes are looked at one after the other, those of fewest axes first. Each is left as soon as its bound says that
-it cannot beat the best plan so far, of this step or of another way to run it (`SharedSearch`). A mesh of three axes or more is
-only looked at if one of two axes is the best so far, and what it may gain repays the search. What can go wrong: nothing fits
-the memory; the error names the largest tensors and the ways out. The time may be over; the plan says which meshes were not
-compared.
+lowering runs. What can go wrong: nothing fits the memory, or no plan meets the constraints.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
 
-from autopar.errors import ConstraintError, OutOfMemoryError, PlanError, warn
-from autopar.forked_jobs import run_side_by_side
-from autopar.intra_op.lowering.assignment import assign
-from autopar.intra_op.mesh_search import MeshSearch, graph_for
-from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
+from autopar.errors import warn
+from autopar.intra_op.compare_meshes import Beaten, MeshComparison, SharedSearch
 from autopar.intra_op.request import PlannedStep, PlanRequest
-from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.plan import Candidate, Plan, ValuePlan
-from autopar.program.step import Leaf, TracedStep
-from autopar.progress import Progress, report
-from autopar.solver.outcomes import CutOff, NotSearched, Unfinished, Unreachable
-
-Ended: TypeAlias = NothingFits | CutOff | NotSearched | Unreachable | Unfinished
-"""How the search of a mesh ends without a plan."""
-
-
-@dataclasses.dataclass
-class SharedSearch:
-    """What the searches of all ways to run one step tell each other.
-
-    Attributes:
-        best_s: seconds of the fastest plan of any way.
-        evenly_divided_s: seconds of the work, divided evenly among all devices; 0 if it is not known.
-        at_least_s: by mesh, seconds that no way goes below on it, whatever the memory: the same work in smaller pieces, or with
-            some of it done again, takes no less time.
-        excess: of the latest way, how many times the memory that is left for temporaries they take without a limit, on the mesh
-            where it is least.
-        has_other_ways: whether other ways will be looked at if nothing fits.
-        is_bounded: whether meshes are to have bounds that hold for all ways; of stages nobody asks for them.
-    """
-
-    best_s: float = math.inf
-    evenly_divided_s: float = 0.0
-    at_least_s: dict[LogicalMesh, float] = dataclasses.field(default_factory=dict)
-    excess: float = math.inf
-    has_other_ways: bool = False
-    is_bounded: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class Beaten:
-    """No mesh makes this way to run a step faster than another way.
-
-    Attributes:
-        step_s: seconds of its best plan; None if none was made, as bounds said that it would not be faster.
-        at_least_s: seconds that no plan goes below.
-    """
-
-    step_s: float | None
-    at_least_s: float
+from autopar.program.step import TracedStep
 
 
 def plan_step(traced: TracedStep, request: PlanRequest) -> PlannedStep:
@@ -84,187 +30,11 @@ def plan_way(traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> 
     """
     started = time.perf_counter()
     _warn_of_undividable_batch(traced, request)
-    planned = _Comparison(traced, request, shared).run()
+    planned = MeshComparison(traced, request, shared).run()
     if isinstance(planned, Beaten):
         return planned
     plan = dataclasses.replace(planned.plan, planning_s=time.perf_counter() - started)
     return dataclasses.replace(planned, plan=plan)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Looked:
-    """What was found on a mesh; a fork sends the plan of a `PlannedStep` alone."""
-
-    evenly_divided_s: float
-    at_least_s: float
-    excess: float
-    outcome: PlannedStep | Plan | Ended | None
-
-
-class _Comparison:
-    """The meshes of one request: what was found on each."""
-
-    def __init__(self, traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> None:
-        self.traced, self.request, self.shared = traced, request, shared
-        self.best: PlannedStep | Plan | None = None
-        self.failures: list[NothingFits] = []
-        self.unreached: dict[LogicalMesh, Unreachable | Unfinished] = {}
-        self.candidates: list[Candidate] = []
-        self.not_compared: list[LogicalMesh] = []
-        self.found_s: list[float] = []
-        self.unlimited_s: list[float] = []
-        self.more_axes_help = False
-        self.equations = sum(1 for _ in traced.program.walk())
-
-    def run(self) -> PlannedStep | Beaten:
-        """The best plan, with all that was compared."""
-        self.shared.excess = math.inf
-        meshes = waiting = _distinct(self.request)
-        is_large = self.equations >= self.request.tuning.large
-        together = self.request.processes if is_large else 1
-        while waiting:
-            if self.request.budget.is_over and self.best is not None:
-                self.not_compared += waiting
-                break
-            if self._is_far_too_large():
-                break
-            now, waiting = waiting[:together], waiting[together:]
-            self._look_at([mesh for mesh in now if self._may_win(mesh)])
-        if self.best is not None:
-            return self._describe(self.best, meshes)
-        if any(c.step_s is not None or c.at_least_s is not None for c in self.candidates):
-            return Beaten(min(self.found_s, default=None), min(self._bound_s(mesh) for mesh in meshes))
-        raise self._error()
-
-    def _describe(self, best: PlannedStep | Plan, meshes: Sequence[LogicalMesh]) -> PlannedStep:
-        planned = best if isinstance(best, PlannedStep) else restore(self.traced, best, self.request)
-        bounds = [self._bound_s(mesh) for mesh in meshes]
-        names = tuple(f"mesh {mesh.shape}" for mesh in self.not_compared)
-        plan = dataclasses.replace(
-            planned.plan,
-            candidates=tuple(self.candidates),
-            unlimited_s=min(planned.plan.step_s, *self.unlimited_s),
-            lower_bound_s=min([planned.plan.lower_bound_s, *(bounds if self.shared.is_bounded else ())]),
-            ended_early=bool(names),
-            not_compared=names,
-        )
-        return dataclasses.replace(planned, plan=plan)
-
-    def _is_far_too_large(self) -> bool:
-        """Whether what was looked at is so much too large that other meshes will not help, but other ways may."""
-        return self.shared.has_other_ways and bool(self.failures) and self.shared.excess > self.request.tuning.far
-
-    def _bound_s(self, mesh: LogicalMesh) -> float:
-        return max(self.shared.at_least_s.get(mesh, 0.0), self.shared.evenly_divided_s)
-
-    def _may_win(self, mesh: LogicalMesh) -> bool:
-        """Whether to look at a mesh at all; notes it as a candidate if not."""
-        best_s, bound_s, tuning = self.shared.best_s, self._bound_s(mesh), self.request.tuning
-        gain_s = best_s - bound_s
-        is_settled = self._is_beaten(mesh)
-        is_optional = len(mesh.shape) >= tuning.merged_axes and len(self.request.meshes) > 1
-        if is_optional and self.candidates and not is_settled:
-            search_s = tuning.search_s_per_equation * self.equations
-            is_promising = self.equations < tuning.large or (
-                self.more_axes_help and gain_s > tuning.least_gain * best_s
-            )
-            is_settled = not (is_promising and gain_s * tuning.repaid_in_steps > search_s)
-        if is_settled:
-            self.candidates.append(Candidate(mesh.shape, None, bound_s))
-        return not is_settled
-
-    def _is_beaten(self, mesh: LogicalMesh) -> bool:
-        """Whether the bound says that a mesh is not worth planning."""
-        return self._bound_s(mesh) >= (1 - self.request.tuning.worth) * self.shared.best_s
-
-    def _look_at(self, meshes: Sequence[LogicalMesh]) -> None:
-        """Bound meshes, and plan those that their bounds do not rule out, side by side."""
-        report(Progress(at=f"mesh {' and '.join(str(mesh.shape) for mesh in meshes)}"))
-        found = run_side_by_side(
-            [functools.partial(self._search, mesh) for mesh in meshes],
-            processes=self.request.processes,
-            pack=_pack,
-            unpack=lambda _, looked: cast(_Looked, looked),
-        )
-        for mesh, looked in zip(meshes, found, strict=True):
-            self._note(mesh, looked)
-
-    def _search(self, mesh: LogicalMesh) -> _Looked:
-        search = MeshSearch(self.traced, mesh, self.request)
-        shared = self.shared
-        evenly_divided_s = shared.evenly_divided_s or search.evenly_divided_s()
-        at_least_s = shared.at_least_s.get(mesh) or (search.at_least_s() if shared.is_bounded else 0.0)
-        is_beaten = max(at_least_s, evenly_divided_s) >= (1 - self.request.tuning.worth) * shared.best_s
-        outcome = None if is_beaten else search.plan(shared.best_s)
-        at_least_s = max(at_least_s, search.bound_s)
-        return _Looked(evenly_divided_s=evenly_divided_s, at_least_s=at_least_s, excess=search.excess, outcome=outcome)
-
-    def _note(self, mesh: LogicalMesh, looked: _Looked) -> None:
-        """Take over what was found. A mesh that the one before it in a row beats counts as not planned."""
-        shared = self.shared
-        shared.evenly_divided_s = shared.evenly_divided_s or looked.evenly_divided_s
-        shared.at_least_s.setdefault(mesh, looked.at_least_s)
-        shared.excess = min(shared.excess, looked.excess or math.inf)
-        if looked.outcome is None or self._is_beaten(mesh):
-            self.candidates.append(Candidate(mesh.shape, None, self._bound_s(mesh)))
-            return
-        match looked.outcome:
-            case PlannedStep(plan=plan) | (Plan() as plan):
-                self.candidates.append(Candidate(mesh.shape, plan.step_s))
-                self.found_s.append(plan.step_s)
-                self.unlimited_s.append(plan.unlimited_s)
-                if plan.step_s < shared.best_s * (1 - 1e-9):
-                    self.more_axes_help = len(mesh.shape) > 1
-                    self.best = looked.outcome
-                    shared.best_s = plan.step_s
-            case NothingFits() as failure:
-                self.failures.append(failure)
-                self.candidates.append(Candidate(mesh.shape, None))
-            case CutOff(lower_bound_s) | NotSearched(lower_bound_s):
-                self.candidates.append(Candidate(mesh.shape, None, max(lower_bound_s, self._bound_s(mesh))))
-            case Unreachable() | Unfinished() as ended:
-                self.unreached[mesh] = ended
-
-    def _error(self) -> ConstraintError | OutOfMemoryError:
-        if self.failures:
-            limit, rules = self.request.memory_limit_bytes, self.request.constraints.rules
-            return out_of_memory(self.failures, memory_limit_bytes=limit, is_constrained=bool(rules))
-        return _no_way_there(self.unreached, self.request)
-
-
-def _pack(looked: _Looked) -> _Looked:
-    """What a fork sends: the plan, from which this process restores the assignment."""
-    outcome = looked.outcome
-    return dataclasses.replace(looked, outcome=outcome.plan if isinstance(outcome, PlannedStep) else outcome)
-
-
-def _no_way_there(meshes: Mapping[LogicalMesh, Unreachable | Unfinished], request: PlanRequest) -> ConstraintError:
-    shapes = ", ".join(str(mesh.shape) for mesh in meshes)
-    kinds = ", ".join(sorted(request.options.kinds)) or "none"
-    if any(isinstance(outcome, Unfinished) for outcome in meshes.values()):
-        return ConstraintError(
-            f"no plan was found on mesh {shapes}: the search ended before it knew whether the kinds of collectives allowed "
-            f"({kinds}) can bring every value to the layouts that the constraints and the operations ask for; allow all-gather "
-            "and all-reduce, which always can"
-        )
-    return ConstraintError(
-        f"no plan on mesh {shapes}: the kinds of collectives allowed ({kinds}) cannot bring every value to the layouts that the "
-        "constraints and the operations ask for; allow all-gather and all-reduce, which always can"
-    )
-
-
-def _distinct(request: PlanRequest) -> list[LogicalMesh]:
-    """Meshes that differ by more than the order of axes with equal links, for whose axes the cluster has links."""
-    seen: dict[Any, LogicalMesh] = {}
-    known = request.cluster.axis_links
-    for mesh in request.meshes:
-        if known is not None and len(mesh.shape) > len(known) and len(request.meshes) > 1:
-            continue
-        links = request.cluster.links_of(mesh.shape)
-        free = not request.constraints.rules and len(set(links)) == 1
-        key = (tuple(sorted(mesh.shape)), links[0]) if free else (mesh.shape, links, mesh.axis_names)
-        seen.setdefault(key, mesh)
-    return list(seen.values())
 
 
 def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None:
@@ -284,37 +54,3 @@ def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None
             f"{', '.join(map(str, sizes))} divides: it cannot be split, so the plan has no data parallelism over it. "
             f"Pad or drop examples to a multiple of {sizes[0]}."
         )
-
-
-def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> PlannedStep:
-    """The step with the assignment that a plan describes, without solving. Raises PlanError if the plan is for another step."""
-    if plan.fingerprint != traced.fingerprint:
-        raise PlanError(
-            f"the plan was made for another step: its program has fingerprint {plan.fingerprint}, this one "
-            f"{traced.fingerprint}. Shapes, types, the model or JAX's version differ; plan again."
-        )
-    mesh = LogicalMesh(plan.mesh_shape, plan.axis_names)
-    options = dataclasses.replace(request.options, allow_redundant_compute=plan.allow_redundant_compute)
-    request = dataclasses.replace(request, options=options)
-    inputs = [(_leaf_layout(v, leaf, mesh),) for v, leaf in zip(plan.inputs, traced.inputs, strict=True)]
-    outputs: list[Any] = [
-        number if number is not None else (_leaf_layout(v, leaf, mesh),)
-        for number, v, leaf in zip(traced.state_of_output, plan.outputs, traced.outputs, strict=True)
-    ]
-    graph = graph_for(traced, mesh, request, inputs, outputs)
-    if len(graph.nodes) != len(plan.choices):
-        raise PlanError("the plan has another number of decisions than this program; plan again with this version")
-    counts = [len(node.choices.strategies) for node in graph.nodes]
-    fixed = [0 if count == 1 else number for number, count in zip(plan.choices, counts, strict=True)]
-    if not all(0 <= number < count for number, count in zip(fixed, counts, strict=True)):
-        raise PlanError("the plan chooses what this program does not offer; plan again with this version")
-    return PlannedStep(traced, plan, assign(graph, fixed, copy_span=plan.copy_span))
-
-
-def _leaf_layout(value: ValuePlan, leaf: Leaf, mesh: LogicalMesh) -> Layout:
-    return _layout(value, mesh) if leaf.microbatches == 1 else _layout(value, mesh).prepend()
-
-
-def _layout(value: ValuePlan, mesh: LogicalMesh) -> Layout:
-    numbers: Mapping[str, int] = {name: i for i, name in enumerate(mesh.axis_names)}
-    return Layout(tuple(tuple(numbers[name] for name in axes) for axes in value.spec))
