@@ -72,13 +72,15 @@ def _search(settings: Settings, traced: TracedStep) -> Planned:
     request = make_request(settings, choose_one_mesh(settings))
     if _leaves_stages_open(settings) and devices > 1 and max(microbatch_counts(traced)) > 1:
         return plan_one_or_stages(traced, _wish(settings, meshes), request, devices=devices)
-    return plan_on_one_mesh(
+    planned = plan_on_one_mesh(
         traced,
         request,
         num_microbatches=settings.num_microbatches,
         recompute=settings.recompute,
         devices=devices,
     )
+    assert isinstance(planned, PlannedStep), "there is nothing that it has to beat"
+    return planned
 
 
 def decide_together(settings: Settings, traced: TracedStep, name: str) -> Planned:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.avals import itemsize_of
 from autopar.errors import ConstraintError, OutOfMemoryError, warn
@@ -29,6 +29,13 @@ from autopar.schedules.schedules import Open, Recompute
 from autopar.stages.recompute_layers import find_recomputation, recompute_layers
 
 
+@dataclass(frozen=True)
+class Slower:
+    """No way on one mesh was found to be faster than the time to beat; `compared`: those that were looked at."""
+
+    compared: tuple[Alternative, ...]
+
+
 def plan_on_one_mesh(
     traced: TracedStep,
     request: PlanRequest,
@@ -36,18 +43,22 @@ def plan_on_one_mesh(
     num_microbatches: Open,
     recompute: Recompute,
     devices: int,
+    beat_s: float = math.inf,
     tuning: Tuning = TUNING,
-) -> PlannedStep:
-    """The fastest way to run the step that fits. Raises ConstraintError, OutOfMemoryError."""
+) -> PlannedStep | Slower:
+    """The fastest way to run the step that fits. Raises ConstraintError, OutOfMemoryError.
+
+    `beat_s`: seconds of the step in stages; `Slower` if no way on one mesh takes less, which cannot be without such a time.
+    """
     has_other_ways = num_microbatches == "auto" or recompute == "auto"
-    attempts = _Attempts(request, SharedSearch(has_other_ways=has_other_ways), tuning=tuning)
+    attempts = _Attempts(request, SharedSearch(best_s=beat_s, has_other_ways=has_other_ways), tuning=tuning)
     least = 1 if num_microbatches == "auto" else num_microbatches
     counts = microbatch_counts(traced) if num_microbatches == "auto" else (num_microbatches,)
     step = _recompute_layers(traced) if recompute == "layer" else traced
     first = attempts.plan(cut_into_microbatches(step, least), recompute=step is not traced)
     if first is None and state_is_too_large(traced, request, devices):
         raise attempts.errors[0]
-    if not attempts.is_dear():
+    if not attempts.is_dear() or (isinstance(first, Beaten) and first.step_s is None):
         return attempts.best()
     excess = attempts.excess
     ways = _Ways(attempts, step, counts[1:], recompute=step is not traced)
@@ -84,6 +95,7 @@ class _Attempts:
     def __init__(self, request: PlanRequest, shared: SharedSearch, *, tuning: Tuning) -> None:
         self._request, self._shared, self._tuning = request, shared, tuning
         self._found: list[PlannedStep] = []
+        self._has_beaten = False
         self._compared: list[Alternative] = []
         self.errors: list[OutOfMemoryError | ConstraintError] = []
 
@@ -94,8 +106,8 @@ class _Attempts:
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is over, and there is a plan."""
-        return bool(self._found) and self._request.budget.is_over
+        """Whether the time is over, and there is a plan, of this step on one mesh or in stages."""
+        return math.isfinite(self._shared.best_s) and self._request.budget.is_over
 
     def plan(self, step: TracedStep, *, recompute: bool) -> PlannedStep | Beaten | None:
         """Plan one way and note it; None if nothing fits. `recompute`: its backward does forward work again."""
@@ -114,6 +126,7 @@ class _Attempts:
             self._compared.append(row)
             return None
         if isinstance(planned, Beaten):
+            self._has_beaten = True
             estimate_s = planned.at_least_s if planned.step_s is None else None
             self._compared.append(replace(row, step_s=planned.step_s, estimate_s=estimate_s))
             return planned
@@ -129,8 +142,10 @@ class _Attempts:
         least_s = min(one.plan.unlimited_s for one in self._found)
         return self._shared.best_s > (1 + self._tuning.dear) * least_s
 
-    def best(self) -> PlannedStep:
+    def best(self) -> PlannedStep | Slower:
         """The fastest way, with all that was compared in its plan. If none fits, raises the error that needs the least memory."""
+        if not self._found and self._has_beaten:
+            return Slower(tuple(self._compared))
         if not self._found:
             raise min(self.errors, key=_needed_bytes) from None
         best = min(self._found, key=lambda one: one.plan.step_s)

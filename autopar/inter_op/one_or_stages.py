@@ -17,10 +17,11 @@ as products that are too thin to be efficient there; such a step stays on one me
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
 from autopar.inter_op.describe_pipeline import PlannedPipeline
-from autopar.inter_op.one_mesh import plan_on_one_mesh, state_is_too_large
+from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh, state_is_too_large
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline, search_pipeline
 from autopar.inter_op.submeshes import machine_shape
@@ -46,12 +47,18 @@ class _OneOrStages:
     tuning: Tuning
 
     def plan_on_one_mesh(self) -> PlannedStep:
+        planned = self.plan_mesh_below(math.inf)
+        assert isinstance(planned, PlannedStep), "there is nothing that it has to beat"
+        return planned
+
+    def plan_mesh_below(self, beat_s: float) -> PlannedStep | Slower:
         return plan_on_one_mesh(
             self.traced,
             self.request,
             num_microbatches=self.wishes.num_microbatches,
             recompute=self.wishes.recompute,
             devices=self.devices,
+            beat_s=beat_s,
             tuning=self.tuning,
         )
 
@@ -90,9 +97,13 @@ def _plan_across_nodes(comparison: _OneOrStages) -> PlannedStep | PlannedPipelin
                 told = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "one mesh"))
                 return dataclasses.replace(found.pipeline, plan=told)
             try:
-                return _faster(comparison.plan_on_one_mesh(), found)
+                one = comparison.plan_mesh_below(found.pipeline.plan.step_s)
             except OutOfMemoryError:
                 return found.pipeline
+            if isinstance(one, PlannedStep):
+                return _faster(one, found)
+            plan = dataclasses.replace(found.pipeline.plan, compared=(*one.compared, *found.compared))
+            return dataclasses.replace(found.pipeline, plan=plan)
         case OneStage() as none_found:
             return _faster(comparison.plan_on_one_mesh(), none_found)
 

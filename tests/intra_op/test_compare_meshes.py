@@ -1,0 +1,104 @@
+"""Meshes are left only where that is right, side by side or one after the other, with time and without."""
+
+import dataclasses
+import math
+
+import pytest
+
+from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh
+from autopar.intra_op.compare_meshes import Beaten, SharedSearch
+from autopar.intra_op.planner import plan_step, plan_way
+from autopar.intra_op.request import logical_meshes
+from autopar.intra_op.tuning import Tuning
+from autopar.layouts.mesh import LogicalMesh
+from autopar.solver.budget import Budget
+from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
+
+EVERY = Tuning(worth=-1.0, repaid_in_steps=10**12)
+"""Every mesh is planned."""
+
+
+def question(width=64, batch=512, *, devices=8, limit=None, **changes):
+    """A step and a request on all meshes."""
+    request = request_on(two_nodes(devices // 2), limit)
+    return traced_step(*arguments(width, batch=batch)), dataclasses.replace(
+        request, meshes=logical_meshes(devices), **changes
+    )
+
+
+@pytest.mark.parametrize(("width", "batch"), [(16, 4096), (64, 512), (512, 8), (512, 512)])
+def test_no_mesh_that_is_left_would_have_won(width, batch):
+    step, request = question(width, batch)
+    best = plan_step(step, request).plan
+    every = plan_step(step, dataclasses.replace(request, tuning=EVERY)).plan
+    assert best.step_s <= every.step_s * (1 + request.tuning.worth)
+    known = {one.mesh_shape: one.step_s for one in every.candidates}
+    for one in best.candidates:
+        if one.step_s is None and known[one.mesh_shape] is not None:
+            assert one.at_least_s <= known[one.mesh_shape] * (1 + 1e-9)
+
+
+def test_several_processes_find_the_plan_of_one():
+    step, request = question(tuning=Tuning(large=0))
+    alone, several = (plan_step(step, dataclasses.replace(request, processes=p)).plan for p in (1, 3))
+    assert (several.choices, several.mesh_shape) == (alone.choices, alone.mesh_shape)
+    assert several.step_s == alone.step_s
+
+
+def test_a_way_that_cannot_win_is_not_planned():
+    step, request = question()
+    best_s = plan_step(step, request).plan.step_s
+    for part in (0.0, 0.5, 0.999):
+        found = plan_way(step, request, SharedSearch(best_s=part * best_s))
+        assert isinstance(found, Beaten)
+        assert found.at_least_s <= best_s
+    assert not isinstance(plan_way(step, request, SharedSearch(best_s=1.01 * best_s)), Beaten)
+
+
+def test_what_a_way_has_proven_is_known_to_the_next():
+    step, request = question()
+    shared = SharedSearch()
+    first = plan_way(step, request, shared)
+    assert shared.best_s == first.plan.step_s
+    assert shared.at_least_s[LogicalMesh.of(first.plan.mesh_shape)] <= first.plan.step_s
+    assert set(shared.at_least_s) <= set(request.meshes)
+    assert isinstance(plan_way(step, request, shared), Beaten)
+
+
+def test_when_the_time_is_over_the_first_plan_says_what_was_not_compared():
+    step, request = question(budget=Budget(work=0))
+    plan = plan_step(step, request).plan
+    assert plan.ended_early
+    assert math.isfinite(plan.step_s)
+    left = {one for mesh in logical_meshes(8) for one in [f"mesh {mesh.shape}"] if one in plan.not_compared}
+    assert left
+    assert {one.mesh_shape for one in plan.candidates} == {(8,)}
+
+
+def test_equal_budgets_of_work_give_equal_plans():
+    for work in (0, 10**4, 10**6):
+        plans = [plan_step(*question(budget=Budget(work=work))).plan for _ in range(2)]
+        assert plans[0].choices == plans[1].choices
+        assert plans[0].not_compared == plans[1].not_compared
+
+
+def test_one_mesh_that_cannot_beat_stages_is_not_planned():
+    step, request = question(devices=4)
+    request = dataclasses.replace(request, meshes=(LogicalMesh.of((4,)),))
+    ways = {"num_microbatches": "auto", "recompute": "auto", "devices": 4}
+    best = plan_on_one_mesh(step, request, **ways)
+    beaten = plan_on_one_mesh(step, request, **ways, beat_s=0.9 * best.plan.step_s)
+    assert isinstance(beaten, Slower)
+    assert beaten.compared
+    assert plan_on_one_mesh(step, request, **ways, beat_s=1.1 * best.plan.step_s).plan.choices == best.plan.choices
+
+
+def test_the_bound_is_one_over_all_meshes_and_numbers_of_microbatches():
+    step, request = question()
+    bound_s = plan_step(step, request).plan.lower_bound_s
+    free = dataclasses.replace(request, tuning=EVERY)
+    for count in (1, 2, 8):
+        for mesh in logical_meshes(8):
+            ways = {"num_microbatches": count, "recompute": "none", "devices": 8}
+            plan = plan_on_one_mesh(step, dataclasses.replace(free, meshes=(mesh,)), **ways).plan
+            assert bound_s <= plan.step_s * (1 + 1e-9)
