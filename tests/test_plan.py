@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import PipelinePlan, Plan, PlanError
-from autopar.intra_op import planner
+from autopar.intra_op import mesh_search
 from autopar.pipeline_plan import StagePlan, TransferPlan
 from autopar.plan import Alternative
 from tests import zoo
@@ -285,7 +285,7 @@ def test_a_plan_from_a_file_gives_the_same_program_without_solving(monkeypatch):
     def no_solver(*args, **kwargs):
         raise AssertionError("the solver was asked")
 
-    monkeypatch.setattr(planner, "ChoiceProblem", no_solver)
+    monkeypatch.setattr(mesh_search, "ChoiceProblem", no_solver)
     restored = autopar.parallelize(train_step, plan=Plan.from_json(plan.to_json()))
     texts = [step.compile(make_state(), make_batch()).as_text() for step in (solved, restored)]
     assert texts[0] == texts[1]

@@ -97,13 +97,14 @@ class MeshComparison:
         self.unlimited_s: list[float] = []
         self.more_axes_help = False
         self.equations = sum(1 for _ in traced.program.walk())
+        self.is_large = self.equations >= request.tuning.large
+        self.worth = request.tuning.worth if self.is_large else 0.0
 
     def run(self) -> PlannedStep | Beaten:
         """The best plan, with all that was compared."""
         self.shared.excess = math.inf
         meshes = waiting = _distinct(self.request)
-        is_large = self.equations >= self.request.tuning.large
-        together = self.request.processes if is_large else 1
+        together = self.request.processes if self.is_large else 1
         while waiting:
             if self.request.budget.is_over and self.best is not None:
                 self.not_compared += waiting
@@ -147,9 +148,7 @@ class MeshComparison:
         is_optional = len(mesh.shape) >= tuning.merged_axes and len(self.request.meshes) > 1
         if is_optional and self.candidates and not is_settled:
             search_s = tuning.search_s_per_equation * self.equations
-            is_promising = self.equations < tuning.large or (
-                self.more_axes_help and gain_s > tuning.least_gain * best_s
-            )
+            is_promising = not self.is_large or (self.more_axes_help and gain_s > tuning.least_gain * best_s)
             is_settled = not (is_promising and gain_s * tuning.repaid_in_steps > search_s)
         if is_settled:
             self.candidates.append(Candidate(mesh.shape, None, bound_s))
@@ -157,7 +156,7 @@ class MeshComparison:
 
     def _is_beaten(self, mesh: LogicalMesh) -> bool:
         """Whether the bound says that a mesh is not worth planning."""
-        return self._bound_s(mesh) >= (1 - self.request.tuning.worth) * self.shared.best_s
+        return self._bound_s(mesh) >= (1 - self.worth) * self.shared.best_s
 
     def _look_at(self, meshes: Sequence[LogicalMesh]) -> None:
         """Bound meshes, and plan those that their bounds do not rule out, side by side."""
@@ -201,7 +200,7 @@ class MeshComparison:
         search = MeshSearch(self.traced, mesh, request)
         evenly_divided_s = shared.evenly_divided_s or search.evenly_divided_s()
         at_least_s = shared.at_least_s.get(mesh) or (search.at_least_s() if shared.is_bounded else 0.0)
-        is_beaten = max(at_least_s, evenly_divided_s) >= (1 - request.tuning.worth) * shared.best_s
+        is_beaten = max(at_least_s, evenly_divided_s) >= (1 - self.worth) * shared.best_s
         outcome = None if is_beaten else search.plan(shared.best_s)
         at_least_s = max(at_least_s, search.bound_s)
         return _Looked(evenly_divided_s=evenly_divided_s, at_least_s=at_least_s, excess=search.excess, outcome=outcome)

@@ -16,12 +16,12 @@ class Tuning:
     """From so many axes on, choices that exchanging equal axes makes alike are first bounded together; with fewer, the merged
     problem is hardly smaller (`benchmarks/planner_time.py`)."""
     worth: float = 2e-3
-    """A mesh whose bound promises a smaller part of the step than this over the best plan is not planned."""
+    """In a large program a mesh whose bound promises a smaller part of the step than this over the best plan is not planned."""
     least_gain: float = 0.1
     """A mesh of `merged_axes` axes or more is only looked at if it may save this part of the step by its bound."""
     repaid_in_steps: int = 1000
     """And if what it may save repays the search in this number of steps."""
-    search_s_per_equation: float = 5e-4
+    search_s_per_equation: float = 2e-4
     """Seconds per equation that the search on such a mesh takes, as that condition assumes (`benchmarks/planner_time.py`)."""
     far: float = 1.5
     """If the temporaries take this many times the memory that is left for them, other meshes are not tried, but other ways to

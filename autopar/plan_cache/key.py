@@ -24,7 +24,7 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.step import TracedStep
 from autopar.progress import LOGGER
-from autopar.rules.table import is_registered
+from autopar.rules.table import find_registered
 from autopar.runtime.thread_settings import program_settings_here
 from autopar.settings import Settings, count_devices, make_request, plan_to_follow
 
@@ -35,7 +35,7 @@ _PACKAGES = ("jax", "jaxlib", "highspy", "pulp", "numpy", "networkx")
 
 def key_of(settings: Settings, traced: TracedStep) -> str | None:
     """The key of what is asked for; None if it cannot be told from another question."""
-    own = sorted({eqn.primitive.name for eqn in traced.program.walk() if is_registered(eqn.primitive.name)})
+    own = find_registered(traced.program.walk())
     if own:
         LOGGER.info("no plan is kept of a step with rules of your own (%s), which cannot be compared", ", ".join(own))
         return None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.compat import JaxprEqn, source_line
 from autopar.errors import RuleError, warn
@@ -237,9 +237,9 @@ def register_rule(
     _USER_RULES[primitive] = entry
 
 
-def is_registered(primitive: str) -> bool:
-    """Whether the user registered a rule for a primitive."""
-    return primitive in _USER_RULES
+def find_registered(equations: Iterable[JaxprEqn]) -> list[str]:
+    """The primitives among these equations for which the user registered a rule, in alphabetical order."""
+    return sorted({eqn.primitive.name for eqn in equations if eqn.primitive.name in _USER_RULES})
 
 
 def _describe(entry: PrimitiveRule) -> str:

@@ -82,6 +82,8 @@ def _sum_edges(costs: Costs, classes: np.ndarray) -> list[tuple[tuple[int, int],
 def number_alike(costs: Costs, *, radius: int) -> np.ndarray:
     """The class of each node 0, 1, ..., numbered in order of first appearance: an int array (nodes,)."""
     count, edges = len(costs.nodes), costs.edges
+    if not count:
+        return np.zeros(0, dtype=np.int64)
     pairs = np.array(list(edges), dtype=np.int64).reshape(-1, 2)
     matrix = _number([id(m) for m in edges.values()])
     one_way = np.concatenate([pairs[:, 0], pairs[:, 1]])
