@@ -13,6 +13,8 @@ from jax import lax
 
 import autopar
 from autopar.errors import PlanError
+from autopar.program.fingerprint import outline_of
+from autopar.program.from_jaxpr import program_of
 
 ROOT = Path(__file__).resolve().parents[2]
 SQUARE = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -68,3 +70,12 @@ def test_a_plan_of_a_step_with_other_parameters_is_refused():
     other = autopar.parallelize(DIFFERENT["product with the transpose"], devices=1, plan=plan)
     with pytest.raises(PlanError, match="made for another step"):
         other.plan(SQUARE, SQUARE)
+
+
+def test_outlines_differ_like_fingerprints_except_for_the_values_of_literals():
+    programs = {name: program_of(jax.make_jaxpr(fun)(SQUARE, SQUARE))[0] for name, fun in DIFFERENT.items()}
+    outlines = {name: outline_of(program) for name, program in programs.items()}
+    assert outlines["a literal"] == outlines["another literal"]
+    assert len(set(outlines.values())) == len(DIFFERENT) - 1
+    again = program_of(jax.make_jaxpr(DIFFERENT["scan"])(SQUARE, SQUARE))[0]
+    assert outline_of(again) == outlines["scan"]
