@@ -106,7 +106,7 @@ class MeshComparison:
         meshes = waiting = _distinct(self.request)
         together = self.request.processes if self.is_large else 1
         while waiting:
-            if self.request.budget.is_over and self.best is not None:
+            if self.request.budget.is_over and math.isfinite(self.shared.best_s):
                 self.not_compared += waiting
                 break
             if self._is_far_too_large():
@@ -115,7 +115,7 @@ class MeshComparison:
             self._look_at([mesh for mesh in now if self._may_win(mesh)])
         if self.best is not None:
             return self._describe(self.best, meshes)
-        if any(c.step_s is not None or c.at_least_s is not None for c in self.candidates):
+        if self.not_compared or any(c.step_s is not None or c.at_least_s is not None for c in self.candidates):
             return Beaten(min(self.found_s, default=None), min(self._bound_s(mesh) for mesh in meshes))
         raise self._error()
 

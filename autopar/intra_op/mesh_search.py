@@ -72,36 +72,29 @@ class MeshSearch:
         """Seconds that no choice on this mesh goes below, at little cost."""
         return lift_bound(self.problem)
 
-    def plan(
-        self, cutoff_s: float, free: Chosen | None = None
-    ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
-        """The best plan within the memory; only plans that take less than `cutoff_s` matter.
-
-        `free`: the best choice without a limit, if it is known.
-        """
+    def plan(self, cutoff_s: float) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
+        """The best plan within the memory; only plans that take less than `cutoff_s` matter."""
         request, limit = self.request, self.request.memory_limit_bytes
-        bound = 0 if limit is None else self.memory.bound()
-        if limit is not None and bound > limit:
-            self._note_excess(self.memory.least_parts()[1], limit)
-            return NothingFits(self.mesh, bound, None, self.memory.least()[1], is_settled=True)
         problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
-        if free is None:
-            work = request.tuning.mesh_work
-            found = choose(dataclasses.replace(problem, budget=request.budget.limit(work=work)))
-            if isinstance(found, DoesNotFit):
-                raise AssertionError("a problem without memory rows fits")
-            if problem.ties is None and isinstance(found, Chosen | CutOff | NotSearched):
-                self.bound_s = found.lower_bound_s
-            if not isinstance(found, Chosen):
-                return found
-            free = found
-        if limit is not None and self.memory.required(free.numbers) > limit:
-            self._note_excess(self.memory.parts(free.numbers)[1], limit)
+        budget = request.budget.limit(work=request.tuning.mesh_work)
+        free = choose(dataclasses.replace(problem, budget=budget))
+        if isinstance(free, DoesNotFit):
+            raise AssertionError("a problem without memory rows fits")
+        if problem.ties is None and isinstance(free, Chosen | CutOff | NotSearched):
+            self.bound_s = free.lower_bound_s
+        if not isinstance(free, Chosen):
+            return free
+        if limit is None or self.memory.required(free.numbers) <= limit:
+            return self._describe(free, None, free.seconds)
+        self._note_excess(self.memory.parts(free.numbers)[1], limit)
+        bound, tensors = self.memory.bound(), self.memory.least()[1]
+        if bound > limit:
+            return NothingFits(self.mesh, bound, None, tensors, is_settled=True)
         match choose_within_limit(problem, self.memory, limit, free=free, tuning=request.tuning):
             case Fits(choice, copy_span, unlimited_s):
                 return self._describe(choice, copy_span, unlimited_s)
             case TooLarge(tried_bytes, is_settled):
-                return NothingFits(self.mesh, bound, tried_bytes, self.memory.least()[1], is_settled=is_settled)
+                return NothingFits(self.mesh, bound, tried_bytes, tensors, is_settled=is_settled)
             case ended:
                 return ended
 

@@ -75,6 +75,13 @@ def test_when_the_time_is_over_the_first_plan_says_what_was_not_compared():
     assert {one.mesh_shape for one in plan.candidates} == {(8,)}
 
 
+def test_when_the_time_is_over_a_further_way_is_not_planned():
+    step, request = question(budget=Budget(work=0))
+    found = plan_way(step, request, SharedSearch(best_s=1e9))
+    assert isinstance(found, Beaten)
+    assert found.step_s is None
+
+
 def test_equal_budgets_of_work_give_equal_plans():
     for work in (0, 10**4, 10**6):
         plans = [plan_step(*question(budget=Budget(work=work))).plan for _ in range(2)]
