@@ -15,7 +15,7 @@ class Tuning:
     merged_axes: int = 3
     """From so many axes on, choices that exchanging equal axes makes alike are first bounded together; with fewer, the merged
     problem is hardly smaller (`benchmarks/planner_time.py`)."""
-    worth: float = 2e-3
+    worth: float = 5e-4
     """In a large program a mesh whose bound promises a smaller part of the step than this over the best plan is not planned."""
     least_gain: float = 0.1
     """A mesh of `merged_axes` axes or more is only looked at if it may save this part of the step by its bound."""
