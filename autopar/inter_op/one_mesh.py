@@ -2,9 +2,10 @@
 
 In: a traced step, what the user fixed of the two, the meshes and the memory limit. Out: the `PlannedStep` that is fastest. One
 microbatch is planned first: the same work in smaller pieces takes no less time, so nothing else is tried if the step fits and
-the limit costs little. If nothing fits, or the limit makes the step dear (`Tuning.dear`), more microbatches and recomputation
-are compared. For each of the two ways the number of microbatches rises until a plan is no longer dear, or no faster than the
-one before. What can go wrong: a larger number of microbatches may be faster after all; nobody looks for it.
+the limit costs little. If nothing fits, or the limit makes the step dear (`Tuning.dear`), more microbatches are planned, and
+recomputation if these are dear as well. The first number is the one in which the temporaries of the plan without a limit should
+fit. From there the number rises until a plan fits, and on while plans are dear and become faster. All ways share what is
+known of the meshes (`SharedSearch`). What can go wrong: another number may be faster after all; nobody looks for it.
 """
 
 from __future__ import annotations
