@@ -91,8 +91,17 @@ def test_what_is_kept_is_found_and_nothing_else(folder, caplog):
     assert stat.S_IMODE(folder.path.stat().st_mode) & 0o077 == 0
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"not gzip", *map(gzip.compress, (b"{", b"[]", b"9" * 5000, b"[" * 100_000)), pack(entry("b"))]
+@pytest.mark.parametrize(  # named: what gzip writes holds the time, and every worker of pytest has to name a test alike
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"not gzip", id="not gzip"),
+        pytest.param(gzip.compress(b"{"), id="cut off"),
+        pytest.param(gzip.compress(b"[]"), id="a list"),
+        pytest.param(gzip.compress(b"9" * 5000), id="a number too long"),
+        pytest.param(gzip.compress(b"[" * 100_000), id="too deep"),
+        pytest.param(pack(entry("b")), id="another question"),
+    ],
 )
 def test_a_file_that_is_no_entry_is_a_miss_with_a_line_in_the_log_and_is_written_anew(folder, content, caplog):
     folder.keep(ENTRY)
