@@ -90,6 +90,8 @@ class MeshSearch:
         bound, tensors = self.memory.bound(), self.memory.least()[1]
         if bound > limit:
             return NothingFits(self.mesh, bound, None, tensors, is_settled=True)
+        if math.isfinite(cutoff_s):  # there is a plan to fall back on
+            problem = dataclasses.replace(problem, budget=request.budget.limit(work=request.tuning.mesh_work))
         match choose_within_limit(problem, self.memory, limit, free=free, tuning=request.tuning):
             case Fits(choice, copy_span, unlimited_s):
                 return self._describe(choice, copy_span, unlimited_s)
