@@ -131,11 +131,11 @@ def make_request(settings: Settings, meshes: tuple[LogicalMesh, ...] = ()) -> Pl
     if limit is None and math.isfinite(cluster.usable_memory_bytes):
         limit = int(cluster.usable_memory_bytes)
     return PlanRequest(
-        meshes,
-        cluster,
-        limit,
-        _gather_constraints(settings),
-        _options(settings),
+        meshes=meshes,
+        cluster=cluster,
+        memory_limit_bytes=limit,
+        constraints=_gather_constraints(settings),
+        options=_options(settings),
         processes=settings.processes,
         budget=settings.budget,
     )

@@ -51,7 +51,14 @@ def ratios(name: str, given: argparse.Namespace) -> Sequence[float]:
     state = jax.eval_shape(model.create_state, jax.eval_shape(lambda: jax.random.key(0)))
     machine = find_cluster(given.cluster)
     limit = int(machine.usable_memory_bytes) if math.isfinite(machine.usable_memory_bytes) else None
-    request = PlanRequest((), machine, limit, Constraints(), PlannerOptions(), processes=available_cores())
+    request = PlanRequest(
+        meshes=(),
+        cluster=machine,
+        memory_limit_bytes=limit,
+        constraints=Constraints(),
+        options=PlannerOptions(),
+        processes=available_cores(),
+    )
     signature = CallSignature(model.train_step, (1,), (), "auto")
     wishes = PipelineWishes(num_stages=1, num_microbatches=given.microbatches)
     with pause_full_collections():

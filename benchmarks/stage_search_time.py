@@ -83,7 +83,14 @@ def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
     state = jax.eval_shape(model.create_state, jax.eval_shape(lambda: jax.random.key(0)))
     machine = find_cluster(given.cluster)
     limit = int(machine.usable_memory_bytes) if math.isfinite(machine.usable_memory_bytes) else None
-    request = PlanRequest((), machine, limit, Constraints(), PlannerOptions(), processes=given.processes)
+    request = PlanRequest(
+        meshes=(),
+        cluster=machine,
+        memory_limit_bytes=limit,
+        constraints=Constraints(),
+        options=PlannerOptions(),
+        processes=given.processes,
+    )
     started, wall = time.process_time(), time.perf_counter()
     signature = CallSignature(model.train_step, (1,), (), "auto")
     wishes = PipelineWishes(num_stages=1, num_microbatches=given.microbatches)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from autopar.models.train_steps import Steps, TrainState
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BuiltModel:
     """One model at one size.
 

@@ -5,6 +5,7 @@ The layers themselves are import-linter's (`make contracts`); here are the figur
 
 import ast
 import collections
+import re
 import statistics
 from collections.abc import Iterator
 from functools import cache
@@ -14,7 +15,7 @@ import networkx as nx
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("autopar", "cost_model", "models", "runtime")
-FLOORS, FILES, LINES, MEDIAN_LINES, FUNCTION_LINES, ANYS = 14, 20, 400, 170, 50, 150
+FLOORS, FILES, LINES, MEDIAN_LINES, FUNCTION_LINES, ANYS, FIELDS = 14, 20, 400, 170, 50, 150, 4
 LONG_SIGNATURES = {"parallelize"}
 """Its arguments, and their list in the docstring, are longer than any function should be."""
 
@@ -67,6 +68,28 @@ def test_a_class_name_stands_once_in_a_folder():
 def test_few_annotations_say_any():
     count = collections.Counter(str(path) for path, node in nodes(ast.Name) if node.id == "Any")
     assert count.total() <= ANYS, count.most_common(20)
+
+
+def field_names(node: ast.ClassDef) -> list[str]:
+    annotated = (x for x in node.body if isinstance(x, ast.AnnAssign) and isinstance(x.target, ast.Name))
+    return [x.target.id for x in annotated if not re.search("ClassVar|KW_ONLY", ast.unparse(x.annotation))]
+
+
+def test_dataclasses_of_many_fields_are_made_by_keyword():
+    classes = {node.name: node for _, node in nodes(ast.ClassDef)}
+
+    def all_fields(node: ast.ClassDef) -> list[str]:
+        """Its own, after those of the bases that are written in this tree."""
+        bases = [classes[name] for base in node.bases if (name := ast.unparse(base).partition("[")[0]) in classes]
+        return [*(name for base in bases for name in all_fields(base)), *field_names(node)]
+
+    by_position = {
+        f"{path}:{node.name}": all_fields(node)
+        for path, node in nodes(ast.ClassDef)
+        for decorator in map(ast.unparse, node.decorator_list)
+        if decorator.partition("(")[0].split(".")[-1] == "dataclass" and "kw_only=True" not in decorator
+    }
+    assert {name: fields for name, fields in by_position.items() if len(fields) > FIELDS} == {}
 
 
 def test_every_module_says_what_it_is():

@@ -43,7 +43,13 @@ MODELS = {
 
 TOO_FEW_LAYERS = [("tied", 4, 2), ("skips", 4, 2)]
 """Eight stages of four layers: some have no backward, and so do not wait for it either."""
-REQUEST = PlanRequest((), preset("p3.16xlarge"), None, Constraints(), PlannerOptions())
+REQUEST = PlanRequest(
+    meshes=(),
+    cluster=preset("p3.16xlarge"),
+    memory_limit_bytes=None,
+    constraints=Constraints(),
+    options=PlannerOptions(),
+)
 
 
 def traced_of(train, *args):

@@ -33,7 +33,7 @@ Ended: TypeAlias = NothingFits | CutOff | NotSearched | Unreachable | Unfinished
 """How the search of a mesh ends without a plan."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class SharedSearch:
     """What the searches of all ways to run one step tell each other.
 

@@ -88,7 +88,9 @@ def choose_within_limit(
         return Fits(free, None, free.seconds)
     limited = dataclasses.replace(problem, rows=memory.rows(free.numbers))
     excess = max(0.0, max(row.used(free.numbers) for row in limited.rows) - least)
-    search = _LimitSearch(limited, free, memory, limit_bytes, limit_bytes + excess)
+    search = _LimitSearch(
+        problem=limited, free=free, memory=memory, limit_bytes=limit_bytes, highest_bytes=limit_bytes + excess
+    )
     for copy_span in (None, copy_span_of(memory.graph.program)):
         match search.run(copy_span, rounds=tuning.memory_rounds):
             case Chosen() as choice:
@@ -104,7 +106,7 @@ def choose_within_limit(
     return TooLarge(least, is_settled=False)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _LimitSearch:
     """A search for a choice whose peak is within `limit_bytes`, by memory rows whose limit is `highest_bytes` at first.
 

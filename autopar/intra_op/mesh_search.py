@@ -89,14 +89,16 @@ class MeshSearch:
         self._note_excess(self.memory.parts(free.numbers)[1], limit)
         bound, tensors = self.memory.bound(), self.memory.least()[1]
         if bound > limit:
-            return NothingFits(self.mesh, bound, None, tensors, is_settled=True)
+            return NothingFits(mesh=self.mesh, bound_bytes=bound, tried_bytes=None, tensors=tensors, is_settled=True)
         if math.isfinite(cutoff_s):  # there is a plan to fall back on
             problem = dataclasses.replace(problem, budget=request.budget.limit(work=request.tuning.mesh_work))
         match choose_within_limit(problem, self.memory, limit, free=free, tuning=request.tuning):
             case Fits(choice, copy_span, unlimited_s):
                 return self._describe(choice, copy_span, unlimited_s)
             case TooLarge(tried_bytes, is_settled):
-                return NothingFits(self.mesh, bound, tried_bytes, tensors, is_settled=is_settled)
+                return NothingFits(
+                    mesh=self.mesh, bound_bytes=bound, tried_bytes=tried_bytes, tensors=tensors, is_settled=is_settled
+                )
             case ended:
                 return ended
 

@@ -16,7 +16,7 @@ from autopar.intra_op.memory.tuning import TUNING
 from autopar.layouts.mesh import LogicalMesh
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class NothingFits:
     """A mesh on which no plan was found to fit.
 
@@ -32,7 +32,6 @@ class NothingFits:
     bound_bytes: int
     tried_bytes: int | None
     tensors: tuple[Resident, ...]
-    _: dataclasses.KW_ONLY
     is_settled: bool
 
 

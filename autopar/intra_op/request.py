@@ -20,7 +20,7 @@ from autopar.program.step import TracedStep
 from autopar.solver.budget import Budget
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """What to plan for.
 

@@ -36,7 +36,7 @@ _LEAST_S = 1e-12
 """Seconds of a local move of no bytes: more than none, so that of equally cheap ways the one with fewer moves is taken."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Move:
     """One step between layouts: its kind, the axes it communicates over, the dimensions it touches."""
 
@@ -44,7 +44,6 @@ class Move:
     axes: Axes
     source: Layout
     target: Layout
-    _: dataclasses.KW_ONLY
     from_dim: int = -1
     to_dim: int = -1
     monoid: str = ""
@@ -55,7 +54,7 @@ class Move:
         return math.prod(larger.local_shape(shape, mesh))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Network:
     """What moves may be used and what they cost: mesh, collective times, local copy time, and the kinds allowed.
 
@@ -65,7 +64,6 @@ class Network:
     mesh: LogicalMesh
     costs: MeshCosts
     copy_s_per_byte: float
-    _: dataclasses.KW_ONLY
     kinds: frozenset[str] = frozenset(KINDS)
     transpose_s_per_byte: float = 0.0
 
@@ -115,20 +113,22 @@ def moves_from(layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh, monoid
     for dim, axes in enumerate(layout.dims):
         for count in range(1, len(axes) + 1):
             target = _with_dim(layout, dim, axes[:-count])
-            yield Move("all-gather", axes[-count:], layout, target, from_dim=dim)
+            yield Move(kind="all-gather", axes=axes[-count:], source=layout, target=target, from_dim=dim)
         for to in range(len(layout.dims)) if axes else ():
             if to != dim and local[to] % mesh.shape[axes[-1]] == 0:
                 target = _with_dim(_with_dim(layout, dim, axes[:-1]), to, (*layout.dims[to], axes[-1]))
-                yield Move("all-to-all", axes[-1:], layout, target, from_dim=dim, to_dim=to)
+                yield Move(kind="all-to-all", axes=axes[-1:], source=layout, target=target, from_dim=dim, to_dim=to)
     for axis, size in enumerate(mesh.shape):
         if size == 1 or axis in used:
             continue
         for dim, axes in enumerate(layout.dims):
             if local[dim] % size == 0:
-                yield Move("slice", (axis,), layout, _with_dim(layout, dim, (*axes, axis)), to_dim=dim)
+                yield Move(
+                    kind="slice", axes=(axis,), source=layout, target=_with_dim(layout, dim, (*axes, axis)), to_dim=dim
+                )
         for monoid in monoids:
             partial = tuple(sorted((*layout.partial, (axis, monoid))))
-            yield Move("mask", (axis,), layout, Layout(layout.dims, partial), monoid=monoid)
+            yield Move(kind="mask", axes=(axis,), source=layout, target=Layout(layout.dims, partial), monoid=monoid)
 
 
 def _reductions(layout: Layout, local: tuple[int, ...], mesh: LogicalMesh) -> Iterator[Move]:
@@ -139,13 +139,15 @@ def _reductions(layout: Layout, local: tuple[int, ...], mesh: LogicalMesh) -> It
         for count in range(1, len(members) + 1):
             for axes in itertools.combinations(members, count):
                 rest = tuple(entry for entry in layout.partial if entry[0] not in axes)
-                yield Move("all-reduce", axes, layout, Layout(layout.dims, rest), monoid=monoid)
+                yield Move(kind="all-reduce", axes=axes, source=layout, target=Layout(layout.dims, rest), monoid=monoid)
         for axis in members if monoid == "sum" else ():
             rest = tuple(entry for entry in layout.partial if entry[0] != axis)
             for dim, axes in enumerate(layout.dims):
                 if local[dim] % mesh.shape[axis] == 0:
                     target = _with_dim(Layout(layout.dims, rest), dim, (*axes, axis))
-                    yield Move("reduce-scatter", (axis,), layout, target, to_dim=dim, monoid=monoid)
+                    yield Move(
+                        kind="reduce-scatter", axes=(axis,), source=layout, target=target, to_dim=dim, monoid=monoid
+                    )
 
 
 def _with_dim(layout: Layout, dim: int, axes: Axes) -> Layout:
@@ -183,7 +185,7 @@ class LayoutSpace:
         for target in self._tiled[layout.local_shape(self.shape, self.network.mesh)]:
             if target != layout:
                 axes = tuple(sorted({*layout.sharded_axes, *target.sharded_axes}))
-                yield Move("collective-permute", axes, layout, target)
+                yield Move(kind="collective-permute", axes=axes, source=layout, target=target)
 
     def _offer(self, move: Move) -> None:
         if move.kind not in self.network.kinds and move.kind not in LOCAL_KINDS:

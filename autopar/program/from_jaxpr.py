@@ -140,7 +140,15 @@ class _ProgramBuilder:
             return operand
         out = Var(operand.aval)
         self.equations.append(
-            Equation(optimization_barrier_p, (operand,), (out,), {}, eqn.source_info, tag=self.tag, after=after)
+            Equation(
+                primitive=optimization_barrier_p,
+                invars=(operand,),
+                outvars=(out,),
+                params={},
+                source_info=eqn.source_info,
+                tag=self.tag,
+                after=after,
+            )
         )
         return out
 
@@ -148,7 +156,14 @@ class _ProgramBuilder:
         if eqn.primitive is optimization_barrier_p:
             return self._barrier(eqn, operands)
         outs = [Var(v.aval) for v in eqn.outvars]
-        made = Equation(eqn.primitive, tuple(operands), tuple(outs), dict(eqn.params), eqn.source_info, tag=self.tag)
+        made = Equation(
+            primitive=eqn.primitive,
+            invars=tuple(operands),
+            outvars=tuple(outs),
+            params=dict(eqn.params),
+            source_info=eqn.source_info,
+            tag=self.tag,
+        )
         opened = _OPENERS.get(eqn.primitive.name)
         self.equations.append(made if opened is None else self._opened(made, *opened(self, eqn, operands)))
         return list(outs)
@@ -156,7 +171,14 @@ class _ProgramBuilder:
     def _opened(self, eqn: Equation, loop: Loop, operands: Sequence[Atom], regions: tuple[Program, ...]) -> Equation:
         """Control flow, with what its nested programs close over as operands."""
         return LoopEquation(
-            eqn.primitive, tuple(operands), eqn.outvars, eqn.params, eqn.source_info, regions, eqn.tag, loop=loop
+            primitive=eqn.primitive,
+            invars=tuple(operands),
+            outvars=eqn.outvars,
+            params=eqn.params,
+            source_info=eqn.source_info,
+            regions=regions,
+            tag=eqn.tag,
+            loop=loop,
         )
 
     def region(self, closed: Any) -> tuple[Program, list[Var]]:
@@ -248,7 +270,11 @@ def _with_fan_outs(program: Program, *, around: Equation | None = None) -> Progr
 
     def spread(var: Var, source_info: Any, tag: Tag | None = None) -> None:
         renamed[var] = Var(var.aval)
-        equations.append(Equation(fan_out_p, (var,), (renamed[var],), {}, source_info, tag=tag))
+        equations.append(
+            Equation(
+                primitive=fan_out_p, invars=(var,), outvars=(renamed[var],), params={}, source_info=source_info, tag=tag
+            )
+        )
 
     def now(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
@@ -269,7 +295,9 @@ def _with_fan_outs(program: Program, *, around: Equation | None = None) -> Progr
         atom = now(atom)
         if not isinstance(atom, Literal) and nested:
             copy = Var(atom.aval)
-            equations.append(Equation(fan_out_p, (atom,), (copy,), {}, info))
+            equations.append(
+                Equation(primitive=fan_out_p, invars=(atom,), outvars=(copy,), params={}, source_info=info)
+            )
             atom = copy
         outvars.append(atom)
     return Program(program.invars, tuple(equations), tuple(outvars))

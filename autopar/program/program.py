@@ -46,7 +46,7 @@ class Program:
                 yield from region.walk()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Equation:
     """One operation; quacks like a JaxprEqn. Control flow is a `loops.LoopEquation`, which has nested programs (`regions`).
 

@@ -25,7 +25,7 @@ def retrace(traced: TracedStep, leaves: Sequence[Leaf], run: Callable[..., PyTre
     ]
     program, constants = program_of(jax.make_jaxpr(run)(*avals))
     added = tuple(
-        Leaf(f"constant/{len(traced.constants) + i}", "const", tuple(v.aval.shape), v.aval.dtype)
+        Leaf(path=f"constant/{len(traced.constants) + i}", role="const", shape=tuple(v.aval.shape), dtype=v.aval.dtype)
         for i, v in enumerate(program.invars[len(leaves) :])
     )
     return dataclasses.replace(

@@ -133,7 +133,7 @@ def input_leaves(
         roles += [(role, place in donated)] * len(jax.tree.leaves(value))
     roles += [("other", False)] * (len(paths) - len(roles))
     leaves = [
-        Leaf(path, role, tuple(var.aval.shape), var.aval.dtype, donated=donate)
+        Leaf(path=path, role=role, shape=tuple(var.aval.shape), dtype=var.aval.dtype, donated=donate)
         for path, (role, donate), var in zip(paths, roles, program.invars, strict=False)
     ]
     counts = _numbers_of_examples([leaf for leaf in leaves if leaf.role == "batch" and leaf.shape])

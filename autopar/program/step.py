@@ -20,7 +20,7 @@ from autopar.program.program import Program
 Role = Literal["state", "batch", "other", "const", "output"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Leaf:
     """One input or output array: its path, role, shape and type.
 
@@ -33,7 +33,6 @@ class Leaf:
     role: Role
     shape: tuple[int, ...]
     dtype: Any
-    _: dataclasses.KW_ONLY
     donated: bool = False
     microbatches: int = 1
     streamed: bool = False

@@ -39,12 +39,12 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
     donated = donated_arguments(signature, bound, state, out_shape)
     inputs = input_leaves(signature, bound, paths, program, state, donated)
     consts = tuple(
-        Leaf(f"constant/{i}", "const", tuple(v.aval.shape), v.aval.dtype)
+        Leaf(path=f"constant/{i}", role="const", shape=tuple(v.aval.shape), dtype=v.aval.dtype)
         for i, v in enumerate(program.invars[len(leaves) :])
     )
     state_of_output = outputs_of_state(bound, state, out_leaves)
     outputs = tuple(
-        Leaf(p, "output", tuple(x.shape), x.dtype, weak_type=bool(x.weak_type))
+        Leaf(path=p, role="output", shape=tuple(x.shape), dtype=x.dtype, weak_type=bool(x.weak_type))
         for p, x in zip(output_paths(out_shape), out_leaves, strict=True)
     )
     return TracedStep(

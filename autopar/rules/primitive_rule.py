@@ -35,14 +35,13 @@ class Work(enum.Enum):
     OTHER = "other"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PrimitiveRule:
     """A row of the table; its docstring says what the columns mean."""
 
     rule: Rule
     work: Work = Work.OTHER
     local: on_shard.Local = on_shard.unchanged
-    _: dataclasses.KW_ONLY
     flops: Flops = of_elements
     adds: bool = False
     picks: bool = False

@@ -83,7 +83,7 @@ class PartStep:
     constraints: Constraints
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Model:
     """A part of a model: how to make its parameters and apply it, and the shapes of what it takes and gives; None is a loss."""
 
@@ -167,7 +167,7 @@ def _model(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit) 
         zeros = {name: jnp.zeros(size) for name, size in takes.items()}
         return block.init(key, zeros["x"], None, *arguments(zeros))["params"]
 
-    return _Model(init, apply, takes, x)
+    return _Model(init=init, apply=apply, takes=takes, gives=x)
 
 
 def _residual(part: Part) -> _Model:
@@ -190,7 +190,7 @@ def _residual(part: Part) -> _Model:
         y: jax.Array = result[0]
         return y
 
-    return _Model(lambda key: variables(key)["params"], apply, {"x": taken}, given)
+    return _Model(init=lambda key: variables(key)["params"], apply=apply, takes={"x": taken}, gives=given)
 
 
 Arguments = Callable[[Mapping[str, jax.Array]], Sequence[jax.Array]]
@@ -236,7 +236,7 @@ def _embedding(shape: TransformerShape, config: Any) -> _Model:
     def init(key: jax.Array) -> Any:
         return tables.init(key, jnp.zeros(tokens, jnp.int32), method=embed)["params"]
 
-    return _Model(init, apply, {}, (*tokens, config.hidden), {"tokens": tokens})
+    return _Model(init=init, apply=apply, takes={}, gives=(*tokens, config.hidden), ids={"tokens": tokens})
 
 
 def _head(shape: TransformerShape, config: Any) -> _Model:
@@ -253,7 +253,7 @@ def _head(shape: TransformerShape, config: Any) -> _Model:
     def init(key: jax.Array) -> Any:
         return {"vocabulary": {"kernel": jnp.zeros((config.hidden, config.vocab))}}
 
-    return _Model(init, apply, {"x": x}, None, {"targets": (config.batch, config.seq)})
+    return _Model(init=init, apply=apply, takes={"x": x}, gives=None, ids={"targets": (config.batch, config.seq)})
 
 
 def _config(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit) -> Any:

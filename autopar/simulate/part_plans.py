@@ -84,7 +84,13 @@ def plan_part(cluster: Cluster, part: Part, step: PartStep, *, zero_stage: int) 
     signature = CallSignature(step.run, (), (), "auto")
     traced = trace(signature, bind_arguments(signature, (step.state,), {}))
     options = _options(part, zero_stage, [leaf.path for leaf in traced.inputs])
-    request = PlanRequest((LogicalMesh.of(step.axes),), cluster, None, step.constraints, options)
+    request = PlanRequest(
+        meshes=(LogicalMesh.of(step.axes),),
+        cluster=cluster,
+        memory_limit_bytes=None,
+        constraints=step.constraints,
+        options=options,
+    )
     planned = plan_step(traced, request)
     plan, assignment = planned.plan, planned.assignment
     given, parameters = _inputs(traced, "state/given/"), _inputs(traced, "state/params/", "state/grads/")
@@ -215,6 +221,8 @@ def exchanges_of(
             reduced += item.bytes * item.count
         elif item.bytes > widest and not (over_data and of_parameter):
             group: Group = "expert" if EXPERT in item.axes else "data" if DATA in item.axes else "tensor"
-            exchange = Exchange(_KINDS[item.kind], group, float(item.bytes), seconds=float(item.predicted_s))
+            exchange = Exchange(
+                kind=_KINDS[item.kind], group=group, full_bytes=float(item.bytes), seconds=float(item.predicted_s)
+            )
             found[exchange] += round(item.count)
     return tuple(sorted(found.items(), key=lambda pair: (pair[0].kind, pair[0].full_bytes))), reduced

@@ -32,7 +32,7 @@ ROUNDING = 1e-9
 """A choice is ruled out only if it is worse by more than this part of the value to beat."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Bounded:
     """What dual ascent came to.
 
@@ -196,7 +196,7 @@ class Ascent:
         best = improve_choice(best, self.original, self.budget)
         upper = self.original.value(best)
         rise = dict(zip(self.flat.numbers, self.flat.split(self.rises()), strict=True))
-        return Bounded(min(self.lower(), upper), upper, best, rise, self.shifted())
+        return Bounded(lower=min(self.lower(), upper), upper=upper, choice=best, rise=rise, shifted=self.shifted())
 
     def _name(self, choice: np.ndarray) -> dict[int, int]:
         return dict(zip(self.flat.numbers, choice.tolist(), strict=True))

@@ -29,7 +29,7 @@ from autopar.solver.problem import Costs, FlatCosts
 Status = highspy.HighsModelStatus
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Program:
     """Minimise objective . x subject to low <= A x <= high and 0 <= x <= upper.
 

@@ -38,7 +38,7 @@ class MemoryRow:
         return self.fixed_bytes + sum(float(b.min()) for b in self.bytes_of.values())
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Spans:
     """What the choices of nodes use from one row to another. A node may have many spans, and they may overlap.
 
@@ -83,7 +83,8 @@ class Spans:
         used = [span[3] for span in spans]
         node, begin, end = np.array([span[:3] for span in spans], dtype=np.int64).reshape(-1, 3).T
         first = np.concatenate([[0], np.cumsum([len(each) for each in used])]).astype(np.int64)
-        return cls(fixed, node, begin, end, first, np.concatenate(used).astype(float) if used else np.zeros(0))
+        bytes_used = np.concatenate(used).astype(float) if used else np.zeros(0)
+        return cls(fixed=fixed, node=node, begin=begin, end=end, first=first, used=bytes_used)
 
     def each(self) -> list[np.ndarray]:
         """Bytes of each choice (choices,), span by span."""
@@ -142,12 +143,12 @@ class Spans:
         used = self.used - np.repeat(least, np.diff(self.first))
         counts = np.diff(self.first)[varies]
         return Spans(
-            self.sum_over_rows(least),
-            self.node[varies],
-            self.begin[varies],
-            self.end[varies],
-            np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-            used[np.repeat(varies, np.diff(self.first))],
+            fixed=self.sum_over_rows(least),
+            node=self.node[varies],
+            begin=self.begin[varies],
+            end=self.end[varies],
+            first=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            used=used[np.repeat(varies, np.diff(self.first))],
         )
 
     def find_needed(self, limit_bytes: float) -> np.ndarray:
@@ -190,7 +191,9 @@ class Spans:
         left, counts = begin < end, np.diff(self.first)
         first = np.concatenate([[0], np.cumsum(counts[left])]).astype(np.int64)
         used = self.used[np.repeat(left, counts)]
-        return Spans(self.fixed[kept], self.node[left], begin[left], end[left], first, used)
+        return Spans(
+            fixed=self.fixed[kept], node=self.node[left], begin=begin[left], end=end[left], first=first, used=used
+        )
 
 
 def find_peaks(used: np.ndarray, limit_bytes: float) -> np.ndarray:

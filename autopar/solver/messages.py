@@ -15,7 +15,7 @@ import numpy as np
 from autopar.solver.problem import FlatCosts
 
 
-@dataclasses.dataclass(frozen=True, eq=False, slots=True)
+@dataclasses.dataclass(frozen=True, eq=False, slots=True, kw_only=True)
 class Level:
     """Nodes that no edge joins, all their matrices in one flat array.
 

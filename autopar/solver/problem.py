@@ -162,7 +162,7 @@ class ChoiceProblem:
         return dataclasses.replace(self, costs=costs, rows=rows, classes=None, ties=None)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class FlatCosts:
     """The objective of nodes 0, 1, ... in flat arrays.
 
@@ -189,12 +189,12 @@ class FlatCosts:
         index = {v: i for i, v in enumerate(numbers)}
         ends = np.array([(index[u], index[v]) for u, v in costs.edges], dtype=np.int64).reshape(-1, 2)
         return cls(
-            numbers,
-            _starts([len(cost) for cost in costs.nodes.values()]),
-            _join(list(costs.nodes.values())),
-            ends,
-            _starts([matrix.size for matrix in costs.edges.values()]),
-            _join([matrix.ravel() for matrix in costs.edges.values()]),
+            numbers=numbers,
+            first=_starts([len(cost) for cost in costs.nodes.values()]),
+            cost=_join(list(costs.nodes.values())),
+            ends=ends,
+            begin=_starts([matrix.size for matrix in costs.edges.values()]),
+            value=_join([matrix.ravel() for matrix in costs.edges.values()]),
         )
 
     @property

@@ -150,7 +150,10 @@ class _Splitter:
         names = itertools.count(len(self.traced.constants))
         return (
             *held,
-            *(Leaf(f"constant/{next(names)}", "const", tuple(v.aval.shape), v.aval.dtype) for v in added),
+            *(
+                Leaf(path=f"constant/{next(names)}", role="const", shape=tuple(v.aval.shape), dtype=v.aval.dtype)
+                for v in added
+            ),
         )
 
     def _states(self, leaves: Sequence[LeafPieces], outputs: Sequence[LeafPieces]) -> tuple[int | None, ...]:

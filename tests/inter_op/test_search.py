@@ -66,7 +66,14 @@ def traced_step(weights, x, fun=step):
 
 
 def request_on(machine, limit=None, processes=1):
-    return PlanRequest((), machine, limit, Constraints(), PlannerOptions(), processes=processes)
+    return PlanRequest(
+        meshes=(),
+        cluster=machine,
+        memory_limit_bytes=limit,
+        constraints=Constraints(),
+        options=PlannerOptions(),
+        processes=processes,
+    )
 
 
 class CountingPlanner:

@@ -100,8 +100,8 @@ def test_other_ends_of_the_search_are_handed_on():
 )
 def test_the_error_claims_that_nothing_fits_only_where_that_is_settled(settled, begin, end):
     failures = [
-        NothingFits(MESH, 8_000, 20_000, (), is_settled=settled),
-        NothingFits(MESH, 12_000, None, (), is_settled=True),
+        NothingFits(mesh=MESH, bound_bytes=8_000, tried_bytes=20_000, tensors=(), is_settled=settled),
+        NothingFits(mesh=MESH, bound_bytes=12_000, tried_bytes=None, tensors=(), is_settled=True),
     ]
     error = out_of_memory(failures, memory_limit_bytes=10_240, is_constrained=False)
     assert str(error).startswith(begin)

@@ -25,12 +25,12 @@ class Leaf:
     shape: tuple[int, ...]
 
 
-KERNEL = Leaf("state/params/kernel", "state", (8, 12))
-BIAS = Leaf("state/params/bias", "state", (12,))
-MOMENT = Leaf("state/opt_state/mu/kernel", "state", (8, 12))
-COUNT = Leaf("state/count", "state", ())
-TOKENS = Leaf("batch/tokens", "batch", (16, 10))
-RATE = Leaf("rate", "other", ())
+KERNEL = Leaf(path="state/params/kernel", role="state", shape=(8, 12))
+BIAS = Leaf(path="state/params/bias", role="state", shape=(12,))
+MOMENT = Leaf(path="state/opt_state/mu/kernel", role="state", shape=(8, 12))
+COUNT = Leaf(path="state/count", role="state", shape=())
+TOKENS = Leaf(path="batch/tokens", role="batch", shape=(16, 10))
+RATE = Leaf(path="rate", role="other", shape=())
 LEAVES = (KERNEL, BIAS, MOMENT, COUNT, TOKENS, RATE)
 
 
@@ -78,8 +78,8 @@ def test_split_takes_every_way_that_cuts_the_leaf_into_the_most_parts():
 
 def test_split_of_a_leaf_that_all_axes_do_not_divide_takes_the_most_parts_there_are():
     assert specs(layouts_for(Split(), BIAS, MESH)) == {"model"}
-    assert specs(layouts_for(Split(), Leaf("w", "state", (6,)), MESH)) == {"data"}
-    assert specs(layouts_for(Split(), Leaf("w", "state", (5, 7)), MESH)) == {"-|-"}
+    assert specs(layouts_for(Split(), Leaf(path="w", role="state", shape=(6,)), MESH)) == {"data"}
+    assert specs(layouts_for(Split(), Leaf(path="w", role="state", shape=(5, 7)), MESH)) == {"-|-"}
     assert specs(layouts_for(Split(), COUNT, MESH)) == {""}
 
 
@@ -135,7 +135,7 @@ def test_lists_nest_and_none_is_no_constraint():
 
 
 def test_a_batch_leaf_without_dimensions_is_replicated_by_data_parallel():
-    leaf = Leaf("batch/temperature", "batch", ())
+    leaf = Leaf(path="batch/temperature", role="batch", shape=())
     assert allowed(data_parallel(), leaves=(leaf,)) == {leaf.path: {""}}
 
 
@@ -267,7 +267,7 @@ def test_a_preset_that_leaves_kinds_of_collectives_out_does_so_among_others():
 
 
 def test_leaves_that_all_examples_share_have_no_examples_to_split():
-    leaves = (TOKENS, Leaf("batch/of_class", "batch", (16,)))
+    leaves = (TOKENS, Leaf(path="batch/of_class", role="batch", shape=(16,)))
     found = batch_axes(leaves, MESH, data_parallel(), shared={1})
     assert found == {0: (0, 1)}
     whole = allowed_layouts(leaves, MESH, data_parallel("data"), shared={1})

@@ -177,10 +177,10 @@ def test_what_is_scattered_or_gathered_behind_other_dimensions_pays_for_a_transp
         return after_s - before_s
 
     copy_s = 4 * 8 * 16 * 1e-3
-    assert added_s(Move("all-gather", (0,), first, whole, from_dim=0)) == 0.0
-    assert added_s(Move("reduce-scatter", (0,), summed, first, to_dim=0, monoid="sum")) == 0.0
-    assert added_s(Move("all-gather", (0,), second, whole, from_dim=1)) == pytest.approx(copy_s)
-    scattered = Move("reduce-scatter", (0,), summed, second, to_dim=1, monoid="sum")
+    assert added_s(Move(kind="all-gather", axes=(0,), source=first, target=whole, from_dim=0)) == 0.0
+    assert added_s(Move(kind="reduce-scatter", axes=(0,), source=summed, target=first, to_dim=0, monoid="sum")) == 0.0
+    assert added_s(Move(kind="all-gather", axes=(0,), source=second, target=whole, from_dim=1)) == pytest.approx(copy_s)
+    scattered = Move(kind="reduce-scatter", axes=(0,), source=summed, target=second, to_dim=1, monoid="sum")
     assert added_s(scattered) == pytest.approx(copy_s)
     assert added_s(scattered, (1, 16)) == 0.0  # a dimension of length 1 stands before: nothing is in another order
 

@@ -136,7 +136,18 @@ def copies_of_the_first_argument(copy_span, *, uses, gathered=("w",)):
     closed = jax.make_jaxpr(fun)(1.0, 1.0)
     domain = Copies(copy_span, gathered)
     scope = Scope(domain, dict(zip(closed.jaxpr.invars, "wx", strict=True)))
-    scope.run([Equation(e.primitive, tuple(e.invars), tuple(e.outvars), e.params, e.source_info) for e in closed.eqns])
+    scope.run(
+        [
+            Equation(
+                primitive=e.primitive,
+                invars=tuple(e.invars),
+                outvars=tuple(e.outvars),
+                params=e.params,
+                source_info=e.source_info,
+            )
+            for e in closed.eqns
+        ]
+    )
     return [(position, late) for value, position, late in domain.made if value == "w"]
 
 

@@ -172,7 +172,7 @@ def stated(step: PartStep) -> dict[str, tuple[tuple[str, ...], ...]]:
         role: str = "state"
 
     leaves = [
-        Leaf("state/" + jax.tree_util.keystr(path, simple=True, separator="/"), leaf.shape)
+        Leaf(path="state/" + jax.tree_util.keystr(path, simple=True, separator="/"), shape=leaf.shape)
         for path, leaf in jax.tree_util.tree_flatten_with_path(step.state)[0]
     ]
     allowed = allowed_layouts(leaves, mesh, step.constraints)

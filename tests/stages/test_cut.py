@@ -152,7 +152,13 @@ def test_a_stage_that_only_hands_on_what_it_receives_has_a_task_for_all_that_it_
     step = traced(pipeline_steps.long_skips())
     chain = forward_chain(make_time_loop(step, MICROBATCHES))
     one = LogicalMesh.of((1,))
-    request = PlanRequest((one,), preset("cpu"), None, Constraints(), PlannerOptions())
+    request = PlanRequest(
+        meshes=(one,),
+        cluster=preset("cpu"),
+        memory_limit_bytes=None,
+        constraints=Constraints(),
+        options=PlannerOptions(),
+    )
     copies = [
         i for i, place in enumerate(chain) if place.equation.primitive.name == "fan_out" and 0 < i < len(chain) - 1
     ]

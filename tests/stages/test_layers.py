@@ -22,7 +22,7 @@ from autopar.stages.identical import find_identical
 from autopar.stages.layers import cluster
 from autopar.stages.tuning import TUNING
 
-NO_EQUATION = Equation(jax.lax.add_p, (), (), {}, None)
+NO_EQUATION = Equation(primitive=jax.lax.add_p, invars=(), outvars=(), params={}, source_info=None)
 
 
 def chain_of(flops, cut_bytes):

@@ -113,7 +113,13 @@ def test_what_is_hard_to_cut_is_recomputed_with_the_same_results(name):
     once = traced(fun, state, batch)
     again = recompute_layers(once, tuning=Tuning(kept_bytes=0))
     assert len(again.program.equations) > len(once.program.equations) + 4
-    request = PlanRequest((LogicalMesh.of((2,)),), preset("cpu"), None, Constraints(), PlannerOptions())
+    request = PlanRequest(
+        meshes=(LogicalMesh.of((2,)),),
+        cluster=preset("cpu"),
+        memory_limit_bytes=None,
+        constraints=Constraints(),
+        options=PlannerOptions(),
+    )
     planned = plan_step(again, request)
     compiled = CompiledStep(signature_of(fun), planned, jax.devices()[:2])
     assert_same_as_jit(fun, compiled, state, batch, steps=2, adam_lr=1e-2 if name == "clipped_adamw" else None)

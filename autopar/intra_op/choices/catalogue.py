@@ -67,9 +67,9 @@ def network_of(cluster: Cluster, mesh: LogicalMesh, options: PlannerOptions) -> 
         raise ArgumentError(str(error)) from None
     device = cluster.device
     return Network(
-        mesh,
-        costs,
-        1.0 / device.sustained_bytes_per_s,
+        mesh=mesh,
+        costs=costs,
+        copy_s_per_byte=1.0 / device.sustained_bytes_per_s,
         kinds=options.kinds,
         transpose_s_per_byte=device.transpose_s_per_byte,
     )

@@ -41,7 +41,7 @@ class BatchSplit:
     axes: Axes
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Node:
     """One equation, or one input of the program (`equation` is None); `loop`: the outermost loop that it is inside."""
 
@@ -63,7 +63,7 @@ class Source:
     stacked: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Use:
     """A value passed from a node to an operand of another; `aval` is what changes layout, `trips` how often."""
 
@@ -288,7 +288,7 @@ class _Builder(StaticDomain[_Value]):
     def _add_fixed(self, layouts: tuple[Layout, ...], label: str, number: int | None) -> int:
         """A node whose choices are layouts."""
         choices = self.catalogue.fixed(layouts)
-        return self._add(Node(choices, 1.0, label, input_number=number, loop=self._outermost))
+        return self._add(Node(choices=choices, trips=1.0, label=label, input_number=number, loop=self._outermost))
 
     def _add_equation(self, eqn: Equation, trips: float) -> int:
         rule = self.catalogue.rules.rule(eqn)
@@ -297,7 +297,9 @@ class _Builder(StaticDomain[_Value]):
         carried = self._carried(eqn, rule)
         choices = self.catalogue.choices(eqn, rule, carried, traffic=self._traffic.get(eqn))
         label = f"{eqn.primitive.name}"
-        number = self._add(Node(choices, trips, label, equation=eqn, rule=rule, loop=self._outermost))
+        number = self._add(
+            Node(choices=choices, trips=trips, label=label, equation=eqn, rule=rule, loop=self._outermost)
+        )
         if self.batch is not None:
             self._keep_batch(eqn, rule, number, self.batch.axes)
         return number
@@ -345,7 +347,9 @@ class _Builder(StaticDomain[_Value]):
             relayout = self.catalogue.relayout(value.aval, (replicated,), needs)[0]
             self.costs[target] = self.costs[target] + value.trips * relayout
             return
-        self.uses.append(Use(source, target, operand, stacked, value.aval, value.trips))
+        self.uses.append(
+            Use(source=source, target=target, operand=operand, stacked=stacked, aval=value.aval, trips=value.trips)
+        )
         matrix = self.catalogue.passed(
             value.aval,
             self.nodes[source.node].choices,

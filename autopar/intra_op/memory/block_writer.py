@@ -58,7 +58,7 @@ class Values:
         """The number of a new value that is a device's shard in a layout."""
         size = layout.local_bytes(aval.shape, itemsize_of(aval), self.mesh)
         shape, dtype = tuple(aval.shape), dtype_name(aval.dtype)
-        return self.add(Value(name, shape, dtype, size, key=key, itemsize=itemsize_of(aval)))
+        return self.add(Value(name=name, shape=shape, dtype=dtype, bytes=size, key=key, itemsize=itemsize_of(aval)))
 
     def add_like(self, value: int, *, factor: int = 1) -> int:
         """The number of a new value like another one, or so many times as large."""
@@ -108,7 +108,14 @@ class BlockWriter:
             self.values.constants.update(outputs)
         self.operations.append(
             Operation(
-                kind, read, tuple(outputs), over=over, bodies=bodies, group=group, by_library=by_library, adds=adds
+                kind=kind,
+                inputs=read,
+                outputs=tuple(outputs),
+                over=over,
+                bodies=bodies,
+                group=group,
+                by_library=by_library,
+                adds=adds,
             )
         )
 

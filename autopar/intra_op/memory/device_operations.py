@@ -27,7 +27,7 @@ class Kind(enum.Enum):
     WHOLE = "whole"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Value:
     """A value of one device; `key` is the (node, output, stacked) of the strategy graph whose layout decides its size.
 
@@ -38,7 +38,6 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-    _: dataclasses.KW_ONLY
     key: tuple[int, int, bool] | None
     itemsize: int
     is_copy: bool = False
@@ -49,7 +48,7 @@ class Value:
         return self.bytes // max(self.itemsize, 1)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Operation:
     """Inputs and outputs are numbers of values; `over[i]` is what output i takes the place of if nobody reads it again.
 
@@ -61,7 +60,6 @@ class Operation:
     kind: Kind
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    _: dataclasses.KW_ONLY
     over: tuple[int, ...] = ()
     bodies: tuple[Block, ...] = ()
     group: Hashable = None

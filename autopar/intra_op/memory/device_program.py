@@ -139,7 +139,7 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
         held = self.values.add_var(entry.var, self.layouts.entry_layout(entry), loop)
         if is_sunk or entry.filled is Filled.ROW:
             read = () if is_sunk or outer < 0 else (outer,)
-            self._writer(inner).operations.append(Operation(Kind.CHEAP, read, (held.value,)))
+            self._writer(inner).operations.append(Operation(kind=Kind.CHEAP, inputs=read, outputs=(held.value,)))
         return held
 
     def pass_on(self, entry: Entry, value: Held, inner: Scope[Held]) -> Held:

@@ -163,7 +163,7 @@ class _Sums:
         (made,), (base, *rest) = scatter.outputs, scatter.inputs
         before: list[Operation] = []
         if self.original(base) not in self.constants:
-            before = self.rewrite(Operation(Kind.CHEAP, (other, base), (made,), adds=True))
+            before = self.rewrite(Operation(kind=Kind.CHEAP, inputs=(other, base), outputs=(made,), adds=True))
             other = made
         last = dataclasses.replace(scatter, inputs=(other, *rest), outputs=total.outputs, over=(other,))
         self.maker[total.outputs[0]] = last

@@ -191,7 +191,7 @@ def _transformer_stage(
     if head and ends.first and not shape.untied:  # one matrix for both
         head = dataclasses.replace(head, parameters=0.0)
     return StageWork(
-        tuple((work, kinds.count(kind)) for kind, work in distinct.items()),
+        layers=tuple((work, kinds.count(kind)) for kind, work in distinct.items()),
         data_ranks=layout.data_ranks,
         tensor_ranks=layout.tensor_ranks,
         expert_ranks=split.expert_ranks,
@@ -222,7 +222,7 @@ def _residual_stage(
 
     works = {block: timed(block, bottleneck_work(block, split)) for block in dict.fromkeys(blocks)}
     return StageWork(
-        tuple((work, blocks.count(block)) for block, work in works.items()),
+        layers=tuple((work, blocks.count(block)) for block, work in works.items()),
         data_ranks=layout.data_ranks,
         tensor_ranks=layout.tensor_ranks,
         first=timed("stem", stem_work(shape, split)) if ends.first else None,

@@ -16,7 +16,7 @@ ExchangeKind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all
 Group = Literal["tensor", "data", "expert"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixProduct:
     """`batch` products (m, k) x (k, n); `extra_bytes` are moved beyond its operands and result.
 
@@ -27,7 +27,6 @@ class MatrixProduct:
     n: float
     k: float
     batch: float = 1.0
-    _: dataclasses.KW_ONLY
     extra_bytes: float = 0.0
     convolution: bool = False
 
@@ -44,7 +43,7 @@ class FusedGroup:
     moved_bytes: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange:
     """A collective of a group; `full_bytes` is the larger side on one device.
 
@@ -55,7 +54,6 @@ class Exchange:
     kind: ExchangeKind
     group: Group
     full_bytes: float
-    _: dataclasses.KW_ONLY
     behind: Literal["nothing", "product"] = "nothing"
     seconds: float | None = None
 
@@ -70,7 +68,7 @@ class Timed:
 Operation = MatrixProduct | FusedGroup | Exchange | Timed
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """The operations of one layer for one microbatch on one device.
 
@@ -86,7 +84,6 @@ class Work:
 
     forward: tuple[Operation, ...]
     backward: tuple[Operation, ...]
-    _: dataclasses.KW_ONLY
     recomputed: tuple[Operation, ...] = ()
     parameters: float = 0.0
     expert_parameters: float = 0.0

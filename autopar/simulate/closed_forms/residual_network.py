@@ -152,7 +152,7 @@ def bottleneck_work(block: Block, split: BlockSplit) -> Work:
         taken = unit * ci * (block.size**2 if number != 2 else conv.pixels)
         whole = unit * conv.pixels * conv.co
         forward += [_product(rows, co, inner), *_all_reduce(split, whole, here=not by_column)]
-        sums = Exchange("all-reduce", "data", 2 * split.element_bytes * co)
+        sums = Exchange(kind="all-reduce", group="data", full_bytes=2 * split.element_bytes * co)
         forward += [FusedGroup(normed), sums, FusedGroup(2 * normed)]
         backward = [
             FusedGroup(2 * normed),
@@ -167,7 +167,7 @@ def bottleneck_work(block: Block, split: BlockSplit) -> Work:
     result = unit * block.pixels * block.outgoing
     gathered = unit * block.size**2 * block.incoming
     if t > 1:
-        backward.append(Exchange("all-gather", "tensor", gathered))
+        backward.append(Exchange(kind="all-gather", group="tensor", full_bytes=gathered))
     forward.append(FusedGroup(3 * result * outer))
     entered = gathered * outer
     return Work(
@@ -182,11 +182,13 @@ def bottleneck_work(block: Block, split: BlockSplit) -> Work:
 
 
 def _product(m: float, n: float, k: float) -> MatrixProduct:
-    return MatrixProduct(m, n, k, convolution=True)
+    return MatrixProduct(m=m, n=n, k=k, convolution=True)
 
 
 def _all_reduce(split: BlockSplit, full_bytes: float, *, here: bool) -> tuple[Operation, ...]:
-    return (Exchange("all-reduce", "tensor", full_bytes),) if here and split.tensor_ranks > 1 else ()
+    return (
+        (Exchange(kind="all-reduce", group="tensor", full_bytes=full_bytes),) if here and split.tensor_ranks > 1 else ()
+    )
 
 
 def stem_work(shape: ResidualNetworkShape, split: BlockSplit) -> Work:
@@ -196,12 +198,12 @@ def stem_work(shape: ResidualNetworkShape, split: BlockSplit) -> Work:
     result = split.element_bytes * rows * shape.channels
     forward = (_product(rows, conv.co, 147), FusedGroup(3 * result), FusedGroup(1.25 * result))
     backward = (FusedGroup(2.25 * result), FusedGroup(5 * result), _product(147, conv.co, rows))
-    return Work(forward, backward, parameters=conv.parameters, kept_bytes=2 * result)
+    return Work(forward=forward, backward=backward, parameters=conv.parameters, kept_bytes=2 * result)
 
 
 def linear_head_work(shape: ResidualNetworkShape, split: BlockSplit) -> Work:
     """Mean over the image and the classifier."""
     wide, samples = shape.blocks[-1].outgoing, split.samples
-    forward = (MatrixProduct(samples, shape.classes, wide),)
-    backward = (MatrixProduct(samples, wide, shape.classes), MatrixProduct(wide, shape.classes, samples))
-    return Work(forward, backward, parameters=wide * shape.classes)
+    forward = (MatrixProduct(m=samples, n=shape.classes, k=wide),)
+    backward = (MatrixProduct(m=samples, n=wide, k=shape.classes), MatrixProduct(m=wide, n=shape.classes, k=samples))
+    return Work(forward=forward, backward=backward, parameters=wide * shape.classes)

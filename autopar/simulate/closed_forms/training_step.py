@@ -35,12 +35,11 @@ Optimizer = Literal["adam", "momentum", "adafactor"]
 _OPTIMIZER_BYTES = {"adam": (54.0, 28.0), "momentum": (46.0, 20.0), "adafactor": (42.0, 16.0)}  # mixed, float32
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class StageWork:
     """One pipeline stage: `layers` are (work of one, how many), in order; `first` and `last` come once per microbatch."""
 
     layers: tuple[tuple[Work, int], ...]
-    _: dataclasses.KW_ONLY
     data_ranks: int
     tensor_ranks: int = 1
     expert_ranks: int = 1

@@ -96,25 +96,27 @@ def embedding_work(shape: TransformerShape, split: LayerSplit) -> Work:
     # The gradient of the table is made dense, then added to the accumulated one.
     backward: list[Operation] = [FusedGroup((2 * e + 1) * x * r), *_gather(split, e * x)]
     backward.append(FusedGroup(2 * e * x + table * (e + 2 * split.gradient_bytes)))
-    return Work(tuple(forward), tuple(backward), parameters=table, kept_bytes=x * r, boundary_bytes=e * x)
+    return Work(
+        forward=tuple(forward), backward=tuple(backward), parameters=table, kept_bytes=x * r, boundary_bytes=e * x
+    )
 
 
 def head_work(shape: TransformerShape, split: LayerSplit) -> Work:
     """Last norm, logits split by vocabulary, cross-entropy in float32; the matrix is the embedding's if tied."""
     x, e, r, t = _x(shape, split), split.element_bytes, _token_share(split), split.tensor_ranks
     tokens, vocab = shape.seq_len * split.samples, shape.vocab / t
-    logits = MatrixProduct(tokens, vocab, shape.hidden)
+    logits = MatrixProduct(m=tokens, n=vocab, k=shape.hidden)
     forward: list[Operation] = [FusedGroup(2 * e * x * r), *_gather(split, e * x), logits]
     forward.append(FusedGroup((_LOSS_BYTES_PER_LOGIT - 8.0) * tokens * vocab))
     backward: list[Operation] = [
         FusedGroup(8.0 * tokens * vocab),
-        MatrixProduct(tokens, shape.hidden, vocab),
+        MatrixProduct(m=tokens, n=shape.hidden, k=vocab),
         *_join(split, e * x, behind=True),
         _weight_gradient(split, shape.hidden, vocab, tokens),
         FusedGroup(5 * e * x * r),
     ]
     kept = 2 * e * x * r + 4.0 * tokens * vocab
-    return Work(tuple(forward), tuple(backward), parameters=shape.hidden * vocab, kept_bytes=kept)
+    return Work(forward=tuple(forward), backward=tuple(backward), parameters=shape.hidden * vocab, kept_bytes=kept)
 
 
 def _x(shape: TransformerShape, split: LayerSplit) -> float:
@@ -130,20 +132,22 @@ def _join(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tupl
     if split.tensor_ranks == 1:
         return ()
     kind: Literal["reduce-scatter", "all-reduce"] = "reduce-scatter" if split.sequence_parallel else "all-reduce"
-    return (Exchange(kind, "tensor", full_bytes, behind="product" if behind else "nothing"),)
+    return (Exchange(kind=kind, group="tensor", full_bytes=full_bytes, behind="product" if behind else "nothing"),)
 
 
 def _gather(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tuple[Operation, ...]:
     """A shard of the tokens to all of them: nothing to do without sequence parallelism."""
     if split.tensor_ranks == 1 or not split.sequence_parallel:
         return ()
-    return (Exchange("all-gather", "tensor", full_bytes, behind="product" if behind else "nothing"),)
+    return (
+        Exchange(kind="all-gather", group="tensor", full_bytes=full_bytes, behind="product" if behind else "nothing"),
+    )
 
 
 def _weight_gradient(split: LayerSplit, m: float, n: float, k: float, batch: float = 1.0) -> MatrixProduct:
     """x^T dy, added to the accumulated gradient: that is read and written in its own format."""
     extra = batch * m * n * (2 * split.gradient_bytes - split.element_bytes)
-    return MatrixProduct(m, n, k, batch, extra_bytes=extra)
+    return MatrixProduct(m=m, n=n, k=k, batch=batch, extra_bytes=extra)
 
 
 def _attention(shape: TransformerShape, split: LayerSplit, *, causal: bool | None = None) -> _Pass:
@@ -153,22 +157,22 @@ def _attention(shape: TransformerShape, split: LayerSplit, *, causal: bool | Non
     forward: tuple[Operation, ...] = (
         FusedGroup(2 * e * x * r),  # norm
         *_gather(split, e * x),
-        MatrixProduct(tokens, qkv, h),
+        MatrixProduct(m=tokens, n=qkv, k=h),
         FusedGroup(2 * e * tokens * qkv),  # bias, heads to the front
         *core.forward,
-        MatrixProduct(tokens, h, h / t),
+        MatrixProduct(m=tokens, n=h, k=h / t),
         *_join(split, e * x),
         FusedGroup((3 * e + 1) * x * r),  # bias, dropout, residual sum
     )
     backward: tuple[Operation, ...] = (
         FusedGroup((3 * e + 1) * x * r),  # dropout; gradient of the bias
         *_gather(split, e * x),
-        MatrixProduct(tokens, h / t, h),
+        MatrixProduct(m=tokens, n=h / t, k=h),
         _weight_gradient(split, h / t, h, tokens),
         *core.backward,
         FusedGroup(3 * e * tokens * qkv),  # heads back, gradient of the bias
         *_gather(split, e * x, behind=True),
-        MatrixProduct(tokens, h, qkv),
+        MatrixProduct(m=tokens, n=h, k=qkv),
         *_join(split, e * x, behind=True),
         _weight_gradient(split, h, qkv, tokens),
         FusedGroup(8 * e * x * r),  # norm, its weights, residual sum
@@ -183,25 +187,25 @@ def _core_attention(shape: TransformerShape, split: LayerSplit, causal: bool) ->
     if split.fused_attention:
         # A causal kernel skips the tiles above the diagonal; backward has five products where forward has two.
         rows = s / 2 if causal else s
-        product = MatrixProduct(s, rows, d, 2 * maps)
+        product = MatrixProduct(m=s, n=rows, k=d, batch=2 * maps)
         return _Pass(
             (product, FusedGroup(4 * e * x / t)),
             (dataclasses.replace(product, batch=5 * maps), FusedGroup(8 * e * x / t)),
         )
     scores = maps * s * s
     core: tuple[Operation, ...] = (
-        MatrixProduct(s, s, d, maps),
+        MatrixProduct(m=s, n=s, k=d, batch=maps),
         FusedGroup(2 * e * scores),  # scale, mask, softmax
         FusedGroup((2 * e + 1) * scores),  # dropout and its mask
-        MatrixProduct(s, d, s, maps),
+        MatrixProduct(m=s, n=d, k=s, batch=maps),
     )
     backward: tuple[Operation, ...] = (
         FusedGroup(2 * e * x / t),
-        MatrixProduct(s, s, d, maps),
-        MatrixProduct(s, d, s, maps),
+        MatrixProduct(m=s, n=s, k=d, batch=maps),
+        MatrixProduct(m=s, n=d, k=s, batch=maps),
         FusedGroup((2 * e + 1) * scores),
         FusedGroup(3 * e * scores),
-        MatrixProduct(s, d, s, 2 * maps),
+        MatrixProduct(m=s, n=d, k=s, batch=2 * maps),
     )
     return _Pass((*core, FusedGroup(2 * e * x / t)), backward, core)
 
@@ -217,20 +221,20 @@ def _feed_forward(shape: TransformerShape, split: LayerSplit, *, shape_m: tuple[
     forward: tuple[Operation, ...] = (
         *before,
         *_gather(split, size),
-        MatrixProduct(rows, wide * f, h, count),
+        MatrixProduct(m=rows, n=wide * f, k=h, batch=count),
         FusedGroup((wide + 1) * e * rows * f * count),  # bias, activation
-        MatrixProduct(rows, h, f, count),
+        MatrixProduct(m=rows, n=h, k=f, batch=count),
         *_join(split, size),
         *after,
     )
     backward: tuple[Operation, ...] = (
         *after,
         *_gather(split, size),
-        MatrixProduct(rows, f, h, count),
+        MatrixProduct(m=rows, n=f, k=h, batch=count),
         _weight_gradient(split, f, h, rows, count),
         FusedGroup((2 * wide + 2) * e * rows * f * count),  # activation, gradient of the bias
         *_gather(split, size, behind=True),
-        MatrixProduct(rows, h, wide * f, count),
+        MatrixProduct(m=rows, n=h, k=wide * f, batch=count),
         *_join(split, size, behind=True),
         _weight_gradient(split, h, wide * f, rows, count),
         *(() if shape_m else (FusedGroup(8 * e * x * r),)),
@@ -249,14 +253,16 @@ def _experts(shape: TransformerShape, split: LayerSplit) -> _Pass:
     rows = k * tokens * split.expert_ranks / shape.experts
     expert = _feed_forward(shape, split, shape_m=(rows, shape.experts / split.expert_ranks))
     size = e * k * x
-    swap: tuple[Operation, ...] = (Exchange("all-to-all", "expert", size),) if split.expert_ranks > 1 else ()
-    gate = MatrixProduct(tokens, shape.experts, h)
+    swap: tuple[Operation, ...] = (
+        (Exchange(kind="all-to-all", group="expert", full_bytes=size),) if split.expert_ranks > 1 else ()
+    )
+    gate = MatrixProduct(m=tokens, n=shape.experts, k=h)
     if group:
         routing: tuple[Operation, ...] = (FusedGroup(_ROUTING_PASSES * e * tokens * k * group / 2),)
-        dispatch: tuple[Operation, ...] = (MatrixProduct(k * group, h, group, tokens / group),)
-        combine: tuple[Operation, ...] = (MatrixProduct(group, h, k * group, tokens / group),)
+        dispatch: tuple[Operation, ...] = (MatrixProduct(m=k * group, n=h, k=group, batch=tokens / group),)
+        combine: tuple[Operation, ...] = (MatrixProduct(m=group, n=h, k=k * group, batch=tokens / group),)
         # Each transposed product again, and for the weights of `combine` one more.
-        extra: tuple[Operation, ...] = (MatrixProduct(group, k * group, h, tokens / group),)
+        extra: tuple[Operation, ...] = (MatrixProduct(m=group, n=k * group, k=h, batch=tokens / group),)
     else:
         routing, extra = (), ()
         dispatch = combine = (FusedGroup(2 * size),)

@@ -143,7 +143,7 @@ class _Tracer:
         sources = [self._source(port, numbers) for port in self.outputs]
         leaves = tuple(self._leaf(port, aval) for port, aval in zip(self.inputs, avals, strict=True))
         added = tuple(
-            Leaf(f"constant/{i}", "const", tuple(v.aval.shape), v.aval.dtype)
+            Leaf(path=f"constant/{i}", role="const", shape=tuple(v.aval.shape), dtype=v.aval.dtype)
             for i, v in enumerate(program.invars[len(leaves) :])
         )
         step = TracedStep(
@@ -175,7 +175,14 @@ class _Tracer:
             microbatches = self.microbatches if port.source == "received" else 1
             shape = tuple(aval.shape)
             is_stack = port.source == "received"
-            return Leaf(self._path(port), "other", shape, aval.dtype, microbatches=microbatches, streamed=is_stack)
+            return Leaf(
+                path=self._path(port),
+                role="other",
+                shape=shape,
+                dtype=aval.dtype,
+                microbatches=microbatches,
+                streamed=is_stack,
+            )
         leaf = self.leaf_of[port.var]
         microbatches = self.microbatches if port.source == "rows" else 1
         donated = leaf.donated and port.source == "leaf"
@@ -186,10 +193,10 @@ class _Tracer:
         microbatches = self.microbatches if is_stack else 1
         weak = port.output is not None and self.loop.traced.outputs[port.output].weak_type
         return Leaf(
-            self._path(port),
-            "output",
-            tuple(aval.shape),
-            aval.dtype,
+            path=self._path(port),
+            role="output",
+            shape=tuple(aval.shape),
+            dtype=aval.dtype,
             microbatches=microbatches,
             streamed=is_stack,
             weak_type=weak,

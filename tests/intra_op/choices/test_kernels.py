@@ -187,7 +187,10 @@ def test_a_held_input_is_used_in_the_layout_in_which_it_comes():
 
     def gathered(held):
         options = PlannerOptions(held=held)
-        plan = plan_step(traced, PlanRequest((mesh,), CLUSTER, None, rules, options)).plan
+        plan = plan_step(
+            traced,
+            PlanRequest(meshes=(mesh,), cluster=CLUSTER, memory_limit_bytes=None, constraints=rules, options=options),
+        ).plan
         return {item.operand for item in plan.collectives}
 
     assert gathered(frozenset()) == {"float32[64,64]"}

@@ -251,7 +251,10 @@ def test_the_tensors_at_the_peak_are_named_largest_first():
 
 
 def values(*elements):
-    return [Value(f"v{i}", (n,), "float32", n * FLOAT, key=None, itemsize=FLOAT) for i, n in enumerate(elements)]
+    return [
+        Value(name=f"v{i}", shape=(n,), dtype="float32", bytes=n * FLOAT, key=None, itemsize=FLOAT)
+        for i, n in enumerate(elements)
+    ]
 
 
 def buffers(operations, given, *, outputs=()):
@@ -259,9 +262,12 @@ def buffers(operations, given, *, outputs=()):
 
 
 def test_costly_work_that_two_readers_would_repeat_has_a_buffer_though_one_cheap_value_lies_between():
-    costly = Operation(Kind.COSTLY, (0,), (1,))
-    between = Operation(Kind.CHEAP, (1,), (2,))
-    first, second = Operation(Kind.REDUCE, (2,), (3,)), Operation(Kind.REDUCE, (2,), (4,))
+    costly = Operation(kind=Kind.COSTLY, inputs=(0,), outputs=(1,))
+    between = Operation(kind=Kind.CHEAP, inputs=(1,), outputs=(2,))
+    first, second = (
+        Operation(kind=Kind.REDUCE, inputs=(2,), outputs=(3,)),
+        Operation(kind=Kind.REDUCE, inputs=(2,), outputs=(4,)),
+    )
     given = values(64, 64, 64, 1, 1)
     assert buffers([costly, between, first, second], given, outputs=(3, 4)) == [1, 3, 4]
     assert buffers([costly, between, first], given, outputs=(3,)) == [3]
@@ -274,37 +280,55 @@ def test_costly_work_that_two_readers_would_repeat_has_a_buffer_though_one_cheap
 )
 def test_a_product_has_a_buffer_if_a_reader_waits_for_what_is_made_of_it(large_operands, waits_for, expected):
     """1 is read by 2, of which a contraction makes 3, and by 4, which backward makes of 1 and 3."""
-    made = Operation(Kind.CHEAP, (0, 7)[:large_operands], (1,))
-    forward, contracted = Operation(Kind.CHEAP, (1,), (2,)), Operation(Kind.WHOLE, (2,), (3,))
-    backward, last = Operation(Kind.CHEAP, (1, waits_for), (4,)), Operation(Kind.WHOLE, (4,), (5,))
+    made = Operation(kind=Kind.CHEAP, inputs=(0, 7)[:large_operands], outputs=(1,))
+    forward, contracted = (
+        Operation(kind=Kind.CHEAP, inputs=(1,), outputs=(2,)),
+        Operation(kind=Kind.WHOLE, inputs=(2,), outputs=(3,)),
+    )
+    backward, last = (
+        Operation(kind=Kind.CHEAP, inputs=(1, waits_for), outputs=(4,)),
+        Operation(kind=Kind.WHOLE, inputs=(4,), outputs=(5,)),
+    )
     assert buffers([made, forward, contracted, backward, last], values(*[64] * 8), outputs=(3, 5)) == expected
 
 
 def test_a_product_is_computed_again_by_all_readers_if_what_lies_between_them_is():
     """1 is read by 2 and 4; 4 also reads 2, which has a buffer for a contraction but is computed again by others."""
-    made, between = Operation(Kind.CHEAP, (0, 7), (1,)), Operation(Kind.CHEAP, (1,), (2,))
-    contracted, both = Operation(Kind.WHOLE, (2,), (3,)), Operation(Kind.CHEAP, (1, 2), (4,))
-    last = Operation(Kind.WHOLE, (4,), (5,))
+    made, between = (
+        Operation(kind=Kind.CHEAP, inputs=(0, 7), outputs=(1,)),
+        Operation(kind=Kind.CHEAP, inputs=(1,), outputs=(2,)),
+    )
+    contracted, both = (
+        Operation(kind=Kind.WHOLE, inputs=(2,), outputs=(3,)),
+        Operation(kind=Kind.CHEAP, inputs=(1, 2), outputs=(4,)),
+    )
+    last = Operation(kind=Kind.WHOLE, inputs=(4,), outputs=(5,))
     assert buffers([made, between, contracted, both, last], values(*[64] * 8), outputs=(3, 5)) == [2, 3, 4, 5]
 
 
 def test_costly_work_is_not_done_again_for_every_repetition_of_its_result():
-    costly, spread = Operation(Kind.COSTLY, (0,), (1,)), Operation(Kind.CHEAP, (1,), (2,))
+    costly, spread = (
+        Operation(kind=Kind.COSTLY, inputs=(0,), outputs=(1,)),
+        Operation(kind=Kind.CHEAP, inputs=(1,), outputs=(2,)),
+    )
     assert buffers([costly, spread], values(8, 8, 64), outputs=(2,)) == [1, 2]
 
 
 @pytest.mark.parametrize(("elements", "expected"), [(LIBRARY_ELEMENTS, [1, 3]), (LIBRARY_ELEMENTS - 1, [3])])
 def test_a_large_sum_is_left_to_a_library_which_reads_buffers_and_multiplies_by_itself(elements, expected):
-    select = Operation(Kind.CHEAP, (0,), (1,))
-    product = Operation(Kind.CHEAP, (1,), (2,), by_library=True)
-    total = Operation(Kind.LIBRARY, (2,), (3,))
+    select = Operation(kind=Kind.CHEAP, inputs=(0,), outputs=(1,))
+    product = Operation(kind=Kind.CHEAP, inputs=(1,), outputs=(2,), by_library=True)
+    total = Operation(kind=Kind.LIBRARY, inputs=(2,), outputs=(3,))
     assert buffers([select, product, total], values(elements, elements, elements, 1), outputs=(3,)) == expected
 
 
 def test_the_result_takes_the_place_of_its_operand_unless_elements_move():
     def peak_of(kind):
-        made, turned = Operation(Kind.WHOLE, (0,), (1,)), Operation(kind, (1,), (2,))
-        read = Operation(Kind.WHOLE, (2,), (3,))
+        made, turned = (
+            Operation(kind=Kind.WHOLE, inputs=(0,), outputs=(1,)),
+            Operation(kind=kind, inputs=(1,), outputs=(2,)),
+        )
+        read = Operation(kind=Kind.WHOLE, inputs=(2,), outputs=(3,))
         given = values(64, 64, 64, 1)
         spans = footprint_of(Block((made, turned, read), (3,)), given).spans
         return max(sum(given[s.value].elements for s in spans if s.first <= at <= s.last) for at in range(3))
@@ -340,10 +364,10 @@ def test_reductions_that_read_from_each_other_crosswise_are_not_all_merged():
     """a1 -> b1 and b2 -> a2: with both pairs merged each would wait for the other. One pair is."""
     x, a1, b1, b2, a2, total = range(6)
     reductions = [
-        Operation(Kind.WHOLE, (source,), (result,), group=group)
+        Operation(kind=Kind.WHOLE, inputs=(source,), outputs=(result,), group=group)
         for source, result, group in ((x, a1, "a"), (a1, b1, "b"), (x, b2, "b"), (b2, a2, "a"))
     ]
-    last = Operation(Kind.WHOLE, (b1, a2), (total,))
+    last = Operation(kind=Kind.WHOLE, inputs=(b1, a2), outputs=(total,))
     found = footprint_of(Block((*reductions, last), (total,)), values(*[64] * 6))
     assert {span.value for span in found.spans} == {a1, b1, b2, a2, total}
     assert found.steps == 4

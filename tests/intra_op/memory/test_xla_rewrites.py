@@ -18,14 +18,16 @@ from autopar.program.from_jaxpr import program_of
 
 FLOAT = 4
 A, B, INDICES, UPDATES, SCATTERED, TOTAL, MORE, END = range(8)
-VALUES = [Value(f"v{i}", (64,), "float32", 64 * FLOAT, key=None, itemsize=FLOAT) for i in range(12)]
-ZEROS = Operation(Kind.CHEAP, (), (B,))
-SCATTER = Operation(Kind.WHOLE, (B, INDICES, UPDATES), (SCATTERED,), over=(B,), adds=True)
-MADE = Operation(Kind.WHOLE, (), (A,))
+VALUES = [
+    Value(name=f"v{i}", shape=(64,), dtype="float32", bytes=64 * FLOAT, key=None, itemsize=FLOAT) for i in range(12)
+]
+ZEROS = Operation(kind=Kind.CHEAP, inputs=(), outputs=(B,))
+SCATTER = Operation(kind=Kind.WHOLE, inputs=(B, INDICES, UPDATES), outputs=(SCATTERED,), over=(B,), adds=True)
+MADE = Operation(kind=Kind.WHOLE, inputs=(), outputs=(A,))
 
 
 def total(*summands, out=TOTAL):
-    return Operation(Kind.CHEAP, summands, (out,), adds=True)
+    return Operation(kind=Kind.CHEAP, inputs=summands, outputs=(out,), adds=True)
 
 
 def turned(operations, *, outputs=(TOTAL,)):
@@ -49,12 +51,12 @@ def test_what_is_scattered_and_read_by_others_too_stays():
     operations = [MADE, ZEROS, SCATTER, total(A, SCATTERED)]
     kept = [(op.kind, op.inputs, op.outputs, op.over) for op in operations if op.inputs]
     assert turned(operations, outputs=(TOTAL, SCATTERED)) == kept
-    read = Operation(Kind.REDUCE, (SCATTERED,), (MORE,))
+    read = Operation(kind=Kind.REDUCE, inputs=(SCATTERED,), outputs=(MORE,))
     assert turned([*operations, read])[:2] == kept
 
 
 def test_what_a_scatter_adds_to_is_added_to_the_summand_first_unless_it_is_constant():
-    given = Operation(Kind.WHOLE, (), (B,))
+    given = Operation(kind=Kind.WHOLE, inputs=(), outputs=(B,))
     found = turned([MADE, given, SCATTER, total(A, SCATTERED)])
     assert found == [
         (Kind.CHEAP, (A, B), (SCATTERED,), ()),
@@ -63,7 +65,7 @@ def test_what_a_scatter_adds_to_is_added_to_the_summand_first_unless_it_is_const
 
 
 def test_each_scatter_of_a_sum_adds_to_what_the_next_one_left():
-    other = Operation(Kind.WHOLE, (B, INDICES, UPDATES), (MORE,), over=(B,), adds=True)
+    other = Operation(kind=Kind.WHOLE, inputs=(B, INDICES, UPDATES), outputs=(MORE,), over=(B,), adds=True)
     found = turned([MADE, ZEROS, SCATTER, other, total(SCATTERED, MORE), total(TOTAL, A, out=END)], outputs=(END,))
     assert found == [
         (Kind.WHOLE, (A, INDICES, UPDATES), (TOTAL,), (A,)),
@@ -72,7 +74,7 @@ def test_each_scatter_of_a_sum_adds_to_what_the_next_one_left():
 
 
 def test_another_name_of_what_is_scattered_is_no_other_reader():
-    renamed = Operation(Kind.ALIAS, (SCATTERED,), (MORE,))
+    renamed = Operation(kind=Kind.ALIAS, inputs=(SCATTERED,), outputs=(MORE,))
     found = turned([MADE, ZEROS, SCATTER, renamed, total(MORE, A)])
     assert (Kind.WHOLE, (A, INDICES, UPDATES), (TOTAL,), (A,)) in found
     assert not any(kind is Kind.CHEAP for kind, *_ in found)

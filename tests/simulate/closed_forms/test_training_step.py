@@ -27,7 +27,7 @@ def machine(**hidden: float) -> Cluster:
 
 
 PLAN = StepPlan(microbatches=4, precision="fp16", states=StateBytes(2, 2, 12))
-PRODUCT = MatrixProduct(1000, 1000, 500_000)  # 10^12 FLOPs: 1 s, and 2 x 1.001 x 10^9 bytes: more than 2 s
+PRODUCT = MatrixProduct(m=1000, n=1000, k=500_000)  # 10^12 FLOPs: 1 s, and 2 x 1.001 x 10^9 bytes: more than 2 s
 
 
 def prices(tensor: int = 1, *, cluster: Cluster | None = None) -> StagePrices:
@@ -37,20 +37,20 @@ def prices(tensor: int = 1, *, cluster: Cluster | None = None) -> StagePrices:
 
 
 def test_a_product_takes_the_longer_of_arithmetic_and_traffic():
-    square = MatrixProduct(10_000, 10_000, 10_000)  # 2 x 10^12 FLOPs, 6 x 10^8 bytes
+    square = MatrixProduct(m=10_000, n=10_000, k=10_000)  # 2 x 10^12 FLOPs, 6 x 10^8 bytes
     assert prices().product_s(square) == pytest.approx(2.0)
     assert prices().product_s(PRODUCT) == pytest.approx(2 * (500e6 + 500e6 + 1e6) / 1e9)
 
 
 def test_extra_bytes_of_a_product_count_as_traffic():
-    thin = MatrixProduct(1000, 1000, 1, extra_bytes=3e9)
+    thin = MatrixProduct(m=1000, n=1000, k=1, extra_bytes=3e9)
     assert prices().product_s(thin) == pytest.approx(3.0, rel=1e-2)
 
 
 def test_a_small_product_reaches_less_and_training_less_than_a_loop():
     device = dataclasses.replace(DEVICE, matrix_efficiency={"float16": MatrixEfficiency(0.5, (0.0, 0.0, 10_000.0))})
     cluster = dataclasses.replace(machine(), device=device)
-    square = MatrixProduct(10_000, 10_000, 10_000)
+    square = MatrixProduct(m=10_000, n=10_000, k=10_000)
     assert prices(cluster=cluster).product_s(square) == pytest.approx(2.0 / 0.25)
     trained = StagePrices(
         cluster=cluster, dtype="float16", element_bytes=2, mesh=(1, 1, 1, 1), reached=InTraining(matrix=0.8, memory=0.5)
@@ -65,7 +65,7 @@ def test_a_convolution_has_an_efficiency_of_its_own_where_the_device_states_one(
         matrix_efficiency={"float16": MatrixEfficiency(0.5)},
         convolution_efficiency={"float32": MatrixEfficiency(0.25)},
     )
-    square = MatrixProduct(10_000, 10_000, 10_000)
+    square = MatrixProduct(m=10_000, n=10_000, k=10_000)
     window = dataclasses.replace(square, convolution=True)
     half = prices(cluster=dataclasses.replace(machine(), device=device))
     single = dataclasses.replace(half, dtype="float32")
@@ -98,8 +98,8 @@ def test_tensor_ranks_send_parts_and_gather_where_that_is_cheaper():
 
 def stage(**changes: object) -> StageWork:
     """Two layers of 1 s forward and 2 s backward."""
-    work = Work((FusedGroup(1e9),), (FusedGroup(2e9),), parameters=1e6, kept_bytes=1e7)
-    return dataclasses.replace(StageWork(((work, 2),), data_ranks=1), **changes)
+    work = Work(forward=(FusedGroup(1e9),), backward=(FusedGroup(2e9),), parameters=1e6, kept_bytes=1e7)
+    return dataclasses.replace(StageWork(layers=((work, 2),), data_ranks=1), **changes)
 
 
 def test_one_stage_takes_its_layers_for_every_microbatch_and_the_optimizer_once():
@@ -111,14 +111,14 @@ def test_one_stage_takes_its_layers_for_every_microbatch_and_the_optimizer_once(
 
 
 def test_what_is_recomputed_runs_again_before_backward():
-    work = Work((FusedGroup(1e9),), (FusedGroup(2e9),), recomputed=(FusedGroup(1e9),))
-    found = predict_step(machine(), PLAN, [StageWork(((work, 1),), data_ranks=1)], reached=AS_MEASURED)
+    work = Work(forward=(FusedGroup(1e9),), backward=(FusedGroup(2e9),), recomputed=(FusedGroup(1e9),))
+    found = predict_step(machine(), PLAN, [StageWork(layers=((work, 1),), data_ranks=1)], reached=AS_MEASURED)
     assert found.step_s == pytest.approx(16.0)
 
 
 def test_stages_add_a_bubble_and_sends():
-    work = Work((FusedGroup(1e9),), (FusedGroup(2e9),), boundary_bytes=1e7)
-    stages = [StageWork(((work, 1),), data_ranks=1)] * 2
+    work = Work(forward=(FusedGroup(1e9),), backward=(FusedGroup(2e9),), boundary_bytes=1e7)
+    stages = [StageWork(layers=((work, 1),), data_ranks=1)] * 2
     found = predict_step(machine(), PLAN, stages, reached=AS_MEASURED)
     # Each stage sends once per microbatch, 0.1 s inside a node: 4 x 3.1 s, and 3.1 s of the other stage.
     assert found.bubble_s == pytest.approx(3.1)
@@ -156,17 +156,19 @@ def test_zero_stages_communicate_as_they_divide(zero_stage, data_s, gather_s):
 
 
 def test_experts_are_reduced_only_over_ranks_that_share_them():
-    work = Work((), (FusedGroup(1e9),), parameters=2e6, expert_parameters=1e6)
-    found = predict_step(machine(), PLAN, [StageWork(((work, 1),), data_ranks=4, expert_ranks=2)], reached=AS_MEASURED)
+    work = Work(forward=(), backward=(FusedGroup(1e9),), parameters=2e6, expert_parameters=1e6)
+    found = predict_step(
+        machine(), PLAN, [StageWork(layers=((work, 1),), data_ranks=4, expert_ranks=2)], reached=AS_MEASURED
+    )
     # 10^6 dense parameters over 4 ranks, 10^6 of experts over the 2 that hold the same ones.
     assert found.communication["data_parallel"].total_s == pytest.approx(2 * 2e6 / 1e8 * (3 / 4 + 1 / 2))
 
 
 def test_a_collective_behind_a_product_hides_as_far_as_the_cluster_lets_it():
-    exchange = Exchange("all-reduce", "tensor", 1e8, behind="product")  # 1.5 s over four ranks
-    work = Work((), (exchange, MatrixProduct(10_000, 10_000, 5_000)))  # 1 s
+    exchange = Exchange(kind="all-reduce", group="tensor", full_bytes=1e8, behind="product")  # 1.5 s over four ranks
+    work = Work(forward=(), backward=(exchange, MatrixProduct(m=10_000, n=10_000, k=5_000)))  # 1 s
     one = dataclasses.replace(PLAN, microbatches=1)
-    stages = [StageWork(((work, 1),), data_ranks=1, tensor_ranks=4)]
+    stages = [StageWork(layers=((work, 1),), data_ranks=1, tensor_ranks=4)]
     part = predict_step(machine(tensor=1.0), one, stages, reached=AS_MEASURED).communication["tensor"]
     assert (part.total_s, part.exposed_s) == (pytest.approx(1.5), pytest.approx(0.5))
     part = predict_step(machine(), one, stages, reached=AS_MEASURED).communication["tensor"]
@@ -186,8 +188,8 @@ def test_ratios_are_of_each_kind_and_none_without_communication():
 
 
 def test_memory_is_states_activations_in_flight_and_what_recomputation_brings_back():
-    work = Work((), (), parameters=1e6, kept_bytes=1e7, transient_bytes=5e7)
-    stages = [StageWork(((work, 2),), data_ranks=1)] * 3
+    work = Work(forward=(), backward=(), parameters=1e6, kept_bytes=1e7, transient_bytes=5e7)
+    stages = [StageWork(layers=((work, 2),), data_ranks=1)] * 3
     found = predict_step(machine(), PLAN, stages, reached=AS_MEASURED).memory
     assert found.states_bytes == 2e6 * 16
     assert found.activation_bytes == 3 * 2 * 1e7  # three microbatches in flight on the first stage
@@ -197,8 +199,8 @@ def test_memory_is_states_activations_in_flight_and_what_recomputation_brings_ba
 
 def test_a_step_fits_if_its_peak_is_within_the_usable_memory():
     cluster = dataclasses.replace(machine(), device=dataclasses.replace(DEVICE, reserved_bytes=0.5e9))
-    small = Work((), (), kept_bytes=0.4e9)
-    large = Work((), (), kept_bytes=0.6e9)
+    small = Work(forward=(), backward=(), kept_bytes=0.4e9)
+    large = Work(forward=(), backward=(), kept_bytes=0.6e9)
     one = dataclasses.replace(PLAN, microbatches=1)
-    assert predict_step(cluster, one, [StageWork(((small, 1),), data_ranks=1)]).fits
-    assert not predict_step(cluster, one, [StageWork(((large, 1),), data_ranks=1)]).fits
+    assert predict_step(cluster, one, [StageWork(layers=((small, 1),), data_ranks=1)]).fits
+    assert not predict_step(cluster, one, [StageWork(layers=((large, 1),), data_ranks=1)]).fits
