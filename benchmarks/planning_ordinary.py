@@ -1,11 +1,13 @@
 """How long does planning take at ordinary sizes, and how good is the plan? Runs `autopar plan` as a user types it.
 
-    python benchmarks/planning_ordinary.py [--only gpt-v100 ...] [--limit 120] [--tight] [--json FILE]
+    python benchmarks/planning_ordinary.py [--only gpt-v100 ...] [--limit 120] [--tight] [--scan-layers] [--json FILE]
 
 Each case is a fresh process with everything left open and nothing cached. Printed are seconds of wall clock (start of Python and
-tracing included), the largest memory of the process, the plan, its gap to the bound, and what e10404d did. `--tight` plans each
-case again with 0.6 of the memory that its plan takes, where the machine's own memory allowed more. A case that is not planned
-within `--limit` seconds is reported as such.
+tracing included) and of the processor, which a busy machine changes less, the largest memory of the process, the plan, its gap to
+the bound, and what e10404d did. `--tight` plans each case again with 0.6 of the memory that its plan takes, where the machine's
+own memory allowed more; `--scan-layers` plans only the models that can scan over their layers, in that form. A case that is not
+planned within `--limit` seconds is reported as such. What can go wrong: on a busy machine the clock ends a search that would have
+come further; give more `--planning-seconds` there, and read the processor's.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ import json
 import os
 import re
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,6 +44,9 @@ CASES = {
     "moe-2-nodes": "moe --layers 12 --hidden 1024 --heads 16 --batch 64 --cluster p3.16xlarge --devices 16",
     "wide-resnet": "wide_resnet --depth 50 --batch 512 --cluster p3.16xlarge --devices 8",
     "unet": "unet --batch 256 --cluster p4d.24xlarge --devices 8",
+    "densenet": "densenet --layers 120 --blocks 3 --growth 32 --image-size 64 --batch 256 --cluster p3.16xlarge --devices 8",
+    "gpt-1024": "gpt --layers 48 --hidden 8192 --heads 64 --batch 1024 --seq 2048 --vocab 51200 "
+    "--cluster dgx-a100-80gb --devices 1024",
 }
 BEFORE = {
     "gpt-v100": "> 420 s",
@@ -55,42 +62,60 @@ BEFORE = {
 """Seconds at e10404d, as far as they were measured."""
 
 
+CAN_SCAN = ("bert", "gpt", "llama", "t5")
+"""Models with `--scan-layers`."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one command did; `plan` is None if it made none."""
+    """What one command did, on the wall's clock and the processor's; `plan` is None if it made none."""
 
     seconds: float
+    cpu_seconds: float
     gigabytes: float
     plan: dict[str, Any] | None
     text: str
 
 
-def run(arguments: list[str], limit_s: float) -> Outcome:
-    """One command, with nothing cached."""
+def run(arguments: list[str], limit_s: float, kept: Path | None = None) -> Outcome:
+    """One command, with nothing cached; `kept`: where the plan is written, nowhere else if None."""
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "plan.json"
-        command = [sys.executable, "-m", "autopar", "plan", *arguments, "-o", str(target)]
+        target, printed = kept or Path(folder) / "plan.json", Path(folder) / "printed"
+        target.unlink(missing_ok=True)
         started = time.perf_counter()
-        try:
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=limit_s,
+        with printed.open("w") as text:
+            process = subprocess.Popen(
+                command_of(arguments, target),
+                stdin=subprocess.DEVNULL,
+                stdout=text,
+                stderr=subprocess.STDOUT,
                 env={**os.environ, "AUTOPAR_CACHE": "off"},
             )
-            text = done.stdout if done.returncode == 0 else done.stderr
-        except subprocess.TimeoutExpired:
-            text = f"no plan in {limit_s:.0f} s"
+        used = wait(process, limit_s)
         seconds = time.perf_counter() - started
         plan = json.loads(target.read_text()) if target.exists() else None
-    return Outcome(seconds=seconds, gigabytes=_largest_child_gb(), plan=plan, text=text)
+        return Outcome(
+            seconds=seconds,
+            cpu_seconds=used.ru_utime + used.ru_stime,
+            gigabytes=used.ru_maxrss / 2**20,
+            plan=plan,
+            text=f"no plan in {limit_s:.0f} s" if process.returncode == -signal.SIGKILL else printed.read_text(),
+        )
 
 
-def _largest_child_gb() -> float:
-    """The largest memory of any process so far that this one has started."""
-    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+def command_of(arguments: list[str], target: Path) -> list[str]:
+    """`autopar plan` with the arguments of a case, which writes its plan to `target`."""
+    return [sys.executable, "-m", "autopar", "plan", *arguments, "-o", str(target)]
+
+
+def wait(process: subprocess.Popen[bytes] | subprocess.Popen[str], limit_s: float) -> resource.struct_rusage:
+    """What a process and those that it waited for used until it ended; it is killed after `limit_s` seconds."""
+    killer = threading.Timer(limit_s, process.kill)
+    killer.start()
+    _, status, used = os.wait4(process.pid, 0)
+    killer.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return used
 
 
 def describe(plan: dict[str, Any]) -> str:
@@ -111,11 +136,11 @@ def line(name: str, outcome: Outcome) -> str:
     """One row of the table."""
     step = re.search(r"predicted step ([\d.]+ \S+)", outcome.text)
     gap = re.search(r"at most ([\d.]+%)", outcome.text)
-    what = (
-        describe(outcome.plan) if outcome.plan else outcome.text.strip().splitlines()[-1][:70] if outcome.text else ""
-    )
-    figures = f"{outcome.seconds:7.1f} s {outcome.gigabytes:5.2f} GB  step {step[1] if step else '-':>9}"
-    return f"{name:22s} {figures}  gap {gap[1] if gap else '-':>6}  before {BEFORE.get(name, '-'):>7}  {what}"
+    last = (outcome.text.strip().splitlines() or [""])[-1]
+    what = describe(outcome.plan) if outcome.plan else last[:70]
+    clocks = f"{outcome.seconds:6.1f} s, {outcome.cpu_seconds:6.1f} s of processor, {outcome.gigabytes:5.2f} GB"
+    figures = f"step {step[1] if step else '-':>9}  gap {gap[1] if gap else '-':>6}"
+    return f"{name:22s} {clocks}  {figures}  before {BEFORE.get(name, '-'):>7}  {what}"
 
 
 def main() -> int:
@@ -123,22 +148,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--limit", type=float, default=120.0, help="seconds that a case may take")
+    parser.add_argument("--planning-seconds", type=float, help="of each case, if not the default")
     parser.add_argument("--tight", action="store_true", help="plan each case again with 0.6 of its memory")
+    parser.add_argument(
+        "--scan-layers", action="store_true", help="only models with a scan over their layers, in that form"
+    )
+    parser.add_argument("--plans", type=Path, help="keep the plans in this folder, as CASE.json")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args()
     found: dict[str, Any] = {}
-    for name in options.only:
-        arguments = CASES[name].split()
-        outcome = run(arguments, options.limit)
+
+    def plan(name: str, arguments: list[str]) -> dict[str, Any] | None:
+        outcome = run(arguments, options.limit, options.plans and options.plans / f"{name}.json")
         print(line(name, outcome), flush=True)
         found[name] = dataclasses.asdict(outcome)
-        if options.tight and outcome.plan is not None:
-            limit = int(0.6 * peak_bytes(outcome.plan))
-            tight = run([*arguments, "--memory-limit", str(limit)], options.limit)
-            print(line(f"{name}, 0.6 of it", tight), flush=True)
-            found[f"{name}-tight"] = dataclasses.asdict(tight)
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1))
+        return outcome.plan
+
+    if options.plans:
+        options.plans.mkdir(parents=True, exist_ok=True)
+    for name in options.only:
+        arguments, label = CASES[name].split(), name
+        if options.planning_seconds is not None:
+            arguments += ["--planning-seconds", f"{options.planning_seconds:g}"]
+        if options.scan_layers:
+            if arguments[0] not in CAN_SCAN:
+                continue
+            arguments, label = [*arguments, "--scan-layers"], f"{name}-scan"
+        best = plan(label, arguments)
+        if options.tight and best is not None:
+            plan(f"{label}-tight", [*arguments, "--memory-limit", str(int(0.6 * peak_bytes(best)))])
     return 0
 
 

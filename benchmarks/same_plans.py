@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-MODELS = ("mlp", "gpt", "gpt_scan", "moe", "wide_resnet", "bert", "t5", "llama", "unet")
+MODELS = ("mlp", "gpt", "gpt_scan", "moe", "wide_resnet", "bert", "t5", "llama", "unet", "densenet")
 CLUSTERS = ("cpu", "dgx-h100", "p3.16xlarge")
 LEFT_OUT = ("planning_s", "source")
 """What says nothing of a plan: the seconds that planning took, and the lines of code that operations come from."""

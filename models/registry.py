@@ -26,6 +26,7 @@ from autopar.models.data import (
 )
 from autopar.models.sizes import (
     BertConfig,
+    DenseNetConfig,
     GPTConfig,
     GPTScanConfig,
     LlamaConfig,
@@ -125,7 +126,7 @@ def _text(config: TransformerConfig, seed: int) -> Iterator[NumpyBatch]:
     return text_batches(seed, batch=config.batch, seq=config.seq)
 
 
-def _images(config: WideResNetConfig, seed: int) -> Iterator[NumpyBatch]:
+def _images(config: DenseNetConfig | WideResNetConfig, seed: int) -> Iterator[NumpyBatch]:
     return image_batches(seed, batch=config.batch, image_size=config.image_size, channels=config.channels)
 
 
@@ -160,5 +161,8 @@ MODELS: Mapping[str, ModelEntry] = MappingProxyType(
         "t5": ModelEntry("encoder and decoder that continue a piece of these sources", T5Config, _continued, "t5"),
         "llama": ModelEntry("byte-level LLaMA on the standard library's sources", LlamaConfig, _text, "llama"),
         "unet": ModelEntry("convolutional U-Net that removes noise from digits", UNetConfig, _noisy, "unet"),
+        "densenet": ModelEntry(
+            "dense network, all layers of other shapes, on digits", DenseNetConfig, _images, "densenet"
+        ),
     }
 )

@@ -223,6 +223,40 @@ class UNetConfig(DropoutConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DenseNetConfig(DropoutConfig):
+    """Sizes of the network; `growth` is the channels that a layer adds, `layers` counts those of all `blocks`."""
+
+    image_size: int = 16
+    channels: int = 1
+    classes: int = 10
+    layers: int = 12
+    blocks: int = 3
+    growth: int = 8
+    groups: int = 4
+
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from self._not_positive("image_size", "channels", "layers", "blocks", "growth", "groups")
+        if self.image_size % DIGITS_SIZE:
+            yield f"image_size is {self.image_size}, but digits are repeated to a multiple of {DIGITS_SIZE}"
+        if self.classes < DIGITS_CLASSES:
+            yield f"classes is {self.classes}, but the digits have {DIGITS_CLASSES}"
+        if self.blocks > 0 and self.image_size % 2 ** (self.blocks - 1):
+            halved = f"image_size is {self.image_size}, but is halved {self.blocks - 1} times"
+            yield f"{halved}: must be a multiple of {2 ** (self.blocks - 1)}"
+        if 0 < self.layers < self.blocks:
+            yield f"layers is {self.layers} and blocks is {self.blocks}, but each block needs a layer"
+        if self.groups > 0 and self.growth % self.groups:
+            yield f"growth is {self.growth} and groups is {self.groups}, but groups must divide growth"
+
+    @property
+    def layers_per_block(self) -> tuple[int, ...]:
+        """The layers divided over the blocks, as evenly as they go."""
+        least, left = divmod(self.layers, self.blocks)
+        return tuple(least + (block < left) for block in range(self.blocks))
+
+
+@dataclass(frozen=True, kw_only=True)
 class WideResNetConfig(ModelConfig):
     """Sizes of the network; `depth` counts layers with weights; `imagenet_stem` starts with 7x7/2 and a max pool."""
 

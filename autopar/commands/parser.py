@@ -21,8 +21,8 @@ from autopar.errors import ArgumentError
 
 _WITH_MODEL = ("plan", "train")
 _MODEL_HELP = (
-    "a model, named right after the command: mlp, gpt, gpt_scan, moe, wide_resnet, bert, t5, llama or unet; its sizes "
-    "are flags, see `%(prog)s gpt --help`"
+    "a model, named right after the command: mlp, gpt, gpt_scan, moe, wide_resnet, bert, t5, llama, unet or densenet; "
+    "its sizes are flags, see `%(prog)s gpt --help`"
 )
 _PLAN_HELP = (
     _MODEL_HELP + "; or your own step as module:function, where function() returns (train_step, state_shapes, "

@@ -118,7 +118,8 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
         ("plan", "the following arguments are required: MODEL"),
         (
             "plan gtp",
-            "no model 'gtp': the models are mlp, gpt, gpt_scan, moe, wide_resnet, bert, t5, llama, unet; for a step",
+            "no model 'gtp': the models are mlp, gpt, gpt_scan, moe, wide_resnet, bert, t5, llama, unet, "
+            "densenet; for a step",
         ),
         ("plan gpt --layer 2", "plan gpt has no argument '--layer'; did you mean --layers?"),
         ("plan gpt --ffn_factor 2", "plan gpt has no argument '--ffn_factor'; did you mean --ffn-factor?"),

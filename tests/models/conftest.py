@@ -21,6 +21,7 @@ SIZES: Mapping[str, dict[str, Any]] = {
     "t5": {"layers": 2, "hidden": 32, "heads": 2, "seq": 16, "target_seq": 12, "batch": 8},
     "llama": {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 16, "batch": 8},
     "unet": {"image_size": 8, "base_channels": 4, "groups": 2, "batch": 8},
+    "densenet": {"image_size": 8, "layers": 4, "blocks": 2, "growth": 8, "groups": 2, "batch": 32},
 }
 # Small programs spend their time in the compiler, not in the code it makes.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}

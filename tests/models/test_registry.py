@@ -86,6 +86,7 @@ def test_every_field_of_a_config_can_become_a_flag(name):
         ("t5", {"batch": 4, "seq": 8, "target_seq": 6}, 56),
         ("llama", {"batch": 4, "seq": 8}, 32),
         ("unet", {"batch": 7}, 7),
+        ("densenet", {"batch": 7}, 7),
     ],
 )
 def test_tokens_per_batch(name, sizes, tokens):
@@ -140,6 +141,13 @@ def test_unknown_sizes_are_all_named_and_answered_with_the_known_ones():
         ("llama", {"hidden": 12, "heads": 4}, "hidden / heads is 3, but rotary positions turn pairs: it must be even"),
         ("unet", {"image_size": 8, "levels": 4}, "image_size is 8, but is halved 4 times: must be a multiple of 16"),
         ("unet", {"groups": 3}, "base_channels is 16 and groups is 3, but groups must divide base_channels"),
+        (
+            "densenet",
+            {"image_size": 8, "blocks": 5},
+            "image_size is 8, but is halved 4 times: must be a multiple of 16",
+        ),
+        ("densenet", {"layers": 2}, "layers is 2 and blocks is 3, but each block needs a layer"),
+        ("densenet", {"groups": 3}, "growth is 8 and groups is 3, but groups must divide growth"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused_with_their_numbers(name, sizes, words):

@@ -21,7 +21,7 @@ from tests import pipeline_steps, zoo
 from tests.oracles import assert_same_as_jit
 from tests.stages import handmade_steps, scanned_steps
 
-TRAINED = ("bert", "gpt", "gpt_scan", "llama", "mlp", "moe", "t5", "unet", "wide_resnet")
+TRAINED = ("bert", "densenet", "gpt", "gpt_scan", "llama", "mlp", "moe", "t5", "unet", "wide_resnet")
 RECOMPUTING = ("bert", "gpt", "gpt_scan", "llama", "moe", "t5")
 
 

@@ -1,0 +1,156 @@
+"""The benchmarks of planning run: hand plans, small programs, and a search that is told to stop, at sizes that take seconds."""
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+TINY = "mlp --layers 2 --hidden 32 --batch 32 --devices 4 --cluster p3.16xlarge"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch):
+    """Load a benchmark as a module that is gone after the test, and so are the variables that it sets."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setenv("AUTOPAR_CACHE", "off")
+
+    def load_script(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    return load_script
+
+
+def test_a_command_is_measured_and_its_plan_is_kept(load, tmp_path):
+    script = load("planning_ordinary")
+    outcome = script.run(TINY.split(), 300, tmp_path / "tiny.json")
+    assert outcome.plan == json.loads((tmp_path / "tiny.json").read_text())
+    assert outcome.cpu_seconds > 0
+    assert 0.01 < outcome.gigabytes < 2
+    assert "mesh" in script.describe(outcome.plan)
+    assert "predicted step" in outcome.text
+
+
+def test_a_command_that_takes_too_long_is_killed_and_one_that_fails_says_why(load):
+    script = load("planning_ordinary")
+    stopped = script.run(TINY.split(), 0.2)
+    assert (stopped.plan, stopped.text) == (None, "no plan in 0 s")
+    failed = script.run([*TINY.split(), "--memory-limit", "1KB"], 300)
+    assert failed.plan is None
+    assert "1.0 KB" in script.line("tiny", failed) or "memory" in failed.text
+
+
+def test_every_case_is_one_that_the_command_line_takes(load):
+    from autopar.commands.parser import read
+
+    script = load("planning_ordinary")
+    for arguments in script.CASES.values():
+        read(["plan", *arguments.split()])
+        if arguments.split()[0] in script.CAN_SCAN:
+            read(["plan", *arguments.split(), "--scan-layers"])
+
+
+@pytest.mark.slow
+def test_hand_plans_are_fixed_as_they_say_and_the_open_plan_is_as_fast(load, capsys):
+    script = load("hand_plans")
+    given = argparse.Namespace(
+        open_plans=None, planning_seconds=None, per_stage=[2], hands=["data *", "tensor 2", "2 *"]
+    )
+    rows = script.compare("small", script.SMALL["small-gpt"], given)
+    assert [row.name for row in rows] == ["open", "data parallel", "tensor 2", "2 stages x 4"]
+    assert [row.what.split(",")[0] for row in rows[1:]] == ["mesh 4", "mesh 2x2", "2 stages"]
+    assert script.ratio(rows) <= 1 + script.TOLERANCE
+    assert capsys.readouterr().out.count("\n") == 2 + len(rows) + 1
+
+
+def test_megatron_splits_what_it_can_and_leaves_the_rest_whole(load):
+    script = load("hand_plans")
+    from autopar.commands.subject import find_subject
+
+    subject = find_subject("moe", {"layers": 2, "hidden": 32, "heads": 2, "experts": 4, "vocab": 257})
+    globs = {glob.removeprefix("state/params/"): spec for glob, spec in script.megatron(subject, 2).items()}
+    assert globs["*/qkv/kernel"] == P(None, None, "model", None)
+    assert globs["*/moe/up"] == P("model", None, None)
+    assert "*/tokens/embedding" not in globs, "257 is odd"
+    assert "*/qkv/kernel" not in {glob.removeprefix("state/params/") for glob in script.megatron(subject, 4)}, "2 heads"
+
+
+def test_a_plan_that_does_not_fit_is_shown_as_such_and_a_faster_hand_plan_is_told(load):
+    script = load("hand_plans")
+    from autopar.commands.subject import Subject
+
+    subject = Subject(lambda w, x: w - (x @ w).sum(), jnp.ones((64, 64)), jnp.ones((64, 64)))
+    row, text = script.plan("tight", subject, {"devices": 2, "cluster": "cpu", "memory_limit_bytes": 64})
+    assert (row.step_s, text) == (None, None)
+    assert row.what.startswith("does not fit: ")
+    open_row, by_hand = (script.Row(name=n, step_s=s, peak_bytes=0, cpu_s=0, wall_s=0, what="") for n, s in ROWS)
+    assert script.ratio([open_row, by_hand, row]) == 2
+    assert script.verdict([open_row, by_hand, row]).endswith("(best: by hand)  SLOWER")
+    assert script.verdict([open_row, row]) == "no hand plan fits"
+
+
+ROWS = (("open", 2.0), ("by hand", 1.0))
+
+
+def test_moments_lie_between_a_tenth_of_the_budget_and_the_end_of_the_search(load):
+    script = load("killed_planning")
+    moments = script.draw_moments(0, 10, budget_s=60, ends_s=20)
+    assert moments == script.draw_moments(0, 10, budget_s=60, ends_s=20)
+    assert all(6 <= moment <= 20 for moment in moments)
+    assert script.draw_moments(0, 10, budget_s=60, ends_s=5) == []
+
+
+@pytest.mark.slow
+def test_what_a_stopped_search_hands_over_is_checked(load, tmp_path):
+    script = load("killed_planning")
+    arguments = TINY.split()
+    assert script.check(tmp_path / "none.json", arguments) == (None, "")
+    (tmp_path / "broken.json").write_text("{}")
+    assert script.check(tmp_path / "broken.json", arguments)[1].startswith("PlanError")
+    command = script.command_of(arguments, tmp_path / "plan.json")
+    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "AUTOPAR_CACHE": "off"})
+    step_s, error = script.check(tmp_path / "plan.json", arguments)
+    assert error == ""
+    assert step_s == pytest.approx(autopar.plan_from_json((tmp_path / "plan.json").read_text()).step_s)
+
+
+@pytest.mark.slow
+def test_a_search_that_is_told_to_stop_hands_over_a_plan(load):
+    script = load("killed_planning")
+    one = script.run([*script.SMALL["small"].split(), "--planning-seconds", "20"], signal.SIGTERM, 0.0, 300)
+    assert one.status in (0, 143)
+    assert one.cpu_s > 0
+
+
+def test_small_programs_are_compiled_and_planned(load):
+    script = load("small_programs")
+    row = script.measure("operations", script.operations(0.9))
+    assert min(row.jit_cpu_s, row.plan_cpu_s) > 0
+    assert row.what.startswith("mesh")
+    assert script.line(row).startswith("operations")
+
+
+def test_the_small_programs_are_those_that_were_measured_before(load):
+    script = load("small_programs")
+    from autopar.models import MODELS
+
+    assert set(MODELS) <= set(script.PROGRAMS)
+    assert script.transformer().wishes == {"num_microbatches": 4}
+    flow = script.flow()
+    assert 340 <= len(jax.make_jaxpr(flow.step)(flow.state, flow.batch).eqns) <= 370
