@@ -19,7 +19,7 @@ from autopar.errors import ArgumentError
 from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.lowering.assignment import Assignment, assign
-from autopar.intra_op.lowering.per_device import sharded
+from autopar.intra_op.lowering.per_device import map_over_mesh
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
 
@@ -69,6 +69,6 @@ def run_with_random_strategies(
     devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.shape)
     device_mesh = make_mesh(devices, mesh.axis_names)
     # Such a program runs once and has many more operations than `fun`: compile it fast rather than well.
-    run = jax.jit(sharded(assignment, device_mesh), compiler_options={"xla_backend_optimization_level": 0})
+    run = jax.jit(map_over_mesh(assignment, device_mesh), compiler_options={"xla_backend_optimization_level": 0})
     outputs: T = jax.tree.unflatten(tree, run(*jax.tree.leaves(args), *constants))
     return outputs

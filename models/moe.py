@@ -49,8 +49,8 @@ def top2_routing(gates: jax.Array, capacity: int) -> Routing:
 
     place_first = _earlier(first)
     place_second = _earlier(second) + first.sum(axis=1, keepdims=True)
-    combine = _placed(weight_first / total, first, place_first, capacity)
-    combine += _placed(weight_second / total, second, place_second, capacity)
+    combine = _place(weight_first / total, first, place_first, capacity)
+    combine += _place(weight_second / total, second, place_second, capacity)
     return Routing(combine, (combine > 0).astype(combine.dtype), balance_loss)
 
 
@@ -59,7 +59,7 @@ def _earlier(chosen: jax.Array) -> jax.Array:
     return jnp.cumsum(chosen, axis=1) - chosen
 
 
-def _placed(weight: jax.Array, chosen: jax.Array, place: jax.Array, capacity: int) -> jax.Array:
+def _place(weight: jax.Array, chosen: jax.Array, place: jax.Array, capacity: int) -> jax.Array:
     """The weight (G, T) of each token at its expert and place: (G, T, E, C), zero where the expert is full."""
     place_of_token = jnp.sum(place * chosen, axis=-1).astype(jnp.int32)
     slot = jax.nn.one_hot(place_of_token, capacity)

@@ -27,7 +27,7 @@ from autopar.errors import UnsupportedProgramError
 from autopar.execution.calls import Given, check_leaves, copy_repeated, refuse_consumed
 from autopar.execution.devices import device_mesh
 from autopar.execution.weak_types import keep_weak_types
-from autopar.intra_op.lowering.per_device import partition_spec, sharded
+from autopar.intra_op.lowering.per_device import map_over_mesh, partition_spec
 from autopar.intra_op.request import PlannedStep
 from autopar.program.call import CallSignature, PyTree
 from autopar.runtime.processes import are_here, from_host, is_global
@@ -64,7 +64,7 @@ class CompiledStep:
         self._donated = tuple(i for i, leaf in enumerate(traced.inputs) if leaf.donated)
         self._accepted: list[object] = [object()] * len(traced.inputs)
         self._run = jax.jit(
-            keep_weak_types(sharded(assignment, self.mesh), [leaf.weak_type for leaf in traced.outputs]),
+            keep_weak_types(map_over_mesh(assignment, self.mesh), [leaf.weak_type for leaf in traced.outputs]),
             in_shardings=self.in_shardings,
             out_shardings=self.out_shardings,
             donate_argnums=self._donated,

@@ -141,7 +141,7 @@ class CompiledPipeline:
         refuse_consumed(self.signature.name, self.traced, leaves)
         with undisturbed(), under(self._settings):  # tasks are lowered when they are first called
             if self._watch is None:
-                flat = self._results(self._driver.run(self._supplied(leaves), record=record))
+                flat = self._results(self._driver.run(self._supply(leaves), record=record))
             else:
                 flat = self._run_with_others(leaves, self._watch, record=record)
         return jax.tree.unflatten(self.traced.out_tree, join_leaves(flat, self._split.outputs))
@@ -151,7 +151,7 @@ class CompiledPipeline:
         try:
             devices = self._processes.devices
             leaves = bring_leaves(leaves, self._split.inputs, self._inputs, devices=devices)
-            flat = self._results(self._driver.run(self._supplied(leaves), record=record))
+            flat = self._results(self._driver.run(self._supply(leaves), record=record))
             step = self._split.step
             scalars = [n for n, x in enumerate(flat) if x.shape == () and step.state_of_output[n] is None]
             for n, x in zip(scalars, bring_here([flat[n] for n in scalars], devices), strict=True):
@@ -162,7 +162,7 @@ class CompiledPipeline:
             raise
         return flat
 
-    def _supplied(self, leaves: Sequence[Any]) -> dict[tuple[int, Value], list[Any]]:
+    def _supply(self, leaves: Sequence[Any]) -> dict[tuple[int, Value], list[Any]]:
         """The driver's inputs, from the leaves of a call: stacks in pieces, and constants."""
         parts = [*cut_leaves(leaves, self._split.inputs), *self._split.step.constants]
         return self._inputs.supply(copy_repeated(parts, self._donated), self._part.meshes)

@@ -101,7 +101,7 @@ def _make_task(
         check_vma=False,
     )
     jitted = jax.jit(
-        _named(cut.name, keep_weak_types(sharded, [write.ref in weak for write in cut.writes])),
+        _rename(cut.name, keep_weak_types(sharded, [write.ref in weak for write in cut.writes])),
         in_shardings=each(shardings.__getitem__),
         out_shardings=tuple(NamedSharding(device_mesh, spec) for spec in out_specs),
         donate_argnums=cut.donated,
@@ -162,7 +162,7 @@ def _spec(mesh: LogicalMesh, layout: Layout) -> PartitionSpec:
     return PartitionSpec(*(mesh.axis_names[axis] for axis in layout.partial_axes), *dims)
 
 
-def _named(name: TaskName, fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def _rename(name: TaskName, fun: Callable[..., PyTree]) -> Callable[..., PyTree]:
     def call(*arrays: PyTree) -> PyTree:
         return fun(*arrays)
 

@@ -182,7 +182,7 @@ class _FamilySearch:
     def _b(self, count: int) -> float:
         return self.family.slowest[self.family.counts.index(count)]
 
-    def limited(self, table: np.ndarray, *, stage_s: float, once_s: float) -> np.ndarray:
+    def apply_limits(self, table: np.ndarray, *, stage_s: float, once_s: float) -> np.ndarray:
         """a t + c of a table of t; infinite if a stage exceeds a limit."""
         once, transfer = (one if table.ndim == 3 else one[..., None] for one in (self.once, self.transfer))
         return np.where((table <= stage_s) & (once <= once_s), self.family.fill * table + transfer, np.inf)
@@ -228,14 +228,14 @@ class _Round:
             waiting += [(middle, high, floor), (low, middle, max(here, floor))]
 
     def _floor(self, stage_s: float) -> float:
-        return quick(self._limited(self.search.quick, stage_s), self.family, np.add)
+        return quick(self._apply_limits(self.search.quick, stage_s), self.family, np.add)
 
     def _try(self, stage_s: float) -> float:
         """Offer the best choices under a limit of t; returns a bound on F under it."""
         floor = self._floor(stage_s)
         if not math.isfinite(floor) or floor + self.search.least_b * stage_s > self._worth:
             return floor
-        table = self._limited(self.search.table, stage_s)
+        table = self._apply_limits(self.search.table, stage_s)
         best = exact(table, self.family, np.add)
         counts, slowest = self.family.counts, np.array(self.family.slowest)
         sums = best[0, list(counts), self.family.total].copy()
@@ -254,17 +254,17 @@ class _Round:
     def _alone(self, count: int, stage_s: float) -> tuple[float, Stages]:
         """F of one S with its own microbatches in flight, and the stages; if none fit, notes whether slower ones would."""
         strict = self.search.strict_table(self.family.in_flight[count])
-        table = self._limited(strict, stage_s)
+        table = self._apply_limits(strict, stage_s)
         best = exact(table, self.family, np.add)
         value = float(best[0, count, self.family.total])
         if not math.isfinite(value):
-            at_all = exact(self._limited(strict, math.inf), self.family, np.add)[0, count, self.family.total]
+            at_all = exact(self._apply_limits(strict, math.inf), self.family, np.add)[0, count, self.family.total]
             self.search.hopeless[count] = stage_s if math.isfinite(at_all) else math.inf
             return value, ()
         return value, stages_of(best, table, family=self.family, count=count, combine=np.add)
 
-    def _limited(self, table: np.ndarray, stage_s: float) -> np.ndarray:
-        return self.search.limited(table, stage_s=stage_s, once_s=self.once_s)
+    def _apply_limits(self, table: np.ndarray, stage_s: float) -> np.ndarray:
+        return self.search.apply_limits(table, stage_s=stage_s, once_s=self.once_s)
 
     def _offer(self, stages: Stages) -> None:
         value = self.search.pipeline_s(stages)

@@ -15,7 +15,7 @@ from typing import TypeAlias, cast
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
-from autopar.inter_op.stage_seconds import Staged, StagedStage, measured
+from autopar.inter_op.stage_seconds import Staged, StagedStage, price_stage
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.planner import plan_step
 from autopar.intra_op.request import PlannedStep, PlanRequest, logical_meshes
@@ -127,7 +127,7 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     stages = []
     for number, plan in enumerate(plans):
         program = trace_stage(cut, number)
-        stages.append(measured(program, plan, restore(program.step, plan, request).assignment))
+        stages.append(price_stage(program, plan, restore(program.step, plan, request).assignment))
     return Staged(cut=cut, cuts=wanted.cuts, stages=tuple(stages), split=split, recompute=wanted.recompute)
 
 
@@ -215,7 +215,7 @@ class _Planning:
                     f"stage {program.stage} of {program.cut.num_stages}, with {count} microbatches in flight: {error}"
                 ) from None
             plan = dataclasses.replace(planned.plan, memory_limit_bytes=limit)
-            stage = measured(program, plan, planned.assignment, self.in_flight)
+            stage = price_stage(program, plan, planned.assignment, self.in_flight)
             if limit is None or stage.peak_bytes <= limit:
                 return stage
             room = limit - (stage.peak_bytes - stage.memory.peak_bytes)
@@ -244,7 +244,7 @@ class _Planning:
     def restore(self, job: _StageJob, plan: Plan, *, tasks: TaskMemories | None = None) -> StagedStage:
         """The stage that a plan describes."""
         assignment = restore(job.program.step, plan, job.request).assignment
-        return measured(job.program, plan, assignment, self.in_flight, tasks=tasks)
+        return price_stage(job.program, plan, assignment, self.in_flight, tasks=tasks)
 
 
 def _have_equal_plans(one: TracedStep, other: TracedStep) -> bool:

@@ -24,7 +24,7 @@ from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.plan_stages import Planner, plan_program
 from autopar.inter_op.problem import ChosenStage
-from autopar.inter_op.stage_seconds import StagedStage, measured
+from autopar.inter_op.stage_seconds import StagedStage, price_stage
 from autopar.inter_op.submeshes import machine_shape
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.memory import tuning as memory_tuning
@@ -243,7 +243,7 @@ class PlannedLayers:
             planned = self._planner(program, request)
         except OutOfMemoryError:
             return _TooLarge()
-        return _PlannedLayer.of(measured(program, planned.plan, planned.assignment))
+        return _PlannedLayer.of(price_stage(program, planned.plan, planned.assignment))
 
     def _try_key(self, key: _Key) -> _PlannedLayer | _TooLarge | _Failed:
         """Plan a layer that nobody has asked for; an error waits until somebody does."""

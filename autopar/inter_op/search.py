@@ -164,7 +164,7 @@ class _StageSearch:
                 return NotFaster(_compare(choices))
             submeshes = [stage.submesh for stage in choices[best].stages]
             if not self.costs.plan_more(best.microbatches, submeshes) and not self._plan_neighbour(best, choices):
-                return self._found(best, choices)
+                return self._describe(best, choices)
 
     def _end(self, choices: Mapping[_Way, StageChoice]) -> Found | NotFaster:
         """The best of what is known, in a number of microbatches whose layers are planned."""
@@ -173,7 +173,7 @@ class _StageSearch:
         if not known:
             self.costs.plan_more(best.microbatches, [stage.submesh for stage in choices[best].stages])
         is_faster = choices[best].step_s < self.beat_s
-        return self._found(best, choices) if is_faster else NotFaster(_compare(choices))
+        return self._describe(best, choices) if is_faster else NotFaster(_compare(choices))
 
     def _solve_all(self, took_s: dict[_Way, float]) -> dict[_Way, StageChoice | _Unsolved]:
         """Choose stages in every way that is left, side by side; `took_s` holds seconds and is brought up to date."""
@@ -249,7 +249,7 @@ class _StageSearch:
                 return self.costs.plan_more(number, [stage.submesh for stage in choices[way].stages])
         return False
 
-    def _found(self, best: _Way, choices: Mapping[_Way, StageChoice]) -> Found:
+    def _describe(self, best: _Way, choices: Mapping[_Way, StageChoice]) -> Found:
         choice, layers = choices[best], self.costs.of(best.microbatches)
         first_schedule = self.all_ways[0].timetable.schedule
         alone = [self._solve(way, 1) for way in self._possible_ways() if way.timetable.schedule == first_schedule]

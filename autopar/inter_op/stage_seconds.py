@@ -50,7 +50,7 @@ class Staged:
     recompute: bool = False
 
 
-def measured(
+def price_stage(
     program: StageProgram,
     plan: Plan,
     assignment: Assignment,

@@ -182,11 +182,11 @@ class _PhaseProblem:
                     [_adds_terms(node.equation, s) for s in node.choices.strategies]
                 )
             costs.append(
-                np.array([*inside, whole + self.tuning.prologue_bytes, whole]) + self._excluded(node, len(inside))
+                np.array([*inside, whole + self.tuning.prologue_bytes, whole]) + self._exclude(node, len(inside))
             )
         return costs
 
-    def _excluded(self, node: Node, inside: int) -> np.ndarray:
+    def _exclude(self, node: Node, inside: int) -> np.ndarray:
         """Infinity for the phases that a node with a known one cannot have."""
         anchor = node.loop if node.loop is not None else node.equation
         phase = None if anchor is None else self._known.get(anchor)

@@ -44,7 +44,7 @@ class Entry:
         """Whether a search with this limit would find nothing better."""
         return _limit(planning_seconds) <= _limit(self.searched_s)
 
-    def searched_also(self, seconds: float | None) -> Entry:
+    def add_search(self, seconds: float | None) -> Entry:
         """The entry after another search, of so many seconds, that found nothing better."""
         longest = max(_limit(self.searched_s), _limit(seconds))
         return dataclasses.replace(self, searched_s=None if longest == math.inf else longest)

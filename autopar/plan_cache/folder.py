@@ -77,11 +77,11 @@ class CacheFolder:
 
     def files(self) -> list[StoredFile]:
         """The files of entries, the last used first."""
-        return sorted(self._stored(_SUFFIX), key=lambda file: (-file.used_at, file.path.name))
+        return sorted(self._list_files(_SUFFIX), key=lambda file: (-file.used_at, file.path.name))
 
     def clear(self) -> int:
         """Remove all entries; returns how many there were. Raises OSError if that is not allowed."""
-        files = [*self.files(), *self._stored(UNFINISHED)]
+        files = [*self.files(), *self._list_files(UNFINISHED)]
         for file in files:
             file.path.unlink(missing_ok=True)
         return sum(file.path.name.endswith(_SUFFIX) for file in files)
@@ -95,11 +95,11 @@ class CacheFolder:
             left -= file.size_bytes
             if left < 0:
                 file.path.unlink(missing_ok=True)
-        for file in self._stored(UNFINISHED):
+        for file in self._list_files(UNFINISHED):
             if file.used_at < time.time() - _ABANDONED_S:
                 file.path.unlink(missing_ok=True)
 
-    def _stored(self, suffix: str) -> Iterator[StoredFile]:
+    def _list_files(self, suffix: str) -> Iterator[StoredFile]:
         """The files with a suffix; one that another process removes meanwhile is left out."""
         if not self.path.is_dir():
             return

@@ -74,7 +74,7 @@ def recall_or_search(
         return planned
     earlier = _recall(entry, traced, restore, faster_than_s=planned.plan.step_s)
     best, other = (found, entry) if earlier is None else (entry, found)
-    folder.keep(best.searched_also(other.searched_s))
+    folder.keep(best.add_search(other.searched_s))
     return planned if earlier is None else earlier
 
 

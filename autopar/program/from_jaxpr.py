@@ -129,13 +129,13 @@ class _ProgramBuilder:
         """Operands that are there only together: one copy each, which waits for the operand that is made last."""
         made = {v: number for number, e in enumerate(self.equations) for v in e.outvars}
         last = max((v for v in operands if v in made and can_be_awaited(v)), key=made.__getitem__, default=None)
-        return [self._kept_apart(eqn, v, None if v is last or not self._waits(v, made) else last) for v in operands]
+        return [self._keep_apart(eqn, v, None if v is last or not self._waits(v, made) else last) for v in operands]
 
     def _waits(self, operand: Atom, made: Mapping[Var, int]) -> bool:
         """Whether a copy that waits is worth its memory: not of a large argument, which is there all the time."""
         return operand in made or bytes_of(operand) <= SMALL_BYTES
 
-    def _kept_apart(self, eqn: JaxprEqn, operand: Atom, after: Var | None) -> Atom:
+    def _keep_apart(self, eqn: JaxprEqn, operand: Atom, after: Var | None) -> Atom:
         if isinstance(operand, Literal):
             return operand
         out = Var(operand.aval)
@@ -165,10 +165,10 @@ class _ProgramBuilder:
             tag=self.tag,
         )
         opened = _OPENERS.get(eqn.primitive.name)
-        self.equations.append(made if opened is None else self._opened(made, *opened(self, eqn, operands)))
+        self.equations.append(made if opened is None else self._open(made, *opened(self, eqn, operands)))
         return list(outs)
 
-    def _opened(self, eqn: Equation, loop: Loop, operands: Sequence[Atom], regions: tuple[Program, ...]) -> Equation:
+    def _open(self, eqn: Equation, loop: Loop, operands: Sequence[Atom], regions: tuple[Program, ...]) -> Equation:
         """Control flow, with what its nested programs close over as operands."""
         return LoopEquation(
             primitive=eqn.primitive,

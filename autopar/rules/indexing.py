@@ -45,7 +45,7 @@ def dynamic_update_slice(eqn: JaxprEqn) -> FactorRule:
     return make_rule(inputs, [tuple(operand)], factors.sizes, whole=whole, linear=linear, any_monoid=True)
 
 
-def _looked_up(
+def _share_batch(
     eqn: JaxprEqn, operand_batch: Sequence[int], index_batch: Sequence[int]
 ) -> tuple[Factors, list[Dim], list[Dim]]:
     """(factors, dimensions of the operand, of the indices); the batch dimensions that both have share their factors."""
@@ -60,7 +60,7 @@ def gather(eqn: JaxprEqn) -> FactorRule:
     """v d, b s 1 -> b s d | sum: v | linear: 0: looked-up positions v, index batches b s, slices d."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand_batch, index_batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-    factors, operand, indices = _looked_up(eqn, operand_batch, index_batch)
+    factors, operand, indices = _share_batch(eqn, operand_batch, index_batch)
     whole, reduced = [indices[-1][0]], {}
     slices: list[Dim] = []
     for d, (dim, size) in enumerate(zip(operand, sizes, strict=True)):
@@ -110,7 +110,7 @@ def gather_local(call: LocalCall) -> Sequence[jax.Array]:
     outside: jax.Array = jnp.asarray(False)
     first: jax.Array = jnp.asarray(True)
     for k, d in sharded:
-        position, size = _clamped(columns[k], call.eqn.invars[0].aval.shape[d], fills)
+        position, size = _clamp(columns[k], call.eqn.invars[0].aval.shape[d], fills)
         local = position - call.offset(dims[d])
         inside = (local >= 0) & (local < call.local_size(dims[d]))
         held = held & inside
@@ -123,7 +123,7 @@ def gather_local(call: LocalCall) -> Sequence[jax.Array]:
     return (jnp.where(_spread(held, found, spread), found, _spread(missing, found, spread)),)
 
 
-def _clamped(position: jax.Array, size: int, fills: bool) -> tuple[jax.Array, int]:
+def _clamp(position: jax.Array, size: int, fills: bool) -> tuple[jax.Array, int]:
     """Global positions as int32: clamped into the dimension unless positions outside fill or drop."""
     signed = position.astype(jnp.int32) if position.dtype.itemsize <= 4 else position
     return (signed if fills else jnp.clip(signed, 0, size - 1)), size
@@ -149,7 +149,7 @@ def _spread(value: jax.Array, like: jax.Array, dims: Sequence[int]) -> jax.Array
 def _scatter(eqn: JaxprEqn, monoid: str | None, *, linear: Sequence[tuple[int, ...]]) -> FactorRule:
     numbers = eqn.params["dimension_numbers"]
     operand_batch, index_batch = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
-    factors, operand, indices = _looked_up(eqn, operand_batch, index_batch)
+    factors, operand, indices = _share_batch(eqn, operand_batch, index_batch)
     whole, reduced = [indices[-1][0]], {}
     for d, dim in enumerate(indices[:-1]):
         if d not in index_batch:
@@ -217,7 +217,7 @@ def scatter_local(call: LocalCall) -> Sequence[jax.Array]:
     held: jax.Array | bool = True
     for k, d in enumerate(numbers.scatter_dims_to_operand_dims):
         size = call.eqn.invars[0].aval.shape[d]
-        position, _ = _clamped(indices[..., k], size - windows.get(d, 1) + 1, fills)
+        position, _ = _clamp(indices[..., k], size - windows.get(d, 1) + 1, fills)
         if call.is_sharded(dims[d]):
             local = position - call.offset(dims[d])
             inside = (local >= 0) & (local < call.local_size(dims[d]))

@@ -14,7 +14,7 @@ from autopar.rules.by_shape import Factors, everything_whole, keep_dimensions, l
 from autopar.rules.factor_rule import Dim, FactorRule, make_rule
 
 
-def _moved(
+def _move_rule(
     eqn: JaxprEqn,
     inputs: Sequence[Sequence[Dim]],
     outputs: Sequence[Sequence[Dim]],
@@ -68,7 +68,7 @@ def reshape(eqn: JaxprEqn) -> FactorRule:
         read.pass_factor(name, common)
         made.pass_factor(name, common)
     operand = [tuple(read.dims[order.index(d)]) for d in range(len(shape))]
-    return _moved(eqn, [operand], [[tuple(dim) for dim in made.dims]], factors, whole=whole)
+    return _move_rule(eqn, [operand], [[tuple(dim) for dim in made.dims]], factors, whole=whole)
 
 
 def _pass_group(one: _Walk, other: _Walk, factors: Factors) -> list[str]:
@@ -100,7 +100,7 @@ def tile(eqn: JaxprEqn) -> FactorRule:
     factors = Factors()
     operand = factors.operand(shape_of(eqn.invars[0]))
     out = [(factors.new(n), *dim) for n, dim in zip(eqn.params["reps"], operand, strict=True)]
-    return _moved(eqn, [operand], [out], factors)
+    return _move_rule(eqn, [operand], [out], factors)
 
 
 def permutation_of(eqn: JaxprEqn) -> tuple[int, ...]:
@@ -112,7 +112,7 @@ def transpose(eqn: JaxprEqn) -> FactorRule:
     """a b -> b a | linear: 0 | any."""
     factors = Factors()
     operand = factors.operand(shape_of(eqn.invars[0]))
-    return _moved(eqn, [operand], [[operand[d] for d in permutation_of(eqn)]], factors)
+    return _move_rule(eqn, [operand], [[operand[d] for d in permutation_of(eqn)]], factors)
 
 
 def squeeze(eqn: JaxprEqn) -> FactorRule:
@@ -120,7 +120,7 @@ def squeeze(eqn: JaxprEqn) -> FactorRule:
     factors = Factors()
     operand = factors.operand(shape_of(eqn.invars[0]))
     out = [dim for d, dim in enumerate(operand) if d not in eqn.params["dimensions"]]
-    return _moved(eqn, [operand], [out], factors)
+    return _move_rule(eqn, [operand], [out], factors)
 
 
 def rev(eqn: JaxprEqn) -> FactorRule:
@@ -150,7 +150,7 @@ def concatenate(eqn: JaxprEqn) -> FactorRule:
     shared = factors.operand(shape_of(eqn.outvars[0]))
     own = [factors.new(shape_of(v)[along]) for v in eqn.invars]
     inputs = [[*shared[:along], (name,), *shared[along + 1 :]] for name in own]
-    return _moved(eqn, inputs, [shared], factors, whole=[shared[along][0], *own])
+    return _move_rule(eqn, inputs, [shared], factors, whole=[shared[along][0], *own])
 
 
 def stack(eqn: JaxprEqn) -> FactorRule:
@@ -160,7 +160,7 @@ def stack(eqn: JaxprEqn) -> FactorRule:
     along = eqn.params["axis"] % (len(shared) + 1)
     count = factors.new(len(eqn.invars))
     out = [*shared[:along], (count,), *shared[along:]]
-    return _moved(eqn, [shared] * len(eqn.invars), [out], factors, whole=[count])
+    return _move_rule(eqn, [shared] * len(eqn.invars), [out], factors, whole=[count])
 
 
 def unstack(eqn: JaxprEqn) -> FactorRule:
@@ -169,7 +169,7 @@ def unstack(eqn: JaxprEqn) -> FactorRule:
     operand = factors.operand(shape_of(eqn.invars[0]))
     along = eqn.params["axis"] % len(operand)
     out = [dim for d, dim in enumerate(operand) if d != along]
-    return _moved(eqn, [operand], [out] * len(eqn.outvars), factors, whole=operand[along])
+    return _move_rule(eqn, [operand], [out] * len(eqn.outvars), factors, whole=operand[along])
 
 
 def split(eqn: JaxprEqn) -> FactorRule:

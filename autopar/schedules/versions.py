@@ -77,8 +77,8 @@ def read_versions(
 
 def _check_reader(version: Version, run: Run, runs: Sequence[Run]) -> None:
     """Refuse an accumulator that another mesh reads inside the schedule: only the order of emission decides what it sees."""
-    inside = version.born >= 0 and version.value.microbatch is None and _scheduled(runs[version.born])
-    if inside and _scheduled(run) and run.mesh not in version.homes:
+    inside = version.born >= 0 and version.value.microbatch is None and _is_scheduled(runs[version.born])
+    if inside and _is_scheduled(run) and run.mesh not in version.homes:
         raise ScheduleError(
             f"Task {run.task!r} on mesh {run.mesh} reads {version.value}, which task {runs[version.born].task!r} on mesh "
             f"{version.homes[0]} rewrites for every microbatch. Which version it would get is not defined: read it in the "
@@ -86,7 +86,7 @@ def _check_reader(version: Version, run: Run, runs: Sequence[Run]) -> None:
         )
 
 
-def _scheduled(run: Run) -> bool:
+def _is_scheduled(run: Run) -> bool:
     return run.microbatch is not None
 
 

@@ -87,25 +87,27 @@ def _row_or_error(number: int, record: Mapping[str | None, str | list[str] | Non
 def _row(number: int, cells: Mapping[str, str]) -> Row:
     missing = [column for column in NEEDED if column not in cells]
     if missing:
-        raise RowError(_listed((column, f"is missing: add it{_near(column, cells)}") for column in missing))
+        raise RowError(_join_problems((column, f"is missing: add it{_near(column, cells)}") for column in missing))
     family = cells["family"].lower()
     if family not in FAMILIES:
-        raise RowError(_listed([("family", f"is {cells['family']!r}: use one of {', '.join(FAMILIES)}")]))
+        raise RowError(_join_problems([("family", f"is {cells['family']!r}: use one of {', '.join(FAMILIES)}")]))
     optional = (*_MAY_BE_EMPTY, *(_NOT_OF_IMAGES if family == "wide_resnet" else ()))
     empty = [column for column in NEEDED if not cells[column] and column not in optional]
     if empty:
         raise RowError(
-            _listed((column, "is empty: it is needed to build the model and its plan; fill it in") for column in empty)
+            _join_problems(
+                (column, "is empty: it is needed to build the model and its plan; fill it in") for column in empty
+            )
         )
     reader = _Cells(cells)
     cluster = _cluster(reader)
     job = _job(reader, family, cluster)
-    reader.done()
+    reader.raise_problems()
     wrong = list(problems(job))
     if wrong:
-        raise RowError(_listed(wrong))
-    step_s, tflops, peak = (reader.measured(column) for column in MEASURED)
-    reader.done()
+        raise RowError(_join_problems(wrong))
+    step_s, tflops, peak = (reader.number_or_none(column) for column in MEASURED)
+    reader.raise_problems()
     return Row(
         number=number,
         id=cells.get("id") or f"row-{number}",
@@ -125,7 +127,7 @@ def _if_measured(value: float | None) -> float | None:
     return value if value and value > 0 else None
 
 
-def _listed(found: Iterable[tuple[str, str]]) -> str:
+def _join_problems(found: Iterable[tuple[str, str]]) -> str:
     return "; ".join(f"column {column!r} {text}" for column, text in found)
 
 
@@ -139,7 +141,9 @@ def _cluster(reader: _Cells) -> Cluster:
         return find_cluster(reader.cells["cluster"])
     except ValueError as error:
         raise RowError(
-            _listed([("cluster", f"is {reader.cells['cluster']!r}: {error}; or give the path of a cluster file")])
+            _join_problems(
+                [("cluster", f"is {reader.cells['cluster']!r}: {error}; or give the path of a cluster file")]
+            )
         ) from None
 
 
@@ -163,7 +167,7 @@ class _Cells:
             return max(1, least)
         return int(number)
 
-    def known(self, column: str) -> int | None:
+    def whole_or_none(self, column: str) -> int | None:
         return self.whole(column) if self.cells.get(column) else None
 
     def word(self, column: str, words: Sequence[str], *, empty: str | None = None) -> str:
@@ -175,7 +179,7 @@ class _Cells:
             return words[0]
         return text
 
-    def measured(self, column: str) -> float | None:
+    def number_or_none(self, column: str) -> float | None:
         text = self.cells.get(column, "")
         try:
             number = float(text or "0")
@@ -186,9 +190,9 @@ class _Cells:
             return None
         return number if text else None
 
-    def done(self) -> None:
+    def raise_problems(self) -> None:
         if self._wrong:
-            raise RowError(_listed(self._wrong))
+            raise RowError(_join_problems(self._wrong))
 
 
 def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
@@ -201,11 +205,11 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
         shape=shape,
         devices=reader.whole("devices"),
         global_batch=reader.whole("global_batch"),
-        microbatch=reader.known("microbatch"),
+        microbatch=reader.whole_or_none("microbatch"),
         data_ranks=reader.whole("dp"),
         tensor_ranks=reader.whole("tp"),
         stages=reader.whole("pp"),
-        virtual_stages=reader.known("virtual_stages"),
+        virtual_stages=reader.whole_or_none("virtual_stages"),
         expert_ranks=reader.whole("ep", empty=1),
         zero_stage=int(reader.word("zero_stage", ("0", "1", "2", "3"))),
         recompute=reader.word("recompute", ("none", "selective", "full")),  # type: ignore[arg-type]
@@ -250,7 +254,9 @@ def _images(reader: _Cells) -> ResidualNetworkShape:
     channels, depth = reader.whole("hidden"), reader.whole("layers")
     if depth not in KNOWN_DEPTHS:
         raise RowError(
-            _listed([("layers", f"is {depth}: a residual network has a depth of {', '.join(map(str, KNOWN_DEPTHS))}")])
+            _join_problems(
+                [("layers", f"is {depth}: a residual network has a depth of {', '.join(map(str, KNOWN_DEPTHS))}")]
+            )
         )
     width = reader.whole("width_factor", empty=reader.whole("ffn_hidden", empty=2))
     return ResidualNetworkShape(

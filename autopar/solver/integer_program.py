@@ -269,7 +269,7 @@ def _start(flat: FlatCosts, choice: Mapping[int, int] | None) -> np.ndarray | No
     """A choice as values of all columns."""
     if choice is None:
         return None
-    places, pairs = flat.taken(choice)
+    places, pairs = flat.places_of(choice)
     columns = np.zeros(len(flat.cost) + len(flat.value))
     columns[places] = 1.0
     columns[len(flat.cost) + pairs] = 1.0

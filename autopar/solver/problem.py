@@ -218,7 +218,7 @@ class FlatCosts:
         within = np.arange(len(self.value)) - np.repeat(self.begin[:-1], counts)
         return within // np.maximum(width, 1), within % np.maximum(width, 1)
 
-    def taken(self, choice: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    def places_of(self, choice: Mapping[int, int]) -> tuple[np.ndarray, np.ndarray]:
         """The places and the pairs that a choice takes, ints (nodes,) and (edges,)."""
         each = np.array([choice[v] for v in self.numbers], dtype=np.int64)
         u, v = self.ends[:, 0], self.ends[:, 1]

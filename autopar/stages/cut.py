@@ -171,7 +171,7 @@ class _StageCutter:
         for v in self._collected():
             anywhere.pop(v, None)
         outputs = {name: updates.outputs.get(name, ()) for name in names}
-        full = {name: self._completed(members[name], outputs[name], anywhere) for name in names}
+        full = {name: self._complete(members[name], outputs[name], anywhere) for name in names}
         wanted = {name: set(reads) for name, (_, reads) in full.items()}
         read = set().union(*wanted.values()) if wanted else set()
         results = {r.var: r for r in self.loop.results}
@@ -194,7 +194,7 @@ class _StageCutter:
         """Whether only updates read a value: then it is collected, not passed on."""
         return all(name.kind == "update" for name, reads in wanted.items() if v in reads)
 
-    def _completed(
+    def _complete(
         self, members: Sequence[Equation], outputs: Sequence[int], anywhere: Mapping[Var, Equation]
     ) -> tuple[set[Equation], list[Var]]:
         """(members and the equations they need that are computed anywhere; what is read from elsewhere)."""

@@ -72,8 +72,8 @@ class _Splitter:
 
     def split(self, cuts: ScanCuts) -> SplitStep:
         """The step in pieces."""
-        leaves = self._numbered(self._leaves[: self._given])
-        outputs = self._numbered(self._pieces_of_results())
+        leaves = self._number(self._leaves[: self._given])
+        outputs = self._number(self._pieces_of_results())
         closed = jax.make_jaxpr(functools.partial(self._run, outputs))(*self._avals())
         tagged, captured = program_of(closed)
         program, origins = _without_tags(tagged)
@@ -123,7 +123,7 @@ class _Splitter:
                 return LeafPieces(0, dim, divided.of_size(v.aval.shape[dim]))
         return LeafPieces(0)
 
-    def _numbered(self, pieces: Sequence[LeafPieces]) -> tuple[LeafPieces, ...]:
+    def _number(self, pieces: Sequence[LeafPieces]) -> tuple[LeafPieces, ...]:
         starts = itertools.accumulate((p.count for p in pieces), initial=0)
         return tuple(dataclasses.replace(p, first=first) for p, first in zip(pieces, starts, strict=False))
 

@@ -73,7 +73,7 @@ def test_a_plan_serves_every_search_that_would_find_nothing_better():
 
 def test_what_two_searches_had_counts_once_nothing_better_was_found():
     seconds = {(None, 3.0): None, (3.0, None): None, (3.0, 5.0): 5.0, (5.0, 3.0): 5.0, (None, None): None}
-    assert {pair: entry("a", searched_s=pair[0]).searched_also(pair[1]).searched_s for pair in seconds} == seconds
+    assert {pair: entry("a", searched_s=pair[0]).add_search(pair[1]).searched_s for pair in seconds} == seconds
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ class Catalogue:
         columns = [space.index[layout] for layout in needs]
         return space.seconds[np.ix_(rows, columns)]
 
-    def passed(
+    def relayout_between(
         self,
         aval: Aval,
         giver: StrategySet,
@@ -154,7 +154,7 @@ class Catalogue:
         key = (id(giver), output, id(taker), operand, stacked, tuple(aval.shape), itemsize_of(aval), flipped, held)
         if key not in self._matrices:
             if flipped:
-                matrix = self.passed(aval, giver, output, taker, operand, stacked=stacked, held=held).T
+                matrix = self.relayout_between(aval, giver, output, taker, operand, stacked=stacked, held=held).T
             else:
                 gives = [s.outputs[output] for s in giver.strategies]
                 needs = [s.inputs[operand] for s in taker.strategies]
@@ -168,8 +168,8 @@ class Catalogue:
             self._matrices[key] = matrix
         return self._matrices[key]
 
-    def summed(self, parts: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
-        """The sum of trips times matrices of `passed`."""
+    def add_up(self, parts: Sequence[tuple[float, np.ndarray]]) -> np.ndarray:
+        """The sum of trips times matrices of `relayout_between`."""
         key = tuple((trips, id(matrix)) for trips, matrix in parts)
         if key not in self._sums:
             self._sums[key] = np.asarray(sum(trips * matrix for trips, matrix in parts))
@@ -225,7 +225,7 @@ class Catalogue:
         return sum(
             layout.local_bytes(v.aval.shape, itemsize_of(v.aval), self.mesh)
             for place, (v, layout) in enumerate(operands)
-            if orders.copied(place, layout.local_shape(v.aval.shape, self.mesh)) is not None
+            if orders.copy_order(place, layout.local_shape(v.aval.shape, self.mesh)) is not None
         )
 
     def _product_sizes(self, eqn: Equation, strategy: ShardingStrategy) -> tuple[float, float, float] | None:

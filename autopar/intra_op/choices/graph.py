@@ -165,7 +165,7 @@ class _Builder(StaticDomain[_Value]):
             mesh=self.catalogue.mesh,
             nodes=tuple(self.nodes),
             costs=tuple(self.costs),
-            edges={pair: self.catalogue.summed(parts) for pair, parts in self._edges.items()},
+            edges={pair: self.catalogue.add_up(parts) for pair, parts in self._edges.items()},
             uses=tuple(self.uses),
             outputs=tuple(outputs),
             joins=self.joins,
@@ -237,14 +237,14 @@ class _Builder(StaticDomain[_Value]):
         return head
 
     def finish(self, eqn: LoopEquation, ends: Mapping[Exit, _Value], scope: Scope[_Value]) -> Sequence[_Value]:
-        sources = [self._joined(eqn, place, ends) for place in range(len(eqn.outvars))]
+        sources = [self._join_exits(eqn, place, ends) for place in range(len(eqn.outvars))]
         if eqn.branch_number is not None:
             self.joins[eqn] = tuple(source.node for source in sources if source is not None)
         if scope.around is None:
             self._outermost = None
         return self._results(eqn, sources, scope)
 
-    def _joined(self, eqn: LoopEquation, place: int, ends: Mapping[Exit, _Value]) -> Source | None:
+    def _join_exits(self, eqn: LoopEquation, place: int, ends: Mapping[Exit, _Value]) -> Source | None:
         """Where a result of a loop comes from: a carry, a stack of rows, or a node at which branches meet."""
         var, exits = eqn.outvars[place], eqn.results[place]
         (first, *_), source = exits, ends[exits[0]].source
@@ -294,7 +294,7 @@ class _Builder(StaticDomain[_Value]):
         rule = self.catalogue.rules.rule(eqn)
         if any(is_opaque(v.aval) and v.aval.shape for v in (*eqn.invars, *eqn.outvars)):
             rule = everything_whole(eqn)
-        carried = self._carried(eqn, rule)
+        carried = self._find_carried(eqn, rule)
         choices = self.catalogue.choices(eqn, rule, carried, traffic=self._traffic.get(eqn))
         label = f"{eqn.primitive.name}"
         number = self._add(
@@ -322,7 +322,7 @@ class _Builder(StaticDomain[_Value]):
         if batch and axes in on_batch:
             self.costs[number] = np.where([cut == axes for cut in on_batch], self.costs[number], np.inf)
 
-    def _carried(self, eqn: Equation, rule: FactorRule) -> frozenset[str]:
+    def _find_carried(self, eqn: Equation, rule: FactorRule) -> frozenset[str]:
         """Monoids under which this equation's linear groups may be partial; also noted for its outputs."""
         have: set[str] = set()
         for group in rule.linear:
@@ -350,7 +350,7 @@ class _Builder(StaticDomain[_Value]):
         self.uses.append(
             Use(source=source, target=target, operand=operand, stacked=stacked, aval=value.aval, trips=value.trips)
         )
-        matrix = self.catalogue.passed(
+        matrix = self.catalogue.relayout_between(
             value.aval,
             self.nodes[source.node].choices,
             source.output,

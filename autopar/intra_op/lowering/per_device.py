@@ -45,7 +45,7 @@ def local_function(assignment: Assignment) -> Callable[..., list[jax.Array]]:
     return run
 
 
-def sharded(assignment: Assignment, device_mesh: jax.sharding.Mesh) -> Callable[..., list[jax.Array]]:
+def map_over_mesh(assignment: Assignment, device_mesh: jax.sharding.Mesh) -> Callable[..., list[jax.Array]]:
     """The assignment's local function under shard_map: global arrays in, global arrays out."""
     mapped: Callable[..., list[jax.Array]] = jax.shard_map(
         local_function(assignment),

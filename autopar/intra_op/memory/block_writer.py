@@ -245,8 +245,8 @@ class BlockWriter:
             if value in self.values.permuted and orders.reads_before(place, self.values.permuted[value][1], shape):
                 read.append(self.values.permuted[value][0])
                 continue
-            order = orders.copied(place, shape)
-            read.append(value if value < 0 or order is None else self._turned(value, order))
+            order = orders.copy_order(place, shape)
+            read.append(value if value < 0 or order is None else self._turn(value, order))
         results = self.outputs(eqn, layouts)
         outputs = [held.value for held in results]
         if orders.is_result_in_order:
@@ -257,7 +257,7 @@ class BlockWriter:
         self.emit(Kind.MOVED, (made,), outputs)
         return results
 
-    def _turned(self, value: int, order: tuple[int, ...]) -> int:
+    def _turn(self, value: int, order: tuple[int, ...]) -> int:
         """The value with its dimensions in another order, which XLA writes once to a buffer of its own."""
         key = (value, order)
         if key not in self.values.turned:

@@ -31,7 +31,7 @@ class Orders:
     turns_matrices: bool = False
     matrices: tuple[bool, ...] = ()
 
-    def copied(self, operand: int, shape: Sequence[int]) -> Order | None:
+    def copy_order(self, operand: int, shape: Sequence[int]) -> Order | None:
         """The dimensions that are not trivial in the order of the copy that an operand of this shape is read from; None: no copy.
 
         A batch dimension of one is dropped between the turning and the product, which then cannot turn by itself.

@@ -222,7 +222,7 @@ def _stage_time(
         _send(prices, plan, stage, crosses, forward_s + backward_s) for crosses in crossings if crosses is not None
     ]
     if plan.zero_stage >= 2:
-        comm += _partitioned(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
+        comm += _exchange_parts(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
     return _StageTime(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -287,7 +287,7 @@ def _reduction(
     return parts
 
 
-def _partitioned(
+def _exchange_parts(
     prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
 ) -> list[Communication]:
     """For every microbatch: gradients to the rank that keeps them; ZeRO 3 gathers parameters in forward and backward."""

@@ -156,14 +156,14 @@ class _TaskCutter:
         if isinstance(atom, Literal):
             first = next(i for i, other in enumerate(self.loop.invars) if other is atom)
             return PlacedRef(MovedRef(first, layout), layout, atom.aval)
-        placed = self._resolved(atom)
+        placed = self._resolve(atom)
         return placed if placed.layout == layout else PlacedRef(MovedRef(atom, layout), layout, atom.aval)
 
-    def _resolved(self, var: Var) -> PlacedRef:
+    def _resolve(self, var: Var) -> PlacedRef:
         """The ref of a value; a fan_out that moves nothing is what it copies."""
         maker = self.shape.maker.get(var)
         if maker is not None and maker.primitive is fan_out_p and maker.task is None:
-            inner = self._resolved(maker.invars[0]) if not isinstance(maker.invars[0], Literal) else None
+            inner = self._resolve(maker.invars[0]) if not isinstance(maker.invars[0], Literal) else None
             if inner is not None and inner.layout == self.assignment.strategies[maker].outputs[0]:
                 return inner
         return self.home[var]
@@ -291,7 +291,7 @@ class _TaskCutter:
     ) -> TaskCut:
         refs = {}
         for v in operands:
-            placed = self.home.get(v) if name.in_loop else self._resolved(v)
+            placed = self.home.get(v) if name.in_loop else self._resolve(v)
             if placed is not None:
                 refs[v] = placed
         entries = {v: self._entries[v] for v in refs if name.in_loop and v in self._entries}
@@ -323,7 +323,7 @@ class _TaskCutter:
     @functools.cached_property
     def _returned(self) -> set[Ref]:
         """What the stage returns as it is."""
-        return {self._resolved(v).ref for v in variables_of(self.program.outvars)}
+        return {self._resolve(v).ref for v in variables_of(self.program.outvars)}
 
     @functools.cached_property
     def _last_update_of(self) -> dict[Ref, int]:
@@ -332,7 +332,7 @@ class _TaskCutter:
         for eqn in self.program.equations:
             level = self.task_of[eqn].level if eqn in self.task_of else 0
             for v in operands_of(eqn) if level > 0 else ():
-                ref = self._resolved(v).ref
+                ref = self._resolve(v).ref
                 found[ref] = max(found.get(ref, level), level)
         return found
 

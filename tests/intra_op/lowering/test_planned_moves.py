@@ -13,7 +13,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from autopar.compat import open_jaxpr
-from autopar.intra_op.lowering.per_device import sharded
+from autopar.intra_op.lowering.per_device import map_over_mesh
 from autopar.intra_op.lowering.planned_moves import planned_moves
 from autopar.layouts.moves import LOCAL_KINDS
 from autopar.program.from_jaxpr import WHILE_TRIPS, program_of
@@ -62,7 +62,7 @@ def planned(assignment):
 
 def assert_planned_is_emitted(assignment):
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in assignment.program.invars]
-    lowered = jax.make_jaxpr(sharded(assignment, device_mesh(assignment.mesh.shape)))(*avals)
+    lowered = jax.make_jaxpr(map_over_mesh(assignment, device_mesh(assignment.mesh.shape)))(*avals)
     assert planned(assignment) == emitted(lowered.jaxpr)
 
 

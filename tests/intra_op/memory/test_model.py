@@ -342,7 +342,7 @@ def product(left, right, contracted, batched=((), ())):
     numbers = (contracted, batched)
     (eqn,) = jax.make_jaxpr(lambda a, b: jax.lax.dot_general(a, b, numbers))(*shapes).eqns
     orders = of_product(eqn)
-    return [orders.copied(place, shape) for place, shape in enumerate((left, right))]
+    return [orders.copy_order(place, shape) for place, shape in enumerate((left, right))]
 
 
 def test_a_product_copies_only_operands_whose_dimensions_it_cannot_read_in_place():
