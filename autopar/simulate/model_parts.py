@@ -20,22 +20,42 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from autopar.layouts.constraints import Constraints, Rule, SplitBatch
 from autopar.models import bert, gpt, llama, moe, objective, sizes, t5, transformer, wide_resnet
+from autopar.program.call import PyTree
 from autopar.simulate.closed_forms.job_prediction import Part
 from autopar.simulate.closed_forms.residual_network import BlockSplit
 from autopar.simulate.closed_forms.transformer import LayerSplit
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
-Beside = Mapping[str, Any]
-"""What has no gradient: "ids", which are tokens and targets, and the dropout's "key"."""
-Apply = Callable[[Any, Mapping[str, jax.Array], Beside], jax.Array]
+Arrays = Mapping[str, jax.Array]
+Shapes = Mapping[str, tuple[int, ...]]
+Parameters = Mapping[str, Any]
+"""Nested mappings, at whose ends are arrays."""
+
+
+class Beside(TypedDict):
+    """What has no gradient: tokens and targets, and the dropout's key."""
+
+    ids: Arrays
+    key: jax.Array
+
+
+class _State(Beside):
+    params: Parameters
+    grads: Parameters
+    taken: Arrays
+    given: Arrays
+
+
+Apply = Callable[[Parameters, Arrays, Beside], jax.Array]
 """(parameters, what the part takes, what has no gradient) -> what it gives: hidden states, or the loss."""
 
 DATA, EXPERT, TENSOR = "data", "expert", "tensor"
@@ -77,8 +97,8 @@ class UnbuildablePart(ValueError):
 class PartStep:
     """See the module's text; `axes` are the sizes of the mesh's axes."""
 
-    run: Callable[..., Any]
-    state: Mapping[str, Any]
+    run: Callable[..., PyTree]
+    state: Mapping[str, PyTree]
     axes: Mapping[str, int]
     constraints: Constraints
 
@@ -87,11 +107,11 @@ class PartStep:
 class _Model:
     """A part of a model: how to make its parameters and apply it, and the shapes of what it takes and gives; None is a loss."""
 
-    init: Callable[[jax.Array], Any]
+    init: Callable[[jax.Array], Parameters]
     apply: Apply
-    takes: Mapping[str, tuple[int, ...]]
+    takes: Shapes
     gives: tuple[int, ...] | None
-    ids: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    ids: Shapes = dataclasses.field(default_factory=dict)
 
 
 def part_step(part: Part, *, zero_stage: int, precision: str) -> PartStep:
@@ -115,11 +135,11 @@ def part_step(part: Part, *, zero_stage: int, precision: str) -> PartStep:
     return PartStep(_step(model.apply, twice=twice), state, axes, _constraints(part, state, axes, zero_stage))
 
 
-def _step(apply: Apply, *, twice: bool) -> Callable[..., Any]:
+def _step(apply: Apply, *, twice: bool) -> Callable[[_State], tuple[Mapping[str, PyTree], Arrays]]:
     """Forward, and backward from the given gradient, or from the loss. `twice`: forward again before backward, all of it."""
 
-    def step(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, jax.Array]]:
-        beside = {"ids": state["ids"], "key": state["key"]}
+    def step(state: _State) -> tuple[Mapping[str, PyTree], Arrays]:
+        beside: Beside = {"ids": state["ids"], "key": state["key"]}
         taken = (state["params"], state["taken"], beside)
         first = [apply(*taken)] if twice else []
         params, inputs, again = jax.lax.optimization_barrier(taken) if twice else taken
@@ -132,7 +152,7 @@ def _step(apply: Apply, *, twice: bool) -> Callable[..., Any]:
     return step
 
 
-def _accumulate(sums: Any, grads: Any) -> Any:
+def _accumulate(sums: Parameters, grads: Parameters) -> PyTree:
     return jax.tree.map(lambda total, grad: total + grad.astype(total.dtype), sums, grads)
 
 
@@ -151,21 +171,22 @@ def _model(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit) 
     config = _config(part, shape, split)
     x = (config.batch, config.seq, config.hidden)
     if part.kind == "embedding":
-        return _embedding(shape, config)
+        return _embedding(config)
     if part.kind == "head":
-        return _head(shape, config)
+        return _head(config)
     assert isinstance(part.kind, str)
-    block, arguments = _block(part.kind, shape, config)
+    block, arguments = _block(part.kind, config)
     takes = {"x": x, "memory": x} if part.kind == "decoder" else {"x": x}
 
-    def apply(params: Any, given: Mapping[str, jax.Array], beside: Beside) -> jax.Array:
-        result: Any = block.apply({"params": params}, given["x"], beside["key"], *arguments(given))
+    def apply(params: Parameters, given: Arrays, beside: Beside) -> jax.Array:
+        result = block.apply({"params": params}, given["x"], beside["key"], *arguments(given))
         y: jax.Array = result[0] if isinstance(result, tuple) else result
         return y
 
-    def init(key: jax.Array) -> Any:
+    def init(key: jax.Array) -> Parameters:
         zeros = {name: jnp.zeros(size) for name, size in takes.items()}
-        return block.init(key, zeros["x"], None, *arguments(zeros))["params"]
+        params: Parameters = block.init(key, zeros["x"], None, *arguments(zeros))["params"]
+        return params
 
     return _Model(init=init, apply=apply, takes=takes, gives=x)
 
@@ -179,84 +200,89 @@ def _residual(part: Part) -> _Model:
     taken = (images, block.size, block.size, block.incoming)
     given = (images, block.size // block.stride, block.size // block.stride, block.outgoing)
 
-    def variables(key: jax.Array) -> Any:
+    def variables(key: jax.Array) -> Parameters:
         return module.init(key, jnp.zeros((1, *taken[1:])), True)
 
     statistics = jax.eval_shape(variables, jax.ShapeDtypeStruct((2,), jnp.uint32))["batch_stats"]
 
-    def apply(params: Any, taken: Mapping[str, jax.Array], beside: Beside) -> jax.Array:
+    def apply(params: Parameters, taken: Arrays, beside: Beside) -> jax.Array:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), statistics)
-        result: Any = module.apply({"params": params, "batch_stats": zeros}, taken["x"], True, mutable=["batch_stats"])
+        result = module.apply({"params": params, "batch_stats": zeros}, taken["x"], True, mutable=["batch_stats"])
         y: jax.Array = result[0]
         return y
 
     return _Model(init=lambda key: variables(key)["params"], apply=apply, takes={"x": taken}, gives=given)
 
 
-Arguments = Callable[[Mapping[str, jax.Array]], Sequence[jax.Array]]
+Arguments = Callable[[Arrays], Sequence[jax.Array]]
 
 
-def _block(kind: str, shape: TransformerShape, config: Any) -> tuple[Any, Arguments]:
+def _block(kind: str, config: sizes.TransformerConfig) -> tuple[nn.Module, Arguments]:
     """The module of a block, and its arguments beside the hidden states and the dropout key."""
     everything = jnp.ones((1, 1, 1, config.seq), bool)
-    match shape.family, kind:
-        case "gpt", _:
+    match config:
+        case sizes.MoEConfig() if kind == "expert":
+            return moe.MoEBlock(config), lambda given: ()
+        case sizes.GPTConfig():
             return gpt.GPTBlock(config), lambda given: ()
-        case "moe", _:
-            return (moe.MoEBlock if kind == "expert" else gpt.GPTBlock)(config), lambda given: ()
-        case "llama", _:
+        case sizes.LlamaConfig():
             angles = llama.rotary_angles(config.seq, config.head_depth, config.theta)
             return llama.LlamaBlock(config), lambda given: (angles.astype(given["x"].dtype),)
-        case "bert", _:
+        case sizes.BertConfig():
             return bert.BertBlock(config), lambda given: (everything,)
-        case _, "decoder":
-            return t5.DecoderBlock(config), lambda given: (_no_bias(config, given), given["memory"], everything)
+    assert isinstance(config, sizes.T5Config)
+    if kind == "decoder":
+        return t5.DecoderBlock(config), lambda given: (_no_bias(config, given), given["memory"], everything)
     return t5.EncoderBlock(config), lambda given: (everything, _no_bias(config, given))
 
 
-def _no_bias(config: Any, given: Mapping[str, jax.Array]) -> jax.Array:
+def _no_bias(config: sizes.TransformerConfig, given: Arrays) -> jax.Array:
     return jnp.zeros((config.heads, config.seq, config.seq), given["x"].dtype)
 
 
-def _tables(shape: TransformerShape, config: Any) -> Any:
+def _tables(config: sizes.TransformerConfig) -> transformer.TokenEmbedding:
     """The module that holds the token table and makes the logits."""
-    kinds: Mapping[str, Any] = {"gpt": gpt.GPTEmbedding, "moe": gpt.GPTEmbedding, "bert": bert.BertEmbedding}
-    return kinds.get(shape.family, transformer.TokenEmbedding)(config)
+    if isinstance(config, sizes.BertConfig):
+        return bert.BertEmbedding(config)
+    return (gpt.GPTEmbedding if isinstance(config, sizes.GPTConfig) else transformer.TokenEmbedding)(config)
 
 
-def _embedding(shape: TransformerShape, config: Any) -> _Model:
-    tables, tokens = _tables(shape, config), (config.batch, config.seq)
+def _embedding(config: sizes.TransformerConfig) -> _Model:
+    tables, tokens = _tables(config), (config.batch, config.seq)
 
-    def embed(module: Any, numbers: jax.Array) -> Any:
-        return module.embed(numbers, numbers) if shape.family == "bert" else module(numbers)
+    def embed(module: transformer.TokenEmbedding, numbers: jax.Array) -> jax.Array:
+        return module.embed(numbers, numbers) if isinstance(module, bert.BertEmbedding) else module(numbers)
 
-    def apply(params: Any, given: Mapping[str, jax.Array], beside: Beside) -> Any:
-        return tables.apply({"params": params}, beside["ids"]["tokens"], method=embed)
+    def apply(params: Parameters, given: Arrays, beside: Beside) -> jax.Array:
+        y = tables.apply({"params": params}, beside["ids"]["tokens"], method=embed)
+        assert isinstance(y, jax.Array)
+        return y
 
-    def init(key: jax.Array) -> Any:
-        return tables.init(key, jnp.zeros(tokens, jnp.int32), method=embed)["params"]
+    def init(key: jax.Array) -> Parameters:
+        params: Parameters = tables.init(key, jnp.zeros(tokens, jnp.int32), method=embed)["params"]
+        return params
 
     return _Model(init=init, apply=apply, takes={}, gives=(*tokens, config.hidden), ids={"tokens": tokens})
 
 
-def _head(shape: TransformerShape, config: Any) -> _Model:
+def _head(config: sizes.TransformerConfig) -> _Model:
     """The product with the token table, or the head's own, and the loss; the last norm is left to the closed form's rounding."""
     x = (config.batch, config.seq, config.hidden)
 
-    def apply(params: Any, given: Mapping[str, jax.Array], beside: Beside) -> jax.Array:
+    def apply(params: Parameters, given: Arrays, beside: Beside) -> jax.Array:
         logits = given["x"] @ params["vocabulary"]["kernel"]
         loss, _ = objective.cross_entropy(
             config, logits.astype(jnp.float32), beside["ids"]["targets"], evaluating=False
         )
         return loss
 
-    def init(key: jax.Array) -> Any:
+    def init(key: jax.Array) -> Parameters:
         return {"vocabulary": {"kernel": jnp.zeros((config.hidden, config.vocab))}}
 
     return _Model(init=init, apply=apply, takes={"x": x}, gives=None, ids={"targets": (config.batch, config.seq)})
 
 
-def _config(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit) -> Any:
+def _config(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit) -> sizes.TransformerConfig:
     """The sizes as `models/` takes them; a vocabulary is padded to a multiple of the tensor ranks, as Megatron does."""
     vocab = math.ceil(shape.vocab / split.tensor_ranks) * split.tensor_ranks
     common: dict[str, Any] = {
@@ -288,7 +314,7 @@ def _config(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit)
     return sizes.BertConfig(**common) if shape.family == "bert" else sizes.GPTConfig(**common)
 
 
-def _constraints(part: Part, state: Mapping[str, Any], axes: Mapping[str, int], zero_stage: int) -> Constraints:
+def _constraints(part: Part, state: Mapping[str, PyTree], axes: Mapping[str, int], zero_stage: int) -> Constraints:
     """The row's plan, leaf by leaf."""
     samples = tuple(name for name in (DATA, EXPERT) if axes.get(name, 1) > 1)
     spread = TENSOR if part.split.sequence_parallel and TENSOR in axes else None
