@@ -33,7 +33,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["AUTOPAR_CACHE"] = "off"
 
 import argparse
-import collections
 import dataclasses
 import json
 import re
@@ -41,11 +40,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from emulated_device import BUSY_S, SMALL, Call, EmulatedDevice, measure_hop, occupy
 from rich.console import Console
 from rich.table import Table
 
@@ -60,98 +58,6 @@ from autopar.schedules.timeline import Timeline
 
 SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("inference", 1))
 UNITS = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}
-SMALL = 8
-BUSY_S = 0.1
-
-
-Call = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
-
-
-@dataclasses.dataclass
-class _Queued:
-    """A task between its launch and its end. `ready`: its inputs were there when it was launched, or when it was next."""
-
-    inputs: Sequence[jax.Array]
-    launched_s: float
-    ready: bool = False
-
-    def look(self) -> None:
-        """Look whether the inputs are there."""
-        self.ready = self.ready or all(array.is_ready() for array in self.inputs)
-
-
-class EmulatedDevice:
-    """One device that performs its tasks one after the other, as they were launched.
-
-    Each task takes the token of the one before it and returns its own, as a stream of an accelerator would keep them in order.
-    XLA's CPU client runs a program with a callback in the thread that launches it if all its inputs are there, and in a
-    thread of its own otherwise: behind a token that is not there yet, tasks are launched ahead as on an accelerator.
-    """
-
-    def __init__(self, device: jax.Device, *, hop_s: float) -> None:
-        """A device that has nothing to do; a task that waits for another device may be called `hop_s` late."""
-        self.device = device
-        self._hop_s = hop_s
-        self.token = jax.device_put(jnp.zeros(()), device)
-        self._queue: collections.deque[_Queued] = collections.deque()
-        self._ended_s = 0.0
-        self._occupied = self.program(self._occupy, [], lambda zero: [])
-        self._free_s = 0.0
-
-    def program(
-        self,
-        callback: Callable[[], None] | None,
-        inputs: Sequence[int],
-        outputs: Callable[[jax.Array], list[jax.Array]],
-    ) -> Call:
-        """Compile a task that waits for `callback`; `inputs` are sizes of vectors, `outputs` makes arrays of a zero."""
-
-        def perform(_: Any) -> np.ndarray[Any, Any]:
-            assert callback is not None
-            callback()
-            return np.zeros((), np.float32)
-
-        def traced(token: jax.Array, *_: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
-            zero = token
-            if callback is not None:
-                zero = jax.pure_callback(perform, jax.ShapeDtypeStruct((), np.float32), token)
-            return zero, outputs(zero)
-
-        place = jax.sharding.SingleDeviceSharding(self.device)
-        shapes = [jax.ShapeDtypeStruct(shape, np.float32, sharding=place) for shape in ((), *((n,) for n in inputs))]
-        compiled = jax.jit(traced, out_shardings=place, keep_unused=True).lower(*shapes).compile()
-
-        def launch(arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            if callback is not None:
-                queued = _Queued(arrays, time.perf_counter())
-                queued.look()
-                self._queue.append(queued)
-            self.token, results = compiled(self.token, *arrays)
-            return results
-
-        return launch
-
-    def occupy(self, until_s: float, unready: jax.Array) -> None:
-        """Give the device something to do until then, as a step before would; `unready` is a token that is not there yet."""
-        self._free_s = until_s
-        self.token = jax.device_put(unready, self.device)
-        self._occupied([])
-
-    def _occupy(self) -> None:
-        self._sleep_until(self._free_s)
-
-    def work(self, seconds: float) -> None:
-        """Sleep until the oldest queued task has had its time: from the end of the task before, or from when it was ready."""
-        task = self._queue[0]
-        called_s = 0.0 if task.ready else time.perf_counter() - self._hop_s
-        self._sleep_until(max(task.launched_s, self._ended_s, called_s) + seconds)
-
-    def _sleep_until(self, end_s: float) -> None:
-        time.sleep(max(0.0, end_s - time.perf_counter()))
-        self._ended_s = end_s
-        self._queue.popleft()
-        if self._queue:
-            self._queue[0].look()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,27 +110,6 @@ class Row:
     idle: Makespans
     in_flight: int
     peak_bytes: int
-
-
-def measured_hop(*, task_s: float, length: int = 24, chains: int = 5) -> float:
-    """Seconds per task, beyond the task's, of chains between two devices that a plain loop launches ahead: the least."""
-    devices = [EmulatedDevice(device, hop_s=0.0) for device in jax.devices()[:2]]
-
-    def task_of(device: EmulatedDevice) -> Call:
-        return device.program(lambda: device.work(task_s), [SMALL], lambda zero: [jnp.broadcast_to(zero, (SMALL,))])
-
-    tasks = [task_of(device) for device in devices]
-
-    def chain_s() -> float:
-        array = jax.device_put(jnp.ones(SMALL), devices[0].device)
-        started = _occupy(devices, BUSY_S)
-        for step in range(length):
-            (array,) = tasks[step % 2]([jax.device_put(array, devices[step % 2].device)])
-        jax.block_until_ready(array)
-        return time.perf_counter() - started
-
-    chain_s()
-    return max(0.0, min(chain_s() for _ in range(chains)) / length - task_s)
 
 
 def emulate(schedule: Schedule, *, task_s: float, residual_bytes: int, hop_s: float = 0.0) -> Emulation:
@@ -284,28 +169,9 @@ def one_step(emulation: Emulation, driver: Driver, *, busy_s: float) -> float:
     """Seconds of one step from when the devices are free: in `busy_s`, as if a step before were in computation."""
     inputs = emulation.inputs()
     jax.block_until_ready(list(inputs.values()))
-    started = _occupy(emulation.devices, busy_s) if busy_s > 0 else time.perf_counter()
+    started = occupy(emulation.devices, busy_s) if busy_s > 0 else time.perf_counter()
     jax.block_until_ready(list(driver.run(inputs).values()))
     return time.perf_counter() - started
-
-
-def _occupy(devices: Sequence[EmulatedDevice], busy_s: float) -> float:
-    """Give devices something to do for so long, as a step before would; returns when they are free."""
-    free_s = time.perf_counter() + busy_s
-    unready = _unready()
-    for device in devices:
-        device.occupy(free_s, unready)
-    return free_s
-
-
-@jax.jit
-def _product_of_three(matrix: jax.Array) -> jax.Array:
-    return (matrix @ matrix @ matrix)[0, 0]
-
-
-def _unready() -> jax.Array:
-    """A number that will be there in some milliseconds: XLA's CPU client launches products ahead."""
-    return _product_of_three(jnp.zeros((1000, 1000)))
 
 
 def measure(
@@ -397,7 +263,7 @@ def main() -> None:
     ]
     task_s, residual_bytes = arguments.task_ms / 1e3, arguments.residual_kb * 1024
     busy_s = (arguments.busy_ms / 1e3, 0.0)
-    hop_s = measured_hop(task_s=task_s)
+    hop_s = measure_hop(task_s=task_s)
     seconds, timelines = measure(schedules, task_s=task_s, busy_s=busy_s, rounds=arguments.rounds, hop_s=hop_s)
     rows = [
         row_of(schedule, own, task_s=task_s, residual_bytes=residual_bytes)

@@ -5,165 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
-from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import ArgumentError, AutoparWarning, ConstraintError, OutOfMemoryError, PlanError, UnsupportedProgramError
-
-PARAMS = "state/params"
-
-
-def make_state(width=16):
-    draw = np.random.default_rng(0)
-    up, down = draw.normal(size=(8, width)), draw.normal(size=(width, 8))
-    return {
-        "params": {"up": jnp.asarray(up, jnp.float32), "down": jnp.asarray(down, jnp.float32)},
-        "count": jnp.int32(0),
-    }
-
-
-def make_batch(examples=16):
-    draw = np.random.default_rng(1)
-    return {name: jnp.asarray(draw.normal(size=(examples, 8)), jnp.float32) for name in ("x", "y")}
-
-
-def train_step(state, batch):
-    def loss_of(params):
-        return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
-
-    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
-    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradients)
-    return {"params": params, "count": state["count"] + 1}, loss
-
-
-def planned(state=None, batch=None, **options):
-    """A plan of the train step on 8 devices in one row; what the tests below expect to fail."""
-    options = {"mesh_shape": (8,), "devices": 8} | options
-    return autopar.parallelize(train_step, **options).plan(state or make_state(), batch or make_batch())
-
-
-def refused(error, call, *words):
-    """The message of `call`'s error, which contains all words."""
-    with pytest.raises(error) as caught:
-        call()
-    message = str(caught.value)
-    missing = [word for word in words if word not in message]
-    assert not missing, f"{missing} not in: {message}"
-    return message
-
-
-# --- batch and constraints --------------------------------------------------------------------------------------------
-
-
-def test_data_parallelism_over_a_batch_that_does_not_divide_names_every_such_leaf_and_both_numbers():
-    refused(
-        ConstraintError,
-        lambda: planned(batch=make_batch(12), constraints=autopar.data_parallel(), mesh_shape=(2, 4)),
-        "mesh axes x, y splits the batch 8 ways, but batch/x has 12 examples (shape (12, 8)), which 8 does not divide",
-        "batch/y has 12 examples",
-        "Use a batch that is a multiple of 8",
-    )
-
-
-def test_a_batch_that_no_mesh_axis_divides_is_a_warning_and_the_result_is_right():
-    state, batch = make_state(), make_batch(15)
-    step = autopar.parallelize(train_step)
-    with pytest.warns(AutoparWarning) as caught:
-        _, loss = step(state, batch)
-    messages = [str(warning.message) for warning in caught]
-    (message,) = messages
-    assert "batch/x has 15 examples (shape (15, 8)), batch/y has 15 examples (shape (15, " in message
-    assert "which no mesh axis of size 2, 4, 8 divides" in message
-    assert "Pad or drop examples to a multiple of 2" in message
-    np.testing.assert_allclose(loss, jax.jit(train_step)(make_state(), batch)[1], rtol=1e-5)
-
-
-def test_a_constraint_on_no_leaf_lists_the_nearest_leaves():
-    refused(
-        ConstraintError,
-        lambda: planned(constraints={f"{PARAMS}/up/kernel": P("x")}),
-        "constraint 'state/params/up/kernel' matches no leaf",
-        "there are: state/count, state/params/down, state/params/up, batch/x, batch/y",
-    )
-
-
-def test_a_constraint_on_no_leaf_lists_only_leaves_with_its_last_word_if_there_are_some():
-    message = refused(ConstraintError, lambda: planned(constraints={"params/up": P("x")}), "there are: state/params/up")
-    assert "down" not in message
-
-
-def test_zero_stages_say_that_nothing_matches_the_optimizer_state():
-    refused(
-        ConstraintError,
-        lambda: planned(constraints=autopar.zero2()),
-        "'*opt_state*' matches no state leaf",
-        "zero1, zero2 and zero3 take optimizer=",
-    )
-
-
-def test_a_constraint_with_a_mesh_axis_that_there_is_not_lists_those_there_are():
-    refused(
-        ConstraintError,
-        lambda: planned(constraints={f"{PARAMS}/up": P("model")}),
-        "state/params/up names mesh axis 'model'; the mesh has x",
-        "mesh_shape={'data': 2, 'model': 4}",
-    )
-
-
-def test_a_spec_with_more_entries_than_dimensions_is_refused_with_both_numbers():
-    refused(
-        ConstraintError,
-        lambda: planned(constraints={f"{PARAMS}/up": P("x", None, None)}),
-        "has 3 entries, state/params/up has 2 dimensions (8, 16)",
-    )
-
-
-def test_a_spec_that_does_not_divide_its_dimension_is_refused_with_both_numbers():
-    refused(
-        ConstraintError,
-        lambda: planned(make_state(12), constraints={f"{PARAMS}/up": P(None, "x")}),
-        "splits dimension 1 of state/params/up 8 ways, but its size 12 is not a multiple of 8",
-    )
-
-
-def test_a_spec_that_uses_an_axis_twice_is_refused():
-    refused(ConstraintError, lambda: planned(constraints={f"{PARAMS}/up": P("x", "x")}), "uses a mesh axis twice")
-
-
-def test_all_constraints_that_fail_are_reported_at_once():
-    wrong = {f"{PARAMS}/up": P("model"), f"{PARAMS}/down": P(None, None, "x"), "state/bias": P()}
-    refused(
-        ConstraintError, lambda: planned(constraints=wrong), "'model'", "has 3 entries", "'state/bias' matches no leaf"
-    )
-
-
-def test_a_constraint_that_is_no_layout_says_what_a_layout_is():
-    refused(
-        ConstraintError, lambda: planned(constraints={f"{PARAMS}/up": "x"}), "'x', a str", "PartitionSpec", "Split()"
-    )
-
-
-@pytest.mark.parametrize("axes", [0, ("x", 1), ("x", "x")])
-@pytest.mark.parametrize("made", [autopar.Split, autopar.Replicated, autopar.data_parallel, autopar.zero3])
-def test_axes_that_are_no_names_are_refused_where_they_are_given(made, axes):
-    name = made.__name__
-    refused(ConstraintError, lambda: made(axes), f"{name}({axes!r}): names of mesh axes are expected, each once")
-
-
-def test_one_axis_may_be_given_by_its_name_alone():
-    assert autopar.Split("data") == autopar.Split(("data",)) == autopar.Split(["data"])
-    refused(ConstraintError, lambda: planned(constraints={f"{PARAMS}/up": autopar.Split("data")}), "mesh axis 'data'")
-
-
-def test_a_spec_of_what_is_no_name_and_a_path_that_is_none_are_refused():
-    open_spec = {f"{PARAMS}/up": P(P.UNCONSTRAINED)}
-    refused(ConstraintError, lambda: planned(constraints=open_spec), "for each dimension the name of a mesh axis")
-    refused(ConstraintError, lambda: planned(constraints={3: P()}), "the constraint on 3 names no leaf")
-
-
-def test_constraints_that_are_no_mapping_say_what_is_expected():
-    refused(ConstraintError, lambda: planned(constraints="data_parallel"), "is a str", "autopar.data_parallel()")
-
+from autopar import ArgumentError, AutoparWarning, OutOfMemoryError, PlanError, UnsupportedProgramError
+from tests.refusals import loss_only, make_batch, make_state, planned, refused, train_step
 
 # --- the machine ------------------------------------------------------------------------------------------------------
 
@@ -303,10 +148,6 @@ def test_a_memory_limit_that_fails_under_constraints_says_that_they_are_in_force
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
-
-
-def loss_only(state, batch):
-    return jnp.sum(batch["x"] @ state["params"]["up"])
 
 
 def test_donating_what_the_step_does_not_return_is_refused_by_the_arguments_name():

@@ -7,7 +7,7 @@ import pytest
 
 import autopar
 from autopar import UnsupportedProgramError
-from tests.test_bad_input import make_batch, make_state
+from tests.refusals import make_batch, make_state
 
 
 def test_a_step_that_xla_cannot_compile_because_every_argument_is_empty_says_so():

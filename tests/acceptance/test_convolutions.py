@@ -2,7 +2,8 @@
 
 import jax
 
-from tests.acceptance.models import alexnet_like, conv_net, depthwise_net, in_float64
+from tests.acceptance.convolutions import alexnet_like, conv_net, depthwise_net
+from tests.acceptance.models import in_float64
 from tests.acceptance.planning import ALL_REDUCE, all_reduce_cost, assert_costs_at_most, assert_whole, compiled, layout
 from tests.oracles import assert_same_as_jit, census
 

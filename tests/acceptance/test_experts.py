@@ -3,7 +3,6 @@
 import jax
 import pytest
 
-from tests.acceptance.models import moe
 from tests.acceptance.planning import (
     EITHER_AXIS,
     all_reduce_cost,
@@ -13,6 +12,7 @@ from tests.acceptance.planning import (
     gather_cost,
     layout,
 )
+from tests.acceptance.transformers import moe
 from tests.oracles import assert_same_as_jit, census
 
 

@@ -5,7 +5,6 @@ import math
 import pytest
 
 import autopar
-from tests.acceptance.models import attention_forward, bert, bert_masked_lm
 from tests.acceptance.planning import (
     ALL_REDUCE,
     EITHER_AXIS,
@@ -15,6 +14,7 @@ from tests.acceptance.planning import (
     compiled,
     layout,
 )
+from tests.acceptance.transformers import attention_forward, bert, bert_masked_lm
 from tests.oracles import assert_same_as_jit, census
 
 LAYERS = 2

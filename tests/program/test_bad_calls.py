@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar import ArgumentError, ConstraintError, PlanError
-from tests.test_bad_input import loss_only, make_batch, make_state, planned, refused, train_step
+from tests.refusals import loss_only, make_batch, make_state, planned, refused, train_step
 
 
 def test_a_plan_of_another_program_is_refused_by_its_fingerprint():

@@ -1,0 +1,122 @@
+"""A batch that does not divide and constraints that cannot be get a message in the user's own names. Tested by words."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import AutoparWarning, ConstraintError
+from tests.refusals import make_batch, make_state, planned, refused, train_step
+
+PARAMS = "state/params"
+
+
+def test_data_parallelism_over_a_batch_that_does_not_divide_names_every_such_leaf_and_both_numbers():
+    refused(
+        ConstraintError,
+        lambda: planned(batch=make_batch(12), constraints=autopar.data_parallel(), mesh_shape=(2, 4)),
+        "mesh axes x, y splits the batch 8 ways, but batch/x has 12 examples (shape (12, 8)), which 8 does not divide",
+        "batch/y has 12 examples",
+        "Use a batch that is a multiple of 8",
+    )
+
+
+def test_a_batch_that_no_mesh_axis_divides_is_a_warning_and_the_result_is_right():
+    state, batch = make_state(), make_batch(15)
+    step = autopar.parallelize(train_step)
+    with pytest.warns(AutoparWarning) as caught:
+        _, loss = step(state, batch)
+    messages = [str(warning.message) for warning in caught]
+    (message,) = messages
+    assert "batch/x has 15 examples (shape (15, 8)), batch/y has 15 examples (shape (15, " in message
+    assert "which no mesh axis of size 2, 4, 8 divides" in message
+    assert "Pad or drop examples to a multiple of 2" in message
+    np.testing.assert_allclose(loss, jax.jit(train_step)(make_state(), batch)[1], rtol=1e-5)
+
+
+def test_a_constraint_on_no_leaf_lists_the_nearest_leaves():
+    refused(
+        ConstraintError,
+        lambda: planned(constraints={f"{PARAMS}/up/kernel": P("x")}),
+        "constraint 'state/params/up/kernel' matches no leaf",
+        "there are: state/count, state/params/down, state/params/up, batch/x, batch/y",
+    )
+
+
+def test_a_constraint_on_no_leaf_lists_only_leaves_with_its_last_word_if_there_are_some():
+    message = refused(ConstraintError, lambda: planned(constraints={"params/up": P("x")}), "there are: state/params/up")
+    assert "down" not in message
+
+
+def test_zero_stages_say_that_nothing_matches_the_optimizer_state():
+    refused(
+        ConstraintError,
+        lambda: planned(constraints=autopar.zero2()),
+        "'*opt_state*' matches no state leaf",
+        "zero1, zero2 and zero3 take optimizer=",
+    )
+
+
+def test_a_constraint_with_a_mesh_axis_that_there_is_not_lists_those_there_are():
+    refused(
+        ConstraintError,
+        lambda: planned(constraints={f"{PARAMS}/up": P("model")}),
+        "state/params/up names mesh axis 'model'; the mesh has x",
+        "mesh_shape={'data': 2, 'model': 4}",
+    )
+
+
+def test_a_spec_with_more_entries_than_dimensions_is_refused_with_both_numbers():
+    refused(
+        ConstraintError,
+        lambda: planned(constraints={f"{PARAMS}/up": P("x", None, None)}),
+        "has 3 entries, state/params/up has 2 dimensions (8, 16)",
+    )
+
+
+def test_a_spec_that_does_not_divide_its_dimension_is_refused_with_both_numbers():
+    refused(
+        ConstraintError,
+        lambda: planned(make_state(12), constraints={f"{PARAMS}/up": P(None, "x")}),
+        "splits dimension 1 of state/params/up 8 ways, but its size 12 is not a multiple of 8",
+    )
+
+
+def test_a_spec_that_uses_an_axis_twice_is_refused():
+    refused(ConstraintError, lambda: planned(constraints={f"{PARAMS}/up": P("x", "x")}), "uses a mesh axis twice")
+
+
+def test_all_constraints_that_fail_are_reported_at_once():
+    wrong = {f"{PARAMS}/up": P("model"), f"{PARAMS}/down": P(None, None, "x"), "state/bias": P()}
+    refused(
+        ConstraintError, lambda: planned(constraints=wrong), "'model'", "has 3 entries", "'state/bias' matches no leaf"
+    )
+
+
+def test_a_constraint_that_is_no_layout_says_what_a_layout_is():
+    refused(
+        ConstraintError, lambda: planned(constraints={f"{PARAMS}/up": "x"}), "'x', a str", "PartitionSpec", "Split()"
+    )
+
+
+@pytest.mark.parametrize("axes", [0, ("x", 1), ("x", "x")])
+@pytest.mark.parametrize("made", [autopar.Split, autopar.Replicated, autopar.data_parallel, autopar.zero3])
+def test_axes_that_are_no_names_are_refused_where_they_are_given(made, axes):
+    name = made.__name__
+    refused(ConstraintError, lambda: made(axes), f"{name}({axes!r}): names of mesh axes are expected, each once")
+
+
+def test_one_axis_may_be_given_by_its_name_alone():
+    assert autopar.Split("data") == autopar.Split(("data",)) == autopar.Split(["data"])
+    refused(ConstraintError, lambda: planned(constraints={f"{PARAMS}/up": autopar.Split("data")}), "mesh axis 'data'")
+
+
+def test_a_spec_of_what_is_no_name_and_a_path_that_is_none_are_refused():
+    open_spec = {f"{PARAMS}/up": P(P.UNCONSTRAINED)}
+    refused(ConstraintError, lambda: planned(constraints=open_spec), "for each dimension the name of a mesh axis")
+    refused(ConstraintError, lambda: planned(constraints={3: P()}), "the constraint on 3 names no leaf")
+
+
+def test_constraints_that_are_no_mapping_say_what_is_expected():
+    refused(ConstraintError, lambda: planned(constraints="data_parallel"), "is a str", "autopar.data_parallel()")
