@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import autopar
+
 ROWS, WIDTH, VOCAB, RATE = 8, 8, 16, 0.1
 TABLE = np.random.default_rng(9).normal(size=(WIDTH, WIDTH)).astype(np.float32)
 
@@ -276,3 +278,11 @@ def transformer():
 
     mask = jnp.asarray(np.arange(ROWS * 4).reshape(ROWS, 4) % 5 > 0, jnp.float32)
     return trained_on(loss_of, state, {"tokens": tokens, "labels": labels, "mask": mask})
+
+
+def in_stages(step, num_stages=2, **options):
+    """The step as a pipeline, one device per stage and in 1F1B if nothing else is said."""
+    options.setdefault("mesh_shape", (1,))
+    options.setdefault("schedule", "1f1b")
+    options.setdefault("num_microbatches", 4)
+    return autopar.parallelize(step, num_stages=num_stages, **options)

@@ -14,25 +14,13 @@ import pytest
 import autopar
 from autopar.errors import (
     ArgumentError,
-    OutOfMemoryError,
     PipelineError,
-    PlanError,
-    ScheduleError,
-    UnsupportedProgramError,
 )
-from tests import pipeline_steps, zoo
+from tests import pipeline_steps
 from tests.oracles import assert_same_as_jit, assert_trees_close
-from tests.pipeline_steps import RATE, descended, forward, layers, mean_error, rows
+from tests.pipeline_steps import RATE, descended, forward, in_stages, layers, mean_error, rows
 
 MIXED = [(1,), (1,), (2,)]
-
-
-def in_stages(step, num_stages=2, **options):
-    """The step as a pipeline, one device per stage and in 1F1B if nothing else is said."""
-    options.setdefault("mesh_shape", (1,))
-    options.setdefault("schedule", "1f1b")
-    options.setdefault("num_microbatches", 4)
-    return autopar.parallelize(step, num_stages=num_stages, **options)
 
 
 # --- equal to jit -----------------------------------------------------------------------------------------------------
@@ -137,65 +125,6 @@ def test_a_saved_plan_gives_the_same_pipeline(tmp_path):
     plan = autopar.PipelinePlan.from_json((tmp_path / "plan.json").read_text())
     restored = autopar.parallelize(step, plan=plan)
     assert_same_as_jit(step, restored, state, batch, steps=2)
-
-
-# --- wrong use --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:.*of the forward work is one operation")
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        (
-            {"num_stages": 3, "mesh_shape": "auto"},
-            ArgumentError,
-            r"8 devices .* 3 stages; use 1 or 2 or 4 or 8 stages, or give each a mesh of its own",
-        ),
-        ({"num_stages": 50, "devices": 50}, ArgumentError, "26 forward operations, too few for 50 stages .* use fewer"),
-        ({"mesh_shape": MIXED}, ArgumentError, "mesh_shape has 3 shapes, num_stages is 2; give one shape per stage"),
-        ({"num_stages": 1, "mesh_shape": MIXED}, ArgumentError, "mesh_shape has 3 shapes, num_stages is 1"),
-        ({"mesh_shape": (8,)}, ArgumentError, r"meshes \(2 times \(8,\)\) need 16 devices, there are 8; use smaller"),
-        ({"mesh_shape": [(4,), (8,)]}, ArgumentError, r"meshes \(\(4,\), \(8,\)\) need 12 devices, there are 8"),
-        ({"num_microbatches": 3}, ArgumentError, "3 does not divide the examples .* Numbers that do: 1, 2, 4, 8"),
-        ({"schedule": "dualpipe"}, ArgumentError, "schedule='dualpipe': 'auto' or one of 1f1b, gpipe"),
-        (
-            {"schedule": "inference"},
-            ArgumentError,
-            "'inference' runs forward only, and this step computes gradients; use",
-        ),
-        (
-            {"schedule": "interleaved", "virtual_stages": 1},
-            ScheduleError,
-            "virtual_stages=1 has nothing to interleave; use '1f1b', or two",
-        ),
-        (
-            {"schedule": "interleaved", "virtual_stages": 2, "num_stages": 4, "num_microbatches": 2},
-            ScheduleError,
-            "in groups of 4, and num_microbatches=2 does not divide; use 4 microbatches",
-        ),
-        ({"memory_limit_bytes": 2000}, OutOfMemoryError, "stage 0 of 2, with 2 microbatches in flight: no plan fits"),
-    ],
-)
-def test_wishes_that_cannot_be_met_are_errors_that_say_what_would_do(options, error, words):
-    step, state, batch = pipeline_steps.plain()
-    with pytest.raises(error, match=words):
-        in_stages(step, **{"num_stages": 2} | options).plan(state, batch)
-
-
-def test_a_step_that_mixes_examples_is_refused_with_its_line_and_runs_with_one_microbatch():
-    step, state, batch = zoo.build_resnet_block()
-    with pytest.raises(UnsupportedProgramError, match=r"4 microbatches: \w+ at .*zoo\.py.* Use num_microbatches=1"):
-        in_stages(step).plan(state, batch)
-    assert in_stages(step, num_microbatches=1).plan(state, batch).num_microbatches == 1
-
-
-def test_a_plan_of_stages_is_for_its_own_step_and_needs_its_devices():
-    step, state, batch = pipeline_steps.plain()
-    plan = in_stages(step).plan(state, batch)
-    with pytest.raises(PlanError, match="the plan was made for another step"):
-        autopar.parallelize(pipeline_steps.masked_loss()[0], plan=plan).plan(state, batch)
-    with pytest.raises(ArgumentError, match="the 2 stages need 2 devices, there are 1"):
-        autopar.parallelize(step, plan=plan, devices=jax.devices()[:1]).compile(state, batch)
 
 
 # --- state ------------------------------------------------------------------------------------------------------------

@@ -1,16 +1,13 @@
 """Closed forms against the same algorithms played message by message, and each algorithm against what its collective means."""
 
-import itertools
 import math
 
 import pytest
 
 from autopar.cost_model.algorithms import algorithms_for
-from autopar.cost_model.tiers import Dimension, Tier
 from autopar.cost_model.topology import levels_of
 from tests.cost_model.event_simulation import (
     Message,
-    Played,
     Route,
     holding,
     holding_own_terms,
@@ -19,17 +16,12 @@ from tests.cost_model.event_simulation import (
 from tests.cost_model.message_plans import (
     all_gather,
     all_reduce,
-    bruck_exchange,
     direct_all_gather,
     dissemination,
     double_tree_reduce,
     in_sequence,
-    level_exchange,
-    line_exchange,
-    pairwise_exchange,
     ranks_of,
     reduce_scatter,
-    ring_exchange,
     ring_gather,
     star_broadcast,
     star_reduce,
@@ -40,98 +32,22 @@ from tests.cost_model.message_plans import (
     tree_reduce,
     tree_scatter,
 )
-
-A, B, S = 3e-6, 20e9, 6e6  # seconds a message, bytes a second, bytes
-
-
-def switch(size, *, latency_s=A, bytes_per_s=B):
-    return Dimension(
-        tier="switch",
-        topology="switch",
-        size=size,
-        latency_s=latency_s,
-        ring_bytes_per_s=bytes_per_s,
-        rank_bytes_per_s=bytes_per_s,
-        sender_bytes_per_s=bytes_per_s,
-    )
-
-
-def ring_of(size, *, wraps=True, latency_s=A, bytes_per_s=B):
-    each = (2 if wraps else 1) * bytes_per_s
-    return Dimension(
-        tier="ring",
-        topology="torus",
-        size=size,
-        latency_s=latency_s,
-        ring_bytes_per_s=each,
-        rank_bytes_per_s=each,
-        sender_bytes_per_s=bytes_per_s,
-        link_bytes_per_s=bytes_per_s,
-        wraps=wraps,
-    )
-
-
-def node(*, latency_s):
-    """Four devices on a switch."""
-    return Tier(name="inside", devices=4, topology="switch", latency_s=latency_s, bytes_per_s=B)
-
-
-def network(*, latency_s, ports):
-    """Any number of nodes, each with so many ports of an eighth of a device's bandwidth."""
-    figures = {"latency_s": latency_s, "bytes_per_s": B / 8, "ports": ports}
-    return Tier(name="between", devices=None, topology="switch", **figures)
-
-
-def by_ports(levels):
-    """A network of switches: a message holds the sender's port out and the receiver's port in at the level it crosses."""
-
-    def route(message: Message) -> Route:
-        level = max(i for i, (a, b) in enumerate(zip(message.source, message.target, strict=True)) if a != b)
-        crossed = levels[level]
-        resources = (("out", message.source, level), ("in", message.target, level))
-        return Route(resources, crossed.latency_s, 1 / crossed.rank_bytes_per_s)
-
-    return route
-
-
-def by_links(levels):
-    """A torus: a message to a neighbour holds one link, of its direction, in its dimension."""
-
-    def route(message: Message) -> Route:
-        level = next(i for i, (a, b) in enumerate(zip(message.source, message.target, strict=True)) if a != b)
-        crossed = levels[level]
-        apart = (message.target[level] - message.source[level]) % crossed.size
-        assert apart in (1, crossed.size - 1), "neighbours only"
-        turn = message.channel if message.channel is not None else 1 if apart == 1 else -1
-        resources = (("link", message.source, level, turn),)
-        return Route(resources, crossed.latency_s, 1 / crossed.link_bytes_per_s)
-
-    return route
-
-
-def pieces_of(messages, size_bytes, *, count=None):
-    """The blocks of a plan, each with an equal part of the bytes."""
-    blocks = {block for message in messages for block in message.blocks}
-    return dict.fromkeys(blocks, size_bytes / (count or len(blocks)))
-
-
-def played_reduction(messages, levels, network, *, size_bytes=S) -> Played:
-    blocks = pieces_of(messages, size_bytes)
-    ranks = ranks_of([level.size for level in levels])
-    return play(messages, holding_own_terms(ranks, blocks), route=network(levels), block_bytes=blocks)
-
-
-def everything(levels):
-    return frozenset(ranks_of([level.size for level in levels]))
-
-
-def assert_all_reduced(played, levels):
-    for rank, blocks in played.contents.items():
-        assert all(terms == everything(levels) for terms in blocks.values()), rank
-
-
-def assert_equal(played, cost, size_bytes=S):
-    assert played.seconds == pytest.approx(cost(size_bytes), rel=1e-9)
+from tests.cost_model.networks import (
+    A,
+    B,
+    S,
+    assert_all_reduced,
+    assert_equal,
+    by_links,
+    by_ports,
+    everything,
+    network,
+    node,
+    pieces_of,
+    played_reduction,
+    ring_of,
+    switch,
+)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
@@ -279,66 +195,6 @@ def test_a_parameter_server_pays_for_every_worker_in_and_out(n):
     assert_all_reduced(both, levels)
     assert_equal(both, algorithms_for("all-reduce", levels)["parameter server"])
     assert both.seconds == pytest.approx(2 * (n - 1) * (A + S / B))
-
-
-def exchanged(messages, levels, network):
-    blocks = pieces_of(messages, 1.0)
-    n = len(everything(levels))
-    doubled = any(len(block) == 3 for block in blocks)
-
-    def part(block):
-        halved = doubled and 2 * ((block[1][0] - block[0][0]) % n) == n
-        return S / n / (2 if halved else 1)
-
-    sizes = {block: part(block) for block in blocks}
-    played = play(
-        messages,
-        holding(everything(levels), {block: block[0] for block in blocks}),
-        route=network(levels),
-        block_bytes=sizes,
-    )
-    arrived = {(b[0], rank) for rank, held in played.contents.items() for b in held if b[1] == rank}
-    assert arrived == {pair for pair in itertools.product(everything(levels), repeat=2) if pair[0] != pair[1]}
-    return played
-
-
-@pytest.mark.parametrize("n", [2, 4, 5, 8])
-def test_an_all_to_all_in_pairs_takes_n_minus_1_messages_of_one_block(n):
-    levels = [switch(n)]
-    played = exchanged(pairwise_exchange([n]), levels, by_ports)
-    assert_equal(played, algorithms_for("all-to-all", levels)["pairwise"])
-    assert played.seconds == pytest.approx((n - 1) * A + (n - 1) / n * S / B)
-
-
-@pytest.mark.parametrize("n", [2, 4, 8, 16])
-def test_bruck_s_all_to_all_takes_log2_n_messages_of_half_the_operand(n):
-    levels = [switch(n)]
-    assert_equal(exchanged(bruck_exchange(n), levels, by_ports), algorithms_for("all-to-all", levels)["Bruck"])
-
-
-@pytest.mark.parametrize("sizes", [(2, 3), (4, 2), (2, 2, 2)])
-def test_an_all_to_all_over_levels_is_exact_both_in_pairs_and_level_by_level(sizes):
-    levels = [switch(f, latency_s=A * 3**i, bytes_per_s=B / 5**i) for i, f in enumerate(sizes)]
-    found = algorithms_for("all-to-all", levels)
-    assert_equal(exchanged(level_exchange(sizes), levels, by_ports), found["hierarchical"])
-    # Ports of different levels can work at the same time, so playing in pairs may only be faster.
-    assert exchanged(pairwise_exchange(sizes), levels, by_ports).seconds <= found["pairwise"](S) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("f", [3, 4, 5, 6, 8])
-def test_an_all_to_all_on_a_ring_passes_an_eighth_of_n_operands_over_each_link(f):
-    levels = [ring_of(f)]
-    played = exchanged(ring_exchange(f), levels, by_links)
-    assert_equal(played, algorithms_for("all-to-all", levels)["ring"])
-    if f % 2 == 0:
-        assert played.seconds == pytest.approx(f / 2 * A + f / 8 * S / B)
-
-
-@pytest.mark.parametrize("f", [2, 3, 6])
-def test_an_all_to_all_on_a_line_ends_when_the_first_rank_s_blocks_have_come_to_the_last(f):
-    levels = [ring_of(f, wraps=False)]
-    played = exchanged(line_exchange(f), levels, by_links)
-    assert_equal(played, algorithms_for("all-to-all", levels)["ring"])
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 11])
