@@ -90,7 +90,7 @@ class Log:
             if " INFO planning: seconds_left" in text:
                 self.start = time.perf_counter()
                 self.began.set()
-            elif " best_s " in text and self.first_plan is None:
+            elif "best_s " in text and self.first_plan is None:
                 self.first_plan = time.perf_counter()
         self.began.set()
 
@@ -106,13 +106,14 @@ def run(arguments: list[str], number: int, at_s: float | None, limit_s: float) -
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "plan.json"
         process = subprocess.Popen(
-            command_of([*arguments, "-v"], target),
+            command_of([*arguments, "-vv"], target),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "AUTOPAR_CACHE": "off"},
             preexec_fn=_hear_interrupts,
+            start_new_session=True,
         )
         log = Log(process)
         sender = None
@@ -202,6 +203,9 @@ def main() -> int:
     if given.json:
         given.json.write_text(json.dumps([dataclasses.asdict(one) for one in runs], indent=1))
     bad = [one for one in runs if not one.is_good]
+    if runs[0].first_plan_s is not None:
+        share = runs[0].first_plan_s / budget_s
+        print(f"undisturbed, the first plan came after {share:.0%} of the budget{' TOO LATE' if share > 0.1 else ''}")
     print(f"{len(runs) - len(bad)} of {len(runs)} runs handed over a legal plan")
     return 1 if bad or not moments else 0
 

@@ -44,7 +44,7 @@ CASES = {
     "moe-2-nodes": "moe --layers 12 --hidden 1024 --heads 16 --batch 64 --cluster p3.16xlarge --devices 16",
     "wide-resnet": "wide_resnet --depth 50 --batch 512 --cluster p3.16xlarge --devices 8",
     "unet": "unet --batch 256 --cluster p4d.24xlarge --devices 8",
-    "densenet": "densenet --layers 120 --blocks 3 --growth 32 --image-size 64 --batch 256 --cluster p3.16xlarge --devices 8",
+    "densenet": "densenet --layers 120 --blocks 3 --growth 16 --image-size 32 --batch 256 --cluster p3.16xlarge --devices 8",
     "gpt-1024": "gpt --layers 48 --hidden 8192 --heads 64 --batch 1024 --seq 2048 --vocab 51200 "
     "--cluster dgx-a100-80gb --devices 1024",
 }
@@ -90,6 +90,7 @@ def run(arguments: list[str], limit_s: float, kept: Path | None = None) -> Outco
                 stdout=text,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "AUTOPAR_CACHE": "off"},
+                start_new_session=True,
             )
         used = wait(process, limit_s)
         seconds = time.perf_counter() - started
@@ -109,8 +110,8 @@ def command_of(arguments: list[str], target: Path) -> list[str]:
 
 
 def wait(process: subprocess.Popen[bytes] | subprocess.Popen[str], limit_s: float) -> resource.struct_rusage:
-    """What a process and those that it waited for used until it ended; it is killed after `limit_s` seconds."""
-    killer = threading.Timer(limit_s, process.kill)
+    """What the first process of a session and those that it waited for used until it ended; all are killed after `limit_s`."""
+    killer = threading.Timer(limit_s, os.killpg, (process.pid, signal.SIGKILL))
     killer.start()
     _, status, used = os.wait4(process.pid, 0)
     killer.cancel()
