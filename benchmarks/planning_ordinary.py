@@ -135,7 +135,7 @@ def peak_bytes(plan: dict[str, Any]) -> int:
 
 def line(name: str, outcome: Outcome) -> str:
     """One row of the table."""
-    step = re.search(r"predicted step ([\d.]+ \S+)", outcome.text)
+    step = re.search(r"predicted step ([\d.]+ \w+)", outcome.text)
     gap = re.search(r"at most ([\d.]+%)", outcome.text)
     last = (outcome.text.strip().splitlines() or [""])[-1]
     what = describe(outcome.plan) if outcome.plan else last[:70]
