@@ -38,6 +38,23 @@ class MemoryRow:
         return self.fixed_bytes + sum(float(b.min()) for b in self.bytes_of.values())
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Levels:
+    """What one node uses in all its spans together.
+
+    Attributes:
+        low: its first row.
+        high: the row after its last.
+        used: the different ways in which its choices use rows, bytes, a float array (levels, high - low).
+        level_of: which of them each choice is, ints (choices,).
+    """
+
+    low: int
+    high: int
+    used: np.ndarray
+    level_of: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Spans:
     """What the choices of nodes use from one row to another. A node may have many spans, and they may overlap.
@@ -170,6 +187,37 @@ class Spans:
             goes = (begun[there] == begun[here]) & (self.fixed[there] <= self.fixed[here])
             rows = rows[~np.append(stays[: len(rows)], goes)]
         return rows
+
+    def find_levels(self, sizes: Sequence[int]) -> dict[int, Levels]:
+        """What each node that has spans uses; `sizes` are the numbers of choices of all nodes."""
+        spans_of: dict[int, list[int]] = {}
+        for i, v in enumerate(self.node.tolist()):
+            spans_of.setdefault(v, []).append(i)
+        levels = {}
+        for v, of in spans_of.items():
+            low, high = int(self.begin[of].min()), int(self.end[of].max())
+            used = np.zeros((sizes[v], high - low))
+            for i in of:
+                rows = slice(int(self.begin[i]) - low, int(self.end[i]) - low)
+                used[:, rows] += self.used[self.first[i] : self.first[i + 1], None]
+            different, level_of = np.unique(used, axis=0, return_inverse=True)
+            levels[v] = Levels(low, high, different, level_of.ravel())
+        return levels
+
+    def find_fitting(self, limit_bytes: float, sizes: Sequence[int]) -> list[np.ndarray]:
+        """Which choices of each node fit beside the least of all others, bools (choices,); `sizes` as in `find_levels`."""
+        room = limit_bytes - self.least()
+        fit = [np.ones(size, dtype=bool) for size in sizes]
+        for v, levels in self.find_levels(sizes).items():
+            spans = np.flatnonzero(self.node == v)
+            own = np.zeros(levels.high - levels.low)
+            for i in spans.tolist():
+                own[self.begin[i] - levels.low : self.end[i] - levels.low] += self.used[
+                    self.first[i] : self.first[i + 1]
+                ].min()
+            is_fit = np.all(levels.used - own <= room[levels.low : levels.high], axis=1)
+            fit[v] = is_fit[levels.level_of]
+        return fit
 
     def at(self, t: int) -> MemoryRow:
         """One row."""

@@ -3,7 +3,7 @@
 In: an objective. Out: a choice, and by how much at most it exceeds the optimum. In order, each step exact:
 
     1. reductions (presolve.py) shrink the problem;
-    2. what is narrow is solved by elimination (elimination.py);
+    2. what is narrow is solved by elimination (presolve.py);
     3. what is small goes to the integer program (integer_program.py), and so does what is not large if step 4 leaves a gap;
     4. for the rest, dual ascent (dual_ascent.py) gives a bound. The choices within a hair of it, reduced again, give a solution;
        its value rules out choices, and the search goes on in another round with what is left, in the shifted costs.
@@ -21,10 +21,9 @@ import numpy as np
 
 from autopar.solver.budget import Budget
 from autopar.solver.dual_ascent import Bounded, bound_costs
-from autopar.solver.elimination import eliminate, find_order
 from autopar.solver.integer_program import Infeasible, Solved, solve_integer_program
 from autopar.solver.outcomes import Unfinished, Unreachable
-from autopar.solver.presolve import reduce_costs
+from autopar.solver.presolve import eliminate, find_order, reduce_costs
 from autopar.solver.problem import Costs
 from autopar.solver.tuning import TUNING, Tuning
 

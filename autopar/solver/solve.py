@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.solver.branching import choose_by_branching
 from autopar.solver.classes import find_open_choices, merge_classes
 from autopar.solver.followers import follow
 from autopar.solver.outcomes import (
@@ -87,20 +88,14 @@ def _choose_plainly(problem: ChoiceProblem, free: Chosen | None, tried: Sequence
 
 
 def _sweep_first(problem: ChoiceProblem) -> Outcome:
-    """By sweeps with prices; then, if that is not too much, as a smaller problem would be solved, and the better of both."""
+    """By sweeps with prices; where they leave a gap, by branch and bound, if the problem is not too large for it."""
     swept = choose_by_sweeps(problem)
     is_done = isinstance(swept, CutOff) or problem.is_quick or problem.budget.is_over
     if isinstance(swept, Chosen):
         is_done |= swept.seconds - swept.lower_bound_s <= problem.tuning.good_enough * swept.seconds
-    if is_done or problem.costs.pairs > problem.tuning.priced_pairs:
+    if is_done or problem.costs.pairs > problem.tuning.branched_pairs:
         return swept
-    free = _choose_without_memory(problem)
-    other = _choose_plainly(problem, free, ()) if isinstance(free, Chosen) else free
-    if not isinstance(other, Chosen) or not isinstance(swept, Chosen):
-        return swept if isinstance(swept, Chosen) else other
-    best = min(swept, other, key=lambda each: each.seconds)
-    lower = max(swept.lower_bound_s, other.lower_bound_s)
-    return dataclasses.replace(best, lower_bound_s=min(lower, best.seconds))
+    return choose_by_branching(problem, swept if isinstance(swept, Chosen) else None)
 
 
 def _choose_without_memory(problem: ChoiceProblem) -> Chosen | Unreachable | Unfinished:

@@ -104,12 +104,30 @@ class Tuning:
     swept_pairs: int = 300_000
     """Problems with memory rows and more pairs than this are swept with prices at once, if their best choice without memory is
     not known: to look for that takes longer (`iopddl.py`, K and V)."""
-    priced_pairs: int = 1_000_000
-    """Those with at most so many are then solved without memory and with prices all the same (`iopddl.py`, V)."""
     sweep_share: float = 0.6
     """The part of the budget that sweeps get before the choices are mixed."""
     step_decay: float = 0.98
     """By what a step shrinks where the bound hardly rose."""
+
+    # Branch and bound over memory.
+    branched_pairs: int = 2_000_000
+    """Problems with memory rows and at most so many pairs, where they are swept with prices and a gap stays, are branched."""
+    branch_root_sweeps: int = 200
+    """Sweeps with prices over the whole problem."""
+    branch_sweeps: int = 20
+    """The same over each part, which starts from the prices of the part around it."""
+    branch_decay: float = 0.9
+    """By what a step of the prices shrinks where the bound did not rise."""
+    branch_hope: float = 0.3
+    """A step of the prices aims at the bound and this part of it at most, while the best choice known is still far."""
+    branch_share: float = 0.1
+    """A part is searched at fixed prices once its nodes differ by at most this part of the gap in what they pay for memory."""
+    branch_work: float = 1e9
+    """Units of work of one such search."""
+    branch_plunge: float = 0.5
+    """The part next to a branching comes next while its bound is within this part of the gap from the least bound."""
+    branch_moves: int = 300
+    """Moves of one repair of a choice at most."""
 
     # Prices on memory.
     price_rounds: int = 24

@@ -13,12 +13,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autopar.solver.elimination import find_order
 from autopar.solver.integer_program import Infeasible, Solved, solve_integer_program
 from autopar.solver.memory_prices import Priced, PricedAscent, price_memory
 from autopar.solver.memory_rows import SpanRows, Spans, find_peaks
 from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, Numbers, Unfinished, Unreachable
-from autopar.solver.presolve import Reduced, reduce_costs
+from autopar.solver.presolve import Reduced, find_order, reduce_costs
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.search import Found, search
 
@@ -33,7 +32,7 @@ def choose_within_memory(
         free: the best choice without them, which does not keep them.
         tried: choices met at other limits.
     """
-    reduced = _reduce(problem)
+    reduced = reduce_problem(problem)
     pairs, tuning = reduced.costs.pairs, problem.tuning
     is_direct = pairs <= tuning.memory_pairs and not problem.is_quick
     if is_direct and (pairs <= tuning.tiny_pairs or find_order(reduced.costs, tuning.entries) is None):
@@ -130,7 +129,7 @@ def mix_choices(problem: ChoiceProblem, tried: Sequence[Numbers]) -> Chosen | Do
     tuning = problem.tuning
     left = [np.unique(taken) for taken in zip(*tried, strict=True)]
     rest = problem.restrict(left)
-    reduced = _reduce(rest)
+    reduced = reduce_problem(rest)
     if reduced.costs.pairs > tuning.direct_pairs:
         return Unfinished()
     found = _solve_directly(rest, reduced, gap=tuning.good_enough / 2, node_limit=tuning.mixed_nodes)
@@ -139,7 +138,7 @@ def mix_choices(problem: ChoiceProblem, tried: Sequence[Numbers]) -> Chosen | Do
     return dataclasses.replace(found, numbers=tuple(int(n[p]) for n, p in zip(left, found.numbers, strict=True)))
 
 
-def _reduce(problem: ChoiceProblem) -> Reduced:
+def reduce_problem(problem: ChoiceProblem) -> Reduced:
     """What is left after the reductions that memory allows: nodes whose bytes depend on their choice stay."""
     spans = problem.spans.beyond_least()
     columns: dict[int, list[np.ndarray]] = {}
@@ -149,7 +148,7 @@ def _reduce(problem: ChoiceProblem) -> Reduced:
     return reduce_costs(problem.costs, keep=frozenset(columns), usage=usage, budget=problem.budget)
 
 
-def _reduce_spans(spans: Spans, reduced: Reduced) -> Spans:
+def reduce_spans(spans: Spans, reduced: Reduced) -> Spans:
     """The spans over the nodes and choices left; nodes that are gone use the same whatever they choose."""
     left = reduced.open_choices
     each = zip(spans.node.tolist(), spans.begin.tolist(), spans.end.tolist(), spans.each(), strict=True)
@@ -163,7 +162,7 @@ def _solve_directly(
 ) -> Chosen | DoesNotFit | Unfinished:
     """By the integer program over the nodes left, with the memory rows that matter: more of them while its choice breaks some."""
     limit, tuning = problem.limit_bytes, problem.tuning
-    spans = _reduce_spans(problem.spans, reduced)
+    spans = reduce_spans(problem.spans, reduced)
     spans = spans.take_rows(spans.find_needed(limit))
     active = np.arange(len(spans.fixed))
     if len(active) > tuning.rows_at_once:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.solver.branching import choose_by_branching, shrink
 from autopar.solver.budget import Budget
 from autopar.solver.followers import follow
 from autopar.solver.memory_prices import PricedAscent
@@ -91,7 +92,7 @@ def test_the_optimum_is_that_of_brute_force_and_nothing_is_ruled_out_that_is_pos
 ) -> None:
     random = np.random.default_rng(seed)
     for _ in range(batch):
-        assert_right(random_problem(random, TUNINGS[number]), is_exact=number == 0)
+        assert_right(random_problem(random, TUNINGS[number]), is_exact=number in (0, 3))
 
 
 @settings(max_examples=3)
@@ -158,3 +159,71 @@ def test_sweeps_with_prices_bound_from_below_and_choose_what_fits(seed: int) -> 
             assert ascent.lower <= best + 1e-9 * abs(best) + 1e-9
             assert swept.lower_bound_s <= best + 1e-9 * abs(best) + 1e-9
             assert swept.numbers is None or (problem.fits(swept.numbers) and swept.seconds >= best - 1e-9)
+
+
+@settings(max_examples=6)
+@given(st.integers(0, 2**32 - 1))
+def test_branching_finds_the_optimum_or_proves_that_nothing_fits(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    few = dataclasses.replace(Tuning(), branch_root_sweeps=1, branch_sweeps=1, branch_share=0.0, branch_plunge=0.1)
+    for number in range(60):
+        problem = random_problem(random, few if number % 2 else Tuning())
+        problem = dataclasses.replace(problem, tuning=dataclasses.replace(problem.tuning, good_enough=0.0))
+        if not problem.rows:
+            continue
+        best, _ = best_of(problem)
+        found = choose_by_branching(problem, None)
+        if isinstance(found, Chosen):
+            assert found.seconds == pytest.approx(best, rel=1e-6), f"{found}, not {best}"
+            assert problem.fits(found.numbers)
+            assert found.lower_bound_s == pytest.approx(best, rel=1e-6)
+        else:
+            assert isinstance(found, DoesNotFit)
+            assert not np.isfinite(best)
+
+
+@settings(max_examples=4)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 3_000))
+def test_branching_cut_short_leaves_a_bound_and_what_is_better_than_the_choice_known(seed: int, work: int) -> None:
+    random = np.random.default_rng(seed)
+    for number in range(40):
+        problem = random_problem(random, dataclasses.replace(Tuning(), good_enough=0.0, branch_sweeps=1))
+        if not problem.rows:
+            continue
+        best, _ = best_of(problem)
+        known = choose(dataclasses.replace(problem, is_quick=True)) if number % 2 else None
+        known = known if isinstance(known, Chosen) else None
+        results = []
+        for _ in range(2):
+            found = choose_by_branching(dataclasses.replace(problem, budget=Budget(work=work)), known)
+            results.append(found)
+            assert isinstance(found, Chosen | DoesNotFit | Unfinished)
+            assert not isinstance(found, DoesNotFit) or not np.isfinite(best)
+            if isinstance(found, Chosen):
+                assert problem.fits(found.numbers)
+                assert found.seconds == pytest.approx(problem.costs.value(found.numbers))
+                assert found.lower_bound_s <= best + 1e-6 * abs(best) + 1e-9
+                assert found.seconds <= (known.seconds if known else np.inf)
+        assert results[0] == results[1]
+
+
+@settings(max_examples=6)
+@given(st.integers(0, 2**32 - 1))
+def test_shrinking_keeps_every_choice_that_fits_and_is_good_enough(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(40):
+        problem = random_problem(random, Tuning())
+        if not problem.rows:
+            continue
+        best, _ = best_of(problem)
+        left = tuple(np.arange(len(cost)) for cost in problem.costs.nodes.values())
+        shrunk = shrink(problem, left, best)
+        if shrunk is None:
+            assert not np.isfinite(best)
+        elif np.isfinite(best):
+            assert best_of(shrunk.problem)[0] == pytest.approx(best)
+            numbers = [int(random.integers(len(cost))) for cost in shrunk.problem.costs.nodes.values()]
+            whole = [int(each[numbers[u]]) for u, each in zip(shrunk.leader, shrunk.choice_of, strict=True)]
+            value = shrunk.problem.costs.value(numbers)
+            assert not np.isfinite(value) or value == pytest.approx(problem.costs.value(whole))
+            assert problem.fits(whole) == shrunk.problem.fits(numbers)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.solver.budget import Budget
-from autopar.solver.elimination import eliminate, find_order
+from autopar.solver.presolve import eliminate, find_order
 from autopar.solver.problem import Costs
 from tests.solver.problems import least_value, value_of
 
