@@ -304,14 +304,13 @@ class Branching:
             return None
         bounding = _Bounding(shrunk, part.prices)
         self._sweep(bounding, sweeps)
-        prices = bounding.prices
+        prices, lower = bounding.prices, max(part.lower, bounding.lower)
         if is_solved and bounding.lower < self.target:
-            lower, choice = bounding.search(self.upper)
-            bounding.lower = max(bounding.lower, lower)
+            bound, choice = bounding.search(self.upper)
+            lower = max(lower, bound)
             if choice is not None:
                 self._try(bounding.extend(choice))
-                prices = self._move(bounding, prices, choice, bounding.lower, 0.5)
-        lower = max(part.lower, bounding.lower)
+                prices = self._move(bounding, prices, choice, lower, 0.5)
         if lower >= self.target:
             return None
         left = bounding.leave(self.upper - bounding.lower + ROUNDING * abs(self.upper))

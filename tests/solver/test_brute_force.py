@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.solver.branching import choose_by_branching, shrink
+from autopar.solver.branching import Branching, Part, choose_by_branching, shrink
 from autopar.solver.budget import Budget
 from autopar.solver.followers import follow
 from autopar.solver.memory_prices import PricedAscent
@@ -166,8 +166,9 @@ def test_sweeps_with_prices_bound_from_below_and_choose_what_fits(seed: int) -> 
 def test_branching_finds_the_optimum_or_proves_that_nothing_fits(seed: int) -> None:
     random = np.random.default_rng(seed)
     few = dataclasses.replace(Tuning(), branch_root_sweeps=1, branch_sweeps=1, branch_share=0.0, branch_plunge=0.1)
-    for number in range(60):
-        problem = random_problem(random, few if number % 2 else Tuning())
+    often = dataclasses.replace(few, branch_share=1e9, entries=0)
+    for number in range(90):
+        problem = random_problem(random, (few, often, Tuning())[number % 3])
         problem = dataclasses.replace(problem, tuning=dataclasses.replace(problem.tuning, good_enough=0.0))
         if not problem.rows:
             continue
@@ -227,3 +228,32 @@ def test_shrinking_keeps_every_choice_that_fits_and_is_good_enough(seed: int) ->
             value = shrunk.problem.costs.value(numbers)
             assert not np.isfinite(value) or value == pytest.approx(problem.costs.value(whole))
             assert problem.fits(whole) == shrunk.problem.fits(numbers)
+
+
+@settings(max_examples=4)
+@given(st.integers(0, 2**32 - 1))
+def test_a_part_keeps_what_is_better_than_the_choice_known(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for number in range(30):
+        problem = dense_problem(random)
+        best, _ = best_of(problem)
+        search = Branching(problem, None)
+        search.upper = best + random.uniform(0, 0.3)
+        left = tuple(np.arange(len(cost)) for cost in problem.costs.nodes.values())
+        whole = Part(-np.inf, left, np.zeros(len(search.problem.rows)))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(search, "_try", lambda choice: None)  # else the best choice is known too soon
+            part = search._bound(whole, 2 + number % 4, is_solved=True)
+        assert part is not None
+        assert part.lower <= best + 1e-6
+        assert best_of(problem.restrict(part.left))[0] == pytest.approx(best)
+
+
+def dense_problem(random: np.random.Generator) -> ChoiceProblem:
+    """Six nodes of four choices, each pair joined, so that sweeps leave a gap; two rows of memory, in parts of the room."""
+    costs = [random.uniform(0, 1, 4) for _ in range(6)]
+    edges = {pair: random.uniform(0, 1, (4, 4)) for pair in itertools.combinations(range(6), 2)}
+    rows = [MemoryRow(str(t), {v: random.integers(0, 5, 4) / 4 for v in range(6)}) for t in range(2)]
+    limit = max(row.least() for row in rows) + 1.0
+    tuning = dataclasses.replace(Tuning(), good_enough=0.0)
+    return ChoiceProblem(costs=Costs.of(costs, edges), rows=rows, limit_bytes=limit, tuning=tuning)
