@@ -11,7 +11,8 @@ them takes, prices and dual ascent are nearly exact. So a part of the search is 
     branch    on the node whose open choices differ most in what they pay for memory: one part for each number of bytes
 
 The most promising part of a branching comes next, until nothing is left of it or its bound is far above the least; then the
-open part of the least bound. What can go wrong: many nodes of about the same size make as many parts as there are ways to fill the room; the budget ends that.
+open part of the least bound. What can go wrong: many nodes of about the same size make as many parts as there are ways to fill
+the room; the budget ends that.
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ def solve_program(program: Program, limits: Limits, start: np.ndarray | None = N
         "output_flag": False,
         "threads": 1,
         "random_seed": 0,
+        "mip_detect_symmetry": False,  # HiGHS does so on the side, and whether it is ready in time decided which optimum came
         "mip_rel_gap": limits.gap,
         "mip_max_nodes": limits.nodes,
         "time_limit": min(limits.seconds, highspy.kHighsInf),
