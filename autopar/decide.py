@@ -16,6 +16,7 @@ from typing import TypeAlias
 from autopar.errors import ArgumentError
 from autopar.inter_op.compare_timetables import plan_best_pipeline
 from autopar.inter_op.describe_pipeline import PlannedPipeline
+from autopar.inter_op.given_stages import plan_given_stages
 from autopar.inter_op.one_mesh import plan_on_one_mesh
 from autopar.inter_op.one_or_stages import plan_one_or_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes, restore_pipeline
@@ -67,7 +68,7 @@ def _search(settings: Settings, traced: TracedStep) -> Planned:
             traced, _wish_to_follow(settings, traced, leader), make_request(settings), devices=devices
         )
     if meshes > 1:
-        return plan_best_pipeline(traced, _wish(settings, meshes), make_request(settings), devices=devices)
+        return plan_given_stages(traced, _wish(settings, meshes), make_request(settings), devices=devices)
     _refuse_wishes_for_stages(settings)
     request = make_request(settings, choose_one_mesh(settings))
     if _leaves_stages_open(settings) and devices > 1 and max(microbatch_counts(traced)) > 1:

@@ -61,6 +61,7 @@ class CollectivePlan:
         operand: type and shape of the value, such as `float32[64,256]`.
         source: the line of the user's program that it comes from.
         predicted_s: seconds of one execution.
+        overlap: the kind that says how much of it hides behind compute: `data_parallel`, `zero3`, `tensor`, `expert`.
     """
 
     kind: str
@@ -70,6 +71,7 @@ class CollectivePlan:
     operand: str
     source: str
     predicted_s: float
+    overlap: str = "expert"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +137,9 @@ class Plan:
         outputs: the layout of every output leaf.
         choices: for every equation, the number of the strategy that was chosen.
         collectives: every collective, in program order.
-        compute_s: predicted seconds of compute per step.
-        comm_s: predicted seconds of communication per step, as if none of it hid behind compute.
+        compute_s: predicted seconds of compute per step, local changes of layout included.
+        comm_s: predicted seconds of the collectives per step.
+        hidden_s: how many of these seconds hide behind compute, less those by which they slow it.
         peak_bytes: predicted peak memory of one device.
         memory_limit_bytes: the limit that the plan keeps, per device; None if there is none.
         peak_tensors: the largest values at the peak, largest first.
@@ -179,12 +182,13 @@ class Plan:
     unlimited_s: float = 0.0
     ended_early: bool = False
     not_compared: tuple[str, ...] = ()
+    hidden_s: float = 0.0
     version: int = VERSION
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds per step: compute and communication, one after the other."""
-        return self.compute_s + self.comm_s
+        """Predicted seconds per step: compute, and communication as far as it does not hide behind that."""
+        return self.compute_s + self.comm_s - self.hidden_s
 
     @property
     def is_optimal(self) -> bool:

@@ -26,12 +26,12 @@ from autopar.commands.simulate_tables import (
     print_summary,
 )
 from autopar.commands.terminal.live_line import live_line
+from autopar.cost_model.overlap import overlap_ratio
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
 from autopar.plan_cache.whole_file import write_whole
 from autopar.progress import enter
 from autopar.simulate.closed_forms.job_prediction import predict
-from autopar.simulate.closed_forms.overlap import overlap_ratio
 from autopar.simulate.error_summary import GIGA, PricedRow, summarise
 from autopar.simulate.planned_parts import PartPlanner, planned_prediction
 from autopar.simulate.rows import Row, RowError, read_table

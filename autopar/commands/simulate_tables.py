@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.commands.printing import new_table
+from autopar.cost_model.overlap import Kind, overlap_ratio
 from autopar.explain.units import bytes_text, seconds_text
-from autopar.simulate.closed_forms.overlap import Kind, overlap_ratio
 from autopar.simulate.error_summary import GIGA, ErrorSummary, PricedRow
 
 SHOWN_KINDS: tuple[Kind, ...] = ("tensor", "pipeline", "data_parallel", "zero3")

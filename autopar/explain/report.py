@@ -89,10 +89,11 @@ def _header(plan: Plan) -> str:
     again = ", backward repeats layers' forward work" if plan.recompute else ""
     limit = plan.memory_limit_bytes
     of_limit = f" of {bytes_text(limit)} ({percent_text(plan.peak_bytes, limit)})" if limit else ", no limit"
-    step = f"{seconds_text(plan.step_s)} = {seconds_text(plan.compute_s)} compute + {seconds_text(plan.comm_s)}"
+    step = f"{seconds_text(plan.step_s)} = {seconds_text(plan.compute_s)} compute + {seconds_text(plan.comm_s)} communication"
+    hidden = f" - {seconds_text(plan.hidden_s)} of it hidden behind compute" if plan.hidden_s > 0 else ""
     lines = (
         f"mesh {mesh_text(plan)} ({math.prod(plan.mesh_shape)} devices) on cluster {plan.cluster}{cut}{again}",
-        f"predicted step {step} communication; peak memory {bytes_text(plan.peak_bytes)} per device{of_limit}",
+        f"predicted step {step}{hidden}; peak memory {bytes_text(plan.peak_bytes)} per device{of_limit}",
         f"planned in {seconds_text(plan.planning_s)}, {_proof_text(plan)}",
     )
     return "\n".join(lines)

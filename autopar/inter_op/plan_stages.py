@@ -127,7 +127,8 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     stages = []
     for number, plan in enumerate(plans):
         program = trace_stage(cut, number)
-        stages.append(price_stage(program, plan, restore(program.step, plan, request).assignment))
+        assignment = restore(program.step, plan, request).assignment
+        stages.append(price_stage(program, plan, assignment, overlap=request.cluster.overlap))
     return Staged(cut=cut, cuts=wanted.cuts, stages=tuple(stages), split=split, recompute=wanted.recompute)
 
 
@@ -215,7 +216,8 @@ class _Planning:
                     f"stage {program.stage} of {program.cut.num_stages}, with {count} microbatches in flight: {error}"
                 ) from None
             plan = dataclasses.replace(planned.plan, memory_limit_bytes=limit)
-            stage = price_stage(program, plan, planned.assignment, self.in_flight)
+            overlap = job.request.cluster.overlap
+            stage = price_stage(program, plan, planned.assignment, self.in_flight, overlap=overlap)
             if limit is None or stage.peak_bytes <= limit:
                 return stage
             room = limit - (stage.peak_bytes - stage.memory.peak_bytes)
@@ -244,7 +246,8 @@ class _Planning:
     def restore(self, job: _StageJob, plan: Plan, *, tasks: TaskMemories | None = None) -> StagedStage:
         """The stage that a plan describes."""
         assignment = restore(job.program.step, plan, job.request).assignment
-        return price_stage(job.program, plan, assignment, self.in_flight, tasks=tasks)
+        overlap = job.request.cluster.overlap
+        return price_stage(job.program, plan, assignment, self.in_flight, overlap=overlap, tasks=tasks)
 
 
 def _have_equal_plans(one: TracedStep, other: TracedStep) -> bool:

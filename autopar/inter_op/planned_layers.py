@@ -243,7 +243,8 @@ class PlannedLayers:
             planned = self._planner(program, request)
         except OutOfMemoryError:
             return _TooLarge()
-        return _PlannedLayer.of(price_stage(program, planned.plan, planned.assignment))
+        overlap = request.cluster.overlap
+        return _PlannedLayer.of(price_stage(program, planned.plan, planned.assignment, overlap=overlap))
 
     def _try_key(self, key: _Key) -> _PlannedLayer | _TooLarge | _Failed:
         """Plan a layer that nobody has asked for; an error waits until somebody does."""

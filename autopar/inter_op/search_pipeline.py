@@ -65,21 +65,24 @@ def search_pipeline(
     request: PlanRequest,
     *,
     devices: int,
+    num_stages: int | None = None,
     beat_s: float | None = None,
     tuning: Tuning = TUNING,
 ) -> SearchedPipeline | OneStage:
     """The best pipeline with as many stages as pay. Raises what `plan_pipeline` raises.
 
-    `beat_s`: seconds of the step on one mesh; the search ends when several stages do not promise to take less.
+    `num_stages`: the number of meshes, if it is given. `beat_s`: seconds of the step on one mesh, or in other stages; the search
+    ends when these do not promise to take less.
     """
     started = time.perf_counter()
-    tables = wishes.timetables(traced, max(2, machine_shape(request.cluster, devices)[0]), tuning)
+    tables = wishes.timetables(traced, num_stages or max(2, machine_shape(request.cluster, devices)[0]), tuning)
     split = split_scans(traced, every_layer(traced))
     found = search_stages(
         make_loops(split, tables[0].microbatches),
         request,
         devices=devices,
         timetables=tables,
+        num_stages=num_stages,
         recompute={"auto": (False, True), "none": (False,), "layer": (True,)}[wishes.recompute],
         beat_s=beat_s,
         tuning=tuning,

@@ -12,10 +12,15 @@ from collections.abc import Sequence
 
 from autopar.avals import itemsize_of
 from autopar.compat import Var
+from autopar.cost_model.machine import Overlap
+from autopar.cost_model.overlap import Kind
+from autopar.intra_op.choices.overlap import find_needs, hide, kind_of, window
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.planned_moves import planned_moves
+from autopar.layouts.moves import LOCAL_KINDS
 from autopar.plan import Plan
 from autopar.program.program import Equation
+from autopar.program.step import TracedStep
 from autopar.program.task_name import TaskName
 from autopar.schedules.in_flight import InFlight
 from autopar.stages.segments import StageCut
@@ -56,10 +61,14 @@ def price_stage(
     assignment: Assignment,
     in_flight: InFlight | None = None,
     *,
+    overlap: Overlap,
     tasks: TaskMemories | None = None,
 ) -> StagedStage:
-    """What a planned stage takes: the seconds of its tasks, its memory with as many microbatches as are in flight."""
-    seconds = task_seconds(assignment)
+    """What a planned stage takes: the seconds of its tasks, its memory with as many microbatches as are in flight.
+
+    `overlap`: how far its machine hides communication behind compute.
+    """
+    seconds = task_seconds(program.step, assignment, overlap)
     m = program.cut.loop.plan.microbatches
     forward_s = sum(s for task, s in seconds.items() if task is not None and task.kind == "forward") / m
     backward_s = sum(s for task, s in seconds.items() if task is not None and task.kind == "backward") / m
@@ -92,17 +101,30 @@ def _tasks(assignment: Assignment) -> dict[Equation, TaskName | None]:
     return found
 
 
-def task_seconds(assignment: Assignment) -> dict[TaskName | None, float]:
-    """Seconds per step of each task, those of the loop for all microbatches together; None stands for work of no task."""
-    task_of = _tasks(assignment)
+def task_seconds(step: TracedStep, assignment: Assignment, overlap: Overlap) -> dict[TaskName | None, float]:
+    """Seconds per step of each task, those of the loop for all microbatches together; None stands for work of no task.
+
+    Of communication they count what does not hide behind the compute of the stage's step.
+    """
+    task_of, needs = _tasks(assignment), find_needs(step)
     seconds: dict[TaskName | None, float] = {}
+    moved: list[tuple[TaskName | None, tuple[Kind, float], float]] = []
     for eqn, each, trips in assignment.seconds:
         seconds[task_of[eqn]] = seconds.get(task_of[eqn], 0.0) + each * trips
     for planned in planned_moves(assignment):
         shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
         task = task_of.get(planned.equation) if planned.equation is not None else None
         each = assignment.spaces.network.seconds(planned.move, shape, itemsize)
-        seconds[task] = seconds.get(task, 0.0) + each * planned.trips
+        if planned.move.kind in LOCAL_KINDS:
+            seconds[task] = seconds.get(task, 0.0) + each * planned.trips
+        else:
+            kind = kind_of(needs.of(planned.atom), planned.move.kind)
+            part = window(kind, planned.move.kind, times=planned.trips, microbatches=step.microbatches)
+            moved.append((task, (kind, part), each * planned.trips))
+    waiting = hide(((*way, each) for _, way, each in moved), compute_s=sum(seconds.values()), overlap=overlap)
+    for task, way, each in moved:
+        exposed = waiting[way].exposed_s / waiting[way].total_s if waiting[way].total_s else 1.0
+        seconds[task] = seconds.get(task, 0.0) + each * exposed
     return seconds
 
 

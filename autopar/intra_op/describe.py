@@ -6,12 +6,15 @@ cost and memory models. What can go wrong: an assignment that is not of this cho
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
 from autopar.avals import itemsize_of
 from autopar.compat import source_line
 from autopar.cost_model.hardware import Cluster
 from autopar.intra_op.choices.graph import StrategyGraph
+from autopar.intra_op.choices.overlap import find_needs, hide, kind_of, windows
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.planned_moves import planned_moves
 from autopar.intra_op.memory.model import MemoryModel
@@ -35,12 +38,13 @@ def describe_plan(
 ) -> Plan:
     """The plan of one mesh as data. `planning_s`, `candidates` and what was compared are for the caller, who knows them."""
     mesh = graph.mesh
-    collectives, comm_s = _collectives(graph, assignment)
+    collectives, local_s = _collectives(traced, graph, assignment)
     compute_s = float(sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True)))
-    compute_s += cluster.dispatch_s(len(traced.inputs))
+    compute_s += local_s + cluster.dispatch_s(len(traced.inputs))
+    comm_s = sum(item.count * item.predicted_s for item in collectives)
     peak, tensors = memory.peak(choice.numbers, copy_span=assignment.copy_span)
     slack = choice.seconds - choice.lower_bound_s
-    return Plan(
+    plan = Plan(
         fingerprint=traced.fingerprint,
         cluster=cluster.name,
         mesh_shape=mesh.shape,
@@ -55,11 +59,16 @@ def describe_plan(
         memory_limit_bytes=memory_limit_bytes,
         peak_tensors=tuple(LiveTensor(t.name, t.shape, t.dtype, t.bytes) for t in tensors[:10]),
         planning_s=0.0,
-        lower_bound_s=compute_s + comm_s - max(slack, 0.0),
+        lower_bound_s=0.0,
         allow_redundant_compute=allow_redundant_compute,
         copy_span=assignment.copy_span,
         num_microbatches=traced.microbatches,
     )
+    moved, overlap = list(windows(plan)), cluster.overlap
+    hidden_s = sum(item.hidden_s for item in hide(moved, compute_s=compute_s, overlap=overlap).values())
+    most_s = sum(item.hidden_s for item in hide(moved, compute_s=math.inf, overlap=overlap).values())
+    lower_bound_s = compute_s + comm_s - most_s - max(slack, 0.0)
+    return dataclasses.replace(plan, hidden_s=hidden_s, lower_bound_s=lower_bound_s)
 
 
 def _values(leaves: Sequence[Leaf], layouts: Sequence[Layout], mesh: LogicalMesh) -> tuple[ValuePlan, ...]:
@@ -76,14 +85,17 @@ def _values(leaves: Sequence[Leaf], layouts: Sequence[Layout], mesh: LogicalMesh
     )
 
 
-def _collectives(graph: StrategyGraph, assignment: Assignment) -> tuple[tuple[CollectivePlan, ...], float]:
-    """(collectives in program order, seconds of all relayout)."""
-    plans, seconds = [], 0.0
+def _collectives(
+    traced: TracedStep, graph: StrategyGraph, assignment: Assignment
+) -> tuple[tuple[CollectivePlan, ...], float]:
+    """(collectives in program order, seconds of changes of layout without communication)."""
+    plans, local_s, needs = [], 0.0, find_needs(traced)
     for planned in planned_moves(assignment):
         shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
         each = graph.spaces.network.seconds(planned.move, shape, itemsize)
-        seconds += each * planned.trips
-        if planned.move.kind not in LOCAL_KINDS:
+        if planned.move.kind in LOCAL_KINDS:
+            local_s += each * planned.trips
+        else:
             plans.append(
                 CollectivePlan(
                     kind=planned.move.kind,
@@ -93,6 +105,7 @@ def _collectives(graph: StrategyGraph, assignment: Assignment) -> tuple[tuple[Co
                     operand=f"{planned.aval.dtype}[{','.join(map(str, shape))}]",
                     source=source_line(planned.equation) if planned.equation is not None else "output",
                     predicted_s=each,
+                    overlap=kind_of(needs.of(planned.atom), planned.move.kind),
                 )
             )
-    return tuple(plans), seconds
+    return tuple(plans), local_s

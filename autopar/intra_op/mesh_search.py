@@ -17,6 +17,7 @@ import numpy as np
 
 from autopar.intra_op.choices.equal_axes import find_equal_axes, number_classes
 from autopar.intra_op.choices.graph import BatchSplit, StrategyGraph, build_graph
+from autopar.intra_op.choices.overlap import Exposure, least_exposure
 from autopar.intra_op.describe import describe_plan
 from autopar.intra_op.lowering.assignment import assign
 from autopar.intra_op.memory.model import MemoryModel, Streams
@@ -44,11 +45,15 @@ class MeshSearch:
             without a limit fits.
     """
 
-    def __init__(self, traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> None:
+    def __init__(
+        self, traced: TracedStep, mesh: LogicalMesh, request: PlanRequest, exposure: Exposure | None = None
+    ) -> None:
         self.traced, self.mesh, self.request = traced, mesh, request
         self.excess = self.bound_s = 0.0
-        allowed = _allowed_inputs(traced, mesh, request)
-        self.graph = graph_for(traced, mesh, request, allowed, batch=_batch_split(traced, mesh, request))
+        self._is_narrowed = exposure is not None
+        self.exposure = exposure or least_exposure(traced, request.cluster.overlap)
+        allowed, batch = _allowed_inputs(traced, mesh, request), _batch_split(traced, mesh, request)
+        self.graph = graph_for(traced, mesh, request, allowed, batch=batch, exposure=self.exposure)
         costs = Costs.of(self.graph.costs, self.graph.edges)
         classes = _classes(self.graph, request)
         self.problem = tie_layers(ChoiceProblem(costs=costs, classes=classes, is_proven=False, budget=request.budget))
@@ -73,7 +78,24 @@ class MeshSearch:
         return lift_bound(self.problem)
 
     def plan(self, cutoff_s: float) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
-        """The best plan within the memory; only plans that take less than `cutoff_s` matter."""
+        """The best plan within the memory; only plans that take less than `cutoff_s` matter.
+
+        The search takes it that there is compute enough for all communication that can hide behind it. If a plan's step is much
+        longer than that, the mesh is searched again for as much as that plan hides, and the faster plan counts.
+        """
+        found = self._plan(cutoff_s)
+        if not isinstance(found, PlannedStep) or self.exposure is None or self._is_narrowed:
+            return found
+        narrowed = self.exposure.narrowed(found.plan, self.request.cluster.overlap, least=self.request.tuning.narrowed)
+        if narrowed is None or self.request.budget.is_over:
+            return found
+        again = MeshSearch(self.traced, self.mesh, self.request, narrowed)._plan(cutoff_s)
+        if isinstance(again, PlannedStep) and again.plan.step_s < found.plan.step_s:
+            plan = dataclasses.replace(again.plan, lower_bound_s=found.plan.lower_bound_s)
+            return dataclasses.replace(again, plan=plan)
+        return found
+
+    def _plan(self, cutoff_s: float) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         request, limit = self.request, self.request.memory_limit_bytes
         problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
         budget = request.budget.limit(work=request.tuning.mesh_work)
@@ -131,6 +153,7 @@ def graph_for(
     inputs: Sequence[Any],
     outputs: Sequence[Any] | None = None,
     batch: BatchSplit | None = None,
+    exposure: Exposure | None = None,
 ) -> StrategyGraph:
     """The strategy graph of a step whose inputs may have the given layouts; outputs follow the state."""
     following = _following(traced, mesh) if outputs is None else list(outputs)
@@ -142,6 +165,7 @@ def graph_for(
         input_layouts=inputs,
         output_layouts=following,
         batch=batch,
+        exposure=exposure,
         catalogue=request.catalogues.of(mesh, request.cluster, request.options),
     )
 

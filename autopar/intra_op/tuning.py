@@ -31,6 +31,9 @@ class Tuning:
     mesh_work: float = 1e9
     """Units of work (`solver/budget.py`) that the choice on one mesh may take without a memory limit, about five seconds. What is
     open then is a gap in the plan (`benchmarks/planning_ordinary.py`, unet)."""
+    narrowed: float = 0.01
+    """A mesh is searched again where the plan's step waits for this part of itself more than the search took for granted, as
+    there is too little compute to hide communication behind (`benchmarks/small_programs.py`)."""
     memory_rounds: int = 6
     """How often the limit of the memory rows is changed before a step counts as too large. Each is a search; more find plans
     nearer to the limit (`benchmarks/memory_error.py` plans under limits)."""

@@ -35,9 +35,10 @@ def shape_of(var: HasAval) -> tuple[int, ...]:
     return tuple(var.aval.shape)
 
 
-def linear_groups(eqn: JaxprEqn, *groups: Sequence[int]) -> list[tuple[int, ...]]:
-    """The linear groups whose members are all variables: a literal is never partial."""
-    return [tuple(g) for g in groups if all(not isinstance(eqn.invars[i], Literal) for i in g)]
+def linear_groups(eqn: JaxprEqn, *groups: Sequence[int], literals: bool = False) -> list[tuple[int, ...]]:
+    """The linear groups whose members are all variables, or with `literals` some of them: a literal alone is never partial."""
+    enough = any if literals else all
+    return [tuple(g) for g in groups if enough(not isinstance(eqn.invars[i], Literal) for i in g)]
 
 
 def everything_whole(eqn: JaxprEqn) -> FactorRule:

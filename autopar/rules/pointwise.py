@@ -17,7 +17,7 @@ from autopar.rules.by_shape import Factors, everything_whole, linear_groups, sha
 from autopar.rules.factor_rule import FactorRule, Operand, make_rule
 
 
-def _pointwise(eqn: JaxprEqn, *groups: Sequence[int], any_monoid: bool = False) -> FactorRule:
+def _pointwise(eqn: JaxprEqn, *groups: Sequence[int], any_monoid: bool = False, literals: bool = False) -> FactorRule:
     """Equal positions of all operands meet; scalars and dimensions of size one are repeated."""
     factors = Factors()
     out = factors.operand(shape_of(eqn.outvars[0]))
@@ -27,7 +27,9 @@ def _pointwise(eqn: JaxprEqn, *groups: Sequence[int], any_monoid: bool = False) 
         matched = zip(shape, out[len(out) - len(shape) :], strict=True)
         inputs.append(tuple(dim if n == factors.sizes[dim[0]] else () for n, dim in matched))
     outputs = [tuple(out)] * len(eqn.outvars)
-    return make_rule(inputs, outputs, factors.sizes, linear=linear_groups(eqn, *groups), any_monoid=any_monoid)
+    return make_rule(
+        inputs, outputs, factors.sizes, linear=linear_groups(eqn, *groups, literals=literals), any_monoid=any_monoid
+    )
 
 
 def nonlinear(eqn: JaxprEqn) -> FactorRule:
@@ -46,8 +48,8 @@ def copy(eqn: JaxprEqn) -> FactorRule:
 
 
 def sum_of_two(eqn: JaxprEqn) -> FactorRule:
-    """a b, a b -> a b | linear: 0 1."""
-    return _pointwise(eqn, (0, 1))
+    """a b, a b -> a b | linear: 0 1; a literal counts on one device, on the others a zero takes its place."""
+    return _pointwise(eqn, (0, 1), literals=True)
 
 
 def product(eqn: JaxprEqn) -> FactorRule:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from autopar.compat import Var
-from autopar.cost_model.machine import Cluster
+from autopar.cost_model.machine import Cluster, Overlap
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.planned_moves import PlannedMove, planned_moves
@@ -80,7 +80,11 @@ class PlannedPart:
 
 
 def plan_part(cluster: Cluster, part: Part, step: PartStep, *, zero_stage: int) -> PlannedPart:
-    """The plan of a part. Raises ConstraintError if the row's plan cannot be stated on it."""
+    """The plan of a part. Raises ConstraintError if the row's plan cannot be stated on it.
+
+    In the plan nothing hides behind compute: the closed form says what does in the whole step.
+    """
+    cluster = dataclasses.replace(cluster, overlap=Overlap())
     signature = CallSignature(step.run, (), (), "auto")
     traced = trace(signature, bind_arguments(signature, (step.state,), {}))
     options = _options(part, zero_stage, [leaf.path for leaf in traced.inputs])

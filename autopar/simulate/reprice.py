@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 from autopar.cost_model.collectives import MeshCosts
 from autopar.cost_model.hardware import PRESETS, Cluster
+from autopar.cost_model.overlap import Communication, Kind
+from autopar.intra_op.choices.overlap import hide, window
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import CollectivePlan, Plan
 from autopar.simulate.closed_forms.schedule_time import pipeline_s
@@ -32,7 +35,7 @@ class RepricedKind:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RepricedPlan:
-    """See the module. Seconds per step, bytes per device."""
+    """See the module. Seconds per step, bytes per device; `hidden_s`: communication of collectives that hides behind compute."""
 
     cluster: str
     planned_for: str
@@ -40,6 +43,8 @@ class RepricedPlan:
     step_s: float
     planned_compute_s: float
     compute_s: float
+    planned_hidden_s: float
+    hidden_s: float
     communication: tuple[RepricedKind, ...]
     peak_bytes: int
     usable_memory_bytes: float
@@ -72,15 +77,18 @@ def _one_mesh(plan: Plan, cluster: Cluster, before: Cluster) -> RepricedPlan:
     scale, bound = _compute_scale(before, cluster, dtype)
     kinds = tuple(_of_kind(kind, plan, costs) for kind in dict.fromkeys(item.kind for item in plan.collectives))
     # What is local in a change of layout, a slice or a mask, counts as compute.
-    planned_compute_s = plan.step_s - sum(kind.planned_s for kind in kinds)
+    planned_compute_s = plan.step_s + plan.hidden_s - sum(kind.planned_s for kind in kinds)
     compute_s = planned_compute_s * scale
+    hidden_s = sum(item.hidden_s for item in communication_of(plan, cluster, compute_s=compute_s))
     return RepricedPlan(
         cluster=cluster.name,
         planned_for=before.name,
         planned_step_s=plan.step_s,
-        step_s=compute_s + sum(kind.seconds for kind in kinds),
+        step_s=compute_s + sum(kind.seconds for kind in kinds) - hidden_s,
         planned_compute_s=planned_compute_s,
         compute_s=compute_s,
+        planned_hidden_s=plan.hidden_s,
+        hidden_s=hidden_s,
         communication=kinds,
         peak_bytes=plan.peak_bytes,
         usable_memory_bytes=cluster.usable_memory_bytes,
@@ -109,6 +117,8 @@ def _pipeline(plan: PipelinePlan, cluster: Cluster, before: Cluster) -> Repriced
         step_s=plan.step_s * after_s / before_s,
         planned_compute_s=max(stage.planned_compute_s for stage in stages),
         compute_s=max(stage.compute_s for stage in stages),
+        planned_hidden_s=sum(stage.planned_hidden_s for stage in stages),
+        hidden_s=sum(stage.hidden_s for stage in stages),
         communication=(*_join_kinds(kind for stage in stages for kind in stage.communication), sends),
         peak_bytes=plan.peak_bytes,
         usable_memory_bytes=cluster.usable_memory_bytes,
@@ -166,6 +176,16 @@ def _of_kind(kind: str, plan: Plan, costs: MeshCosts) -> RepricedKind:
         bytes=sum(item.count * item.bytes for item in items),
         count=sum(item.count for item in items),
     )
+
+
+def communication_of(plan: Plan, cluster: Cluster, *, compute_s: float) -> list[Communication]:
+    """Seconds of a plan's collectives on a cluster, and those that its step waits for, beside so many seconds of compute."""
+    costs, found = cluster.mesh_costs(plan.mesh_shape), []
+    for item in plan.collectives:
+        kind = cast(Kind, item.overlap)
+        part = window(kind, item.kind, times=item.count, microbatches=plan.num_microbatches)
+        found.append((kind, part, item.count * collective_s(item, plan.axis_names, costs)))
+    return list(hide(found, compute_s=compute_s, overlap=cluster.overlap).values())
 
 
 def collective_s(item: CollectivePlan, axis_names: Sequence[str], costs: MeshCosts) -> float:

@@ -24,6 +24,7 @@ from autopar.intra_op.choices.catalogue import Catalogue, Spaces, StrategySet
 from autopar.intra_op.choices.kernels import Traffic
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.choices.overlap import Exposure
 from autopar.layouts.mesh import Axes, Layout, LogicalMesh
 from autopar.program.loops import Entry, Exit, Filled, Goes, LoopEquation
 from autopar.program.program import Atom, Equation, Program, fan_out_p
@@ -100,36 +101,39 @@ def build_graph(
     input_layouts: Sequence[Sequence[Layout] | None],
     output_layouts: Sequence[Sequence[Layout] | int | None],
     batch: BatchSplit | None = None,
+    exposure: Exposure | None = None,
     catalogue: Catalogue | None = None,
 ) -> StrategyGraph:
     """The graph of a program, with the strategies of a catalogue of this mesh, machine and options, if there is one.
 
     `input_layouts[i]`: the layouts input i may have, None for all. `output_layouts[i]`: those output i may have, None for
     all that are not partial, or the number of the input whose layout it must share. `batch`: the choices that split examples
-    otherwise cost infinitely much; where an operation has no other, as a sort of the examples, all remain.
+    otherwise cost infinitely much; where an operation has no other, as a sort of the examples, all remain. `exposure`: the
+    part of a change of layout that a step waits for, as the rest hides behind compute; None: all of it.
     """
     known = catalogue if catalogue is not None else Catalogue(mesh, cluster, options, RuleBook())
-    return _Builder(known, batch).build(program, input_layouts, output_layouts)
+    return _Builder(known, batch, exposure).build(program, input_layouts, output_layouts)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
     """A value as its readers get it: where it comes from (None: a literal, replicated), what changes layout, and how often.
 
-    `is_row`: the reader gets a row of it.
+    `is_row`: the reader gets a row of it. `exposed`: the part of the seconds of changing its layout that a step waits for.
     """
 
     source: Source | None
     aval: Aval
     trips: float
     is_row: bool = False
+    exposed: float = 1.0
 
 
 class _Builder(StaticDomain[_Value]):
     """Adds nodes and edges while it walks a program."""
 
-    def __init__(self, catalogue: Catalogue, batch: BatchSplit | None = None) -> None:
-        self.catalogue, self.batch = catalogue, batch
+    def __init__(self, catalogue: Catalogue, batch: BatchSplit | None = None, exposure: Exposure | None = None) -> None:
+        self.catalogue, self.batch, self.exposure = catalogue, batch, exposure
         self.examples: dict[Var, frozenset[int]] = {}
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []
@@ -182,7 +186,11 @@ class _Builder(StaticDomain[_Value]):
         source = self.sources[var] = Source(self._add_fixed(layouts, f"input {number}", number), 0)
         if number in self.catalogue.options.held:
             self._held.add(source.node)
-        return _Value(source, var.aval, 1.0)
+        return _Value(source, var.aval, 1.0, exposed=self._exposed(var))
+
+    def _exposed(self, var: Var) -> float:
+        """The part of a move of this value that nothing hides."""
+        return 1.0 if self.exposure is None else self.exposure.of(var)
 
     def _output(self, label: str, value: _Value, wanted: _Value | Sequence[Layout] | None) -> Source | None:
         """The node of an output, which is that of an input if it must share its layout."""
@@ -263,7 +271,7 @@ class _Builder(StaticDomain[_Value]):
         """The results of an equation, made by these nodes as often as the scope's program runs."""
         pairs = list(zip(eqn.outvars, sources, strict=True))
         self.sources.update((v, source) for v, source in pairs if source is not None)
-        return [_Value(source, v.aval, scope.trips) for v, source in pairs]
+        return [_Value(source, v.aval, scope.trips, exposed=self._exposed(v)) for v, source in pairs]
 
     def _note(self, var: Var, given: Atom, *, moved: int = 0) -> None:
         """What is known of a value that enters or leaves a nested program.
@@ -361,11 +369,12 @@ class _Builder(StaticDomain[_Value]):
             held=source.node in self._held,
         )
         self._hold(source, target)
+        times = value.trips * value.exposed
         if source.node == target:
-            self.costs[target] = self.costs[target] + value.trips * np.diag(matrix)
+            self.costs[target] = self.costs[target] + times * np.diag(matrix)
             return
         pair = (source.node, target) if source.node < target else (target, source.node)
-        self._edges.setdefault(pair, []).append((value.trips, matrix))
+        self._edges.setdefault(pair, []).append((times, matrix))
 
     def _hold(self, source: Source, target: int) -> None:
         """Note that a node gives what is held: such an input, or one of these under another name."""

@@ -18,11 +18,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from autopar.cost_model import overlap
 from autopar.cost_model.machine import Cluster
-from autopar.simulate.closed_forms import overlap
+from autopar.cost_model.overlap import Communication, Kind
 from autopar.simulate.closed_forms.memory import StateBytes, layers_in_flight
 from autopar.simulate.closed_forms.operations import Exchange, MatrixProduct, Operation, Work
-from autopar.simulate.closed_forms.overlap import Communication, Kind
 from autopar.simulate.closed_forms.prices import DTYPES, FITTED, InTraining, StagePrices
 from autopar.simulate.closed_forms.schedule_time import pipeline_s
 

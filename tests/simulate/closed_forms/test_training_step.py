@@ -6,10 +6,10 @@ import pytest
 
 from autopar.cost_model.device import Device, MatrixEfficiency
 from autopar.cost_model.machine import Cluster, Overlap
+from autopar.cost_model.overlap import alone, beside, overlap_ratio, sum_by_kind
 from autopar.cost_model.tiers import Tier
 from autopar.simulate.closed_forms.memory import StateBytes
 from autopar.simulate.closed_forms.operations import Exchange, FusedGroup, MatrixProduct, Work
-from autopar.simulate.closed_forms.overlap import alone, beside, overlap_ratio, sum_by_kind
 from autopar.simulate.closed_forms.prices import InTraining, StagePrices
 from autopar.simulate.closed_forms.training_step import StageWork, StepPlan, predict_step
 

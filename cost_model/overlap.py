@@ -33,6 +33,11 @@ class Communication:
     total_s: float = 0.0
     exposed_s: float = 0.0
 
+    @property
+    def hidden_s(self) -> float:
+        """Seconds per step that it does not add to the step."""
+        return self.total_s - self.exposed_s
+
     def times(self, count: float) -> Communication:
         """The same, `count` times."""
         return Communication(self.kind, self.total_s * count, self.exposed_s * count)
