@@ -41,7 +41,7 @@ from autopar.settings import (
 from autopar.shared_plan import ANSWER_S, agree_on_plan, is_needed
 from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following
-from autopar.stages.recompute_layers import recompute_layers
+from autopar.stages.recompute_layers import Repeated
 
 Planned: TypeAlias = PlannedStep | PlannedPipeline
 """A step with its plan, ready to be compiled."""
@@ -105,7 +105,7 @@ def _restore(settings: Settings, traced: TracedStep, plan: Plan | PipelinePlan) 
     if isinstance(plan, PipelinePlan):
         return restore_pipeline(traced, plan, make_request(settings))
     count_meshes(settings)  # refuses numbers of stages that contradict each other
-    step = recompute_layers(traced) if plan.recompute else traced
+    step = Repeated(plan.recomputed_layers, plan.keeps_named).apply(traced) if plan.recompute else traced
     cut = cut_into_microbatches(step, plan.num_microbatches)
     return restore(cut, plan, make_request(settings, choose_one_mesh(settings)))
 

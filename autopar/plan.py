@@ -111,6 +111,8 @@ class Alternative:
         schedule: of a pipeline; empty for one mesh.
         virtual_stages: stages on each mesh.
         recompute: whether the backward pass repeats forward work.
+        recomputed_layers: of how many layers, the first ones; None: of all.
+        keeps_named: whether it keeps values that `jax.ad_checkpoint.checkpoint_name` names.
         step_s: predicted seconds per step, if it was planned.
         estimate_s: estimated seconds per step, if it was not.
     """
@@ -120,6 +122,8 @@ class Alternative:
     schedule: str = ""
     virtual_stages: int = 1
     recompute: bool = False
+    recomputed_layers: int | None = None
+    keeps_named: bool = False
     step_s: float | None = None
     estimate_s: float | None = None
 
@@ -151,6 +155,8 @@ class Plan:
             copies to their last use.
         num_microbatches: parts of the batch, one after the other.
         recompute: whether the backward pass repeats the layers' forward work.
+        recomputed_layers: of how many layers, the first ones, whose results are kept for longest; None: of all that gain by it.
+        keeps_named: whether it keeps values that `jax.ad_checkpoint.checkpoint_name` names.
         compared: the numbers of microbatches, and recomputation, if several were compared.
         unlimited_s: about what the best plan without the memory limit would take, as far as that was searched.
         ended_early: whether planning ended before everything was compared, as its time was over or it was stopped.
@@ -178,6 +184,8 @@ class Plan:
     copy_span: int | None = None
     num_microbatches: int = 1
     recompute: bool = False
+    recomputed_layers: int | None = None
+    keeps_named: bool = False
     compared: tuple[Alternative, ...] = ()
     unlimited_s: float = 0.0
     ended_early: bool = False

@@ -32,7 +32,7 @@ def compared_table(plan: Plan | PipelinePlan, *, full: bool = False) -> Table:
             str(one.num_stages),
             str(one.num_microbatches),
             _schedule_text(one),
-            "layers" if one.recompute else "-",
+            _recomputed_text(one),
             _step_text(one),
             _verdict(one, plan),
         )
@@ -70,6 +70,19 @@ def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:
         yield f"one mesh would take {_step_text(one_mesh)}, {_slower(one_mesh, plan)} slower: {_way_text(one_mesh, plan)}"
 
 
+def repeated_text(one: Plan | Alternative) -> str:
+    """Which forward work is done again, in words."""
+    layers = "layers'" if one.recomputed_layers is None else f"{one.recomputed_layers} layers'"
+    return f"{layers} forward work{', except named values' if one.keeps_named else ''}"
+
+
+def _recomputed_text(one: Alternative) -> str:
+    if not one.recompute:
+        return "-"
+    layers = "layers" if one.recomputed_layers is None else f"{one.recomputed_layers} layers"
+    return f"{layers}, named kept" if one.keeps_named else layers
+
+
 def _seconds(one: Alternative) -> float:
     known = [s for s in (one.step_s, one.estimate_s) if s is not None]
     return known[0] if known else math.inf
@@ -77,6 +90,11 @@ def _seconds(one: Alternative) -> float:
 
 def _is_chosen(one: Alternative, plan: Plan | PipelinePlan) -> bool:
     mine: Sequence[object] = (plan.num_microbatches, plan.recompute, plan.step_s)
+    if isinstance(plan, Plan) and (one.recomputed_layers, one.keeps_named) != (
+        plan.recomputed_layers,
+        plan.keeps_named,
+    ):
+        return False
     if isinstance(plan, PipelinePlan):
         mine = (*mine, plan.schedule, plan.virtual_stages)
         return mine == (one.num_microbatches, one.recompute, one.step_s, one.schedule, one.virtual_stages)

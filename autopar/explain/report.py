@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explain.compared import compared_table, what_is_missing, why_chosen
+from autopar.explain.compared import compared_table, repeated_text, what_is_missing, why_chosen
 from autopar.explain.pipeline import mesh_text, pipeline_findings, pipeline_header, pipeline_tables, schedule_title
 from autopar.explain.strategies import findings, traffic
 from autopar.explain.tables import tables
@@ -86,7 +86,7 @@ def _print_tables(console: Console, printed: Iterable[Table]) -> None:
 
 def _header(plan: Plan) -> str:
     cut = f", in {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
-    again = ", backward repeats layers' forward work" if plan.recompute else ""
+    again = f", backward repeats {repeated_text(plan)}" if plan.recompute else ""
     limit = plan.memory_limit_bytes
     of_limit = f" of {bytes_text(limit)} ({percent_text(plan.peak_bytes, limit)})" if limit else ", no limit"
     step = f"{seconds_text(plan.step_s)} = {seconds_text(plan.compute_s)} compute + {seconds_text(plan.comm_s)} communication"

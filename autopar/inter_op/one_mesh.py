@@ -3,9 +3,11 @@
 In: a traced step, what the user fixed of the two, the meshes and the memory limit. Out: the `PlannedStep` that is fastest. One
 microbatch is planned first: the same work in smaller pieces takes no less time, so nothing else is tried if the step fits and
 the limit costs little. If nothing fits, or the limit makes the step dear (`Tuning.dear`), more microbatches are planned, and
-recomputation if these are dear as well. The first number is the one in which the temporaries of the plan without a limit should
-fit. From there the number rises until a plan fits, and on while plans are dear and become faster. All ways share what is
-known of the meshes (`SharedSearch`). What can go wrong: another number may be faster after all; nobody looks for it.
+recomputation if these are dear as well. If that wins, less of it is tried in as many microbatches: all but the values that the
+user named, and of the first layers only, of as many as have to be done again for the rest to fit. The first number is the one
+in which the temporaries of the plan without a limit should fit. From there the number rises until a plan fits, and on while
+plans are dear and become faster. All ways share what is known of the meshes (`SharedSearch`). What can go wrong: another number
+may be faster after all; nobody looks for it.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 from autopar.avals import itemsize_of
-from autopar.errors import ConstraintError, OutOfMemoryError, warn
+from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, warn
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.compare_meshes import Beaten, SharedSearch
+from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.intra_op.planner import plan_way
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.microbatches.counts import cut_into_microbatches, loop_over_microbatches, microbatch_counts
@@ -27,7 +31,10 @@ from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.progress import Progress, enter, report
 from autopar.schedules.schedules import Open, Recompute
-from autopar.stages.recompute_layers import find_recomputation, recompute_layers
+from autopar.stages.recompute_layers import Recomputation, Repeated, find_recomputation, names_values
+
+_REPEATED_SHARE = 0.25
+"""Of a step that does all forward work again, the part that this takes: forward is a third of the rest."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +62,21 @@ def plan_on_one_mesh(
     attempts = _Attempts(request, SharedSearch(best_s=beat_s, has_other_ways=has_other_ways), tuning=tuning)
     least = 1 if num_microbatches == "auto" else num_microbatches
     counts = microbatch_counts(traced) if num_microbatches == "auto" else (num_microbatches,)
-    step = _recompute_layers(traced) if recompute == "layer" else traced
-    first = attempts.plan(cut_into_microbatches(step, least), recompute=step is not traced)
+    step, repeated = _recompute_as_asked(traced, recompute)
+    first = attempts.plan(cut_into_microbatches(step, least), repeated)
     if first is None and state_is_too_large(traced, request, devices):
         raise attempts.errors[0]
     if not attempts.is_dear() or (isinstance(first, Beaten) and first.step_s is None):
         return attempts.best()
     excess = attempts.excess
-    ways = _Ways(attempts, step, counts[1:], recompute=step is not traced)
+    ways = _Ways(attempts, step, counts[1:], repeated)
     ways.explore(excess)
     if recompute == "auto" and attempts.is_dear() and not attempts.is_over:
         found = find_recomputation(traced)
         if found.layers:
-            ways = _Ways(attempts, found.apply(traced), counts, recompute=True)
+            ways = _Ways(attempts, found.apply(traced), counts, Repeated())
             ways.explore(excess * found.kept_share)
+            _repeat_less(attempts, traced, found, tuning)
     return attempts.best()
 
 
@@ -79,15 +87,60 @@ def state_is_too_large(traced: TracedStep, request: PlanRequest, devices: int) -
     return limit is not None and held > limit * devices
 
 
-def _recompute_layers(traced: TracedStep) -> TracedStep:
-    """The step with its layers' forward work done again in backward; warns if no layer's can be."""
-    step = recompute_layers(traced)
+def _recompute_as_asked(traced: TracedStep, recompute: Recompute) -> tuple[TracedStep, Repeated | None]:
+    """The step with its layers' forward work done again in backward, if that was asked for; warns if no layer's can be."""
+    if recompute in ("auto", "none"):
+        return traced, None
+    repeated = Repeated(keeps_named=recompute == "named")
+    if repeated.keeps_named and not names_values(traced):
+        raise ArgumentError(
+            "recompute='named' keeps the values that jax.ad_checkpoint.checkpoint_name names, and the step names none; name "
+            "some, or use recompute='layer'"
+        )
+    step = repeated.apply(traced)
     if step is traced:
         warn(
-            "recompute='layer' finds no layers whose forward work could be done again in the backward pass with less memory; a "
-            "scan over layers is one operation: put jax.checkpoint on its body"
+            f"recompute={recompute!r} finds no layers whose forward work could be done again in the backward pass with less "
+            "memory; a scan over layers is one operation: put jax.checkpoint on its body"
         )
-    return step
+        return traced, None
+    return step, repeated
+
+
+def _repeat_less(attempts: _Attempts, traced: TracedStep, found: Recomputation, tuning: Tuning) -> None:
+    """If the fastest way repeats all layers' forward work, try less of it, as far as the memory allows and it may pay."""
+    best = attempts.fastest()
+    if best is None or not best.plan.recompute or attempts.is_over:
+        return
+    counts = (best.plan.num_microbatches,)
+    if names_values(traced):
+        with_names = Repeated(keeps_named=True)
+        _Ways(attempts, with_names.apply(traced), counts, with_names).explore(1.0)
+    layers = len(found.layers)
+    too_few, enough, count = 0, layers, max(1, _layers_to_repeat(best, found))
+    while too_few < count < enough and not attempts.is_over:
+        if (enough - count) / layers * _REPEATED_SHARE < tuning.worth:
+            return
+        _Ways(attempts, found.apply(traced, count), counts, Repeated(layers=count)).explore(1.0)
+        fastest = attempts.fastest()
+        if fastest is not None and fastest.plan.recomputed_layers == count:
+            enough = count
+        else:
+            too_few = count
+        count = (too_few + enough) // 2
+
+
+def _layers_to_repeat(best: PlannedStep, found: Recomputation) -> int:
+    """Of how many layers, if the temporaries grow evenly with the layers whose results are kept, and state stays as it is."""
+    plan, limit = best.plan, best.plan.memory_limit_bytes
+    if limit is None:
+        return 0
+    kept = sum(value.bytes_per_device for value in plan.inputs if value.role != "batch")
+    least = max(plan.peak_bytes - kept, 0) / memory_tuning.TUNING.temporaries_margin
+    most = least / found.kept_share
+    if most <= least:
+        return 0
+    return math.ceil(len(found.layers) * (kept + most - limit) / (most - least))
 
 
 class _Attempts:
@@ -110,9 +163,13 @@ class _Attempts:
         """Whether the time is over, and there is a plan, of this step on one mesh or in stages."""
         return math.isfinite(self._shared.best_s) and self._request.budget.is_over
 
-    def plan(self, step: TracedStep, *, recompute: bool) -> PlannedStep | Beaten | None:
-        """Plan one way and note it; None if nothing fits. `recompute`: its backward does forward work again."""
-        row = Alternative(num_stages=1, num_microbatches=step.microbatches, recompute=recompute)
+    def fastest(self) -> PlannedStep | None:
+        """The fastest way so far; None if none fits."""
+        return min(self._found, key=lambda one: one.plan.step_s, default=None)
+
+    def plan(self, step: TracedStep, repeated: Repeated | None) -> PlannedStep | Beaten | None:
+        """Plan one way and note it; None if nothing fits. `repeated`: the forward work that its backward does again."""
+        row = Alternative(num_stages=1, num_microbatches=step.microbatches, **_fields(repeated))
         enter(
             f"planning on one mesh in {step.microbatches} microbatches"
             if step.microbatches > 1
@@ -132,7 +189,7 @@ class _Attempts:
             self._compared.append(replace(row, step_s=planned.step_s, estimate_s=estimate_s))
             return planned
         self._compared.append(replace(row, step_s=planned.plan.step_s))
-        self._found.append(replace(planned, plan=replace(planned.plan, recompute=recompute)))
+        self._found.append(replace(planned, plan=replace(planned.plan, **_fields(repeated))))
         report(Progress(best_s=min(one.plan.step_s for one in self._found)), is_news=True)
         return self._found[-1]
 
@@ -157,11 +214,24 @@ class _Attempts:
         return replace(best, plan=plan)
 
 
-class _Ways:
-    """One step in several numbers of microbatches, ascending; `recompute`: its backward does forward work again."""
+def _fields(repeated: Repeated | None) -> _RepeatedFields:
+    """What a plan says of it."""
+    if repeated is None:
+        return {"recompute": False, "recomputed_layers": None, "keeps_named": False}
+    return {"recompute": True, "recomputed_layers": repeated.layers, "keeps_named": repeated.keeps_named}
 
-    def __init__(self, attempts: _Attempts, step: TracedStep, counts: Sequence[int], *, recompute: bool) -> None:
-        self._attempts, self._step, self._counts, self._recompute = attempts, step, tuple(counts), recompute
+
+class _RepeatedFields(TypedDict):
+    recompute: bool
+    recomputed_layers: int | None
+    keeps_named: bool
+
+
+class _Ways:
+    """One step in several numbers of microbatches, ascending; `repeated`: the forward work that its backward does again."""
+
+    def __init__(self, attempts: _Attempts, step: TracedStep, counts: Sequence[int], repeated: Repeated | None) -> None:
+        self._attempts, self._step, self._counts, self._repeated = attempts, step, tuple(counts), repeated
         self._mixes_examples = False
 
     def explore(self, excess: float) -> None:
@@ -195,12 +265,12 @@ class _Ways:
     def _plan(self, place: int) -> PlannedStep | Beaten | None:
         count = self._counts[place]
         if count == 1:
-            return self._attempts.plan(self._step, recompute=self._recompute)
+            return self._attempts.plan(self._step, self._repeated)
         plan = plan_time(self._step, count)
         if isinstance(plan, MixedExamples):
             self._mixes_examples = True
             return None
-        return self._attempts.plan(loop_over_microbatches(self._step, plan), recompute=self._recompute)
+        return self._attempts.plan(loop_over_microbatches(self._step, plan), self._repeated)
 
 
 def _needed_bytes(error: OutOfMemoryError | ConstraintError) -> float:

@@ -19,8 +19,11 @@ from autopar.schedules.tasks import Schedule, Task
 ScheduleName = Literal["1f1b", "gpipe", "inference", "interleaved", "zb-h1"]
 Open: TypeAlias = Literal["auto"] | int
 """A number that the user gave, or "auto" where the planner chooses."""
-Recompute: TypeAlias = Literal["auto", "none", "layer"]
-"""What the backward pass recomputes: what the planner decides, nothing, or the forward work of each layer or stage."""
+Recompute: TypeAlias = Literal["auto", "none", "layer", "named"]
+"""What the backward pass recomputes: what the planner decides, nothing, or the forward work of each layer or stage.
+
+"named": all of that but the values that `jax.ad_checkpoint.checkpoint_name` names.
+"""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ those of `layers.cluster`; of several numbers of layers the one that keeps the f
 
     kept(n) = the bytes that cross n layers' boundaries + the most that backward reads of one layer's results
 
-The last layer is left alone, because its backward begins at once. What can go wrong: a scan over layers is one operation, and
-doing it again saves nothing; put `jax.checkpoint` on its body.
+The last layer is left alone, because its backward begins at once. Values that the user named (`jax.ad_checkpoint`'s
+`checkpoint_name`) may be kept, and only what leads from them to the others be done again. What can go wrong: a scan over layers
+is one operation, and doing it again saves nothing; put `jax.checkpoint` on its body.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import jax.numpy as jnp
 
 from autopar.avals import bytes_of
 from autopar.compat import Literal, Var, attributed_to
+from autopar.program.checkpoint_names import find_named, is_checkpoint_name
 from autopar.program.evaluate import bind_equation
 from autopar.program.program import Atom, Equation, Program, can_be_awaited, operands_of
 from autopar.program.retrace import retrace
@@ -46,51 +48,70 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Recomputation:
-    """Layers whose forward work is done again, in the order of forward, and the bytes that forward keeps for backward."""
+    """Layers whose forward work is done again, in the order of forward, and the bytes that forward keeps for backward.
+
+    `keeps_named`: values that the user named are kept.
+    """
 
     layers: tuple[Layer, ...]
     bytes_before: float
     bytes_after: float
+    keeps_named: bool = False
 
     @property
     def kept_share(self) -> float:
         """The part of what forward keeps for backward that is still kept."""
         return self.bytes_after / self.bytes_before if self.bytes_before else 1.0
 
-    def apply(self, traced: TracedStep) -> TracedStep:
-        """The step with this work done again; itself if there is none."""
-        if not self.layers:
+    def apply(self, traced: TracedStep, count: int | None = None) -> TracedStep:
+        """The step with this work done again; itself if there is none. `count`: of the first layers only."""
+        layers = self.layers[:count]
+        if not layers:
             return traced
-        return retrace(traced, traced.inputs, _Evaluation(traced, self.layers).run)
+        return retrace(traced, traced.inputs, _Evaluation(traced, layers).run)
 
 
-def recompute_layers(traced: TracedStep, *, tuning: Tuning = TUNING) -> TracedStep:
-    """The step with layers' forward work done again in backward; itself if there is nothing that pays."""
-    return find_recomputation(traced, tuning=tuning).apply(traced)
+@dataclasses.dataclass(frozen=True)
+class Repeated:
+    """Which forward work backward does again: of the first so many layers, None: of all; and whether named values are kept."""
+
+    layers: int | None = None
+    keeps_named: bool = False
+
+    def apply(self, traced: TracedStep, *, tuning: Tuning = TUNING) -> TracedStep:
+        """The step with this work done again; itself if there is nothing that pays."""
+        found = find_recomputation(traced, keeps_named=self.keeps_named, tuning=tuning)
+        return found.apply(traced, self.layers)
 
 
-def find_recomputation(traced: TracedStep, *, tuning: Tuning = TUNING) -> Recomputation:
+def find_recomputation(traced: TracedStep, *, keeps_named: bool = False, tuning: Tuning = TUNING) -> Recomputation:
     """What is best done again; see the module's text. Results of at most `tuning.kept_bytes` are kept."""
-    divided = _Division(traced, tuning.kept_bytes)
+    divided = _Division(traced, tuning.kept_bytes, keeps_named=keeps_named)
     most = sum(map(bytes_of, divided.read_by_backward))
     found: list[tuple[float, tuple[Layer, ...]]] = [(most, ())]
     for count in tuning.recomputed_layers:
         if most and 2 * count <= len(divided.chain):
             found.append(divided.at(cluster(divided.chain, max_layers=count)))
     kept, layers = min(found, key=lambda pair: pair[0])
-    return Recomputation(layers, most, kept)
+    return Recomputation(layers, most, kept, keeps_named)
+
+
+def names_values(traced: TracedStep) -> bool:
+    """Whether the step names values of its forward pass."""
+    return any(is_checkpoint_name(eqn) for eqn in traced.program.equations)
 
 
 class _Division:
     """What backward reads of forward, and what of it is kept where the forward chain is cut."""
 
-    def __init__(self, traced: TracedStep, kept_bytes: int) -> None:
+    def __init__(self, traced: TracedStep, kept_bytes: int, *, keeps_named: bool) -> None:
         self.kept_bytes = kept_bytes
         self.kinds = Dependence.of_whole(traced)
         flops = {work.equation: work.flops for work in forward_work(traced, ())}
         self.chain = chain_of(self.kinds, flops.__getitem__)
         self.forward = [eqn for eqn in self.kinds.body if eqn not in self.kinds.backward]
         self.maker = {v: eqn for eqn in self.forward for v in eqn.outvars}
+        self.named = find_named(self.forward) if keeps_named else frozenset()
         backward = (v for eqn in self.kinds.body if eqn in self.kinds.backward for v in operands_of(eqn))
         self.read_by_backward = [v for v in dict.fromkeys(backward) if v in self.maker]
 
@@ -100,7 +121,7 @@ class _Division:
         wanted: dict[int, list[Var]] = {}
         for v in self.read_by_backward:
             at = layer_of.get(v, frozenset())
-            if len(at) == 1 and bytes_of(v) > self.kept_bytes:
+            if len(at) == 1 and bytes_of(v) > self.kept_bytes and v not in self.named:
                 wanted.setdefault(next(iter(at)), []).append(v)
         layers = {k: self._layer(found, layer_of) for k, found in sorted(wanted.items()) if k < len(cuts)}
         layers = {k: layer for k, layer in layers.items() if not any(eqn.regions for eqn in layer.equations)}
@@ -108,6 +129,7 @@ class _Division:
             bytes_of(v) for v, at in layer_of.items() if len(at) > 1 and v in self.maker and self._is_anchored(v)
         )
         left = sum(bytes_of(v) for k, found in wanted.items() if k not in layers for v in found)
+        left += sum(bytes_of(eqn.outvars[0]) for eqn in self.forward if self.named and is_checkpoint_name(eqn))
         most = max((sum(map(bytes_of, wanted[k])) for k in layers), default=0.0)
         return crossing + left + most, tuple(layers.values())
 
@@ -130,8 +152,11 @@ class _Division:
         for eqn in reversed(self.forward):
             if any(v in needed for v in eqn.outvars):
                 chosen.append(eqn)
-                needed.update(v for v in operands_of(eqn) if v in self.maker and len(layer_of[v]) == 1)
+                needed.update(v for v in operands_of(eqn) if self._is_made_again(v, layer_of))
         return Layer(tuple(reversed(chosen)), frozenset(results))
+
+    def _is_made_again(self, v: Var, layer_of: Mapping[Var, frozenset[int]]) -> bool:
+        return v in self.maker and v not in self.named and len(layer_of[v]) == 1
 
 
 class _Evaluation:

@@ -1,9 +1,12 @@
 """Recomputation per layer on one mesh: the same numbers to the last dropout mask, less memory in XLA's own account."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import autopar
 from autopar.cost_model.hardware import preset
@@ -18,7 +21,7 @@ from autopar.plan import Plan
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.program import operands_of
 from autopar.program.trace import trace
-from autopar.stages.recompute_layers import find_recomputation, recompute_layers
+from autopar.stages.recompute_layers import Repeated, find_recomputation
 from autopar.stages.tuning import Tuning
 from tests import pipeline_steps, zoo
 from tests.oracles import assert_same_as_jit, assert_trees_close
@@ -111,7 +114,7 @@ def test_what_is_hard_to_cut_is_recomputed_with_the_same_results(name):
     """These are a few hundred bytes a value, which would be kept."""
     fun, state, batch = getattr(pipeline_steps, name)()
     once = traced(fun, state, batch)
-    again = recompute_layers(once, tuning=Tuning(kept_bytes=0))
+    again = Repeated().apply(once, tuning=Tuning(kept_bytes=0))
     assert len(again.program.equations) > len(once.program.equations) + 4
     request = PlanRequest(
         meshes=(LogicalMesh.of((2,)),),
@@ -156,7 +159,7 @@ def test_copies_wait_for_cotangents_and_not_for_the_zeros_of_a_derivative():
 
         return state, jax.grad(loss)(state[0])
 
-    program = recompute_layers(traced(rectified, *arguments())).program
+    program = Repeated().apply(traced(rectified, *arguments())).program
     constants = set()
     for eqn in program.equations:
         if constants.issuperset(operands_of(eqn)):
@@ -172,7 +175,7 @@ def test_a_step_without_gradients_is_left_alone():
         return jnp.mean(jnp.tanh(x @ weights))
 
     one = traced(evaluate, jnp.ones((8, 8)), jnp.ones((8, 8)))
-    assert recompute_layers(one) is one
+    assert Repeated().apply(one) is one
     parallel = autopar.parallelize(evaluate, mesh_shape=(1,), recompute="layer")
     with pytest.warns(autopar.AutoparWarning, match=r"finds no layers .* put jax\.checkpoint on its body"):
         assert not parallel.plan(jnp.ones((8, 8)), jnp.ones((8, 8))).recompute
@@ -226,3 +229,84 @@ def test_the_users_own_checkpoints_save_as_much_in_plan_and_account():
     residuals = 6 * 512 * (3 * 32 + 4 * 128) * 4 // 2
     assert account.temp_size_in_bytes < 0.5 * residuals
     assert_same_as_jit(checkpointed, parallel, weights, x)
+
+
+def named_step(state, x):
+    """The same layers, the first product of each named."""
+
+    def layer(h, w):
+        return h + jnp.tanh(jnp.sin(checkpoint_name(h @ w[0], "product")) @ w[1])
+
+    def loss(weights):
+        return jnp.mean(functools.reduce(layer, weights, x) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(state[0])
+    return (jax.tree.map(lambda w, g: w - 0.1 * g, state[0], gradients), state[1]), value
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_of_the_first_layers_only(count):
+    once = traced(step, *arguments())
+    found = find_recomputation(once)
+    assert len(found.layers) == 5  # all but the last
+    steps = [once, found.apply(once, count), found.apply(once)]
+    masks = [sum(eqn.primitive.name == "random_bits" for eqn in one.program.walk()) for one in steps]
+    assert masks == [6, 6 + count, 11]
+
+
+def test_under_a_limit_as_many_layers_are_done_again_as_have_to_be():
+    """Between the memory of all layers and of none there is a mix, which is faster than all, and runs within the limit."""
+    options = {"mesh_shape": (2,), "num_microbatches": 1}
+    every = autopar.parallelize(step, recompute="layer", **options).plan(*arguments())
+    none = autopar.parallelize(step, recompute="none", **options).plan(*arguments())
+    assert (every.recomputed_layers, none.recomputed_layers) == (None, None)
+    limit = int(
+        1.05 * none.peak_bytes
+    )  # a limit leaves room for more temporaries than predicted, so this is too little
+    mixed = autopar.parallelize(step, memory_limit_bytes=limit, **options)
+    plan = mixed.plan(*arguments())
+    assert plan.recompute
+    assert 1 <= plan.recomputed_layers <= 4
+    assert none.step_s < plan.step_s < every.step_s
+    assert every.peak_bytes < plan.peak_bytes <= limit
+    assert any(one.recomputed_layers == plan.recomputed_layers for one in plan.compared)
+    report = autopar.explain.explain(plan)
+    assert f"backward repeats {plan.recomputed_layers} layers' forward work" in report
+    assert f"{plan.recomputed_layers} layers" in report
+    account = mixed.compile(*arguments()).memory_analysis()
+    real = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
+    assert plan.peak_bytes == pytest.approx(real + account.temp_size_in_bytes, rel=0.15)
+    assert_same_as_jit(step, mixed, *arguments())
+    restored = autopar.parallelize(step, plan=Plan.from_json(plan.to_json()), mesh_shape=(2,))
+    assert_same_as_jit(step, restored, *arguments())
+    assert restored.plan(*arguments()) == plan
+
+
+def test_named_values_are_kept_and_what_makes_them_is_not_done_again():
+    def products(traced_step):
+        return sum(eqn.primitive.name == "dot_general" for eqn in traced_step.program.walk())
+
+    once = traced(named_step, *arguments())
+    every, named = Repeated().apply(once), Repeated(keeps_named=True).apply(once)
+    assert products(once) < products(named) < products(every)  # the second product of a layer has no name
+    assert len(once.program.equations) < len(named.program.equations) < len(every.program.equations)
+    assert find_recomputation(once).bytes_after < find_recomputation(once, keeps_named=True).bytes_after
+    plans = {}
+    for way in ("none", "named", "layer"):
+        parallel = autopar.parallelize(named_step, mesh_shape=(1,), recompute=way)
+        plans[way] = parallel.plan(*arguments())
+        assert_same_as_jit(named_step, parallel, *arguments())
+    assert plans["none"].peak_bytes > plans["named"].peak_bytes > plans["layer"].peak_bytes
+    assert plans["none"].step_s < plans["named"].step_s < plans["layer"].step_s
+    assert "except named values" in autopar.explain.explain(plans["named"])
+    limit = int(1.3 * plans["named"].peak_bytes)
+    chosen = autopar.parallelize(named_step, mesh_shape=(1,), memory_limit_bytes=limit, num_microbatches=1)
+    assert chosen.plan(*arguments()).step_s <= plans["named"].step_s
+    assert_same_as_jit(named_step, chosen, *arguments())
+
+
+def test_names_have_to_be_there_to_be_kept():
+    with pytest.raises(
+        autopar.AutoparError, match=r"keeps the values that .*checkpoint_name names, and the step names none"
+    ):
+        autopar.parallelize(step, mesh_shape=(1,), recompute="named").plan(*arguments())
