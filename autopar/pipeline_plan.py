@@ -32,6 +32,7 @@ class StagePlan:
         microbatches_in_flight: microbatches that have gone forward and not yet backward, at the most.
         peak_bytes: predicted peak memory of one device with all microbatches in flight; `plan.peak_bytes` counts one.
         plan: layouts and collectives of the stage's programs, on its mesh.
+        recomputed_share: the part of its forward work, from the beginning, that its backward repeats; 0 to 1.
     """
 
     stage: int
@@ -44,6 +45,7 @@ class StagePlan:
     microbatches_in_flight: int
     peak_bytes: int
     plan: Plan
+    recomputed_share: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,8 @@ class PipelinePlan:
         bubble: seconds that the busiest mesh waits, over the seconds that it works.
         memory_limit_bytes: the limit that every stage keeps, per device; None if there is none.
         planning_s: seconds that planning took.
-        recompute: whether the backward pass repeats the stages' forward work.
+        recompute: whether the backward pass repeats forward work; the stages say how much of it.
+        keeps_named: whether it keeps values that `jax.ad_checkpoint.checkpoint_name` names.
         scan_cuts: for each stack of scanned layers, the layers at which its range is divided between stages.
         compared: the numbers of microbatches and schedules, if several were compared.
         ended_early: whether planning ended before everything was compared, as its time was over or it was stopped.
@@ -105,6 +108,7 @@ class PipelinePlan:
     memory_limit_bytes: int | None
     planning_s: float
     recompute: bool = False
+    keeps_named: bool = False
     scan_cuts: tuple[tuple[int, ...], ...] = ()
     compared: tuple[Alternative, ...] = ()
     ended_early: bool = False
@@ -115,6 +119,12 @@ class PipelinePlan:
     def num_stages(self) -> int:
         """Number of stages; virtual ones count."""
         return len(self.stages)
+
+    @property
+    def recomputed_shares(self) -> tuple[float, ...]:
+        """The part of each stage's forward work that backward repeats; plans of earlier versions repeat all or none."""
+        shares = tuple(stage.recomputed_share for stage in self.stages)
+        return shares if any(shares) else (float(self.recompute),) * len(self.stages)
 
     def transfer_s(self, transfer: TransferPlan, cluster: Cluster) -> float:
         """Predicted seconds of one of its transfers on a cluster, whichever it was planned for."""

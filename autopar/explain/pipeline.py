@@ -40,7 +40,7 @@ _SMALLER_BUBBLE = {
 
 def pipeline_header(plan: PipelinePlan) -> str:
     """Stages, devices, schedule, and the predictions for the whole step."""
-    again = ", backward repeats forward work" if plan.recompute else ""
+    again = f", backward repeats {_repeated_text(plan)}" if plan.recompute else ""
     limit = plan.memory_limit_bytes
     of_limit = f" of {bytes_text(limit)} ({percent_text(plan.peak_bytes, limit)})" if limit else ", no limit"
     return "\n".join(
@@ -51,6 +51,17 @@ def pipeline_header(plan: PipelinePlan) -> str:
             f"{bytes_text(plan.peak_bytes)} per device{of_limit}",
             f"planned in {seconds_text(plan.planning_s)}",
         )
+    )
+
+
+def _repeated_text(plan: PipelinePlan) -> str:
+    """How much forward work is done again, of all stages or of some."""
+    shares, named = plan.recomputed_shares, ", except named values" if plan.keeps_named else ""
+    least, most = min(shares), max(shares)
+    if least == 1:
+        return f"forward work{named}"
+    return (
+        f"{most:.0%} of forward work{named}" if least == most else f"{least:.0%} to {most:.0%} of forward work{named}"
     )
 
 

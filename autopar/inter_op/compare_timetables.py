@@ -172,7 +172,8 @@ class _Comparison:
         nearest = known[min(known, key=lambda m: abs(math.log(m / count)))]
         may_do_without = self._wishes.recompute == "auto" and count > nearest.num_microbatches
         if nearest.recompute and not may_do_without:
-            seconds = seconds + np.array([0.0, 1.0]) * seconds[:, :1]
+            again = np.array([[0.0, share] for share in nearest.recomputed_shares])
+            seconds = seconds + again * seconds[:, :1]
         if chunks != like:
             seconds = np.tile(seconds.reshape(like, meshes, 2).sum(axis=0) / chunks, (chunks, 1))
         schedule = make_schedule(timetable.schedule, num_meshes=meshes, num_microbatches=count, virtual_stages=chunks)
@@ -196,5 +197,5 @@ class _Comparison:
 
 def task_seconds(plan: PipelinePlan) -> np.ndarray:
     """Seconds per microbatch of (stage, forward or backward), without the forward work that backward does again."""
-    again = np.array([0.0, float(plan.recompute)])
-    return np.array([[stage.forward_s, stage.backward_s] - again * stage.forward_s for stage in plan.stages])
+    pairs = zip(plan.stages, plan.recomputed_shares, strict=True)
+    return np.array([[stage.forward_s, stage.backward_s - share * stage.forward_s] for stage, share in pairs])

@@ -45,6 +45,7 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
             mesh=number % schedule.num_meshes,
             first_device=first_devices[number % schedule.num_meshes],
             in_flight=in_flight[number],
+            share=staged.shares[number] if staged.shares else 0.0,
         )
         for number, stage in enumerate(staged.stages)
     )
@@ -58,7 +59,8 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
         schedule=schedule.name,
         virtual_stages=schedule.virtual_stages,
         cuts=staged.cuts,
-        recompute=staged.recompute,
+        recompute=any(staged.shares),
+        keeps_named=staged.keeps_named,
         stages=stages,
         transfers=transfers,
         step_s=simulation.makespan_s + fill_s + once_s,
@@ -70,7 +72,9 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
     return PlannedPipeline(traced, plan, staged)
 
 
-def _describe_stage(stage: StagedStage, *, number: int, mesh: int, first_device: int, in_flight: int) -> StagePlan:
+def _describe_stage(
+    stage: StagedStage, *, number: int, mesh: int, first_device: int, in_flight: int, share: float
+) -> StagePlan:
     cut = stage.program.cut
     leaves = tuple(
         leaf.path
@@ -88,6 +92,7 @@ def _describe_stage(stage: StagedStage, *, number: int, mesh: int, first_device:
         microbatches_in_flight=in_flight,
         peak_bytes=stage.peak_bytes,
         plan=stage.plan,
+        recomputed_share=share,
     )
 
 

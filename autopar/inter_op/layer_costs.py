@@ -63,10 +63,10 @@ def _largest(values: Sequence[float]) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class _CostCase:
-    """How a step runs: the number of microbatches, whether forward work is done again, and whether backward is split in two."""
+    """How a step runs: the number of microbatches, what part of forward is done again, and whether backward is split in two."""
 
     count: int
-    recompute: bool
+    share: float
     split: bool
 
 
@@ -82,17 +82,15 @@ def _in_flight_bytes(figures: Sequence[LayerFigures], case: _CostCase, meshes: i
         _sums([getattr(one, name) for one in figures])
         for name in ("residual_bytes", "late_residual_bytes", "cotangent_bytes")
     )
+    if not case.split:
+        kept, again = residual, 0.0
+    else:
+        kept = split_in_flight(residual - late, late, cotangents, is_full=case.count >= meshes)
+        again = late + cotangents
+    if not case.share:
+        return np.asarray(kept)
     received = np.array([one.received_bytes for one in figures])[:, None]
-    match case.split, case.recompute:
-        case True, True:
-            kept = received + late + cotangents
-        case True, False:
-            kept = split_in_flight(residual - late, late, cotangents, is_full=case.count >= meshes)
-        case False, True:
-            kept = received
-        case _:
-            kept = residual
-    return np.asarray(kept)
+    return np.asarray(case.share * (received + again) + (1 - case.share) * np.maximum(kept, received))
 
 
 class LayerCosts:
@@ -127,7 +125,7 @@ class LayerCosts:
         sizes, per_node = {*map(math.prod, options)}, request.cluster.devices_per_node or math.inf
         at_first = {min(sizes)} if smallest_first else {size for size in sizes if size <= per_node}
         self._sizes = {count: at_first}
-        self._tables: dict[_CostCase, CostTable] = {}
+        self._tables: dict[tuple[int, tuple[float, ...], bool], CostTable] = {}
         self._known: dict[tuple[int, int, int], LayerFigures | None] = {}
         self._sent_once: dict[int, np.ndarray] = {}
         self.impossible: set[int] = set()
@@ -169,22 +167,25 @@ class LayerCosts:
         self._layers[count] = self._plan_layers(loop)
         return True
 
-    def table(self, count: int, options: Sequence[Submesh], *, recompute: bool, split: bool = False) -> CostTable:
+    def table(
+        self, count: int, options: Sequence[Submesh], *, shares: Sequence[float] = (0.0,), split: bool = False
+    ) -> CostTable:
         """Costs of all ranges of layers on all submeshes, from those of the layers.
 
-        `recompute`: backward takes a forward more, and makes again all but what the first layer received. `split`: backward is
-        split in two.
+        `shares`: for each of them, in order, all submeshes are options; backward takes this part of a forward more, and makes
+        again as much of what forward made. `split`: backward is split in two.
         """
-        case = _CostCase(count, recompute, split)
-        if case not in self._tables:
+        key = (count, tuple(shares), split)
+        if key not in self._tables:
             all_sizes = {*map(math.prod, options)}
             for planned, sizes in self._sizes.items():
                 self._layers[planned].plan(sizes & all_sizes, perhaps=min(all_sizes - sizes, default=None))
-            costs = [self._costs_on(math.prod(submesh), case, options) for submesh in options]
-            self._tables[case] = CostTable(
+            cases = [_CostCase(count, share, split) for share in shares]
+            costs = [self._costs_on(math.prod(submesh), case, options) for case in cases for submesh in options]
+            self._tables[key] = CostTable(
                 **{field.name: np.stack([getattr(one, field.name) for one in costs]) for field in _COSTS}
             )
-        return self._tables[case]
+        return self._tables[key]
 
     def _costs_on(self, devices: int, case: _CostCase, options: Sequence[Submesh]) -> CostTable:
         """Arrays (first layer, end layer) of the costs on one submesh.
@@ -201,10 +202,10 @@ class LayerCosts:
         )
         residual = _sums([one.residual_bytes for one in figures])
         passing = _largest([one.passing_bytes for one in figures]) / memory_tuning.TUNING.temporaries_margin
-        first = residual / memory_tuning.TUNING.temporaries_margin - (0.0 if case.recompute else residual)
+        first = residual / memory_tuning.TUNING.temporaries_margin - (1.0 - case.share) * residual
         meshes = min(layers, self._devices // min(map(math.prod, options)))
         return CostTable(
-            seconds=np.where(has_plan, (1.0 + case.recompute) * forward_s + backward_s, np.inf),
+            seconds=np.where(has_plan, (1.0 + case.share) * forward_s + backward_s, np.inf),
             once_s=np.where(has_plan, once_s + self._sent_once_s(devices), 0.0),
             transfer_s=np.where(has_plan, self._transfer_s(case.count, devices)[None, :], 0.0),
             weight_bytes=np.where(has_plan, _sums([one.kept_bytes for one in figures]) + passing + first, 0.0),

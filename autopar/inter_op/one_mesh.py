@@ -151,6 +151,8 @@ class _Attempts:
         self._found: list[PlannedStep] = []
         self._has_beaten = False
         self._compared: list[Alternative] = []
+        self._last: OutOfMemoryError | ConstraintError | None = None
+        self._smallest: tuple[TracedStep, Repeated | None] | None = None
         self.errors: list[OutOfMemoryError | ConstraintError] = []
 
     @property
@@ -162,6 +164,11 @@ class _Attempts:
     def is_over(self) -> bool:
         """Whether the time is over, and there is a plan, of this step on one mesh or in stages."""
         return math.isfinite(self._shared.best_s) and self._request.budget.is_over
+
+    @property
+    def has_too_few_examples(self) -> bool:
+        """Whether the last way could not meet the constraints, which an earlier one with more examples at once could."""
+        return self._last is not None and isinstance(self._last, ConstraintError)
 
     def fastest(self) -> PlannedStep | None:
         """The fastest way so far; None if none fits."""
@@ -176,8 +183,12 @@ class _Attempts:
             else "planning on one mesh"
         )
         try:
+            self._last = None
             planned = plan_way(step, self._request, self._shared)
         except (OutOfMemoryError, ConstraintError) as error:
+            self._last = error
+            if isinstance(error, OutOfMemoryError):
+                self._smallest = (step, repeated)
             if isinstance(error, ConstraintError) and not self._compared:
                 raise  # later ways have microbatches, whose few examples may not meet the constraints
             self.errors.append(error)
@@ -204,6 +215,9 @@ class _Attempts:
         """The fastest way, with all that was compared in its plan. If none fits, raises the error that needs the least memory."""
         if not self._found and self._has_beaten:
             return Slower(tuple(self._compared))
+        if not self._found and self._smallest is not None and self._shared.has_other_ways:
+            self._shared.has_other_ways = False  # every way has failed at little cost: the last one again, at any cost
+            self.plan(*self._smallest)
         if not self._found:
             raise min(self.errors, key=_needed_bytes) from None
         best = min(self._found, key=lambda one: one.plan.step_s)
@@ -245,10 +259,19 @@ class _Ways:
             here = self._plan(place)
             if self._mixes_examples or self._attempts.is_over:
                 return
+            if here is None and self._attempts.has_too_few_examples:
+                self._descend(place)
+                return
             further = self._counts[place] * self._attempts.excess
             place = max(place + 1, self._place_of(further) if math.isfinite(further) else place + 1)
         if isinstance(here, PlannedStep):
             self._climb(place)
+
+    def _descend(self, place: int) -> None:
+        """Fewer microbatches, whose examples meet the constraints."""
+        while place > 0 and self._attempts.has_too_few_examples and not self._attempts.is_over:
+            place -= 1
+            self._plan(place)
 
     def _climb(self, place: int) -> None:
         """More microbatches, as long as each number is faster than the one before and the limit still costs much."""

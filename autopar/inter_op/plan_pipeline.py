@@ -125,16 +125,28 @@ def plan_with_recomputation(
     *,
     tuning: Tuning = TUNING,
 ) -> Staged:
-    """The stages, with forward work done again in backward if that was asked for, or if nothing else fits."""
-    again = dataclasses.replace(wanted, recompute=True)
-    if recompute == "layer":
+    """The stages, with forward work done again in backward if that was asked for, or if nothing else fits.
+
+    `wanted.shares`: the parts of it with which the stages should fit; if they do not, ever more of it is done again.
+    """
+
+    def plan(share: float) -> Staged:
+        shares = wanted.shares if share == 0.0 else (share,) * wanted.num_stages
+        again = dataclasses.replace(wanted, shares=shares, keeps_named=recompute == "named")
         return plan_stages(traced, again, request, tuning=tuning)
-    try:
-        return plan_stages(traced, wanted, request, tuning=tuning)
-    except OutOfMemoryError:
-        if recompute == "none":
-            raise
-    return plan_stages(traced, again, request, tuning=tuning)
+
+    if recompute in ("layer", "named"):
+        return plan(1.0)
+    if recompute == "none":
+        return plan(0.0)
+    least = max(wanted.shares, default=0.0)
+    tried = [0.0, *(share for share in sorted(tuning.recomputed_shares) if share > least)]
+    for share in tried[:-1]:
+        try:
+            return plan(share)
+        except OutOfMemoryError:
+            continue
+    return plan(tried[-1])
 
 
 def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanRequest) -> PlannedPipeline:
@@ -149,7 +161,8 @@ def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanReques
         num_stages=plan.num_stages,
         num_microbatches=plan.num_microbatches,
         cuts=plan.cuts,
-        recompute=plan.recompute,
+        shares=plan.recomputed_shares,
+        keeps_named=plan.keeps_named,
         scan_cuts=plan.scan_cuts,
         homes=homes_of(plan),
     )

@@ -58,7 +58,7 @@ class StageRequest:
     """How many stages on how many meshes, which logical shapes each mesh may have, and what the schedule keeps in flight.
 
     `in_flight`: None stands for one microbatch at a time. `cuts`, `scan_cuts`, and `split` with its `loop`: what is known of them
-    already. `recompute`: backward does forward work again. `homes`: the stages of leaves by path, as far as they are known.
+    already. `shares`, `keeps_named`: see `Staged`. `homes`: the stages of leaves by path, as far as they are known.
     `following`: what is taken over from another step.
     """
 
@@ -68,7 +68,8 @@ class StageRequest:
     in_flight: InFlight | None = None
     cuts: tuple[int, ...] | None = None
     loop: TimeLoop | None = None
-    recompute: bool = False
+    shares: tuple[float, ...] = ()
+    keeps_named: bool = False
     scan_cuts: ScanCuts | None = None
     split: SplitStep | None = None
     homes: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -116,7 +117,7 @@ def plan_stages(
     for number, job in enumerate(jobs):
         alike = [stages[other] for other in range(number) if kinds[other] == kinds[number]]
         stages.append(leaders.get(number) or planning.plan_like(job, alike) or planning.plan(job))
-    return Staged(cut=cut, cuts=cuts or (), stages=tuple(stages), split=split, recompute=wanted.recompute)
+    return _staged(wanted, cut, cuts or (), stages, split)
 
 
 def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageRequest, request: PlanRequest) -> Staged:
@@ -129,7 +130,15 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
         program = trace_stage(cut, number)
         assignment = restore(program.step, plan, request).assignment
         stages.append(price_stage(program, plan, assignment, overlap=request.cluster.overlap))
-    return Staged(cut=cut, cuts=wanted.cuts, stages=tuple(stages), split=split, recompute=wanted.recompute)
+    return _staged(wanted, cut, wanted.cuts, stages, split)
+
+
+def _staged(
+    wanted: StageRequest, cut: StageCut, cuts: tuple[int, ...], stages: Sequence[StagedStage], split: SplitStep
+) -> Staged:
+    return Staged(
+        cut=cut, cuts=cuts, stages=tuple(stages), split=split, shares=wanted.shares, keeps_named=wanted.keeps_named
+    )
 
 
 def _split_scans(traced: TracedStep, wanted: StageRequest) -> SplitStep:
@@ -148,7 +157,7 @@ def _cut(loop: TimeLoop, cuts: tuple[int, ...], wanted: StageRequest) -> StageCu
     else:
         homes = leaves_at(wanted.homes, loop)
         cut = place_stages(loop, place_by_leaves(loop, homes, wanted.num_stages), homes)
-    return recompute_in_backward(cut) if wanted.recompute else cut
+    return recompute_in_backward(cut, wanted.shares, keeps_named=wanted.keeps_named) if any(wanted.shares) else cut
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.choose_stages import choose_stages
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stages import Planner, plan_program
-from autopar.inter_op.problem import CostTable, Manual, StageChoice, StageProblem
+from autopar.inter_op.problem import ChosenStage, CostTable, Manual, StageChoice, StageProblem
 from autopar.inter_op.submeshes import Submesh, machine_shape, submeshes
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import TUNING, Tuning
@@ -39,7 +38,8 @@ from autopar.solver.budget import Budget
 class Found:
     """What the search chose: places of the cuts in the forward chain, the devices of each stage, and their logical meshes.
 
-    A stage's meshes are those that are best for one of its layers. `recompute`: backward does forward's work again. `loop`: the
+    A stage's meshes are those that are best for one of its layers. `shares`: of each stage's forward work, what backward does
+    again. `loop`: the
     step in the chosen number of microbatches. `one_stage_s`: the least time of one stage on all devices, infinite if that does
     not fit. `compared`: every timetable with what its best stages would take.
     """
@@ -49,7 +49,7 @@ class Found:
     meshes: tuple[tuple[LogicalMesh, ...], ...]
     choice: StageChoice
     timetable: Timetable
-    recompute: bool
+    shares: tuple[float, ...]
     loop: TimeLoop
     one_stage_s: float
     compared: tuple[Alternative, ...]
@@ -69,12 +69,12 @@ def search_stages(
     devices: int,
     timetables: Sequence[Timetable],
     num_stages: int | None = None,
-    recompute: Sequence[bool] = (False,),
+    shares: Sequence[float] = (0.0,),
     beat_s: float | None = None,
     tuning: Tuning = TUNING,
     planner: Planner = plan_program,
 ) -> Found | NotFaster:
-    """The best stages in the best of these timetables, with or without recomputation.
+    """The best stages in the best of these timetables, with as much recomputation as pays.
 
     Args:
         loop_of: the step in a number of microbatches; the search begins with that of the first timetable.
@@ -82,7 +82,7 @@ def search_stages(
         devices: their number, all of which the stages use.
         timetables: what is compared.
         num_stages: the number of meshes, if it is given.
-        recompute: whether backward does forward's work again, or both to compare.
+        shares: of its forward work, what the backward pass of a stage may do again; each stage gets one of them.
         beat_s: seconds of the step on one mesh, which several stages have to beat; one stage is then no candidate.
         tuning: how long to look.
         planner: how a layer is planned.
@@ -98,8 +98,9 @@ def search_stages(
     )
     search = _StageSearch(
         costs=costs,
-        all_ways=tuple(_Way(*way) for way in itertools.product(timetables, recompute)),
+        all_ways=tuple(timetables),
         options=options,
+        shares=tuple(shares),
         shape=shape,
         limit_bytes=math.inf if request.memory_limit_bytes is None else tuning.room * request.memory_limit_bytes,
         num_stages=num_stages,
@@ -109,18 +110,6 @@ def search_stages(
         tuning=tuning,
     )
     return search.run()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Way:
-    """A timetable, and whether backward does forward's work again."""
-
-    timetable: Timetable
-    recompute: bool
-
-    @property
-    def microbatches(self) -> int:
-        return self.timetable.microbatches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +124,9 @@ class _StageSearch:
     """The loop of the search: choose stages in every way, plan what looks best, until what looks best has been planned."""
 
     costs: LayerCosts
-    all_ways: tuple[_Way, ...]
+    all_ways: tuple[Timetable, ...]
     options: tuple[Submesh, ...]
+    shares: tuple[float, ...]
     shape: Submesh
     limit_bytes: float
     num_stages: int | None
@@ -147,7 +137,7 @@ class _StageSearch:
 
     def run(self) -> Found | NotFaster:
         """The best stages in the best way."""
-        took_s: dict[_Way, float] = {}
+        took_s: dict[Timetable, float] = {}
         while True:
             outcomes = self._solve_all(took_s)
             choices = {way: outcome for way, outcome in outcomes.items() if isinstance(outcome, StageChoice)}
@@ -161,21 +151,21 @@ class _StageSearch:
                 return self._end(choices)
             best = min(choices, key=lambda way: self._handicapped_s(way, choices[way]))
             if choices[best].step_s >= (1 + self.tuning.near) * self.beat_s:
-                return NotFaster(_compare(choices))
+                return NotFaster(self._compare(choices))
             submeshes = [stage.submesh for stage in choices[best].stages]
             if not self.costs.plan_more(best.microbatches, submeshes) and not self._plan_neighbour(best, choices):
                 return self._describe(best, choices)
 
-    def _end(self, choices: Mapping[_Way, StageChoice]) -> Found | NotFaster:
+    def _end(self, choices: Mapping[Timetable, StageChoice]) -> Found | NotFaster:
         """The best of what is known, in a number of microbatches whose layers are planned."""
         known = [way for way in choices if way.microbatches in self.costs.counts]
         best = min(known or choices, key=lambda way: choices[way].step_s)
         if not known:
             self.costs.plan_more(best.microbatches, [stage.submesh for stage in choices[best].stages])
         is_faster = choices[best].step_s < self.beat_s
-        return self._describe(best, choices) if is_faster else NotFaster(_compare(choices))
+        return self._describe(best, choices) if is_faster else NotFaster(self._compare(choices))
 
-    def _solve_all(self, took_s: dict[_Way, float]) -> dict[_Way, StageChoice | _Unsolved]:
+    def _solve_all(self, took_s: dict[Timetable, float]) -> dict[Timetable, StageChoice | _Unsolved]:
         """Choose stages in every way that is left, side by side; `took_s` holds seconds and is brought up to date."""
         ways = self._possible_ways()
         for way in ways:
@@ -189,26 +179,26 @@ class _StageSearch:
         took_s |= {way: seconds for way, (_, seconds) in zip(ways, found, strict=True)}
         return {way: outcome for way, (outcome, _) in zip(ways, found, strict=True)}
 
-    def _possible_ways(self) -> list[_Way]:
+    def _possible_ways(self) -> list[Timetable]:
         return [way for way in self.all_ways if way.microbatches not in self.costs.impossible]
 
-    def _table(self, way: _Way) -> CostTable:
-        is_split = NAMED_SCHEDULES[way.timetable.schedule].is_split
-        return self.costs.table(way.microbatches, self.options, recompute=way.recompute, split=is_split)
+    def _table(self, way: Timetable) -> CostTable:
+        is_split = NAMED_SCHEDULES[way.schedule].is_split
+        return self.costs.table(way.microbatches, self.options, shares=self.shares, split=is_split)
 
-    def _solve_timed(self, way: _Way) -> tuple[StageChoice | _Unsolved, float]:
+    def _solve_timed(self, way: Timetable) -> tuple[StageChoice | _Unsolved, float]:
         """The choice in the number of stages that is wanted, and the seconds that it took."""
         started = time.perf_counter()
         return self._solve(way, self.num_stages), time.perf_counter() - started
 
-    def _solve(self, way: _Way, num_stages: int | None, *, explain: bool = False) -> StageChoice | _Unsolved:
+    def _solve(self, way: Timetable, num_stages: int | None, *, explain: bool = False) -> StageChoice | _Unsolved:
         problem = StageProblem(
             costs=self._table(way),
-            options=self.options,
+            options=self.options * len(self.shares),
             cluster=self.shape,
             microbatches=way.microbatches,
-            schedule=way.timetable.schedule,
-            virtual_stages=way.timetable.virtual_stages,
+            schedule=way.schedule,
+            virtual_stages=way.virtual_stages,
             memory_bytes=self.limit_bytes,
         )
         manual, tolerance = Manual(num_stages=num_stages), self.tuning.tolerance
@@ -217,10 +207,10 @@ class _StageSearch:
         except (OutOfMemoryError, ArgumentError) as error:
             return _Unsolved(error)
 
-    def _explain(self, outcomes: Mapping[_Way, StageChoice | _Unsolved]) -> OutOfMemoryError | ArgumentError:
+    def _explain(self, outcomes: Mapping[Timetable, StageChoice | _Unsolved]) -> OutOfMemoryError | ArgumentError:
         """The error of a way that does not fit the memory if there is one, with what its tightest stage needs."""
 
-        def is_out_of_memory(way: _Way) -> bool:
+        def is_out_of_memory(way: Timetable) -> bool:
             outcome = outcomes[way]
             return isinstance(outcome, _Unsolved) and isinstance(outcome.error, OutOfMemoryError)
 
@@ -228,12 +218,12 @@ class _StageSearch:
         assert isinstance(explained, _Unsolved)
         return explained.error
 
-    def _handicapped_s(self, way: _Way, choice: StageChoice) -> float:
+    def _handicapped_s(self, way: Timetable, choice: StageChoice) -> float:
         """Seconds of a step; more if its number of microbatches is only estimated, as that must promise something."""
         is_planned = way.microbatches in self.costs.counts
         return choice.step_s * (1.0 if is_planned else 1 + self.tuning.worth)
 
-    def _plan_neighbour(self, best: _Way, choices: Mapping[_Way, StageChoice]) -> bool:
+    def _plan_neighbour(self, best: Timetable, choices: Mapping[Timetable, StageChoice]) -> bool:
         """Plan the number of microbatches below or above the best one if its estimate is near; whether there was one.
 
         The first such number is planned in any case, so that latencies are known.
@@ -249,35 +239,36 @@ class _StageSearch:
                 return self.costs.plan_more(number, [stage.submesh for stage in choices[way].stages])
         return False
 
-    def _describe(self, best: _Way, choices: Mapping[_Way, StageChoice]) -> Found:
+    def _describe(self, best: Timetable, choices: Mapping[Timetable, StageChoice]) -> Found:
         choice, layers = choices[best], self.costs.of(best.microbatches)
-        first_schedule = self.all_ways[0].timetable.schedule
-        alone = [self._solve(way, 1) for way in self._possible_ways() if way.timetable.schedule == first_schedule]
+        first_schedule = self.all_ways[0].schedule
+        alone = [self._solve(way, 1) for way in self._possible_ways() if way.schedule == first_schedule]
         return Found(
             cuts=tuple(layers.places[stage.first_layer - 1] for stage in choice.stages[1:]),
             sizes=tuple(math.prod(stage.submesh) for stage in choice.stages),
             meshes=tuple(map(layers.meshes, choice.stages)),
             choice=choice,
-            timetable=best.timetable,
-            recompute=best.recompute,
+            timetable=best,
+            shares=tuple(self._share_of(stage) for stage in choice.stages),
             loop=layers.loop,
             one_stage_s=min((one.step_s for one in alone if isinstance(one, StageChoice)), default=math.inf),
-            compared=_compare(choices),
+            compared=self._compare(choices),
         )
 
+    def _share_of(self, stage: ChosenStage) -> float:
+        """Of its forward work, what the backward pass of a stage does again."""
+        return self.shares[stage.option // len(self.options)]
 
-def _compare(choices: Mapping[_Way, StageChoice]) -> tuple[Alternative, ...]:
-    """Every timetable with what its best stages would take, with or without recomputation."""
-    best = {
-        way.timetable: Alternative(
-            num_stages=len(found.stages),
-            num_microbatches=way.microbatches,
-            schedule=way.timetable.schedule,
-            virtual_stages=way.timetable.virtual_stages,
-            recompute=way.recompute,
-            step_s=None,
-            estimate_s=found.step_s,
+    def _compare(self, choices: Mapping[Timetable, StageChoice]) -> tuple[Alternative, ...]:
+        """Every timetable with what its best stages would take."""
+        return tuple(
+            Alternative(
+                num_stages=len(choices[way].stages),
+                num_microbatches=way.microbatches,
+                schedule=way.schedule,
+                virtual_stages=way.virtual_stages,
+                recompute=any(map(self._share_of, choices[way].stages)),
+                estimate_s=choices[way].step_s,
+            )
+            for way in sorted(choices)
         )
-        for way, found in sorted(choices.items(), key=lambda item: -item[1].step_s)
-    }
-    return tuple(best[timetable] for timetable in sorted(best))

@@ -83,7 +83,7 @@ def search_pipeline(
         devices=devices,
         timetables=tables,
         num_stages=num_stages,
-        recompute={"auto": (False, True), "none": (False,), "layer": (True,)}[wishes.recompute],
+        shares={"auto": tuning.recomputed_shares, "none": (0.0,)}.get(wishes.recompute, (1.0,)),
         beat_s=beat_s,
         tuning=tuning,
     )
@@ -121,7 +121,8 @@ def _plan_found(
         cuts=cuts,
         loop=loop,
         split=split,
+        shares=found.shares,
     )
-    recompute = "layer" if found.recompute else wishes.recompute
-    staged = plan_with_recomputation(traced, wanted, share_memory(request, schedule), recompute, tuning=tuning)
+    of_stage = share_memory(request, schedule)
+    staged = plan_with_recomputation(traced, wanted, of_stage, wishes.recompute, tuning=tuning)
     return describe_pipeline(traced, staged, schedule, request)

@@ -46,13 +46,18 @@ class StagedStage:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Staged:
-    """All stages, where the forward chain was cut, and the step whose chain it is."""
+    """All stages, where the forward chain was cut, and the step whose chain it is.
+
+    `shares`: the part of each stage's forward work that backward does again; empty if it does none. `keeps_named`: it keeps
+    values that the user named.
+    """
 
     cut: StageCut
     cuts: tuple[int, ...]
     stages: tuple[StagedStage, ...]
     split: SplitStep
-    recompute: bool = False
+    shares: tuple[float, ...] = ()
+    keeps_named: bool = False
 
 
 def price_stage(

@@ -67,6 +67,10 @@ class Tuning:
     best, since a stage has one mesh for all its layers. A larger factor plans more meshes
     (`benchmarks/stage_search_time.py`)."""
 
+    recomputed_shares: tuple[float, ...] = (0.0, 0.5, 1.0)
+    """The parts of its forward work that the backward pass of a stage may do again. The time of the dynamic program grows with
+    their number (`benchmarks/stage_search_time.py`, GPT-39B)."""
+
     # Stages as wholes: `plan_stages.py`.
     memory_rounds: int = 4
     """Times that a stage is planned again for its microbatches in flight before it counts as too large."""

@@ -115,7 +115,7 @@ class MeshComparison:
             self._look_at([mesh for mesh in now if self._may_win(mesh)])
         if self.best is not None:
             return self._describe(self.best, meshes)
-        if self.not_compared or any(c.step_s is not None or c.at_least_s is not None for c in self.candidates):
+        if math.isfinite(self.shared.best_s):
             return Beaten(min(self.found_s, default=None), min(self._bound_s(mesh) for mesh in meshes))
         raise self._error()
 
@@ -146,7 +146,9 @@ class MeshComparison:
         gain_s = best_s - bound_s
         is_settled = self._is_beaten(mesh)
         is_optional = len(mesh.shape) >= tuning.merged_axes and len(self.request.meshes) > 1
-        if is_optional and self.candidates and not is_settled:
+        if is_optional and self.candidates and not is_settled and math.isinf(best_s):
+            is_settled = bool(self.failures) and self.shared.has_other_ways  # rather in more microbatches
+        elif is_optional and self.candidates and not is_settled:
             search_s = tuning.search_s_per_equation * self.equations
             is_promising = not self.is_large or (self.more_axes_help and gain_s > tuning.least_gain * best_s)
             is_settled = not (is_promising and gain_s * tuning.repaid_in_steps > search_s)
@@ -195,8 +197,9 @@ class MeshComparison:
 
     def _search(self, mesh: LogicalMesh) -> _Looked:
         shared, request = self.shared, self.request
-        if math.isinf(shared.best_s):
-            request = dataclasses.replace(request, budget=Budget())  # a plan late is better than none
+        if math.isinf(shared.best_s):  # a plan late is better than none, and one in another way better than a late one
+            work = request.tuning.first_work if shared.has_other_ways else math.inf
+            request = dataclasses.replace(request, budget=Budget(work=work))
         search = MeshSearch(self.traced, mesh, request)
         evenly_divided_s = shared.evenly_divided_s or search.evenly_divided_s()
         at_least_s = shared.at_least_s.get(mesh) or (search.at_least_s() if shared.is_bounded else 0.0)

@@ -118,6 +118,15 @@ class _LimitSearch:
     memory: MemoryModel
     limit_bytes: int
     highest_bytes: float
+    _known: dict[tuple[float, tuple[Numbers, ...]], Outcome] = dataclasses.field(default_factory=dict)
+
+    def _choose(self, row_limit: float, tried: tuple[Numbers, ...]) -> Outcome:
+        """The best choice that keeps the rows, which do not depend on how long copies are kept."""
+        key = (row_limit, tried)
+        if key not in self._known:
+            problem = dataclasses.replace(self.problem, limit_bytes=row_limit)
+            self._known[key] = choose(problem, free=self.free, tried=tried)
+        return self._known[key]
 
     def run(self, copy_span: int | None, *, rounds: int) -> Outcome | TooLarge:
         """The best choice found; `TooLarge` if all that were tried are; the solver's outcome that ended the search.
@@ -129,7 +138,7 @@ class _LimitSearch:
         least: int | None = None
         tried: tuple[Numbers, ...] = ()
         for number in range(rounds):
-            found = choose(dataclasses.replace(self.problem, limit_bytes=row_limit), free=self.free, tried=tried)
+            found = self._choose(row_limit, tried)
             if isinstance(found, DoesNotFit | Unfinished) and row_limit < self.highest_bytes:
                 too_low, row_limit = row_limit, (row_limit + self.highest_bytes) / 2
                 continue

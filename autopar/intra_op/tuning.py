@@ -21,8 +21,9 @@ class Tuning:
     """A mesh of `merged_axes` axes or more is only looked at if it may save this part of the step by its bound."""
     repaid_in_steps: int = 1000
     """And if what it may save repays the search in this number of steps."""
-    search_s_per_equation: float = 2e-4
-    """Seconds per equation that the search on such a mesh takes, as that condition assumes (`benchmarks/planner_time.py`)."""
+    search_s_per_equation: float = 2e-3
+    """Seconds per equation that the search on such a mesh takes, as that condition assumes: 1.3 to 6.4 ms in small programs,
+    where it never paid (`benchmarks/small_programs.py`)."""
     far: float = 1.5
     """If the temporaries take this many times the memory that is left for them, other meshes are not tried, but other ways to
     run the step, such as more microbatches."""
@@ -34,6 +35,9 @@ class Tuning:
     narrowed: float = 0.01
     """A mesh is searched again where the plan's step waits for this part of itself more than the search took for granted, as
     there is too little compute to hide communication behind (`benchmarks/small_programs.py`)."""
+    first_work: float = 2e9
+    """Units of work that the search on one mesh may take before there is a first plan, where the step may be run in other ways,
+    such as more microbatches (`benchmarks/planning_ordinary.py --tight`)."""
     memory_rounds: int = 6
     """How often the limit of the memory rows is changed before a step counts as too large. Each is a search; more find plans
     nearer to the limit (`benchmarks/memory_error.py` plans under limits)."""

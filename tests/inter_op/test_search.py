@@ -160,31 +160,33 @@ def test_stages_that_are_equal_are_planned_once_and_run_like_jit():
 def test_the_search_recomputes_where_activations_alone_are_too_large():
     traced = traced_step(*arguments(16, layers=4, batch=4096))
 
-    def found(limit, recompute):
+    def found(limit, *shares):
         return search_stages(
             lambda count: make_time_loop(traced, count),
             request_on(two_nodes(), limit),
             devices=4,
             timetables=[Timetable(4, "gpipe")],
             num_stages=2,
-            recompute=recompute,
+            shares=shares,
         )
 
     def fits(limit):
         try:
-            found(limit, (False,))
+            found(limit, 0.0)
         except OutOfMemoryError:
             return False
         return True
 
-    free = found(None, (False, True))
-    assert not free.recompute
-    assert found(None, (True,)).choice.step_s > free.choice.step_s, "backward takes a forward more"
+    free = found(None, 0.0, 0.5, 1.0)
+    assert free.shares == (0.0, 0.0)
+    assert found(None, 1.0).choice.step_s > free.choice.step_s, "backward takes a forward more"
     need = max(stage.peak_bytes for stage in free.choice.stages) / TUNING.room
     limit = next(int(need * part) for part in np.arange(1.0, 0.1, -0.02) if not fits(int(need * part)))
-    short = found(limit, (False, True))
-    assert short.recompute
-    assert short.choice.step_s > free.choice.step_s
+    all_of_it, some_of_it = found(limit, 0.0, 1.0), found(limit, 0.0, 0.5, 1.0)
+    assert any(all_of_it.shares)
+    assert any(some_of_it.shares)
+    assert all_of_it.choice.step_s >= some_of_it.choice.step_s > free.choice.step_s
+    assert sum(some_of_it.shares) < sum(all_of_it.shares), "half of it is enough somewhere"
 
 
 def test_a_submesh_of_several_nodes_is_planned_only_where_it_may_pay():

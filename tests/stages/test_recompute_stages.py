@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import autopar
 from autopar.errors import ArgumentError
@@ -57,5 +58,57 @@ def test_what_needs_no_recomputation_does_none():
 
 
 def test_only_known_kinds_of_recomputation_are_accepted():
-    with pytest.raises(ArgumentError, match=r"recompute='some': one of 'auto', 'none', 'layer' is expected"):
+    with pytest.raises(ArgumentError, match=r"recompute='some': one of 'auto', 'none', 'layer', 'named' is expected"):
         autopar.parallelize(step, recompute="some")
+
+
+def test_stages_do_as_much_again_as_they_have_to():
+    """Between the memory of all forward work and of none, half of it is done again, with the same results."""
+    arrays = arguments(width=16, layers=8, batch=2048)
+
+    def plan(**options):
+        parallel = autopar.parallelize(step, **TWO_STAGES, **options)
+        return parallel, parallel.plan(*arrays)
+
+    (_, none), (_, everything) = plan(recompute="none"), plan(recompute="layer")
+    assert everything.recomputed_shares == (1.0, 1.0)
+    limits = np.linspace(everything.peak_bytes, none.peak_bytes, 12)[1:]
+    found = []
+    for limit in limits:
+        try:
+            found.append(plan(memory_limit_bytes=int(limit)))
+        except autopar.OutOfMemoryError:
+            continue
+    shares = [one.recomputed_shares for _, one in found]
+    assert (0.5, 0.5) in shares
+    assert shares == sorted(shares, reverse=True), "more memory, less work"
+    parallel, half = found[shares.index((0.5, 0.5))]
+    assert none.step_s < half.step_s < everything.step_s
+    assert everything.peak_bytes < half.peak_bytes < none.peak_bytes
+    assert "backward repeats 50% of forward work" in autopar.explain.explain(half)
+    assert plan_from_json(half.to_json()) == half
+    assert_same_as_jit(step, parallel, *arrays)
+    assert_same_as_jit(step, autopar.parallelize(step, plan=half), *arrays, steps=1)
+
+
+def test_stages_keep_named_values():
+    def named_step(weights, x):
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = h + jnp.sin(checkpoint_name(jnp.tanh(h @ w), "layer"))
+            return jnp.mean(h**2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    (weights, _), x = arguments(layers=4, batch=512)
+    plans = {}
+    for way in ("none", "named", "layer"):
+        parallel = autopar.parallelize(named_step, recompute=way, **TWO_STAGES)
+        plans[way] = parallel.plan(weights, x)
+        assert_same_as_jit(named_step, parallel, weights, x)
+    assert plans["none"].peak_bytes > plans["named"].peak_bytes > plans["layer"].peak_bytes
+    assert plans["none"].step_s < plans["named"].step_s < plans["layer"].step_s
+    restored = autopar.parallelize(named_step, plan=plan_from_json(plans["named"].to_json()))
+    assert_same_as_jit(named_step, restored, weights, x, steps=1)
