@@ -168,7 +168,7 @@ class _Attempts:
     @property
     def has_too_few_examples(self) -> bool:
         """Whether the last way could not meet the constraints, which an earlier one with more examples at once could."""
-        return self._last is not None and isinstance(self._last, ConstraintError)
+        return isinstance(self._last, ConstraintError)
 
     def fastest(self) -> PlannedStep | None:
         """The fastest way so far; None if none fits."""

@@ -115,7 +115,7 @@ def build_graph(
     return _Builder(known, batch, exposure).build(program, input_layouts, output_layouts)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Value:
     """A value as its readers get it: where it comes from (None: a literal, replicated), what changes layout, and how often.
 
@@ -186,7 +186,7 @@ class _Builder(StaticDomain[_Value]):
         source = self.sources[var] = Source(self._add_fixed(layouts, f"input {number}", number), 0)
         if number in self.catalogue.options.held:
             self._held.add(source.node)
-        return _Value(source, var.aval, 1.0, exposed=self._exposed(var))
+        return _Value(source=source, aval=var.aval, trips=1.0, exposed=self._exposed(var))
 
     def _exposed(self, var: Var) -> float:
         """The part of a move of this value that nothing hides."""
@@ -209,7 +209,7 @@ class _Builder(StaticDomain[_Value]):
     # The walk.
 
     def literal(self, atom: Literal, scope: Scope[_Value]) -> _Value:
-        return _Value(None, atom.aval, scope.trips)
+        return _Value(source=None, aval=atom.aval, trips=scope.trips)
 
     def operation(self, eqn: Equation, scope: Scope[_Value]) -> Sequence[_Value]:
         node = self._add_equation(eqn, scope.trips)
@@ -271,7 +271,7 @@ class _Builder(StaticDomain[_Value]):
         """The results of an equation, made by these nodes as often as the scope's program runs."""
         pairs = list(zip(eqn.outvars, sources, strict=True))
         self.sources.update((v, source) for v, source in pairs if source is not None)
-        return [_Value(source, v.aval, scope.trips, exposed=self._exposed(v)) for v, source in pairs]
+        return [_Value(source=source, aval=v.aval, trips=scope.trips, exposed=self._exposed(v)) for v, source in pairs]
 
     def _note(self, var: Var, given: Atom, *, moved: int = 0) -> None:
         """What is known of a value that enters or leaves a nested program.

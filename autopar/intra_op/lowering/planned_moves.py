@@ -21,7 +21,7 @@ from autopar.program.program import Atom, Equation
 from autopar.program.walk import Scope, StaticDomain
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedMove:
     """One move of the lowered program: what it moves, how often per step, and the equation that asks for it."""
 
@@ -61,7 +61,9 @@ class _Census(LayoutDomain[Layout], StaticDomain[Layout]):
     ) -> Layout:
         assert self._moved is not None
         for move in self.path(value, form, aval):
-            self.moves.append(PlannedMove(move, self._moved, aval, scope.trips, scope.asking))
+            self.moves.append(
+                PlannedMove(move=move, atom=self._moved, aval=aval, trips=scope.trips, equation=scope.asking)
+            )
         return form
 
     def bring_atom(self, atom: Atom, form: Layout, scope: Scope[Layout]) -> Layout:
