@@ -261,8 +261,8 @@ def parallelize(
         virtual_stages: stages per mesh, for the interleaved schedule; `"auto"` compares 2 and 4.
         recompute: `"layer"` repeats forward work in the backward pass, with the same results, so that less is kept in memory: of
             a whole stage in a pipeline, of one layer after the other on one mesh. `"named"` keeps the values that
-            `jax.ad_checkpoint.checkpoint_name` names. `"none"` repeats nothing. `"auto"` repeats as much as has to be for the rest
-            to fit, where nothing else does, and on one mesh where that beats microbatches.
+            `jax.ad_checkpoint.checkpoint_name` names. `"none"` repeats nothing. `"auto"` repeats as much as has to be for the
+            rest to fit, where nothing else does, and on one mesh where that beats microbatches.
         planning_processes: how many processes plan layers and stages, to the same plan. Those beside this one are forks of it,
             which touch no device; leave it at 1 where forking is forbidden or while other threads compute with JAX.
         planning_seconds: how long the search may take, tracing not counted. When they are over, the best plan so far is used, and
