@@ -116,10 +116,11 @@ def _plan_on_one_node(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline
         if isinstance(found, OneStage):
             raise
         return found.pipeline
-    together_s = repeated_s(one.assignment)
+    cluster, together_s = comparison.request.cluster, repeated_s(one.assignment)
+    moving_s = one.plan.compute_s - _computed_s(one.assignment) - cluster.dispatch_s(len(comparison.traced.inputs))
     most = _most_microbatches(comparison.traced, comparison.wishes)
     equations = sum(1 for _ in comparison.traced.program.walk())
-    if not stages_may_pay(one.plan, together_s, most, equations, comparison.tuning):
+    if not stages_may_pay(one.plan, together_s + moving_s, most, equations, comparison.tuning):
         return one
     if comparison.request.budget.is_over:
         left = (*one.plan.not_compared, "pipeline stages")
@@ -133,12 +134,17 @@ def repeated_s(assignment: Assignment) -> float:
     return sum(seconds * times * (1 - min(1.0, ways.get(eqn, 1.0))) for eqn, seconds, times in assignment.seconds)
 
 
+def _computed_s(assignment: Assignment) -> float:
+    """Seconds of a step's operations, without those in which a device changes a layout by itself."""
+    return sum(seconds * times for _, seconds, times in assignment.seconds)
+
+
 def stages_may_pay(
     plan: Plan, together_s: float, most_microbatches: int, equations: int, tuning: Tuning = TUNING
 ) -> bool:
     """Whether stages may save enough of this plan's step, and enough time in all for a search in a program of this size.
 
-    `together_s`: seconds of its compute that several devices repeat. `equations`: of the program.
+    `together_s`: seconds of its compute that several devices repeat, or in which layouts change. `equations`: of the program.
     """
     work_s = (plan.compute_s - together_s) / (REPEATED_FORWARD if plan.recompute else 1)
     gain_s = plan.step_s - work_s * (1 + 1 / (3 * most_microbatches))

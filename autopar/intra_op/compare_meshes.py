@@ -149,7 +149,7 @@ class MeshComparison:
         if is_optional and self.candidates and not is_settled and math.isinf(best_s):
             is_settled = bool(self.failures) and self.shared.has_other_ways  # rather in more microbatches
         elif is_optional and self.candidates and not is_settled:
-            search_s = tuning.search_s_per_equation * self.equations
+            search_s = tuning.search_s_per_equation * self.equations - tuning.quick_s
             is_promising = not self.is_large or (self.more_axes_help and gain_s > tuning.least_gain * best_s)
             is_settled = not (is_promising and gain_s * tuning.repaid_in_steps > search_s)
         if is_settled:

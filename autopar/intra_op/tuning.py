@@ -24,6 +24,8 @@ class Tuning:
     search_s_per_equation: float = 2e-3
     """Seconds per equation that the search on such a mesh takes, as that condition assumes: 1.3 to 6.4 ms in small programs,
     where it never paid (`benchmarks/small_programs.py`)."""
+    quick_s: float = 1.0
+    """A search on such a mesh that takes no longer than this need not be repaid."""
     far: float = 1.5
     """If the temporaries take this many times the memory that is left for them, other meshes are not tried, but other ways to
     run the step, such as more microbatches."""

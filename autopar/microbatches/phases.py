@@ -22,6 +22,8 @@ heavy operations then do not fit into the body, and `MixedExamples` names the op
 
 from __future__ import annotations
 
+import dataclasses
+import weakref
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -65,12 +67,10 @@ def plan_time(
             they may hold different terms of one sum, such as the gradient of a tied weight.
         known: phases of outermost equations that are not to be searched.
     """
-    rules = RuleBook()
-    graph = _graph_over_time(traced, microbatches, rules, tuning)
-    examples = find_example_factors(traced, rules)
-    loosely = find_example_factors(traced, rules, loosely=True)
+    step = _facts_of(traced)
+    graph = _graph_over_time(traced, microbatches, step.rules, tuning)
     problem = _PhaseProblem(
-        graph, microbatches, examples, loosely=loosely, late_sums=late_sums, known=known or {}, tuning=tuning
+        graph, microbatches, step.examples, loosely=step.loosely, late_sums=late_sums, known=known or {}, tuning=tuning
     )
     found = choose(tie_layers(ChoiceProblem(costs=Costs.of(problem.costs(), problem.edges()), is_proven=False)))
     if not isinstance(found, Chosen) and known:
@@ -84,10 +84,31 @@ def plan_time(
         {eqn: phases.get(eqn, "epilogue") for eqn in traced.program.equations},
         assign(graph, [problem.strategy(v, p) for v, p in enumerate(found.numbers)]),
     )
-    mixed = find_mixing(traced, plan, examples, allowed=tuning.little)
+    mixed = find_mixing(traced, plan, step.examples, allowed=tuning.little)
     if mixed is None and microbatches > 1:
-        mixed = find_mixing(traced, plan, loosely, allowed=tuning.few)
+        mixed = find_mixing(traced, plan, step.loosely, allowed=tuning.few)
     return mixed or plan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _StepFacts:
+    """What holds of a step in any number of microbatches: its rules, and the factors that count examples, see `examples.py`."""
+
+    rules: RuleBook
+    examples: Mapping[Equation, frozenset[str]]
+    loosely: Mapping[Equation, frozenset[str]]
+
+
+_FACTS: weakref.WeakKeyDictionary[TracedStep, _StepFacts] = weakref.WeakKeyDictionary()
+
+
+def _facts_of(traced: TracedStep) -> _StepFacts:
+    """Found once for each step."""
+    if traced not in _FACTS:
+        rules = RuleBook()
+        examples, loosely = (find_example_factors(traced, rules, loosely=loosely) for loosely in (False, True))
+        _FACTS[traced] = _StepFacts(rules, examples, loosely)
+    return _FACTS[traced]
 
 
 def _graph_over_time(traced: TracedStep, microbatches: int, rules: RuleBook, tuning: Tuning) -> StrategyGraph:

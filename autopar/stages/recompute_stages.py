@@ -31,10 +31,13 @@ def recompute_in_backward(cut: StageCut, shares: Sequence[float], *, keeps_named
             forward = cut.segments[TaskName("forward", name.stage)]
             segments[name] = _with_forward(segment, _first_part(forward, shares[name.stage]), keeps_named=keeps_named)
     read = set(_read_by_others(segments.values()))
+    made_by = dict(cut.made_by)
     for name, segment in segments.items():
         if name.kind == "forward":
-            segments[name] = dataclasses.replace(segment, writes=tuple(v for v in segment.writes if v in read))
-    return dataclasses.replace(cut, segments=segments)
+            writes = tuple(v for v in dict.fromkeys((*segment.writes, *segment.made())) if v in read)
+            segments[name] = dataclasses.replace(segment, writes=writes)
+            made_by |= dict.fromkeys(writes, name)
+    return dataclasses.replace(cut, segments=segments, made_by=made_by)
 
 
 def _first_part(forward: Segment, share: float) -> Sequence[Equation]:
