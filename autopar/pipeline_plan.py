@@ -92,6 +92,8 @@ class PipelinePlan:
         compared: the numbers of microbatches and schedules, if several were compared.
         ended_early: whether planning ended before everything was compared, as its time was over or it was stopped.
         not_compared: what it left out then, in words.
+        lower_bound_s: under the cost model no plan on as many devices is faster, in stages or on one mesh, whatever its cuts,
+            submeshes, microbatches, schedule and recomputation, and whatever the memory; 0: no bound is known.
         version: of the JSON form.
     """
 
@@ -113,6 +115,7 @@ class PipelinePlan:
     compared: tuple[Alternative, ...] = ()
     ended_early: bool = False
     not_compared: tuple[str, ...] = ()
+    lower_bound_s: float = 0.0
     version: int = VERSION
 
     @property

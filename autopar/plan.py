@@ -33,6 +33,7 @@ class ValuePlan:
         dtype: its element type, as JAX names it.
         spec: for each dimension the mesh axes that split it, major to minor; () where it is whole.
         bytes_per_device: what one device stores.
+        from_forward: whether the forward pass of another stage sends it.
     """
 
     path: str
@@ -41,6 +42,7 @@ class ValuePlan:
     dtype: str
     spec: Spec
     bytes_per_device: int
+    from_forward: bool = False
 
     @property
     def partition_spec(self) -> PartitionSpec:
@@ -148,7 +150,9 @@ class Plan:
         memory_limit_bytes: the limit that the plan keeps, per device; None if there is none.
         peak_tensors: the largest values at the peak, largest first.
         planning_s: seconds that planning took.
-        lower_bound_s: no plan on this mesh is faster, under the cost model.
+        lower_bound_s: under the cost model no plan of what was left open is faster: on any of the meshes, in any number of
+            microbatches that was open, with recomputation or without, whatever the memory; and in stages, if these were open.
+            0: no bound is known.
         allow_redundant_compute: whether devices may repeat contractions.
         candidates: the meshes that were compared.
         copy_span: a gathered copy that no equation has used for this many equations is dropped and gathered again; None keeps
@@ -161,6 +165,7 @@ class Plan:
         unlimited_s: about what the best plan without the memory limit would take, as far as that was searched.
         ended_early: whether planning ended before everything was compared, as its time was over or it was stopped.
         not_compared: what it left out then, in words.
+        one_mesh_bound_s: where stages were open, the bound of the plans on one mesh alone, which `lower_bound_s` is below; else 0.
         version: of the JSON form.
     """
 
@@ -191,6 +196,7 @@ class Plan:
     ended_early: bool = False
     not_compared: tuple[str, ...] = ()
     hidden_s: float = 0.0
+    one_mesh_bound_s: float = 0.0
     version: int = VERSION
 
     @property
@@ -200,7 +206,7 @@ class Plan:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether the solver proved that no plan on this mesh is faster, under the cost model."""
+        """Whether it is proven that no plan of what was left open is faster, under the cost model."""
         return self.step_s <= self.lower_bound_s * (1 + 1e-6) + 1e-12
 
     def input(self, path: str) -> ValuePlan:

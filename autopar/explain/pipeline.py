@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from autopar.explain.bound import proof_text
 from autopar.explain.paths import path_patterns
 from autopar.explain.strategies import PARAMETER_WORDS, findings, names_text, traffic
 from autopar.explain.tables import new_table
@@ -49,7 +50,7 @@ def pipeline_header(plan: PipelinePlan) -> str:
             f"{_count(plan.num_microbatches, 'microbatch')}, schedule {plan.schedule}{again}",
             f"predicted step {seconds_text(plan.step_s)}, bubble {plan.bubble:.1%}; peak memory "
             f"{bytes_text(plan.peak_bytes)} per device{of_limit}",
-            f"planned in {seconds_text(plan.planning_s)}",
+            f"planned in {seconds_text(plan.planning_s)}, {proof_text(plan)}",
         )
     )
 
@@ -198,8 +199,7 @@ def _as_a_step(stage: StagePlan) -> Plan:
     """The stage as a step of its own: its batch is also what other stages send forward, its state what lives here."""
 
     def role(value: ValuePlan) -> str:
-        received = value.path.startswith("received ") and " of forward " in value.path
-        return "batch" if received else value.role
+        return "batch" if value.from_forward else value.role
 
     here = [v for v in stage.plan.inputs if v.role != "state" or v.path in stage.leaves]
     return dataclasses.replace(stage.plan, inputs=tuple(dataclasses.replace(v, role=role(v)) for v in here))

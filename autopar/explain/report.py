@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autopar.explain.bound import proof_text
 from autopar.explain.compared import compared_table, repeated_text, what_is_missing, why_chosen
 from autopar.explain.pipeline import mesh_text, pipeline_findings, pipeline_header, pipeline_tables, schedule_title
 from autopar.explain.strategies import findings, traffic
@@ -94,15 +95,6 @@ def _header(plan: Plan) -> str:
     lines = (
         f"mesh {mesh_text(plan)} ({math.prod(plan.mesh_shape)} devices) on cluster {plan.cluster}{cut}{again}",
         f"predicted step {step}{hidden}; peak memory {bytes_text(plan.peak_bytes)} per device{of_limit}",
-        f"planned in {seconds_text(plan.planning_s)}, {_proof_text(plan)}",
+        f"planned in {seconds_text(plan.planning_s)}, {proof_text(plan)}",
     )
     return "\n".join(lines)
-
-
-def _proof_text(plan: Plan) -> str:
-    if plan.is_optimal:
-        return "proven optimal under the cost model"
-    if plan.lower_bound_s <= 0:
-        return "not proven optimal: no bound on the best plan is known"
-    gap = plan.step_s / plan.lower_bound_s - 1
-    return f"not proven optimal: at most {gap:.1%} slower than the best plan under the cost model"

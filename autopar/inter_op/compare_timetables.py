@@ -17,7 +17,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
-from autopar.inter_op.describe_pipeline import PlannedPipeline, beside_tasks_s, simulate_stages
+from autopar.inter_op.describe_pipeline import (
+    PlannedPipeline,
+    beside_tasks_s,
+    bound_stages,
+    simulate_stages,
+)
 from autopar.inter_op.plan_pipeline import PipelineWishes, alternative_of, plan_in_other_schedules, plan_pipeline
 from autopar.inter_op.timetables import Timetable, latency_share, seconds_at
 from autopar.inter_op.tuning import TUNING, Tuning
@@ -51,7 +56,8 @@ def plan_best_pipeline(
     if wishes.following is None:
         cut, split = best.staged.cut, best.staged.split
         warn_of_indivisible_work(forward_chain(cut.loop), cut.num_stages, divided=any(split.cuts))
-    return dataclasses.replace(best, plan=dataclasses.replace(best.plan, planning_s=time.perf_counter() - started))
+    bound_s, seconds = bound_stages(traced, request, devices), time.perf_counter() - started
+    return dataclasses.replace(best, plan=dataclasses.replace(best.plan, planning_s=seconds, lower_bound_s=bound_s))
 
 
 def _is_possible(timetable: Timetable, wishes: PipelineWishes) -> bool:

@@ -20,7 +20,7 @@ import dataclasses
 import math
 
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
-from autopar.inter_op.describe_pipeline import PlannedPipeline
+from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages
 from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh, state_is_too_large
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline, search_pipeline
@@ -81,10 +81,16 @@ class _OneOrStages:
 def plan_one_or_stages(
     traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int, tuning: Tuning = TUNING
 ) -> PlannedStep | PlannedPipeline:
-    """The faster of the two. Raises OutOfMemoryError if neither fits, and what `plan_on_one_mesh` raises."""
+    """The faster of the two, with a bound of both. Raises OutOfMemoryError if neither fits, and what `plan_on_one_mesh` raises."""
     comparison = _OneOrStages(traced=traced, wishes=wishes, request=request, devices=devices, tuning=tuning)
     nodes, _ = machine_shape(request.cluster, devices)
-    return _plan_across_nodes(comparison) if nodes > 1 else _plan_on_one_node(comparison)
+    found = _plan_across_nodes(comparison) if nodes > 1 else _plan_on_one_node(comparison)
+    if isinstance(found, PlannedPipeline):
+        return found  # what bounds stages bounds one mesh
+    one_mesh_s = found.plan.lower_bound_s
+    bound_s = min(one_mesh_s, bound_stages(traced, request, devices))
+    plan = dataclasses.replace(found.plan, lower_bound_s=bound_s, one_mesh_bound_s=one_mesh_s)
+    return dataclasses.replace(found, plan=plan)
 
 
 def _plan_across_nodes(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from autopar.inter_op.describe_pipeline import PlannedPipeline, describe_pipeline
+from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages, describe_pipeline
 from autopar.inter_op.plan_pipeline import (
     PipelineWishes,
     alternative_of,
@@ -97,7 +97,8 @@ def search_pipeline(
     rows = {timetable_of(one): one for one in found.compared}
     rows |= {timetable: alternative_of(one.plan) for timetable, one in planned.items()}
     compared = tuple(rows[timetable] for timetable in sorted(rows)) if len(rows) > 1 else ()
-    plan = dataclasses.replace(best.plan, planning_s=time.perf_counter() - started, compared=compared)
+    bound_s, seconds = bound_stages(traced, request, devices), time.perf_counter() - started
+    plan = dataclasses.replace(best.plan, planning_s=seconds, compared=compared, lower_bound_s=bound_s)
     by_layers_s = tuple(stage.stage_s for stage in found.choice.stages)
     return SearchedPipeline(dataclasses.replace(best, plan=plan), found.one_stage_s, by_layers_s)
 

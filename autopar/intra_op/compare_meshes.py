@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, cast
 
 from autopar.errors import ConstraintError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
+from autopar.intra_op.choices.least_work import find_work
 from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
 from autopar.intra_op.request import PlannedStep, PlanRequest
@@ -44,6 +45,10 @@ class SharedSearch:
             some of it done again, takes no less time.
         excess: of the latest way, how many times the memory that is left for temporaries they take without a limit, on the mesh
             where it is least.
+        first: the way that was looked at first; its microbatches are the fewest, and it does least work again.
+        least_s: by mesh, seconds that no step on it takes less than; of the first way, so that it holds for all. `at_least_s` is
+            for choosing what to plan: it bounds what the search minimises.
+        work_s: seconds of the work of the first way, which no step on any mesh takes less than.
         bounded: meshes that were looked at, in all ways; `dropped` and `proven` are those that were left and planned.
         has_other_ways: whether other ways will be looked at if nothing fits.
         is_bounded: whether meshes are to have bounds that hold for all ways; of stages nobody asks for them.
@@ -53,6 +58,9 @@ class SharedSearch:
     evenly_divided_s: float = 0.0
     at_least_s: dict[LogicalMesh, float] = dataclasses.field(default_factory=dict)
     excess: float = math.inf
+    first: TracedStep | None = None
+    least_s: dict[LogicalMesh, float] = dataclasses.field(default_factory=dict)
+    work_s: float = 0.0
     bounded: int = 0
     dropped: int = 0
     proven: int = 0
@@ -79,6 +87,7 @@ class _Looked:
 
     evenly_divided_s: float
     at_least_s: float
+    least_s: float
     excess: float
     outcome: PlannedStep | Plan | Ended | None
 
@@ -103,6 +112,7 @@ class MeshComparison:
     def run(self) -> PlannedStep | Beaten:
         """The best plan, with all that was compared."""
         self.shared.excess = math.inf
+        self._note_first()
         meshes = waiting = _distinct(self.request)
         together = self.request.processes if self.is_large else 1
         while waiting:
@@ -121,17 +131,27 @@ class MeshComparison:
 
     def _describe(self, best: PlannedStep | Plan, meshes: Sequence[LogicalMesh]) -> PlannedStep:
         planned = best if isinstance(best, PlannedStep) else restore(self.traced, best, self.request)
-        bounds = [self._bound_s(mesh) for mesh in meshes]
+        least_s = min(max(self.shared.least_s.get(mesh, 0.0), self.shared.work_s) for mesh in meshes)
         names = tuple(f"mesh {mesh.shape}" for mesh in self.not_compared)
         plan = dataclasses.replace(
             planned.plan,
             candidates=tuple(self.candidates),
             unlimited_s=min(planned.plan.step_s, *self.unlimited_s),
-            lower_bound_s=min([planned.plan.lower_bound_s, *(bounds if self.shared.is_bounded else ())]),
+            lower_bound_s=min(planned.plan.step_s, least_s),
             ended_early=bool(names),
             not_compared=names,
         )
         return dataclasses.replace(planned, plan=plan)
+
+    def _note_first(self) -> None:
+        """If this is the first way, note its work."""
+        shared, request = self.shared, self.request
+        if shared.is_bounded and shared.first is None:
+            shared.first = self.traced
+            alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
+            devices = max(mesh.size for mesh in request.meshes)
+            dispatch_s = request.cluster.dispatch_s(len(self.traced.inputs))
+            shared.work_s = find_work(self.traced.program, alone).on_one_mesh_s(devices) + dispatch_s
 
     def _is_far_too_large(self) -> bool:
         """Whether what was looked at is so much too large that other meshes will not help, but other ways may."""
@@ -206,13 +226,21 @@ class MeshComparison:
         is_beaten = max(at_least_s, evenly_divided_s) >= (1 - self.worth) * shared.best_s
         outcome = None if is_beaten else search.plan(shared.best_s)
         at_least_s = max(at_least_s, search.bound_s)
-        return _Looked(evenly_divided_s=evenly_divided_s, at_least_s=at_least_s, excess=search.excess, outcome=outcome)
+        is_first = shared.is_bounded and shared.first is self.traced
+        return _Looked(
+            evenly_divided_s=evenly_divided_s,
+            at_least_s=at_least_s,
+            least_s=search.least_s() if is_first else 0.0,
+            excess=search.excess,
+            outcome=outcome,
+        )
 
     def _note(self, mesh: LogicalMesh, looked: _Looked) -> None:
         """Take over what was found. A mesh that the one before it in a row beats counts as not planned."""
         shared = self.shared
         shared.evenly_divided_s = shared.evenly_divided_s or looked.evenly_divided_s
         shared.at_least_s.setdefault(mesh, looked.at_least_s)
+        shared.least_s.setdefault(mesh, looked.least_s)
         shared.excess = min(shared.excess, looked.excess or math.inf)
         if looked.outcome is None or self._is_beaten(mesh):
             self.candidates.append(Candidate(mesh.shape, None, self._bound_s(mesh)))

@@ -7,7 +7,6 @@ cost and memory models. What can go wrong: an assignment that is not of this cho
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from autopar.avals import itemsize_of
@@ -36,14 +35,13 @@ def describe_plan(
     memory_limit_bytes: int | None,
     allow_redundant_compute: bool,
 ) -> Plan:
-    """The plan of one mesh as data. `planning_s`, `candidates` and what was compared are for the caller, who knows them."""
+    """The plan of one mesh as data. `planning_s`, its bound, and what was compared are for the caller, who knows them."""
     mesh = graph.mesh
     collectives, local_s = _collectives(traced, graph, assignment)
     compute_s = float(sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True)))
     compute_s += local_s + cluster.dispatch_s(len(traced.inputs))
     comm_s = sum(item.count * item.predicted_s for item in collectives)
     peak, tensors = memory.peak(choice.numbers, copy_span=assignment.copy_span)
-    slack = choice.seconds - choice.lower_bound_s
     plan = Plan(
         fingerprint=traced.fingerprint,
         cluster=cluster.name,
@@ -66,9 +64,7 @@ def describe_plan(
     )
     moved, overlap = list(windows(plan)), cluster.overlap
     hidden_s = sum(item.hidden_s for item in hide(moved, compute_s=compute_s, overlap=overlap).values())
-    most_s = sum(item.hidden_s for item in hide(moved, compute_s=math.inf, overlap=overlap).values())
-    lower_bound_s = compute_s + comm_s - most_s - max(slack, 0.0)
-    return dataclasses.replace(plan, hidden_s=hidden_s, lower_bound_s=lower_bound_s)
+    return dataclasses.replace(plan, hidden_s=hidden_s)
 
 
 def _values(leaves: Sequence[Leaf], layouts: Sequence[Layout], mesh: LogicalMesh) -> tuple[ValuePlan, ...]:
@@ -80,6 +76,7 @@ def _values(leaves: Sequence[Leaf], layouts: Sequence[Layout], mesh: LogicalMesh
             dtype=str(leaf.dtype),
             spec=layout.spec(mesh) if leaf.microbatches == 1 else layout.spec(mesh)[1:],
             bytes_per_device=layout.local_bytes(leaf.shape, itemsize_of(leaf), mesh),
+            from_forward=leaf.from_forward,
         )
         for leaf, layout in zip(leaves, layouts, strict=True)
     )

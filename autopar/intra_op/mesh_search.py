@@ -17,6 +17,7 @@ import numpy as np
 
 from autopar.intra_op.choices.equal_axes import find_equal_axes, number_classes
 from autopar.intra_op.choices.graph import BatchSplit, StrategyGraph, build_graph
+from autopar.intra_op.choices.least_costs import least_costs
 from autopar.intra_op.choices.overlap import Exposure, least_exposure
 from autopar.intra_op.describe import describe_plan
 from autopar.intra_op.lowering.assignment import assign
@@ -28,6 +29,8 @@ from autopar.layouts.allowed import allowed_layouts, batch_axes
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import all_layouts
 from autopar.program.step import Leaf, TracedStep
+from autopar.solver.budget import Budget
+from autopar.solver.classes import merge_classes
 from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, NotSearched, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.repeated_layers import lift_bound, tie_layers
@@ -77,6 +80,28 @@ class MeshSearch:
         """Seconds that no choice on this mesh goes below, at little cost."""
         return lift_bound(self.problem)
 
+    def least_s(self) -> float:
+        """Seconds that no step on this mesh takes less than, with communication hidden as far as it can be, at some cost.
+
+        `at_least_s` and `bound_s` bound the objective, which pays for a change of layout once per reader, where the step pays once.
+        """
+        request, catalogues = self.request, self.request.catalogues
+        constant_s = request.cluster.dispatch_s(len(self.traced.inputs))
+        costs = least_costs(self.graph, catalogues.of(self.mesh, request.cluster, request.options))
+        if costs is None:
+            return constant_s + max(self.bound_s, self.at_least_s())
+        budget = Budget(seconds=request.budget.seconds_left, work=request.tuning.bound_work)
+        problem = dataclasses.replace(self.problem, costs=costs, ties=None, is_quick=True, budget=budget)
+        if problem.classes is not None and costs.pairs > request.tuning.bounded_pairs:
+            problem = merge_classes(problem, problem.classes)
+        problem = dataclasses.replace(problem, classes=None)
+        if problem.costs.pairs > request.tuning.bounded_pairs:
+            return constant_s + lift_bound(tie_layers(problem))
+        match choose(problem):
+            case Chosen(lower_bound_s=bound_s) | CutOff(bound_s) | NotSearched(bound_s):
+                return constant_s + bound_s
+        return constant_s
+
     def plan(self, cutoff_s: float) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         """The best plan within the memory; only plans that take less than `cutoff_s` matter.
 
@@ -91,8 +116,7 @@ class MeshSearch:
             return found
         again = MeshSearch(self.traced, self.mesh, self.request, narrowed)._plan(cutoff_s)
         if isinstance(again, PlannedStep) and again.plan.step_s < found.plan.step_s:
-            plan = dataclasses.replace(again.plan, lower_bound_s=found.plan.lower_bound_s)
-            return dataclasses.replace(again, plan=plan)
+            return again
         return found
 
     def _plan(self, cutoff_s: float) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:

@@ -34,6 +34,11 @@ class Tuning:
     mesh_work: float = 1e9
     """Units of work (`solver/budget.py`) that the choice on one mesh may take without a memory limit, about five seconds. What is
     open then is a gap in the plan (`benchmarks/planning_ordinary.py`, unet)."""
+    bounded_pairs: int = 3_000_000
+    """Up to so many pairs of choices the steps on a mesh are bounded by dual ascent on the whole problem, which takes a second; of
+    more by the ascent on layers, whose bound is up to a tenth lower in a shallow model (`benchmarks/planner_time.py`)."""
+    bound_work: float = 5e8
+    """Units of work (`solver/budget.py`) for that, about a second."""
     narrowed: float = 0.01
     """A mesh is searched again where the plan's step waits for this part of itself more than the search took for granted, as
     there is too little compute to hide communication behind (`benchmarks/small_programs.py`)."""

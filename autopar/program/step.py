@@ -26,7 +26,7 @@ class Leaf:
 
     A leaf that enters as `microbatches` slices has a leading dimension of that size, which the caller's array lacks. If it is
     `streamed`, slices come and go one by one and are never all in memory. `weak_type` is set for outputs alone. `shared`: all
-    examples of the batch share the leaf.
+    examples of the batch share the leaf. `from_forward`: another stage's forward pass sends it.
     """
 
     path: str
@@ -38,6 +38,7 @@ class Leaf:
     streamed: bool = False
     weak_type: bool = False
     shared: bool = False
+    from_forward: bool = False
 
     @property
     def given_shape(self) -> tuple[int, ...]:

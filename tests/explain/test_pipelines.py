@@ -164,7 +164,7 @@ def test_the_table_of_transfers_holds_each_and_their_sum():
 
 
 def test_each_stage_has_its_own_strategies_and_what_it_receives_forward_is_its_batch():
-    sent = leaf(SENT, (16, 64), (("x",), ()), role="other")
+    sent = dataclasses.replace(leaf(SENT, (16, 64), (("x",), ()), role="other"), from_forward=True)
     first = stage_of(0, leaf(LAYER.format(0), (32, 32), ((), ("y",))), BATCH)
     text = explain(pipeline_of(first, stage_of(1, leaf(LAYER.format(1), (32, 32)), sent)))
     assert "- stage 0: tensor parallel over y, 4 ways: 1 of 1 parameters (100% of their bytes) split" in text

@@ -80,7 +80,9 @@ class Catalogue:
 
     def __init__(self, mesh: LogicalMesh, cluster: Cluster, options: PlannerOptions, rules: RuleBook) -> None:
         self.mesh, self.cluster, self.options, self.rules = mesh, cluster, options, rules
-        self.spaces = Spaces(network_of(cluster, mesh, options))
+        network = network_of(cluster, mesh, options)
+        self.spaces = Spaces(network)
+        self._free_spaces = Spaces(dataclasses.replace(network, copy_s_per_byte=0.0))
         self._sets: dict[Hashable, StrategySet] = {}
         self._matrices: dict[Hashable, np.ndarray] = {}
         self._sums: dict[Hashable, np.ndarray] = {}
@@ -124,12 +126,15 @@ class Catalogue:
             self._sets[key] = StrategySet(strategies, seconds, out_bytes)
         return self._sets[key]
 
-    def relayout(self, aval: Aval, gives: Sequence[Layout], needs: Sequence[Layout]) -> np.ndarray:
-        """Seconds from each layout of the first to each of the second."""
+    def relayout(
+        self, aval: Aval, gives: Sequence[Layout], needs: Sequence[Layout], *, is_local_free: bool = False
+    ) -> np.ndarray:
+        """Seconds from each layout of the first to each of the second; `is_local_free`: slices and masks take next to none."""
         if is_opaque(aval):
             return np.zeros((len(gives), len(needs)))
         monoids = {m for layout in (*gives, *needs) for _, m in layout.partial}
-        space = self.spaces.of(aval, tuple(sorted(monoids)))
+        spaces = self._free_spaces if is_local_free else self.spaces
+        space = spaces.of(aval, tuple(sorted(monoids)))
         rows = [space.index[layout] for layout in gives]
         columns = [space.index[layout] for layout in needs]
         return space.seconds[np.ix_(rows, columns)]
@@ -174,6 +179,24 @@ class Catalogue:
         if key not in self._sums:
             self._sums[key] = np.asarray(sum(trips * matrix for trips, matrix in parts))
         return self._sums[key]
+
+    def whole_seconds(self, eqn: Equation, *, traffic: Traffic | None) -> tuple[float, float]:
+        """Seconds of an equation that one device does alone: (arithmetic and what it moves, what it costs to start).
+
+        Without copies of operands in another order, which other layouts may not need.
+        """
+        inputs, outputs = (
+            tuple(Layout.replicated(len(v.aval.shape)) for v in side) for side in (eqn.invars, eqn.outvars)
+        )
+        whole, entry, device = ShardingStrategy((), inputs, outputs, 1), entry_for(eqn), self.cluster.device
+        seconds = self._seconds(eqn, entry, self.rules.flops(eqn), whole, traffic=traffic)
+        if traffic is not None and not entry.heavy:
+            launch_s = traffic.kernels * device.launch_s
+            return seconds - launch_s, launch_s
+        if entry.free:
+            return 0.0, 0.0
+        launch_s = 0.0 if entry.fused else device.launch_s
+        return seconds - launch_s - self._reordered_bytes(eqn, whole) * device.reorder_s_per_byte, launch_s
 
     def _seconds(
         self,

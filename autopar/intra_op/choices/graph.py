@@ -25,6 +25,8 @@ from autopar.intra_op.choices.kernels import Traffic
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.overlap import Exposure
+from autopar.intra_op.choices.uses import Source as Source
+from autopar.intra_op.choices.uses import Use as Use
 from autopar.layouts.mesh import Axes, Layout, LogicalMesh
 from autopar.program.loops import Entry, Exit, Filled, Goes, LoopEquation
 from autopar.program.program import Atom, Equation, Program, fan_out_p
@@ -53,27 +55,6 @@ class Node:
     rule: FactorRule | None = None
     input_number: int | None = None
     loop: Equation | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Where a value comes from: an output of a node; `stacked` if the value is a stack of such outputs."""
-
-    node: int
-    output: int
-    stacked: bool = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Use:
-    """A value passed from a node to an operand of another; `aval` is what changes layout, `trips` how often."""
-
-    source: Source
-    target: int
-    operand: int
-    stacked: bool
-    aval: Aval
-    trips: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -355,9 +336,17 @@ class _Builder(StaticDomain[_Value]):
             relayout = self.catalogue.relayout(value.aval, (replicated,), needs)[0]
             self.costs[target] = self.costs[target] + value.trips * relayout
             return
-        self.uses.append(
-            Use(source=source, target=target, operand=operand, stacked=stacked, aval=value.aval, trips=value.trips)
+        use = Use(
+            source=source,
+            target=target,
+            operand=operand,
+            stacked=stacked,
+            aval=value.aval,
+            trips=value.trips,
+            exposed=value.exposed,
+            held=source.node in self._held,
         )
+        self.uses.append(use)
         matrix = self.catalogue.relayout_between(
             value.aval,
             self.nodes[source.node].choices,
@@ -366,7 +355,7 @@ class _Builder(StaticDomain[_Value]):
             operand,
             stacked=(source.stacked, stacked),
             flipped=source.node > target,
-            held=source.node in self._held,
+            held=use.held,
         )
         self._hold(source, target)
         times = value.trips * value.exposed

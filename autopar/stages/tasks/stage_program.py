@@ -182,6 +182,7 @@ class _Tracer:
                 dtype=aval.dtype,
                 microbatches=microbatches,
                 streamed=is_stack,
+                from_forward=is_stack and port.maker is not None and port.maker.kind == "forward",
             )
         leaf = self.leaf_of[port.var]
         microbatches = self.microbatches if port.source == "rows" else 1
