@@ -165,7 +165,7 @@ class Plan:
         unlimited_s: about what the best plan without the memory limit would take, as far as that was searched.
         ended_early: whether planning ended before everything was compared, as its time was over or it was stopped.
         not_compared: what it left out then, in words.
-        one_mesh_bound_s: where stages were open, the bound of the plans on one mesh alone, which `lower_bound_s` is below; else 0.
+        one_mesh_bound_s: where stages were open, the bound of plans on one mesh alone, not below `lower_bound_s`; else 0.
         version: of the JSON form.
     """
 

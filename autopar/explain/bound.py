@@ -1,7 +1,7 @@
 """How far a plan may be from the best one, in words that say over which plans.
 
-In: a plan of one mesh or a pipeline. Out: the end of a sentence. What can go wrong: a bound that is taken for one of real steps; it
-is one of the cost model's.
+In: a plan of one mesh or a pipeline. Out: the end of a sentence. What can go wrong: a bound that is taken for one of real steps.
+It is one of the cost model's.
 """
 
 from __future__ import annotations

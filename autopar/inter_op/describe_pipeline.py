@@ -4,10 +4,10 @@ In: `Staged`, the stages' programs and assignments, and a `Schedule`. Out: the p
 is the makespan that the schedule's simulator finds from the stages' seconds, plus the time that fills the pipeline and the time
 of what happens once a step (`beside_tasks_s`).
 
-No pipeline on D devices takes less than `bound_stages` says, whatever its stages, microbatches and schedule. An operation runs on the
-devices of one stage, and the busiest mesh works as long as the average device. And a microbatch passes all stages, forward and
-backward: its launches follow each other, but for those that a schedule may keep for later, half of each backward task. What is done
-once per step comes after that.
+No pipeline on D devices takes less than `bound_stages` says, whatever its stages, microbatches and schedule. An operation runs
+on the devices of one stage, and the busiest mesh works as long as the average device. And a microbatch passes all stages, forward
+and backward: its launches follow each other, but for those that a schedule may keep for later, half of each backward task. What
+is done once per step comes after that.
 
     step >= max(work of the microbatches / D, launches of one microbatch / 2) + work once per step / D
 """

@@ -81,7 +81,10 @@ class _OneOrStages:
 def plan_one_or_stages(
     traced: TracedStep, wishes: PipelineWishes, request: PlanRequest, *, devices: int, tuning: Tuning = TUNING
 ) -> PlannedStep | PlannedPipeline:
-    """The faster of the two, with a bound of both. Raises OutOfMemoryError if neither fits, and what `plan_on_one_mesh` raises."""
+    """The faster of the two, with a bound of both.
+
+    Raises OutOfMemoryError if neither fits, and what `plan_on_one_mesh` raises.
+    """
     comparison = _OneOrStages(traced=traced, wishes=wishes, request=request, devices=devices, tuning=tuning)
     nodes, _ = machine_shape(request.cluster, devices)
     found = _plan_across_nodes(comparison) if nodes > 1 else _plan_on_one_node(comparison)

@@ -81,9 +81,9 @@ class MeshSearch:
         return lift_bound(self.problem)
 
     def least_s(self) -> float:
-        """Seconds that no step on this mesh takes less than, with communication hidden as far as it can be, at some cost.
+        """Seconds that no step on this mesh takes less than, whatever the memory. It takes about a second to find.
 
-        `at_least_s` and `bound_s` bound the objective, which pays for a change of layout once per reader, where the step pays once.
+        `at_least_s` and `bound_s` bound the objective, which pays for a change of layout once per reader; a step pays once.
         """
         request, catalogues = self.request, self.request.catalogues
         constant_s = request.cluster.dispatch_s(len(self.traced.inputs))

@@ -35,8 +35,8 @@ class Tuning:
     """Units of work (`solver/budget.py`) that the choice on one mesh may take without a memory limit, about five seconds. What is
     open then is a gap in the plan (`benchmarks/planning_ordinary.py`, unet)."""
     bounded_pairs: int = 3_000_000
-    """Up to so many pairs of choices the steps on a mesh are bounded by dual ascent on the whole problem, which takes a second; of
-    more by the ascent on layers, whose bound is up to a tenth lower in a shallow model (`benchmarks/planner_time.py`)."""
+    """Up to so many pairs of choices the steps on a mesh are bounded by dual ascent on the whole problem, which takes a second.
+    Beyond, ascent on layers does it, whose bound is a third lower for a GPT of 4 layers (`benchmarks/planner_time.py`)."""
     bound_work: float = 5e8
     """Units of work (`solver/budget.py`) for that, about a second."""
     narrowed: float = 0.01

@@ -36,7 +36,8 @@ def test_plan_needs_no_devices(tmp_path):
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert "(1024 devices)" in output
-    assert Plan.from_json(Path(file).read_text()).is_optimal
+    plan = Plan.from_json(Path(file).read_text())
+    assert plan.step_s <= plan.one_mesh_bound_s * (1 + 1e-6)
 
 
 def test_plan_takes_sizes_mesh_and_limits_from_its_flags(tmp_path):

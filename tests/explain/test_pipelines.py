@@ -73,7 +73,11 @@ def test_the_header_of_a_pipeline_states_stages_schedule_bubble_and_memory():
         "2 stages x 8 devices (16 devices) on cluster cpu\n"
         "4 microbatches, schedule 1f1b\n"
         "predicted step 20.0 ms, bubble 25.0%; peak memory 3.0 GiB per device of 12.0 GiB (25%)\n"
-        "planned in 1.50 s\n"
+        "planned in 1.50 s, not proven optimal: no bound on the best plan is known\n"
+    )
+    bounded = explain(pipeline_of(*two_stages(), lower_bound_s=0.016))
+    assert (
+        "planned in 1.50 s, at most 25.0% slower than any plan in stages or on one mesh under the cost model" in bounded
     )
     assert "3.0 GiB per device, no limit" in explain(pipeline_of(*two_stages(), memory_limit_bytes=None))
     again = explain(pipeline_of(*two_stages(), recompute=True))
@@ -173,7 +177,8 @@ def test_each_stage_has_its_own_strategies_and_what_it_receives_forward_is_its_b
 
 def test_leaves_that_a_stage_reads_of_other_meshes_are_told_and_are_not_its_parameters():
     borrowed = leaf(LAYER.format(0), (32, 32))
-    second = stage_of(1, leaf(LAYER.format(1), (32, 32)), borrowed, leaf(SENT, (16, 64), (("x",), ()), role="other"))
+    sent = dataclasses.replace(leaf(SENT, (16, 64), (("x",), ()), role="other"), from_forward=True)
+    second = stage_of(1, leaf(LAYER.format(1), (32, 32)), borrowed, sent)
     second = dataclasses.replace(second, leaves=(LAYER.format(1),))
     text = explain(pipeline_of(stage_of(0, borrowed, BATCH), second))
     assert (

@@ -6,8 +6,8 @@ smaller part of the peak. Its launch is not divided: each device that takes part
 
     step >= (sum of divided) / D + (sum of launches)
 
-Microbatches are the same work in smaller pieces, and recomputation is more work, so neither takes less. What can go wrong: a program
-that computes less in pieces than as a whole.
+Microbatches are the same work in smaller pieces, and recomputation is more work, so neither takes less. What can go wrong: a
+program that computes less in pieces than as a whole.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class Source:
 class Use:
     """A value passed from a node to an operand of another; `aval` is what changes layout, `trips` how often.
 
-    `stacked`: the reader gets a row of it. `exposed`: the part of the seconds of a change that a step waits for. `held`: its layout
-    may not change.
+    `stacked`: the reader gets a row of it. `exposed`: the part of the seconds of a change that a step waits for. `held`: its
+    layout may not change.
     """
 
     source: Source
