@@ -57,6 +57,22 @@ def readers(dims, first=0):
     return step
 
 
+def read_in_a_loop(outside, inside):
+    """A value with readers of its own, and a loop in which it has others: its copies there are copies of a copy."""
+
+    def step(w, x):
+        value = jnp.sort(x, axis=0)
+
+        def body(carried, row):
+            return carried + row, [
+                jnp.sum(one, axis=1 - dim) for one, dim in zip(along(value, inside), inside, strict=True)
+            ]
+
+        return w, along(value, outside), jax.lax.scan(body, w[0], w[:2])
+
+    return step
+
+
 def random_step(seed):
     """A few operations on values, each of which may have many readers, in different layouts."""
     draw = random.Random(seed)
@@ -167,6 +183,16 @@ MACHINES = {
 @pytest.mark.parametrize("dims", [(1, 1, 1), (1, 1, 0), (1, 1, 1, 0, 0), (1, 1, 1, 1, 0)])
 def test_what_many_readers_share_is_bounded_as_the_step_pays_it(dims, name):
     step, request = traced(readers(dims)), request_for(MACHINES[name], (2,))
+    search = MeshSearch(step, request.meshes[0], request)
+    assert bound_s(step, request) <= least_step_s(search) * ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("outside", [(1,), (1, 1), (0, 1), (1, 1, 1)])
+@pytest.mark.parametrize("inside", [(1,), (0, 0), (1, 1), (0, 0, 1), (1, 1, 0)])
+def test_a_copy_of_a_shared_copy_is_bounded_too(outside, inside, name):
+    step, request = traced(read_in_a_loop(outside, inside)), request_for(MACHINES[name], (2,))
     search = MeshSearch(step, request.meshes[0], request)
     assert bound_s(step, request) <= least_step_s(search) * ROUNDING
 

@@ -1,18 +1,18 @@
 """Costs of a strategy graph of which no plan takes less: what several readers share counts once.
 
-The graph pays D(s, t) for every reader that takes a value lying in layout s in layout t. The program pays once for all readers
-of t (`program/copies.py`). So a choice may take less than it costs, and a bound of the costs need not be one of the step. Out come
-costs R with R(x*) <= step(x*) for some best choice x*, so that a bound of R is one of every step; elsewhere R may be above it. For
-a value of n readers and k uses:
+The graph pays D(s, t) for every reader that takes a value lying in layout s in layout t. The program pays once for all
+readers of t (`program/copies.py`). So a choice may take less than it costs, and a bound of the costs need not be one of the step.
+Out come costs R with R(x*) <= step(x*) for some best choice x*, so that a bound of R is one of every step. Elsewhere R may be
+above it. For a value of n readers and k uses:
 
     of one reader     it pays once for the operands that it takes in one layout. That is exact.
     in general        each reader pays D / n.
     of a free fan-out, which has one operand and could as well lie in any layout t that a reader takes:
         k = 2         both pay D. If both take t, let the fan-out lie in t: by the triangle inequality of shortest paths
                       D(a, t) <= D(a, s) + D(s, t), so nothing is dearer, and nothing is shared.
-        k > 2         let D' be D with slices and masks for nothing. If several take t, and D'(t, s) = 0, let the fan-out lie
-                      in t again: who takes u pays D'(t, u) <= D'(t, s) + D'(s, u), no more than before. So readers pay D'.
-                      If D'(t, s) > 0, at most min(k - 1, n) of them take t, as else all do: each pays D' over that number.
+        k > 2         let D' be D with slices and masks for nothing. If several take t, and D'(t, s) = 0, let the fan-out
+                      lie in t: who takes u pays D'(t, u) <= D'(t, s) + D'(s, u), no more than before. They pay D'.
+                      If D'(t, s) > 0, at most min(k - 1, n) of them take t, as else all do: each pays D' over that.
 
 Of all best choices x* is one with the least R. Each exchange above lowers R, so x* needs none. That holds where the operand of the
 fan-out is not itself shared: it has no other reader, or one, of a free fan-out, which is then exchanged first. Layouts t in which
