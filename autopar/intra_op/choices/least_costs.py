@@ -14,10 +14,10 @@ above it. For a value of n readers and k uses:
                       lie in t: who takes u pays D'(t, u) <= D'(t, s) + D'(s, u), no more than before. They pay D'.
                       If D'(t, s) > 0, at most min(k - 1, n) of them take t, as else all do: each pays D' over that.
 
-Of all best choices x* is one with the least R. Each exchange above lowers R, so x* needs none. That holds where the operand of the
-fan-out is not itself shared: it has no other reader, or one, of a free fan-out, which is then exchanged first. Layouts t in which
-the fan-out cannot lie (a term of a sum that it is not) cost D / n. What can go wrong: a reader that the program serves by a copy
-of its own counts as one that shares. That makes the bound lower, never wrong.
+Of all best choices x* is one with the least R. Each exchange above lowers R, so x* needs none. That holds where the operand of
+the fan-out is not itself shared: it has no other reader, or one, of a free fan-out, which is then exchanged first. Layouts t in
+which the fan-out cannot lie (a term of a sum that it is not) cost D / n. What can go wrong: a reader that the program serves by a
+copy of its own counts as one that shares. That makes the bound lower, never wrong.
 """
 
 from __future__ import annotations
