@@ -27,7 +27,7 @@ from autopar.microbatches.counts import cut_into_microbatches
 from autopar.solver.outcomes import Chosen
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.solve import choose
-from autopar.stages.recompute_layers import recompute_layers
+from autopar.stages.recompute_layers import Repeated
 from tests.inter_op.test_search import request_on, traced_step
 
 SIZE = 8
@@ -260,7 +260,7 @@ def test_the_bound_holds_for_other_meshes_microbatches_and_recomputation(name):
     alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
     work_s = find_work(given.program, alone).on_one_mesh_s(8)
     assert 0 < work_s <= least_s
-    for one in (given, recompute_layers(given)):
+    for one in (given, Repeated().apply(given)):
         for count in (1, 2, 4):
             way = cut_into_microbatches(one, count)
             for mesh in request.meshes:
