@@ -163,18 +163,25 @@ class MeshComparison:
     def _may_win(self, mesh: LogicalMesh) -> bool:
         """Whether to look at a mesh at all; notes it as a candidate if not."""
         best_s, bound_s, tuning = self.shared.best_s, self._bound_s(mesh), self.request.tuning
-        gain_s = best_s - bound_s
         is_settled = self._is_beaten(mesh)
-        is_optional = len(mesh.shape) >= tuning.merged_axes and len(self.request.meshes) > 1
-        if is_optional and self.candidates and not is_settled and math.isinf(best_s):
+        if self._is_optional(mesh) and not is_settled and math.isinf(best_s):
             is_settled = bool(self.failures) and self.shared.has_other_ways  # rather in more microbatches
-        elif is_optional and self.candidates and not is_settled:
-            search_s = tuning.search_s_per_equation * self.equations - tuning.quick_s
-            is_promising = not self.is_large or (self.more_axes_help and gain_s > tuning.least_gain * best_s)
-            is_settled = not (is_promising and gain_s * tuning.repaid_in_steps > search_s)
+        elif self._is_optional(mesh) and not is_settled:
+            gain_s = best_s - bound_s
+            may_help = self.more_axes_help or self.equations <= tuning.bounded
+            is_promising = not self.is_large or (may_help and gain_s > tuning.least_gain * best_s)
+            is_settled = not (is_promising and self._repays(gain_s, tuning.bound_s_per_equation * self.equations))
         if is_settled:
             self.candidates.append(Candidate(mesh.shape, None, bound_s))
         return not is_settled
+
+    def _is_optional(self, mesh: LogicalMesh) -> bool:
+        """Whether a mesh has so many axes that it is only worth looking at if it may save much."""
+        has_many = len(mesh.shape) >= self.request.tuning.merged_axes and len(self.request.meshes) > 1
+        return has_many and bool(self.candidates)
+
+    def _repays(self, gain_s: float, search_s: float) -> bool:
+        return gain_s * self.request.tuning.repaid_in_steps > search_s
 
     def _is_beaten(self, mesh: LogicalMesh) -> bool:
         """Whether the bound says that a mesh is not worth planning."""
@@ -223,7 +230,13 @@ class MeshComparison:
         search = MeshSearch(self.traced, mesh, request)
         evenly_divided_s = shared.evenly_divided_s or search.evenly_divided_s()
         at_least_s = shared.at_least_s.get(mesh) or (search.at_least_s() if shared.is_bounded else 0.0)
-        is_beaten = max(at_least_s, evenly_divided_s) >= (1 - self.worth) * shared.best_s
+        bound_s = max(at_least_s, evenly_divided_s)
+        is_beaten = bound_s >= (1 - self.worth) * shared.best_s
+        if self._is_optional(mesh) and math.isfinite(shared.best_s):
+            search_s = request.tuning.search_s_per_equation * self.equations - request.tuning.quick_s
+            gain_s = shared.best_s - bound_s
+            is_small_gain = self.is_large and gain_s < request.tuning.least_gain * shared.best_s
+            is_beaten = is_beaten or is_small_gain or not self._repays(gain_s, search_s)
         outcome = None if is_beaten else search.plan(shared.best_s)
         at_least_s = max(at_least_s, search.bound_s)
         is_first = shared.is_bounded and shared.first is self.traced

@@ -20,10 +20,14 @@ class Tuning:
     least_gain: float = 0.1
     """A mesh of `merged_axes` axes or more is only looked at if it may save this part of the step by its bound."""
     repaid_in_steps: int = 1000
-    """And if what it may save repays the search in this number of steps."""
+    """And if what it may save repays the search in this number of steps: first that for its bound, then that for its plan."""
+    bounded: int = 10_000
+    """In programs of up to so many equations such a mesh is bounded even if a second axis did not help, for the sake of the
+    plan's gap: that takes about a second per 1,000 equations (`benchmarks/planning_ordinary.py`, unet)."""
+    bound_s_per_equation: float = 2e-4
+    """Seconds per equation that the bound of such a mesh takes, as that condition assumes (`benchmarks/planner_time.py`)."""
     search_s_per_equation: float = 2e-3
-    """Seconds per equation that the search on such a mesh takes, as that condition assumes: 1.3 to 6.4 ms in small programs,
-    where it never paid (`benchmarks/small_programs.py`)."""
+    """And its plan: 1.3 to 6.4 ms in small programs, where it never paid (`benchmarks/small_programs.py`)."""
     quick_s: float = 1.0
     """A search on such a mesh that takes no longer than this need not be repaid."""
     far: float = 1.5
