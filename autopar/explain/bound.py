@@ -10,22 +10,29 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 
 _EXACT = 1 + 1e-6
+_USEFUL = 2.0
+"""A bound that is farther from the step than this factor says nothing."""
 
 
 def proof_text(plan: Plan | PipelinePlan) -> str:
     """What is proven of a plan's step."""
     if plan.lower_bound_s <= 0:
         return "not proven optimal: no bound on the best plan is known"
+    if isinstance(plan, PipelinePlan) and plan.step_s > _USEFUL * plan.lower_bound_s:
+        return "not proven optimal: no useful bound on the best plan is known"
     if isinstance(plan, PipelinePlan):
         return f"at most {_gap_text(plan, plan.lower_bound_s)} slower than any plan in stages or on one mesh under the cost model"
     if plan.is_optimal:
         return "proven optimal under the cost model"
     if not plan.one_mesh_bound_s:
         return f"not proven optimal: at most {_gap_text(plan, plan.lower_bound_s)} slower than the best plan under the cost model"
-    in_stages = f"{_gap_text(plan, plan.lower_bound_s)} slower than any in stages, under the cost model"
+    in_stages = ""
+    if plan.step_s <= _USEFUL * plan.lower_bound_s:
+        in_stages = f", and at most {_gap_text(plan, plan.lower_bound_s)} slower than any in stages"
     if plan.step_s <= plan.one_mesh_bound_s * _EXACT:
-        return f"proven optimal on one mesh, and at most {in_stages}"
-    return f"at most {_gap_text(plan, plan.one_mesh_bound_s)} slower than the best plan on one mesh, and {in_stages}"
+        return f"proven optimal on one mesh{in_stages} under the cost model"
+    gap = _gap_text(plan, plan.one_mesh_bound_s)
+    return f"not proven optimal: at most {gap} slower than the best plan on one mesh{in_stages} under the cost model"
 
 
 def _gap_text(plan: Plan | PipelinePlan, bound_s: float) -> str:

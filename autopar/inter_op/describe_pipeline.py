@@ -5,11 +5,9 @@ is the makespan that the schedule's simulator finds from the stages' seconds, pl
 of what happens once a step (`beside_tasks_s`).
 
 No pipeline on D devices takes less than `bound_stages` says, whatever its stages, microbatches and schedule. An operation runs
-on the devices of one stage, and the busiest mesh works as long as the average device. And a microbatch passes all stages, forward
-and backward: its launches follow each other, but for those that a schedule may keep for later, half of each backward task. What
-is done once per step comes after that.
+on the devices of one stage, and the busiest mesh works as long as the average device:
 
-    step >= max(work of the microbatches / D, launches of one microbatch / 2) + work once per step / D
+    step >= work / D
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes
 from autopar.intra_op.choices.least_work import find_work
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
-from autopar.microbatches.counts import microbatch_counts, plan_phases
-from autopar.microbatches.mixing import MixedExamples
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import microbatches_in_flight
@@ -132,17 +128,7 @@ def _list_transfers(staged: Staged, schedule: Schedule, request: PlanRequest) ->
 def bound_stages(traced: TracedStep, request: PlanRequest, devices: int) -> float:
     """Seconds that no plan of a step in stages on so many devices takes less than; nor one on a mesh of all of them."""
     alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
-    work = find_work(traced.program, alone)
-    even_s = work.in_stages_s(devices)
-    several = [count for count in microbatch_counts(traced) if count > 1]
-    if even_s >= work.launches_s / 2 or not several:
-        return even_s
-    phases = plan_phases(traced, several[0], late_sums=True)
-    if isinstance(phases, MixedExamples):
-        return even_s
-    body = find_work(traced.program, alone, among=frozenset(phases.of_phase("body")))
-    body_s = body.in_stages_s(devices)
-    return even_s - body_s + max(body_s, body.launches_s / 2)
+    return find_work(traced.program, alone).in_stages_s(devices)
 
 
 def beside_tasks_s(stages_once_s: Sequence[float], transfers: Sequence[TransferPlan]) -> tuple[float, float]:
