@@ -55,7 +55,8 @@ def _print_plan(console: Console, found: RepricedPlan, cluster: Cluster) -> None
         )
         table.add_row(*cells)
     if found.planned_hidden_s or found.hidden_s:
-        hidden = [f"-{seconds_text(seconds)}" for seconds in (found.planned_hidden_s, found.hidden_s)]
+        parts = (found.planned_hidden_s, found.hidden_s)
+        hidden = [f"-{seconds_text(seconds)}" if seconds else seconds_text(0.0) for seconds in parts]
         table.add_row("hidden behind compute", *hidden, "", "")
     table.add_section()
     table.add_row("step", seconds_text(found.planned_step_s), seconds_text(found.step_s), "", "")

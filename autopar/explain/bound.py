@@ -10,6 +10,7 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 
 _EXACT = 1 + 1e-6
+_SHOWN = 1e-3
 _USEFUL = 2.0
 """A bound that is farther from the step than this factor says nothing."""
 
@@ -36,4 +37,5 @@ def proof_text(plan: Plan | PipelinePlan) -> str:
 
 
 def _gap_text(plan: Plan | PipelinePlan, bound_s: float) -> str:
-    return f"{max(0.0, plan.step_s / bound_s - 1):.1%}"
+    gap = max(0.0, plan.step_s / bound_s - 1)
+    return f"{gap:.1%}" if gap >= _SHOWN else "0.1%"

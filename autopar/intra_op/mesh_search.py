@@ -91,7 +91,7 @@ class MeshSearch:
         if costs is None:
             return constant_s + max(self.bound_s, self.at_least_s())
         budget = Budget(seconds=request.budget.seconds_left, work=request.tuning.bound_work)
-        problem = dataclasses.replace(self.problem, costs=costs, ties=None, is_quick=True, budget=budget)
+        problem = dataclasses.replace(self.problem, costs=costs, ties=None, budget=budget)
         if problem.classes is not None and costs.pairs > request.tuning.bounded_pairs:
             problem = merge_classes(problem, problem.classes)
         problem = dataclasses.replace(problem, classes=None)
