@@ -42,8 +42,8 @@ class Tuning:
     """Up to so many pairs of choices the steps on a mesh are bounded by dual ascent on the whole problem, which takes a second.
     Beyond, ascent on layers does it, whose bound is a third lower for a GPT of 4 layers (`benchmarks/planner_time.py`)."""
     bound_work: float = 3e8
-    """Units of work (`solver/budget.py`) for that, a second or less. GPT and BERT of the command line are then within 3 % of their
-    bound, and take a quarter longer to plan; with a third of it they are within 17 and 21 %."""
+    """Units of work (`solver/budget.py`) for that, a second or less. GPT and BERT of the command line are then within 3 % of
+    their bound, and take a quarter longer to plan; with a third of it they are within 17 and 21 %."""
     narrowed: float = 0.01
     """A mesh is searched again where the plan's step waits for this part of itself more than the search took for granted, as
     there is too little compute to hide communication behind (`benchmarks/small_programs.py`)."""
