@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -105,6 +106,7 @@ class MeshComparison:
         self.found_s: list[float] = []
         self.unlimited_s: list[float] = []
         self.more_axes_help = False
+        self._took = 1, 0.0
         self.equations = sum(1 for _ in traced.program.walk())
         self.is_large = self.equations >= request.tuning.large
         self.worth = request.tuning.worth if self.is_large else 0.0
@@ -116,7 +118,7 @@ class MeshComparison:
         meshes = waiting = _distinct(self.request)
         together = self.request.processes if self.is_large else 1
         while waiting:
-            if self.request.budget.is_over and math.isfinite(self.shared.best_s):
+            if math.isfinite(self.shared.best_s) and self._is_too_late(waiting[:together]):
                 self.not_compared += waiting
                 break
             if self._is_far_too_large():
@@ -152,6 +154,15 @@ class MeshComparison:
             devices = max(mesh.size for mesh in request.meshes)
             dispatch_s = request.cluster.dispatch_s(len(self.traced.inputs))
             shared.work_s = find_work(self.traced.program, alone).on_one_mesh_s(devices) + dispatch_s
+
+    def _is_too_late(self, meshes: Sequence[LogicalMesh]) -> bool:
+        """Whether the time is over, or will be before these are looked at: that takes as long as for those before, or more.
+
+        Graphs grow with the axes, and what builds them does not look at the clock.
+        """
+        axes = max(len(mesh.shape) for mesh in meshes) - self._took[0]
+        more = self.request.tuning.axis_factor ** max(0, axes)
+        return self.request.budget.is_over or self.request.budget.seconds_left < more * self._took[1]
 
     def _is_far_too_large(self) -> bool:
         """Whether what was looked at is so much too large that other meshes will not help, but other ways may."""
@@ -189,6 +200,7 @@ class MeshComparison:
 
     def _look_at(self, meshes: Sequence[LogicalMesh]) -> None:
         """Bound meshes, and plan those that their bounds do not rule out, side by side."""
+        started = time.perf_counter()
         report(Progress(at=f"mesh {' and '.join(str(mesh.shape) for mesh in meshes)}"))
         found = run_side_by_side(
             [functools.partial(self._search, mesh) for mesh in meshes],
@@ -199,6 +211,8 @@ class MeshComparison:
         for mesh, looked in zip(meshes, found, strict=True):
             self._note(mesh, looked)
             self._report()
+        if meshes:
+            self._took = max(len(mesh.shape) for mesh in meshes), time.perf_counter() - started
 
     def _report(self) -> None:
         """Say how far the search of all ways is."""
