@@ -23,9 +23,9 @@ from autopar.intra_op.choices.least_work import find_work
 from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
 from autopar.intra_op.request import PlannedStep, PlanRequest
-from autopar.intra_op.restore import restore
+from autopar.intra_op.restore import PackedStep, pack, unpack
 from autopar.layouts.mesh import LogicalMesh
-from autopar.plan import Candidate, Plan
+from autopar.plan import Candidate
 from autopar.program.step import TracedStep
 from autopar.progress import Progress, report
 from autopar.solver.budget import Budget
@@ -84,13 +84,13 @@ class Beaten:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Looked:
-    """What was found on a mesh; a fork sends the plan of a `PlannedStep` alone."""
+    """What was found on a mesh; a fork sends a `PlannedStep` packed."""
 
     evenly_divided_s: float
     at_least_s: float
     least_s: float
     excess: float
-    outcome: PlannedStep | Plan | Ended | None
+    outcome: PlannedStep | PackedStep | Ended | None
 
 
 class MeshComparison:
@@ -98,7 +98,7 @@ class MeshComparison:
 
     def __init__(self, traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> None:
         self.traced, self.request, self.shared = traced, request, shared
-        self.best: PlannedStep | Plan | None = None
+        self.best: PlannedStep | PackedStep | None = None
         self.failures: list[NothingFits] = []
         self.unreached: dict[LogicalMesh, Unreachable | Unfinished] = {}
         self.candidates: list[Candidate] = []
@@ -131,8 +131,8 @@ class MeshComparison:
             return Beaten(min(self.found_s, default=None), min(self._bound_s(mesh) for mesh in meshes))
         raise self._error()
 
-    def _describe(self, best: PlannedStep | Plan, meshes: Sequence[LogicalMesh]) -> PlannedStep:
-        planned = best if isinstance(best, PlannedStep) else restore(self.traced, best, self.request)
+    def _describe(self, best: PlannedStep | PackedStep, meshes: Sequence[LogicalMesh]) -> PlannedStep:
+        planned = best if isinstance(best, PlannedStep) else unpack(best, self.traced, self.request)
         least_s = min(max(self.shared.least_s.get(mesh, 0.0), self.shared.work_s) for mesh in meshes)
         names = tuple(f"mesh {mesh.shape}" for mesh in self.not_compared)
         plan = dataclasses.replace(
@@ -243,7 +243,9 @@ class MeshComparison:
             request = dataclasses.replace(request, budget=Budget(work=work))
         search = MeshSearch(self.traced, mesh, request)
         evenly_divided_s = shared.evenly_divided_s or search.evenly_divided_s()
-        at_least_s = shared.at_least_s.get(mesh) or (search.at_least_s() if shared.is_bounded else 0.0)
+        at_least_s = shared.at_least_s.get(mesh, 0.0)
+        if shared.is_bounded and not at_least_s and math.isfinite(shared.best_s):
+            at_least_s = search.at_least_s
         bound_s = max(at_least_s, evenly_divided_s)
         is_beaten = bound_s >= (1 - self.worth) * shared.best_s
         if self._is_optional(mesh) and math.isfinite(shared.best_s):
@@ -253,6 +255,8 @@ class MeshComparison:
             is_beaten = is_beaten or is_small_gain or not self._repays(gain_s, search_s)
         outcome = None if is_beaten else search.plan(shared.best_s)
         at_least_s = max(at_least_s, search.bound_s)
+        if shared.is_bounded and not at_least_s:
+            at_least_s = search.at_least_s
         is_first = shared.is_bounded and shared.first is self.traced
         return _Looked(
             evenly_divided_s=evenly_divided_s,
@@ -273,7 +277,7 @@ class MeshComparison:
             self.candidates.append(Candidate(mesh.shape, None, self._bound_s(mesh)))
             return
         match looked.outcome:
-            case PlannedStep(plan=plan) | (Plan() as plan):
+            case PlannedStep(plan=plan) | PackedStep(plan=plan):
                 self.candidates.append(Candidate(mesh.shape, plan.step_s))
                 self.found_s.append(plan.step_s)
                 self.unlimited_s.append(plan.unlimited_s)
@@ -297,9 +301,9 @@ class MeshComparison:
 
 
 def _pack(looked: _Looked) -> _Looked:
-    """What a fork sends: the plan, from which this process restores the assignment."""
+    """What a fork sends."""
     outcome = looked.outcome
-    return dataclasses.replace(looked, outcome=outcome.plan if isinstance(outcome, PlannedStep) else outcome)
+    return dataclasses.replace(looked, outcome=pack(outcome) if isinstance(outcome, PlannedStep) else outcome)
 
 
 def _no_way_there(meshes: Mapping[LogicalMesh, Unreachable | Unfinished], request: PlanRequest) -> ConstraintError:

@@ -76,6 +76,7 @@ class MeshSearch:
                 shares[key] = float(np.min(node.choices.seconds * ways)) / self.mesh.size
         return sum(shares[id(node.choices)] * node.trips for node in self.graph.nodes)
 
+    @functools.cached_property
     def at_least_s(self) -> float:
         """Seconds that no choice on this mesh goes below, at little cost."""
         return lift_bound(self.problem)
@@ -89,7 +90,7 @@ class MeshSearch:
         constant_s = request.cluster.dispatch_s(len(self.traced.inputs))
         costs = least_costs(self.graph, catalogues.of(self.mesh, request.cluster, request.options))
         if costs is None:
-            return constant_s + max(self.bound_s, self.at_least_s())
+            return constant_s + (self.bound_s or self.at_least_s)
         budget = Budget(seconds=request.budget.seconds_left, work=request.tuning.bound_work)
         problem = dataclasses.replace(self.problem, costs=costs, ties=None, budget=budget)
         if problem.classes is not None and costs.pairs > request.tuning.bounded_pairs:
@@ -97,7 +98,8 @@ class MeshSearch:
         problem = dataclasses.replace(problem, classes=None)
         if problem.costs.pairs > request.tuning.bounded_pairs:
             return constant_s + lift_bound(tie_layers(problem))
-        match choose(problem):
+        is_quick = problem.costs.pairs > request.tuning.quick_pairs
+        match choose(dataclasses.replace(problem, is_quick=is_quick)):
             case Chosen(lower_bound_s=bound_s) | CutOff(bound_s) | NotSearched(bound_s):
                 return constant_s + bound_s
         return constant_s

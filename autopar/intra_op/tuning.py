@@ -47,6 +47,9 @@ class Tuning:
     bound_work: float = 3e8
     """Units of work (`solver/budget.py`) for that, a second or less. GPT and BERT of the command line are then within 3 % of
     their bound, and take a quarter longer to plan; with a third of it they are within 17 and 21 %."""
+    quick_pairs: int = 200_000
+    """Beyond so many pairs that ascent ends after `solver.tuning.Tuning.quick_sweeps`, which takes a fifth of the time that it
+    takes to its end and leaves the bound within 0.1 % of that (`benchmarks/planning_ordinary.py`, densenet)."""
     narrowed: float = 0.01
     """A mesh is searched again where the plan's step waits for this part of itself more than the search took for granted, as
     there is too little compute to hide communication behind (`benchmarks/small_programs.py`)."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -50,8 +50,12 @@ class Move:
 
     def payload(self, shape: tuple[int, ...], mesh: LogicalMesh) -> int:
         """Elements held per device on the larger side."""
-        larger = self.target if self.kind == "all-gather" else self.source
-        return math.prod(larger.local_shape(shape, mesh))
+        return math.prod(self.larger.local_shape(shape, mesh))
+
+    @property
+    def larger(self) -> Layout:
+        """The layout on the side where devices hold more."""
+        return self.target if self.kind == "all-gather" else self.source
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,9 +89,14 @@ class Network:
 
     def _transpose_s(self, move: Move, shape: tuple[int, ...], size: int) -> float:
         """Seconds of the transposed copy that goes into a reduce-scatter, or comes out of an all-gather."""
-        whole, dim = (move.target, move.from_dim) if move.kind == "all-gather" else (move.source, move.to_dim)
-        stands_first = math.prod(whole.local_shape(shape, self.mesh)[:dim]) == 1
-        return 0.0 if stands_first else size * self.transpose_s_per_byte
+        return size * self.transpose_s_per_byte if self.is_transposed(move, shape) else 0.0
+
+    def is_transposed(self, move: Move, shape: tuple[int, ...]) -> bool:
+        """Whether a transposed copy goes into a move, a reduce-scatter, or comes out of it, an all-gather."""
+        if move.kind not in ("all-gather", "reduce-scatter"):
+            return False
+        dim = move.from_dim if move.kind == "all-gather" else move.to_dim
+        return math.prod(move.larger.local_shape(shape, self.mesh)[:dim]) != 1
 
 
 def all_layouts(shape: tuple[int, ...], mesh: LogicalMesh, monoids: tuple[str, ...]) -> tuple[Layout, ...]:
@@ -154,47 +163,87 @@ def _with_dim(layout: Layout, dim: int, axes: Axes) -> Layout:
     return Layout((*layout.dims[:dim], axes, *layout.dims[dim + 1 :]), layout.partial)
 
 
-class LayoutSpace:
-    """All layouts of one value and the cheapest path between any two; treat it as frozen."""
+def size_key(shape: tuple[int, ...], mesh: LogicalMesh) -> tuple[int, ...]:
+    """What the layouts and moves of a shape depend on: equal for shapes that the mesh's axes divide alike.
 
-    def __init__(self, shape: tuple[int, ...], itemsize: int, network: Network, monoids: tuple[str, ...] = ("sum",)):
-        self.shape, self.itemsize, self.network = shape, itemsize, network
-        self.layouts = all_layouts(shape, network.mesh, monoids)
+    A size counts by its greatest common divisor with that of the mesh, and as itself where axes may cut it to single elements.
+    """
+    parts = [math.gcd(size, mesh.size) for size in shape]
+    return tuple([size if part == size or not size else -part for size, part in zip(shape, parts, strict=True)])
+
+
+class MoveTable:
+    """All layouts and single moves of the shapes of one `size_key`; treat it as frozen."""
+
+    def __init__(self, shape: tuple[int, ...], network: Network, monoids: tuple[str, ...]) -> None:
+        mesh = network.mesh
+        self.layouts = all_layouts(shape, mesh, monoids)
         self.index = {layout: i for i, layout in enumerate(self.layouts)}
+        tiled: dict[tuple[int, ...], list[Layout]] = {}
+        for layout in self.layouts:
+            if not layout.partial:
+                tiled.setdefault(layout.local_shape(shape, mesh), []).append(layout)
+        self.moves: list[Move] = []
+        for layout in self.layouts:
+            for move in (*moves_from(layout, shape, mesh, monoids), *_permutations(layout, shape, mesh, tiled)):
+                if move.kind in network.kinds or move.kind in LOCAL_KINDS:
+                    self.moves.append(move)
+        self.ends = np.array([(self.index[m.source], self.index[m.target]) for m in self.moves], dtype=np.int64)
+        self.ends = self.ends.reshape(-1, 2)
+        prices: dict[tuple[object, ...], int] = {}
+        kinds = []
+        for move in self.moves:
+            parts = mesh.ways(move.larger.sharded_axes)
+            key = (move.kind, move.axes, parts, network.is_transposed(move, shape))
+            kinds.append(prices.setdefault(key, len(prices)))
+        self._kind_of = np.array(kinds, dtype=np.int64)
+        self._first = [kinds.index(kind) for kind in range(len(prices))]
+
+    def seconds(self, shape: tuple[int, ...], itemsize: int, network: Network) -> np.ndarray:
+        """The price of each move of a shape of this key (moves,); moves of one kind and size are priced once."""
+        each = np.array([network.seconds(self.moves[first], shape, itemsize) for first in self._first], dtype=float)
+        return each[self._kind_of]
+
+
+class LayoutSpace:
+    """All layouts of one value and the cheapest path between any two; treat it as frozen.
+
+    `table`: the moves of such shapes, if they are known.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        itemsize: int,
+        network: Network,
+        monoids: tuple[str, ...] = ("sum",),
+        *,
+        table: MoveTable | None = None,
+    ) -> None:
+        self.shape, self.itemsize, self.network = shape, itemsize, network
+        self._table = table or MoveTable(shape, network, monoids)
+        self.layouts, self.index = self._table.layouts, self._table.index
         count = len(self.layouts)
         self.seconds = np.full((count, count), np.inf)
         np.fill_diagonal(self.seconds, 0.0)
-        self._move: dict[tuple[int, int], Move] = {}
+        self._move = np.full((count, count), -1, dtype=np.int64)
         self._via = np.full((count, count), -1, dtype=np.int64)
-        self._tiled: dict[tuple[int, ...], list[Layout]] = {}
-        for layout in self.layouts:
-            if not layout.partial:
-                self._tiled.setdefault(layout.local_shape(shape, network.mesh), []).append(layout)
-        for layout in self.layouts:
-            for move in (*moves_from(layout, shape, network.mesh, monoids), *self._permutations(layout)):
-                self._offer(move)
+        self._note_moves()
         for k in range(count):
             through = self.seconds[:, k, None] + self.seconds[None, k, :]
             better = through < self.seconds
             self.seconds = np.where(better, through, self.seconds)
             self._via[better] = k
 
-    def _permutations(self, layout: Layout) -> Iterator[Move]:
-        if not layout.sharded_axes or layout.partial:
-            return
-        for target in self._tiled[layout.local_shape(self.shape, self.network.mesh)]:
-            if target != layout:
-                axes = tuple(sorted({*layout.sharded_axes, *target.sharded_axes}))
-                yield Move(kind="collective-permute", axes=axes, source=layout, target=target)
-
-    def _offer(self, move: Move) -> None:
-        if move.kind not in self.network.kinds and move.kind not in LOCAL_KINDS:
-            return
-        key = (self.index[move.source], self.index[move.target])
-        seconds = self.network.seconds(move, self.shape, self.itemsize)
-        if seconds < self.seconds[key]:
-            self.seconds[key] = seconds
-            self._move[key] = move
+    def _note_moves(self) -> None:
+        """Of the moves between two layouts the cheapest, of equally cheap ones the first."""
+        ends, seconds = self._table.ends, self._table.seconds(self.shape, self.itemsize, self.network)
+        order = np.lexsort((seconds, ends[:, 1], ends[:, 0]))[::-1]  # what is written last stays
+        best = seconds < self.seconds[ends[:, 0], ends[:, 1]]
+        order = order[best[order]]
+        source, target = ends[order].T
+        self._move[source, target] = order
+        self.seconds[source, target] = seconds[order]
 
     def path(self, source: Layout, target: Layout) -> tuple[Move, ...]:
         """The cheapest moves from `source` to `target`; empty if they are equal."""
@@ -205,8 +254,20 @@ class LayoutSpace:
             return ()
         via = int(self._via[source, target])
         if via < 0:
-            return (self._move[source, target],)
+            return (self._table.moves[int(self._move[source, target])],)
         return (*self._path(source, via), *self._path(via, target))
+
+
+def _permutations(
+    layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh, tiled: Mapping[tuple[int, ...], Sequence[Layout]]
+) -> Iterator[Move]:
+    """Moves to layouts with the same tiles on other devices; `tiled`: layouts by what one device holds."""
+    if not layout.sharded_axes or layout.partial:
+        return
+    for target in tiled[layout.local_shape(shape, mesh)]:
+        if target != layout:
+            axes = tuple(sorted({*layout.sharded_axes, *target.sharded_axes}))
+            yield Move(kind="collective-permute", axes=axes, source=layout, target=target)
 
 
 def permutation(source: Layout, target: Layout, mesh: LogicalMesh) -> list[tuple[int, int]]:

@@ -18,7 +18,8 @@ wrong: the bound stops short of the optimum where the linear relaxation has a ga
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -84,18 +85,25 @@ def bound_costs(
 
 
 def pass_messages(
-    costs: Costs, weights: Mapping[tuple[int, int], float], *, sweeps: int, budget: Budget
-) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+    costs: Costs, weights: Mapping[tuple[int, int], float], *, sweeps: Sequence[int], budget: Budget
+) -> Iterator[dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]]:
     """What the ends of edges take over in some sweeps, if edge e of a larger problem stands `weights[e]` times.
 
-    Returns:
+    Args:
+        costs: the objective.
+        weights: see above.
+        sweeps: after how many sweeps to say so, ascending.
+        budget: pays for the sweeps.
+
+    Yields:
         For edge (u, v) the seconds that u and v take over: two float arrays (choices of u,), (choices of v,).
     """
     ascent = Ascent(costs, budget, weights)
-    for _ in range(sweeps):
-        ascent.sweep()
-    parts = np.split(ascent.messages, ascent.board.edge_parts()[1:])
-    return {pair: (parts[2 * i], parts[2 * i + 1]) for i, pair in enumerate(costs.edges)}
+    for before, after in itertools.pairwise((0, *sweeps)):
+        for _ in range(after - before):
+            ascent.sweep()
+        parts = np.split(ascent.messages.copy(), ascent.board.edge_parts()[1:])
+        yield {pair: (parts[2 * i], parts[2 * i + 1]) for i, pair in enumerate(costs.edges)}
 
 
 class Ascent:

@@ -33,7 +33,8 @@ class Level:
         group_of: the choice of each row (rows,).
         neighbour: the node at the other end of each row's edge (rows,).
         is_lower: whether that is a lower node (rows,).
-        share: what part of a choice's cost each row ahead gets (rows,).
+        up: what part of a choice's cost each row gets in a sweep up; the rows of higher nodes get some (rows,).
+        down: the same in a sweep down, of lower nodes.
     """
 
     nodes: np.ndarray
@@ -47,7 +48,8 @@ class Level:
     group_of: np.ndarray
     neighbour: np.ndarray
     is_lower: np.ndarray
-    share: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
 
     def least(self, messages: np.ndarray) -> np.ndarray:
         """The message of each row if it took all that its edge has to give (rows,)."""
@@ -58,8 +60,7 @@ class Level:
         """Take over from all edges and hand on equal shares to those ahead, in place; `given` are c of all places."""
         least = self.least(messages)
         cost = given.take(self.places) + np.add.reduceat(least, self.groups)
-        ahead = self.share * (self.is_lower != upwards)
-        messages[self.rows] = least - cost.take(self.group_of) * ahead
+        messages[self.rows] = least - cost.take(self.group_of) * (self.up if upwards else self.down)
 
     def decode(self, messages: np.ndarray, given: np.ndarray, choice: np.ndarray) -> None:
         """Choose greedily here, in place, given the choices of lower nodes and what higher ones would give."""
@@ -194,6 +195,7 @@ def _cut(
     groups = np.flatnonzero(np.diff(place, prepend=-1))
     owner = node[groups]
     begins = np.flatnonzero(np.diff(owner, prepend=-1))
+    is_lower = neighbour < node
     return Level(
         nodes=owner[begins],
         begins=begins,
@@ -205,6 +207,7 @@ def _cut(
         groups=groups,
         group_of=np.repeat(np.arange(len(groups)), np.diff(np.append(groups, len(rows)))),
         neighbour=neighbour,
-        is_lower=neighbour < node,
-        share=share[end],
+        is_lower=is_lower,
+        up=np.where(is_lower, 0.0, share[end]),
+        down=np.where(is_lower, share[end], 0.0),
     )

@@ -169,8 +169,7 @@ def lift_bound(problem: ChoiceProblem) -> float:
         ties = tie_nodes(problem.costs, radius=problem.tuning.radius)
     counts = Counter(_pair(ties, edge) for edge in problem.costs.edges)
     best = -np.inf
-    for sweeps in problem.tuning.lifted_sweeps:
-        messages = pass_messages(ties.costs, counts, sweeps=sweeps, budget=problem.budget)
+    for messages in pass_messages(ties.costs, counts, sweeps=problem.tuning.lifted_sweeps, budget=problem.budget):
         shares = {pair: (x / counts[pair], y / counts[pair]) for pair, (x, y) in messages.items()}
         best = max(best, _evaluate(problem.costs, ties, shares))
     return float(best)

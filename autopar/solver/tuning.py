@@ -147,7 +147,7 @@ class Tuning:
     near: float = 1e-3
     """Dual ascent of a deep problem ends when solution and bound are this near, relative (`planner_time.py`, column gap)."""
     lifted_sweeps: tuple[int, ...] = (1, 4)
-    """Sweeps over the tied problem after which the bound is lifted to the whole; the best counts."""
+    """Sweeps over the tied problem after which the bound is lifted to the whole, ascending; the best counts."""
     radius: int = 4
     """How many edges away nodes must look alike to be tied: more keeps more of the ends apart, and ties less
     (`planner_time.py`)."""

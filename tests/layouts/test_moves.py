@@ -12,13 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 from autopar.cost_model.hardware import PRESETS, Cluster
 from autopar.intra_op.choices.catalogue import network_of
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.layouts.moves import KINDS, LayoutSpace, Move, all_layouts, permutation
+from autopar.layouts.moves import KINDS, LayoutSpace, Move, MoveTable, all_layouts, moves_from, permutation, size_key
 from autopar.layouts.perform import perform_move
 from tests.layouts.values import assert_holds, device_mesh, held_by_devices
 
@@ -191,3 +193,40 @@ def test_a_dear_transposed_copy_is_gone_around_by_sending_each_device_its_part()
     space = space_of((256, 1024), (8,), cluster=dataclasses.replace(cpu, device=device))
     path = space.path(Layout(((), ()), ((0, "sum"),)), Layout(((), (0,))))
     assert [(move.kind, move.to_dim) for move in path] == [("reduce-scatter", 0), ("all-to-all", 1)]
+
+
+LIKE = [
+    ((4,), (8, 12), (40, 52)),
+    ((2, 2), (8, 4), (24, 4)),
+    ((2, 2), (8, 6), (16, 10)),
+    ((2, 4), (2, 8, 24), (2, 8, 40)),
+    ((2, 2, 2), (16, 6), (48, 14)),
+    ((2, 3), (6, 12, 9), (6, 18, 15)),
+    ((2, 4), (0, 24), (0, 48)),
+]
+
+
+@pytest.mark.parametrize("cluster", [PRESETS["dgx-a100"], Cluster.uniform((2.0,) * 3, (1.0, 0.1, 3.0))])
+@pytest.mark.parametrize(("mesh_shape", "shape", "like"), LIKE)
+def test_shapes_of_one_key_have_the_moves_of_one_table(mesh_shape, shape, like, cluster):
+    own = space_of(like, mesh_shape, ("max", "sum"), cluster)
+    assert size_key(shape, own.network.mesh) == size_key(like, own.network.mesh)
+    table = MoveTable(shape, own.network, ("max", "sum"))
+    shared = LayoutSpace(like, 4, own.network, ("max", "sum"), table=table)
+    assert shared.layouts == own.layouts
+    assert np.array_equal(shared.seconds, own.seconds)
+    assert all(shared.path(*pair) == own.path(*pair) for pair in pairs_of(own, 100))
+
+
+@given(sizes=st.lists(st.sampled_from([0, 1, 2, 3, 4, 6, 8, 9, 12, 16, 24, 32, 40]), min_size=4, max_size=4))
+@settings(max_examples=30, deadline=None)
+def test_shapes_of_one_key_have_the_same_layouts_and_each_pair_the_cheapest_single_move_or_less(sizes):
+    mesh_shape, shape, like = (2, 4), tuple(sizes[:2]), tuple(sizes[2:])
+    space = space_of(shape, mesh_shape, cluster=PRESETS["dgx-a100"])
+    mesh = space.network.mesh
+    if size_key(shape, mesh) == size_key(like, mesh):
+        assert all_layouts(shape, mesh, ("sum",)) == all_layouts(like, mesh, ("sum",))
+    for layout in space.layouts:
+        for move in moves_from(layout, shape, mesh, ("sum",)):
+            seconds = space.network.seconds(move, shape, 4)
+            assert space.seconds[space.index[layout], space.index[move.target]] <= seconds

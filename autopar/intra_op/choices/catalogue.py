@@ -20,10 +20,10 @@ from autopar.errors import ArgumentError
 from autopar.intra_op.choices.kernels import Traffic
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.choices.strategies import ShardingStrategy, most_divided, strategies_of
+from autopar.intra_op.choices.strategies import ShardingStrategy, most_divided, strategies_key, strategies_of
 from autopar.intra_op.xla_cpu.table import orders_of
 from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.layouts.moves import LayoutSpace, Network
+from autopar.layouts.moves import LayoutSpace, MoveTable, Network, size_key
 from autopar.program.program import Equation
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.primitive_rule import PrimitiveRule
@@ -39,18 +39,53 @@ class StrategySet:
     out_bytes: np.ndarray
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Offer:
+    """Strategies of all rules that a mesh divides alike.
+
+    Attributes:
+        strategies: the strategies.
+        kinds: one of each group that divides the work, every operand and every result in as many parts; contractions that copy
+            an operand in another order apart, an operation takes equally long by all of a group.
+        kind_of: the place of each strategy's in `kinds`, ints (strategies,).
+    """
+
+    strategies: tuple[ShardingStrategy, ...]
+    kinds: tuple[ShardingStrategy, ...]
+    kind_of: np.ndarray
+
+    @classmethod
+    def of(cls, strategies: tuple[ShardingStrategy, ...], mesh: LogicalMesh) -> _Offer:
+        """Group strategies on a mesh."""
+        numbers: dict[Hashable, int] = {}
+        kinds: list[ShardingStrategy] = []
+        kind_of = []
+        for strategy in strategies:
+            parts = tuple([mesh.ways(la.sharded_axes) for la in (*strategy.inputs, *strategy.outputs)])
+            number = numbers.setdefault((strategy.ways, parts), len(kinds))
+            if number == len(kinds):
+                kinds.append(strategy)
+            kind_of.append(number)
+        return cls(strategies, tuple(kinds), np.array(kind_of, dtype=np.int64))
+
+
 class Spaces:
     """Layout spaces by shape, made when first needed."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, tables: dict[Hashable, MoveTable] | None = None) -> None:
+        """`tables`: the moves of shapes that the mesh divides alike, which networks of one mesh and the same kinds share."""
         self.network = network
+        self._tables = {} if tables is None else tables
         self._spaces: dict[tuple[tuple[int, ...], int, tuple[str, ...]], LayoutSpace] = {}
 
     def of(self, aval: Aval, monoids: tuple[str, ...]) -> LayoutSpace:
         """The space of values like `aval` that may be partial under `monoids`."""
         key = (tuple(aval.shape), itemsize_of(aval), monoids)
         if key not in self._spaces:
-            self._spaces[key] = LayoutSpace(key[0], key[1], self.network, monoids)
+            like = (size_key(key[0], self.network.mesh), monoids)
+            if like not in self._tables:
+                self._tables[like] = MoveTable(key[0], self.network, monoids)
+            self._spaces[key] = LayoutSpace(key[0], key[1], self.network, monoids, table=self._tables[like])
         return self._spaces[key]
 
     def between(self, aval: Aval, source: Layout, target: Layout) -> LayoutSpace:
@@ -81,11 +116,13 @@ class Catalogue:
     def __init__(self, mesh: LogicalMesh, cluster: Cluster, options: PlannerOptions, rules: RuleBook) -> None:
         self.mesh, self.cluster, self.options, self.rules = mesh, cluster, options, rules
         network = network_of(cluster, mesh, options)
-        self.spaces = Spaces(network)
-        self._free_spaces = Spaces(dataclasses.replace(network, copy_s_per_byte=0.0))
+        tables: dict[Hashable, MoveTable] = {}
+        self.spaces = Spaces(network, tables)
+        self._free_spaces = Spaces(dataclasses.replace(network, copy_s_per_byte=0.0), tables)
         self._sets: dict[Hashable, StrategySet] = {}
         self._matrices: dict[Hashable, np.ndarray] = {}
         self._sums: dict[Hashable, np.ndarray] = {}
+        self._offers: dict[Hashable, _Offer] = {}
 
     def fixed(self, layouts: tuple[Layout, ...]) -> StrategySet:
         """The choices of an input or output: one strategy per layout, at no cost."""
@@ -116,15 +153,25 @@ class Catalogue:
         key = (self.rules.likeness(eqn, rule), carried, traffic)
         if key not in self._sets:
             entry, flops = entry_for(eqn), self.rules.flops(eqn)
-            strategies = strategies_of(rule, self.mesh, monoids=tuple(sorted(carried)))
-            if entry.heavy and not self.options.allow_redundant_compute and not self.options.every_strategy:
-                strategies = most_divided(strategies)
-            if not self.options.every_strategy:
-                strategies = tuple(s for s in strategies if all(la.is_ascending for la in (*s.inputs, *s.outputs)))
-            seconds = np.array([self._seconds(eqn, entry, flops, s, traffic=traffic) for s in strategies])
-            out_bytes = np.array([self._out_bytes(eqn, s) for s in strategies], dtype=float)
-            self._sets[key] = StrategySet(strategies, seconds, out_bytes)
+            offered = self._offer(rule, carried, is_divided=entry.heavy and not self.options.allow_redundant_compute)
+            kinds, kind_of = offered.kinds, offered.kind_of
+            if self.cluster.device.reorder_s_per_byte and orders_of(eqn) is not None:
+                kinds, kind_of = offered.strategies, np.arange(len(offered.strategies))
+            seconds = np.array([self._seconds(eqn, entry, flops, s, traffic=traffic) for s in kinds])
+            out_bytes = np.array([self._out_bytes(eqn, s) for s in kinds], dtype=float)
+            self._sets[key] = StrategySet(offered.strategies, seconds[kind_of], out_bytes[kind_of])
         return self._sets[key]
+
+    def _offer(self, rule: FactorRule, carried: frozenset[str], *, is_divided: bool) -> _Offer:
+        """The strategies of a rule; of those that divide the work the most ways alone, if `is_divided`."""
+        key = (strategies_key(rule, self.mesh), carried, is_divided)
+        if key not in self._offers:
+            strategies = strategies_of(rule, self.mesh, monoids=tuple(sorted(carried)))
+            if not self.options.every_strategy:
+                strategies = most_divided(strategies) if is_divided else strategies
+                strategies = tuple(s for s in strategies if all(la.is_ascending for la in (*s.inputs, *s.outputs)))
+            self._offers[key] = _Offer.of(strategies, self.mesh)
+        return self._offers[key]
 
     def relayout(
         self, aval: Aval, gives: Sequence[Layout], needs: Sequence[Layout], *, is_local_free: bool = False

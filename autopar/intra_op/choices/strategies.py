@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from autopar.layouts.mesh import Axes, Layout, LogicalMesh
 from autopar.rules.factor_rule import FactorRule, Operand
@@ -46,6 +46,16 @@ class _Job:
     factor: str = ""
     group: tuple[int, ...] = ()
     monoid: str = ""
+
+
+def strategies_key(rule: FactorRule, mesh: LogicalMesh) -> Hashable:
+    """What the strategies of a rule depend on, besides the mesh: equal for rules whose sizes the mesh's axes divide alike.
+
+    A size counts by its greatest common divisor with that of the mesh, and as itself where axes may cut it to single elements.
+    """
+    parts = [(f, size, math.gcd(size, mesh.size)) for f, size in rule.sizes]
+    sizes = tuple([(f, part, part == size) for f, size, part in parts])
+    return rule.inputs, rule.outputs, sizes, rule.reduced, rule.whole, rule.seeds, rule.linear, rule.any_monoid
 
 
 def strategies_of(

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.intra_op.choices.strategies import most_divided, strategies_of
+from autopar.intra_op.choices.strategies import most_divided, strategies_key, strategies_of
 from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.rules.factor_rule import make_rule
 from autopar.rules.notation import parse
 from autopar.rules.table import rule_for
 from tests.rules.examples import EXAMPLES
@@ -133,3 +134,27 @@ def test_layouts_follow_from_the_factors_that_the_axes_split(case):
         if all(rule.size_of(factor) % 2**count == 0 for factor, count in ways.items() if factor):
             expected |= {expected_layouts(rule, jobs, order) for order in ((0, 1), (1, 0))}
     assert found == expected
+
+
+@given(
+    sizes=st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 40])] * 4),
+    others=st.tuples(*[st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24, 40])] * 4),
+    mesh_shape=st.sampled_from([(8,), (2, 4), (2, 2, 2), (2, 3)]),
+)
+def test_rules_of_one_key_have_equal_strategies(sizes, others, mesh_shape):
+    def rule(b, c, d, e):
+        factors = {"b": b, "c": c, "d": d, "e": e}
+        inputs, outputs = [(("b",), ("c", "d")), (("d",), ("e",))], [(("b", "c"), ("e",))]
+        return make_rule(inputs, outputs, factors, reduced={"d": "sum"}, linear=[(0,), (1,)])
+
+    mesh, (one, other) = LogicalMesh.of(mesh_shape), (rule(*sizes), rule(*others))
+    if strategies_key(one, mesh) == strategies_key(other, mesh):
+        assert strategies_of(one, mesh) == strategies_of(other, mesh)
+
+
+def test_sizes_that_a_mesh_divides_alike_have_one_key():
+    mesh, keys = LogicalMesh.of((2, 4)), {}
+    for size in (2, 4, 8, 12, 20, 24, 40, 48):
+        rule = parse("a, a -> a", [(size,), (size,)], [(size,)])
+        keys.setdefault(strategies_key(rule, mesh), []).append(size)
+    assert list(keys.values()) == [[2], [4], [8], [12, 20], [24, 40, 48]]
