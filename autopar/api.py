@@ -25,11 +25,11 @@ from autopar.arguments import (
     check_cluster,
     check_count,
     check_devices,
-    check_donation,
     check_kinds,
     check_leader,
     check_memory_limit,
     check_meshes,
+    check_open_positions,
     check_plan,
     check_positions,
     check_processes,
@@ -206,7 +206,7 @@ def parallelize(
     *,
     devices: Sequence[jax.Device] | int | None = None,
     mesh_shape: MeshShape = "auto",
-    batch_argnums: int | Sequence[int] = (1,),
+    batch_argnums: Literal["auto"] | int | Sequence[int] = "auto",
     donate_argnums: Literal["auto"] | int | Sequence[int] = "auto",
     static_argnums: int | Sequence[int] = (),
     memory_limit_bytes: int | None = None,
@@ -231,13 +231,14 @@ def parallelize(
     default given here.
 
     Args:
-        fun: the step, a function of arrays and trees of arrays. A train step takes the state first and the batch second and
-            returns the new state; see `batch_argnums` and `donate_argnums` for other orders.
+        fun: the step, a function of arrays and trees of arrays. A train step takes state and a batch and returns the new state,
+            in one argument or several, in any order: what it returns is state.
         devices: the JAX devices to run on, all of them if None; or a number of devices, to plan without having any. A number
             plans for the `cpu` cluster unless `cluster` says otherwise.
         mesh_shape: sizes of the logical mesh, as a tuple (axes are then `x`, `y`, `z`, ...) or a mapping of axis names to sizes;
             a list of shapes, one per pipeline stage; `"auto"` compares all shapes of up to three axes.
-        batch_argnums: positions of the arguments whose arrays have the examples along their leading dimension.
+        batch_argnums: positions of the arguments whose arrays have the examples along their leading dimension. `"auto"` takes
+            those after the first that the step does not return; a warning tells where that may be wrong.
         donate_argnums: positions of the arguments whose memory the results may take; `"auto"` donates each argument that the step
             returns with the same structure, shapes and types.
         static_argnums: positions of the arguments that are compile-time constants; they must be hashable.
@@ -299,8 +300,11 @@ def parallelize(
         planning_seconds=check_seconds(planning_seconds),
         uses_cache=check_switch("plan_cache", plan_cache),
     )
-    batch, static = check_positions("batch_argnums", batch_argnums), check_positions("static_argnums", static_argnums)
-    donate = check_donation(donate_argnums)
+    batch, static = (
+        check_open_positions("batch_argnums", batch_argnums),
+        check_positions("static_argnums", static_argnums),
+    )
+    donate = check_open_positions("donate_argnums", donate_argnums)
 
     def decorate(step: Callable[..., PyTree]) -> ParallelStep:
         if not callable(step):

@@ -141,11 +141,11 @@ def check_positions(what: str, given: object) -> tuple[int, ...]:
     return positions
 
 
-def check_donation(given: object) -> Literal["auto"] | tuple[int, ...]:
-    """`donate_argnums`: 'auto', or positions of arguments."""
+def check_open_positions(what: str, given: object) -> Literal["auto"] | tuple[int, ...]:
+    """Positions of arguments, or 'auto'."""
     if isinstance(given, str) and given == "auto":
         return "auto"
-    return check_positions("donate_argnums", given)
+    return check_positions(what, given)
 
 
 def check_memory_limit(limit: object) -> int | None:

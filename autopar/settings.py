@@ -151,7 +151,9 @@ def _gather_constraints(settings: Settings) -> Constraints:
     followed = plan_to_follow(settings)
     if not isinstance(followed, Plan):
         return settings.constraints
-    layouts = tuple(Rule(v.path, v.partition_spec, must_match=False) for v in followed.inputs if v.role == "state")
+    layouts = tuple(
+        Rule(glob=v.path, layout=v.partition_spec, must_match=False) for v in followed.inputs if v.role == "state"
+    )
     return dataclasses.replace(settings.constraints, rules=(*layouts, *settings.constraints.rules))
 
 

@@ -49,13 +49,17 @@ def test_a_constraint_on_no_leaf_lists_only_leaves_with_its_last_word_if_there_a
     assert "down" not in message
 
 
-def test_zero_stages_say_that_nothing_matches_the_optimizer_state():
+@pytest.mark.parametrize("preset", [autopar.zero1, autopar.zero2])
+def test_stages_that_split_the_optimizer_state_say_that_there_is_none(preset):
     refused(
         ConstraintError,
-        lambda: planned(constraints=autopar.zero2()),
-        "'*opt_state*' matches no state leaf",
-        "zero1, zero2 and zero3 take optimizer=",
+        lambda: planned(constraints=preset()),
+        f"{preset.__name__} splits the state of an optimizer, and finds none: the step updates no leaf of its state",
+        "and no path matches '*opt_state*'",
+        f"{preset.__name__}(optimizer=GLOB), where the state has 'state/count', 'state/params/*'",
     )
+    glob = f"the glob is that of {preset.__name__}(optimizer=...)"
+    refused(ConstraintError, lambda: planned(constraints=preset(optimizer="*/mu/*")), "'*/mu/*' matches no", glob)
 
 
 def test_a_constraint_with_a_mesh_axis_that_there_is_not_lists_those_there_are():

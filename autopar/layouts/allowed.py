@@ -46,6 +46,10 @@ class Leaf(Protocol):
     def shape(self) -> tuple[int, ...]:
         """Its dimensions."""
 
+    @property
+    def use(self) -> str | None:
+        """What the step does with a leaf of its state: parameter or optimizer, None if that is not known."""
+
 
 def allowed_layouts(
     leaves: Sequence[Leaf], mesh: LogicalMesh, constraints: Constraints, *, shared: Container[int] = ()
@@ -92,22 +96,48 @@ def whole_path(path: str) -> str:
 
 
 def _matches(rule: Rule, leaf: Leaf) -> bool:
-    paths = (leaf.path, whole_path(leaf.path))
-    return (rule.role is None or rule.role == leaf.role) and any(fnmatch.fnmatchcase(p, rule.glob) for p in paths)
+    if rule.role not in (None, leaf.role):
+        return False
+    if rule.use is not None and leaf.use is not None:
+        return rule.use == leaf.use
+    return any(fnmatch.fnmatchcase(p, rule.glob) for p in (leaf.path, whole_path(leaf.path)))
+
+
+_WHAT_IT_IS = {
+    "parameter": ("parameters", "updates no leaf of its state from a gradient with respect to that leaf"),
+    "optimizer": ("state of an optimizer", "updates no leaf of its state from gradients, apart from parameters"),
+}
+
+
+def _no_such_use(rule: Rule, use: str, leaves: Sequence[Leaf]) -> str:
+    """What a preset misses in the state, with globs that could be meant: the first keys of the state's paths."""
+    state = [leaf.path for leaf in leaves if leaf.role == "state"]
+    groups = list(dict.fromkeys(map(_group, state)))
+    listed = ", ".join(map(repr, groups[:6])) + (", ..." if len(groups) > 6 else "")
+    what, reason = _WHAT_IT_IS[use]
+    return (
+        f"{rule.asked_by.partition('(')[0]} splits the {what}, and finds none: the step {reason}, and no path matches "
+        f"{rule.glob!r}. Name such leaves by a glob, {rule.asked_by.replace('...', 'GLOB')}, where the state has "
+        f"{listed or 'no leaves'}"
+    )
+
+
+def _group(path: str) -> str:
+    """A glob of the leaves that have the first two keys of a path."""
+    keys = path.split("/")
+    return "/".join([*keys[:2], "*"] if len(keys) > 2 else keys)
 
 
 def _no_such_leaf(rule: Rule, leaves: Sequence[Leaf]) -> str:
+    if rule.use is not None:
+        return _no_such_use(rule, rule.use, leaves)
     of_role = [leaf.path for leaf in leaves if rule.role in (None, leaf.role)]
     word = rule.glob.strip("*").rsplit("/", 1)[-1]
     alike = set(difflib.get_close_matches(word, {part for path in of_role for part in path.split("/")}, cutoff=0.5))
     near = [path for path in of_role if (word and word in path) or alike & {*path.split("/")}] or of_role
     listed = ", ".join(near[:5]) + (", ..." if len(near) > 5 else "")
     kind = f"{rule.role} " if rule.role else ""
-    names = (
-        "; zero1, zero2 and zero3 take optimizer= and zero3 params=, the globs of such leaves"
-        if rule.role == "state"
-        else ""
-    )
+    names = f"; the glob is that of {rule.asked_by}" if rule.asked_by else ""
     if rule.role == "batch" and not of_role:
         names = f". No argument is a batch: {HOW_A_BATCH_IS_GIVEN}"
     return (

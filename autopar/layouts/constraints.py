@@ -71,19 +71,25 @@ class SplitBatch:
 LeafLayout = PartitionSpec | Replicated | Split | SplitBatch
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One constraint: leaves of `role` (any if None) whose path matches `glob`."""
+    """One constraint: leaves of `role` (any if None) whose path matches `glob`.
+
+    `use`: leaves of the state that have this use in the step; of those without a known use the ones that match `glob`.
+    `asked_by`: the preset and its argument that the rule comes from.
+    """
 
     glob: str
     layout: LeafLayout
     role: str | None = None
     must_match: bool = True
+    use: str | None = None
+    asked_by: str = ""
 
 
 HOW_A_BATCH_IS_GIVEN = (
-    "batch_argnums (default (1,)) lists the positional arguments that are batches; a keyword-only argument cannot be one: make "
-    "it positional"
+    "batch_argnums lists the positional arguments that are batches; without it they are those after the first that the step does "
+    "not return; a keyword-only argument cannot be one: make it positional"
 )
 
 
@@ -113,57 +119,83 @@ def data_parallel(axis: str | Sequence[str] | None = None) -> Constraints:
     axes = _axes("data_parallel", axis)
     return Constraints(
         (
-            Rule("*", Replicated(axes), role="state", must_match=False),
-            Rule("*", SplitBatch(axes), role="batch"),
+            Rule(glob="*", layout=Replicated(axes), role="state", must_match=False),
+            Rule(glob="*", layout=SplitBatch(axes), role="batch"),
         )
     )
 
 
-def zero1(axis: str | Sequence[str] | None = None, *, optimizer: str = "*opt_state*") -> Constraints:
+def zero1(axis: str | Sequence[str] | None = None, *, optimizer: str | None = None) -> Constraints:
     """Constraints of ZeRO stage 1: as `zero2`, with whole gradients: they are all-reduced, and never reduce-scattered.
 
     A device updates its part of the state, and gathers the new parameters. No value of the step is reduce-scattered.
 
     Args:
         axis: the mesh axes, as one name or several; None stands for all axes.
-        optimizer: a glob of the paths of the optimizer's leaves.
+        optimizer: a glob of the paths of the optimizer's leaves; see `zero2`.
 
     Raises:
-        ConstraintError: `axis` is no name of a mesh axis, or names one twice; once planned, no leaf matches the glob.
+        ConstraintError: `axis` is no name of a mesh axis, or names one twice; once planned, no leaf is the optimizer's.
     """
-    _axes("zero1", axis)
-    return Constraints(zero2(axis, optimizer=optimizer).rules, without=("reduce-scatter",))
+    axes = _axes("zero1", axis)
+    return Constraints(
+        (*data_parallel(axis).rules, _of_the_optimizer("zero1", axes, optimizer)), without=("reduce-scatter",)
+    )
 
 
-def zero2(axis: str | Sequence[str] | None = None, *, optimizer: str = "*opt_state*") -> Constraints:
+def zero2(axis: str | Sequence[str] | None = None, *, optimizer: str | None = None) -> Constraints:
     """Constraints of ZeRO stage 2: data parallel, with the optimizer's state split.
 
     Args:
         axis: the mesh axes, as one name or several; None stands for all axes.
-        optimizer: a glob of the paths of the optimizer's leaves, such as `state/optimizer/*`.
+        optimizer: a glob of the paths of the optimizer's leaves, such as `state/optimizer/*`. None stands for the leaves of the
+            state that the step updates from gradients and that the loss does not read; of leaves that it does not update from
+            gradients, for those that match `*opt_state*`.
 
     Raises:
-        ConstraintError: `axis` is no name of a mesh axis, or names one twice; once planned, no leaf matches the glob.
+        ConstraintError: `axis` is no name of a mesh axis, or names one twice; once planned, no leaf is the optimizer's.
     """
     axes = _axes("zero2", axis)
-    return Constraints((*data_parallel(axis).rules, Rule(optimizer, Split(axes), role="state")))
+    return Constraints((*data_parallel(axis).rules, _of_the_optimizer("zero2", axes, optimizer)))
 
 
 def zero3(
-    axis: str | Sequence[str] | None = None, *, optimizer: str = "*opt_state*", params: str = "*params*"
+    axis: str | Sequence[str] | None = None, *, optimizer: str | None = None, params: str | None = None
 ) -> Constraints:
     """Constraints of ZeRO stage 3, fully sharded data parallel: as `zero2`, with the parameters split too.
 
+    An optimizer without state is none that must be split.
+
     Args:
         axis: the mesh axes, as one name or several; None stands for all axes.
-        optimizer: a glob of the paths of the optimizer's leaves.
-        params: a glob of the paths of the parameters.
+        optimizer: a glob of the paths of the optimizer's leaves; see `zero2`.
+        params: a glob of the paths of the parameters. None stands for the leaves of the state that the loss reads and that the
+            step updates from gradients; of leaves that it does not update from gradients, for those that match `*params*`.
 
     Raises:
-        ConstraintError: `axis` is no name of a mesh axis, or names one twice; once planned, no leaf matches a glob.
+        ConstraintError: `axis` is no name of a mesh axis, or names one twice; once planned, no leaf is a parameter, or no leaf
+            matches a glob.
     """
     axes = _axes("zero3", axis)
-    return Constraints((*zero2(axis, optimizer=optimizer).rules, Rule(params, Split(axes), role="state")))
+    of_the_optimizer = _of_the_optimizer("zero3", axes, optimizer)
+    return Constraints(
+        (
+            *data_parallel(axis).rules,
+            dataclasses.replace(of_the_optimizer, must_match=optimizer is not None),
+            _split_of_use("parameter", axes, params, named="*params*", asked_by="zero3(params=...)"),
+        )
+    )
+
+
+def _of_the_optimizer(preset: str, axes: tuple[str, ...] | None, glob: str | None) -> Rule:
+    return _split_of_use("optimizer", axes, glob, named="*opt_state*", asked_by=f"{preset}(optimizer=...)")
+
+
+def _split_of_use(use: str, axes: tuple[str, ...] | None, glob: str | None, *, named: str, asked_by: str) -> Rule:
+    """Leaves that match the user's glob are split, or those that have the use; of leaves without one those that are named so."""
+    if glob is not None:
+        return Rule(glob=glob, layout=Split(axes), role="state", asked_by=asked_by)
+    return Rule(glob=named, layout=Split(axes), role="state", use=use, asked_by=asked_by)
 
 
 def _rule(glob: str, layout: LeafLayout) -> Rule:
@@ -179,7 +211,7 @@ def _rule(glob: str, layout: LeafLayout) -> Rule:
             f"the constraint on {glob!r} is {layout}: for each dimension the name of a mesh axis, a tuple of names or None is "
             "expected; a leaf without a constraint is left to the planner"
         )
-    return Rule(glob, layout)
+    return Rule(glob=glob, layout=layout)
 
 
 def _names_axes(entry: object) -> bool:

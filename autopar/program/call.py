@@ -24,7 +24,7 @@ class CallSignature:
     """How a step's arguments are read: which are batch, static, donated."""
 
     fun: Callable[..., PyTree]
-    batch_argnums: tuple[int, ...]
+    batch_argnums: tuple[int, ...] | Literal["auto"]
     static_argnums: tuple[int, ...]
     donate_argnums: tuple[int, ...] | Literal["auto"]
 
@@ -67,17 +67,16 @@ def bind_arguments(signature: CallSignature, args: Sequence[PyTree], kwargs: Map
 
 
 def _refuse_bad_numbers(signature: CallSignature, count: int) -> None:
-    """Raise ArgumentError for numbers of arguments that the step lacks, except for the default, batch_argnums=(1,)."""
-    donate = () if signature.donate_argnums == "auto" else signature.donate_argnums
+    """Raise ArgumentError for numbers of arguments that the step lacks."""
     given = {
         "batch_argnums": signature.batch_argnums,
         "static_argnums": signature.static_argnums,
-        "donate_argnums": donate,
+        "donate_argnums": signature.donate_argnums,
     }
     wrong = [
         f"{what}={numbers}"
         for what, numbers in given.items()
-        if any(i < 0 or i >= count for i in numbers) and (what, numbers) != ("batch_argnums", (1,))
+        if numbers != "auto" and any(i < 0 or i >= count for i in numbers)
     ]
     if wrong:
         raise ArgumentError(
@@ -125,6 +124,12 @@ def fix_static(fun: Callable[..., PyTree], bound: BoundArguments) -> Callable[..
         return fun(*(args[i] for i in sorted(args)), **kwargs)
 
     return call
+
+
+def dtype_of(leaf: object) -> Any:
+    """The dtype of a leaf in a traced program, which has no 64-bit types unless they are enabled."""
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def leaf_paths_below(head: str, tree: PyTree) -> list[str]:

@@ -7,36 +7,24 @@ how the nearest output differs.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import numpy as np
 
 from autopar.errors import ArgumentError
-from autopar.program.call import BoundArguments, CallSignature, PyTree, leaf_paths_below
+from autopar.program.batch import numbers_of_examples
+from autopar.program.call import BoundArguments, CallSignature, PyTree, dtype_of, leaf_paths_below
 from autopar.program.program import Program
 from autopar.program.step import Leaf, Role
-
-SMALL = 1 / 16
-"""Leaves of a batch with another leading size than the largest, and less than this part of its bytes, are shared by all examples.
-
-Sizes are all there is to tell a key, a scale or class weights from examples. A larger part would take the labels of wide rows for
-shared, a smaller one the weights of many classes for examples.
-"""
+from autopar.program.uses import Use
 
 
 def shapes_of(tree: PyTree) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of each leaf."""
     return [(tuple(np.shape(x)), str(dtype_of(x))) for x in jax.tree.leaves(tree)]
-
-
-def dtype_of(leaf: object) -> object:
-    """The dtype of a leaf in a traced program, which has no 64-bit types unless they are enabled."""
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype
-    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def _parts(out_shape: PyTree) -> list[PyTree]:
@@ -74,14 +62,17 @@ def returned_arguments(bound: BoundArguments, out_shape: PyTree) -> dict[int, Py
 
 
 def donated_arguments(
-    signature: CallSignature, bound: BoundArguments, state: Mapping[int, PyTree], out_shape: PyTree
+    signature: CallSignature,
+    bound: BoundArguments,
+    state: Mapping[int, PyTree],
+    batch: Collection[int],
+    out_shape: PyTree,
 ) -> frozenset[int]:
     """Arguments, by place among the dynamic ones, whose memory the step may reuse.
 
     Raises ArgumentError if the user asks for one that the step does not return.
     """
     wanted = signature.donate_argnums
-    batch = {place for place, number in enumerate(bound.numbers) if number in signature.batch_argnums}
     if wanted == "auto":
         return frozenset(place for place in state if place not in batch)
     for place, (number, name, value) in enumerate(zip(bound.numbers, bound.names, bound.dynamic, strict=True)):
@@ -118,38 +109,47 @@ def _leaf_types(name: str, tree: PyTree) -> dict[str, str]:
     return dict(zip(leaf_paths_below(name, tree), types, strict=True))
 
 
-def input_leaves(
-    signature: CallSignature,
-    bound: BoundArguments,
-    paths: Sequence[str],
-    program: Program,
-    state: Mapping[int, PyTree],
-    donated: frozenset[int],
-) -> tuple[Leaf, ...]:
+def arguments_of_leaves(bound: BoundArguments) -> list[int]:
+    """For each leaf of the positional arguments, in order, the place of its argument."""
+    return [place for place, value in enumerate(bound.dynamic) for _ in jax.tree.leaves(value)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """The places of the arguments that are state, batch and donated, and the use of leaves of the state, by their numbers."""
+
+    state: Collection[int]
+    batch: Collection[int]
+    donated: Collection[int]
+    uses: Mapping[int, Use]
+
+
+def input_leaves(bound: BoundArguments, paths: Sequence[str], program: Program, roles: Roles) -> tuple[Leaf, ...]:
     """A leaf for every array that the step takes, in order."""
-    roles: list[tuple[Role, bool]] = []
-    for place, (number, value) in enumerate(zip(bound.numbers, bound.dynamic, strict=True)):
-        role: Role = "batch" if number in signature.batch_argnums else "state" if place in state else "other"
-        roles += [(role, place in donated)] * len(jax.tree.leaves(value))
-    roles += [("other", False)] * (len(paths) - len(roles))
-    leaves = [
-        Leaf(path=path, role=role, shape=tuple(var.aval.shape), dtype=var.aval.dtype, donated=donate)
-        for path, (role, donate), var in zip(paths, roles, program.invars, strict=False)
-    ]
-    counts = _numbers_of_examples([leaf for leaf in leaves if leaf.role == "batch" and leaf.shape])
+    places = arguments_of_leaves(bound)
+    leaves = []
+    for number, (path, var) in enumerate(zip(paths, program.invars, strict=False)):
+        place = places[number] if number < len(places) else -1
+        role: Role = "batch" if place in roles.batch else "state" if place in roles.state else "other"
+        leaves.append(
+            Leaf(
+                path=path,
+                role=role,
+                shape=tuple(var.aval.shape),
+                dtype=var.aval.dtype,
+                donated=place in roles.donated,
+                use=roles.uses.get(number) if role == "state" else None,
+            )
+        )
+    counts = numbers_of_examples(
+        (leaf.shape[0], math.prod(leaf.shape) * leaf.dtype.itemsize)
+        for leaf in leaves
+        if leaf.role == "batch" and leaf.shape
+    )
     return tuple(
         dataclasses.replace(leaf, shared=leaf.role == "batch" and bool(leaf.shape) and leaf.shape[0] not in counts)
         for leaf in leaves
     )
-
-
-def _numbers_of_examples(leaves: Sequence[Leaf]) -> set[int]:
-    """The leading sizes of a batch that count examples. That of a key, a scale or class weights does not; see `SMALL`."""
-    bytes_of = collections.Counter[int]()
-    for leaf in leaves:
-        bytes_of[leaf.shape[0]] += math.prod(leaf.shape) * leaf.dtype.itemsize
-    most = max(bytes_of.values(), default=0)
-    return {size for size, own in bytes_of.items() if own >= SMALL * most}
 
 
 def outputs_of_state(

@@ -16,6 +16,7 @@ from autopar.layouts.constraints import HOW_A_BATCH_IS_GIVEN
 from autopar.program.call import PyTree
 from autopar.program.fingerprint import outline_of
 from autopar.program.program import Program
+from autopar.program.uses import Use
 
 Role = Literal["state", "batch", "other", "const", "output"]
 
@@ -26,7 +27,8 @@ class Leaf:
 
     A leaf that enters as `microbatches` slices has a leading dimension of that size, which the caller's array lacks. If it is
     `streamed`, slices come and go one by one and are never all in memory. `weak_type` is set for outputs alone. `shared`: all
-    examples of the batch share the leaf. `from_forward`: another stage's forward pass sends it.
+    examples of the batch share the leaf. `from_forward`: another stage's forward pass sends it. `use`: what the step does with a
+    leaf of its state, if that is known (`uses.py`).
     """
 
     path: str
@@ -39,6 +41,7 @@ class Leaf:
     weak_type: bool = False
     shared: bool = False
     from_forward: bool = False
+    use: Use | None = None
 
     @property
     def given_shape(self) -> tuple[int, ...]:

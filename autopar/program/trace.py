@@ -16,11 +16,20 @@ import jax
 import numpy as np
 
 from autopar.errors import ArgumentError
-from autopar.program.call import BoundArguments, CallSignature, fix_static, leaf_paths, output_paths
+from autopar.program.batch import batch_arguments
+from autopar.program.call import BoundArguments, CallSignature, dtype_of, fix_static, leaf_paths, output_paths
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of
-from autopar.program.roles import donated_arguments, dtype_of, input_leaves, outputs_of_state, returned_arguments
+from autopar.program.roles import (
+    Roles,
+    arguments_of_leaves,
+    donated_arguments,
+    input_leaves,
+    outputs_of_state,
+    returned_arguments,
+)
 from autopar.program.step import Leaf, TracedStep
+from autopar.program.uses import find_uses
 
 T = TypeVar("T")
 
@@ -36,13 +45,16 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
     program, constants = program_of(closed, pruned=True)
     out_leaves, out_tree = jax.tree_util.tree_flatten(out_shape)
     state = returned_arguments(bound, out_shape)
-    donated = donated_arguments(signature, bound, state, out_shape)
-    inputs = input_leaves(signature, bound, paths, program, state, donated)
+    state_of_output = outputs_of_state(bound, state, out_leaves)
+    uses = find_uses(program, state_of_output)
+    places = arguments_of_leaves(bound)
+    batch = batch_arguments(signature, bound, state.keys(), {places[number] for number in uses})
+    donated = donated_arguments(signature, bound, state, batch, out_shape)
+    inputs = input_leaves(bound, paths, program, Roles(state, batch, donated, uses))
     consts = tuple(
         Leaf(path=f"constant/{i}", role="const", shape=tuple(v.aval.shape), dtype=v.aval.dtype)
         for i, v in enumerate(program.invars[len(leaves) :])
     )
-    state_of_output = outputs_of_state(bound, state, out_leaves)
     outputs = tuple(
         Leaf(path=p, role="output", shape=tuple(x.shape), dtype=x.dtype, weak_type=bool(x.weak_type))
         for p, x in zip(output_paths(out_shape), out_leaves, strict=True)

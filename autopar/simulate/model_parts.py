@@ -323,14 +323,14 @@ def _constraints(part: Part, state: Mapping[str, PyTree], axes: Mapping[str, int
     # Between the ranks of a mixture samples change places, so only what enters and leaves it is split by them.
     moved = part.kind == "expert" and EXPERT in samples
     between = PartitionSpec(samples, *rest) if moved else SplitBatch(samples, PartitionSpec(*rest))
-    rules = [Rule(f"state/{place}/*", between, must_match=False) for place in ("taken", "given")]
-    rules.append(Rule("state/ids/*", SplitBatch(samples), must_match=False))
+    rules = [Rule(glob=f"state/{place}/*", layout=between, must_match=False) for place in ("taken", "given")]
+    rules.append(Rule(glob="state/ids/*", layout=SplitBatch(samples), must_match=False))
     for place, since in (("params", 3), ("grads", 1)):
         for path, leaf in jax.tree_util.tree_flatten_with_path(state[place])[0]:
             name = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
             matrix = _matrix_spec(name, leaf.shape, axes)
             spec = _over_data(matrix, leaf.shape, axes) if zero_stage >= since else matrix
-            rules.append(Rule(f"state/{place}/{name}", PartitionSpec(*spec)))
+            rules.append(Rule(glob=f"state/{place}/{name}", layout=PartitionSpec(*spec)))
     return Constraints(tuple(rules))
 
 

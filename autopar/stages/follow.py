@@ -48,7 +48,7 @@ class Following:
         meshes = tuple(LogicalMesh(s.plan.mesh_shape, s.plan.axis_names) for s in plan.stages[:num_meshes])
         layouts = tuple(
             tuple(
-                Rule(_literally(v.path), v.partition_spec, must_match=False)
+                Rule(glob=_literally(v.path), layout=v.partition_spec, must_match=False)
                 for v in stage.plan.inputs
                 if v.role == "state" and v.path in stage.leaves
             )

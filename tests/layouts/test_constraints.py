@@ -23,6 +23,7 @@ class Leaf:
     path: str
     role: str
     shape: tuple[int, ...]
+    use: str | None = None
 
 
 KERNEL = Leaf(path="state/params/kernel", role="state", shape=(8, 12))
@@ -119,6 +120,20 @@ def test_zero2_splits_the_optimizer_state_and_zero3_the_parameters_too():
 
 def test_zero_stages_find_the_optimizer_state_by_a_glob_of_the_users():
     assert allowed(zero2(optimizer="*/mu/*"))[MOMENT.path] == {"data,model|-", "data|model", "model|data"}
+
+
+def test_zero_stages_go_by_the_use_of_a_leaf_and_by_its_name_where_no_use_is_known():
+    leaves = (
+        dataclasses.replace(KERNEL, path="state/0/up", use="parameter"),
+        dataclasses.replace(KERNEL, path="state/opt_state/ema", use="parameter"),
+        dataclasses.replace(MOMENT, path="state/1/up", use="optimizer"),
+        dataclasses.replace(KERNEL, path="state/params/frozen"),
+        dataclasses.replace(KERNEL, path="state/averages"),
+        TOKENS,
+    )
+    whole, split = {"-|-"}, {"data,model|-", "data|model", "model|data"}
+    assert list(allowed(zero2(), leaves).values())[:-1] == [whole, whole, split, whole, whole]
+    assert list(allowed(zero3(), leaves).values())[:-1] == [split, split, split, split, whole]
 
 
 def test_the_last_rule_that_matches_holds_and_globs_cross_slashes():
@@ -229,7 +244,7 @@ def test_plans_obey_their_constraints_and_compute_the_same(constraints):
     step = autopar.parallelize(train_step, mesh_shape=MESH_SHAPE, constraints=constraints)
     assert_same_as_jit(train_step, step, make_state(), make_batch(), steps=2)
     plan = step.last_plan()
-    legal = allowed_layouts(plan.inputs, MESH, as_constraints(constraints))
+    legal = allowed_layouts([Leaf(v.path, v.role, v.shape) for v in plan.inputs], MESH, as_constraints(constraints))
     for value, layouts in zip(plan.inputs, legal, strict=True):
         assert layouts is None or value.spec in {layout.spec(MESH) for layout in layouts}, value
 

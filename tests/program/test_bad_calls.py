@@ -78,7 +78,8 @@ def test_a_static_value_that_cannot_be_hashed_is_named(value):
 
 
 NO_BATCH = (
-    "batch_argnums (default (1,)) lists the positional arguments that are batches",
+    "batch_argnums lists the positional arguments that are batches",
+    "without it they are those after the first that the step does not return",
     "a keyword-only argument cannot be one: make it positional",
 )
 
@@ -124,6 +125,9 @@ def test_a_batch_of_too_few_examples_is_refused_with_its_shapes():
     one = "num_stages=2 needs a batch of 2 or more examples, along the leading dimension of its arrays, but batch/x has"
     refused(ArgumentError, lambda: planned(batch=make_batch(1), num_stages=2, mesh_shape="auto"), one, "shape (1, 8)")
     step = autopar.parallelize(seeded, devices=8, num_microbatches=2)
+    none = "num_microbatches=2 needs a batch, and none of the arrays that the step takes (state/count"
+    refused(ArgumentError, lambda: step.plan(make_state(), 3), none)
+    step = autopar.parallelize(seeded, devices=8, num_microbatches=2, batch_argnums=1)
     refused(
         ArgumentError, lambda: step.plan(make_state(), 3), "num_microbatches=2 needs a batch of", "seed has shape ()"
     )

@@ -220,7 +220,7 @@ def test_a_leading_dimension_may_be_split_with_the_rest():
         shape: tuple[int, ...] = (8, 16, 4)
 
     mesh = LogicalMesh.of({"data": 2, "tensor": 4})
-    rule = Rule("batch/*", SplitBatch(("data",), P("tensor", None)))
+    rule = Rule(glob="batch/*", layout=SplitBatch(("data",), P("tensor", None)))
     ((layout,),) = (found for found in allowed_layouts([Leaf()], mesh, Constraints((rule,))) if found)
     assert layout.spec(mesh) == (("data",), ("tensor",), ())
 

@@ -182,7 +182,9 @@ def test_a_held_input_is_used_in_the_layout_in_which_it_comes():
     traced = trace(signature, bind_arguments(signature, (state,), {}))
     mesh = LogicalMesh.of({"data": 4})
 
-    rules = Constraints((Rule("state/w", P(None, "data")), Rule("state/x", P("data", None))))
+    rules = Constraints(
+        tuple(Rule(glob=k, layout=v) for k, v in {"state/w": P(None, "data"), "state/x": P("data", None)}.items())
+    )
     number = [leaf.path for leaf in traced.inputs].index("state/w")
 
     def gathered(held):
