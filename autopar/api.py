@@ -57,7 +57,7 @@ from autopar.program.loops import LoopEquation
 from autopar.program.step import TracedStep, require_state, require_state_like
 from autopar.program.trace import trace
 from autopar.progress import Progress, enter, report
-from autopar.rules.table import warn_of_missing_rules
+from autopar.rules.notices import warn_of_operations
 from autopar.runtime.thread_settings import under
 from autopar.schedules.schedules import Open
 from autopar.settings import Settings, choose_cluster, list_devices, start_clock
@@ -166,7 +166,7 @@ class ParallelStep:
             with pause_full_collections():
                 enter("tracing")
                 traced = trace(self._signature, call)
-                warn_of_missing_rules([eqn for eqn in traced.program.walk() if not isinstance(eqn, LoopEquation)])
+                warn_of_operations([eqn for eqn in traced.program.walk() if not isinstance(eqn, LoopEquation)])
                 self._planned[key] = self._decide(traced)
         self._last = key
         return key

@@ -97,6 +97,11 @@ def source_line(eqn: JaxprEqn) -> str:
     return str(source_info_util.summarize(eqn.source_info))
 
 
+def is_device_memory(aval: object) -> bool:
+    """Whether a value lies in the devices' own memory, as all do but those that were put into the host's."""
+    return getattr(getattr(aval, "memory_space", None), "name", "Device") != "Host"
+
+
 def unknown_source() -> SourceInfo:
     """The source of an operation that no line of the user's asked for."""
     return private_source_info.new_source_info()

@@ -164,8 +164,8 @@ def layouts_for(wanted: LeafLayout, leaf: Leaf, mesh: LogicalMesh) -> tuple[Layo
 
 
 def _split_batch(leaf: Leaf, mesh: LogicalMesh, axes: tuple[int, ...]) -> Layout:
-    if not leaf.shape:
-        return Layout.replicated(0)
+    if not leaf.shape or leaf.shape[0] == 0:
+        return Layout.replicated(len(leaf.shape))
     if leaf.shape[0] % mesh.ways(axes):
         raise ConstraintError(
             f"data parallelism over mesh axes {', '.join(mesh.names(axes))} splits the batch {mesh.ways(axes)} ways, but "
@@ -199,7 +199,7 @@ def _from_spec(spec: PartitionSpec, leaf: Leaf, mesh: LogicalMesh) -> Layout:
     for entry in (*spec, *(None,) * (len(leaf.shape) - len(spec))):
         names = () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
         dims.append(tuple(a for a in (_axis(name, leaf, mesh) for name in names) if mesh.shape[a] > 1))
-    layout = Layout(tuple(dims))
+    layout = Layout(tuple(axes if size else () for size, axes in zip(leaf.shape, dims, strict=True)))
     for d, (size, axes) in enumerate(zip(leaf.shape, layout.dims, strict=True)):
         if size % mesh.ways(axes):
             raise ConstraintError(

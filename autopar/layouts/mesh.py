@@ -3,8 +3,8 @@
 A `LogicalMesh` is an N-D arrangement of devices. A `Layout` says, for every mesh axis, what it does to one value:
 shards a dimension, replicates, or leaves partial results that a monoid (sum, max, ...) still has to combine. It is
 written from the value's side: for each dimension the mesh axes that shard it, major to minor, and the partial axes with
-their monoids; an axis named nowhere replicates. What can go wrong: a dimension that its axes do not divide; `fits`
-tells, and no layout that fails it is ever planned.
+their monoids; an axis named nowhere replicates. What can go wrong: a dimension that its axes do not divide, such as one of
+no elements; `fits` tells, and no layout that fails it is ever planned.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ class LogicalMesh:
         """Into how many parts `axes` together split."""
         return math.prod(self.shape[axis] for axis in axes)
 
+    def divides(self, axes: Sequence[int], size: int) -> bool:
+        """Whether `axes` together cut so many elements into equal parts with something in each; nothing divides no elements."""
+        ways = self.ways(axes)
+        return ways == 1 or (size > 0 and size % ways == 0)
+
     def index(self, axis: int) -> jax.Array:
         """This device's place along an axis; only inside a per-device program."""
         index: jax.Array = jax.lax.axis_index(self.axis_names[axis])
@@ -109,7 +114,7 @@ class Layout:
 
     def fits(self, shape: Sequence[int], mesh: LogicalMesh) -> bool:
         """Whether every dimension is divided exactly by the axes that shard it."""
-        return all(size % mesh.ways(axes) == 0 for size, axes in zip(shape, self.dims, strict=True))
+        return all(mesh.divides(axes, size) for size, axes in zip(shape, self.dims, strict=True))
 
     def local_shape(self, shape: Sequence[int], mesh: LogicalMesh) -> tuple[int, ...]:
         """The shape that one device holds."""

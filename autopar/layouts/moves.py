@@ -124,14 +124,14 @@ def moves_from(layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh, monoid
             target = _with_dim(layout, dim, axes[:-count])
             yield Move(kind="all-gather", axes=axes[-count:], source=layout, target=target, from_dim=dim)
         for to in range(len(layout.dims)) if axes else ():
-            if to != dim and local[to] % mesh.shape[axes[-1]] == 0:
+            if to != dim and mesh.divides(axes[-1:], local[to]):
                 target = _with_dim(_with_dim(layout, dim, axes[:-1]), to, (*layout.dims[to], axes[-1]))
                 yield Move(kind="all-to-all", axes=axes[-1:], source=layout, target=target, from_dim=dim, to_dim=to)
     for axis, size in enumerate(mesh.shape):
         if size == 1 or axis in used:
             continue
         for dim, axes in enumerate(layout.dims):
-            if local[dim] % size == 0:
+            if mesh.divides((axis,), local[dim]):
                 yield Move(
                     kind="slice", axes=(axis,), source=layout, target=_with_dim(layout, dim, (*axes, axis)), to_dim=dim
                 )
@@ -152,7 +152,7 @@ def _reductions(layout: Layout, local: tuple[int, ...], mesh: LogicalMesh) -> It
         for axis in members if monoid == "sum" else ():
             rest = tuple(entry for entry in layout.partial if entry[0] != axis)
             for dim, axes in enumerate(layout.dims):
-                if local[dim] % mesh.shape[axis] == 0:
+                if mesh.divides((axis,), local[dim]):
                     target = _with_dim(Layout(layout.dims, rest), dim, (*axes, axis))
                     yield Move(
                         kind="reduce-scatter", axes=(axis,), source=layout, target=target, to_dim=dim, monoid=monoid

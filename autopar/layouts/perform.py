@@ -19,6 +19,10 @@ def perform_move(move: Move, array: jax.Array, mesh: LogicalMesh) -> jax.Array:
     """One move on this device's shard."""
     if array.dtype == jnp.bool_ and move.monoid == "sum":  # one term at most is true, and XLA adds numbers only
         return perform_move(move, array.astype(jnp.uint8), mesh).astype(jnp.bool_)
+    if (
+        jnp.issubdtype(array.dtype, jnp.integer) and jnp.iinfo(array.dtype).bits < 8
+    ):  # XLA counts them packed, and ends the process
+        return perform_move(move, array.astype(jnp.int8), mesh).astype(array.dtype)
     names = mesh.names(move.axes)
     result: jax.Array
     match move.kind:

@@ -37,6 +37,10 @@ CALLS = {
 }
 INSIDE_KERNELS = "mosaic"
 """The platform of code inside a Pallas kernel, for which JAX's own functions, such as `jnp.diagonal`, have a branch."""
+ONE_BY_ONE = ("device_put", "psum", "pmax", "pmin")
+"""Operations that do the same to each operand by itself, whatever the others are."""
+PER_OPERAND = ("devices", "srcs", "copy_semantics")
+"""Those of their parameters that are tuples with an entry for each operand."""
 SMALL_BYTES = 1024
 """An argument of the program up to this size, such as a random key, also waits at a barrier; larger ones are only kept apart."""
 WHILE_TRIPS = 8
@@ -75,6 +79,16 @@ def refuse_side_effects(jaxpr: Any) -> None:
                 "on many devices and may run operations twice or not at all, so prints, callbacks and writes to references "
                 "have no defined meaning. Return the value as an output and print it outside the step."
             )
+
+
+def refuse_mapped_functions(eqn: JaxprEqn) -> None:
+    """Raise UnsupportedProgramError naming the user's line if the operation is a program for each device of a mesh."""
+    if eqn.primitive.name == "shard_map":
+        raise UnsupportedProgramError(
+            f"the step calls jax.shard_map at {compat.source_line(eqn)}. A parallel step is one program for each device already, "
+            "whose mesh and layouts the plan chooses, so a function of the shards of another mesh has no place in it. Write what "
+            "it computes as a function of whole arrays, or register a primitive with autopar.register_rule."
+        )
 
 
 def _called(eqn: JaxprEqn) -> Any:
@@ -155,6 +169,9 @@ class _ProgramBuilder:
     def _operation(self, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
         if eqn.primitive is optimization_barrier_p:
             return self._barrier(eqn, operands)
+        if eqn.primitive.name in ONE_BY_ONE:
+            return self._one_by_one(eqn, operands)
+        refuse_mapped_functions(eqn)
         outs = [Var(v.aval) for v in eqn.outvars]
         made = Equation(
             primitive=eqn.primitive,
@@ -166,6 +183,23 @@ class _ProgramBuilder:
         )
         opened = _OPENERS.get(eqn.primitive.name)
         self.equations.append(made if opened is None else self._open(made, *opened(self, eqn, operands)))
+        return list(outs)
+
+    def _one_by_one(self, eqn: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
+        """An equation for each operand of one of `ONE_BY_ONE`."""
+        outs = [Var(v.aval) for v in eqn.outvars]
+        for number, (operand, out) in enumerate(zip(operands, outs, strict=True)):
+            own = {name: eqn.params[name][number : number + 1] for name in PER_OPERAND if name in eqn.params}
+            self.equations.append(
+                Equation(
+                    primitive=eqn.primitive,
+                    invars=(operand,),
+                    outvars=(out,),
+                    params={**eqn.params, **own},
+                    source_info=eqn.source_info,
+                    tag=self.tag,
+                )
+            )
         return list(outs)
 
     def _open(self, eqn: Equation, loop: Loop, operands: Sequence[Atom], regions: tuple[Program, ...]) -> Equation:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
+
 from autopar.avals import HasAval
 from autopar.compat import JaxprEqn, Literal
 from autopar.rules.factor_rule import Dim, FactorRule, Operand, make_rule
@@ -39,6 +41,18 @@ def linear_groups(eqn: JaxprEqn, *groups: Sequence[int], literals: bool = False)
     """The linear groups whose members are all variables, or with `literals` some of them: a literal alone is never partial."""
     enough = any if literals else all
     return [tuple(g) for g in groups if enough(not isinstance(eqn.invars[i], Literal) for i in g)]
+
+
+def linear_factors(eqn: JaxprEqn) -> list[tuple[int, ...]]:
+    """The linear groups of a product of two arrays: each operand alone if all are integers of a width, and none otherwise.
+
+    Integers wrap in every term as in the sum, unless the result has more bits. Terms times infinity have a sum that is NaN where
+    the sum times infinity is not, and the other operand of inexact numbers may hold infinities.
+    """
+    avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+    is_modular = all(jnp.issubdtype(aval.dtype, jnp.integer) for aval in avals)
+    wide = is_modular and jnp.iinfo(avals[-1].dtype).bits
+    return linear_groups(eqn, *((i,) for i in (0, 1) if is_modular and jnp.iinfo(avals[i].dtype).bits >= wide))
 
 
 def everything_whole(eqn: JaxprEqn) -> FactorRule:

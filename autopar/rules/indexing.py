@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from autopar.compat import JaxprEqn, Literal
+from autopar.layouts.monoids import neutral_element
 from autopar.rules.by_shape import Factors, keep_dimensions, shape_of
 from autopar.rules.factor_rule import Dim, FactorRule, make_rule
 from autopar.rules.on_shard import LocalCall
@@ -118,7 +119,7 @@ def gather_local(call: LocalCall) -> Sequence[jax.Array]:
         first = first & (call.shard_index(dims[d][0]) == 0)
         columns[k] = jnp.where(inside, local, 0).astype(indices.dtype)
     (found,) = call.bind(operand, jnp.stack(columns, axis=-1), slice_sizes=sizes)
-    missing = jnp.where(outside & first, _fill_value(call, found.dtype), jnp.zeros((), found.dtype))
+    missing = jnp.where(outside & first, _fill_value(call, found.dtype), neutral_element("sum", found.dtype))
     spread = [d for d in range(found.ndim) if d not in numbers.offset_dims]
     return (jnp.where(_spread(held, found, spread), found, _spread(missing, found, spread)),)
 

@@ -6,12 +6,12 @@ In: an equation. Out: its `FactorRule`. What can go wrong: a factorization of on
 from __future__ import annotations
 
 from autopar.compat import JaxprEqn
-from autopar.rules.by_shape import Factors, linear_groups, shape_of, share_leading_dimensions
+from autopar.rules.by_shape import Factors, linear_factors, shape_of, share_leading_dimensions
 from autopar.rules.factor_rule import FactorRule, make_rule
 
 
 def dot_general(eqn: JaxprEqn) -> FactorRule:
-    """batch m k, batch k n -> batch m n | sum: k | linear: 0; 1."""
+    """batch m k, batch k n -> batch m n | sum: k, and of integers linear: 0; 1; see `linear_factors`."""
     (left_contract, right_contract), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     factors = Factors()
     left = factors.operand(shape_of(eqn.invars[0]))
@@ -21,7 +21,7 @@ def dot_general(eqn: JaxprEqn) -> FactorRule:
     out += [dim for d, dim in enumerate(left) if d not in (*left_contract, *left_batch)]
     out += [dim for d, dim in enumerate(right) if d not in pairs]
     reduced = {left[d][0]: "sum" for d in left_contract}
-    linear = linear_groups(eqn, (0,), (1,))
+    linear = linear_factors(eqn)
     return make_rule([tuple(left), tuple(right)], [tuple(out)], factors.sizes, reduced=reduced, linear=linear)
 
 
@@ -31,5 +31,8 @@ def factorization(eqn: JaxprEqn) -> FactorRule:
 
 
 def fft(eqn: JaxprEqn) -> FactorRule:
-    """a b -> a c | whole: b c | linear: 0: the last dimensions are transformed, the others are a batch."""
-    return share_leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - len(eqn.params["fft_lengths"]), linear=[(0,)])
+    """a b -> a c | whole: b c: the last dimensions are transformed, the others are a batch.
+
+    Not linear for the planner: XLA's CPU compiler fails where terms of a transform are reduce-scattered.
+    """
+    return share_leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - len(eqn.params["fft_lengths"]))

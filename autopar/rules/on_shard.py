@@ -69,7 +69,7 @@ class LocalCall:
     def bind(self, *operands: jax.Array, **changed: object) -> Sequence[jax.Array]:
         """The equation's primitive on local operands with some parameters changed."""
         primitive = self.eqn.primitive
-        results = primitive.bind(*operands, **{**self.params, **changed})
+        results = primitive.bind(*operands, **primitive.get_bind_params({**self.params, **changed}))
         return results if primitive.multiple_results else (results,)
 
 
@@ -105,11 +105,13 @@ def tile(call: LocalCall) -> Sequence[jax.Array]:
 
 
 def iota(call: LocalCall) -> Sequence[jax.Array]:
-    """Local positions start at the shard's offset."""
+    """Local positions start at the shard's offset; they are whole numbers until the end, as a sum of the type's own is rounded."""
     dimension, dtype = call.params["dimension"], call.params["dtype"]
-    (local,) = call.bind(shape=call.out_shape(), sharding=None)
-    start = call.offset(call.rule.outputs[0][dimension])
-    return (local + jnp.asarray(start, dtype),)
+    dims = call.rule.outputs[0][dimension]
+    if not call.is_sharded(dims):
+        return call.bind(shape=call.out_shape(), sharding=None)
+    local = jax.lax.broadcasted_iota(jnp.uint32, call.out_shape(), dimension)
+    return ((local + jnp.asarray(call.offset(dims), jnp.uint32)).astype(dtype),)
 
 
 def slice_(call: LocalCall) -> Sequence[jax.Array]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compat import JaxprEqn, is_threefry_key, threefry_is_partitionable
+from autopar.avals import is_opaque
+from autopar.compat import JaxprEqn, Literal, Var, is_threefry_key, threefry_is_partitionable
 from autopar.rules.by_shape import Factors, everything_whole, linear_groups, shape_of
 from autopar.rules.factor_rule import FactorRule, Operand, make_rule
 
@@ -53,29 +53,52 @@ def sum_of_two(eqn: JaxprEqn) -> FactorRule:
 
 
 def product(eqn: JaxprEqn) -> FactorRule:
-    """a b, a b -> a b | linear: 0; 1."""
-    return _pointwise(eqn, (0,), (1,))
+    """a b, a b -> a b | linear: 0; 1, each where the other operand is known to be finite.
+
+    Terms of a sum times infinity are infinities of both signs, or NaN where a term is zero. Their sum is NaN, and that of the
+    numbers times infinity is not. Integers wrap in every term as in the sum.
+    """
+    return _pointwise(eqn, *((i,) for i in (0, 1) if _is_modular(eqn) or _magnitude(eqn.invars[1 - i]) < np.inf))
 
 
 def quotient(eqn: JaxprEqn) -> FactorRule:
-    """a b, a b -> a b | linear: 0; integer division rounds, so it is linear in nothing."""
-    is_floating = jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact)
-    return linear(eqn) if is_floating else nonlinear(eqn)
+    """a b, a b -> a b | linear: 0 where the divisor is known, and no zero; see `product`. Integer division rounds."""
+    if _is_modular(eqn):
+        return nonlinear(eqn)
+    tiny = float(jnp.finfo(eqn.outvars[0].aval.dtype).tiny)
+    return linear(eqn) if tiny <= _magnitude(eqn.invars[1]) < np.inf else nonlinear(eqn)
+
+
+def _is_modular(eqn: JaxprEqn) -> bool:
+    """Whether the numbers are integers, which wrap, or truth values."""
+    return not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)
+
+
+def _magnitude(operand: Var | Literal) -> float:
+    """The absolute value of a literal; NaN of what is known only when the program runs."""
+    return float(np.abs(np.asarray(operand.val, operand.aval.dtype))) if isinstance(operand, Literal) else np.nan
 
 
 def convert(eqn: JaxprEqn) -> FactorRule:
-    """a b -> a b | linear: 0 where the new type holds every value of the old one, so that nothing is rounded."""
-    old, new = eqn.invars[0].aval.dtype, np.dtype(eqn.params["new_dtype"])
-    is_exact = jnp.issubdtype(old, jnp.number) and _holds(new, old)
-    return linear(eqn) if is_exact else nonlinear(eqn)
+    """a b -> a b | linear: 0 where the sum of the converted terms is their converted sum; see `_keeps_sums`."""
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    return linear(eqn) if not is_opaque(eqn.outvars[0].aval) and _keeps_sums(old, new) else nonlinear(eqn)
 
 
-def _holds(wide: np.dtype[np.generic], narrow: np.dtype[np.generic]) -> bool:
-    """Whether JAX promotes one type to the other; types of eight and fewer bits it promotes to none."""
-    try:
-        return bool(jnp.promote_types(narrow, wide) == wide)
-    except jax.dtypes.TypePromotionError:
-        return bool(np.can_cast(narrow, wide, "safe"))
+def _keeps_sums(old: np.dtype[np.generic], new: np.dtype[np.generic]) -> bool:
+    """Whether conversion commutes with addition.
+
+    Terms of inexact numbers are rounded, or overflow, unless the new type has at least the mantissa and the exponents of the old
+    one. Sums of n-bit integers wrap modulo 2^n: fewer bits of them are the sum of fewer bits, more bits or a float are not.
+    """
+    if jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact):
+        real = jnp.issubdtype(old, jnp.floating) or jnp.issubdtype(new, jnp.complexfloating)
+        narrow, wide = jnp.finfo(old), jnp.finfo(new)
+        return bool(
+            real and narrow.nmant <= wide.nmant and narrow.minexp >= wide.minexp and narrow.maxexp <= wide.maxexp
+        )
+    is_modular = jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer)
+    return bool(is_modular and jnp.iinfo(old).bits >= jnp.iinfo(new).bits)
 
 
 def bitcast(eqn: JaxprEqn) -> FactorRule:

@@ -6,8 +6,12 @@ product; the dimensions that it reduces are whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
 from autopar.compat import JaxprEqn
-from autopar.rules.by_shape import Factors, keep_dimensions, linear_groups, shape_of
+from autopar.rules.by_shape import Factors, everything_whole, keep_dimensions, linear_groups, shape_of
 from autopar.rules.factor_rule import FactorRule, make_rule
 
 
@@ -39,13 +43,37 @@ def reduce_sum(eqn: JaxprEqn) -> FactorRule:
 
 
 def reduce_max(eqn: JaxprEqn) -> FactorRule:
-    """a b -> a | max: b."""
-    return _reduction(eqn, "max")
+    """a b -> a | max: b; complex numbers have an order, but no all-reduce that knows it: b stays whole."""
+    return _reduction(eqn, None if _is_complex(eqn) else "max")
 
 
 def reduce_min(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a | min: b; of complex numbers b stays whole."""
+    return _reduction(eqn, None if _is_complex(eqn) else "min")
+
+
+def over_batch_sum(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a | sum: b | linear: 0: a collective of `jax.vmap` with an axis name, over dimensions instead of devices."""
+    return _over_batch(eqn, reduce_sum)
+
+
+def over_batch_max(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a | max: b."""
+    return _over_batch(eqn, reduce_max)
+
+
+def over_batch_min(eqn: JaxprEqn) -> FactorRule:
     """a b -> a | min: b."""
-    return _reduction(eqn, "min")
+    return _over_batch(eqn, reduce_min)
+
+
+def _over_batch(eqn: JaxprEqn, rule: Callable[[JaxprEqn], FactorRule]) -> FactorRule:
+    """The rule, unless parts of the dimension are reduced by themselves."""
+    return rule(eqn) if eqn.params.get("axis_index_groups") is None else everything_whole(eqn)
+
+
+def _is_complex(eqn: JaxprEqn) -> bool:
+    return bool(jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating))
 
 
 def reduce_or(eqn: JaxprEqn) -> FactorRule:

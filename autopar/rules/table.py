@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from autopar.compat import JaxprEqn, source_line
-from autopar.errors import RuleError, warn
+from autopar.compat import JaxprEqn
+from autopar.errors import RuleError
 from autopar.rules import by_shape, flops, indexing, matrices, on_shard, pointwise, reductions, reshaping, windows
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.notation import parse
@@ -70,6 +70,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "cummin": PrimitiveRule(rule=reductions.cumulative_other),
         "cumprod": PrimitiveRule(rule=reductions.cumulative_other),
         "cumsum": PrimitiveRule(rule=reductions.cumulative_sum),
+        "device_put": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, local=on_shard.identity),
         "digamma": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "div": PrimitiveRule(rule=pointwise.quotient, work=Work.POINTWISE),
         "dot_general": PrimitiveRule(rule=matrices.dot_general, work=Work.CONTRACTION, flops=flops.of_product),
@@ -122,10 +123,13 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "optimization_barrier": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, barrier=True),
         "or": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "pad": PrimitiveRule(rule=reshaping.pad, work=Work.MOVE),
+        "pmax": PrimitiveRule(rule=reductions.over_batch_max, work=Work.REDUCTION),
+        "pmin": PrimitiveRule(rule=reductions.over_batch_min, work=Work.REDUCTION),
         "polygamma": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "polynomial": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "population_count": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "pow": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
+        "psum": PrimitiveRule(rule=reductions.over_batch_sum, work=Work.REDUCTION),
         "qr": PrimitiveRule(rule=matrices.factorization),
         "random_bits": PrimitiveRule(rule=pointwise.random_bits, work=Work.RANDOM, local=on_shard.random_bits),
         "random_clone": PrimitiveRule(rule=by_shape.everything_whole),
@@ -150,6 +154,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "regularized_incomplete_beta": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "rem": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "reshape": PrimitiveRule(rule=reshaping.reshape, work=Work.FREE, local=on_shard.reshape),
+        "reshard": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, local=on_shard.identity),
         "rev": PrimitiveRule(rule=reshaping.rev, work=Work.MOVE),
         "round": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "rsqrt": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -279,20 +284,3 @@ def flops_of(eqn: JaxprEqn, rule: FactorRule) -> float:
 def _shapes(eqn: JaxprEqn) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
     """Shapes of an equation's operands and of its results."""
     return [by_shape.shape_of(v) for v in eqn.invars], [by_shape.shape_of(v) for v in eqn.outvars]
-
-
-def warn_of_missing_rules(eqns: Sequence[JaxprEqn]) -> None:
-    """One warning that names every primitive without a rule and the user's line that first uses it."""
-    missing: dict[str, str] = {}
-    for eqn in eqns:
-        if not has_rule(eqn):
-            missing.setdefault(eqn.primitive.name, source_line(eqn))
-    if missing:
-        listed = "; ".join(
-            f"{name} at {line or 'a line that JAX did not keep'}" for name, line in sorted(missing.items())
-        )
-        warn(
-            f"no factor rule for {listed}. These operations run whole on every device, which is correct but not "
-            "parallel. autopar.register_rule(primitive, notation) adds a rule, e.g. "
-            'autopar.register_rule("my_kernel", "b s c, c e -> b s e | sum: c").'
-        )

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import jax
 
 from autopar.compat import JaxprEqn, Literal, Params
-from autopar.rules.by_shape import Factors, keep_dimensions, shape_of
+from autopar.rules.by_shape import Factors, keep_dimensions, linear_factors, shape_of
 from autopar.rules.factor_rule import Dim, FactorRule, make_rule
 from autopar.rules.on_shard import LocalCall
 
 
 def conv(eqn: JaxprEqn) -> FactorRule:
-    """n (g c) h w, (g o) c i j -> n (g o) y x | sum: c | whole: h w i j y x | linear: 0; 1."""
+    """n (g c) h w, (g o) c i j -> n (g o) y x | sum: c | whole: h w i j y x, and of integers linear: 0; 1."""
     params = eqn.params
     numbers, groups, batch_groups = (
         params["dimension_numbers"],
@@ -49,7 +49,7 @@ def conv(eqn: JaxprEqn) -> FactorRule:
             left[a], right[b], out[z] = ((factors.new(s),) for s in (left_shape[a], right_shape[b], out_shape[z]))
             whole += [left[a][0], right[b][0], out[z][0]]
     operands = [tuple(table[d] for d in range(len(table))) for table in (left, right, out)]
-    linear = [(i,) for i in (0, 1) if not isinstance(eqn.invars[i], Literal)]
+    linear = linear_factors(eqn)
     return make_rule(operands[:2], operands[2:], factors.sizes, reduced=reduced, whole=whole, linear=linear)
 
 

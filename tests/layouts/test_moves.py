@@ -230,3 +230,12 @@ def test_shapes_of_one_key_have_the_same_layouts_and_each_pair_the_cheapest_sing
         for move in moves_from(layout, shape, mesh, ("sum",)):
             seconds = space.network.seconds(move, shape, 4)
             assert space.seconds[space.index[layout], space.index[move.target]] <= seconds
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0), (4, 0, 8)])
+def test_a_dimension_without_elements_is_in_no_layout_split(shape):
+    space = space_of(shape, (2, 2))
+    split = {d for layout in space.layouts for d, axes in enumerate(layout.dims) if axes}
+    assert split == {d for d, size in enumerate(shape) if size}
+    for source, target in pairs_of(space):
+        assert all(move.target in space.index for move in space.path(source, target))

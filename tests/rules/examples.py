@@ -158,10 +158,22 @@ EXAMPLES = {
         Example(lambda x: lax.convert_element_type(x, jnp.float32), (integers(8, 12).astype(jnp.int8),)),
     ],
     "copy": [Example(jnp.copy, (X,))],
+    "device_put": [Example(jax.device_put, (X,))],
+    "div": [
+        Example(lax.div, (X, X)),
+        Example(lambda x: x / 4, (X,)),
+        Example(lambda x: x / 0, (X,)),
+        Example(lambda x: 4 / x, (X,)),
+    ],
+    "mul": [Example(lax.mul, (X, X)), Example(lambda x: x * 3, (X,)), Example(lambda x: x * jnp.inf, (X,))],
     "name": [Example(lambda x: checkpoint_name(x, "kept"), (X,))],
     "dot_general": [
         Example(lambda x, w: lax.dot_general(x, w, (((2,), (0,)), ((), ()))), (_TOKENS, floats(12, 16))),
         Example(lambda q, k: lax.dot_general(q, k, (((2,), (2,)), ((0,), (0,)))), (_TOKENS, floats(8, 16, 12))),
+        Example(
+            lambda x, w: lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32),
+            (integers(8, 12).astype(jnp.int8), integers(12, 16).astype(jnp.int8)),
+        ),
     ],
     "dynamic_slice": [Example(lambda x, i: lax.dynamic_slice(x, (i, i), (4, 12)), (X, jnp.uint32(3)))],
     "dynamic_update_slice": [
@@ -171,11 +183,17 @@ EXAMPLES = {
     "fft": [Example(jnp.fft.rfft, (CUBE,)), Example(jnp.fft.fft2, (lax.complex(CUBE, CUBE),))],
     "gather": [_gather(GatherScatterMode.FILL_OR_DROP), _gather(GatherScatterMode.CLIP), _batched_gather()],
     "integer_pow": [Example(lambda x: lax.integer_pow(x, 3), (X,))],
-    "iota": [Example(lambda: lax.broadcasted_iota(jnp.int32, (8, 12), 1), ())],
+    "iota": [
+        Example(lambda: lax.broadcasted_iota(jnp.int32, (8, 12), 1), ()),
+        Example(lambda: lax.broadcasted_iota(jnp.bfloat16, (1020, 4), 0), ()),
+    ],
     "lu": [Example(lax.linalg.lu, (MATRICES,))],
     "not": [Example(lax.bitwise_not, (truths(8, 12),))],
     "optimization_barrier": [Example(lax.optimization_barrier, (X,))],
     "pad": [Example(lambda x: lax.pad(x, jnp.float32(0), ((0, 0, 0), (1, 3, 0))), (X,))],
+    "pmax": [Example(lambda x: jax.vmap(lambda v: lax.pmax(v, "batch"), axis_name="batch", out_axes=None)(x), (CUBE,))],
+    "pmin": [Example(lambda x: jax.vmap(lambda v: lax.pmin(v, "batch"), axis_name="batch", out_axes=None)(x), (CUBE,))],
+    "psum": [Example(lambda x: jax.vmap(lambda v: lax.psum(v, "batch"), axis_name="batch", out_axes=None)(x), (CUBE,))],
     "qr": [Example(lambda x: lax.linalg.qr(x, full_matrices=False), (MATRICES,))],
     "random_bits": [
         Example(lambda key: jax.random.bits(key, (8, 12), jnp.uint32), (jax.random.key(3),)),
@@ -187,7 +205,10 @@ EXAMPLES = {
     "random_unwrap": [Example(jax.random.key_data, (jax.random.key(3),))],
     "random_wrap": [Example(jax.random.wrap_key_data, (jnp.zeros(2, jnp.uint32),))],
     "reduce_and": [Example(lambda x: lax.reduce_and(x, (0,)), (truths(8, 12),))],
-    "reduce_max": [Example(lambda x: lax.reduce_max(x, (2,)), (CUBE,))],
+    "reduce_max": [
+        Example(lambda x: lax.reduce_max(x, (2,)), (CUBE,)),
+        Example(lambda x: lax.reduce_max(x, (2,)), (lax.complex(CUBE, -CUBE),)),
+    ],
     "reduce_min": [Example(lambda x: lax.reduce_min(x, (0,)), (CUBE,))],
     "reduce_or": [Example(lambda x: lax.reduce_or(x, (1,)), (truths(8, 12),))],
     "reduce_precision": [Example(lambda x: lax.reduce_precision(x, 5, 2), (X,))],

@@ -50,6 +50,7 @@ WITHOUT_EXAMPLE = {
     "random_clone": "checks the reuse of keys only",
     "random_gamma_grad": "inside derivatives of gamma samples only",
     "regularized_incomplete_beta": "three operands alike",
+    "reshard": "names a mesh of the user",
     "scatter_mul": "another name of scatter-mul",
     "select_and_gather_add": "inside derivatives of derivatives of pooling only",
     "sharding_constraint": "names a mesh of the user",

@@ -53,7 +53,7 @@ def strategies_key(rule: FactorRule, mesh: LogicalMesh) -> Hashable:
 
     A size counts by its greatest common divisor with that of the mesh, and as itself where axes may cut it to single elements.
     """
-    parts = [(f, size, math.gcd(size, mesh.size)) for f, size in rule.sizes]
+    parts = [(f, size, math.gcd(size, mesh.size) if size else 0) for f, size in rule.sizes]
     sizes = tuple([(f, part, part == size) for f, size, part in parts])
     return rule.inputs, rule.outputs, sizes, rule.reduced, rule.whole, rule.seeds, rule.linear, rule.any_monoid
 
@@ -64,8 +64,8 @@ def strategies_of(
     """All legal strategies. `monoids` are those that an operation which only moves data may carry."""
     sizes = dict(rule.sizes)
     jobs: list[list[_Job]] = []
-    for size in mesh.shape:
-        factors = [f for f in rule.shardable() if sizes[f] % size == 0] if size > 1 else []
+    for axis, size in enumerate(mesh.shape):
+        factors = [f for f in rule.shardable() if mesh.divides((axis,), sizes[f])] if size > 1 else []
         carried = monoids if rule.any_monoid else ("sum",) if "sum" in monoids else ()
         groups = [(g, m) for g in rule.linear for m in carried] if size > 1 else []
         jobs.append([_Job(), *(_Job(f) for f in factors), *(_Job("", g, m) for g, m in groups)])
@@ -91,7 +91,7 @@ def _orders(choice: Sequence[_Job]) -> Iterator[dict[str, Axes]]:
 def _strategy(
     rule: FactorRule, mesh: LogicalMesh, sizes: Mapping[str, int], jobs: Sequence[_Job], factor_axes: dict[str, Axes]
 ) -> ShardingStrategy | None:
-    if any(sizes[f] % mesh.ways(axes) for f, axes in factor_axes.items()):
+    if not all(mesh.divides(axes, sizes[f]) for f, axes in factor_axes.items()):
         return None
     for operand in (*rule.inputs, *rule.outputs):
         if not _blocks(operand, mesh, sizes, factor_axes):
