@@ -105,7 +105,7 @@ def tile(call: LocalCall) -> Sequence[jax.Array]:
 
 
 def iota(call: LocalCall) -> Sequence[jax.Array]:
-    """Local positions start at the shard's offset; they are whole numbers until the end, as a sum of the type's own is rounded."""
+    """Local positions start at the shard's offset; whole numbers until the end, as sums of the type's own are rounded."""
     dimension, dtype = call.params["dimension"], call.params["dtype"]
     dims = call.rule.outputs[0][dimension]
     if not call.is_sharded(dims):

@@ -1,4 +1,4 @@
-"""Monoids: what devices combine is what NumPy combines, bit for bit where there is one right answer, NaN and infinity included."""
+"""Monoids: what devices combine is what NumPy combines, bit for bit where one answer is right, NaN and infinity included."""
 
 import jax
 import jax.numpy as jnp
