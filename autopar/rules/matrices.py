@@ -5,9 +5,15 @@ In: an equation. Out: its `FactorRule`. What can go wrong: a factorization of on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import jax
+from jax.experimental.layout import Layout, with_layout_constraint
+
 from autopar.compat import JaxprEqn
 from autopar.rules.by_shape import Factors, linear_factors, shape_of, share_leading_dimensions
 from autopar.rules.factor_rule import FactorRule, make_rule
+from autopar.rules.on_shard import LocalCall
 
 
 def dot_general(eqn: JaxprEqn) -> FactorRule:
@@ -31,8 +37,17 @@ def factorization(eqn: JaxprEqn) -> FactorRule:
 
 
 def fft(eqn: JaxprEqn) -> FactorRule:
-    """a b -> a c | whole: b c: the last dimensions are transformed, the others are a batch.
+    """a b -> a c | whole: b c | linear: 0: the last dimensions are transformed, the others are a batch."""
+    return share_leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - len(eqn.params["fft_lengths"]), linear=[(0,)])
 
-    Not linear for the planner: XLA's CPU compiler fails where terms of a transform are reduce-scattered.
-    """
-    return share_leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - len(eqn.params["fft_lengths"]))
+
+def fft_local(call: LocalCall) -> Sequence[jax.Array]:
+    """The transform of an array that lies row by row: XLA's CPU compiler gives another order beside a reduce-scatter, and fails."""
+    (operand,) = call.operands
+    (result,) = call.bind(_row_by_row(operand))
+    return (_row_by_row(result),)
+
+
+def _row_by_row(array: jax.Array) -> jax.Array:
+    pinned: jax.Array = with_layout_constraint(array, Layout(major_to_minor=tuple(range(array.ndim))))
+    return pinned

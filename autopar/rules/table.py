@@ -89,7 +89,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "exp2": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "expm1": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "fan_out": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, local=on_shard.identity),
-        "fft": PrimitiveRule(rule=matrices.fft),
+        "fft": PrimitiveRule(rule=matrices.fft, local=matrices.fft_local),
         "floor": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "gather": PrimitiveRule(rule=indexing.gather, work=Work.OTHER, local=indexing.gather_local, picks=True),
         "ge": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
