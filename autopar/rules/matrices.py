@@ -42,7 +42,7 @@ def fft(eqn: JaxprEqn) -> FactorRule:
 
 
 def fft_local(call: LocalCall) -> Sequence[jax.Array]:
-    """The transform of an array that lies row by row: XLA's CPU compiler gives another order beside a reduce-scatter, and fails."""
+    """The transform of rows in order: XLA's CPU compiler lays them out otherwise beside a reduce-scatter, and fails."""
     (operand,) = call.operands
     (result,) = call.bind(_row_by_row(operand))
     return (_row_by_row(result),)
