@@ -37,6 +37,8 @@ def run_side_by_side(
     pack: Callable[[T], object] | None = None,
     unpack: Callable[[int, object], T] | None = None,
     patience_s: float = PATIENCE_S,
+    may_give_up: Callable[[], bool] = lambda: False,
+    given_up: T | None = None,
 ) -> list[T]:
     """The results of all jobs, found by up to `processes` processes.
 
@@ -48,6 +50,8 @@ def run_side_by_side(
         unpack: the result of job `number` from what a fork packed; needed with `pack`. What this process did itself is
             neither packed nor unpacked.
         patience_s: see `PATIENCE_S`.
+        may_give_up: whether jobs that only forks are still at work on need not be finished; asked while this process waits.
+        given_up: their result then.
 
     Raises:
         Exception: the error of the first job that raises one.
@@ -67,12 +71,13 @@ def run_side_by_side(
                 failed[number] = error
         until = time.monotonic() + max(patience_s, time.monotonic() - started)
         for fork in forks:
-            for number, sent in fork.results(until).items():
+            for number, sent in fork.results(until, may_give_up).items():
                 done[number] = cast(T, sent) if unpack is None else unpack(number, sent)
+    is_given_up = may_give_up()
     for number in sorted({*range(len(jobs))} - set(done)):
         if number in failed:
             raise failed[number]
-        done[number] = jobs[number]()
+        done[number] = cast(T, given_up) if is_given_up else jobs[number]()
     return [done[number] for number in range(len(jobs))]
 
 
@@ -100,9 +105,9 @@ class _Fork:
         self._process, self._file = process, file
         self._has_ended = False
 
-    def results(self, until: float) -> Mapping[int, object]:
-        """What it wrote, by the number of the job, once it has ended or the time has come."""
-        while self._is_at_work() and time.monotonic() < until:
+    def results(self, until: float, may_give_up: Callable[[], bool]) -> Mapping[int, object]:
+        """What it wrote, by the number of the job, once it has ended, the time has come, or it is given up."""
+        while self._is_at_work() and time.monotonic() < until and not may_give_up():
             time.sleep(_POLL_S)
         self.end()
         self._file.seek(0)

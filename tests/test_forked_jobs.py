@@ -148,3 +148,18 @@ def test_stages_planned_side_by_side_are_those_of_one_process(name, sizes):
 def test_a_number_of_processes_that_is_none_is_refused(given):
     with pytest.raises(ArgumentError, match=r"planning_processes=.*a positive whole number is expected"):
         autopar.parallelize(step, planning_processes=given)
+
+
+def test_what_only_a_fork_is_at_work_on_is_given_up_on_demand():
+    here, started = os.getpid(), time.monotonic()
+
+    def job():
+        if os.getpid() != here:
+            time.sleep(60)
+        else:
+            time.sleep(0.2)  # so that the fork takes one
+        return "done"
+
+    found = run_side_by_side([job] * 2, processes=2, may_give_up=lambda: True, given_up="left")
+    assert sorted(found) == ["done", "left"]
+    assert time.monotonic() - started < 30

@@ -10,6 +10,7 @@ which meshes were not compared.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -28,7 +29,7 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Candidate
 from autopar.program.step import TracedStep
 from autopar.progress import Progress, report
-from autopar.solver.budget import Budget
+from autopar.solver.budget import Budget, Flag, LateError
 from autopar.solver.outcomes import CutOff, NotSearched, Unfinished, Unreachable
 
 Ended: TypeAlias = NothingFits | CutOff | NotSearched | Unreachable | Unfinished
@@ -107,6 +108,7 @@ class MeshComparison:
         self.unlimited_s: list[float] = []
         self.more_axes_help = False
         self._took = 1, 0.0
+        self._has_plan, self._is_planned_here = Flag(is_raised=math.isfinite(shared.best_s)), False
         self.equations = sum(1 for _ in traced.program.walk())
         self.is_large = self.equations >= request.tuning.large
         self.worth = request.tuning.worth if self.is_large else 0.0
@@ -206,9 +208,17 @@ class MeshComparison:
             [functools.partial(self._search, mesh) for mesh in meshes],
             processes=self.request.processes,
             pack=_pack,
-            unpack=lambda _, looked: cast(_Looked, looked),
+            unpack=lambda _, looked: cast(_Looked | None, looked),
+            may_give_up=self._may_give_up,
+            given_up=None,
         )
+        if meshes and math.isinf(self.shared.best_s) and not any(found):  # a fork had a plan, and is gone with it
+            self._has_plan = Flag()
+            found = [self._search(meshes[0]), *found[1:]]
         for mesh, looked in zip(meshes, found, strict=True):
+            if looked is None:
+                self.not_compared.append(mesh)
+                continue
             self._note(mesh, looked)
             self._report()
         if meshes:
@@ -236,15 +246,26 @@ class MeshComparison:
         left = self.request.budget.seconds_left
         return left if math.isfinite(left) else None
 
-    def _search(self, mesh: LogicalMesh) -> _Looked:
+    def _search(self, mesh: LogicalMesh) -> _Looked | None:
+        """What is found on a mesh; None if the time was over before there was anything."""
         shared, request = self.shared, self.request
         if math.isinf(shared.best_s):  # a plan late is better than none, and one in another way better than a late one
             work = request.tuning.first_work if shared.has_other_ways else math.inf
-            request = dataclasses.replace(request, budget=Budget(work=work))
+            late = request.budget.clocked(work=work, once=self._has_plan) if self._is_hurried else Budget(work=work)
+            request = dataclasses.replace(request, budget=late)
+        try:
+            return self._search_in_time(mesh, request)
+        except LateError:
+            return None
+
+    def _search_in_time(self, mesh: LogicalMesh, request: PlanRequest) -> _Looked:
+        """Bound a mesh, and plan it unless its bound rules it out. Raises LateError if the clock ends that before a plan."""
+        shared = self.shared
         search = MeshSearch(self.traced, mesh, request)
         evenly_divided_s = shared.evenly_divided_s or search.evenly_divided_s()
         at_least_s = shared.at_least_s.get(mesh, 0.0)
         if shared.is_bounded and not at_least_s and math.isfinite(shared.best_s):
+            request.budget.require_time()
             at_least_s = search.at_least_s
         bound_s = max(at_least_s, evenly_divided_s)
         is_beaten = bound_s >= (1 - self.worth) * shared.best_s
@@ -254,17 +275,33 @@ class MeshComparison:
             is_small_gain = self.is_large and gain_s < request.tuning.least_gain * shared.best_s
             is_beaten = is_beaten or is_small_gain or not self._repays(gain_s, search_s)
         outcome = None if is_beaten else search.plan(shared.best_s)
-        at_least_s = max(at_least_s, search.bound_s)
-        if shared.is_bounded and not at_least_s:
-            at_least_s = search.at_least_s
-        is_first = shared.is_bounded and shared.first is self.traced
+        if isinstance(outcome, PlannedStep):
+            self._has_plan.lift()
+            self._is_planned_here = True
+        at_least_s, least_s = max(at_least_s, search.bound_s), 0.0
+        with contextlib.suppress(LateError):  # a bound is no longer worth it
+            if shared.is_bounded and not at_least_s:
+                request.budget.require_time()
+                at_least_s = search.at_least_s
+            if shared.is_bounded and shared.first is self.traced:
+                least_s = search.least_s()
         return _Looked(
             evenly_divided_s=evenly_divided_s,
             at_least_s=at_least_s,
-            least_s=search.least_s() if is_first else 0.0,
+            least_s=least_s,
             excess=search.excess,
             outcome=outcome,
         )
+
+    def _may_give_up(self) -> bool:
+        """Whether the time is over and this process has a plan, so that it need not wait for those of others."""
+        has_plan = self._is_planned_here or math.isfinite(self.shared.best_s)
+        return self._is_hurried and has_plan and self.request.budget.is_late
+
+    @property
+    def _is_hurried(self) -> bool:
+        """Whether the clock may end the search for a first plan with what it has met; of a stage nobody asks for so little."""
+        return self.shared.is_bounded
 
     def _note(self, mesh: LogicalMesh, looked: _Looked) -> None:
         """Take over what was found. A mesh that the one before it in a row beats counts as not planned."""
@@ -300,8 +337,10 @@ class MeshComparison:
         return _no_way_there(self.unreached, self.request)
 
 
-def _pack(looked: _Looked) -> _Looked:
+def _pack(looked: _Looked | None) -> _Looked | None:
     """What a fork sends."""
+    if looked is None:
+        return None
     outcome = looked.outcome
     return dataclasses.replace(looked, outcome=pack(outcome) if isinstance(outcome, PlannedStep) else outcome)
 

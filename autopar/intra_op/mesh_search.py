@@ -29,7 +29,7 @@ from autopar.layouts.allowed import allowed_layouts, batch_axes
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import all_layouts
 from autopar.program.step import Leaf, TracedStep
-from autopar.solver.budget import Budget
+from autopar.solver.budget import Budget, LateError
 from autopar.solver.classes import merge_classes
 from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, NotSearched, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs
@@ -56,7 +56,9 @@ class MeshSearch:
         self._is_narrowed = exposure is not None
         self.exposure = exposure or least_exposure(traced, request.cluster.overlap)
         allowed, batch = _allowed_inputs(traced, mesh, request), _batch_split(traced, mesh, request)
-        self.graph = graph_for(traced, mesh, request, allowed, batch=batch, exposure=self.exposure)
+        self.graph = graph_for(
+            traced, mesh, request, allowed, batch=batch, exposure=self.exposure, budget=request.budget
+        )
         costs = Costs.of(self.graph.costs, self.graph.edges)
         classes = _classes(self.graph, request)
         self.problem = tie_layers(ChoiceProblem(costs=costs, classes=classes, is_proven=False, budget=request.budget))
@@ -91,7 +93,8 @@ class MeshSearch:
         costs = least_costs(self.graph, catalogues.of(self.mesh, request.cluster, request.options))
         if costs is None:
             return constant_s + (self.bound_s or self.at_least_s)
-        budget = Budget(seconds=request.budget.seconds_left, work=request.tuning.bound_work)
+        request.budget.require_time()
+        budget = request.budget.clocked(work=request.tuning.bound_work)
         problem = dataclasses.replace(self.problem, costs=costs, ties=None, budget=budget)
         if problem.classes is not None and costs.pairs > request.tuning.bounded_pairs:
             problem = merge_classes(problem, problem.classes)
@@ -116,7 +119,10 @@ class MeshSearch:
         narrowed = self.exposure.narrowed(found.plan, self.request.cluster.overlap, least=self.request.tuning.narrowed)
         if narrowed is None or self.request.budget.is_over:
             return found
-        again = MeshSearch(self.traced, self.mesh, self.request, narrowed)._plan(cutoff_s)
+        try:
+            again = MeshSearch(self.traced, self.mesh, self.request, narrowed)._plan(cutoff_s)
+        except LateError:
+            return found
         if isinstance(again, PlannedStep) and again.plan.step_s < found.plan.step_s:
             return again
         return found
@@ -124,8 +130,9 @@ class MeshSearch:
     def _plan(self, cutoff_s: float) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         request, limit = self.request, self.request.memory_limit_bytes
         problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
-        budget = request.budget.limit(work=request.tuning.mesh_work)
-        free = choose(dataclasses.replace(problem, budget=budget))
+        free = choose(dataclasses.replace(problem, budget=request.budget.hurried(work=request.tuning.mesh_work)))
+        if isinstance(free, Unfinished) and not request.budget.is_over:
+            free = choose(dataclasses.replace(problem, budget=request.budget.limit(work=request.tuning.mesh_work)))
         if isinstance(free, DoesNotFit):
             raise AssertionError("a problem without memory rows fits")
         if problem.ties is None and isinstance(free, Chosen | CutOff | NotSearched):
@@ -180,8 +187,9 @@ def graph_for(
     outputs: Sequence[Any] | None = None,
     batch: BatchSplit | None = None,
     exposure: Exposure | None = None,
+    budget: Budget | None = None,
 ) -> StrategyGraph:
-    """The strategy graph of a step whose inputs may have the given layouts; outputs follow the state."""
+    """The strategy graph of a step whose inputs may have the given layouts; outputs follow the state. Raises LateError."""
     following = _following(traced, mesh) if outputs is None else list(outputs)
     return build_graph(
         traced.program,
@@ -193,6 +201,7 @@ def graph_for(
         batch=batch,
         exposure=exposure,
         catalogue=request.catalogues.of(mesh, request.cluster, request.options),
+        budget=budget,
     )
 
 

@@ -12,22 +12,52 @@ import mmap
 import time
 
 
+class LateError(Exception):
+    """The clock has ended what cannot hand over a part of itself."""
+
+
+class Flag:
+    """A truth that forks of this process share: whoever raises it, all see it."""
+
+    def __init__(self, *, is_raised: bool = False) -> None:
+        """Raise it at once if it `is_raised`."""
+        self._byte = mmap.mmap(-1, 1)
+        self._byte[0] = is_raised
+
+    def __bool__(self) -> bool:
+        return bool(self._byte[0])
+
+    def lift(self) -> None:
+        """Raise the flag, for good."""
+        self._byte[0] = 1
+
+
 class Budget:
     """A limit of seconds, of units of work, or of both; over as soon as one is reached or `stop` is called.
 
     Parts of a budget (`part`) end with it, and what is spent of a part is spent of the whole.
     """
 
-    def __init__(self, *, seconds: float = math.inf, work: float = math.inf, whole: Budget | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        seconds: float = math.inf,
+        work: float = math.inf,
+        whole: Budget | None = None,
+        clock: Budget | None = None,
+        once: Flag | None = None,
+    ) -> None:
         """Start the clock.
 
         Args:
             seconds: of wall time, from now on.
             work: units; see the module's text.
             whole: the budget that this one is a part of.
+            clock: a budget whose clock ends this one too, while its work is its own.
+            once: a flag before which that clock does not count; None: it always does.
         """
         self.work, self.spent = work, 0.0
-        self._whole = whole
+        self._whole, self._clock, self._once = whole, clock, once
         self._stopped: bytearray | mmap.mmap = bytearray(1)
         self._started = time.monotonic()
         self._ends = self._started + seconds
@@ -35,9 +65,23 @@ class Budget:
     @property
     def is_over(self) -> bool:
         """Whether to end the search."""
-        if self._stopped[0] or self.spent >= self.work or time.monotonic() >= self._ends:
+        if self.spent >= self.work or self.is_late:
             return True
         return self._whole is not None and self._whole.is_over
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the clock has ended it, or `stop`; work aside."""
+        if self._stopped[0] or time.monotonic() >= self._ends:
+            return True
+        if self._clock is not None and (self._once is None or self._once) and self._clock.is_late:
+            return True
+        return self._whole is not None and self._whole.is_late
+
+    def require_time(self) -> None:
+        """Raise LateError if it `is_late`; for what takes long and is of no use unless it is finished."""
+        if self.is_late:
+            raise LateError
 
     @property
     def elapsed_s(self) -> float:
@@ -48,6 +92,8 @@ class Budget:
     def seconds_left(self) -> float:
         """Seconds of wall time until it is over at the latest; infinite without such a limit."""
         own = max(0.0, self._ends - time.monotonic())
+        if self._clock is not None and (self._once is None or self._once):
+            own = min(own, self._clock.seconds_left)
         return own if self._whole is None else min(own, self._whole.seconds_left)
 
     @property
@@ -70,6 +116,14 @@ class Budget:
         """The same budget, whose `stop` reaches processes that are forked from now on."""
         self._stopped = mmap.mmap(-1, 1)
         return self
+
+    def clocked(self, *, work: float = math.inf, once: Flag | None = None) -> Budget:
+        """A budget with work of its own, which is not spent of this one, and with this one's clock, `once` a flag is raised."""
+        return Budget(work=work, clock=self, once=once)
+
+    def hurried(self, *, work: float = math.inf) -> Budget:
+        """A part that the clock ends in any case, whether or not the flag is raised `once` it counts."""
+        return Budget(work=work, whole=self, clock=self._clock)
 
     def part(self, share: float) -> Budget:
         """A budget of this share of what is left, between 0 and 1."""

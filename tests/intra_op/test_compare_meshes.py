@@ -7,11 +7,13 @@ import pytest
 
 from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh
 from autopar.intra_op.compare_meshes import Beaten, SharedSearch
+from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.planner import plan_step, plan_way
 from autopar.intra_op.request import logical_meshes
+from autopar.intra_op.restore import restore
 from autopar.intra_op.tuning import Tuning
 from autopar.layouts.mesh import LogicalMesh
-from autopar.solver.budget import Budget
+from autopar.solver.budget import Budget, LateError
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
 
 EVERY = Tuning(worth=-1.0, repaid_in_steps=10**12)
@@ -87,6 +89,45 @@ def test_equal_budgets_of_work_give_equal_plans():
         plans = [plan_step(*question(budget=Budget(work=work))).plan for _ in range(2)]
         assert plans[0].choices == plans[1].choices
         assert plans[0].not_compared == plans[1].not_compared
+
+
+class CountedClock(Budget):
+    """Late once it has been asked so many times."""
+
+    def __init__(self, looks):
+        super().__init__()
+        self.looks = looks
+
+    @property
+    def is_late(self):
+        self.looks -= 1
+        return self.looks < 0
+
+
+def test_a_clock_that_ends_anywhere_leaves_a_legal_plan_and_what_was_not_compared():
+    step, request = question(tuning=Tuning(worth=-1.0, repaid_in_steps=10**12, large=0))
+    whole = CountedClock(10**9)
+    best = plan_way(step, dataclasses.replace(request, budget=whole), SharedSearch()).plan
+    shapes = {f"mesh {one.mesh_shape}" for one in best.candidates}
+    asked, ended = 10**9 - whole.looks, []
+    for part in (0.0, 0.02, 0.1, 0.2, 0.4, 0.7, 0.99, 2.0):
+        clocked = dataclasses.replace(request, budget=CountedClock(int(part * asked)))
+        plan = plan_way(step, clocked, SharedSearch()).plan
+        found = restore(step, plan, request).plan
+        assert found.step_s == plan.step_s >= best.step_s * (1 - 1e-9)
+        assert plan.lower_bound_s <= best.step_s * (1 + 1e-9)
+        assert shapes == {f"mesh {one.mesh_shape}" for one in plan.candidates} | set(plan.not_compared)
+        assert plan.ended_early == bool(plan.not_compared)
+        ended.append(len(plan.not_compared))
+    assert ended == sorted(ended, reverse=True)
+    assert ended[0] > ended[-1] == 0
+
+
+def test_a_graph_is_not_finished_when_the_time_is_over():
+    step, request = question()
+    request = dataclasses.replace(request, budget=Budget(seconds=0))
+    with pytest.raises(LateError):
+        MeshSearch(step, LogicalMesh.of((2, 4)), request)
 
 
 def test_one_mesh_that_cannot_beat_stages_is_not_planned():

@@ -1,11 +1,12 @@
 """A budget that ends anywhere leaves a legal choice or `Unfinished`, with a bound that is one; equal work, equal results."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 
-from autopar.solver.budget import Budget
+from autopar.solver.budget import Budget, Flag, LateError
 from autopar.solver.outcomes import Chosen, DoesNotFit, Outcome, Unfinished
 from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
 from autopar.solver.solve import choose
@@ -65,3 +66,30 @@ def test_a_part_ends_with_the_whole_and_is_paid_by_it() -> None:
     rest = whole.limit()
     whole.stop()
     assert rest.is_over
+
+
+def test_a_clock_counts_once_its_flag_is_raised_and_in_any_case_for_who_is_in_a_hurry() -> None:
+    clock, flag = Budget(work=0.0), Flag()
+    own = clock.clocked(work=10.0, once=flag)
+    assert clock.is_over
+    assert not own.is_over
+    clock.stop()
+    assert not own.is_late
+    assert own.seconds_left == math.inf
+    assert own.hurried().is_late
+    flag.lift()
+    assert own.is_late
+    assert own.is_over
+    with pytest.raises(LateError):
+        own.require_time()
+
+
+def test_work_under_a_clock_is_its_own() -> None:
+    clock = Budget(work=5.0)
+    own = clock.clocked(work=10.0)
+    own.hurried(work=7.0).spend(6.0)
+    assert (own.spent, clock.spent) == (6.0, 0.0)
+    assert not own.is_over
+    own.spend(4.0)
+    assert own.is_over
+    assert not own.is_late

@@ -34,6 +34,7 @@ from autopar.program.walk import Scope, StaticDomain
 from autopar.rules.by_shape import everything_whole
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for
+from autopar.solver.budget import Budget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +85,18 @@ def build_graph(
     batch: BatchSplit | None = None,
     exposure: Exposure | None = None,
     catalogue: Catalogue | None = None,
+    budget: Budget | None = None,
 ) -> StrategyGraph:
     """The graph of a program, with the strategies of a catalogue of this mesh, machine and options, if there is one.
 
     `input_layouts[i]`: the layouts input i may have, None for all. `output_layouts[i]`: those output i may have, None for
     all that are not partial, or the number of the input whose layout it must share. `batch`: the choices that split examples
     otherwise cost infinitely much; where an operation has no other, as a sort of the examples, all remain. `exposure`: the
-    part of a change of layout that a step waits for, as the rest hides behind compute; None: all of it.
+    part of a change of layout that a step waits for, as the rest hides behind compute; None: all of it. `budget`: LateError
+    is raised when its clock has ended it.
     """
     known = catalogue if catalogue is not None else Catalogue(mesh, cluster, options, RuleBook())
-    return _Builder(known, batch, exposure).build(program, input_layouts, output_layouts)
+    return _Builder(known, batch, exposure, budget).build(program, input_layouts, output_layouts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,8 +116,11 @@ class _Value:
 class _Builder(StaticDomain[_Value]):
     """Adds nodes and edges while it walks a program."""
 
-    def __init__(self, catalogue: Catalogue, batch: BatchSplit | None = None, exposure: Exposure | None = None) -> None:
+    def __init__(
+        self, catalogue: Catalogue, batch: BatchSplit | None, exposure: Exposure | None, budget: Budget | None
+    ) -> None:
         self.catalogue, self.batch, self.exposure = catalogue, batch, exposure
+        self.budget = budget or Budget()
         self.examples: dict[Var, frozenset[int]] = {}
         self.nodes: list[Node] = []
         self.costs: list[np.ndarray] = []
@@ -280,6 +286,7 @@ class _Builder(StaticDomain[_Value]):
         return self._add(Node(choices=choices, trips=1.0, label=label, input_number=number, loop=self._outermost))
 
     def _add_equation(self, eqn: Equation, trips: float) -> int:
+        self.budget.require_time()
         rule = self.catalogue.rules.rule(eqn)
         if any(is_opaque(v.aval) and v.aval.shape for v in (*eqn.invars, *eqn.outvars)):
             rule = everything_whole(eqn)
