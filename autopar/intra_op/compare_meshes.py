@@ -278,6 +278,8 @@ class MeshComparison:
         if isinstance(outcome, PlannedStep):
             self._has_plan.lift()
             self._is_planned_here = True
+            if outcome.plan.step_s < shared.best_s:
+                report(Progress(best_s=outcome.plan.step_s), is_news=True)
         at_least_s, least_s = max(at_least_s, search.bound_s), 0.0
         with contextlib.suppress(LateError):  # a bound is no longer worth it
             if shared.is_bounded and not at_least_s:

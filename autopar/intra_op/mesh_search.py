@@ -35,6 +35,7 @@ from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, NotSearched, Unf
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.repeated_layers import lift_bound, tie_layers
 from autopar.solver.solve import choose
+from autopar.solver.tuning import TUNING
 
 
 class MeshSearch:
@@ -61,7 +62,9 @@ class MeshSearch:
         )
         costs = Costs.of(self.graph.costs, self.graph.edges)
         classes = _classes(self.graph, request)
-        self.problem = tie_layers(ChoiceProblem(costs=costs, classes=classes, is_proven=False, budget=request.budget))
+        tuning = dataclasses.replace(TUNING, large_pairs=request.tuning.large_pairs)
+        problem = ChoiceProblem(costs=costs, classes=classes, is_proven=False, budget=request.budget, tuning=tuning)
+        self.problem = tie_layers(problem)
 
     @functools.cached_property
     def memory(self) -> MemoryModel:
@@ -84,12 +87,13 @@ class MeshSearch:
         return lift_bound(self.problem)
 
     def least_s(self) -> float:
-        """Seconds that no step on this mesh takes less than, whatever the memory. It takes about a second to find.
+        """Seconds that no step on this mesh takes less than, whatever the memory; takes a second or more. Raises LateError.
 
         `at_least_s` and `bound_s` bound the objective, which pays for a change of layout once per reader; a step pays once.
         """
         request, catalogues = self.request, self.request.catalogues
         constant_s = request.cluster.dispatch_s(len(self.traced.inputs))
+        request.budget.require_time()
         costs = least_costs(self.graph, catalogues.of(self.mesh, request.cluster, request.options))
         if costs is None:
             return constant_s + (self.bound_s or self.at_least_s)

@@ -50,6 +50,9 @@ class Tuning:
     quick_pairs: int = 200_000
     """Beyond so many pairs that ascent ends after `solver.tuning.Tuning.quick_sweeps`, which takes a fifth of the time that it
     takes to its end and leaves the bound within 0.1 % of that (`benchmarks/planning_ordinary.py`, densenet)."""
+    large_pairs: int = 100_000
+    """Problems that reductions leave with more pairs than this are searched to within 0.05 % of the best
+    (`solver.tuning.Tuning.large_gap`): a quarter of the time that a dense-net takes (`benchmarks/planning_ordinary.py`)."""
     narrowed: float = 0.01
     """A mesh is searched again where the plan's step waits for this part of itself more than the search took for granted, as
     there is too little compute to hide communication behind (`benchmarks/small_programs.py`)."""

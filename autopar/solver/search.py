@@ -99,7 +99,8 @@ class _Search:
             solved = self._solve_directly(costs, gap)
             if not isinstance(solved, Unfinished):
                 return solved
-        bounded = bound_costs(costs, gap=tuning.gap, cutoff=cutoff_s, tuning=tuning, budget=self.budget)
+        near = tuning.large_gap if costs.pairs > tuning.large_pairs else tuning.gap
+        bounded = bound_costs(costs, gap=near, cutoff=cutoff_s, tuning=tuning, budget=self.budget)
         if bounded.lower >= cutoff_s and np.isfinite(bounded.upper):
             return Found(bounded.choice, bounded.upper - bounded.lower)
         best, upper = self._try_near_bound(costs, bounded, max(round_number + 1, tuning.rounds))
