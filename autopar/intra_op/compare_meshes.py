@@ -160,7 +160,7 @@ class MeshComparison:
     def _is_too_late(self, meshes: Sequence[LogicalMesh]) -> bool:
         """Whether the time is over, or will be before these are looked at: that takes as long as for those before, or more.
 
-        Graphs grow with the axes, and what builds them does not look at the clock.
+        Graphs grow with the axes, and a mesh of which the clock ends the search has cost time for nothing.
         """
         axes = max(len(mesh.shape) for mesh in meshes) - self._took[0]
         more = self.request.tuning.axis_factor ** max(0, axes)

@@ -38,8 +38,8 @@ class Tuning:
     large_pairs: float = math.inf
     """In problems of more pairs than this that is enough to be within `large_gap` of the bound; none by default."""
     large_gap: float = 5e-4
-    """There the sweeps end when the best choice met is this near to the bound (relative), and so at most this part dearer than the
-    best. In a dense-net of 120 layers 8 sweeps come within 0.05 %, and 96 within 0.03 % (`benchmarks/planning_ordinary.py`)."""
+    """There the sweeps end when the best choice met is this near to the bound (relative), and so to the best of all.
+    In a dense-net of 120 layers 8 sweeps come within 0.05 %, and 96 within 0.03 % (`benchmarks/planning_ordinary.py`)."""
     rounds: int = 4
     """How often the bound may shrink the problem before the best choice is returned with the bound reached
     (`planner_time.py`)."""
