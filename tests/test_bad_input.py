@@ -225,7 +225,7 @@ def test_a_primitive_without_a_rule_is_one_warning_with_its_name_and_line_and_th
 
 
 def printing(state, batch):
-    jax.debug.print("loss {}", batch["x"][0, 0])
+    jax.debug.print("loss {}", batch["x"][0, 0], ordered=True)
     return train_step(state, batch)
 
 

@@ -19,6 +19,7 @@ from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
 from autopar.errors import UnsupportedProgramError
 from autopar.program.loops import Loop, LoopEquation
+from autopar.program.observe import is_observer, observe
 from autopar.program.program import Atom, Equation, Program, Tag, can_be_awaited, fan_out_p, variables_of
 from autopar.program.tags import tagged_call_p
 
@@ -60,7 +61,7 @@ def program_of(closed: Any, *, pruned: bool = False) -> tuple[Program, tuple[Any
     fresh = [Var(v.aval) for v in jaxpr.invars]
     constvars = [Var(v.aval) for v in jaxpr.constvars]
     builder.constants.extend(zip(constvars, constants, strict=True))
-    outs = builder.inline(jaxpr, constvars, fresh)
+    outs = builder.show_observed(builder.inline(jaxpr, constvars, fresh))
     held = [v for v, _ in builder.constants]
     program = _with_fan_outs(_without_dead_code(Program((*fresh, *held), tuple(builder.equations), tuple(outs))))
     return program, tuple(value for _, value in builder.constants)
@@ -71,13 +72,14 @@ def refuse_side_effects(jaxpr: Any) -> None:
     if not jaxpr.effects:
         return
     for eqn in jaxpr.eqns:
-        if eqn.effects:
-            for inner in jex_core.jaxprs_in_params(eqn.params):
-                refuse_side_effects(compat.open_jaxpr(inner))
+        inside = [compat.open_jaxpr(inner) for inner in jex_core.jaxprs_in_params(eqn.params)] if eqn.effects else []
+        for inner in inside:
+            refuse_side_effects(inner)
+        if eqn.effects and not inside and not is_observer(eqn):
             raise UnsupportedProgramError(
                 f"the step has a Python side effect: {eqn.primitive.name} at {compat.source_line(eqn)}. A parallel step runs "
-                "on many devices and may run operations twice or not at all, so prints, callbacks and writes to references "
-                "have no defined meaning. Return the value as an output and print it outside the step."
+                "on many devices and may run operations twice or not at all, so ordered prints, callbacks and writes to "
+                "references have no defined meaning. Return the value as an output and print it outside the step."
             )
 
 
@@ -108,6 +110,7 @@ class _ProgramBuilder:
         self.equations: list[Equation] = []
         self.constants: list[tuple[Var, Any]] = []
         self.tag: Tag | None = None
+        self.observers: list[tuple[JaxprEqn, list[Atom]]] = []
 
     def inline(self, jaxpr: Any, consts: Sequence[Atom], args: Sequence[Atom]) -> list[Atom]:
         env: dict[Any, Atom] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
@@ -171,6 +174,9 @@ class _ProgramBuilder:
             return self._barrier(eqn, operands)
         if eqn.primitive.name in ONE_BY_ONE:
             return self._one_by_one(eqn, operands)
+        if is_observer(eqn):
+            self.observers.append((eqn, operands))
+            return []
         refuse_mapped_functions(eqn)
         outs = [Var(v.aval) for v in eqn.outvars]
         made = Equation(
@@ -215,12 +221,19 @@ class _ProgramBuilder:
             loop=loop,
         )
 
+    def show_observed(self, results: list[Atom]) -> list[Atom]:
+        """The program's results, one of which waits until Python has been shown what it is to be shown."""
+        for eqn, operands in self.observers:
+            made, results = observe(eqn, operands, results)
+            self.equations.append(made)
+        return results
+
     def region(self, closed: Any) -> tuple[Program, list[Var]]:
         """(nested program, outer constants it closes over, which are its first inputs)."""
         jaxpr = compat.open_jaxpr(closed)
         inner = _ProgramBuilder()
         args = [Var(v.aval) for v in jaxpr.invars]
-        outs = inner.inline(jaxpr, inner._constants(closed), args)
+        outs = inner.show_observed(inner.inline(jaxpr, inner._constants(closed), args))
         captured = [v for v, _ in inner.constants]
         outer = [Var(v.aval) for v in captured]
         self.constants.extend(zip(outer, (value for _, value in inner.constants), strict=True))

@@ -9,6 +9,7 @@ which the random-strategy test finds.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -85,6 +86,14 @@ def unchanged(call: LocalCall) -> Sequence[jax.Array]:
 def identity(call: LocalCall) -> Sequence[jax.Array]:
     """The operands themselves."""
     return call.operands
+
+
+def observe(call: LocalCall) -> Sequence[jax.Array]:
+    """The value; the device that is first on every axis shows the others, of which all have the whole."""
+    value, *shown = call.operands
+    conditions = [call.mesh.index(axis) == 0 for axis in range(len(call.mesh.shape))]
+    conditions += [shown.pop(0)] if call.params["guarded"] else []
+    return call.bind(value, functools.reduce(jnp.logical_and, conditions), *shown, guarded=True)
 
 
 def reshape(call: LocalCall) -> Sequence[jax.Array]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.avals import is_opaque
 from autopar.compat import JaxprEqn, Literal, Var, is_threefry_key, threefry_is_partitionable
-from autopar.rules.by_shape import Factors, everything_whole, linear_groups, shape_of
+from autopar.rules.by_shape import Factors, everything_whole, keep_dimensions, linear_groups, shape_of
 from autopar.rules.factor_rule import FactorRule, Operand, make_rule
 
 
@@ -45,6 +45,11 @@ def linear(eqn: JaxprEqn) -> FactorRule:
 def copy(eqn: JaxprEqn) -> FactorRule:
     """a b -> a b | linear: 0 | any."""
     return _pointwise(eqn, (0,), any_monoid=True)
+
+
+def observe(eqn: JaxprEqn) -> FactorRule:
+    """a b, c -> a b | whole: c | linear: 0 | any: a value under another name; the others are shown to Python as they are."""
+    return keep_dimensions(eqn, [True] * len(shape_of(eqn.invars[0])))
 
 
 def sum_of_two(eqn: JaxprEqn) -> FactorRule:

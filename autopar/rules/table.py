@@ -119,6 +119,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "neg": PrimitiveRule(rule=pointwise.linear, work=Work.POINTWISE),
         "nextafter": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "not": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
+        "observe": PrimitiveRule(rule=pointwise.observe, work=Work.FREE, local=on_shard.observe),
         "one_minus_square": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "optimization_barrier": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, barrier=True),
         "or": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),

@@ -120,7 +120,7 @@ def test_a_program_computes_what_its_function_computes():
 
 
 def prints(x):
-    jax.debug.print("{}", x.sum())
+    jax.debug.print("{}", x.sum(), ordered=True)
     return x
 
 

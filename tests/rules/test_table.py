@@ -44,6 +44,7 @@ WITHOUT_EXAMPLE = {
     "layer_boundary": "autopar's own: a copy",
     "le_to": "total order, inside sort only",
     "lt_to": "total order, inside sort only",
+    "observe": "autopar's own: a copy that shows values",
     "one_minus_square": "inside derivatives of tanh only, on newer JAX",
     "polygamma": "inside derivatives of digamma only",
     "polynomial": "inside derivatives of erf and erfc only, on newer JAX",

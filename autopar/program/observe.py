@@ -1,0 +1,72 @@
+"""`observe`: a value, and what Python is shown once it is there: how `jax.debug.print` and `jax.debug.callback` run in a program.
+
+In: an equation of theirs, and the results of the program that it is in. Out: an equation with a result, in the place of one of
+those, so that nothing takes it for dead code. What can go wrong: a program without a result to wait for, as a branch that does
+nothing but print; it is refused by its line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from autopar.avals import bytes_of, is_opaque
+from autopar.compat import JaxprEqn, Var, source_line
+from autopar.errors import UnsupportedProgramError
+from autopar.program.program import Atom, Equation
+
+observe_p = Primitive("observe")
+"""The first operand; the others are shown by the primitive that is the parameter `shown_by`, with its own parameters.
+
+`guarded`: the second operand says whether they are shown, so that of many devices and microbatches one shows them.
+"""
+observe_p.def_impl(lambda value, *_, **__: value)
+observe_p.def_abstract_eval(lambda value, *_, **__: value)
+
+
+def _compute(value: jax.Array, *shown: jax.Array, shown_by: Primitive, guarded: bool, **params: object) -> jax.Array:
+    """What `observe` compiles to."""
+
+    def show(*values: jax.Array) -> tuple[()]:
+        shown_by.bind(*values, **params)
+        return ()
+
+    if guarded:
+        jax.lax.cond(shown[0], show, lambda *_: (), *shown[1:])
+    else:
+        show(*shown)
+    return value
+
+
+mlir.register_lowering(observe_p, mlir.lower_fun(_compute, multiple_results=False))
+
+OBSERVERS = ("debug_print", "debug_callback")
+
+
+def is_observer(eqn: JaxprEqn) -> bool:
+    """Whether an equation shows values to Python, in no particular order, and returns nothing."""
+    is_ordered = eqn.params.get("ordered", False) or "Ordered" in type(eqn.params.get("effect")).__name__
+    return eqn.primitive.name in OBSERVERS and not is_ordered
+
+
+def observe(eqn: JaxprEqn, shown: Sequence[Atom], results: Sequence[Atom]) -> tuple[Equation, list[Atom]]:
+    """(equation that shows the values, results of the program with one of them in its place): the smallest waits for it."""
+    able = [i for i, v in enumerate(results) if isinstance(v, Var) and not is_opaque(v.aval)]
+    if not able:
+        raise UnsupportedProgramError(
+            f"{eqn.primitive.name} at {source_line(eqn)} is in a branch or a loop that returns nothing else. In a parallel step "
+            "a value is shown when a result is there: return one from the branch, or print outside of it."
+        )
+    place = min(able, key=lambda i: bytes_of(results[i]))
+    out = Var(results[place].aval)
+    made = Equation(
+        primitive=observe_p,
+        invars=(results[place], *shown),
+        outvars=(out,),
+        params={**eqn.params, "shown_by": eqn.primitive, "guarded": False},
+        source_info=eqn.source_info,
+    )
+    return made, [out if i == place else v for i, v in enumerate(results)]

@@ -1,0 +1,95 @@
+"""`jax.debug.print` and `jax.debug.callback` show each value once, as it is on one device, however the step runs."""
+
+import inspect
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.errors import UnsupportedProgramError
+from autopar.program.from_jaxpr import program_of
+
+PARAMS = {
+    "up": jax.random.normal(jax.random.key(0), (16, 32)) / 4,
+    "down": jax.random.normal(jax.random.key(1), (32, 16)) / 4,
+}
+BATCH = jax.random.normal(jax.random.key(2), (32, 16))
+SETTINGS = {
+    "one mesh": {"mesh_shape": (4,), "constraints": autopar.data_parallel()},
+    "two axes": {"mesh_shape": (2, 2)},
+    "microbatches": {"mesh_shape": (2,), "constraints": autopar.data_parallel(), "num_microbatches": 2},
+    "stages": {"num_stages": 2, "num_microbatches": 2, "mesh_shape": (2,)},
+}
+
+
+def make_step(show):
+    """A train step that shows: inside of what is differentiated, in a loop, and what it returns."""
+
+    def step(params, x):
+        def loss_of(params):
+            hidden = jnp.tanh(x @ params["up"])
+            jax.debug.callback(lambda v: show("hidden", v), hidden.mean())
+            return jnp.mean((hidden @ params["down"]) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(params)
+        jax.debug.callback(
+            lambda v, rows: show("gradient", v) or show("rows", rows.sum()), gradients["up"].sum(), x[:4]
+        )
+
+        def twice(y, _):
+            jax.debug.callback(lambda v: show("loop", v), y)
+            return y * 2, None
+
+        last, _ = jax.lax.scan(twice, loss, None, length=2)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), last
+
+    return step
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_each_value_is_shown_once_as_it_is(settings):
+    seen = []
+    step = make_step(lambda name, value: seen.append((name, float(value))))
+    jax.block_until_ready(jax.jit(step)(PARAMS, BATCH))
+    jax.effects_barrier()
+    expected = sorted(seen)
+    assert [name for name, _ in expected] == ["gradient", "hidden", "loop", "loop", "rows"]
+    seen.clear()
+    jax.block_until_ready(autopar.parallelize(step, **settings)(PARAMS, BATCH))
+    assert [name for name, _ in sorted(seen)] == [name for name, _ in expected]
+    np.testing.assert_allclose([v for _, v in sorted(seen)], [v for _, v in expected], rtol=1e-4, atol=1e-6)
+
+
+def test_a_print_prints_once(capfd):
+    def step(x):
+        jax.debug.print("the sum is {}", x.sum())
+        return x * 2
+
+    jax.block_until_ready(autopar.parallelize(step, mesh_shape=(4,), batch_argnums=0)(jnp.ones((8, 4))))
+    assert capfd.readouterr().out.splitlines() == ["the sum is 32.0"]
+
+
+def prints_in_a_branch(x):
+    jax.lax.cond(x.sum() > 0, lambda: jax.debug.print("{}", x), lambda: None)
+    return x
+
+
+def prints_in_order(x):
+    jax.debug.print("{}", x.sum(), ordered=True)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("fun", "words"),
+    [
+        (prints_in_a_branch, "a branch or a loop that returns nothing else"),
+        (prints_in_order, "the step has a Python side effect"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_with_its_line(fun, words):
+    with pytest.raises(UnsupportedProgramError, match=words) as caught:
+        program_of(jax.make_jaxpr(fun)(jnp.ones((8, 4))))
+    assert f"{Path(__file__).name}:{inspect.getsourcelines(fun)[1] + 1}" in str(caught.value)
