@@ -22,8 +22,8 @@ from autopar.execution.transfers import arrays_of, in_sharding
 from autopar.program.task_name import TaskName
 from autopar.schedules.instructions import Slot, SpecKind, TaskSpec, Value
 from autopar.schedules.tasks import Schedule
+from autopar.stages.tasks.ports import Source as PortSource
 from autopar.stages.tasks.refs import AccumulatorRef, InputRef, OutputRef, Ref, RowRef, SendRef
-from autopar.stages.tasks.stage_program import Source as PortSource
 
 Call = Callable[[Sequence[Any]], Sequence[Any]]
 """From the arrays of the slots that a task reads to those of the slots that it writes, each a list, and the driver's witness."""

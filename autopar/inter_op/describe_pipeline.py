@@ -42,7 +42,7 @@ class PlannedPipeline:
 
 def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, request: PlanRequest) -> PlannedPipeline:
     """The stages under a schedule, with the plan that describes them; its `planning_s` is 0."""
-    sizes = [staged.stages[mesh].assignment.mesh.size for mesh in range(schedule.num_meshes)]
+    sizes = [staged.stages[mesh].mesh.size for mesh in range(schedule.num_meshes)]
     first_devices = [0, *itertools.accumulate(sizes)]
     in_flight = microbatches_in_flight(schedule)
     stages = tuple(
@@ -105,7 +105,7 @@ def _describe_stage(
 
 def _list_transfers(staged: Staged, schedule: Schedule, request: PlanRequest) -> tuple[TransferPlan, ...]:
     """What crosses between meshes, over the links that join them."""
-    devices = [stage.assignment.mesh.size for stage in staged.stages]
+    devices = [stage.mesh.size for stage in staged.stages]
 
     def seconds(source: int, target: int, size: int) -> float:
         smaller = min(devices[source], devices[target])

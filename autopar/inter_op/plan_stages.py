@@ -17,6 +17,7 @@ from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.stage_seconds import Staged, StagedStage, price_stage
 from autopar.inter_op.tuning import TUNING, Tuning
+from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.planner import plan_step
 from autopar.intra_op.request import PlannedStep, PlanRequest, logical_meshes
 from autopar.intra_op.restore import restore
@@ -25,20 +26,20 @@ from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.plan import Plan, ValuePlan
-from autopar.program.step import Leaf, TracedStep
+from autopar.program.step import TracedStep
 from autopar.progress import enter
 from autopar.schedules.in_flight import InFlight
 from autopar.stages.chain import forward_chain
 from autopar.stages.cut import cut_stages, place_stages
 from autopar.stages.even_cuts import choose_cuts
 from autopar.stages.follow import Following, leaves_at, place_by_leaves
-from autopar.stages.identical import find_identical
 from autopar.stages.recompute_stages import recompute_in_backward
 from autopar.stages.scan_stacks import ScanCuts, cuts_for_stages
 from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep, split_scans
-from autopar.stages.tasks.stage_program import StageProgram, trace_stage
-from autopar.stages.tasks.task_memory import TaskMemories
+from autopar.stages.tasks.equal_stages import find_equal_stages, match_senders
+from autopar.stages.tasks.ports import Port, StagePorts
+from autopar.stages.tasks.stage_program import StageProgram, program_of_stage
 from autopar.stages.time_loops import make_divided_loop
 
 Planner: TypeAlias = Callable[[StageProgram, PlanRequest], PlannedStep]
@@ -110,8 +111,8 @@ def plan_stages(
     cut = _cut(loop, cuts or (), wanted)
     planning = _Planning(planner, wanted.in_flight, tuning.memory_rounds)
     enter(f"planning {wanted.num_stages} stages")
-    jobs = [_job_of(trace_stage(cut, stage), wanted, request) for stage in range(wanted.num_stages)]
-    kinds: Sequence[int] = find_identical(loop, cuts) if cuts else range(wanted.num_stages)
+    jobs = [_job_of(program_of_stage(cut, stage), wanted, request) for stage in range(wanted.num_stages)]
+    kinds = find_equal_stages([job.program.ports for job in jobs])
     leaders = _plan_leaders(planning, jobs, kinds, processes=request.processes)
     stages: list[StagedStage] = []
     for number, job in enumerate(jobs):
@@ -127,7 +128,7 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     cut = _cut(make_divided_loop(split, wanted.num_microbatches), wanted.cuts, wanted)
     stages = []
     for number, plan in enumerate(plans):
-        program = trace_stage(cut, number)
+        program = program_of_stage(cut, number)
         assignment = restore(program.step, plan, request).assignment
         stages.append(price_stage(program, plan, assignment, overlap=request.cluster.overlap))
     return _staged(wanted, cut, wanted.cuts, stages, split)
@@ -240,37 +241,42 @@ class _Planning:
         )
 
     def plan_like(self, job: _StageJob, planned: Sequence[StagedStage]) -> StagedStage | None:
-        """The plan of an earlier stage that differs only by the names of its leaves, if it fits here too."""
-        step, limit = job.program.step, job.request.memory_limit_bytes
+        """The plan of an earlier stage that equals this one, if it fits here too."""
+        limit = job.request.memory_limit_bytes
         for stage in planned:
-            if stage.assignment.mesh in job.request.meshes and _have_equal_plans(stage.program.step, step):
-                inputs = _rename(stage.plan.inputs, step.inputs)
-                outputs = _rename(stage.plan.outputs, step.outputs)
-                plan = dataclasses.replace(stage.plan, fingerprint=step.fingerprint, inputs=inputs, outputs=outputs)
-                found = self.restore(job, plan, tasks=stage.memory.tasks)
-                if limit is None or found.peak_bytes <= limit:
-                    return found
+            senders = match_senders(stage.program.ports, job.program.ports)
+            if senders is None or stage.mesh not in job.request.meshes:
+                continue
+            memory = stage.memory.move_to(job.program.stage, senders)
+            peak_bytes = memory.peak_bytes if self.in_flight is None else memory.with_in_flight(self.in_flight)
+            if limit is None or peak_bytes <= limit:
+                plan = _rename_leaves(stage.plan, job.program.ports)
+                return dataclasses.replace(
+                    stage,
+                    program=job.program,
+                    plan=plan,
+                    assign=functools.partial(_assign, job, plan),
+                    memory=memory,
+                    peak_bytes=peak_bytes,
+                )
         return None
 
-    def restore(self, job: _StageJob, plan: Plan, *, tasks: TaskMemories | None = None) -> StagedStage:
+    def restore(self, job: _StageJob, plan: Plan) -> StagedStage:
         """The stage that a plan describes."""
-        assignment = restore(job.program.step, plan, job.request).assignment
-        overlap = job.request.cluster.overlap
-        return price_stage(job.program, plan, assignment, self.in_flight, overlap=overlap, tasks=tasks)
+        return price_stage(job.program, plan, _assign(job, plan), self.in_flight, overlap=job.request.cluster.overlap)
 
 
-def _have_equal_plans(one: TracedStep, other: TracedStep) -> bool:
-    """Whether the plan of one step is the plan of the other, with the paths of its own leaves."""
-    return (
-        one.outline == other.outline
-        and one.state_of_output == other.state_of_output
-        and _without_paths(one) == _without_paths(other)
+def _assign(job: _StageJob, plan: Plan) -> Assignment:
+    return restore(job.program.step, plan, job.request).assignment
+
+
+def _rename_leaves(plan: Plan, ports: StagePorts) -> Plan:
+    """The plan of an equal stage, with the names of these inputs and outputs; constants keep theirs."""
+
+    def rename(values: Sequence[ValuePlan], named: Sequence[Port]) -> tuple[ValuePlan, ...]:
+        paths = [*map(ports.path, named), *(value.path for value in values[len(named) :])]
+        return tuple(dataclasses.replace(value, path=path) for value, path in zip(values, paths, strict=True))
+
+    return dataclasses.replace(
+        plan, inputs=rename(plan.inputs, ports.inputs), outputs=rename(plan.outputs, ports.outputs)
     )
-
-
-def _without_paths(step: TracedStep) -> list[Leaf]:
-    return [dataclasses.replace(leaf, path="") for leaf in (*step.inputs, *step.outputs)]
-
-
-def _rename(values: Sequence[ValuePlan], leaves: Sequence[Leaf]) -> tuple[ValuePlan, ...]:
-    return tuple(dataclasses.replace(v, path=leaf.path) for v, leaf in zip(values, leaves, strict=True))

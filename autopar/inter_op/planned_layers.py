@@ -36,7 +36,7 @@ from autopar.program.program import Program
 from autopar.progress import enter
 from autopar.stages.cut import cut_stages
 from autopar.stages.identical import find_identical
-from autopar.stages.tasks.stage_program import StageProgram, trace_stage
+from autopar.stages.tasks.stage_program import StageProgram, program_of_stage
 
 
 def layer_meshes(devices: int, machine: Cluster, most_axes: int) -> tuple[LogicalMesh, ...]:
@@ -92,7 +92,7 @@ class _PlannedLayer:
     def of(cls, stage: StagedStage) -> _PlannedLayer:
         """Of a layer planned as a stage."""
         times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in stage.plan.candidates}
-        return cls(LayerFigures.of(stage), stage.assignment.mesh, stage.plan.step_s, times)
+        return cls(LayerFigures.of(stage), stage.mesh, stage.plan.step_s, times)
 
 
 def _lengths(program: Program) -> frozenset[int]:
@@ -255,7 +255,7 @@ class PlannedLayers:
 
     def _program(self, layer: int) -> StageProgram:
         if layer not in self._programs:
-            self._programs[layer] = trace_stage(self._cut, layer)
+            self._programs[layer] = program_of_stage(self._cut, layer)
         return self._programs[layer]
 
     def _key(self, layer: int, devices: int) -> _Key:

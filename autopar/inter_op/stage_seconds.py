@@ -7,8 +7,9 @@ that belongs to no task, which is counted once per step.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.avals import itemsize_of
 from autopar.compat import Var
@@ -17,6 +18,7 @@ from autopar.cost_model.overlap import Kind
 from autopar.intra_op.choices.overlap import find_needs, hide, kind_of, window
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.planned_moves import planned_moves
+from autopar.layouts.mesh import LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS
 from autopar.plan import Plan
 from autopar.program.program import Equation
@@ -27,21 +29,33 @@ from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep
 from autopar.stages.tasks.stage_memory import StageMemory, stage_memory
 from autopar.stages.tasks.stage_program import StageProgram
-from autopar.stages.tasks.task_memory import TaskMemories
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StagedStage:
-    """A planned stage. Seconds are per microbatch for forward and backward, per step for the rest."""
+    """A planned stage. Seconds are per microbatch for forward and backward, per step for the rest.
+
+    `assign`: makes the assignment that the plan describes, when it is first asked for. Only what runs the stage asks.
+    """
 
     program: StageProgram
     plan: Plan
-    assignment: Assignment
+    assign: Callable[[], Assignment]
     forward_s: float
     backward_s: float
     once_s: float
     memory: StageMemory
     peak_bytes: int
+
+    @functools.cached_property
+    def assignment(self) -> Assignment:
+        """The strategies of its operations."""
+        return self.assign()
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """Its devices."""
+        return LogicalMesh(self.plan.mesh_shape, self.plan.axis_names)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -67,7 +81,6 @@ def price_stage(
     in_flight: InFlight | None = None,
     *,
     overlap: Overlap,
-    tasks: TaskMemories | None = None,
 ) -> StagedStage:
     """What a planned stage takes: the seconds of its tasks, its memory with as many microbatches as are in flight.
 
@@ -78,12 +91,12 @@ def price_stage(
     forward_s = sum(s for task, s in seconds.items() if task is not None and task.kind == "forward") / m
     backward_s = sum(s for task, s in seconds.items() if task is not None and task.kind == "backward") / m
     once_s = sum(seconds.values()) - m * (forward_s + backward_s)
-    memory = stage_memory(program, plan, assignment, tasks=tasks)
+    memory = stage_memory(program, plan, assignment)
     peak_bytes = memory.peak_bytes if in_flight is None else memory.with_in_flight(in_flight)
     return StagedStage(
         program=program,
         plan=plan,
-        assignment=assignment,
+        assign=lambda: assignment,
         forward_s=forward_s,
         backward_s=backward_s,
         once_s=once_s,

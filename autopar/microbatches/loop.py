@@ -208,17 +208,18 @@ class TimeLoop:
         """The inputs from which values known before the loop are made; other values are left out."""
         known = self.prologue_values()
         needed = {v for v in values if v in known}
-        for eqn in self._prologue_for(needed):
+        for eqn in self.prologue_equations(needed):
             needed.update(v for v in eqn.invars if not isinstance(v, Literal))
         return frozenset(v for v in self.program.invars if v in needed)
 
     def prologue_of(self, wanted: Set[Var], leaves: Mapping[Var, jax.Array]) -> dict[Var, jax.Array]:
         """Wanted values of the prologue, and nothing that they do not need, from whole leaves."""
         scope = Scope(StepLowering(self.plan, 0), {var: _whole(x) for var, x in leaves.items()})
-        scope.run(self._prologue_for(wanted))
+        scope.run(self.prologue_equations(wanted))
         return {var: placed.array for var, placed in scope.values.items()}
 
-    def _prologue_for(self, wanted: Set[Var]) -> list[Equation]:
+    def prologue_equations(self, wanted: Set[Var]) -> list[Equation]:
+        """Those of the prologue that wanted values need, in order."""
         needed, chosen = set(wanted), []
         for eqn in reversed(self._equations["prologue"]):
             if any(v in needed for v in eqn.outvars):

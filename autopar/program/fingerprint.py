@@ -32,30 +32,22 @@ def fingerprint_of(program: Program) -> str:
 def outline_of(program: Program) -> str:
     """A digest of what decides how a program can be split: all but the values of the literals that its operations take."""
     numbers: dict[Var, int] = {}
-    inputs = [(numbers.setdefault(v, len(numbers)), aval_key(v)) for v in program.invars]
-    equations = [
-        (
-            eqn.primitive.name,
-            [aval_key(v) if isinstance(v, JaxLiteral) else numbers[v] for v in eqn.invars],
-            [(numbers.setdefault(v, len(numbers)), aval_key(v)) for v in eqn.outvars],
-            [(name, _value(value)) for name, value in sorted(eqn.params.items()) if not _is_region(eqn, value)],
-            [outline_of(region) for region in eqn.regions],
-        )
-        for eqn in program.equations
-    ]
-    ends = [aval_key(v) if isinstance(v, JaxLiteral) else numbers[v] for v in program.outvars]
-    return digest_of((inputs, equations, ends))
+    body = _scope(program, (), numbers, literals=False)
+    return digest_of((body, [numbers.get(eqn.after) for eqn in program.equations if eqn.after is not None]))[:16]
 
 
-def signature(equations: Sequence[JaxprEqn], numbers: dict[Var, int]) -> Hashable:
-    """Equations with variables numbered in order of appearance; `numbers` is filled."""
+def signature(equations: Sequence[JaxprEqn], numbers: dict[Var, int], *, literals: bool = True) -> Hashable:
+    """Equations with variables numbered in order of appearance; `numbers` is filled.
+
+    `literals`: whether the values of the literals that operations take count.
+    """
     return tuple(
         (
             eqn.primitive.name,
-            tuple(_atom(v, numbers) for v in eqn.invars),
-            tuple((_atom(v, numbers), aval_key(v)) for v in eqn.outvars),
+            tuple(_atom(v, numbers, literals=literals) for v in eqn.invars),
+            tuple((_atom(v, numbers, literals=literals), aval_key(v)) for v in eqn.outvars),
             tuple((name, _value(value)) for name, value in sorted(eqn.params.items()) if not _is_region(eqn, value)),
-            tuple(_scope(region, ()) for region in getattr(eqn, "regions", ())),
+            tuple(_scope(region, (), literals=literals) for region in getattr(eqn, "regions", ())),
             getattr(eqn, "loop", None),
         )
         for eqn in equations
@@ -96,19 +88,22 @@ class _Scope(Protocol):
     def outvars(self) -> Sequence[Var | JaxLiteral]: ...
 
 
-def _scope(program: _Scope, constants: Sequence[object], numbers: dict[Var, int] | None = None) -> Hashable:
+def _scope(
+    program: _Scope, constants: Sequence[object], numbers: dict[Var, int] | None = None, *, literals: bool = True
+) -> Hashable:
     """A nested program by content; `numbers` is filled."""
     numbers = {} if numbers is None else numbers
     inputs = (*getattr(program, "constvars", ()), *program.invars)
     heads = tuple((_atom(v, numbers), aval_key(v)) for v in inputs)
     equations: Sequence[JaxprEqn] = getattr(program, "equations", ()) or getattr(program, "eqns", ())
-    body = signature(equations, numbers)
-    return heads, body, tuple(_atom(v, numbers) for v in program.outvars), tuple(_value(c) for c in constants)
+    body = signature(equations, numbers, literals=literals)
+    ends = tuple(_atom(v, numbers, literals=literals) for v in program.outvars)
+    return heads, body, ends, tuple(_value(c) for c in constants)
 
 
-def _atom(atom: Var | JaxLiteral, numbers: dict[Var, int]) -> Hashable:
+def _atom(atom: Var | JaxLiteral, numbers: dict[Var, int], *, literals: bool = True) -> Hashable:
     if isinstance(atom, JaxLiteral):
-        return "literal", _value(np.asarray(atom.val)), aval_key(atom)
+        return "literal", _value(np.asarray(atom.val)) if literals else None, aval_key(atom)
     return numbers.setdefault(atom, len(numbers))
 
 

@@ -10,7 +10,7 @@ stages on one mesh, which lies there as its maker made it; it counts as its read
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import get_args
 
 import numpy as np
@@ -59,6 +59,11 @@ class StageMemory:
         loop_bytes = in_flight.most_bytes(self.stage, (*self.handed_on(in_flight), *working))
         return max(self.peak_bytes, self.kept_bytes + tasks.once_bytes + loop_bytes)
 
+    def move_to(self, stage: int, senders: Mapping[int, int]) -> StageMemory:
+        """The memory of an equal stage; `senders`: for each stage that sends to this one, that which sends to the other."""
+        passing = tuple(dataclasses.replace(one, source=senders[one.source]) for one in self.passing)
+        return dataclasses.replace(self, stage=stage, passing=passing)
+
     def handed_on(self, in_flight: InFlight) -> tuple[Kept, ...]:
         """What tasks hand to the tasks of this stage; a backward that is one task hands nothing to itself."""
         if in_flight.is_split:
@@ -98,11 +103,8 @@ class StageMemory:
         return max(0, in_plan, *self.tasks.whole.working_bytes.values())
 
 
-def stage_memory(
-    program: StageProgram, plan: Plan, assignment: Assignment, *, tasks: TaskMemories | None = None
-) -> StageMemory:
-    """The memory of a planned stage; `tasks`: those of another one with the same plan."""
-    tasks = tasks or TaskMemories(program, assignment)
+def stage_memory(program: StageProgram, plan: Plan, assignment: Assignment) -> StageMemory:
+    """The memory of a planned stage."""
     microbatches = program.cut.loop.plan.microbatches
     ports = list(zip(program.inputs, plan.inputs, strict=False))
     received = sum(
@@ -119,7 +121,7 @@ def stage_memory(
         received_bytes=received,
         stage=program.stage,
         passing=() if loop is None else _passing(program, plan, assignment),
-        tasks=tasks,
+        tasks=TaskMemories(program, assignment),
     )
 
 
