@@ -63,15 +63,21 @@ def choose_stages(
     families = tuple(families_of(problem, manual))
     best = _Best(tolerance)
     for family in families:
-        _FamilySearch(family, best).run()
+        if family.may_fit:
+            _FamilySearch(family, best).run()
     if best.stages is None:
-        possible = [family for family in families if family.is_possible]
-        if possible and not explain:
+        if not explain and any(family.is_possible for family in families):
             raise OutOfMemoryError(f"No choice of stages fits into {problem.memory_bytes:,.0f} bytes per device.")
+        possible = [family for family in families if family.is_possible]
         if possible:
             raise OutOfMemoryError(explain_out_of_memory(problem, possible))
         raise ArgumentError(explain_nothing_left(problem, manual))
     return _describe(problem, best, families)
+
+
+def may_fit(problem: StageProblem, manual: Manual) -> bool:
+    """False if no choice of stages fits the memory; True says little, but is found quickly."""
+    return any(family.may_fit for family in families_of(problem, manual))
 
 
 def _check(problem: StageProblem, manual: Manual) -> None:

@@ -128,6 +128,7 @@ class LayerCosts:
         self._tables: dict[tuple[int, tuple[float, ...], bool], CostTable] = {}
         self._known: dict[tuple[int, int, int], LayerFigures | None] = {}
         self._sent_once: dict[int, np.ndarray] = {}
+        self._sent_s: dict[tuple[float, int], float] = {}
         self.impossible: set[int] = set()
 
     @property
@@ -152,6 +153,20 @@ class LayerCosts:
         if not new:
             return False
         known.add(min(new))
+        self._tables.clear()
+        self._known.clear()
+        return True
+
+    def start_with(self, count: int) -> bool:
+        """Plan layers in this number of microbatches at first instead, if the step can be cut into it; whether it can."""
+        (first,) = self._sizes
+        if count == first:
+            return True
+        if not self._cut(count):
+            self.impossible.add(count)
+            return False
+        self._sizes[count] = self._sizes.pop(first)
+        del self._layers[first]
         self._tables.clear()
         self._known.clear()
         return True
@@ -181,20 +196,46 @@ class LayerCosts:
             for planned, sizes in self._sizes.items():
                 self._layers[planned].plan(sizes & all_sizes, perhaps=min(all_sizes - sizes, default=None))
             cases = [_CostCase(count, share, split) for share in shares]
-            costs = [self._costs_on(math.prod(submesh), case, options) for case in cases for submesh in options]
-            self._tables[key] = CostTable(
-                **{field.name: np.stack([getattr(one, field.name) for one in costs]) for field in _COSTS}
-            )
+            self._tables[key] = self._stack(cases, options)
         return self._tables[key]
 
-    def _costs_on(self, devices: int, case: _CostCase, options: Sequence[Submesh]) -> CostTable:
+    def table_of_common(
+        self, count: int, options: Sequence[Submesh], *, shares: Sequence[float] = (0.0,), split: bool = False
+    ) -> CostTable:
+        """As `table`, as if the layers that do not repeat cost nothing, and only the one that repeats were planned."""
+        (layers,) = self._layers.values()
+        (sizes,) = self._sizes.values()
+        layers.plan(sizes, common_alone=True)
+        return self._stack([_CostCase(count, share, split) for share in shares], options, common_alone=True)
+
+    def _stack(
+        self, cases: Sequence[_CostCase], options: Sequence[Submesh], *, common_alone: bool = False
+    ) -> CostTable:
+        costs = [
+            self._costs_on(math.prod(submesh), case, options, common_alone=common_alone)
+            for case in cases
+            for submesh in options
+        ]
+        return CostTable(**{field.name: np.stack([getattr(one, field.name) for one in costs]) for field in _COSTS})
+
+    @property
+    def has_common(self) -> bool:
+        """Whether one layer repeats often."""
+        return all(layers.has_common for layers in self._layers.values())
+
+    def _costs_on(
+        self, devices: int, case: _CostCase, options: Sequence[Submesh], *, common_alone: bool = False
+    ) -> CostTable:
         """Arrays (first layer, end layer) of the costs on one submesh.
 
         Seconds, weights and what is in flight add up over layers. What comes and goes within a task does not: the largest
         counts, with the margin that a memory limit must leave for temporaries.
         """
         layers = len(self._places) + 1
-        found = [self._figures(case.count, layer, devices) for layer in range(layers)]
+        found = [
+            LayerFigures() if common_alone and not self._is_common(layer) else self._figures(case.count, layer, devices)
+            for layer in range(layers)
+        ]
         figures = [one or LayerFigures() for one in found]
         has_plan = (_sums([float(one is None) for one in found]) == 0) & (_sums([1.0] * layers) > 0)
         forward_s, backward_s, once_s = (
@@ -226,19 +267,27 @@ class LayerCosts:
         return self._sent_once[devices]
 
     def _send_s(self, size: float, devices: int) -> float:
-        meshes = self._devices // devices
-        return self._cluster.transfer_s(size, meshes=meshes, devices=devices) if size else 0.0
+        if not size:
+            return 0.0
+        if (size, devices) not in self._sent_s:
+            meshes = self._devices // devices
+            self._sent_s[size, devices] = self._cluster.transfer_s(size, meshes=meshes, devices=devices)
+        return self._sent_s[size, devices]
 
     def _figures(self, count: int, layer: int, devices: int) -> LayerFigures | None:
         """What a layer costs on these devices in this number of microbatches, planned or estimated; None if there is no plan.
 
         If other numbers of microbatches are planned, whose examples the devices divide as well, it is carried over from them.
-        If none is, it is the least possible: work, state and all else of a smaller submesh divided evenly among more devices.
+        If none is, work, state and all else of a smaller submesh are divided evenly among more devices. Seconds lose as much
+        with each doubling as they did with the last one that is planned: larger submeshes have no better links.
         """
         key = (count, self._kind(layer), devices)
         if key not in self._known:
             self._known[key] = self._find_figures(count, layer, devices)
         return self._known[key]
+
+    def _is_common(self, layer: int) -> bool:
+        return all(layers.first_alike(layer) == layers.common for layers in self._layers.values())
 
     def _kind(self, layer: int) -> int:
         """The first of the layers that equal a layer in all numbers of microbatches that are planned."""
@@ -262,7 +311,18 @@ class LayerCosts:
             if (figures := self._figures(count, layer, size)) is not None
         ]
         names = [field.name for field in dataclasses.fields(LayerFigures)] if divided else []
-        return LayerFigures(**{name: max(one[name] for one in divided) for name in names})
+        found = LayerFigures(**{name: max(one[name] for one in divided) for name in names})
+        slower = self._loss(count, layer) ** math.log2(devices / max(smaller, default=devices))
+        return dataclasses.replace(found, forward_s=slower * found.forward_s, backward_s=slower * found.backward_s)
+
+    def _loss(self, count: int, layer: int) -> float:
+        """How much longer than half its time a layer takes on twice as many devices, by the largest submeshes planned."""
+        planned = [(size, self._layers[count].figures(layer, size)) for size in sorted(self._sizes.get(count, ()))[-2:]]
+        seconds = [(size, float(_task_seconds(one).sum())) for size, one in planned if one is not None]
+        if len(seconds) < 2 or not seconds[0][1]:
+            return 1.0
+        (few, few_s), (many, many_s) = seconds
+        return float(max(1.0, many * many_s / (few * few_s)) ** (1 / math.log2(many / few)))
 
     def _ways(self, count: int, devices: int) -> int:
         """The number of devices among which the examples of a microbatch can be divided evenly."""

@@ -194,13 +194,18 @@ class PlannedLayers:
         planned = self._plan_layer(layer, devices)
         return planned.figures if isinstance(planned, _PlannedLayer) else None
 
-    def plan(self, sizes: Collection[int], *, perhaps: int | None = None) -> None:
-        """Plan all layers on each of these numbers of devices, side by side.
+    @property
+    def has_common(self) -> bool:
+        """Whether a third of all layers are equal."""
+        return self._is_usual
+
+    def plan(self, sizes: Collection[int], *, perhaps: int | None = None, common_alone: bool = False) -> None:
+        """Plan all layers on each of these numbers of devices, side by side; or the layer that repeats, alone.
 
         The layer that repeats comes first, as the others take its meshes. `perhaps`: a number of devices that may be asked for
         next; the layer that repeats is planned on it if a process is idle meanwhile.
         """
-        kinds = dict.fromkeys(self._first)
+        kinds = dict.fromkeys(self._first if not common_alone else [self._common])
         first = [self._common] if self._is_usual else []
         for layers in (first, [layer for layer in kinds if layer not in first]):
             keys = dict.fromkeys(self._key(layer, size) for size in sorted(sizes, reverse=True) for layer in layers)

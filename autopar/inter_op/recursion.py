@@ -62,6 +62,14 @@ class Family:
         """Whether there is a choice, memory aside."""
         return math.isfinite(quick(self.stage_s(self.open_places()).min(axis=3), self, np.add))
 
+    @property
+    def may_fit(self) -> bool:
+        """False if the layers fit the memory in no stages at all, even if each were at the place that keeps least."""
+        costs = self.problem.costs
+        most = costs.weight_bytes + min(self.least_in_flight()) * costs.activation_bytes
+        fits = np.isfinite(costs.seconds) & (most * self.chunks <= self.problem.memory_bytes)
+        return math.isfinite(quick(np.where(fits, 0.0, np.inf), self, np.add))
+
     def least_in_flight(self) -> tuple[int, ...]:
         """What a stage keeps at least, r-th from the end of a choice of any S."""
         return tuple(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
-from autopar.inter_op.choose_stages import choose_stages
+from autopar.inter_op.choose_stages import choose_stages, may_fit
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stages import Planner, plan_program
 from autopar.inter_op.problem import ChosenStage, CostTable, Manual, StageChoice, StageProblem
@@ -138,6 +138,7 @@ class _StageSearch:
     def run(self) -> Found | NotFaster:
         """The best stages in the best way."""
         took_s: dict[Timetable, float] = {}
+        self._choose_start()
         while True:
             outcomes = self._solve_all(took_s)
             choices = {way: outcome for way, outcome in outcomes.items() if isinstance(outcome, StageChoice)}
@@ -155,6 +156,24 @@ class _StageSearch:
             submeshes = [stage.submesh for stage in choices[best].stages]
             if not self.costs.plan_more(best.microbatches, submeshes) and not self._plan_neighbour(best, choices):
                 return self._describe(best, choices)
+
+    def _choose_start(self) -> None:
+        """Plan layers first in a number of microbatches in which those that repeat fit the memory, if nothing else were there.
+
+        Without such a number the search begins with the usual one, and finds out why nothing fits.
+        """
+        if not self.costs.has_common or math.isinf(self.limit_bytes):
+            return
+        for count in dict.fromkeys(way.microbatches for way in self.all_ways):
+            ways = [way for way in self.all_ways if way.microbatches == count]
+            if any(self._may_fit(way) for way in ways) and self.costs.start_with(count):
+                return
+
+    def _may_fit(self, way: Timetable) -> bool:
+        """Whether the layers that repeat fit the memory in some stages."""
+        is_split = NAMED_SCHEDULES[way.schedule].is_split
+        table = self.costs.table_of_common(way.microbatches, self.options, shares=self.shares, split=is_split)
+        return may_fit(self._problem(way, table), Manual(num_stages=self.num_stages))
 
     def _end(self, choices: Mapping[Timetable, StageChoice]) -> Found | NotFaster:
         """The best of what is known, in a number of microbatches whose layers are planned."""
@@ -192,8 +211,16 @@ class _StageSearch:
         return self._solve(way, self.num_stages), time.perf_counter() - started
 
     def _solve(self, way: Timetable, num_stages: int | None, *, explain: bool = False) -> StageChoice | _Unsolved:
-        problem = StageProblem(
-            costs=self._table(way),
+        problem = self._problem(way, self._table(way))
+        manual, tolerance = Manual(num_stages=num_stages), self.tuning.tolerance
+        try:
+            return choose_stages(problem, manual=manual, tolerance=tolerance, explain=explain)
+        except (OutOfMemoryError, ArgumentError) as error:
+            return _Unsolved(error)
+
+    def _problem(self, way: Timetable, costs: CostTable) -> StageProblem:
+        return StageProblem(
+            costs=costs,
             options=self.options * len(self.shares),
             cluster=self.shape,
             microbatches=way.microbatches,
@@ -201,11 +228,6 @@ class _StageSearch:
             virtual_stages=way.virtual_stages,
             memory_bytes=self.limit_bytes,
         )
-        manual, tolerance = Manual(num_stages=num_stages), self.tuning.tolerance
-        try:
-            return choose_stages(problem, manual=manual, tolerance=tolerance, explain=explain)
-        except (OutOfMemoryError, ArgumentError) as error:
-            return _Unsolved(error)
 
     def _explain(self, outcomes: Mapping[Timetable, StageChoice | _Unsolved]) -> OutOfMemoryError | ArgumentError:
         """The error of a way that does not fit the memory if there is one, with what its tightest stage needs."""
