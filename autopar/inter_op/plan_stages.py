@@ -111,7 +111,7 @@ def plan_stages(
     cut = _cut(loop, cuts or (), wanted)
     planning = _Planning(planner, wanted.in_flight, tuning.memory_rounds)
     enter(f"planning {wanted.num_stages} stages")
-    jobs = [_job_of(program_of_stage(cut, stage), wanted, request) for stage in range(wanted.num_stages)]
+    jobs = [_job_of(program_of_stage(cut, stage), wanted, request, tuning) for stage in range(wanted.num_stages)]
     kinds = find_equal_stages([job.program.ports for job in jobs])
     leaders = _plan_leaders(planning, jobs, kinds, processes=request.processes)
     stages: list[StagedStage] = []
@@ -169,12 +169,15 @@ class _StageJob:
     request: PlanRequest
 
 
-def _job_of(program: StageProgram, wanted: StageRequest, request: PlanRequest) -> _StageJob:
+def _job_of(program: StageProgram, wanted: StageRequest, request: PlanRequest, tuning: Tuning) -> _StageJob:
     rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
     layouts = wanted.following.layouts[program.stage] if wanted.following is not None else ()
     meshes = wanted.meshes[program.stage % len(wanted.meshes)]
     constraints = Constraints((*layouts, *rules))
-    own = dataclasses.replace(request, meshes=meshes, constraints=constraints, processes=1)  # forks do not fork
+    content = dataclasses.replace(request.tuning, limited_gap=tuning.stage_gap)
+    own = dataclasses.replace(
+        request, meshes=meshes, constraints=constraints, processes=1, tuning=content
+    )  # forks do not fork
     return _StageJob(program, own)
 
 

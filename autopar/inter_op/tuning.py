@@ -72,6 +72,10 @@ class Tuning:
     their number (`benchmarks/stage_search_time.py`, GPT-39B)."""
 
     # Stages as wholes: `plan_stages.py`.
+    stage_gap: float = 0.02
+    """The gap to its bound, relative, at which a stage's plan within the memory is not searched to the end. Sums of layers, by
+    which stages are cut, are less exact. To the end it takes four times as long for the stages of GPT-39B, and finds the same
+    plans (`benchmarks/stage_search_time.py`)."""
     memory_rounds: int = 4
     """Times that a stage is planned again for its microbatches in flight before it counts as too large."""
 

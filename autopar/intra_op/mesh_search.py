@@ -151,6 +151,7 @@ class MeshSearch:
             return NothingFits(mesh=self.mesh, bound_bytes=bound, tried_bytes=None, tensors=tensors, is_settled=True)
         if math.isfinite(cutoff_s):  # there is a plan to fall back on
             problem = dataclasses.replace(problem, budget=request.budget.limit(work=request.tuning.mesh_work))
+        problem = dataclasses.replace(problem, proof=request.tuning.limited_gap)
         match choose_within_limit(problem, self.memory, limit, free=free, tuning=request.tuning):
             case Fits(choice, copy_span, unlimited_s):
                 return self._describe(choice, copy_span, unlimited_s)

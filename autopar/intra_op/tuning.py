@@ -59,6 +59,9 @@ class Tuning:
     first_work: float = 2e9
     """Units of work that the search on one mesh may take before there is a first plan, where the step may be run in other ways,
     such as more microbatches (`benchmarks/planning_ordinary.py --tight`)."""
+    limited_gap: float | None = None
+    """The gap to its bound, relative, at which a plan within a memory limit is good enough; None: that of the solver. Stages have
+    one of their own (`inter_op/tuning.py`)."""
     memory_rounds: int = 6
     """How often the limit of the memory rows is changed before a step counts as too large. Each is a search; more find plans
     nearer to the limit (`benchmarks/memory_error.py` plans under limits)."""

@@ -23,6 +23,9 @@ class Tuning:
     good_enough: float = 2e-3
     """A large problem is not pursued further once the best choice known, of this problem or of another mesh, is this near to
     the bound (relative). The plan reports the bound. Less costs time in `planner_time.py`; more costs step time."""
+    cheap_gap: float = 2e-3
+    """The gap (relative) of searches that cost little, also where the caller is content with more: prices with quick searches,
+    integer programs of what is left (`stage_search_time.py`)."""
 
     # Dual ascent and the search around it.
     sweeps: int = 96
@@ -162,6 +165,11 @@ class Tuning:
     def exact_gap(self) -> float:
         """Relative gap of the integer program where its result is final."""
         return self.gap / 10
+
+    @property
+    def program_gap(self) -> float:
+        """Relative gap of the integer program where a good choice will do."""
+        return min(self.good_enough, self.cheap_gap) / 2
 
     @property
     def rough_gap(self) -> float:

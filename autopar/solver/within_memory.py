@@ -36,7 +36,7 @@ def choose_within_memory(
     pairs, tuning = reduced.costs.pairs, problem.tuning
     is_direct = pairs <= tuning.memory_pairs and not problem.is_quick
     if is_direct and (pairs <= tuning.tiny_pairs or find_order(reduced.costs, tuning.entries) is None):
-        gap = tuning.exact_gap if pairs <= tuning.direct_pairs else tuning.good_enough / 2
+        gap = tuning.exact_gap if pairs <= tuning.direct_pairs else tuning.program_gap
         limited = dataclasses.replace(problem, budget=problem.budget.part(tuning.direct_share))
         direct = _solve_directly(limited, reduced, gap=gap, node_limit=tuning.memory_nodes)
         if not isinstance(direct, Unfinished):
@@ -94,21 +94,39 @@ def _solve_after(
 
 
 def _choose_by_prices(problem: ChoiceProblem, free: Chosen, tried: Sequence[Numbers]) -> Chosen | CutOff | Unfinished:
-    """The best choice that prices find, or a mixture of the choices that they met."""
+    """The best choice that prices find, or a mixture of the choices that they met.
 
-    def solve(costs: Costs) -> Found | Unreachable | Unfinished:
-        return search(costs, tuning=problem.tuning, budget=problem.budget, is_quick=problem.is_quick)
-
-    priced = price_memory(problem, [free.numbers, *tried], free.lower_bound_s, solve=solve)
+    Each price is searched quickly at first. Where that leaves a gap, prices are searched to the end.
+    """
+    tuning = problem.tuning
+    strict = dataclasses.replace(tuning, good_enough=min(tuning.good_enough, tuning.cheap_gap))
+    quick = dataclasses.replace(problem, tuning=strict, is_quick=True)
+    priced = _try_prices(quick, [free.numbers, *tried], free.lower_bound_s)
+    if not problem.is_quick and not _is_settled(problem, priced):
+        known = [free.numbers, *tried, *(trial.numbers for trial in priced.trials)]
+        priced = _try_prices(problem, known, priced.lower_bound_s)
     if priced.lower_bound_s >= problem.cutoff_s:
         return CutOff(priced.lower_bound_s)
     best = _best_of_prices(priced)
-    if best is not None and (problem.is_quick or _is_near(problem, best)):
+    if best is not None and (problem.is_quick or _is_near(quick, best)):
         return best
     mixed = mix_choices(problem, [trial.numbers for trial in priced.trials])
     if isinstance(mixed, Chosen) and (best is None or mixed.seconds < best.seconds):
         best = _with_bound(priced, mixed.numbers, mixed.seconds)
     return Unfinished() if best is None else best
+
+
+def _is_settled(problem: ChoiceProblem, priced: Priced) -> bool:
+    """Whether prices have found what is near enough to their bound, or have proven that nothing beats the cutoff."""
+    best = _best_of_prices(priced)
+    return priced.lower_bound_s >= problem.cutoff_s or (best is not None and _is_near(problem, best))
+
+
+def _try_prices(problem: ChoiceProblem, known: Sequence[Numbers], lower_bound_s: float) -> Priced:
+    def solve(costs: Costs) -> Found | Unreachable | Unfinished:
+        return search(costs, tuning=problem.tuning, budget=problem.budget, is_quick=problem.is_quick)
+
+    return price_memory(problem, known, lower_bound_s, solve=solve)
 
 
 def _best_of_prices(priced: Priced) -> Chosen | None:
@@ -132,7 +150,7 @@ def mix_choices(problem: ChoiceProblem, tried: Sequence[Numbers]) -> Chosen | Do
     reduced = reduce_problem(rest)
     if reduced.costs.pairs > tuning.direct_pairs:
         return Unfinished()
-    found = _solve_directly(rest, reduced, gap=tuning.good_enough / 2, node_limit=tuning.mixed_nodes)
+    found = _solve_directly(rest, reduced, gap=tuning.program_gap, node_limit=tuning.mixed_nodes)
     if not isinstance(found, Chosen):
         return found
     return dataclasses.replace(found, numbers=tuple(int(n[p]) for n, p in zip(left, found.numbers, strict=True)))
