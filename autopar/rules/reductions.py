@@ -6,7 +6,7 @@ product; the dimensions that it reduces are whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import jax.numpy as jnp
 
@@ -20,10 +20,12 @@ def reduced_dimensions(eqn: JaxprEqn) -> frozenset[int]:
     return frozenset(eqn.params["axes"])
 
 
-def _reduction(eqn: JaxprEqn, monoid: str | None, *, is_linear: bool = False) -> FactorRule:
+def _reduction(
+    eqn: JaxprEqn, monoid: str | None, *, is_linear: bool = False, axes: Container[int] | None = None
+) -> FactorRule:
     """a b -> a, b reduced; without a monoid that can be all-reduced b stays whole."""
     factors = Factors()
-    axes = reduced_dimensions(eqn)
+    axes = reduced_dimensions(eqn) if axes is None else axes
     operand = factors.operand(shape_of(eqn.invars[0]))
     out = tuple(dim for d, dim in enumerate(operand) if d not in axes)
     gone = [dim[0] for d, dim in enumerate(operand) if d in axes]
@@ -65,6 +67,21 @@ def over_batch_max(eqn: JaxprEqn) -> FactorRule:
 def over_batch_min(eqn: JaxprEqn) -> FactorRule:
     """a b -> a | min: b."""
     return _over_batch(eqn, reduce_min)
+
+
+def any_of_all(eqn: JaxprEqn) -> FactorRule:
+    """a b -> . | or: a b."""
+    return _reduction(eqn, "or", axes=range(len(shape_of(eqn.invars[0]))))
+
+
+def all_of_all(eqn: JaxprEqn) -> FactorRule:
+    """a b -> . | and: a b."""
+    return _reduction(eqn, "and", axes=range(len(shape_of(eqn.invars[0]))))
+
+
+def maximum_of_all(eqn: JaxprEqn) -> FactorRule:
+    """a b -> . | max: a b."""
+    return _reduction(eqn, "max", axes=range(len(shape_of(eqn.invars[0]))))
 
 
 def _over_batch(eqn: JaxprEqn, rule: Callable[[JaxprEqn], FactorRule]) -> FactorRule:

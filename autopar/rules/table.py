@@ -12,7 +12,9 @@ Nothing else in autopar knows a primitive by name, except control flow, whose su
     barrier       it is another name of a value, which compilers do not see through
     permutation   the function from an equation to the order in which it puts its operand's dimensions
 
-A primitive that is not here runs whole on every device, with one warning; `register_rule` adds one.
+Those of equinox are here too, of which diffrax's loops are made: nonbatchable, nondifferentiable_backward, nontraceable,
+select_if_vmap, unvmap_all, unvmap_any and unvmap_max. A primitive that is not here runs whole on every device, with one
+warning; `register_rule` adds one.
 """
 
 from __future__ import annotations
@@ -118,6 +120,9 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "ne": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "neg": PrimitiveRule(rule=pointwise.linear, work=Work.POINTWISE),
         "nextafter": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
+        "nonbatchable": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, local=on_shard.identity),
+        "nondifferentiable_backward": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, local=on_shard.identity),
+        "nontraceable": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, local=on_shard.identity),
         "not": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "observe": PrimitiveRule(rule=pointwise.observe, work=Work.FREE, local=on_shard.observe),
         "one_minus_square": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -168,6 +173,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "scatter_mul": PrimitiveRule(rule=indexing.scatter_other, work=Work.OTHER, local=indexing.scatter_local),
         "select_and_gather_add": PrimitiveRule(rule=windows.select_and_gather_add),
         "select_and_scatter_add": PrimitiveRule(rule=windows.select_and_scatter_add),
+        "select_if_vmap": PrimitiveRule(rule=pointwise.select, work=Work.POINTWISE),
         "select_n": PrimitiveRule(rule=pointwise.select, work=Work.POINTWISE),
         "sharding_constraint": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, local=on_shard.identity),
         "shift_left": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -194,6 +200,9 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "transpose": PrimitiveRule(rule=reshaping.transpose, work=Work.MOVE, permutation=reshaping.permutation_of),
         "triangular_solve": PrimitiveRule(rule=matrices.factorization),
         "unstack": PrimitiveRule(rule=reshaping.unstack, work=Work.MOVE),
+        "unvmap_all": PrimitiveRule(rule=reductions.all_of_all, work=Work.REDUCTION),
+        "unvmap_any": PrimitiveRule(rule=reductions.any_of_all, work=Work.REDUCTION),
+        "unvmap_max": PrimitiveRule(rule=reductions.maximum_of_all, work=Work.REDUCTION),
         "xor": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "zeta": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
     }

@@ -56,6 +56,18 @@ WITHOUT_EXAMPLE = {
     "select_and_gather_add": "inside derivatives of derivatives of pooling only",
     "sharding_constraint": "names a mesh of the user",
 }
+WITHOUT_EXAMPLE |= dict.fromkeys(
+    (
+        "nonbatchable",
+        "nondifferentiable_backward",
+        "nontraceable",
+        "select_if_vmap",
+        "unvmap_all",
+        "unvmap_any",
+        "unvmap_max",
+    ),
+    "equinox's",
+)
 CONTROL_FLOW = {"scan", "while", "cond"}
 KNOWN = {*EXAMPLES, *CONTROL_FLOW, "one_minus_square", "polynomial"}
 
