@@ -19,7 +19,7 @@ from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
 from autopar.errors import UnsupportedProgramError
 from autopar.program.loops import Loop, LoopEquation
-from autopar.program.observe import is_observer, observe
+from autopar.program.observe import branch_that_returns, is_observer, observe
 from autopar.program.program import Atom, Equation, Program, Tag, can_be_awaited, fan_out_p, variables_of
 from autopar.program.tags import tagged_call_p
 
@@ -176,6 +176,10 @@ class _ProgramBuilder:
             return self._one_by_one(eqn, operands)
         if is_observer(eqn):
             self.observers.append((eqn, operands))
+            return []
+        if eqn.primitive.name == "cond" and not eqn.outvars:
+            closed = branch_that_returns(eqn)
+            self.observers.append((eqn, self.inline(compat.open_jaxpr(closed), self._constants(closed), operands)))
             return []
         refuse_mapped_functions(eqn)
         outs = [Var(v.aval) for v in eqn.outvars]

@@ -1,16 +1,17 @@
 """`observe`: a value, and what Python is shown once it is there: how `jax.debug.print` and `jax.debug.callback` run in a program.
 
 In: an equation of theirs, and the results of the program that it is in. Out: an equation with a result, in the place of one of
-those, so that nothing takes it for dead code. What can go wrong: a program without a result to wait for, as a branch that does
-nothing but print; it is refused by its line.
+those, so that nothing takes it for dead code. A branch that returns nothing is made to return something. What can go wrong: a
+program without a result to wait for, as a loop over rows that does nothing but print; it is refused by its line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from autopar.avals import bytes_of, is_opaque
@@ -21,14 +22,19 @@ from autopar.program.program import Atom, Equation
 observe_p = Primitive("observe")
 """The first operand; the others are shown by the primitive that is the parameter `shown_by`, with its own parameters.
 
+Without one they are only waited for.
 `guarded`: the second operand says whether they are shown, so that of many devices and microbatches one shows them.
 """
 observe_p.def_impl(lambda value, *_, **__: value)
 observe_p.def_abstract_eval(lambda value, *_, **__: value)
 
 
-def _compute(value: jax.Array, *shown: jax.Array, shown_by: Primitive, guarded: bool, **params: object) -> jax.Array:
+def _compute(
+    value: jax.Array, *shown: jax.Array, shown_by: Primitive | None, guarded: bool, **params: object
+) -> jax.Array:
     """What `observe` compiles to."""
+    if shown_by is None:
+        return value
 
     def show(*values: jax.Array) -> tuple[()]:
         shown_by.bind(*values, **params)
@@ -57,16 +63,35 @@ def observe(eqn: JaxprEqn, shown: Sequence[Atom], results: Sequence[Atom]) -> tu
     able = [i for i, v in enumerate(results) if isinstance(v, Var) and not is_opaque(v.aval)]
     if not able:
         raise UnsupportedProgramError(
-            f"{eqn.primitive.name} at {source_line(eqn)} is in a branch or a loop that returns nothing else. In a parallel step "
-            "a value is shown when a result is there: return one from the branch, or print outside of it."
+            f"{eqn.primitive.name} at {source_line(eqn)} is in a function or a loop that returns nothing else. In a parallel "
+            "step a value is shown when a result is there: return one from the loop, or print outside of it."
         )
+    own = {**eqn.params, "shown_by": eqn.primitive} if is_observer(eqn) else {"shown_by": None}
     place = min(able, key=lambda i: bytes_of(results[i]))
     out = Var(results[place].aval)
     made = Equation(
         primitive=observe_p,
         invars=(results[place], *shown),
         outvars=(out,),
-        params={**eqn.params, "shown_by": eqn.primitive, "guarded": False},
+        params={**own, "guarded": False},
         source_info=eqn.source_info,
     )
     return made, [out if i == place else v for i, v in enumerate(results)]
+
+
+def branch_that_returns(eqn: JaxprEqn) -> Any:
+    """A jaxpr of the operands of a `cond` that returns nothing: the same `cond`, which returns a number.
+
+    It is no operand, which JAX would return without asking the branch.
+    """
+
+    def run(number: jax.Array, *operands: jax.Array) -> jax.Array:
+        def branch(closed: Any) -> Callable[..., jax.Array]:
+            return lambda number, *given: (jaxpr_as_fun(closed)(*given), number + 1)[1]
+
+        chosen: jax.Array = jax.lax.switch(
+            number, [branch(closed) for closed in eqn.params["branches"]], number, *operands
+        )
+        return chosen
+
+    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars))

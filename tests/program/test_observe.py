@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 def make_step(show):
-    """A train step that shows: inside of what is differentiated, in a loop, and what it returns."""
+    """A train step that shows: inside of what is differentiated, in a branch, in a loop, and what it returns."""
 
     def step(params, x):
         def loss_of(params):
@@ -38,6 +38,9 @@ def make_step(show):
         jax.debug.callback(
             lambda v, rows: show("gradient", v) or show("rows", rows.sum()), gradients["up"].sum(), x[:4]
         )
+
+        jax.lax.cond(loss > 0, lambda: jax.debug.callback(lambda v: show("branch", v), loss), lambda: None)
+        jax.lax.cond(loss < 0, lambda: jax.debug.callback(lambda v: show("other branch", v), loss), lambda: None)
 
         def twice(y, _):
             jax.debug.callback(lambda v: show("loop", v), y)
@@ -56,7 +59,7 @@ def test_each_value_is_shown_once_as_it_is(settings):
     jax.block_until_ready(jax.jit(step)(PARAMS, BATCH))
     jax.effects_barrier()
     expected = sorted(seen)
-    assert [name for name, _ in expected] == ["gradient", "hidden", "loop", "loop", "rows"]
+    assert [name for name, _ in expected] == ["branch", "gradient", "hidden", "loop", "loop", "rows"]
     seen.clear()
     jax.block_until_ready(autopar.parallelize(step, **settings)(PARAMS, BATCH))
     assert [name for name, _ in sorted(seen)] == [name for name, _ in expected]
@@ -72,8 +75,8 @@ def test_a_print_prints_once(capfd):
     assert capfd.readouterr().out.splitlines() == ["the sum is 32.0"]
 
 
-def prints_in_a_branch(x):
-    jax.lax.cond(x.sum() > 0, lambda: jax.debug.print("{}", x), lambda: None)
+def prints_rows(x):
+    jax.lax.scan(lambda _, row: (jax.debug.print("{}", row), (None, None))[1], None, x)
     return x
 
 
@@ -85,7 +88,7 @@ def prints_in_order(x):
 @pytest.mark.parametrize(
     ("fun", "words"),
     [
-        (prints_in_a_branch, "a branch or a loop that returns nothing else"),
+        (prints_rows, "a function or a loop that returns nothing else"),
         (prints_in_order, "the step has a Python side effect"),
     ],
 )
