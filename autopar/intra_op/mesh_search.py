@@ -268,7 +268,7 @@ def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | N
     groups = find_equal_axes(mesh.shape, links) or find_equal_axes([min(size, 2) for size in mesh.shape], links)
     known: dict[int, np.ndarray] = {}
     for node in graph.nodes:
-        if id(node.choices) not in known:
-            operands = [(*s.inputs, *s.outputs) for s in node.choices.strategies]
-            known[id(node.choices)] = number_classes(operands, groups)
-    return [known[id(node.choices)] for node in graph.nodes]
+        strategies = node.choices.strategies
+        if id(strategies) not in known:
+            known[id(strategies)] = number_classes([(*s.inputs, *s.outputs) for s in strategies], groups)
+    return [known[id(node.choices.strategies)] for node in graph.nodes]

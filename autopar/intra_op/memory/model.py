@@ -152,29 +152,31 @@ class MemoryModel:
         totals = _totals(footprint, sizes)
         stretch = max(1, math.ceil(len(totals) / self.tuning.watched_points))
         points = [at + int(np.argmax(totals[at : at + stretch])) for at in range(0, len(totals), stretch)]
-        kept = [program.values[v] for v in self._kept(program)]
         alive: dict[int, list[int]] = {at: [] for at in points}
         for span in footprint.spans:
             for at in points[_first_at(points, span.first) :]:
                 if at > span.last:
                     break
                 alive[at].append(span.value)
-        return [self._row(f"point{at}", kept, [program.values[v] for v in alive[at]]) for at in points]
+        counted: dict[tuple[int, float], _Counted] = {}
 
-    def _row(self, name: str, kept: Iterable[Value], temporaries: Iterable[Value]) -> MemoryRow:
-        fixed = 0.0
-        by_node: dict[int, np.ndarray] = {}
-        margin = self.tuning.temporaries_margin
-        counted = [*((v, 1.0) for v in kept), *((v, margin) for v in temporaries)]
-        for value, ratio in counted:
-            sizes = self._sizes(value) / ratio
-            if value.key is None or np.ptp(sizes) == 0:
-                fixed += float(sizes[0])
-            elif value.key[0] in by_node:
-                by_node[value.key[0]] = by_node[value.key[0]] + sizes
-            else:
-                by_node[value.key[0]] = sizes
-        return MemoryRow(name, by_node, fixed)
+        def count(value: int, ratio: float) -> _Counted:
+            if (value, ratio) not in counted:
+                counted[value, ratio] = self._count(program.values[value], ratio)
+            return counted[value, ratio]
+
+        margin, rows = self.tuning.temporaries_margin, []
+        for at in points:
+            entries = [*(count(v, 1.0) for v in self._kept(program)), *(count(v, margin) for v in alive[at])]
+            rows.append(_row(f"point{at}", entries))
+        return rows
+
+    def _count(self, value: Value, ratio: float) -> _Counted:
+        """What a value of the whole program takes of a row."""
+        sizes = self._sizes(value) / ratio
+        if value.key is None or sizes.min() == sizes.max():
+            return _Counted(None, sizes)
+        return _Counted(value.key[0], sizes)
 
     def _sizes(self, value: Value) -> np.ndarray:
         """Bytes per device of a value of the whole program for every choice of the node that decides."""
@@ -227,6 +229,28 @@ class MemoryModel:
             for v in (program.values[n],)
         ]
         return sum(t.bytes for t in tensors), tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Counted:
+    """Bytes that a value takes for each choice of a node (choices,); without a node for all choices alike."""
+
+    node: int | None
+    sizes: np.ndarray
+
+
+def _row(name: str, entries: Iterable[_Counted]) -> MemoryRow:
+    """The row of values that are alive together."""
+    fixed = 0.0
+    by_node: dict[int, np.ndarray] = {}
+    for entry in entries:
+        if entry.node is None:
+            fixed += float(entry.sizes[0])
+        elif entry.node in by_node:
+            by_node[entry.node] = by_node[entry.node] + entry.sizes
+        else:
+            by_node[entry.node] = entry.sizes
+    return MemoryRow(name, by_node, fixed)
 
 
 def _there_anyway(program: Program) -> set[Var]:
