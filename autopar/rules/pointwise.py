@@ -67,11 +67,14 @@ def product(eqn: JaxprEqn) -> FactorRule:
 
 
 def quotient(eqn: JaxprEqn) -> FactorRule:
-    """a b, a b -> a b | linear: 0 where the divisor is known, and no zero; see `product`. Integer division rounds."""
-    if _is_modular(eqn):
+    """a b, a b -> a b | linear: 0 where the divisor is known, and no zero; see `product`.
+
+    Division of integers rounds. That of complex numbers makes an infinity of one that is infinite and NaN in its parts.
+    """
+    dtype = eqn.outvars[0].aval.dtype
+    if not jnp.issubdtype(dtype, jnp.floating):
         return nonlinear(eqn)
-    tiny = float(jnp.finfo(eqn.outvars[0].aval.dtype).tiny)
-    return linear(eqn) if tiny <= _magnitude(eqn.invars[1]) < np.inf else nonlinear(eqn)
+    return linear(eqn) if float(jnp.finfo(dtype).tiny) <= _magnitude(eqn.invars[1]) < np.inf else nonlinear(eqn)
 
 
 def _is_modular(eqn: JaxprEqn) -> bool:
