@@ -292,7 +292,9 @@ def test_an_operation_without_a_rule_is_named_as_what_keeps_examples_together():
         return jnp.mean((through(weights, h + known) - batch["y"]) ** 2)
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="no factor rule for pure_callback", category=autopar.AutoparWarning)
+        warnings.filterwarnings(
+            "ignore", message="the step calls Python: pure_callback", category=autopar.AutoparWarning
+        )
         with pytest.raises(
             autopar.UnsupportedProgramError, match=r"pure_callback at .* has no factor rule.*autopar\.register_rule"
         ):

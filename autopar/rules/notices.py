@@ -12,7 +12,7 @@ from autopar.compat import JaxprEqn, is_device_memory, source_line
 from autopar.errors import warn
 from autopar.rules.table import has_rule
 
-CALLBACKS = ("pure_callback", "io_callback")
+CALLBACKS = ("call_python", "pure_callback")
 
 
 def warn_of_operations(eqns: Sequence[JaxprEqn]) -> None:
@@ -37,9 +37,8 @@ def _warn_of_callbacks(eqns: Sequence[JaxprEqn]) -> None:
     listed = _list_first(eqns, lambda eqn: not has_rule(eqn) and eqn.primitive.name in CALLBACKS)
     if listed:
         warn(
-            f"the step calls Python: {listed}. Every device gets the whole operands and makes a call of its own. On a CPU that "
-            "stands for several devices, JAX can wait for ever where a callback is given large arrays: its threads all wait "
-            "for the device that calls, which waits for a thread. Compute the value outside of the step, or in JAX."
+            f"the step calls Python: {listed}. Every device gets the whole operands and makes a call of its own. Compute the "
+            "value outside of the step, or in JAX, or let autopar.register_rule say how the call may be split."
         )
 
 

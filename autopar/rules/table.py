@@ -25,7 +25,18 @@ from collections.abc import Iterable, Mapping
 
 from autopar.compat import JaxprEqn
 from autopar.errors import RuleError
-from autopar.rules import by_shape, flops, indexing, matrices, on_shard, pointwise, reductions, reshaping, windows
+from autopar.rules import (
+    by_shape,
+    flops,
+    indexing,
+    matrices,
+    on_shard,
+    pointwise,
+    python_calls,
+    reductions,
+    reshaping,
+    windows,
+)
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.notation import parse
 from autopar.rules.primitive_rule import PrimitiveRule, Rule, Work
@@ -209,6 +220,9 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
 )
 _USER_RULES: dict[str, PrimitiveRule] = {}
 _FALLBACK = PrimitiveRule(rule=by_shape.everything_whole)
+_PYTHON = PrimitiveRule(rule=by_shape.everything_whole, local=python_calls.call_python)
+_WITHOUT_RULE = {"call_python": _PYTHON, "pure_callback": _PYTHON}
+"""How primitives run whole that cannot be bound as they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,12 +287,12 @@ def _describe(entry: PrimitiveRule) -> str:
 def entry_for(eqn: JaxprEqn) -> PrimitiveRule:
     """The table's entry for an equation, the fallback if there is none."""
     name = eqn.primitive.name
-    return RULES.get(name) or _USER_RULES.get(name) or _FALLBACK
+    return RULES.get(name) or _USER_RULES.get(name) or _WITHOUT_RULE.get(name, _FALLBACK)
 
 
 def has_rule(eqn: JaxprEqn) -> bool:
     """Whether the table, or the user, says how an equation's primitive shards."""
-    return entry_for(eqn) is not _FALLBACK
+    return entry_for(eqn) not in (_FALLBACK, _PYTHON)
 
 
 def rule_for(eqn: JaxprEqn) -> FactorRule:

@@ -90,6 +90,12 @@ def test_axes_of_size_one_split_nothing():
     assert specs(layouts_for(Replicated(("data",)), KERNEL, mesh), mesh) == {"-|-"}
 
 
+def test_a_dimension_without_elements_is_whole_whatever_is_asked_for():
+    empty = dataclasses.replace(TOKENS, shape=(0, 12))
+    assert specs(layouts_for(P("data", "model"), empty, MESH)) == {"-|model"}
+    assert allowed(data_parallel(), leaves=(empty,)) == {TOKENS.path: {"-|-"}}
+
+
 # --- presets and their order ------------------------------------------------------------------------------------------
 
 
