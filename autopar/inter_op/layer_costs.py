@@ -278,8 +278,8 @@ class LayerCosts:
         """What a layer costs on these devices in this number of microbatches, planned or estimated; None if there is no plan.
 
         If other numbers of microbatches are planned, whose examples the devices divide as well, it is carried over from them.
-        If none is, work, state and all else of a smaller submesh are divided evenly among more devices. Seconds lose as much
-        with each doubling as they did with the last one that is planned: larger submeshes have no better links.
+        If none is, work, state and all else of a smaller submesh are divided evenly among more devices, but for the time in which
+        it waits for communication: what devices send each other in a larger submesh is seldom less, and its links are no better.
         """
         key = (count, self._kind(layer), devices)
         if key not in self._known:
@@ -312,17 +312,17 @@ class LayerCosts:
         ]
         names = [field.name for field in dataclasses.fields(LayerFigures)] if divided else []
         found = LayerFigures(**{name: max(one[name] for one in divided) for name in names})
-        slower = self._loss(count, layer) ** math.log2(devices / max(smaller, default=devices))
+        slower = self._slowdown(count, layer, devices)
         return dataclasses.replace(found, forward_s=slower * found.forward_s, backward_s=slower * found.backward_s)
 
-    def _loss(self, count: int, layer: int) -> float:
-        """How much longer than half its time a layer takes on twice as many devices, by the largest submeshes planned."""
-        planned = [(size, self._layers[count].figures(layer, size)) for size in sorted(self._sizes.get(count, ()))[-2:]]
-        seconds = [(size, float(_task_seconds(one).sum())) for size, one in planned if one is not None]
-        if len(seconds) < 2 or not seconds[0][1]:
-            return 1.0
-        (few, few_s), (many, many_s) = seconds
-        return float(max(1.0, many * many_s / (few * few_s)) ** (1 / math.log2(many / few)))
+    def _slowdown(self, count: int, layer: int, devices: int) -> float:
+        """How many times longer a layer takes on these devices than if all of its time on fewer of them were divided evenly."""
+        for known in (count, *self._layers):
+            fewer = [size for size in self._sizes.get(known, ()) if size < devices]
+            if fewer:
+                waiting = self._layers[known].waiting(layer, max(fewer))
+                return 1 - waiting + waiting * devices / max(fewer)
+        return 1.0
 
     def _ways(self, count: int, devices: int) -> int:
         """The number of devices among which the examples of a microbatch can be divided evenly."""

@@ -81,18 +81,24 @@ class LayerFigures:
 
 @dataclasses.dataclass(frozen=True)
 class _PlannedLayer:
-    """A layer on some devices: its figures, the best mesh with its seconds, and at least how many seconds each mesh takes."""
+    """A layer on some devices: its figures, the best mesh with its seconds, and at least how many seconds each mesh takes.
+
+    `waiting`: the part of its seconds in which it waits for communication.
+    """
 
     figures: LayerFigures
     mesh: LogicalMesh
     step_s: float
+    waiting: float
     times: Mapping[tuple[int, ...], float | None]
 
     @classmethod
     def of(cls, stage: StagedStage) -> _PlannedLayer:
         """Of a layer planned as a stage."""
         times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in stage.plan.candidates}
-        return cls(LayerFigures.of(stage), stage.mesh, stage.plan.step_s, times)
+        plan = stage.plan
+        waiting = (plan.comm_s - plan.hidden_s) / plan.step_s if plan.step_s else 0.0
+        return cls(LayerFigures.of(stage), stage.mesh, plan.step_s, waiting, times)
 
 
 def _lengths(program: Program) -> frozenset[int]:
@@ -198,6 +204,11 @@ class PlannedLayers:
     def has_common(self) -> bool:
         """Whether a third of all layers are equal."""
         return self._is_usual
+
+    def waiting(self, layer: int, devices: int) -> float:
+        """The part of a layer's time on a number of devices in which it waits for communication; 0 if it does not fit."""
+        planned = self._plan_layer(layer, devices)
+        return planned.waiting if isinstance(planned, _PlannedLayer) else 0.0
 
     def plan(self, sizes: Collection[int], *, perhaps: int | None = None, common_alone: bool = False) -> None:
         """Plan all layers on each of these numbers of devices, side by side; or the layer that repeats, alone.
