@@ -79,7 +79,7 @@ class LayerFigures:
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _PlannedLayer:
     """A layer on some devices: its figures, the best mesh with its seconds, and at least how many seconds each mesh takes.
 
@@ -98,7 +98,8 @@ class _PlannedLayer:
         times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in stage.plan.candidates}
         plan = stage.plan
         waiting = (plan.comm_s - plan.hidden_s) / plan.step_s if plan.step_s else 0.0
-        return cls(LayerFigures.of(stage), stage.mesh, plan.step_s, waiting, times)
+        figures = LayerFigures.of(stage)
+        return cls(figures=figures, mesh=stage.mesh, step_s=plan.step_s, waiting=waiting, times=times)
 
 
 def _lengths(program: Program) -> frozenset[int]:
