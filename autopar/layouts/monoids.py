@@ -26,9 +26,7 @@ def all_reduce(array: jax.Array, names: tuple[str, ...], monoid: str) -> jax.Arr
         return total
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return _extreme(array, names, monoid)
-    if (
-        jnp.finfo(array.dtype).bits < 16
-    ):  # some of these have a NaN in the place of -0.0, or none; two bytes hold them all
+    if jnp.finfo(array.dtype).bits < 16:  # these have a NaN in the place of -0.0, or none; two bytes hold them all
         return all_reduce(array.astype(jnp.bfloat16), names, monoid).astype(array.dtype)
     return _from_ordered(_extreme(_to_ordered(array, monoid), names, monoid), array.dtype)
 

@@ -19,9 +19,7 @@ def perform_move(move: Move, array: jax.Array, mesh: LogicalMesh) -> jax.Array:
     """One move on this device's shard."""
     if array.dtype == jnp.bool_ and move.monoid == "sum":  # one term at most is true, and XLA adds numbers only
         return perform_move(move, array.astype(jnp.uint8), mesh).astype(jnp.bool_)
-    if (
-        jnp.issubdtype(array.dtype, jnp.integer) and jnp.iinfo(array.dtype).bits < 8
-    ):  # XLA counts them packed, and ends the process
+    if _is_shorter_than_a_byte(array):
         return perform_move(move, array.astype(jnp.int8), mesh).astype(array.dtype)
     names = mesh.names(move.axes)
     result: jax.Array
@@ -45,6 +43,11 @@ def perform_move(move: Move, array: jax.Array, mesh: LogicalMesh) -> jax.Array:
         case _:
             raise AssertionError(f"no move is called {move.kind}")
     return result
+
+
+def _is_shorter_than_a_byte(array: jax.Array) -> bool:
+    """Whether it holds integers of two or four bits, which XLA's CPU collectives count as packed, and end the process."""
+    return bool(jnp.issubdtype(array.dtype, jnp.integer) and jnp.iinfo(array.dtype).bits < 8)
 
 
 def after_value(late: jax.Array, array: jax.Array) -> jax.Array:
