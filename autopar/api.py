@@ -13,9 +13,11 @@ compiled once. What can go wrong is said by the passes, in the user's own names.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -29,6 +31,7 @@ from autopar.arguments import (
     check_leader,
     check_memory_limit,
     check_meshes,
+    check_names,
     check_open_positions,
     check_plan,
     check_positions,
@@ -41,7 +44,7 @@ from autopar.arguments import (
 from autopar.compat import undisturbed
 from autopar.cost_model.hardware import Cluster
 from autopar.decide import Planned, decide_together
-from autopar.errors import ArgumentError, PlanError
+from autopar.errors import ArgumentError, ConstraintError, PlanError
 from autopar.execution.calls import CallKey, key_of, refuse_tracers
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline, compile_pipeline
@@ -53,8 +56,9 @@ from autopar.layouts.constraints import ConstraintsLike, as_constraints
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments
+from autopar.program.crossing import deliver
 from autopar.program.loops import LoopEquation
-from autopar.program.step import TracedStep, require_state, require_state_like
+from autopar.program.step import TracedStep, explain_fewer_examples, require_state, require_state_like
 from autopar.program.trace import trace
 from autopar.progress import Progress, enter, report
 from autopar.rules.notices import warn_of_operations
@@ -64,6 +68,16 @@ from autopar.settings import Settings, choose_cluster, list_devices, start_clock
 from autopar.solver.budget import Budget
 
 
+@dataclasses.dataclass(eq=False)
+class _Memory:
+    """What a step keeps from call to call: plans and programs by call, the call that was planned last, the clock of a search."""
+
+    planned: dict[CallKey, Planned] = dataclasses.field(default_factory=dict)
+    compiled: dict[CallKey, CompiledStep | CompiledPipeline] = dataclasses.field(default_factory=dict)
+    last: CallKey | None = None
+    clock: Budget | None = None
+
+
 class ParallelStep:
     """A step that plans itself for its arguments and runs on all devices; made by `parallelize`.
 
@@ -71,12 +85,17 @@ class ParallelStep:
     """
 
     def __init__(self, signature: CallSignature, settings: Settings) -> None:
-        self._signature, self._settings = signature, settings
-        self._planned: dict[CallKey, Planned] = {}
-        self._compiled: dict[CallKey, CompiledStep | CompiledPipeline] = {}
-        self._last: CallKey | None = None
-        self._clock: Budget | None = None
+        self._signature, self._settings, self._memory = signature, settings, _Memory()
+        self._first: tuple[PyTree, ...] = ()
         functools.update_wrapper(self, signature.fun, updated=())
+
+    def __get__(self, owner: Any, kind: type | None = None) -> ParallelStep:
+        """The step as a method of an object, which is its first argument: a tree of arrays, or else static."""
+        if owner is None:
+            return self
+        bound = copy.copy(self)
+        bound._first = (owner,)
+        return bound
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Run one step; the results equal those of the undecorated function.
@@ -84,21 +103,21 @@ class ParallelStep:
         The first call with arguments of these shapes traces, plans and compiles. The state is consumed unless `donate_argnums`
         says otherwise: pass on the state that the step returns.
         """
-        call = bind_arguments(self._signature, args, kwargs)
+        call = self._bind(args, kwargs)
         leaves, _ = call.flatten()
         refuse_tracers(self._signature.name, leaves)
         with undisturbed():
-            return self._compile(self._plan(call)).run(leaves)
+            return deliver(call, self._compile(self._plan(call)).run(leaves))
 
     def plan(self, *args: PyTree, **kwargs: PyTree) -> Plan | PipelinePlan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s; it needs no devices if their number was given."""
         with undisturbed():
-            return self._planned[self._plan(bind_arguments(self._signature, args, kwargs))].plan
+            return self._memory.planned[self._plan(self._bind(args, kwargs))].plan
 
     def compile(self, *args: PyTree, **kwargs: PyTree) -> CompiledStep | CompiledPipeline:
-        """The compiled step for these arguments, arrays or `jax.ShapeDtypeStruct`s."""
+        """The compiled step for these arguments, arrays or `jax.ShapeDtypeStruct`s; that of a method takes the object first."""
         with undisturbed():
-            return self._compile(self._plan(bind_arguments(self._signature, args, kwargs)))
+            return self._compile(self._plan(self._bind(args, kwargs)))
 
     @undisturbed()
     def init_state(self, create_fn: Callable[..., PyTree], *args: PyTree) -> Any:
@@ -114,15 +133,15 @@ class ParallelStep:
         Raises:
             ArgumentError: nothing has been planned yet, or the result is not the step's state.
         """
-        if self._last is None:
+        if self._memory.last is None:
             raise ArgumentError(
                 f"init_state needs to know the plan: call {self._signature.name}.plan(state, batch) first, with arrays or "
                 "shapes, e.g. state = jax.eval_shape(create_fn, *args)"
             )
-        traced = self._planned[self._last].traced
+        traced = self._memory.planned[self._memory.last].traced
         require_state(traced, self._signature.name)
         require_state_like(traced, jax.eval_shape(create_fn, *args), self._signature.name)
-        shardings = self._compile(self._last).in_shardings
+        shardings = self._compile(self._memory.last).in_shardings
         of_state = [shardings[i] for i, leaf in enumerate(traced.inputs) if leaf.role == "state"]
         return create_sharded(create_fn, args, of_state)
 
@@ -136,9 +155,9 @@ class ParallelStep:
 
     def last_plan(self) -> Plan | PipelinePlan:
         """The plan that was made or used last; PlanError if there is none."""
-        if self._last is None:
+        if self._memory.last is None:
             raise PlanError(f"{self._signature.name} has not been planned yet; call it, or .plan(...)")
-        return self._planned[self._last].plan
+        return self._memory.planned[self._memory.last].plan
 
     def stop_planning(self) -> bool:
         """End the search that is under way with the best plan so far; for signal handlers and other threads.
@@ -146,7 +165,7 @@ class ParallelStep:
         Returns:
             Whether a search was under way.
         """
-        clock = self._clock
+        clock = self._memory.clock
         if clock is not None:
             clock.stop()
         return clock is not None
@@ -159,35 +178,46 @@ class ParallelStep:
         """The cluster whose figures the planner uses."""
         return choose_cluster(self._settings)
 
+    def _bind(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> BoundArguments:
+        """A call's arguments, after the object that the step is a method of."""
+        return bind_arguments(self._signature, (*self._first, *args), kwargs)
+
     def _plan(self, call: BoundArguments) -> CallKey:
         """Trace and plan the step for such a call, once; returns the key under which the plan is kept."""
         key = key_of(call)
-        if key not in self._planned:
+        if key not in self._memory.planned:
             with pause_full_collections():
                 enter("tracing")
                 traced = trace(self._signature, call)
                 warn_of_operations([eqn for eqn in traced.program.walk() if not isinstance(eqn, LoopEquation)])
-                self._planned[key] = self._decide(traced)
-        self._last = key
+                self._memory.planned[key] = self._decide(traced)
+        self._memory.last = key
         return key
 
     def _decide(self, traced: TracedStep) -> Planned:
         """The plan for a traced step, sought while its clock runs."""
         settings = start_clock(self._settings)
-        self._clock = settings.budget
+        self._memory.clock = settings.budget
         report(Progress(phase="planning", seconds_left=settings.budget.seconds_left), is_news=True)
         try:
             return decide_together(settings, traced, self._signature.name)
+        except (ArgumentError, ConstraintError) as error:
+            hint = explain_fewer_examples(traced, (planned.traced for planned in self._memory.planned.values()))
+            if not hint:
+                raise
+            raise type(error)(f"{error}{hint}") from error
         finally:
-            self._clock = None
+            self._memory.clock = None
 
     def _compile(self, key: CallKey) -> CompiledStep | CompiledPipeline:
         """The step compiled by a plan, once, under the settings of JAX under which it was planned."""
-        if key not in self._compiled:
+        if key not in self._memory.compiled:
             enter("compiling")
             with under(dict(key.settings)):
-                self._compiled[key] = compile_planned(self._signature, self._planned[key], self.jax_devices())
-        return self._compiled[key]
+                self._memory.compiled[key] = compile_planned(
+                    self._signature, self._memory.planned[key], self.jax_devices()
+                )
+        return self._memory.compiled[key]
 
 
 def compile_planned(
@@ -209,6 +239,7 @@ def parallelize(
     batch_argnums: Literal["auto"] | int | Sequence[int] = "auto",
     donate_argnums: Literal["auto"] | int | Sequence[int] = "auto",
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     memory_limit_bytes: int | None = None,
     constraints: ConstraintsLike = None,
     cluster: Literal["auto"] | str | os.PathLike[str] | Cluster = "auto",
@@ -241,7 +272,9 @@ def parallelize(
             those after the first that the step does not return; a warning tells where that may be wrong.
         donate_argnums: positions of the arguments whose memory the results may take; `"auto"` donates each argument that the step
             returns with the same structure, shapes and types.
-        static_argnums: positions of the arguments that are compile-time constants; they must be hashable.
+        static_argnums: positions of the arguments that are compile-time constants; they must be hashable. Leaves that are no
+            arrays, such as functions and strings, are constants in any case, and so is what `jax.jit` of `fun` takes as static.
+        static_argnames: the same by the arguments' names; these may be keyword-only.
         memory_limit_bytes: a hard limit, in bytes per device; None takes the memory of the cluster's devices.
         constraints: layouts that the plan must keep: a mapping of leaf-path globs to a `PartitionSpec`, `Replicated` or `Split`;
             a preset such as `data_parallel()`; or a list of these, of which the last that matches a leaf holds.
@@ -304,11 +337,12 @@ def parallelize(
         check_open_positions("batch_argnums", batch_argnums),
         check_positions("static_argnums", static_argnums),
     )
+    static_names = check_names("static_argnames", static_argnames)
     donate = check_open_positions("donate_argnums", donate_argnums)
 
     def decorate(step: Callable[..., PyTree]) -> ParallelStep:
         if not callable(step):
             raise ArgumentError(f"parallelize takes a function, not a {type(step).__name__} ({step!r})")
-        return ParallelStep(CallSignature(step, batch, static, donate), settings)
+        return ParallelStep(CallSignature(step, batch, (*static, *static_names), donate), settings)
 
     return decorate if fun is None else decorate(fun)

@@ -141,6 +141,17 @@ def check_positions(what: str, given: object) -> tuple[int, ...]:
     return positions
 
 
+def check_names(what: str, given: object) -> tuple[str, ...]:
+    """Names of arguments, as a tuple; one name stands for itself alone."""
+    listed = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (None,)
+    names = tuple(name for name in listed if isinstance(name, str))
+    if len(names) < len(listed):
+        raise ArgumentError(
+            f"{what}={given!r}: a name, or a list of names, of arguments is expected; () stands for none"
+        )
+    return names
+
+
 def check_open_positions(what: str, given: object) -> Literal["auto"] | tuple[int, ...]:
     """Positions of arguments, or 'auto'."""
     if isinstance(given, str) and given == "auto":

@@ -92,6 +92,12 @@ def scan_counts(params: Params) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def static_arguments(fun: object) -> tuple[int | str, ...]:
+    """Numbers and names of the arguments that `jax.jit`, or `flax.nnx.jit`, of a function takes as static."""
+    info = getattr(getattr(fun, "jitted_fn", fun), "_jit_info", None)
+    return (*(getattr(info, "static_argnums", None) or ()), *(getattr(info, "static_argnames", None) or ()))
+
+
 def source_line(eqn: JaxprEqn) -> str:
     """`file:line (function)` of the user's line that an equation comes from."""
     return str(source_info_util.summarize(eqn.source_info))

@@ -35,6 +35,21 @@ def test_a_batch_that_no_mesh_axis_divides_is_a_warning_and_the_result_is_right(
     np.testing.assert_allclose(loss, jax.jit(train_step)(make_state(), batch)[1], rtol=1e-5)
 
 
+@pytest.mark.parametrize("how", [{"constraints": autopar.data_parallel()}, {"num_microbatches": 4}])
+def test_a_last_batch_of_fewer_examples_that_cannot_be_cut_says_how_many_there_were_before(how):
+    step = autopar.parallelize(train_step, mesh_shape=(8,), **how)
+    step.plan(make_state(), make_batch(32))
+    refused(
+        ValueError,
+        lambda: step.plan(make_state(), make_batch(13)),
+        "batch/x has 13",
+        "Earlier calls had 32 examples. If this is the last batch of an epoch, drop it (drop_remainder=True or drop_last=True",
+        "or pad it to 32 examples that have no weight in the loss.",
+    )
+    message = refused(ValueError, lambda: step.plan(make_state(), make_batch(33)), "batch/x has 33")
+    assert "Earlier calls" not in message
+
+
 def test_a_constraint_on_no_leaf_lists_the_nearest_leaves():
     refused(
         ConstraintError,

@@ -33,14 +33,14 @@ class CallKey(NamedTuple):
 
     tree: jax.tree_util.PyTreeDef
     kinds: tuple[object, ...]
-    static: tuple[tuple[int, Hashable], ...]
+    static: Hashable
     settings: tuple[tuple[str, Hashable], ...]
 
 
 def key_of(call: BoundArguments) -> CallKey:
     """The key of a call under the present settings of JAX."""
     leaves, tree = call.flatten()
-    return CallKey(tree, tuple(map(_kind_of, leaves)), call.static, tuple(program_settings_here().items()))
+    return CallKey(tree, tuple(map(_kind_of, leaves)), call.constants, tuple(program_settings_here().items()))
 
 
 def _kind_of(leaf: Any) -> object:
@@ -55,8 +55,8 @@ def _kind_of(leaf: Any) -> object:
 
 def check_leaves(
     signature: CallSignature, traced: TracedStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
-) -> list[Given]:
-    """The flat leaves of a call. Raises ArgumentError if they are not of the traced structure, shapes and types."""
+) -> tuple[BoundArguments, list[Given]]:
+    """A call with its flat leaves. Raises ArgumentError if they are not of the traced structure, shapes and types."""
     bound = bind_arguments(signature, args, kwargs)
     leaves, tree = bound.flatten()
     refuse_tracers(signature.name, leaves)
@@ -73,7 +73,7 @@ def check_leaves(
     ]
     if wrong:
         raise ArgumentError(f"{'; '.join(wrong)}. Compile again for these arguments, or call the step, which does.")
-    return leaves
+    return bound, leaves
 
 
 def refuse_tracers(name: str, leaves: Sequence[object]) -> None:

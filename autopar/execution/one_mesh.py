@@ -30,6 +30,7 @@ from autopar.execution.weak_types import keep_weak_types
 from autopar.intra_op.lowering.per_device import map_over_mesh, partition_spec
 from autopar.intra_op.request import PlannedStep
 from autopar.program.call import CallSignature, PyTree
+from autopar.program.crossing import deliver
 from autopar.runtime.processes import are_here, from_host, is_global
 from autopar.runtime.resharding.reshard import reshard
 from autopar.runtime.thread_settings import program_settings_here, under
@@ -72,7 +73,8 @@ class CompiledStep:
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Run one step on arguments of the traced structure, shapes and types; ArgumentError names those that differ."""
-        return self.run(check_leaves(self.signature, self.traced, args, kwargs))
+        bound, leaves = check_leaves(self.signature, self.traced, args, kwargs)
+        return deliver(bound, self.run(leaves))
 
     def run(self, leaves: Sequence[Given]) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""

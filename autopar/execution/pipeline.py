@@ -29,6 +29,7 @@ from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.inter_op.stage_seconds import Staged
 from autopar.pipeline_plan import PipelinePlan
 from autopar.program.call import CallSignature, PyTree
+from autopar.program.crossing import deliver
 from autopar.program.step import TracedStep
 from autopar.runtime.driver import Driver
 from autopar.runtime.processes import absent_like
@@ -127,7 +128,8 @@ class CompiledPipeline:
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """Run one step on arguments of the traced structure, shapes and types; ArgumentError names those that differ."""
-        return self.run(check_leaves(self.signature, self.traced, args, kwargs))
+        bound, leaves = check_leaves(self.signature, self.traced, args, kwargs)
+        return deliver(bound, self.run(leaves))
 
     @functools.cached_property
     def in_shardings(self) -> dict[int, NamedSharding | SplitSharding]:

@@ -20,15 +20,8 @@ from autopar.errors import PlanError
 from autopar.execution.devices import device_mesh
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan, ValuePlan
-from autopar.program.call import (
-    BoundArguments,
-    CallSignature,
-    PyTree,
-    bind_arguments,
-    fix_static,
-    leaf_paths,
-    output_paths,
-)
+from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments, leaf_paths
+from autopar.program.crossing import Crossing, deliver, output_paths
 
 _Type: TypeAlias = jax.core.ShapedArray | jax.ShapeDtypeStruct
 
@@ -51,25 +44,26 @@ class ShardedJit:
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
         """The function's results, laid out as the plan says; arguments are moved to their places first."""
-        jitted, leaves = self._prepare(args, kwargs)
-        return jitted.run(*jax.device_put([as_it_is_now(x) for x in leaves], list(jitted.in_shardings)))
+        jitted, bound = self._prepare(args, kwargs)
+        leaves = [as_it_is_now(x) for x in bound.flatten()[0]]
+        return deliver(bound, jitted.run(*jax.device_put(leaves, list(jitted.in_shardings))))
 
     def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
         """The lowered program for arrays or `jax.ShapeDtypeStruct`s, as `jax.jit(fun).lower` gives it."""
-        jitted, leaves = self._prepare(args, kwargs)
-        return jitted.run.lower(*leaves)
+        jitted, bound = self._prepare(args, kwargs)
+        return jitted.run.lower(*bound.flatten()[0])
 
-    def _prepare(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> tuple[_Jitted, list[jax.typing.ArrayLike]]:
+    def _prepare(self, args: Sequence[PyTree], kwargs: dict[str, PyTree]) -> tuple[_Jitted, BoundArguments]:
         bound = bind_arguments(self._signature, args, kwargs)
         leaves, tree = bound.flatten()
         types = tuple(jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves)
-        key = (tree, tuple((x.shape, x.dtype) for x in types), bound.static)
+        key = (tree, tuple((x.shape, x.dtype) for x in types), bound.constants)
         if key not in self._jitted:
             self._jitted[key] = self._jit(bound, tree, types)
-        return self._jitted[key], leaves
+        return self._jitted[key], bound
 
     def _jit(self, bound: BoundArguments, tree: jax.tree_util.PyTreeDef, types: Sequence[_Type]) -> _Jitted:
-        call = fix_static(self._signature.fun, bound)
+        call = Crossing(self._signature, bound)
 
         def flat(*leaves: jax.Array) -> PyTree:
             dynamic, kwargs = jax.tree.unflatten(tree, leaves)

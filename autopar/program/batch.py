@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from autopar.errors import ArgumentError, warn
+from autopar.program.boundary.static_values import is_static_value
 from autopar.program.call import BoundArguments, CallSignature, PyTree, dtype_of, leaf_paths_below
 
 SMALL = 1 / 16
@@ -100,7 +101,8 @@ def batch_arguments(
         if (argument := _Argument(place, number, name, value)).arrays
     ]
     if signature.batch_argnums == "auto":
-        return frozenset(argument.place for argument in _choose(signature, arguments, returned, trained))
+        first = next((place for place, value in enumerate(bound.dynamic) if not is_static_value(value)), 0)
+        return frozenset(argument.place for argument in _choose(signature, arguments, returned, trained, first))
     given = frozenset(place for place, number in enumerate(bound.numbers) if number in signature.batch_argnums)
     _check(signature, arguments, returned, trained, given)
     return given
@@ -111,10 +113,11 @@ def _choose(
     arguments: Sequence[_Argument],
     returned: Set[int],
     trained: Set[int],
+    first_place: int,
 ) -> list[_Argument]:
     """The arguments that are the batch, by rules 1 to 3; a warning tells of others that may be."""
-    rest = [a for a in arguments if a.place != 0]
-    first = [a for a in arguments if a.place == 0 and 0 not in returned and trained]
+    rest = [a for a in arguments if a.place != first_place]
+    first = [a for a in arguments if a.place == first_place and a.place not in returned and trained]
     left = [a for a in rest if a.place not in returned]
     alike = [a for a in rest if a.place in returned and a.place not in trained and a.is_uniform]
     pool = left or first or alike

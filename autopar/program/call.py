@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
 
+from autopar.compat import static_arguments
 from autopar.errors import ArgumentError
+from autopar.program.boundary.nnx_objects import NnxObjects, split_objects
+from autopar.program.boundary.static_values import hide_static, refuse_unhashable
 
 PyTree: TypeAlias = object
 """A tree of containers and leaves, as JAX flattens it."""
@@ -21,11 +24,11 @@ PyTree: TypeAlias = object
 
 @dataclasses.dataclass(frozen=True)
 class CallSignature:
-    """How a step's arguments are read: which are batch, static, donated."""
+    """How a step's arguments are read: which are batch, static, donated. Static ones are given by number or by name."""
 
     fun: Callable[..., PyTree]
     batch_argnums: tuple[int, ...] | Literal["auto"]
-    static_argnums: tuple[int, ...]
+    static_argnums: tuple[int | str, ...]
     donate_argnums: tuple[int, ...] | Literal["auto"]
 
     @property
@@ -36,13 +39,22 @@ class CallSignature:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class BoundArguments:
-    """Arguments of one call: static values by position, and the tree of the others as (positional, keyword)."""
+    """Arguments of one call: static values by position or name, and the tree of the others as (positional, keyword).
 
-    static: tuple[tuple[int, Hashable], ...]
+    In that tree leaves that are no arrays are static values of their own, and objects of nnx, which `objects` has, are states.
+    """
+
+    static: tuple[tuple[int | str, Hashable], ...]
     dynamic: tuple[PyTree, ...]
     kwargs: Mapping[str, PyTree]
     numbers: tuple[int, ...]
     names: tuple[str, ...]
+    objects: NnxObjects | None = None
+
+    @property
+    def constants(self) -> tuple[object, ...]:
+        """What a call is compiled for beside shapes and the structure of its arguments."""
+        return self.static, None if self.objects is None else self.objects.graph
 
     def flatten(self) -> tuple[list[Any], jax.tree_util.PyTreeDef]:
         """The leaves that are not static, in the order of the traced step's inputs, and their tree."""
@@ -52,22 +64,32 @@ class BoundArguments:
 def bind_arguments(signature: CallSignature, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> BoundArguments:
     """Sort a call's arguments; keywords that name positional parameters take their positions."""
     args, kwargs, names = _move_to_positions(signature.fun, tuple(args), dict(kwargs))
-    _refuse_bad_numbers(signature, max(len(args), len(names)))
+    _refuse_bad_numbers(signature, max(len(args), len(names)), {*names, *kwargs})
     all_names = (*names, *(f"arg{i}" for i in range(len(names), len(args))))
-    static = tuple((i, args[i]) for i in signature.static_argnums if i < len(args))
+    wanted = {*signature.static_argnums, *static_arguments(signature.fun)}
+    is_static = [i in wanted or all_names[i] in wanted for i in range(len(args))]
+    by_name = sorted(name for name in kwargs if name in wanted)
+    static: list[tuple[int | str, Any]] = [(i, args[i]) for i in range(len(args)) if is_static[i]]
+    static += [(name, kwargs.pop(name)) for name in by_name]
     _refuse_unhashable(signature, static, all_names)
-    numbers = tuple(i for i in range(len(args)) if i not in signature.static_argnums)
-    return BoundArguments(
-        static=static,
-        dynamic=tuple(args[i] for i in numbers),
-        kwargs=kwargs,
+    numbers = tuple(i for i in range(len(args)) if not is_static[i])
+    given = tuple(all_names[i] for i in numbers)
+    dynamic, objects = split_objects([args[i] for i in numbers])
+    bound = BoundArguments(
+        static=tuple(static),
+        dynamic=tuple(map(hide_static, dynamic)),
+        kwargs={name: hide_static(value) for name, value in kwargs.items()},
         numbers=numbers,
-        names=tuple(all_names[i] for i in numbers),
+        names=given,
+        objects=objects,
     )
+    for name, value in (*zip(bound.names, bound.dynamic, strict=True), *bound.kwargs.items()):
+        refuse_unhashable(name, value)
+    return bound
 
 
-def _refuse_bad_numbers(signature: CallSignature, count: int) -> None:
-    """Raise ArgumentError for numbers of arguments that the step lacks."""
+def _refuse_bad_numbers(signature: CallSignature, count: int, names: Collection[str]) -> None:
+    """Raise ArgumentError for numbers and names of arguments that the step lacks."""
     given = {
         "batch_argnums": signature.batch_argnums,
         "static_argnums": signature.static_argnums,
@@ -76,8 +98,13 @@ def _refuse_bad_numbers(signature: CallSignature, count: int) -> None:
     wrong = [
         f"{what}={numbers}"
         for what, numbers in given.items()
-        if numbers != "auto" and any(i < 0 or i >= count for i in numbers)
+        if numbers != "auto" and any(isinstance(i, int) and not 0 <= i < count for i in numbers)
     ]
+    unknown = [key for key in signature.static_argnums if isinstance(key, str) and key not in names]
+    if unknown and not _takes_any_keyword(signature.fun):
+        raise ArgumentError(
+            f"static_argnames={unknown}: {signature.name} has no such argument; it has {', '.join(sorted(names)) or 'none'}"
+        )
     if wrong:
         raise ArgumentError(
             f"{', '.join(wrong)}: {signature.name} has {count} positional arguments, numbered from 0"
@@ -85,13 +112,25 @@ def _refuse_bad_numbers(signature: CallSignature, count: int) -> None:
         )
 
 
-def _refuse_unhashable(signature: CallSignature, static: Sequence[tuple[int, object]], names: Sequence[str]) -> None:
+def _takes_any_keyword(fun: Callable[..., PyTree]) -> bool:
+    """Whether a function has keyword parameters that may be left out, or does not tell."""
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(p.kind in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in parameters)
+
+
+def _refuse_unhashable(
+    signature: CallSignature, static: Sequence[tuple[int | str, object]], names: Sequence[str]
+) -> None:
     wrong = []
-    for number, value in static:
+    for key, value in static:
         try:
             hash(value)
         except TypeError:
-            wrong.append(f"argument {number} ({names[number]!r}) is a {type(value).__name__}")
+            where = repr(key) if isinstance(key, str) else f"{key} ({names[key]!r})"
+            wrong.append(f"argument {where} is a {type(value).__name__}")
     if wrong:
         raise ArgumentError(
             f"static_argnums={signature.static_argnums}: {'; '.join(wrong)}, which cannot be hashed. A static value is part of "
@@ -116,16 +155,6 @@ def _move_to_positions(
     return args, kwargs, tuple(positional)
 
 
-def fix_static(fun: Callable[..., PyTree], bound: BoundArguments) -> Callable[..., PyTree]:
-    """The function of the arguments that are not static, with the static ones filled in."""
-
-    def call(*dynamic: PyTree, **kwargs: PyTree) -> PyTree:
-        args: dict[int, PyTree] = dict(bound.static) | dict(zip(bound.numbers, dynamic, strict=True))
-        return fun(*(args[i] for i in sorted(args)), **kwargs)
-
-    return call
-
-
 def dtype_of(leaf: object) -> Any:
     """The dtype of a leaf in a traced program, which has no 64-bit types unless they are enabled."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype
@@ -145,8 +174,3 @@ def leaf_paths(bound: BoundArguments) -> list[str]:
     """`argument/key/key` of every leaf of the arguments, in order."""
     named = (*zip(bound.names, bound.dynamic, strict=True), *sorted(bound.kwargs.items()))
     return [path for name, value in named for path in leaf_paths_below(name, value)]
-
-
-def output_paths(results: PyTree) -> list[str]:
-    """`output/key/key` of every leaf of the results, in order."""
-    return leaf_paths_below("output", results)

@@ -17,6 +17,7 @@ import numpy as np
 from autopar.errors import ArgumentError
 from autopar.program.batch import numbers_of_examples
 from autopar.program.call import BoundArguments, CallSignature, PyTree, dtype_of, leaf_paths_below
+from autopar.program.crossing import changed_arguments, parts_of
 from autopar.program.program import Program
 from autopar.program.step import Leaf, Role
 from autopar.program.uses import Use
@@ -25,11 +26,6 @@ from autopar.program.uses import Use
 def shapes_of(tree: PyTree) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of each leaf."""
     return [(tuple(np.shape(x)), str(dtype_of(x))) for x in jax.tree.leaves(tree)]
-
-
-def _parts(out_shape: PyTree) -> list[PyTree]:
-    """The whole result, and its elements if it is a tuple or list."""
-    return [out_shape, *(out_shape if isinstance(out_shape, (tuple, list)) else ())]
 
 
 def _is_lone_scalar(value: PyTree) -> bool:
@@ -49,11 +45,11 @@ def _are_alike(one: PyTree, other: PyTree) -> bool:
 def returned_arguments(bound: BoundArguments, out_shape: PyTree) -> dict[int, PyTree]:
     """Arguments (by place among the dynamic ones) that the step returns, each with the part of the result that it matches."""
     taken: set[int] = set()
-    found: dict[int, PyTree] = {}
+    found = changed_arguments(bound, out_shape)
     for place, value in enumerate(bound.dynamic):
-        if not jax.tree.leaves(value) or _is_lone_scalar(value):
+        if place in found or not jax.tree.leaves(value) or _is_lone_scalar(value):
             continue
-        for part in _parts(out_shape):
+        for part in parts_of(out_shape):
             if id(part) not in taken and _are_alike(part, value):
                 found[place] = part
                 taken.add(id(part))
@@ -88,7 +84,7 @@ def donated_arguments(
 def _describe_nearest(name: str, value: PyTree, out_shape: PyTree) -> str:
     """How the part of the result that shares most leaves with the argument differs from it; "" if none shares any."""
     before = _leaf_types(name, value)
-    candidates = [after for part in _parts(out_shape) if (after := _leaf_types(name, part)).keys() & before.keys()]
+    candidates = [after for part in parts_of(out_shape) if (after := _leaf_types(name, part)).keys() & before.keys()]
     if not candidates:
         return ""
     after = max(

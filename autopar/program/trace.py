@@ -17,7 +17,10 @@ import numpy as np
 
 from autopar.errors import ArgumentError
 from autopar.program.batch import batch_arguments
-from autopar.program.call import BoundArguments, CallSignature, dtype_of, fix_static, leaf_paths, output_paths
+from autopar.program.boundary.changes import refuse_lost_changes
+from autopar.program.boundary.static_values import refuse_static_leaves
+from autopar.program.call import BoundArguments, CallSignature, dtype_of, leaf_paths
+from autopar.program.crossing import Crossing, output_paths, refuse_numbers_as_arrays
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of
 from autopar.program.roles import (
@@ -39,9 +42,14 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
     leaves, in_tree = bound.flatten()
     paths = leaf_paths(bound)
     _refuse_non_arrays(signature, paths, leaves)
-    closed, out_shape = jax.make_jaxpr(fix_static(signature.fun, bound), return_shape=True)(
-        *_make_abstract(bound.dynamic), **_make_abstract(dict(bound.kwargs))
-    )
+    crossing = Crossing(signature, bound)
+    try:
+        closed, out_shape = jax.make_jaxpr(crossing, return_shape=True)(
+            *_make_abstract(bound.dynamic), **_make_abstract(dict(bound.kwargs))
+        )
+    except TypeError as error:
+        refuse_numbers_as_arrays(signature.name, bound, error)
+        raise
     program, constants = program_of(closed, pruned=True)
     out_leaves, out_tree = jax.tree_util.tree_flatten(out_shape)
     state = returned_arguments(bound, out_shape)
@@ -49,6 +57,8 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
     uses = find_uses(program, state_of_output)
     places = arguments_of_leaves(bound)
     batch = batch_arguments(signature, bound, state.keys(), {places[number] for number in uses})
+    refuse_static_leaves(signature.name, {bound.names[place]: bound.dynamic[place] for place in batch})
+    refuse_lost_changes(signature.name, bound.names, [one for one in crossing.lost if one.place not in batch])
     donated = donated_arguments(signature, bound, state, batch, out_shape)
     inputs = input_leaves(bound, paths, program, Roles(state, batch, donated, uses))
     consts = tuple(

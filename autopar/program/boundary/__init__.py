@@ -1,0 +1,1 @@
+"""What crosses into a trace beside arrays: static leaves, objects of flax.nnx, and what a step changes in place."""
