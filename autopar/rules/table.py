@@ -292,7 +292,8 @@ def entry_for(eqn: JaxprEqn) -> PrimitiveRule:
 
 def has_rule(eqn: JaxprEqn) -> bool:
     """Whether the table, or the user, says how an equation's primitive shards."""
-    return entry_for(eqn) not in (_FALLBACK, _PYTHON)
+    entry = entry_for(eqn)  # rules of the table may equal these two
+    return entry is not _FALLBACK and entry is not _PYTHON
 
 
 def rule_for(eqn: JaxprEqn) -> FactorRule:

@@ -12,6 +12,7 @@ import random
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from autopar.errors import AutoparWarning, RuleError
 from autopar.models import registry
 from autopar.program.from_jaxpr import program_of
 from autopar.rules import on_shard, table
-from autopar.rules.table import RULES, entry_for, register_rule, rule_for
+from autopar.rules.table import RULES, entry_for, has_rule, register_rule, rule_for
 from autopar.testing import run_with_random_strategies
 from tests.rules.examples import EXAMPLES
 from tests.zoo import ZOO
@@ -337,3 +338,11 @@ def test_random_bits_of_every_split_are_those_of_the_whole(dtype, mesh_shape):
     for seed in range(4):
         actual = run_with_random_strategies(draw, key, mesh_shape=mesh_shape, seed=seed)
         np.testing.assert_array_equal(np.asarray(actual), expected)
+
+
+def test_a_primitive_whose_rule_is_to_run_whole_has_a_rule():
+    def equation(name):
+        return SimpleNamespace(primitive=SimpleNamespace(name=name))
+
+    assert all(has_rule(equation(name)) for name in RULES)
+    assert not has_rule(equation("unheard_of"))
