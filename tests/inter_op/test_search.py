@@ -275,6 +275,29 @@ def test_other_numbers_of_microbatches_are_planned_on_few_submeshes():
     assert all(len(of) == 1 for m, of in sizes.items() if m != 4)
 
 
+def test_layers_are_planned_first_in_a_number_of_microbatches_that_may_fit():
+    """Of the usual number, in which not even the layers that repeat fit, nothing but these is planned."""
+
+    def found(limit, *counts, planner=plan_program):
+        tables = [Timetable(count, "1f1b") for count in counts]
+        traced = traced_step(*arguments(16, layers=8, batch=4096))
+        loop_of = make_loops(split_scans(traced, ()), counts[0])
+        request = request_on(two_nodes(), limit)
+        return search_stages(loop_of, request, devices=4, timetables=tables, planner=planner)
+
+    free = found(None, 16)
+    limit = int(1.1 * max(stage.peak_bytes for stage in free.choice.stages) / TUNING.room)
+    with pytest.raises(OutOfMemoryError):
+        found(limit, 2)
+    planner = CountingPlanner()
+    both = found(limit, 2, 16, planner=planner)
+    asked = {(program.cut.loop.plan.microbatches, program.stage) for program, _ in planner.asked}
+    assert len([stage for count, stage in asked if count == 2]) == 1
+    assert len([stage for count, stage in asked if count == 16]) > 1
+    assert both.timetable.microbatches == 16
+    assert both.choice.step_s == found(limit, 16).choice.step_s
+
+
 def test_a_number_in_which_the_step_cannot_be_cut_is_left_out():
     traced, request = traced_step(*arguments(64)), request_on(two_nodes())
     tables = [Timetable(m, "1f1b") for m in (4, 3)]
