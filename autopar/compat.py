@@ -108,6 +108,13 @@ def is_device_memory(aval: object) -> bool:
     return getattr(getattr(aval, "memory_space", None), "name", "Device") != "Host"
 
 
+def functions_around(eqn: JaxprEqn) -> Iterator[str]:
+    """Names of the functions whose calls led to an equation, innermost first, such as `BatchNorm.__call__`."""
+    trace: Any = eqn.source_info.traceback
+    for frame in () if trace is None else trace.frames:
+        yield str(frame.function_name)
+
+
 def unknown_source() -> SourceInfo:
     """The source of an operation that no line of the user's asked for."""
     return private_source_info.new_source_info()

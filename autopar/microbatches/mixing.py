@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 
 from autopar.compat import Literal as JaxLiteral
-from autopar.compat import Var, source_line
+from autopar.compat import Var, functions_around, source_line
 from autopar.microbatches.examples import ONE_BY_ONE
 from autopar.microbatches.time_plan import TimePlan
 from autopar.program.loops import LoopEquation
@@ -137,12 +137,19 @@ def _first_mixing(
             return MixedExamples(
                 eqn.primitive.name,
                 _line(plan, eqn),
-                "needs a value that is reduced over all examples, on every example",
+                "needs a value that is reduced over all examples, on every example" + _in_batch_norm(eqn),
             )
         reduces = bool(marked) and not held
         if reduces or waits:
             pending.update(eqn.outvars)
     return None
+
+
+def _in_batch_norm(eqn: Equation) -> str:
+    """What to say of an operation inside a library's batch normalisation, whose line alone would not tell."""
+    if not any(name.startswith("BatchNorm.") for name in functions_around(eqn)):
+        return ""
+    return " (BatchNorm, whose statistics are of the whole batch; LayerNorm and GroupNorm have those of one example)"
 
 
 def _behind(rule: FactorRule) -> set[str]:

@@ -2,11 +2,13 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen, nnx
 
 import autopar
 from autopar.errors import ArgumentError, AutoparWarning
@@ -192,6 +194,32 @@ def test_batch_normalisation_is_refused_at_the_operation_that_needs_the_mean():
     found = mixing(step, 2, state, batch)
     assert "needs a value that is reduced over all examples" in found.reason
     assert "zoo.py" in found.source
+
+
+def linen_norm(x):
+    norm = linen.BatchNorm(use_running_average=False)
+    return norm.apply(norm.init(jax.random.key(0), x), x, mutable=["batch_stats"])[0]
+
+
+def nnx_norm(x):
+    return nnx.BatchNorm(x.shape[-1], rngs=nnx.Rngs(0))(x)
+
+
+def equinox_norm(x):
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(x.shape[-1], axis_name="examples", mode="batch")
+    return jax.vmap(lambda one: norm(one, state)[0], axis_name="examples")(x)
+
+
+@pytest.mark.parametrize("norm", [linen_norm, nnx_norm, equinox_norm])
+def test_batch_normalisation_inside_a_library_is_called_by_its_name(norm):
+    def step(weights, batch):
+        gradient = jax.grad(lambda weights: jnp.mean((norm(batch["x"] @ weights) @ weights.T - batch["x"]) ** 2))(
+            weights
+        )
+        return weights - 0.1 * gradient, 0.0
+
+    found = mixing(step, 4, *linear())
+    assert "(BatchNorm, whose statistics are of the whole batch" in found.reason
 
 
 def test_a_step_that_mixes_examples_runs_whole_with_a_warning_that_names_the_line():
