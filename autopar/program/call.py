@@ -83,7 +83,10 @@ def bind_arguments(signature: CallSignature, args: Sequence[PyTree], kwargs: Map
         names=given,
         objects=objects,
     )
-    for name, value in (*zip(bound.names, bound.dynamic, strict=True), *bound.kwargs.items()):
+    for name, value, raw in zip(bound.names, bound.dynamic, dynamic, strict=True):
+        if value is not raw:
+            refuse_unhashable(name, value)
+    for name, value in bound.kwargs.items():
         refuse_unhashable(name, value)
     return bound
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 import jax
+import numpy as np
 
 from autopar.errors import UnsupportedProgramError
 
@@ -125,7 +126,23 @@ def holds_objects(tree: object) -> bool:
     def is_leaf(node: object) -> bool:
         return isinstance(node, (*kinds, nnx.State))
 
-    return any(isinstance(node, kinds) for node in jax.tree.leaves(tree, is_leaf=is_leaf))
+    waiting, arrays = (
+        [tree],
+        set[type](),
+    )  # containers of Python by hand: a call of `is_leaf` for every array takes milliseconds
+    while waiting:
+        node = waiting.pop()
+        if type(node) in arrays:
+            continue
+        if isinstance(node, dict):
+            waiting.extend(node.values())
+        elif isinstance(node, (list, tuple)):
+            waiting.extend(node)
+        elif isinstance(node, (jax.Array, np.ndarray)):
+            arrays.add(type(node))
+        elif any(isinstance(inner, kinds) for inner in jax.tree.leaves(node, is_leaf=is_leaf)):
+            return True
+    return False
 
 
 def split_result(part: object) -> object:

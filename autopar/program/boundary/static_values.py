@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar.errors import ArgumentError
 
@@ -30,12 +31,19 @@ jax.tree_util.register_pytree_node(StaticValue, lambda x: ((), x.value), lambda 
 
 def is_array_like(leaf: object) -> bool:
     """Whether a leaf can be traced: an array, its shape and type, or a number."""
-    return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or isinstance(leaf, (bool, int, float, complex))
+    return (hasattr(leaf, "shape") and hasattr(leaf, "dtype")) or _is_number(leaf)
+
+
+def _is_number(leaf: object) -> bool:
+    return isinstance(leaf, (bool, int, float, complex)) and not isinstance(leaf, np.generic)
 
 
 def hide_static(tree: Any, *, is_static: Callable[[object], bool] = lambda leaf: True) -> Any:
     """The tree with static leaves as nodes; of those that are no arrays the ones of which `is_static` says so."""
     module = getattr(sys.modules.get("equinox"), "Module", ())
+    kinds = {type(leaf): leaf for leaf in jax.tree.leaves(tree)}
+    if all(is_array_like(leaf) and not (module and _is_number(leaf)) for leaf in kinds.values()):
+        return tree
 
     def is_module(node: object) -> bool:
         return isinstance(node, module)
@@ -44,7 +52,7 @@ def hide_static(tree: Any, *, is_static: Callable[[object], bool] = lambda leaf:
         return leaf if is_array_like(leaf) or not is_static(leaf) else StaticValue(leaf)
 
     def hide_in_module(leaf: Any) -> Any:
-        return StaticValue(leaf) if isinstance(leaf, (bool, int, float, complex)) else hide(leaf)
+        return StaticValue(leaf) if _is_number(leaf) else hide(leaf)
 
     def hide_in(node: Any) -> Any:
         return jax.tree.map(hide_in_module, node) if module and is_module(node) else hide(node)
