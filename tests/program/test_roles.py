@@ -108,6 +108,16 @@ UNSAID = {
         (array(4, 6), {"k": array(8, 16)}, array(8, 4)),
         "osb",
     ),
+    "params, opt_state, and nothing else": (
+        lambda w, m: with_momentum(w, m, jnp.ones((8, 4))),
+        (array(4, 2), array(4, 2)),
+        "ss",
+    ),
+    "state, batch, weights of classes": (
+        lambda w, x, table: (descend(w, x) * table.sum(), 0.0),
+        (array(4, 2), array(64, 4), array(3)),
+        "sbo",
+    ),
     "state alone": (lambda w: descend(w, jnp.ones((8, 4))), (array(4, 2),), "s"),
     "x alone": (lambda x: x.sum(), (array(4, 2),), "o"),
 }
