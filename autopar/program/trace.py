@@ -58,7 +58,9 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
     places = arguments_of_leaves(bound)
     batch = batch_arguments(signature, bound, state.keys(), {places[number] for number in uses})
     refuse_static_leaves(signature.name, {bound.names[place]: bound.dynamic[place] for place in batch})
-    refuse_lost_changes(signature.name, bound.names, [one for one in crossing.lost if one.place not in batch])
+    refuse_lost_changes(
+        signature.name, bound.names, [one for one in crossing.lost if one.place not in {*state, *batch}]
+    )
     donated = donated_arguments(signature, bound, state, batch, out_shape)
     inputs = input_leaves(bound, paths, program, Roles(state, batch, donated, uses))
     consts = tuple(

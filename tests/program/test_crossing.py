@@ -14,6 +14,7 @@ import autopar
 from autopar import ArgumentError, UnsupportedProgramError
 from autopar.execution.plain_jit import plain_jit
 from tests.refusals import make_batch, make_state, planned, refused, train_step
+from tests.signatures import batches, model_and_optimizer, nnx_step
 
 ONES = jnp.ones((8, 4))
 
@@ -187,6 +188,16 @@ def test_changes_in_place_that_are_returned_or_of_the_batch_are_fine():
     assert (float(state["w"][0]), int(state["n"]), float(total)) == (0.5, 1, 16)
 
 
+def test_a_state_that_is_changed_in_place_and_once_more_before_it_is_returned_is_fine_and_so_is_a_cast():
+    def step(state, batch, table):
+        table["t"] = table["t"].astype(jnp.bfloat16)
+        state["w"] = state["w"] - batch.mean() * table["t"].sum()
+        return jax.tree.map(lambda w: 2 * w, state), batch.sum()
+
+    state, _ = autopar.parallelize(step, mesh_shape=(2,))({"w": jnp.zeros(4)}, ONES, {"t": jnp.ones((1,))})
+    assert float(state["w"][0]) == -2
+
+
 HISTORY, HOLDER = [], types.SimpleNamespace(best=None)
 
 
@@ -264,6 +275,19 @@ def test_statistics_and_random_counters_of_a_module_go_on_as_under_nnx_jit():
     for found, wanted in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(other)), strict=True):
         if not jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
             np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_objects_are_created_where_the_plan_has_them_from_shapes_alone():
+    step = autopar.parallelize(nnx_step, mesh_shape=(2,), constraints=autopar.zero3())
+    x, y = batches()[0]
+    plan = step.plan(*nnx.eval_shape(model_and_optimizer), (x, y))
+    model, optimizer = step.init_state(model_and_optimizer)
+    spec = plan.input("model/a/kernel/value").partition_spec
+    assert model.a.kernel[...].sharding.spec == spec != jax.sharding.PartitionSpec(None, None)
+    np.testing.assert_allclose(
+        step(model, optimizer, (x, y)), nnx.jit(nnx_step)(*model_and_optimizer(), (x, y)), rtol=1e-5
+    )
+    assert model.a.kernel[...].sharding.spec == spec
 
 
 def test_a_module_that_is_only_read_stays_as_it_is_and_its_modes_are_compiled_for():

@@ -50,10 +50,17 @@ def find_lost_changes(
     found = []
     for place, (old, tree) in enumerate(zip(before, after, strict=True)):
         for path, leaf in leaves_by_path(tree).items():
-            if leaf is not old.get(path) and id(leaf) not in returned and isinstance(leaf, jax.core.Tracer):
+            if id(leaf) not in returned and _is_update(old.get(path), leaf):
                 found.append(LostChange(place, path))
                 break
     return tuple(found)
+
+
+def _is_update(old: Any, new: Any) -> bool:
+    """Whether a leaf has a new value of its own shape and type; a leaf of another one is a value in between, such as a cast."""
+    if new is old or not isinstance(new, jax.core.Tracer) or old is None:
+        return False
+    return bool(jax.typeof(new).update(weak_type=False) == jax.typeof(old).update(weak_type=False))
 
 
 def refuse_lost_changes(name: str, names: Sequence[str], lost: Sequence[LostChange]) -> None:
