@@ -62,7 +62,10 @@ class _Key:
 
     def _port(self, port: Port) -> Hashable:
         maker = port.maker and (port.maker.kind, port.maker.level)
-        return port.source, self._atom(port.var), maker, self.ports.layouts.get(port.var)
+        layout = (
+            None if isinstance(port.var, JaxLiteral) else self.ports.layouts.get(port.var)
+        )  # a step may return a literal
+        return port.source, self._atom(port.var), maker, layout
 
     def _is_weak(self, port: Port) -> bool:
         return port.output is not None and self.loop.traced.outputs[port.output].weak_type
