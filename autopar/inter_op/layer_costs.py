@@ -136,6 +136,10 @@ class LayerCosts:
         """Numbers of microbatches under which something has been planned."""
         return frozenset(self._layers)
 
+    def is_planned(self, count: int, submesh: Submesh) -> bool:
+        """Whether layers are planned on a submesh in a number of microbatches; otherwise they are estimated there."""
+        return math.prod(submesh) in self._sizes.get(count, ())
+
     def of(self, count: int) -> PlannedLayers:
         """The layers under a number of microbatches that has been planned."""
         return self._layers[count]

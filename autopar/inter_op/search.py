@@ -16,6 +16,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.choose_stages import choose_stages, may_fit
@@ -176,13 +178,22 @@ class _StageSearch:
         return may_fit(self._problem(way, table), Manual(num_stages=self.num_stages))
 
     def _end(self, choices: Mapping[Timetable, StageChoice]) -> Found | NotFaster:
-        """The best of what is known, in a number of microbatches whose layers are planned."""
-        known = [way for way in choices if way.microbatches in self.costs.counts]
-        best = min(known or choices, key=lambda way: choices[way].step_s)
-        if not known:
+        """The best of what is known: on submeshes and in numbers of microbatches whose layers are planned, if there is any."""
+        outcomes = {way: self._solve_planned(way) for way in choices if way.microbatches in self.costs.counts}
+        planned = {way: outcome for way, outcome in outcomes.items() if isinstance(outcome, StageChoice)}
+        choices = {**choices, **planned}
+        best = min(planned or choices, key=lambda way: choices[way].step_s)
+        if best.microbatches not in self.costs.counts:
             self.costs.plan_more(best.microbatches, [stage.submesh for stage in choices[best].stages])
         is_faster = choices[best].step_s < self.beat_s
         return self._describe(best, choices) if is_faster else NotFaster(self._compare(choices))
+
+    def _solve_planned(self, way: Timetable) -> StageChoice | _Unsolved:
+        """The choice among submeshes on which layers are planned, as an estimate need not come true."""
+        table = self._table(way)
+        is_known = [self.costs.is_planned(way.microbatches, submesh) for submesh in self.options] * len(self.shares)
+        seconds = np.where(np.array(is_known)[:, None, None], table.seconds, np.inf)
+        return self._choose(self._problem(way, dataclasses.replace(table, seconds=seconds)), self.num_stages)
 
     def _solve_all(self, took_s: dict[Timetable, float]) -> dict[Timetable, StageChoice | _Unsolved]:
         """Choose stages in every way that is left, side by side; `took_s` holds seconds and is brought up to date."""
@@ -211,7 +222,11 @@ class _StageSearch:
         return self._solve(way, self.num_stages), time.perf_counter() - started
 
     def _solve(self, way: Timetable, num_stages: int | None, *, explain: bool = False) -> StageChoice | _Unsolved:
-        problem = self._problem(way, self._table(way))
+        return self._choose(self._problem(way, self._table(way)), num_stages, explain=explain)
+
+    def _choose(
+        self, problem: StageProblem, num_stages: int | None, *, explain: bool = False
+    ) -> StageChoice | _Unsolved:
         manual, tolerance = Manual(num_stages=num_stages), self.tuning.tolerance
         try:
             return choose_stages(problem, manual=manual, tolerance=tolerance, explain=explain)
