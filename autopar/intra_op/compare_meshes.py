@@ -76,7 +76,8 @@ class Beaten:
 
     Attributes:
         step_s: seconds of its best plan; None if none was made, as bounds said that it would not be faster.
-        at_least_s: seconds that no plan goes below.
+        at_least_s: no plan has an objective below this. A step may take a little less, as the objective pays for a change of
+            layout once per reader.
     """
 
     step_s: float | None
@@ -309,7 +310,10 @@ class MeshComparison:
         """Take over what was found. A mesh that the one before it in a row beats counts as not planned."""
         shared = self.shared
         shared.evenly_divided_s = shared.evenly_divided_s or looked.evenly_divided_s
-        shared.at_least_s.setdefault(mesh, looked.at_least_s)
+        at_least_s = looked.at_least_s
+        if isinstance(looked.outcome, PlannedStep | PackedStep):  # the objective that is bounded may exceed its step
+            at_least_s = min(at_least_s, looked.outcome.plan.step_s)
+        shared.at_least_s.setdefault(mesh, at_least_s)
         shared.least_s.setdefault(mesh, looked.least_s)
         shared.excess = min(shared.excess, looked.excess or math.inf)
         if looked.outcome is None or self._is_beaten(mesh):

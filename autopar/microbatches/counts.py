@@ -15,8 +15,8 @@ from autopar.microbatches.loop import TimeLoop
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
 from autopar.microbatches.time_plan import Phase, TimePlan
+from autopar.program.evaluate import retrace
 from autopar.program.program import Equation
-from autopar.program.retrace import retrace
 from autopar.program.step import Leaf, TracedStep
 
 

@@ -1,17 +1,23 @@
-"""One equation of a `Program` on values, as JAX would run it.
+"""Programs as JAX runs them: one equation on values, and a whole step traced again as another function.
 
-In: an equation and its operands, arrays or tracers. Out: its results. Nothing is split or moved. What can go wrong: a `Program`
-gives equations with nested programs more operands than their primitives take, the constants that those close over.
+`bind_equation` takes an equation and its operands, arrays or tracers, and returns its results; nothing is split or moved.
+`retrace` is the one place where a pass has a rewritten step traced again. What can go wrong: a `Program` gives equations with
+nested programs more operands than their primitives take, the constants that those close over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 import jax
 
+from autopar.program.call import PyTree
+from autopar.program.fingerprint import fingerprint_of
+from autopar.program.from_jaxpr import program_of
 from autopar.program.loops import LoopEquation
 from autopar.program.program import Equation, fan_out_p
+from autopar.program.step import Leaf, TracedStep
 
 
 def bind_equation(eqn: Equation, operands: Sequence[jax.Array], **changed: object) -> Sequence[jax.Array]:
@@ -29,3 +35,26 @@ def bind_equation(eqn: Equation, operands: Sequence[jax.Array], **changed: objec
 def bind_scan(eqn: LoopEquation, operands: Sequence[jax.Array], *, length: int) -> Sequence[jax.Array]:
     """A scan over stacks of another length."""
     return bind_equation(eqn, operands, length=length, unroll=min(eqn.loop.unroll, length))
+
+
+def retrace(traced: TracedStep, leaves: Sequence[Leaf], run: Callable[..., PyTree]) -> TracedStep:
+    """Trace a step again as another function of its leaves and constants, which may have other shapes.
+
+    Constants that the function closes over become leaves of their own.
+    """
+    avals = [
+        jax.ShapeDtypeStruct(leaf.shape, var.aval.dtype, weak_type=bool(getattr(var.aval, "weak_type", False)))
+        for leaf, var in zip(leaves, traced.program.invars, strict=True)
+    ]
+    program, constants = program_of(jax.make_jaxpr(run)(*avals))
+    added = tuple(
+        Leaf(path=f"constant/{len(traced.constants) + i}", role="const", shape=tuple(v.aval.shape), dtype=v.aval.dtype)
+        for i, v in enumerate(program.invars[len(leaves) :])
+    )
+    return dataclasses.replace(
+        traced,
+        program=program,
+        constants=(*traced.constants, *constants),
+        inputs=(*leaves, *added),
+        fingerprint=fingerprint_of(program),
+    )

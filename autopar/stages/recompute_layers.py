@@ -26,12 +26,11 @@ import jax.numpy as jnp
 
 from autopar.avals import bytes_of
 from autopar.compat import Literal, Var, attributed_to
-from autopar.program.evaluate import bind_equation
+from autopar.program.checkpoint_names import find_named, is_checkpoint_name
+from autopar.program.evaluate import bind_equation, retrace
 from autopar.program.program import Atom, Equation, Program, can_be_awaited, operands_of
-from autopar.program.retrace import retrace
 from autopar.program.step import TracedStep
 from autopar.stages.chain import chain_of
-from autopar.stages.checkpoint_names import find_named, is_checkpoint_name
 from autopar.stages.dependence import Dependence
 from autopar.stages.layers import cluster
 from autopar.stages.scan_stacks import forward_work

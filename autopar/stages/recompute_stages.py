@@ -14,9 +14,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence, Set
 
 from autopar.compat import Var
+from autopar.program.checkpoint_names import find_named
 from autopar.program.program import Equation, operands_of
 from autopar.program.task_name import TaskName
-from autopar.stages.checkpoint_names import find_named
 from autopar.stages.segments import Segment, StageCut
 
 

@@ -49,11 +49,14 @@ def test_several_processes_find_the_plan_of_one():
 
 def test_a_way_that_cannot_win_is_not_planned():
     step, request = question()
-    best_s = plan_step(step, request).plan.step_s
+    best = plan_step(step, request).plan
+    best_s, search = best.step_s, MeshSearch(step, LogicalMesh.of(best.mesh_shape), request)
+    objective_s = search.problem.costs.value(best.choices)
+    assert objective_s == pytest.approx(best_s, rel=0.1)
     for part in (0.0, 0.5, 0.999):
         found = plan_way(step, request, SharedSearch(best_s=part * best_s))
         assert isinstance(found, Beaten)
-        assert found.at_least_s <= best_s
+        assert found.at_least_s <= objective_s
     assert not isinstance(plan_way(step, request, SharedSearch(best_s=1.01 * best_s)), Beaten)
 
 
