@@ -21,7 +21,7 @@ class Tuning:
     """A mesh of `merged_axes` axes or more is only looked at if it may save this part of the step by its bound."""
     repaid_in_steps: int = 1000
     """And if what it may save repays the search in this number of steps: first that for its bound, then that for its plan."""
-    axis_factor: float = 3.0
+    axis_factor: float = 4.0
     """How many times longer it takes to look at a mesh of one more axis (`benchmarks/planning_ordinary.py`, densenet: 300 s after
     52). Where less time than that is left, it is not begun."""
     bounded: int = 10_000
