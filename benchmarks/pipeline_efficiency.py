@@ -47,6 +47,7 @@ from emulated_device import BUSY_S, SMALL, Call, EmulatedDevice, measure_hop, oc
 from rich.console import Console
 from rich.table import Table
 
+from autopar.files.whole_file import save
 from autopar.runtime.driver import Driver
 from autopar.schedules.chain import make_chain
 from autopar.schedules.in_flight import microbatches_in_flight
@@ -272,7 +273,7 @@ def main() -> None:
     for schedule, timeline in zip(schedules, timelines, strict=True):
         if arguments.traces:
             arguments.traces.mkdir(parents=True, exist_ok=True)
-            timeline.save(arguments.traces / f"{schedule.name}.json", schedule.name)
+            save(arguments.traces / f"{schedule.name}.json", timeline.trace_text(schedule.name))
     work = f"{arguments.stages} stages x {arguments.microbatches} microbatches of {arguments.task_ms:g} ms"
     print_table(rows, work=work, hop_s=hop_s)
     if arguments.json:

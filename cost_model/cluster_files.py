@@ -24,7 +24,7 @@ FORMAT = "autopar-cluster-1"
 Fields: TypeAlias = Mapping[str, Any]
 """JSON that the schema has checked: the names are the parameters of the dataclasses, the values of their types."""
 
-__all__ = ["ClusterFileError", "cluster_from_json", "cluster_to_json", "load_cluster", "save_cluster"]
+__all__ = ["ClusterFileError", "cluster_from_json", "cluster_text", "cluster_to_json", "load_cluster"]
 
 
 def load_cluster(path: str | Path) -> Cluster:
@@ -86,10 +86,9 @@ def cluster_to_json(cluster: Cluster, *, about: str, sources: Mapping[str, str])
     return {**fields, "sources": dict(sources)}
 
 
-def save_cluster(path: str | Path, cluster: Cluster, *, about: str, sources: Mapping[str, str]) -> None:
-    """Write a cluster file that `load_cluster` reads back as an equal cluster."""
-    text = json.dumps(cluster_to_json(cluster, about=about, sources=sources), indent=2)
-    Path(path).write_text(text + "\n", encoding="utf-8")
+def cluster_text(cluster: Cluster, *, about: str, sources: Mapping[str, str]) -> str:
+    """The text of a cluster file that `load_cluster` reads back as an equal cluster."""
+    return json.dumps(cluster_to_json(cluster, about=about, sources=sources), indent=2) + "\n"
 
 
 def _plain(value: DataclassInstance) -> dict[str, object]:

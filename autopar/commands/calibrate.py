@@ -27,9 +27,10 @@ from autopar.cost_model.calibration.fit_cluster import Calibrated, MeasuredDevic
 from autopar.cost_model.calibration.fit_waiting import add_waiting, remove_waiting
 from autopar.cost_model.calibration.measure import measure
 from autopar.cost_model.calibration.waiting import Waited, are_steady, measure_waiting, ranks_wait
-from autopar.cost_model.cluster_files import save_cluster
+from autopar.cost_model.cluster_files import cluster_text
 from autopar.cost_model.hardware import find_preset
 from autopar.errors import ArgumentError, warn
+from autopar.files.whole_file import save
 
 PARTS = 0.5
 """The part of the time that goes to measuring parts; the rest is for whole steps."""
@@ -70,7 +71,7 @@ def calibrate_to_file(path: Path, *, seconds: float, console: Console, count: in
     factor = math.prod(ratios.values()) ** (1 / len(ratios))
     cluster = slow_down(waiting, factor)
     about = f"{len(devices)} devices {measured.kind!r} of {platform.machine()}, measured by `autopar calibrate`"
-    save_cluster(path, cluster, about=about, sources=_name_sources(ratios, factor, waited))
+    save(path, cluster_text(cluster, about=about, sources=_name_sources(ratios, factor, waited)))
     console.print(make_table(found, samples))
     for line in describe_waiting(cluster, waited):
         console.print(line)

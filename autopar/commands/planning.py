@@ -17,10 +17,10 @@ from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
 from autopar.errors import ArgumentError
 from autopar.explain import TEXT_WIDTH, show, standard_output
+from autopar.files.whole_file import save
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
-from autopar.plan_cache.whole_file import write_whole
 from autopar.progress import enter
 from autopar.schedules.grid import draw_grid
 from autopar.simulate.plan_overlap import overlap_of, overlap_table, own_cluster
@@ -40,7 +40,7 @@ def plan(options: argparse.Namespace) -> int:
         with interruptible(step.stop_planning) as interruption:
             found = plan_step(step, subject, options)
     if output is not None:
-        _write(output, found.to_json())
+        save(output, found.to_json())
     console = standard_output()
     show_plan(found, console, full=options.full)
     if output is not None:
@@ -98,10 +98,3 @@ def read_plan(path: Path) -> Plan | PipelinePlan:
         raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
     except (UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:
         raise ArgumentError(f"{path} is not a plan that `autopar plan -o` wrote: {error}") from None
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_whole(path, text.encode())
-    except OSError as error:
-        raise ArgumentError(f"cannot write {path}: {error.strerror}") from None

@@ -18,6 +18,7 @@ from autopar.errors import ArgumentError
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline
 from autopar.explain.units import percent_text, seconds_text
+from autopar.files.whole_file import save
 from autopar.schedules.timeline import Timeline
 
 RECORDED_STEP = 2
@@ -54,10 +55,7 @@ class Recorder:
             console.print(f"no timeline: the run was stopped before step {self.recorded}")
             return
         timeline: Timeline = self.pipeline.timeline()
-        try:
-            timeline.save(path, f"step {self.recorded}")
-        except OSError as error:
-            raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
+        save(path, timeline.trace_text(f"step {self.recorded}"))
         console.print(
             f"timeline of step {self.recorded} written to {path}, for https://ui.perfetto.dev or chrome://tracing: "
             f"{seconds_text(timeline.makespan_s)} from first to last instruction, {_describe_load(timeline)}",

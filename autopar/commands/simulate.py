@@ -27,9 +27,8 @@ from autopar.commands.simulate_tables import (
 )
 from autopar.commands.terminal.live_line import live_line
 from autopar.cost_model.overlap import overlap_ratio
-from autopar.errors import ArgumentError
 from autopar.explain import standard_output
-from autopar.plan_cache.whole_file import write_whole
+from autopar.files.whole_file import save
 from autopar.progress import enter
 from autopar.simulate.closed_forms.job_prediction import predict
 from autopar.simulate.error_summary import GIGA, PricedRow, summarise
@@ -127,7 +126,4 @@ def _write_csv(path: Path, rows: Sequence[PricedRow]) -> None:
     writer = csv.DictWriter(table, fieldnames=list(records[0]) if records else list(JSON_KEYS))
     writer.writeheader()
     writer.writerows(records)
-    try:
-        write_whole(path, table.getvalue().encode())
-    except OSError as error:
-        raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
+    save(path, table.getvalue())

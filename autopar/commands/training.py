@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import csv
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 import jax
 
@@ -26,10 +24,10 @@ from autopar.commands.subject import PyTree, Subject, build_model, find_shapes
 from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
 from autopar.commands.training_run import Observe, Record, Run, StopRequest, ignore, run_steps
-from autopar.errors import ArgumentError
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline
 from autopar.explain import seconds_text, standard_output
+from autopar.files.loss_log import LossLog
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 
@@ -148,22 +146,15 @@ def _compare(run: Run, record: Record, reference: Record) -> None:
 
 @contextlib.contextmanager
 def _open_log(path: Path | None, observe: Observe) -> Iterator[Observe]:
-    """Yield a function that writes a line of CSV for each step of autopar's run, and then calls `observe`."""
+    """Yield a function that adds a row to the file of losses for each step of autopar's run, and then calls `observe`."""
     if path is None:
         yield observe
         return
-    try:
-        stream: TextIO = path.open("w", newline="", encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(f"cannot write {path}: {error.strerror}") from None
-    with stream:
-        writer = csv.writer(stream)
-        writer.writerow(("step", "loss", "seconds"))
+    with contextlib.closing(LossLog(path)) as log:
 
         def write(title: str, step: int, loss: float, seconds: float) -> None:
             if title == AUTOPAR:
-                writer.writerow((step, f"{loss:.9g}", f"{seconds:.6f}"))
-                stream.flush()
+                log.add(step, loss, seconds)
             observe(title, step, loss, seconds)
 
         yield write

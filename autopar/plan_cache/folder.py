@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.errors import PlanError, warn
+from autopar.files.whole_file import UNFINISHED, write_whole
 from autopar.plan_cache.entry import Entry, pack, unpack
-from autopar.plan_cache.whole_file import UNFINISHED, write_whole
 from autopar.progress import LOGGER
 
 VARIABLE, OFF = "AUTOPAR_CACHE", "off"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 from autopar.schedules.instructions import Free, Instruction, Receive, Run, Send
@@ -49,9 +48,9 @@ class Timeline:
         """The trace as a JSON object, without the frees."""
         return {"displayTimeUnit": "ms", "traceEvents": list(self._events(name))}
 
-    def save(self, path: str | Path, name: str = "step") -> None:
-        """Write the trace to a file."""
-        Path(path).write_text(json.dumps(self.chrome_trace(name), indent=1) + "\n", encoding="utf-8")
+    def trace_text(self, name: str = "step") -> str:
+        """The trace as the text of a file."""
+        return json.dumps(self.chrome_trace(name), indent=1) + "\n"
 
     def _events(self, name: str) -> Iterator[Event]:
         yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from autopar.cost_model.cluster_files import ClusterFileError, cluster_from_json, load_cluster, save_cluster
+from autopar.cost_model.cluster_files import ClusterFileError, cluster_from_json, cluster_text, load_cluster
 from autopar.cost_model.hardware import PRESETS, Cluster, find_cluster, find_preset, preset
 from autopar.errors import AutoparWarning
 from autopar.settings import choose_cluster
@@ -165,7 +165,8 @@ def test_an_unknown_preset_is_answered_with_the_nearest_names():
 
 def test_a_preset_survives_being_written_and_read(tmp_path):
     for name in ("p3.16xlarge", "tpu-v4", "cpu", "mixed-a100-v100"):
-        save_cluster(tmp_path / "c.json", preset(name), about="a copy", sources={"device": "a preset"})
+        text = cluster_text(preset(name), about="a copy", sources={"device": "a preset"})
+        (tmp_path / "c.json").write_text(text)
         again = find_cluster(str(tmp_path / "c.json"))
         assert again == preset(name)
         assert again.fingerprint() == preset(name).fingerprint()

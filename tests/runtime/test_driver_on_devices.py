@@ -268,12 +268,11 @@ def test_the_first_stage_of_gpipe_keeps_m_residuals_and_that_of_1f1b_p():
     assert peak_residuals("1f1b", 2, 8) == 2
 
 
-def test_a_measured_step_is_a_chrome_trace(tmp_path):
+def test_a_measured_step_is_a_chrome_trace():
     schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=2)
     step = Step(schedule)
     step.gradients(record=True)
-    step.driver.timeline().save(tmp_path / "trace.json", "my step")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    events = json.loads(step.driver.timeline().trace_text("my step"))["traceEvents"]
     slices = {event["name"]: event for event in events if event["ph"] == "X"}
     assert slices["forward 1"]["args"].keys() == {"task", "stage", "microbatch"}
     assert all(event["dur"] >= 0 for event in slices.values())

@@ -15,9 +15,9 @@ from autopar.cost_model.calibration.waiting import GRAINS, Waited, are_steady, m
 from autopar.cost_model.cluster_files import (
     ClusterFileError,
     cluster_from_json,
+    cluster_text,
     cluster_to_json,
     load_cluster,
-    save_cluster,
 )
 from autopar.cost_model.hardware import preset
 from autopar.cost_model.tiers import MeasuredCollective
@@ -49,7 +49,7 @@ def test_a_collective_pays_its_latency_its_waiting_and_its_bytes():
 
 def test_a_cluster_file_without_waiting_loads_and_prices_as_before(tmp_path):
     path = tmp_path / "old.json"
-    save_cluster(path, cluster_with(FIGURES), about="made up", sources={})
+    path.write_text(cluster_text(cluster_with(FIGURES), about="made up", sources={}))
     assert "waiting" not in path.read_text()
     costs = load_cluster(path).mesh_costs((8,))
     assert costs.all_to_all_s(0.0, (0,)) == pytest.approx(10e-6 + 8 * 2e-6, rel=1e-12)
@@ -58,7 +58,7 @@ def test_a_cluster_file_without_waiting_loads_and_prices_as_before(tmp_path):
 def test_waiting_is_in_the_file_and_comes_back(tmp_path):
     path = tmp_path / "new.json"
     cluster = cluster_with(dataclasses.replace(FIGURES, waiting_s_per_rank=30e-6))
-    save_cluster(path, cluster, about="made up", sources={})
+    path.write_text(cluster_text(cluster, about="made up", sources={}))
     assert json.loads(path.read_text())["tiers"][0]["measured"]["all-gather"]["waiting_s_per_rank"] == 30e-6
     assert load_cluster(path) == cluster
 
