@@ -244,7 +244,7 @@ class _Round:
         table = self._apply_limits(self.search.table, stage_s)
         best = exact(table, self.family, np.add)
         counts, slowest = self.family.counts, np.array(self.family.slowest)
-        sums = best[0, list(counts), self.family.total].copy()
+        sums = best[0, list(counts), -1]
         sums[[stage_s <= self.search.hopeless[count] for count in counts]] = math.inf
         alone: dict[int, Stages] = {}
         while (values := sums + slowest * stage_s).min() <= self._worth and math.isfinite(values.min()):
@@ -262,9 +262,9 @@ class _Round:
         strict = self.search.strict_table(self.family.in_flight[count])
         table = self._apply_limits(strict, stage_s)
         best = exact(table, self.family, np.add)
-        value = float(best[0, count, self.family.total])
+        value = float(best[0, count, -1])
         if not math.isfinite(value):
-            at_all = exact(self._apply_limits(strict, math.inf), self.family, np.add)[0, count, self.family.total]
+            at_all = exact(self._apply_limits(strict, math.inf), self.family, np.add)[0, count, -1]
             self.search.hopeless[count] = stage_s if math.isfinite(at_all) else math.inf
             return value, ()
         return value, stages_of(best, table, family=self.family, count=count, combine=np.add)

@@ -76,8 +76,8 @@ def explain_out_of_memory(problem: StageProblem, families: Sequence[Family]) -> 
             table = np.where(family.open_places()[..., :count], family.bytes(kept), np.inf)
             if quick(table.min(axis=3), family, np.maximum) < least:
                 best = exact(table, family, np.maximum)
-                if best[0, count, family.total] < least:
-                    least = float(best[0, count, family.total])
+                if best[0, count, -1] < least:
+                    least = float(best[0, count, -1])
                     stages = describe_stages(
                         stages_of(best, table, family=family, count=count, combine=np.maximum), family
                     )

@@ -156,14 +156,26 @@ def families_of(problem: StageProblem, manual: Manual) -> Iterator[Family]:
         )
 
 
+def _count_in_units(table: np.ndarray, family: Family) -> tuple[tuple[int, ...], int]:
+    """Devices of each option, and D, in the largest unit that divides those of all options that the table leaves.
+
+    An option that it does not leave gets more than D. Where parts of a node are too slow, the unit is a node.
+    """
+    is_left = np.isfinite(table).any(axis=tuple(range(1, table.ndim)))
+    left = [size for size, one in zip(family.sizes, is_left, strict=True) if one and size <= family.total]
+    unit = math.gcd(family.total, *left)
+    total = family.total // unit
+    return tuple(s // unit if one else total + 1 for s, one in zip(family.sizes, is_left, strict=True)), total
+
+
 def quick(table: np.ndarray, family: Family, combine: np.ufunc) -> float:
     """F(any, 0, D) of a table (option, k, j): stages may stand at any place. With `np.maximum`: the least largest value."""
     options, layers, _ = table.shape
-    total = family.total
+    sizes, total = _count_in_units(table, family)
     rest = np.full((options, layers + 1, total + 1), np.inf)
 
     def put(k: int, best: np.ndarray) -> None:
-        for z, size in enumerate(family.sizes):
+        for z, size in enumerate(sizes):
             if size <= total:
                 rest[z, k, size:] = best[: total + 1 - size]
 
@@ -175,15 +187,15 @@ def quick(table: np.ndarray, family: Family, combine: np.ufunc) -> float:
 
 
 def exact(table: np.ndarray, family: Family, combine: np.ufunc) -> np.ndarray:
-    """F[k, r, d] of a table (option, k, j, r - 1)."""
+    """F[k, r, d] of a table (option, k, j, r - 1); d is in units (`_count_in_units`), so [0, S, -1] is F(S, 0, D)."""
     _, layers, ends, places = table.shape
-    total = family.total
+    sizes, total = _count_in_units(table, family)
     best = np.full((layers + 1, places + 1, total + 1), np.inf)
     best[layers, 0, 0] = 0.0
     usable = np.isfinite(table).any(axis=3)
     for k in range(layers - 1, -1, -1):
         most = min(places, layers - k)
-        for z, size in enumerate(family.sizes):
+        for z, size in enumerate(sizes):
             if size > total or not usable[z, k].any():
                 continue
             low, high = int(usable[z, k].argmax()), ends - int(usable[z, k, ::-1].argmax())
@@ -195,13 +207,14 @@ def exact(table: np.ndarray, family: Family, combine: np.ufunc) -> np.ndarray:
 
 def stages_of(best: np.ndarray, table: np.ndarray, *, family: Family, count: int, combine: np.ufunc) -> Stages:
     """The stages that attain F(count, 0, D): the earliest cut at each turn, then the earliest option."""
-    layers, k, d, found = table.shape[1], 0, family.total, []
+    sizes, total = _count_in_units(table, family)
+    layers, k, d, found = table.shape[1], 0, total, []
     for r in range(count, 0, -1):
-        options = [z for z, size in enumerate(family.sizes) if size <= d]
-        behind = np.stack([best[:, r - 1, d - family.sizes[z]] for z in options])
+        options = [z for z, size in enumerate(sizes) if size <= d]
+        behind = np.stack([best[:, r - 1, d - sizes[z]] for z in options])
         values = combine(table[options, k, :, r - 1], behind)
         j, place_ = np.argwhere(best[k, r, d] * (1 + TIE) >= values.T)[0]
         found.append((k, int(j), options[place_]))
-        k, d = int(j), d - family.sizes[options[place_]]
+        k, d = int(j), d - sizes[options[place_]]
     assert (k, d) == (layers, 0)
     return tuple(found)

@@ -13,20 +13,34 @@ from autopar.cost_model.hardware import Cluster
 
 Submesh: TypeAlias = tuple[int, int]
 """(nodes, devices per node)."""
+ALL_UP_TO = 8
+"""Nodes of a submesh up to which every number is one. A machine of 64 devices in nodes of 8 has all of them."""
 
 
 def submeshes(nodes: int, devices_per_node: int) -> tuple[Submesh, ...]:
-    """The submeshes that may be used: parts of a node, each dividing the next, one node, and two to all nodes.
+    """The submeshes that may be used: parts of a node, each dividing the next, one node, and several to all nodes.
+
+    Of many nodes not every number is one: up to eight, those that divide all, and above eight 12, 16, 24, 32, 48 and so on.
+    The time of the dynamic program grows with their number times that of the nodes.
 
     Parts: 1, then multiplied by the prime factors of a node in ascending order (8: 1, 2, 4, 8; 6: 1, 2, 6). That each divides
-    the next is what `tiles` needs: 3 + 3 and 2 + 2 + 2 would fill nodes of 6, but 15, 10, 10, 6, 6, 6, 6, 1 do not
-    fill two nodes of 30.
+    the next is what `tiles` needs: 3 + 3 and 2 + 2 + 2 would fill nodes of 6, but 15, 10, 10, 6, 6, 6, 6, 1 do not fill two
+    nodes of 30.
     """
     parts = [1]
     while parts[-1] < devices_per_node:
         rest = devices_per_node // parts[-1]
         parts.append(parts[-1] * next(f for f in range(2, rest + 1) if rest % f == 0))
-    return (*((1, part) for part in parts), *((n, devices_per_node) for n in range(2, nodes + 1)))
+    return (*((1, part) for part in parts), *((n, devices_per_node) for n in _node_counts(nodes)))
+
+
+def _node_counts(nodes: int) -> list[int]:
+    """Numbers of whole nodes from 2 on that a submesh may have."""
+
+    def is_round(n: int) -> bool:
+        return n.bit_count() == 1 or (n % 3 == 0 and (n // 3).bit_count() == 1)
+
+    return [n for n in range(2, nodes + 1) if n <= ALL_UP_TO or nodes % n == 0 or is_round(n)]
 
 
 def place(choice: Sequence[Submesh], nodes: int, devices_per_node: int) -> tuple[tuple[int, ...], ...] | None:

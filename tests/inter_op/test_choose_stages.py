@@ -168,6 +168,16 @@ def test_the_choice_is_the_best_of_all_for_every_small_cluster_and_number_of_lay
             assert_best(problem_of(costs, options, cluster, batches, schedule, chunks, memory))
 
 
+@pytest.mark.parametrize("cluster", [(2, 4), (4, 2), (3, 2), (2, 2)])
+def test_the_choice_is_the_best_of_all_where_parts_of_a_node_are_slow(cluster):
+    options = submeshes(*cluster)
+    size = np.array([nodes * part for nodes, part in options])
+    for seed, batches in itertools.product(range(4), (2, 8)):
+        costs = table_of(np.random.default_rng([seed, *cluster]), 4, len(options), whole=seed % 2 == 1)
+        seconds = costs.seconds * np.where(size >= cluster[1], 1.0, 20.0 / size)[:, None, None]
+        assert_best(problem_of(dataclasses.replace(costs, seconds=seconds), options, cluster, batches))
+
+
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(data=st.data())
 def test_the_choice_is_the_best_of_all_whatever_the_costs(data):
@@ -335,6 +345,8 @@ def test_submeshes_are_parts_of_a_node_and_whole_nodes():
     assert submeshes(3, 1) == ((1, 1), (2, 1), (3, 1))
     assert submeshes(1, 6) == ((1, 1), (1, 2), (1, 6))
     assert submeshes(1, 12) == ((1, 1), (1, 2), (1, 4), (1, 12))
+    assert [nodes for nodes, part in submeshes(128, 8) if part == 8] == [*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128]
+    assert [nodes for nodes, part in submeshes(50, 1)] == [*range(1, 9), 10, 12, 16, 24, 25, 32, 48, 50]
 
 
 def sums(sizes, total):
