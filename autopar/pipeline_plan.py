@@ -6,15 +6,14 @@ Frozen data with a versioned JSON form, as `plan.py` has for one mesh. Times in 
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import PlanError
-from autopar.plan import Alternative, Plan, ValuePlan, read_plan
-from autopar.plan_json import load, read
-
-VERSION = 1
+from autopar.files.checked import Fields
+from autopar.files.json_form import build, text_of
+from autopar.files.plan_file import VERSION, is_pipeline, load_plan
+from autopar.plan import Alternative, Plan, ValuePlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +74,7 @@ class PipelinePlan:
 
     Attributes:
         fingerprint: tells the traced program that the plan is for.
+        trail: two digits for each of its equations, by which another program is told where it differs.
         cluster: the name of the cluster whose figures the predictions use.
         num_microbatches: parts of the batch, one after the other.
         schedule: `gpipe`, `1f1b`, `interleaved`, `zb-h1` or `inference`.
@@ -98,6 +98,7 @@ class PipelinePlan:
     """
 
     fingerprint: str
+    trail: str
     cluster: str
     num_microbatches: int
     schedule: str
@@ -125,9 +126,8 @@ class PipelinePlan:
 
     @property
     def recomputed_shares(self) -> tuple[float, ...]:
-        """The part of each stage's forward work that backward repeats; plans of earlier versions repeat all or none."""
-        shares = tuple(stage.recomputed_share for stage in self.stages)
-        return shares if any(shares) else (float(self.recompute),) * len(self.stages)
+        """The part of each stage's forward work that backward repeats."""
+        return tuple(stage.recomputed_share for stage in self.stages)
 
     def transfer_s(self, transfer: TransferPlan, cluster: Cluster) -> float:
         """Predicted seconds of one of its transfers on a cluster, whichever it was planned for."""
@@ -157,7 +157,7 @@ class PipelinePlan:
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it back to an equal plan."""
-        return json.dumps({"kind": "pipeline", **dataclasses.asdict(self)}, indent=1)
+        return text_of({"kind": "pipeline", "version": self.version, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> PipelinePlan:
@@ -166,7 +166,10 @@ class PipelinePlan:
         Raises:
             PlanError: the text is not such a plan, or one of another version.
         """
-        return _read_pipeline(load(text))
+        fields = load_plan(text)
+        if not is_pipeline(fields):
+            raise PlanError("the plan of one mesh; Plan.from_json, or autopar.plan_from_json, reads it")
+        return _build(fields)
 
 
 def plan_from_json(text: str) -> Plan | PipelinePlan:
@@ -175,17 +178,12 @@ def plan_from_json(text: str) -> Plan | PipelinePlan:
     Raises:
         PlanError: the text is not a plan, or a plan of another version.
     """
-    fields = load(text)
-    is_pipeline = isinstance(fields, dict) and fields.get("kind") == "pipeline"
-    return _read_pipeline(fields) if is_pipeline else read_plan(fields)
+    fields = load_plan(text)
+    return _build(fields) if is_pipeline(fields) else build(Plan, fields)
 
 
-def _read_pipeline(fields: object) -> PipelinePlan:
-    """A pipeline's plan from its JSON object, and the plans of its stages from theirs."""
-    if not isinstance(fields, dict) or fields.get("kind") != "pipeline":
-        raise PlanError("not the plan of a pipeline: a JSON object whose 'kind' is 'pipeline' is expected")
-    own = {name: value for name, value in fields.items() if name != "kind"}
-    return read(PipelinePlan, own, f"not a pipeline plan of version {VERSION}: ")
+def _build(fields: Fields) -> PipelinePlan:
+    return build(PipelinePlan, {name: value for name, value in fields.items() if name != "kind"})
 
 
 def _is_or_has(path: str, leaf: str) -> bool:

@@ -1,24 +1,23 @@
 """A plan: what was decided, what it should cost, and nothing that runs.
 
 Frozen data with a versioned JSON form. A plan can be made on one machine, read, compared and kept in a repository, and used
-on another with `parallelize(..., plan=...)`. It holds the layout of every input and output, the choice for every equation (so
+on another with `parallelize(..., plan=...)`. It holds the layout of every input and output, those of every equation (so
 that lowering needs no solver), every collective with its bytes, and the predictions. What can go wrong: a plan for another
-program or another version; `fingerprint` and `version` tell.
+program or another version; `fingerprint` and `version` tell, and `trail` where the programs begin to differ.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import json
 from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
-from autopar.plan_json import load, read
+from autopar.files.json_form import build, text_of
+from autopar.files.plan_file import VERSION, is_pipeline, load_plan
 
-VERSION = 1
 Spec = tuple[tuple[str, ...], ...]
 
 
@@ -48,6 +47,41 @@ class ValuePlan:
     def partition_spec(self) -> PartitionSpec:
         """The layout as JAX writes it."""
         return PartitionSpec(*(axes or None for axes in self.spec))
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedLayout:
+    """A layout that operations take or give.
+
+    Attributes:
+        name: what the plan's strategies call it, such as `[x, -]`.
+        spec: for each dimension the mesh axes that split it, major to minor; () where it is whole.
+        partial: pairs of an axis along which devices hold terms, and how these are combined.
+    """
+
+    name: str
+    spec: Spec
+    partial: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedStrategy:
+    """A way in which an operation is done: the names of the layouts of its operands and results.
+
+    Control flow has none of its own but the layouts in which the branches of a cond hand over their results.
+    """
+
+    name: str
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RegisteredRule:
+    """A rule that the user registered for a primitive of the step, by its digest."""
+
+    primitive: str
+    digest: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,12 +170,17 @@ class Plan:
 
     Attributes:
         fingerprint: tells the traced program that the plan is for.
+        trail: two digits for each of its equations, by which another program is told where it differs.
         cluster: the name of the cluster whose figures the predictions use.
+        cluster_figures: a digest of these figures.
         mesh_shape: sizes of the logical mesh's axes.
         axis_names: their names: `x`, `y`, ... unless the user named them.
         inputs: the layout of every input leaf.
         outputs: the layout of every output leaf.
-        choices: for every equation, the number of the strategy that was chosen.
+        layouts: every layout that an operation takes or gives, once.
+        strategies: every way in which an operation is done, once.
+        equations: for each equation of the program the name of its strategy.
+        rules: the rules of primitives of the step that the user registered.
         collectives: every collective, in program order.
         compute_s: predicted seconds of compute per step, local changes of layout included.
         comm_s: predicted seconds of the collectives per step.
@@ -170,12 +209,17 @@ class Plan:
     """
 
     fingerprint: str
+    trail: str
     cluster: str
+    cluster_figures: str
     mesh_shape: tuple[int, ...]
     axis_names: tuple[str, ...]
     inputs: tuple[ValuePlan, ...]
     outputs: tuple[ValuePlan, ...]
-    choices: tuple[int, ...]
+    layouts: tuple[NamedLayout, ...]
+    strategies: tuple[NamedStrategy, ...]
+    equations: tuple[str, ...]
+    rules: tuple[RegisteredRule, ...]
     collectives: tuple[CollectivePlan, ...]
     compute_s: float
     comm_s: float
@@ -223,7 +267,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it back to an equal plan."""
-        return json.dumps(dataclasses.asdict(self), indent=1)
+        return text_of({"version": self.version, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -232,14 +276,10 @@ class Plan:
         Raises:
             PlanError: the text is not such a plan, or one of another version.
         """
-        return read_plan(load(text))
-
-
-def read_plan(fields: object) -> Plan:
-    """A plan from its JSON object; PlanError if it is not one, or of another version."""
-    if not isinstance(fields, dict):
-        raise PlanError("not a plan: a JSON object with a 'version' is expected")
-    return read(Plan, fields, f"not a plan of version {VERSION}: ")
+        fields = load_plan(text)
+        if is_pipeline(fields):
+            raise PlanError("the plan of a pipeline; PipelinePlan.from_json, or autopar.plan_from_json, reads it")
+        return build(cls, fields)
 
 
 def _find(values: tuple[ValuePlan, ...], path: str) -> ValuePlan:

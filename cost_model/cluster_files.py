@@ -10,10 +10,11 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from autopar.cost_model.cluster_schema import ClusterFileError, check_fields, check_tiers
 from autopar.cost_model.device import Device, MatrixEfficiency, slowest_device
+from autopar.cost_model.json_files import JsonError, parse_json
 from autopar.cost_model.machine import Cluster, NodeKind, Overlap
 from autopar.cost_model.tiers import MeasuredCollective, Tier
 
@@ -37,15 +38,20 @@ def load_cluster(path: str | Path) -> Cluster:
             f"cluster file {path}: {reason}; `python -m autopar calibrate -o FILE` writes one"
         ) from None
     try:
-        fields = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ClusterFileError(f"cluster file {path}: line {error.lineno} is not JSON: {error.msg}") from None
+        fields = parse_json(text)
+    except JsonError as error:
+        raise ClusterFileError(f"cluster file {path}: {error}") from None
     return cluster_from_json(fields, origin=str(path))
 
 
-def cluster_from_json(fields: Fields, *, origin: str) -> Cluster:
+def cluster_from_json(fields: object, *, origin: str) -> Cluster:
     """The cluster that a file's JSON states; `origin` names the file in errors. Raises ClusterFileError."""
     check_fields(fields, origin)
+    return _cluster(cast(Fields, fields), origin)
+
+
+def _cluster(fields: Fields, origin: str) -> Cluster:
+    """The cluster of fields that follow the schema."""
     compiler = fields.get("compiler", {})
     overlap = fields.get("overlap", {})
     kinds = tuple(_node_kind(kind, f"node_kinds.{i}", origin) for i, kind in enumerate(fields.get("node_kinds", ())))

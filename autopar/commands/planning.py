@@ -15,7 +15,7 @@ from autopar.commands.planning_options import FOR_PIPELINES, count_devices, make
 from autopar.commands.subject import Subject, find_subject
 from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, AutoparError, PlanError
 from autopar.explain import TEXT_WIDTH, show, standard_output
 from autopar.files.whole_file import save
 from autopar.inter_op.plan_pipeline import schedule_of
@@ -59,7 +59,12 @@ def plan_step(step: ParallelStep, subject: Subject, options: argparse.Namespace)
 
 def show_file(options: argparse.Namespace) -> int:
     """Print the plan in a file that `plan -o` wrote."""
-    show_plan(read_plan(options.file), standard_output(), full=options.full)
+    try:
+        show_plan(read_plan(options.file), standard_output(), full=options.full)
+    except AutoparError:
+        raise
+    except ValueError as error:  # the plan's mesh is none that its cluster has
+        raise PlanError(f"{options.file}: {error}: plan again") from None
     return 0
 
 
@@ -75,6 +80,8 @@ def show_plan(plan: Plan | PipelinePlan, console: Console, *, full: bool) -> Non
 
 def draw_schedule(plan: PipelinePlan) -> str:
     """Draw the schedule, a forward as one column and the rest in proportion; nothing if a line would be too long."""
+    if plan.num_microbatches > TEXT_WIDTH:
+        return ""
     schedule = schedule_of(plan)
     columns = dict.fromkeys(schedule.kinds, 1)
     if "backward" in columns:
@@ -96,5 +103,7 @@ def read_plan(path: Path) -> Plan | PipelinePlan:
         return plan_from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ArgumentError(f"cannot read {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, TypeError, AttributeError, KeyError) as error:
-        raise ArgumentError(f"{path} is not a plan that `autopar plan -o` wrote: {error}") from None
+    except UnicodeDecodeError:
+        raise PlanError(f"{path} is not a plan that `autopar plan -o` wrote: it is not text in UTF-8") from None
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from None

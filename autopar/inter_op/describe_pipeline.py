@@ -60,7 +60,8 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
     simulation = simulate_stages(schedule, [(stage.forward_s, stage.backward_s) for stage in staged.stages])
     fill_s, once_s = beside_tasks_s([stage.once_s for stage in staged.stages], transfers)
     plan = PipelinePlan(
-        fingerprint=traced.fingerprint,
+        fingerprint=traced.fingerprint.digest,
+        trail=traced.fingerprint.trail,
         cluster=request.cluster.name,
         num_microbatches=schedule.num_microbatches,
         schedule=schedule.name,

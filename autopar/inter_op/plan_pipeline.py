@@ -11,13 +11,14 @@ import time
 from collections.abc import Sequence
 from typing import cast
 
-from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
+from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.describe_pipeline import PlannedPipeline, describe_pipeline
 from autopar.inter_op.plan_stages import StageRequest, plan_stages, restore_stages, split_devices
 from autopar.inter_op.stage_seconds import Staged
 from autopar.inter_op.timetables import Timetable, counts_around, list_timetables, usual_microbatches
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
+from autopar.intra_op.restore import another_step
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import microbatch_counts
 from autopar.pipeline_plan import PipelinePlan
@@ -151,11 +152,8 @@ def plan_with_recomputation(
 
 def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanRequest) -> PlannedPipeline:
     """The stages of a plan, without solving. Raises PlanError if the plan is for another step."""
-    if plan.fingerprint != traced.fingerprint:
-        raise PlanError(
-            f"the plan was made for another step: its program has fingerprint {plan.fingerprint}, this one "
-            f"{traced.fingerprint}. Shapes, types, the model or JAX's version differ; plan again."
-        )
+    if plan.fingerprint != traced.fingerprint.digest:
+        raise another_step(traced, plan.fingerprint, plan.trail)
     wanted = StageRequest(
         meshes=(),
         num_stages=plan.num_stages,

@@ -11,16 +11,19 @@ from collections.abc import Sequence
 
 from autopar.avals import itemsize_of
 from autopar.compat import source_line
+from autopar.content import digest_of
 from autopar.cost_model.hardware import Cluster
 from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.choices.overlap import find_needs, hide, kind_of, windows
 from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.lowering.named_strategies import name_strategies
 from autopar.intra_op.lowering.planned_moves import planned_moves
 from autopar.intra_op.memory.model import MemoryModel
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS
-from autopar.plan import CollectivePlan, LiveTensor, Plan, ValuePlan
+from autopar.plan import CollectivePlan, LiveTensor, Plan, RegisteredRule, ValuePlan
 from autopar.program.step import Leaf, TracedStep
+from autopar.rules.table import digest_registered
 from autopar.solver.outcomes import Chosen
 
 
@@ -37,19 +40,25 @@ def describe_plan(
 ) -> Plan:
     """The plan of one mesh as data. `planning_s`, its bound, and what was compared are for the caller, who knows them."""
     mesh = graph.mesh
-    collectives, local_s = _collectives(traced, graph, assignment)
+    collectives, local_s = collectives_of(traced, graph, assignment)
     compute_s = float(sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True)))
     compute_s += local_s + cluster.dispatch_s(len(traced.inputs))
     comm_s = sum(item.count * item.predicted_s for item in collectives)
+    named = name_strategies(assignment)
     peak, tensors = memory.peak(choice.numbers, copy_span=assignment.copy_span)
     plan = Plan(
-        fingerprint=traced.fingerprint,
+        fingerprint=traced.fingerprint.digest,
+        trail=traced.fingerprint.trail,
         cluster=cluster.name,
+        cluster_figures=figures_of(cluster),
         mesh_shape=mesh.shape,
         axis_names=mesh.axis_names,
-        inputs=_values(traced.inputs, assignment.inputs, mesh),
-        outputs=_values(traced.outputs, assignment.outputs, mesh),
-        choices=choice.numbers,
+        inputs=values_of(traced.inputs, assignment.inputs, mesh),
+        outputs=values_of(traced.outputs, assignment.outputs, mesh),
+        layouts=named.layouts,
+        strategies=named.strategies,
+        equations=named.equations,
+        rules=tuple(RegisteredRule(*one) for one in digest_registered(traced.program.walk()).items()),
         collectives=collectives,
         compute_s=compute_s,
         comm_s=comm_s,
@@ -67,14 +76,20 @@ def describe_plan(
     return dataclasses.replace(plan, hidden_s=hidden_s)
 
 
-def _values(leaves: Sequence[Leaf], layouts: Sequence[Layout], mesh: LogicalMesh) -> tuple[ValuePlan, ...]:
+def figures_of(cluster: Cluster) -> str:
+    """A digest of all that a cluster's prices depend on."""
+    return digest_of(cluster.fingerprint())[:16]
+
+
+def values_of(leaves: Sequence[Leaf], layouts: Sequence[Layout], mesh: LogicalMesh) -> tuple[ValuePlan, ...]:
+    """Leaves in these layouts as a plan has them."""
     return tuple(
         ValuePlan(
             path=leaf.path,
             role=leaf.role,
             shape=leaf.given_shape,
             dtype=str(leaf.dtype),
-            spec=layout.spec(mesh) if leaf.microbatches == 1 else layout.spec(mesh)[1:],
+            spec=layout.spec(mesh) if leaf.given_shape == leaf.shape else layout.spec(mesh)[1:],
             bytes_per_device=layout.local_bytes(leaf.shape, itemsize_of(leaf), mesh),
             from_forward=leaf.from_forward,
         )
@@ -82,7 +97,7 @@ def _values(leaves: Sequence[Leaf], layouts: Sequence[Layout], mesh: LogicalMesh
     )
 
 
-def _collectives(
+def collectives_of(
     traced: TracedStep, graph: StrategyGraph, assignment: Assignment
 ) -> tuple[tuple[CollectivePlan, ...], float]:
     """(collectives in program order, seconds of changes of layout without communication)."""

@@ -8,27 +8,33 @@ can go wrong: the plan is for another step.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autopar.compat import source_line
 from autopar.errors import PlanError
+from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.choices.strategies import ShardingStrategy
+from autopar.intra_op.describe import collectives_of, figures_of, values_of
 from autopar.intra_op.lowering.assignment import Assignment, assign
+from autopar.intra_op.lowering.named_strategies import choose_by_name
 from autopar.intra_op.mesh_search import graph_for
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.plan import Plan, ValuePlan
+from autopar.plan import CollectivePlan, Plan, ValuePlan
 from autopar.program.step import Leaf, TracedStep
 from autopar.rules.factor_rule import FactorRule
+from autopar.rules.table import digest_registered
+from autopar.solver.budget import LateError
 
 
 def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> PlannedStep:
     """The step with the assignment that a plan describes, without solving. Raises PlanError if the plan is for another step."""
-    if plan.fingerprint != traced.fingerprint:
-        raise PlanError(
-            f"the plan was made for another step: its program has fingerprint {plan.fingerprint}, this one "
-            f"{traced.fingerprint}. Shapes, types, the model or JAX's version differ; plan again."
-        )
+    if plan.fingerprint != traced.fingerprint.digest:
+        raise another_step(traced, plan.fingerprint, plan.trail, plan.inputs)
+    _check_rules(traced, plan)
+    _check_leaves(traced, plan)
     mesh = LogicalMesh(plan.mesh_shape, plan.axis_names)
     options = dataclasses.replace(request.options, allow_redundant_compute=plan.allow_redundant_compute)
     request = dataclasses.replace(request, options=options)
@@ -37,14 +43,116 @@ def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> PlannedStep
         number if number is not None else (_leaf_layout(v, leaf, mesh),)
         for number, v, leaf in zip(traced.state_of_output, plan.outputs, traced.outputs, strict=True)
     ]
-    graph = graph_for(traced, mesh, request, inputs, outputs)
-    if len(graph.nodes) != len(plan.choices):
-        raise PlanError("the plan has another number of decisions than this program; plan again with this version")
-    counts = [len(node.choices.strategies) for node in graph.nodes]
-    fixed = [0 if count == 1 else number for number, count in zip(plan.choices, counts, strict=True)]
-    if not all(0 <= number < count for number, count in zip(fixed, counts, strict=True)):
-        raise PlanError("the plan chooses what this program does not offer; plan again with this version")
-    return PlannedStep(traced, plan, assign(graph, fixed, copy_span=plan.copy_span))
+    try:
+        graph = graph_for(traced, mesh, request, inputs, outputs, budget=request.budget)
+    except LateError:
+        raise PlanError(
+            "the time for planning is over before the plan is restored: allow more planning_seconds"
+        ) from None
+    assignment = assign(graph, choose_by_name(graph, plan), copy_span=plan.copy_span)
+    _check_promises(traced, plan, graph, assignment, request)
+    return PlannedStep(traced, plan, assignment)
+
+
+def another_step(traced: TracedStep, digest: str, trail: str, inputs: Sequence[ValuePlan] = ()) -> PlanError:
+    """The error of a plan for another step: where this one begins to differ, and what to do.
+
+    Args:
+        traced: this step.
+        digest: the fingerprint of the plan's program.
+        trail: that of its equations.
+        inputs: the leaves of the plan, if it lists those of the whole step.
+    """
+    own, equations = traced.fingerprint, list(traced.program.walk())
+    number, theirs = own.first_difference(trail), len(trail) // 2
+    pairs = zip(inputs, traced.inputs, strict=False)
+    leaves = (
+        f"{leaf.path} is {_type_of(leaf)} here, {_type_of(v)} in the plan" for v, leaf in pairs if not _alike(v, leaf)
+    )
+    found = list(itertools.islice(leaves, 1))
+    if number is not None and number < len(equations) and number < theirs:
+        eqn = equations[number]
+        found.append(f"equation {number}, `{eqn.primitive.name}` at {source_line(eqn)}, is not that of the plan")
+    elif theirs != len(equations):
+        fewer = min(theirs, len(equations))
+        found.append(f"it has {len(equations)} equations, that of the plan {theirs}; the first {fewer} agree")
+    else:
+        found.append("its results are not those of the plan's program")
+    return PlanError(
+        f"the plan was made for another step: its program has fingerprint {digest}, this one {own.digest}. "
+        f"Of this step: {'; '.join(found)}. Call it with the shapes and types of the plan, or plan again."
+    )
+
+
+def _alike(value: ValuePlan, leaf: Leaf) -> bool:
+    return (value.path, value.shape, value.dtype) == (leaf.path, leaf.given_shape, str(leaf.dtype))
+
+
+def _type_of(leaf: Leaf | ValuePlan) -> str:
+    shape = leaf.given_shape if isinstance(leaf, Leaf) else leaf.shape
+    return f"{leaf.dtype}{list(shape)}"
+
+
+def _check_rules(traced: TracedStep, plan: Plan) -> None:
+    """Raise PlanError unless the user's rules for primitives of the step are those of the plan."""
+    here, there = digest_registered(traced.program.walk()), {rule.primitive: rule.digest for rule in plan.rules}
+    for name in sorted({*here, *there}):
+        if here.get(name) != there.get(name):
+            how = "without a rule" if name not in there else "with a rule" if name not in here else "with another rule"
+            then = "register that one" if name in there else "leave the rule out"
+            raise PlanError(f"the plan was made {how} for the primitive {name!r}: {then}, or plan again")
+
+
+def _check_leaves(traced: TracedStep, plan: Plan) -> None:
+    """Raise PlanError unless the plan lists the leaves of the step."""
+    for side, values, leaves in (("inputs", plan.inputs, traced.inputs), ("outputs", plan.outputs, traced.outputs)):
+        if len(values) != len(leaves):
+            raise PlanError(f"the plan has {len(values)} {side}, this step {len(leaves)}: plan again")
+        for value, leaf in zip(values, leaves, strict=True):
+            if not _alike(value, leaf):
+                raise PlanError(
+                    f"{side}: {leaf.path} of this step is {_type_of(leaf)}, the plan has {value.path}, {_type_of(value)}, in its "
+                    "place: name the arguments alike, or plan again"
+                )
+            if (value.role, value.from_forward) != (leaf.role, leaf.from_forward):
+                raise PlanError(
+                    f"{side}: {leaf.path} is {leaf.role} here, {value.role} in the plan: give batch_argnums alike, or plan again"
+                )
+
+
+def _check_promises(
+    traced: TracedStep, plan: Plan, graph: StrategyGraph, assignment: Assignment, request: PlanRequest
+) -> None:
+    """Raise PlanError if the leaves do not lie as the plan says, or, with the same prices, its collectives are others.
+
+    Under other prices, values may get from one layout to another in another way.
+    """
+    inputs = values_of(traced.inputs, assignment.inputs, graph.mesh)
+    outputs = values_of(traced.outputs, assignment.outputs, graph.mesh)
+    for found, said in zip((*inputs, *outputs), (*plan.inputs, *plan.outputs), strict=True):
+        if found != said:
+            raise PlanError(
+                f"{said.path} has {found.bytes_per_device} bytes per device in the layout {found.spec}, the plan says "
+                f"{said.bytes_per_device} in {said.spec}: plan again"
+            )
+    if plan.cluster_figures == figures_of(request.cluster):
+        needed, _ = collectives_of(traced, graph, assignment)
+        _compare_collectives(needed, plan.collectives)
+
+
+def _compare_collectives(needed: Sequence[CollectivePlan], said: Sequence[CollectivePlan]) -> None:
+    for number, (one, other) in enumerate(itertools.zip_longest(needed, said)):
+        if one is None or other is None or _what_moves(one) != _what_moves(other):
+            here, there = ("none" if item is None else _collective_text(item) for item in (one, other))
+            raise PlanError(f"the plan says that collective {number} is {there}; its layouts need {here}: plan again")
+
+
+def _what_moves(item: CollectivePlan) -> tuple[object, ...]:
+    return item.kind, item.axes, item.bytes, item.count, item.operand, item.overlap
+
+
+def _collective_text(item: CollectivePlan) -> str:
+    return f"{item.kind} of {item.operand} over {', '.join(item.axes)} ({item.bytes} bytes, {item.count:g} times)"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -106,7 +214,7 @@ def unpack(packed: PackedStep, traced: TracedStep, request: PlanRequest) -> Plan
 
 
 def _leaf_layout(value: ValuePlan, leaf: Leaf, mesh: LogicalMesh) -> Layout:
-    return _layout(value, mesh) if leaf.microbatches == 1 else _layout(value, mesh).prepend()
+    return _layout(value, mesh) if leaf.given_shape == leaf.shape else _layout(value, mesh).prepend()
 
 
 def _layout(value: ValuePlan, mesh: LogicalMesh) -> Layout:

@@ -13,7 +13,8 @@ import math
 import zlib
 
 from autopar.errors import PlanError
-from autopar.plan_json import load, read
+from autopar.files.checked import ENTRY_SCHEMA, check_fields, load_text
+from autopar.files.json_form import build
 
 VERSION = 1
 
@@ -62,11 +63,11 @@ def pack(entry: Entry) -> bytes:
 def unpack(packed: bytes, key: str) -> Entry:
     """The entry in a file's bytes; PlanError if they are not that of this question."""
     try:
-        entry = read(Entry, load(gzip.decompress(packed).decode()), "no entry of the cache: ")
-    except PlanError:
-        raise
-    except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        text = gzip.decompress(packed).decode()
+    except (OSError, EOFError, zlib.error, ValueError) as error:
         raise PlanError(f"damaged, or no entry of the cache: {error}") from None
+    what = "an entry of the cache"
+    entry = build(Entry, check_fields(load_text(text, what), ENTRY_SCHEMA, what))
     if entry.key != key:
         raise PlanError(f"the entry of another question, {entry.key[:12]}")
     return entry

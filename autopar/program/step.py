@@ -15,7 +15,7 @@ import jax
 from autopar.errors import ArgumentError
 from autopar.layouts.constraints import HOW_A_BATCH_IS_GIVEN
 from autopar.program.call import PyTree
-from autopar.program.fingerprint import outline_of
+from autopar.program.fingerprint import Fingerprint, outline_of
 from autopar.program.program import Program
 from autopar.program.uses import Use
 
@@ -73,11 +73,11 @@ class TracedStep:
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     state_of_output: tuple[int | None, ...]
-    fingerprint: str
+    fingerprint: Fingerprint
     microbatches: int = 1
 
     @functools.cached_property
-    def outline(self) -> str:
+    def outline(self) -> Fingerprint:
         """Equal for steps whose programs differ at most in the values of literals."""
         return outline_of(self.program)
 

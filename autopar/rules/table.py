@@ -24,6 +24,7 @@ import types
 from collections.abc import Iterable, Mapping
 
 from autopar.compat import JaxprEqn
+from autopar.content import digest_of
 from autopar.errors import RuleError
 from autopar.rules import (
     by_shape,
@@ -275,6 +276,11 @@ def register_rule(
 def find_registered(equations: Iterable[JaxprEqn]) -> list[str]:
     """The primitives among these equations for which the user registered a rule, in alphabetical order."""
     return sorted({eqn.primitive.name for eqn in equations if eqn.primitive.name in _USER_RULES})
+
+
+def digest_registered(equations: Iterable[JaxprEqn]) -> dict[str, str]:
+    """For each of these primitives a digest of its rule, and of how it runs on a shard, with the code of functions."""
+    return {name: digest_of(_USER_RULES[name])[:16] for name in find_registered(equations)}
 
 
 def _describe(entry: PrimitiveRule) -> str:

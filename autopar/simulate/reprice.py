@@ -107,14 +107,16 @@ def _pipeline(plan: PipelinePlan, cluster: Cluster, before: Cluster) -> Repriced
         bytes=sum(item.count * item.bytes for item in plan.transfers),
         count=sum(item.count for item in plan.transfers),
     )
-    slower = [new.step_s / old.plan.step_s for new, old in zip(stages, plan.stages, strict=True)]
+    slower = [
+        new.step_s / old.plan.step_s if old.plan.step_s else 1.0 for new, old in zip(stages, plan.stages, strict=True)
+    ]
     before_s = _schedule_s(plan, [1.0] * len(slower)) + sends.planned_s / plan.num_microbatches
     after_s = _schedule_s(plan, slower) + sends.seconds / plan.num_microbatches
     return RepricedPlan(
         cluster=cluster.name,
         planned_for=stages[0].planned_for,
         planned_step_s=plan.step_s,
-        step_s=plan.step_s * after_s / before_s,
+        step_s=plan.step_s * after_s / before_s if before_s else plan.step_s,
         planned_compute_s=max(stage.planned_compute_s for stage in stages),
         compute_s=max(stage.compute_s for stage in stages),
         planned_hidden_s=sum(stage.planned_hidden_s for stage in stages),

@@ -201,15 +201,15 @@ def test_bad_input_is_told_on_standard_error_with_status_2(command, words, capsy
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"not json", "not a plan: invalid JSON: Expecting value"),
+        (b"not json", "not a plan: line 1 is not JSON: Expecting value"),
         (b"[]", "a JSON object with a 'version' is expected"),
         (b'{"version": 99}', "plan of version 99"),
-        (b'{"version": 1}', "not a plan of version 1: missing fields"),
+        (b'{"version": 1}', "a plan of version 1, this autopar reads version 2: plan again"),
         (b'{"kind": "pipeline"}', "a JSON object with a 'version' is expected"),
-        (b'{"kind": "pipeline", "version": 99}', "plan of version 99, this autopar reads version 1: plan again"),
+        (b'{"kind": "pipeline", "version": 99}', "plan of version 99, this autopar reads version 2: plan again"),
         (
-            b'{"kind": "pipeline", "version": 1}',
-            "not a pipeline plan of version 1: missing fields ['bubble', 'cluster',",
+            b'{"kind": "pipeline", "version": 2}',
+            "not a plan of version 2: the file lacks 'fingerprint', 'trail', 'cluster',",
         ),
         (b"\xff\xfe\xff", "is not a plan that `autopar plan -o` wrote"),
     ],

@@ -181,12 +181,12 @@ def changed(change, name="dgx-a100-80gb"):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda f: f["device"].update(memory_bytes="80 GB"), 'device.memory_bytes is "80 GB"; number is expected'),
+        (lambda f: f["device"].update(memory_bytes="80 GB"), 'device.memory_bytes is "80 GB"; a number is expected'),
         (lambda f: f["device"].update(memory_bytes=0), "device.memory_bytes is 0; more than 0 is expected"),
         (lambda f: f["device"].pop("memory_bytes_per_s"), "device lacks 'memory_bytes_per_s'"),
         (lambda f: f["device"]["peak_flops_per_s"].pop("float32"), "device.peak_flops_per_s lacks 'float32'"),
         (lambda f: f["tiers"][1].update(topology="mesh"), "tiers.1.topology is \"mesh\"; one of 'switch', 'ring', "),
-        (lambda f: f["tiers"][1].update(latancy_s=1), "tiers.1 has unknown 'latancy_s'; did you mean latency_s?"),
+        (lambda f: f["tiers"][1].update(latancy_s=1), 'tiers.1 has unknown "latancy_s"; did you mean latency_s?'),
         (lambda f: f["tiers"][0].update(efficiency=1.5), "tiers.0.efficiency is 1.5; at most 1 is expected"),
         (lambda f: f["tiers"][0].update(devices=None), "tiers.0.devices is null; only the outermost tier may join any"),
         (
@@ -195,7 +195,7 @@ def changed(change, name="dgx-a100-80gb"):
         ),
         (lambda f: f.pop("device"), "the file needs either 'device' or, for a mixed cluster, 'node_kinds'"),
         (lambda f: f.update(format="v0"), "format is \"v0\"; 'autopar-cluster-1' is expected"),
-        (lambda f: f.update(tiers=[]), "tiers is []: "),
+        (lambda f: f.update(tiers=[]), "tiers has 0 items; at least 1 are expected"),
         (lambda f: f["tiers"][0].update(topology="hybrid-cube-mesh"), "tiers.0.link_counts: 8 rows of 8 numbers"),
     ],
 )

@@ -38,6 +38,7 @@ def stage_of(number: int, *inputs: ValuePlan, forward_s: float = 1e-3, mesh_shap
 def pipeline_of(*stages: StagePlan, transfers: tuple[TransferPlan, ...] = (), **changes) -> PipelinePlan:
     base = PipelinePlan(
         fingerprint="f",
+        trail="",
         cluster="cpu",
         num_microbatches=4,
         schedule="1f1b",
@@ -80,7 +81,8 @@ def test_the_header_of_a_pipeline_states_stages_schedule_bubble_and_memory():
         "planned in 1.50 s, at most 25.0% slower than any plan in stages or on one mesh under the cost model" in bounded
     )
     assert "3.0 GiB per device, no limit" in explain(pipeline_of(*two_stages(), memory_limit_bytes=None))
-    again = explain(pipeline_of(*two_stages(), recompute=True))
+    repeating = (dataclasses.replace(stage, recomputed_share=1.0) for stage in two_stages())
+    again = explain(pipeline_of(*repeating, recompute=True))
     assert "\n4 microbatches, schedule 1f1b, backward repeats forward work\n" in again
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh
 from autopar.intra_op.compare_meshes import Beaten, SharedSearch
+from autopar.intra_op.lowering.named_strategies import choose_by_name
 from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.planner import plan_step, plan_way
 from autopar.intra_op.request import logical_meshes
@@ -43,7 +44,7 @@ def test_no_mesh_that_is_left_would_have_won(width, batch):
 def test_several_processes_find_the_plan_of_one():
     step, request = question(tuning=Tuning(large=0))
     alone, several = (plan_step(step, dataclasses.replace(request, processes=p)).plan for p in (1, 3))
-    assert (several.choices, several.mesh_shape) == (alone.choices, alone.mesh_shape)
+    assert (several.equations, several.mesh_shape) == (alone.equations, alone.mesh_shape)
     assert several.step_s == alone.step_s
 
 
@@ -51,7 +52,11 @@ def test_a_way_that_cannot_win_is_not_planned():
     step, request = question()
     best = plan_step(step, request).plan
     best_s, search = best.step_s, MeshSearch(step, LogicalMesh.of(best.mesh_shape), request)
-    objective_s = search.problem.costs.value(best.choices)
+    numbers, inputs = choose_by_name(search.graph, best), restore(step, best, request).assignment.inputs
+    for number, node in enumerate(search.graph.nodes):
+        if node.input_number is not None:
+            numbers[number] = [s.outputs[0] for s in node.choices.strategies].index(inputs[node.input_number])
+    objective_s = search.problem.costs.value(numbers)
     assert objective_s == pytest.approx(best_s, rel=0.1)
     for part in (0.0, 0.5, 0.999):
         found = plan_way(step, request, SharedSearch(best_s=part * best_s))
@@ -90,7 +95,7 @@ def test_when_the_time_is_over_a_further_way_is_not_planned():
 def test_equal_budgets_of_work_give_equal_plans():
     for work in (0, 10**4, 10**6):
         plans = [plan_step(*question(budget=Budget(work=work))).plan for _ in range(2)]
-        assert plans[0].choices == plans[1].choices
+        assert plans[0].equations == plans[1].equations
         assert plans[0].not_compared == plans[1].not_compared
 
 
@@ -141,7 +146,7 @@ def test_one_mesh_that_cannot_beat_stages_is_not_planned():
     beaten = plan_on_one_mesh(step, request, **ways, beat_s=0.9 * best.plan.step_s)
     assert isinstance(beaten, Slower)
     assert beaten.compared
-    assert plan_on_one_mesh(step, request, **ways, beat_s=1.1 * best.plan.step_s).plan.choices == best.plan.choices
+    assert plan_on_one_mesh(step, request, **ways, beat_s=1.1 * best.plan.step_s).plan.equations == best.plan.equations
 
 
 def test_the_bound_is_one_over_all_meshes_and_numbers_of_microbatches():

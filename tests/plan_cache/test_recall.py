@@ -324,7 +324,10 @@ def test_what_a_search_warned_of_is_said_again(folder, searches):
         lambda entry: dataclasses.replace(entry, plan=entry.plan.replace(entry.plan[20:40], "")),
         lambda entry: dataclasses.replace(entry, sources=(*entry.sources, "m.py:1")),
         lambda entry: dataclasses.replace(
-            entry, plan=dataclasses.replace(Plan.from_json(entry.plan), choices=(0,)).to_json()
+            entry,
+            plan=dataclasses.replace(
+                Plan.from_json(entry.plan), cluster_figures="", equations=Plan.from_json(entry.plan).equations[::-1]
+            ).to_json(),
         ),
     ],
     ids=["no plan", "no JSON", "more lines", "other decisions"],

@@ -20,14 +20,27 @@ def test_a_plan_of_another_program_is_refused_by_its_fingerprint():
     )
 
 
-@pytest.mark.parametrize("number", [999, -1])
-def test_a_plan_that_chooses_what_there_is_not_is_refused(number):
+def test_a_plan_that_chooses_what_there_is_not_is_refused_with_equation_and_line():
     plan = planned()
-    changed = dataclasses.replace(plan, choices=(number,) * len(plan.choices))
+    changed = dataclasses.replace(plan, equations=plan.equations[:1] * len(plan.equations))
     step = autopar.parallelize(train_step, plan=changed)
-    refused(
-        PlanError, lambda: step(make_state(), make_batch()), "chooses what this program does not offer", "plan again"
-    )
+    words = ("equation ", "refusals.py:", "cannot be done as [", "plan again")
+    refused(PlanError, lambda: step(make_state(), make_batch()), *words)
+
+
+@pytest.mark.parametrize("equations", [(), ("nothing",)])
+def test_a_plan_that_names_no_strategies_is_refused(equations):
+    plan = planned()
+    changed = dataclasses.replace(plan, equations=equations * len(plan.equations))
+    step = autopar.parallelize(train_step, plan=changed)
+    refused(PlanError, lambda: step(make_state(), make_batch()), "names no strategy", "plan again")
+
+
+def test_a_plan_that_promises_other_collectives_than_its_layouts_need_is_refused():
+    plan = planned()
+    changed = dataclasses.replace(plan, collectives=())
+    step = autopar.parallelize(train_step, plan=changed)
+    refused(PlanError, lambda: step(make_state(), make_batch()), "says that collective 0 is none; its layouts need")
 
 
 def test_a_step_to_follow_must_have_been_planned():
