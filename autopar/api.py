@@ -321,7 +321,9 @@ def parallelize(
         memory_limit_bytes=check_memory_limit(memory_limit_bytes),
         constraints=as_constraints(constraints),
         cluster=check_cluster(cluster),
-        options=PlannerOptions(allow_redundant_compute, check_kinds(collectives)),
+        options=PlannerOptions(
+            check_switch("allow_redundant_compute", allow_redundant_compute), check_kinds(collectives)
+        ),
         plan=check_plan(plan),
         follow=check_leader(follow),
         num_microbatches=check_count("num_microbatches", num_microbatches),

@@ -46,7 +46,13 @@ def key_of(call: BoundArguments) -> CallKey:
 def _kind_of(leaf: Any) -> object:
     """What a leaf is traced as; numbers and arrays of the host as the `jax.Array` that takes their place after the first step."""
     if isinstance(leaf, (bool, int, float, complex)):
-        leaf = jax.typeof(leaf)
+        try:
+            leaf = jax.typeof(leaf)
+        except OverflowError:
+            raise ArgumentError(
+                f"the step is given a whole number of {int(leaf.real).bit_length()} bits, which "
+                f"{jax.dtypes.canonicalize_dtype(int)} does not hold: pass a float"
+            ) from None
     if not hasattr(leaf, "dtype"):
         return type(leaf)
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype) if isinstance(leaf, np.ndarray) else leaf.dtype

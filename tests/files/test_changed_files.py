@@ -162,3 +162,16 @@ def test_random_text_is_a_rule_or_a_rule_error(count):
         text = " ".join(draw.choices(words, k=draw.randint(0, 9)))
         read += bounded(lambda text=text: parse(text, [(4,)], [(4,)]))
     assert read + bounded(lambda: parse("a -> a", [(4,)], [(4,)])) > 0
+
+
+@pytest.mark.parametrize("name", ["allow_redundant_compute", "plan_cache"])
+@pytest.mark.parametrize("given", [[], {}, 1, "yes", None])
+def test_a_switch_that_is_none_is_refused_by_its_name(name, given):
+    with pytest.raises(autopar.ArgumentError, match=rf"{name}=.*: True or False is expected"):
+        autopar.parallelize(train_step, **{name: given})
+
+
+@pytest.mark.parametrize("number", [2**31, 10**40, -(10**400)])
+def test_a_whole_number_that_no_type_holds_is_refused(number):
+    with pytest.raises(autopar.ArgumentError, match="which int32 does not hold: pass a float"):
+        autopar.parallelize(train_step, devices=8).plan(make_state(), make_batch() | {"x": number})
