@@ -13,7 +13,7 @@ from jax import lax
 
 import autopar
 from autopar.errors import PlanError
-from autopar.program.fingerprint import outline_of
+from autopar.program.fingerprint import fingerprint_of, outline_of
 from autopar.program.from_jaxpr import program_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,3 +79,23 @@ def test_outlines_differ_like_fingerprints_except_for_the_values_of_literals():
     assert len(set(outlines.values())) == len(DIFFERENT) - 1
     again = program_of(jax.make_jaxpr(DIFFERENT["scan"])(SQUARE, SQUARE))[0]
     assert outline_of(again) == outlines["scan"]
+
+
+def test_a_trail_tells_at_which_equation_programs_begin_to_differ():
+    def program(fun):
+        return program_of(jax.make_jaxpr(fun)(SQUARE, SQUARE))[0]
+
+    one = program(lambda w, x: jnp.cos(jnp.sin(x @ w).sum(0)))
+    other = program(lambda w, x: jnp.cos(jnp.sin(x @ w).sum(1)))
+    assert fingerprint_of(one).first_difference(fingerprint_of(one).trail) is None
+    number = fingerprint_of(one).first_difference(fingerprint_of(other).trail)
+    assert [*one.walk()][number].primitive.name == "reduce_sum"
+
+
+def test_callbacks_of_other_code_have_other_fingerprints():
+    def fingerprint_with(callback):
+        shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        return fingerprint_of(program_of(jax.make_jaxpr(lambda x: jax.pure_callback(callback, shape, x))(SQUARE))[0])
+
+    assert fingerprint_with(lambda x: x * 2) == fingerprint_with(lambda x: x * 2)
+    assert fingerprint_with(lambda x: x * 2) != fingerprint_with(lambda x: x * 3)
