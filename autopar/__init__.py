@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from autopar.api import ParallelStep as ParallelStep
     from autopar.api import parallelize as parallelize
+    from autopar.attention.primitive import dot_product_attention as dot_product_attention
     from autopar.errors import ArgumentError as ArgumentError
     from autopar.errors import AutoparError as AutoparError
     from autopar.errors import AutoparWarning as AutoparWarning
@@ -54,6 +55,7 @@ _MODULES = {
     "SplitArray": "split_array",
     "UnsupportedProgramError": "errors",
     "data_parallel": "layouts.constraints",
+    "dot_product_attention": "attention.primitive",
     "layer_boundary": "program.layer_boundary",
     "parallelize": "api",
     "plain_jit": "execution.plain_jit",

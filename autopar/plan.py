@@ -18,6 +18,8 @@ from autopar.errors import PlanError
 from autopar.files.json_form import build, text_of
 from autopar.files.plan_file import VERSION, is_pipeline, load_plan
 
+WITHIN = "within"
+"""The `CollectivePlan.overlap` of what devices exchange while an operation runs."""
 Spec = tuple[tuple[str, ...], ...]
 
 
@@ -97,7 +99,8 @@ class CollectivePlan:
         operand: type and shape of the value, such as `float32[64,256]`.
         source: the line of the user's program that it comes from.
         predicted_s: seconds of one execution.
-        overlap: the kind that says how much of it hides behind compute: `data_parallel`, `zero3`, `tensor`, `expert`.
+        overlap: the kind that says how much of it hides behind compute: `data_parallel`, `zero3`, `tensor`, `expert`, or `within`
+            for one that is a part of an operation and runs beside its own work.
     """
 
     kind: str
@@ -181,7 +184,7 @@ class Plan:
         strategies: every way in which an operation is done, once.
         equations: for each equation of the program the name of its strategy.
         rules: the rules of primitives of the step that the user registered.
-        collectives: every collective, in program order.
+        collectives: every collective, in program order; those within operations come last.
         compute_s: predicted seconds of compute per step, local changes of layout included.
         comm_s: predicted seconds of the collectives per step.
         hidden_s: how many of these seconds hide behind compute, less those by which they slow it.

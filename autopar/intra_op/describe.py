@@ -15,13 +15,14 @@ from autopar.content import digest_of
 from autopar.cost_model.hardware import Cluster
 from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.choices.overlap import find_needs, hide, kind_of, windows
+from autopar.intra_op.choices.within import hop_s
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.named_strategies import name_strategies
 from autopar.intra_op.lowering.planned_moves import planned_moves
 from autopar.intra_op.memory.model import MemoryModel
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS
-from autopar.plan import CollectivePlan, LiveTensor, Plan, RegisteredRule, ValuePlan
+from autopar.plan import WITHIN, CollectivePlan, LiveTensor, Plan, RegisteredRule, ValuePlan
 from autopar.program.step import Leaf, TracedStep
 from autopar.rules.table import digest_registered
 from autopar.solver.outcomes import Chosen
@@ -41,8 +42,10 @@ def describe_plan(
     """The plan of one mesh as data. `planning_s`, its bound, and what was compared are for the caller, who knows them."""
     mesh = graph.mesh
     collectives, local_s = collectives_of(traced, graph, assignment)
+    within, waited_s = _exchanges(graph, choice.numbers)
+    collectives += within
     compute_s = float(sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True)))
-    compute_s += local_s + cluster.dispatch_s(len(traced.inputs))
+    compute_s += local_s - waited_s + cluster.dispatch_s(len(traced.inputs))
     comm_s = sum(item.count * item.predicted_s for item in collectives)
     named = name_strategies(assignment)
     peak, tensors = memory.peak(choice.numbers, copy_span=assignment.copy_span)
@@ -73,6 +76,7 @@ def describe_plan(
     )
     moved, overlap = list(windows(plan)), cluster.overlap
     hidden_s = sum(item.hidden_s for item in hide(moved, compute_s=compute_s, overlap=overlap).values())
+    hidden_s += sum(item.count * item.predicted_s for item in within) - waited_s
     return dataclasses.replace(plan, hidden_s=hidden_s)
 
 
@@ -121,3 +125,29 @@ def collectives_of(
                 )
             )
     return tuple(plans), local_s
+
+
+def _exchanges(graph: StrategyGraph, numbers: Sequence[int]) -> tuple[tuple[CollectivePlan, ...], float]:
+    """(collectives within operations, seconds per step that these wait for them)."""
+    plans, waits_s = [], 0.0
+    for node, number in zip(graph.nodes, numbers, strict=True):
+        eqn, choices = node.equation, node.choices
+        if eqn is None or choices.within is None:
+            continue
+        waits_s += float(choices.within.waited_s[number]) * node.trips
+        values = (*eqn.invars, *eqn.outvars)
+        for exchange in choices.within.divisions[number].exchanges:
+            aval = values[exchange.value].aval
+            plans.append(
+                CollectivePlan(
+                    kind="collective-permute",
+                    axes=graph.mesh.names(exchange.axes),
+                    bytes=exchange.bytes,
+                    count=exchange.count * node.trips,
+                    operand=f"{aval.dtype}[{','.join(map(str, aval.shape))}]",
+                    source=source_line(eqn),
+                    predicted_s=hop_s(exchange, graph.spaces.network),
+                    overlap=WITHIN,
+                )
+            )
+    return tuple(plans), waits_s

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import SupportsIndex
 
 import jax
@@ -66,7 +66,7 @@ class LogicalMesh:
         """Number of devices."""
         return math.prod(self.shape)
 
-    def ways(self, axes: Sequence[int]) -> int:
+    def ways(self, axes: Collection[int]) -> int:
         """Into how many parts `axes` together split."""
         return math.prod(self.shape[axis] for axis in axes)
 

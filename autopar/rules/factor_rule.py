@@ -10,6 +10,7 @@ and replicates the rest. After the bars:
 
     sum: c       c is missing from outputs; sharding it leaves partial sums there (also max, min, or, and)
     whole: n     n must not be sharded
+    together: s t   an axis may shard s and t at once: the operation itself exchanges what their shards need of each other
     seed: 0      input 0 is what results accumulate onto: while a reduced factor is sharded it must be partial too
     linear: 0 1; 2   inputs 0 and 1 together, or input 2 alone, may be partial: so are then the outputs
     any          those linear groups carry partial results of every monoid (the operation only moves data)
@@ -43,6 +44,7 @@ class FactorRule:
     seeds: tuple[int, ...] = ()
     linear: tuple[tuple[int, ...], ...] = ()
     any_monoid: bool = False
+    together: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
         text = f"{_show_operands(self.inputs)} -> {_show_operands(self.outputs)}"
@@ -50,6 +52,7 @@ class FactorRule:
             members = [name for name, m in self.reduced if m == monoid]
             text += f" | {monoid}: {' '.join(members)}" if members else ""
         text += f" | whole: {' '.join(n for n, _ in self.sizes if n in self.whole)}" if self.whole else ""
+        text += f" | together: {'; '.join(map(' '.join, self.together))}" if self.together else ""
         text += f" | seed: {' '.join(map(str, self.seeds))}" if self.seeds else ""
         if self.linear:
             text += " | linear: " + "; ".join(" ".join(map(str, group)) for group in self.linear)
@@ -60,7 +63,7 @@ class FactorRule:
         return dict(self.sizes)[factor]
 
     def shardable(self) -> tuple[str, ...]:
-        """Factors that may be sharded: not whole, and present in every output or reduced."""
+        """Factors that may be sharded alone: not whole, and present in every output or reduced."""
         reduced = {name for name, _ in self.reduced}
         return tuple(
             name
@@ -95,8 +98,9 @@ def make_rule(
     seeds: Sequence[int] = (),
     linear: Sequence[Sequence[int]] = (),
     any_monoid: bool = False,
+    together: Sequence[Sequence[str]] = (),
 ) -> FactorRule:
-    """A rule from parts; factors of size one are dropped and the rest renamed a, b, c, ... in order of appearance."""
+    """A rule from parts; factors of size one and their groups are dropped, the rest renamed a, b, c, ... as they appear."""
     order = dict.fromkeys(f for operand in (*inputs, *outputs) for dim in operand for f in dim if sizes[f] != 1)
     names = {old: _letter(i) for i, old in enumerate(order)}
     reduced = reduced or {}
@@ -109,6 +113,7 @@ def make_rule(
         seeds=tuple(seeds),
         linear=tuple(tuple(group) for group in linear),
         any_monoid=any_monoid,
+        together=tuple(tuple(names[old] for old in group) for group in together if all(old in names for old in group)),
     )
 
 

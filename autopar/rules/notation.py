@@ -15,7 +15,7 @@ from autopar.errors import RuleError
 from autopar.layouts.monoids import MONOIDS
 from autopar.rules.factor_rule import Dim, FactorRule, Operand
 
-CLAUSES = (*MONOIDS, "whole", "seed", "linear", "any")
+CLAUSES = (*MONOIDS, "whole", "together", "seed", "linear", "any")
 
 
 def parse(text: str, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> FactorRule:
@@ -32,8 +32,9 @@ def parse(text: str, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Se
         reduced=tuple((factor, monoid) for monoid in MONOIDS for factor in fields.get(monoid, "").split()),
         whole=frozenset(fields.get("whole", "").split()),
         seeds=_parse_inputs(text, "seed", fields.get("seed", "")),
-        linear=tuple(_parse_inputs(text, "linear", group) for group in _groups(fields)),
+        linear=tuple(_parse_inputs(text, "linear", group) for group in _groups(fields, "linear")),
         any_monoid="any" in fields,
+        together=tuple(tuple(group.split()) for group in _groups(fields, "together")),
     )
     _check_factors(text, rule, fields)
     _check_inputs(text, rule)
@@ -83,8 +84,8 @@ def _parse_clauses(text: str, clauses: Iterable[str]) -> dict[str, str]:
     return fields
 
 
-def _groups(fields: Mapping[str, str]) -> list[str]:
-    return fields["linear"].split(";") if "linear" in fields else []
+def _groups(fields: Mapping[str, str], key: str) -> list[str]:
+    return fields[key].split(";") if key in fields else []
 
 
 def _parse_inputs(text: str, key: str, words: str) -> tuple[int, ...]:
@@ -121,13 +122,15 @@ def _solve_sizes(text: str, operands: Sequence[Operand], shapes: Sequence[Sequen
 
 def _check_factors(text: str, rule: FactorRule, fields: Mapping[str, str]) -> None:
     """Raise RuleError unless clauses name factors that there are, once each, and only factors that can be reduced are."""
-    for key in (*MONOIDS, "whole"):
-        words = fields.get(key, "").split()
+    for key in (*MONOIDS, "whole", "together"):
+        words = fields.get(key, "").replace(";", " ").split()
         for factor in words:
             if factor not in dict(rule.sizes):
                 raise RuleError(f"rule '{text}': factor {factor!r} indexes no dimension")
             if words.count(factor) > 1:
                 raise RuleError(f"rule '{text}': clause {key!r} lists factor {factor!r} twice")
+    if any(len(group) < 2 for group in rule.together):
+        raise RuleError(f"rule '{text}': clause 'together' has a group of fewer than two factors")
     for factor, monoid in rule.reduced:
         others = [m for f, m in rule.reduced if f == factor and m != monoid]
         if others:

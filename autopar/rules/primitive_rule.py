@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from autopar.compat import JaxprEqn
 from autopar.rules import on_shard
+from autopar.rules.exchanges import Divided
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.flops import Flops, of_elements
 
@@ -47,6 +48,7 @@ class PrimitiveRule:
     picks: bool = False
     barrier: bool = False
     permutation: Callable[[JaxprEqn], tuple[int, ...]] | None = None
+    divided: Divided | None = None
 
     @property
     def heavy(self) -> bool:

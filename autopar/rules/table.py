@@ -10,6 +10,7 @@ Nothing else in autopar knows a primitive by name, except control flow, whose su
     adds          its result is the sum or the difference of its two operands, element by element
     picks         of its first operand it reads no more than it returns
     barrier       it is another name of a value, which compilers do not see through
+    divided       the function from a division of its factors to what the devices then exchange within it
     permutation   the function from an equation to the order in which it puts its operand's dimensions
 
 Those of equinox are here too, of which diffrax's loops are made: nonbatchable, nondifferentiable_backward, nontraceable,
@@ -27,6 +28,7 @@ from autopar.compat import JaxprEqn
 from autopar.content import digest_of
 from autopar.errors import RuleError
 from autopar.rules import (
+    attention,
     by_shape,
     flops,
     indexing,
@@ -57,6 +59,20 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "atan": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "atan2": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "atanh": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
+        "attention": PrimitiveRule(
+            rule=attention.attention,
+            work=Work.CONTRACTION,
+            local=attention.attention_local,
+            flops=attention.flops,
+            divided=attention.divided,
+        ),
+        "attention_backward": PrimitiveRule(
+            rule=attention.attention_backward,
+            work=Work.CONTRACTION,
+            local=attention.attention_backward_local,
+            flops=attention.flops,
+            divided=attention.divided,
+        ),
         "bessel_i0e": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "bessel_i1e": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "bitcast_convert_type": PrimitiveRule(rule=pointwise.bitcast, work=Work.POINTWISE),

@@ -13,6 +13,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.lax import GatherScatterMode
 
+from autopar.attention.blocks import Setting
+from autopar.attention.primitive import attention_backward_p, attention_p
 from autopar.compat import Literal
 from autopar.program.from_jaxpr import program_of
 
@@ -112,6 +114,31 @@ def _max_pool_gradient():
     return [Example(lambda x, g: jax.vjp(pool, x)[1](g)[0], (floats(*_IMAGE), floats(4, 4, 4, 8)))]
 
 
+def _attention(*pairwise, queries=8, causal=False, backward=False):
+    """Attention of 4 query heads to 2 heads of 8 keys; `pairwise`: a bias and a mask."""
+    query, key, row = floats(4, queries, 4, 4), floats(4, 8, 2, 4), floats(4, 4, queries)
+    bias, mask = ([x for x in pairwise if (x.dtype == bool) == is_mask] for is_mask in (False, True))
+    setting = Setting(
+        scale=0.5,
+        is_causal=causal,
+        window=None,
+        has_bias=bool(bias),
+        has_mask=bool(mask),
+        queries=queries,
+        keys=8,
+    )
+    primitive = attention_backward_p if backward else attention_p
+    given = (query, key, key + 1, *bias, *mask, *([query, row, row + 1, query * 2] if backward else []))
+    return Example(lambda *operands: primitive.bind(*operands, setting=setting), given)
+
+
+_ATTENTIONS = [
+    {"causal": True},
+    {"pairwise": (floats(1, 4, 8, 8), truths(4, 1, 1, 8))},
+    {"queries": 4, "pairwise": (floats(4, 1, 1, 8),), "causal": True},
+]
+
+
 X, ROW, CUBE = floats(8, 12), floats(12), floats(4, 8, 12)
 MATRICES = floats(8, 4, 4) + floats(8, 4, 4).swapaxes(1, 2) + 4 * jnp.eye(4)
 
@@ -134,6 +161,10 @@ EXAMPLES = {
     "add_any": [Example(jax.grad(lambda x: lax.mul(x, x).sum()), (jnp.float32(2),))],
     "argmax": [Example(lambda x: lax.argmax(x, 1, jnp.int32), (CUBE,))],
     "argmin": [Example(lambda x: lax.argmin(x, 0, jnp.int32), (CUBE,))],
+    "attention": [_attention(*case.pop("pairwise", ()), **case) for case in map(dict, _ATTENTIONS)],
+    "attention_backward": [
+        _attention(*case.pop("pairwise", ()), **case, backward=True) for case in map(dict, _ATTENTIONS)
+    ],
     "bitcast_convert_type": [
         Example(lambda x: lax.bitcast_convert_type(x, jnp.int32), (X,)),
         Example(lambda x: lax.bitcast_convert_type(x, jnp.uint8), (X,)),

@@ -21,6 +21,7 @@ from autopar.intra_op.choices.kernels import Traffic
 from autopar.intra_op.choices.known_equations import RuleBook
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.strategies import ShardingStrategy, most_divided, strategies_key, strategies_of
+from autopar.intra_op.choices.within import Within, waited_s
 from autopar.intra_op.xla_cpu.table import orders_of
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LayoutSpace, MoveTable, Network, size_key
@@ -32,11 +33,19 @@ from autopar.rules.table import entry_for
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StrategySet:
-    """Strategies shared by all equations that look alike, with the seconds and the output bytes per device of each."""
+    """Strategies shared by all equations that look alike, with the seconds and the output bytes per device of each.
+
+    Attributes:
+        strategies: the strategies.
+        seconds: floats (strategies,).
+        out_bytes: floats (strategies,).
+        within: what devices exchange within the operation, whose waiting `seconds` count; None if they never do.
+    """
 
     strategies: tuple[ShardingStrategy, ...]
     seconds: np.ndarray
     out_bytes: np.ndarray
+    within: Within | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,18 +164,30 @@ class Catalogue:
             entry, flops = entry_for(eqn), self.rules.flops(eqn)
             offered = self._offer(rule, carried, is_divided=entry.heavy and not self.options.allow_redundant_compute)
             kinds, kind_of = offered.kinds, offered.kind_of
-            if self.cluster.device.reorder_s_per_byte and orders_of(eqn) is not None:
+            if entry.divided or (self.cluster.device.reorder_s_per_byte and orders_of(eqn) is not None):
                 kinds, kind_of = offered.strategies, np.arange(len(offered.strategies))
             seconds = np.array([self._seconds(eqn, entry, flops, s, traffic=traffic) for s in kinds])
             out_bytes = np.array([self._out_bytes(eqn, s) for s in kinds], dtype=float)
-            self._sets[key] = StrategySet(offered.strategies, seconds[kind_of], out_bytes[kind_of])
+            found = StrategySet(offered.strategies, seconds[kind_of], out_bytes[kind_of])
+            self._sets[key] = self._with_exchanges(eqn, rule, entry, found)
         return self._sets[key]
+
+    def _with_exchanges(self, eqn: Equation, rule: FactorRule, entry: PrimitiveRule, found: StrategySet) -> StrategySet:
+        """The same choices, with what devices exchange within the operation and the work of the slowest of them."""
+        if entry.divided is None:
+            return found
+        of_each = [entry.divided(eqn, rule, dict(s.factor_axes), self.mesh) for s in found.strategies]
+        work_s = found.seconds * np.array([division.slowest for division in of_each])
+        network = self.spaces.network
+        waits = np.array([waited_s(d, network, float(s)) for d, s in zip(of_each, work_s, strict=True)])
+        return dataclasses.replace(found, seconds=work_s + waits, within=Within(tuple(of_each), waits))
 
     def _offer(self, rule: FactorRule, carried: frozenset[str], *, is_divided: bool) -> _Offer:
         """The strategies of a rule; of those that divide the work the most ways alone, if `is_divided`."""
         key = (strategies_key(rule, self.mesh), carried, is_divided)
         if key not in self._offers:
-            strategies = strategies_of(rule, self.mesh, monoids=tuple(sorted(carried)))
+            exchanges = "collective-permute" in self.options.kinds
+            strategies = strategies_of(rule, self.mesh, monoids=tuple(sorted(carried)), exchanges=exchanges)
             if not self.options.every_strategy:
                 strategies = most_divided(strategies) if is_divided else strategies
                 strategies = tuple(s for s in strategies if all(la.is_ascending for la in (*s.inputs, *s.outputs)))

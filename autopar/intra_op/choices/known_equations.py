@@ -63,7 +63,8 @@ class RuleBook:
     def _number(self, eqn: Equation, rule: FactorRule) -> int:
         entry = entry_for(eqn)
         dtypes = tuple(v.aval.dtype for v in (*eqn.invars, *eqn.outvars))
-        kind = (rule, entry.work, entry.picks, orders_of(eqn), self.flops(eqn), dtypes)
+        within = None if entry.divided is None else operation_key(eqn)
+        kind = (rule, entry.work, entry.picks, orders_of(eqn), self.flops(eqn), dtypes, within)
         return self._numbers.setdefault(kind, len(self._numbers))
 
     def _first_alike(self, eqn: Equation) -> Equation:

@@ -25,7 +25,7 @@ from typing import cast
 from autopar.compat import Literal, Var
 from autopar.cost_model.machine import Overlap
 from autopar.cost_model.overlap import Communication, Kind, alone, beside
-from autopar.plan import Plan
+from autopar.plan import WITHIN, Plan
 from autopar.program.loops import Entry, Exit, LoopEquation, Nested
 from autopar.program.program import Equation, Program, operands_of, variables_of
 from autopar.program.step import TracedStep
@@ -131,8 +131,10 @@ def window(kind: Kind, move: str, *, times: float, microbatches: int) -> float:
 
 
 def windows(plan: Plan) -> Iterator[tuple[Kind, float, float]]:
-    """(kind, part of the compute beside it, seconds per step) of each collective of a plan."""
+    """(kind, part of the compute beside it, seconds per step) of each collective of a plan between its operations."""
     for item in plan.collectives:
+        if item.overlap == WITHIN:
+            continue
         kind = cast(Kind, item.overlap)
         part = window(kind, item.kind, times=item.count, microbatches=plan.num_microbatches)
         yield kind, part, item.count * item.predicted_s

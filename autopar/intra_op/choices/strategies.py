@@ -1,6 +1,7 @@
 """Every way to run one equation on a mesh.
 
-A strategy gives each mesh axis one job: shard a factor, carry partial results of a linear operation, or repeat the work.
+A strategy gives each mesh axis one job: shard a factor, or several that go together, carry partial results of a linear
+operation, or repeat the work.
 Layouts follow:
 
     dimension        the axes of its factors, major to minor
@@ -41,9 +42,9 @@ class ShardingStrategy:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What one mesh axis does: shard `factor`, or carry `monoid` partials of `group`, or nothing."""
+    """What one mesh axis does: shard `factors`, or carry `monoid` partials of `group`, or nothing."""
 
-    factor: str = ""
+    factors: tuple[str, ...] = ()
     group: tuple[int, ...] = ()
     monoid: str = ""
 
@@ -55,37 +56,51 @@ def strategies_key(rule: FactorRule, mesh: LogicalMesh) -> Hashable:
     """
     parts = [(f, size, math.gcd(size, mesh.size) if size else 0) for f, size in rule.sizes]
     sizes = tuple([(f, part, part == size) for f, size, part in parts])
-    return rule.inputs, rule.outputs, sizes, rule.reduced, rule.whole, rule.seeds, rule.linear, rule.any_monoid
+    clauses = rule.reduced, rule.whole, rule.together, rule.seeds, rule.linear, rule.any_monoid
+    return rule.inputs, rule.outputs, sizes, clauses
 
 
 def strategies_of(
-    rule: FactorRule, mesh: LogicalMesh, *, monoids: Sequence[str] = ("sum",)
+    rule: FactorRule, mesh: LogicalMesh, *, monoids: Sequence[str] = ("sum",), exchanges: bool = True
 ) -> tuple[ShardingStrategy, ...]:
-    """All legal strategies. `monoids` are those that an operation which only moves data may carry."""
+    """All legal strategies.
+
+    `monoids` are those that an operation which only moves data may carry. `exchanges`: whether devices may exchange something
+    within the operation.
+    """
     sizes = dict(rule.sizes)
     jobs: list[list[_Job]] = []
     for axis, size in enumerate(mesh.shape):
-        factors = [f for f in rule.shardable() if mesh.divides((axis,), sizes[f])] if size > 1 else []
+        parts = [(f,) for f in rule.shardable()] + [*(rule.together if exchanges else ())] if size > 1 else []
+        factors = [part for part in parts if all(mesh.divides((axis,), sizes[f]) for f in part)]
         carried = monoids if rule.any_monoid else ("sum",) if "sum" in monoids else ()
         groups = [(g, m) for g in rule.linear for m in carried] if size > 1 else []
-        jobs.append([_Job(), *(_Job(f) for f in factors), *(_Job("", g, m) for g, m in groups)])
+        jobs.append([_Job(), *(_Job(part) for part in factors), *(_Job((), g, m) for g, m in groups)])
     found: dict[ShardingStrategy, None] = {}
     for choice in itertools.product(*jobs):
-        for factor_axes in _orders(choice):
+        for factor_axes in _orders(choice, rule):
             strategy = _strategy(rule, mesh, sizes, choice, factor_axes)
             if strategy is not None:
                 found[strategy] = None
     return tuple(found)
 
 
-def _orders(choice: Sequence[_Job]) -> Iterator[dict[str, Axes]]:
-    """Axes per factor; axes that share a factor come in every order."""
+def _orders(choice: Sequence[_Job], rule: FactorRule) -> Iterator[dict[str, Axes]]:
+    """Axes per factor; axes that share a factor come in every order, the same for factors that go together."""
     members: dict[str, list[int]] = {}
     for axis, job in enumerate(choice):
-        if job.factor:
-            members.setdefault(job.factor, []).append(axis)
+        for factor in job.factors:
+            members.setdefault(factor, []).append(axis)
     for orders in itertools.product(*(itertools.permutations(axes) for axes in members.values())):
-        yield dict(zip(members, orders, strict=True))
+        factor_axes = dict(zip(members, orders, strict=True))
+        if all(_in_one_order([factor_axes.get(f, ()) for f in group]) for group in rule.together):
+            yield factor_axes
+
+
+def _in_one_order(several: Sequence[Axes]) -> bool:
+    """Whether the axes that all of these have come in the same order in each."""
+    common = set(several[0]).intersection(*several[1:])
+    return len({tuple(axis for axis in axes if axis in common) for axes in several}) == 1
 
 
 def _strategy(
@@ -103,7 +118,7 @@ def _strategy(
     outputs = tuple(
         Layout(_dims(operand, factor_axes), _partial(rule, jobs, operand, None)) for operand in rule.outputs
     )
-    ways = math.prod(mesh.ways(axes) for axes in factor_axes.values())
+    ways = mesh.ways({axis for axes in factor_axes.values() for axis in axes})
     return ShardingStrategy(tuple(sorted(factor_axes.items())), inputs, outputs, ways)
 
 
@@ -123,13 +138,17 @@ def _blocks(operand: Operand, mesh: LogicalMesh, sizes: Mapping[str, int], facto
 def _partial(
     rule: FactorRule, jobs: Sequence[_Job], operand: Operand, input_number: int | None
 ) -> tuple[tuple[int, str], ...]:
-    """Partial axes of one operand: `input_number` is None for outputs."""
+    """Partial axes of one operand: `input_number` is None for outputs.
+
+    An axis that shards factors which go together leaves no partial sums where the operand has one of them.
+    """
     reduced = dict(rule.reduced)
     present = {factor for dim in operand for factor in dim}
     entries = []
     for axis, job in enumerate(jobs):
-        if job.factor in reduced and job.factor not in present and (input_number is None or input_number in rule.seeds):
-            entries.append((axis, reduced[job.factor]))
+        monoids = [] if present.intersection(job.factors) else [reduced[f] for f in job.factors if f in reduced]
+        if monoids and (input_number is None or input_number in rule.seeds):
+            entries.append((axis, monoids[0]))
         elif job.monoid and (input_number is None or input_number in job.group):
             entries.append((axis, job.monoid))
     return tuple(entries)
