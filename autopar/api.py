@@ -64,7 +64,7 @@ from autopar.progress import Progress, enter, report
 from autopar.rules.notices import warn_of_operations
 from autopar.runtime.thread_settings import under
 from autopar.schedules.schedules import Open
-from autopar.settings import Settings, choose_cluster, list_devices, start_clock
+from autopar.settings import Settings, axis_names, choose_cluster, list_devices, start_clock
 from autopar.solver.budget import Budget
 
 
@@ -188,7 +188,7 @@ class ParallelStep:
         if key not in self._memory.planned:
             with pause_full_collections():
                 enter("tracing")
-                traced = trace(self._signature, call)
+                traced = trace(self._signature, call, axis_names(self._settings))
                 warn_of_operations([eqn for eqn in traced.program.walk() if not isinstance(eqn, LoopEquation)])
                 self._memory.planned[key] = self._decide(traced)
         self._memory.last = key

@@ -7,7 +7,8 @@ dropped, its half goes. Each difference was observed on 0.10.2 and 0.12.0.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import contextvars
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import jax
@@ -162,6 +163,26 @@ def _no_abstract_mesh() -> contextlib.AbstractContextManager[object]:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
+_CALLERS_MESH: contextvars.ContextVar[Mapping[str, int] | None] = contextvars.ContextVar("callers_mesh", default=None)
+
+
+def callers_mesh() -> Mapping[str, int] | None:
+    """Axis names and sizes of the mesh that the caller made current around `undisturbed`; None if there is none."""
+    return _CALLERS_MESH.get()
+
+
+def with_named_axes(sizes: Mapping[str, int]) -> contextlib.AbstractContextManager[object]:
+    """A context for tracing in which axes have these names, all Auto, without devices."""
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=auto)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def lacks_a_mesh(error: RuntimeError) -> bool:
+    """Whether JAX says that a PartitionSpec has no mesh whose axes it could name."""
+    return "requires a non-empty mesh in context" in str(error)
+
+
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """A context without the caller's mesh and `jax.disable_jit`, in which steps are traced, planned and run.
@@ -170,7 +191,9 @@ def undisturbed() -> Iterator[None]:
     axes, and programs for other meshes fail or end the process. Without compilation there is no program for all devices.
     """
     with contextlib.ExitStack() as stack:
-        if not jax.sharding.get_abstract_mesh().empty:
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.empty:
+            stack.callback(_CALLERS_MESH.reset, _CALLERS_MESH.set(dict(mesh.shape)))
             stack.enter_context(jax.set_mesh(None) if private_core.trace_state_clean() else _no_abstract_mesh())
         if getattr(jax.config, _DISABLE_JIT):
             stack.enter_context(jax.disable_jit(False))

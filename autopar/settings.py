@@ -20,7 +20,7 @@ from autopar.errors import ArgumentError, warn
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.request import PlanRequest, logical_meshes
 from autopar.layouts.constraints import Constraints, Rule
-from autopar.layouts.mesh import LogicalMesh
+from autopar.layouts.mesh import AXIS_NAMES, LogicalMesh
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.step import TracedStep
@@ -106,6 +106,15 @@ def count_meshes(settings: Settings) -> int:
             f"mesh_shape has {shapes} shapes, num_stages is {settings.num_stages}; give one shape per stage, or one for all"
         )
     return settings.num_stages
+
+
+def axis_names(settings: Settings) -> tuple[str, ...]:
+    """The names that axes of the plan's meshes may have."""
+    followed = plan_to_follow(settings)
+    plans = followed.stages if isinstance(followed, PipelinePlan) else (followed,) if followed is not None else ()
+    given = () if settings.meshes == "auto" else settings.meshes
+    found = dict.fromkeys(name for one in (*given, *plans) for name in one.axis_names)
+    return tuple(found) or AXIS_NAMES
 
 
 def choose_one_mesh(settings: Settings) -> tuple[LogicalMesh, ...]:

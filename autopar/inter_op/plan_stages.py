@@ -17,11 +17,11 @@ from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.stage_seconds import Staged, StagedStage, price_stage
 from autopar.inter_op.tuning import TUNING, Tuning
+from autopar.intra_op.choices.allowed_values import allowed_inputs, allowed_outputs
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.planner import plan_step
 from autopar.intra_op.request import PlannedStep, PlanRequest, logical_meshes
 from autopar.intra_op.restore import restore
-from autopar.layouts.allowed import allowed_layouts
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
@@ -101,8 +101,8 @@ def plan_stages(
     planner: Planner = plan_program,
 ) -> Staged:
     """All stages, planned. Raises ConstraintError, OutOfMemoryError, and what `make_time_loop` raises."""
-    leaves = [leaf.one for leaf in traced.inputs]
-    allowed_layouts(leaves, wanted.meshes[0][0], request.constraints, shared=traced.shared)
+    for check in (allowed_inputs, allowed_outputs):
+        check(traced, wanted.meshes[0][0], request.constraints)
     split = _split_scans(traced, wanted)
     loop = wanted.loop if wanted.loop is not None else make_divided_loop(split, wanted.num_microbatches)
     cuts = wanted.cuts

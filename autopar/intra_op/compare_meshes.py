@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, cast
 
 from autopar.errors import ConstraintError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
+from autopar.intra_op.choices.allowed_values import asks_for_layouts
 from autopar.intra_op.choices.least_work import find_work
 from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
@@ -118,7 +119,7 @@ class MeshComparison:
         """The best plan, with all that was compared."""
         self.shared.excess = math.inf
         self._note_first()
-        meshes = waiting = _distinct(self.request)
+        meshes = waiting = _distinct(self.request, is_free=not asks_for_layouts(self.traced.program))
         together = self.request.processes if self.is_large else 1
         while waiting:
             if math.isfinite(self.shared.best_s) and self._is_too_late(waiting[:together]):
@@ -366,15 +367,18 @@ def _no_way_there(meshes: Mapping[LogicalMesh, Unreachable | Unfinished], reques
     )
 
 
-def _distinct(request: PlanRequest) -> list[LogicalMesh]:
-    """Meshes that differ by more than the order of axes with equal links, for whose axes the cluster has links."""
+def _distinct(request: PlanRequest, *, is_free: bool) -> list[LogicalMesh]:
+    """Meshes that differ by more than the order of axes with equal links, for whose axes the cluster has links.
+
+    `is_free`: the step itself names no axes. If axes have names in a constraint, their order matters.
+    """
     seen: dict[Any, LogicalMesh] = {}
     known = request.cluster.axis_links
     for mesh in request.meshes:
         if known is not None and len(mesh.shape) > len(known) and len(request.meshes) > 1:
             continue
         links = request.cluster.links_of(mesh.shape)
-        free = not request.constraints.rules and len(set(links)) == 1
+        free = is_free and not request.constraints.rules and len(set(links)) == 1
         key = (tuple(sorted(mesh.shape)), links[0]) if free else (mesh.shape, links, mesh.axis_names)
         seen.setdefault(key, mesh)
     return list(seen.values())

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.intra_op.choices.allowed_values import allowed_inputs, allowed_outputs, layouts_asked
 from autopar.intra_op.choices.equal_axes import find_equal_axes, number_classes
 from autopar.intra_op.choices.graph import BatchSplit, StrategyGraph, build_graph
 from autopar.intra_op.choices.least_costs import least_costs
@@ -25,10 +26,9 @@ from autopar.intra_op.memory.model import MemoryModel, Streams
 from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit
 from autopar.intra_op.out_of_memory import NothingFits
 from autopar.intra_op.request import PlannedStep, PlanRequest
-from autopar.layouts.allowed import allowed_layouts, batch_axes
-from autopar.layouts.mesh import Layout, LogicalMesh
-from autopar.layouts.moves import all_layouts
-from autopar.program.step import Leaf, TracedStep
+from autopar.layouts.allowed import batch_axes
+from autopar.layouts.mesh import LogicalMesh
+from autopar.program.step import TracedStep
 from autopar.solver.budget import Budget, LateError
 from autopar.solver.classes import merge_classes
 from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, NotSearched, Unfinished, Unreachable
@@ -56,7 +56,8 @@ class MeshSearch:
         self.excess = self.bound_s = 0.0
         self._is_narrowed = exposure is not None
         self.exposure = exposure or least_exposure(traced, request.cluster.overlap)
-        allowed, batch = _allowed_inputs(traced, mesh, request), _batch_split(traced, mesh, request)
+        allowed = allowed_inputs(traced, mesh, request.constraints)
+        batch = _batch_split(traced, mesh, request)
         self.graph = graph_for(
             traced, mesh, request, allowed, batch=batch, exposure=self.exposure, budget=request.budget
         )
@@ -195,7 +196,7 @@ def graph_for(
     budget: Budget | None = None,
 ) -> StrategyGraph:
     """The strategy graph of a step whose inputs may have the given layouts; outputs follow the state. Raises LateError."""
-    following = _following(traced, mesh) if outputs is None else list(outputs)
+    following = allowed_outputs(traced, mesh, request.constraints) if outputs is None else list(outputs)
     return build_graph(
         traced.program,
         mesh,
@@ -204,36 +205,11 @@ def graph_for(
         input_layouts=inputs,
         output_layouts=following,
         batch=batch,
+        asked=layouts_asked(traced, mesh, request.constraints),
         exposure=exposure,
         catalogue=request.catalogues.of(mesh, request.cluster, request.options),
         budget=budget,
     )
-
-
-def _following(traced: TracedStep, mesh: LogicalMesh) -> list[Any]:
-    """The layouts that outputs may have: state stays in its place, stacks over microbatches are whole along these."""
-    return [
-        _stacks(leaf, mesh) if leaf.microbatches > 1 else number
-        for leaf, number in zip(traced.outputs, traced.state_of_output, strict=True)
-    ]
-
-
-def _stacks(leaf: Leaf, mesh: LogicalMesh) -> tuple[Layout, ...]:
-    plain = (la for la in all_layouts(leaf.one.shape, mesh, ()) if la.is_ascending)
-    return tuple(la.prepend() for la in plain)
-
-
-def _allowed_inputs(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> list[tuple[Layout, ...] | None]:
-    """Layouts allowed for each input; the constraints speak of one microbatch, and slices in time are whole over devices."""
-    allowed = allowed_layouts([leaf.one for leaf in traced.inputs], mesh, request.constraints, shared=traced.shared)
-    return [
-        la
-        if leaf.microbatches == 1
-        else _stacks(leaf, mesh)
-        if la is None
-        else tuple(layout.prepend() for layout in la)
-        for leaf, la in zip(traced.inputs, allowed, strict=True)
-    ]
 
 
 def _batch_split(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) -> BatchSplit | None:

@@ -10,6 +10,7 @@ import dataclasses
 import time
 
 from autopar.errors import warn
+from autopar.intra_op.choices.allowed_values import fitting_meshes
 from autopar.intra_op.compare_meshes import Beaten, MeshComparison, SharedSearch
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.program.step import TracedStep
@@ -30,6 +31,7 @@ def plan_way(traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> 
     """
     started = time.perf_counter()
     _warn_of_undividable_batch(traced, request)
+    request = dataclasses.replace(request, meshes=fitting_meshes(traced, request.meshes))
     planned = MeshComparison(traced, request, shared).run()
     if isinstance(planned, Beaten):
         return planned

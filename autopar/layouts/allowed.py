@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from autopar.errors import ConstraintError
 from autopar.layouts.constraints import (
     HOW_A_BATCH_IS_GIVEN,
+    MADE,
     Constraints,
     LeafLayout,
     Replicated,
@@ -40,7 +41,7 @@ class Leaf(Protocol):
 
     @property
     def role(self) -> str:
-        """state, batch, other or const."""
+        """state, batch, other or const; output or value if the step makes it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,7 +97,7 @@ def whole_path(path: str) -> str:
 
 
 def _matches(rule: Rule, leaf: Leaf) -> bool:
-    if rule.role not in (None, leaf.role):
+    if rule.role not in (None, leaf.role) or (leaf.role in MADE and not rule.is_on_results):
         return False
     if rule.use is not None and leaf.use is not None:
         return rule.use == leaf.use
@@ -131,7 +132,8 @@ def _group(path: str) -> str:
 def _no_such_leaf(rule: Rule, leaves: Sequence[Leaf]) -> str:
     if rule.use is not None:
         return _no_such_use(rule, rule.use, leaves)
-    of_role = [leaf.path for leaf in leaves if rule.role in (None, leaf.role)]
+    roles = MADE if rule.is_on_results else {leaf.role for leaf in leaves}.difference(MADE)
+    of_role = [leaf.path for leaf in leaves if leaf.role in roles and rule.role in (None, leaf.role)]
     word = rule.glob.strip("*").rsplit("/", 1)[-1]
     alike = set(difflib.get_close_matches(word, {part for path in of_role for part in path.split("/")}, cutoff=0.5))
     near = [path for path in of_role if (word and word in path) or alike & {*path.split("/")}] or of_role
@@ -140,9 +142,8 @@ def _no_such_leaf(rule: Rule, leaves: Sequence[Leaf]) -> str:
     names = f"; the glob is that of {rule.asked_by}" if rule.asked_by else ""
     if rule.role == "batch" and not of_role:
         names = f". No argument is a batch: {HOW_A_BATCH_IS_GIVEN}"
-    return (
-        f"constraint {rule.glob!r} matches no {kind}leaf of the step's arguments; there are: {listed or 'none'}{names}"
-    )
+    whose = "result and no named value of the step" if rule.is_on_results else f"{kind}leaf of the step's arguments"
+    return f"constraint {rule.glob!r} matches no {whose}; there are: {listed or 'none'}{names}"
 
 
 def layouts_for(wanted: LeafLayout, leaf: Leaf, mesh: LogicalMesh) -> tuple[Layout, ...]:

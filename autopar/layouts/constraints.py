@@ -68,6 +68,8 @@ class SplitBatch:
     rest: PartitionSpec = dataclasses.field(default_factory=PartitionSpec)
 
 
+MADE = ("output", "value")
+"""Roles of what a step makes, with which its paths begin: its results, and values that `checkpoint_name` names."""
 LeafLayout = PartitionSpec | Replicated | Split | SplitBatch
 
 
@@ -86,6 +88,11 @@ class Rule:
     use: str | None = None
     asked_by: str = ""
 
+    @property
+    def is_on_results(self) -> bool:
+        """Whether the glob may be that of values that the step makes: it begins like their paths."""
+        return self.role is None and self.glob.startswith(MADE)
+
 
 HOW_A_BATCH_IS_GIVEN = (
     "batch_argnums lists the positional arguments that are batches; without it they are those after the first that the step does "
@@ -99,6 +106,12 @@ class Constraints:
 
     rules: tuple[Rule, ...] = ()
     without: tuple[str, ...] = ()
+
+    @property
+    def on_results(self) -> Constraints:
+        """The rules on values that the step makes, which need not be met."""
+        rules = (dataclasses.replace(rule, must_match=False) for rule in self.rules if rule.is_on_results)
+        return Constraints(tuple(rules))
 
 
 ConstraintsLike = Mapping[str, LeafLayout] | Constraints | Sequence["Mapping[str, LeafLayout] | Constraints"] | None

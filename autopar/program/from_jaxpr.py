@@ -18,6 +18,7 @@ from autopar import compat
 from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
 from autopar.errors import UnsupportedProgramError
+from autopar.layouts.asked import PARAMETER_OF, asked_of, constrain_p
 from autopar.program.loops import Loop, LoopEquation
 from autopar.program.observe import branch_that_returns, is_observer, observe
 from autopar.program.program import Atom, Equation, Program, Tag, can_be_awaited, fan_out_p, variables_of
@@ -182,12 +183,18 @@ class _ProgramBuilder:
             self.observers.append((eqn, self.inline(compat.open_jaxpr(closed), self._constants(closed), operands)))
             return []
         refuse_mapped_functions(eqn)
+        primitive, params = eqn.primitive, dict(eqn.params)
+        if primitive.name in PARAMETER_OF:
+            asked = asked_of(eqn)
+            if asked is None:
+                return operands
+            primitive, params = constrain_p, {"asked": asked}
         outs = [Var(v.aval) for v in eqn.outvars]
         made = Equation(
-            primitive=eqn.primitive,
+            primitive=primitive,
             invars=tuple(operands),
             outvars=tuple(outs),
-            params=dict(eqn.params),
+            params=params,
             source_info=eqn.source_info,
             tag=self.tag,
         )

@@ -19,7 +19,7 @@ from autopar.program.fingerprint import Fingerprint, outline_of
 from autopar.program.program import Program
 from autopar.program.uses import Use
 
-Role = Literal["state", "batch", "other", "const", "output"]
+Role = Literal["state", "batch", "other", "const", "output", "value"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

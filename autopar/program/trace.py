@@ -15,7 +15,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from autopar.errors import ArgumentError
+from autopar.compat import callers_mesh, lacks_a_mesh, with_named_axes
+from autopar.errors import ArgumentError, ConstraintError
+from autopar.layouts.asked import TRACED_AS
+from autopar.layouts.mesh import AXIS_NAMES
 from autopar.program.batch import batch_arguments
 from autopar.program.boundary.changes import refuse_lost_changes
 from autopar.program.boundary.static_values import refuse_static_leaves
@@ -37,19 +40,15 @@ from autopar.program.uses import find_uses
 T = TypeVar("T")
 
 
-def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
-    """Trace the step; see the module's text. Raises ArgumentError, UnsupportedProgramError."""
+def trace(signature: CallSignature, bound: BoundArguments, axis_names: Sequence[str] = AXIS_NAMES) -> TracedStep:
+    """Trace the step; see the module's text. Raises ArgumentError, UnsupportedProgramError.
+
+    `axis_names`: of the plan's mesh, which a PartitionSpec of the step may name.
+    """
     leaves, in_tree = bound.flatten()
     paths = leaf_paths(bound)
     _refuse_non_arrays(signature, paths, leaves)
-    crossing = Crossing(signature, bound)
-    try:
-        closed, out_shape = jax.make_jaxpr(crossing, return_shape=True)(
-            *_make_abstract(bound.dynamic), **_make_abstract(dict(bound.kwargs))
-        )
-    except TypeError as error:
-        refuse_numbers_as_arrays(signature.name, bound, error)
-        raise
+    crossing, closed, out_shape = _make_jaxpr(signature, bound, axis_names)
     program, constants = program_of(closed, pruned=True)
     out_leaves, out_tree = jax.tree_util.tree_flatten(out_shape)
     state = returned_arguments(bound, out_shape)
@@ -81,6 +80,38 @@ def trace(signature: CallSignature, bound: BoundArguments) -> TracedStep:
         state_of_output=state_of_output,
         fingerprint=fingerprint_of(program),
     )
+
+
+def _make_jaxpr(
+    signature: CallSignature, bound: BoundArguments, axis_names: Sequence[str]
+) -> tuple[Crossing, Any, Any]:
+    """(crossing, jaxpr, shapes of the results); under axis names only if the step names axes without a mesh."""
+    dynamic, kwargs = _make_abstract(bound.dynamic), _make_abstract(dict(bound.kwargs))
+
+    def make() -> tuple[Crossing, Any, Any]:
+        crossing = Crossing(signature, bound)
+        return crossing, *jax.make_jaxpr(crossing, return_shape=True)(*dynamic, **kwargs)
+
+    try:
+        return make()
+    except TypeError as error:
+        refuse_numbers_as_arrays(signature.name, bound, error)
+        raise
+    except RuntimeError as error:
+        if not lacks_a_mesh(error):
+            raise
+    sizes = callers_mesh()
+    with with_named_axes(sizes or dict.fromkeys((*axis_names, TRACED_AS), 1)):
+        try:
+            return make()
+        except ValueError as error:
+            if "is not found in mesh" not in str(error):
+                raise
+            raise ConstraintError(
+                f"{signature.name} asks for a layout along an axis that no mesh has: {str(error).partition(' is not')[0]}. "
+                f"The mesh has {', '.join(sizes or axis_names)}; name the axes of the plan's: "
+                "mesh_shape={'data': 2, 'model': 4}."
+            ) from error
 
 
 def _make_abstract(tree: T) -> T:

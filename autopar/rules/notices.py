@@ -16,11 +16,10 @@ CALLBACKS = ("call_python", "pure_callback")
 
 
 def warn_of_operations(eqns: Sequence[JaxprEqn]) -> None:
-    """Warn of operations without a rule, of callbacks, and of memory and layouts that no plan takes over."""
+    """Warn of operations without a rule, of callbacks, and of memory that no plan takes over."""
     _warn_of_missing_rules(eqns)
     _warn_of_callbacks(eqns)
     _warn_of_memory_kinds(eqns)
-    _warn_of_sharding_constraints(eqns)
 
 
 def _warn_of_missing_rules(eqns: Sequence[JaxprEqn]) -> None:
@@ -48,15 +47,6 @@ def _warn_of_memory_kinds(eqns: Sequence[JaxprEqn]) -> None:
         warn(
             f"the step puts values into the host's memory: {listed}. In a parallel step they stay in the memory of the devices, "
             "and the plan counts them there. Leave the policy that offloads them out, or recompute them (jax.checkpoint)."
-        )
-
-
-def _warn_of_sharding_constraints(eqns: Sequence[JaxprEqn]) -> None:
-    listed = _list_first(eqns, lambda eqn: eqn.primitive.name == "sharding_constraint")
-    if listed:
-        warn(
-            f"the step asks for layouts on a mesh of its own: {listed}. The plan chooses mesh and layouts, and leaves these "
-            "out. Leaves of the arguments take constraints=, such as {'state/params/*': PartitionSpec(None, 'x')}."
         )
 
 

@@ -87,6 +87,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "complex": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "concatenate": PrimitiveRule(rule=reshaping.concatenate, work=Work.MOVE),
         "conj": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
+        "constrain": PrimitiveRule(rule=pointwise.copy, work=Work.FREE),
         "conv_general_dilated": PrimitiveRule(
             rule=windows.conv, work=Work.CONTRACTION, local=windows.conv_local, flops=flops.of_conv
         ),
@@ -188,7 +189,6 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "regularized_incomplete_beta": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "rem": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "reshape": PrimitiveRule(rule=reshaping.reshape, work=Work.FREE, local=on_shard.reshape),
-        "reshard": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, local=on_shard.identity),
         "rev": PrimitiveRule(rule=reshaping.rev, work=Work.MOVE),
         "round": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "rsqrt": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -203,7 +203,6 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "select_and_scatter_add": PrimitiveRule(rule=windows.select_and_scatter_add),
         "select_if_vmap": PrimitiveRule(rule=pointwise.select, work=Work.POINTWISE),
         "select_n": PrimitiveRule(rule=pointwise.select, work=Work.POINTWISE),
-        "sharding_constraint": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, local=on_shard.identity),
         "shift_left": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "shift_right_arithmetic": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "shift_right_logical": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),

@@ -127,15 +127,3 @@ def test_a_function_mapped_over_a_mesh_of_its_own_is_refused_with_its_line():
         said_of(lambda w, x: (w, maps(x @ w).sum()))
     assert line_of(maps, 2) in str(caught.value)
     assert "function of whole arrays" in str(caught.value)
-
-
-def pins(x):
-    layout = jax.sharding.NamedSharding(device_mesh((4,)), jax.sharding.PartitionSpec(None, "x"))
-    return jax.lax.with_sharding_constraint(x, layout)
-
-
-def test_a_layout_that_the_step_asks_for_is_warned_of_as_left_out():
-    (message,) = said_of(lambda w, x: (w, pins(x @ w).sum()))
-    assert "layouts on a mesh of its own: sharding_constraint at " in message
-    assert line_of(pins, 2) in message
-    assert "constraints=" in message

@@ -37,6 +37,7 @@ from tests.zoo import ZOO
 GOLDEN = Path(__file__).parents[1] / "golden" / "rules.txt"
 
 WITHOUT_EXAMPLE = {
+    "constrain": "autopar's own: a copy in a layout",
     "copy_p": "another name of copy",
     "empty2": "inside derivatives of switch only",
     "eq_to": "total order, inside sort only",
@@ -52,10 +53,8 @@ WITHOUT_EXAMPLE = {
     "random_clone": "checks the reuse of keys only",
     "random_gamma_grad": "inside derivatives of gamma samples only",
     "regularized_incomplete_beta": "three operands alike",
-    "reshard": "names a mesh of the user",
     "scatter_mul": "another name of scatter-mul",
     "select_and_gather_add": "inside derivatives of derivatives of pooling only",
-    "sharding_constraint": "names a mesh of the user",
 }
 WITHOUT_EXAMPLE |= dict.fromkeys(
     (

@@ -83,6 +83,7 @@ def build_graph(
     input_layouts: Sequence[Sequence[Layout] | None],
     output_layouts: Sequence[Sequence[Layout] | int | None],
     batch: BatchSplit | None = None,
+    asked: Mapping[Equation, Sequence[Layout]] | None = None,
     exposure: Exposure | None = None,
     catalogue: Catalogue | None = None,
     budget: Budget | None = None,
@@ -91,12 +92,13 @@ def build_graph(
 
     `input_layouts[i]`: the layouts input i may have, None for all. `output_layouts[i]`: those output i may have, None for
     all that are not partial, or the number of the input whose layout it must share. `batch`: the choices that split examples
-    otherwise cost infinitely much; where an operation has no other, as a sort of the examples, all remain. `exposure`: the
-    part of a change of layout that a step waits for, as the rest hides behind compute; None: all of it. `budget`: LateError
-    is raised when its clock has ended it.
+    otherwise cost infinitely much; where an operation has no other, as a sort of the examples, all remain. `asked`: the layouts
+    that the results of some copies must have, whatever splits the examples; choices that give others cost infinitely much.
+    `exposure`: the part of a change of layout that a step waits for, as the rest hides behind compute; None: all of it.
+    `budget`: LateError is raised when its clock has ended it.
     """
     known = catalogue if catalogue is not None else Catalogue(mesh, cluster, options, RuleBook())
-    return _Builder(known, batch, exposure, budget).build(program, input_layouts, output_layouts)
+    return _Builder(known, batch, asked or {}, exposure, budget).build(program, input_layouts, output_layouts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,9 +119,14 @@ class _Builder(StaticDomain[_Value]):
     """Adds nodes and edges while it walks a program."""
 
     def __init__(
-        self, catalogue: Catalogue, batch: BatchSplit | None, exposure: Exposure | None, budget: Budget | None
+        self,
+        catalogue: Catalogue,
+        batch: BatchSplit | None,
+        asked: Mapping[Equation, Sequence[Layout]],
+        exposure: Exposure | None,
+        budget: Budget | None,
     ) -> None:
-        self.catalogue, self.batch, self.exposure = catalogue, batch, exposure
+        self.catalogue, self.batch, self.asked, self.exposure = catalogue, batch, asked, exposure
         self.budget = budget or Budget()
         self.examples: dict[Var, frozenset[int]] = {}
         self.nodes: list[Node] = []
@@ -298,6 +305,9 @@ class _Builder(StaticDomain[_Value]):
         )
         if self.batch is not None:
             self._keep_batch(eqn, rule, number, self.batch.axes)
+        if eqn in self.asked:
+            gives = [strategy.outputs[0] in self.asked[eqn] for strategy in choices.strategies]
+            self.costs[number] = np.where(gives, choices.seconds * trips, np.inf)
         return number
 
     def _keep_batch(self, eqn: Equation, rule: FactorRule, number: int, axes: Axes) -> None:
