@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import jax
@@ -17,6 +19,7 @@ from jax._src import core as private_core
 from jax._src import distributed as private_distributed
 from jax._src import source_info_util as private_source_info
 from jax._src.api_util import InternalFloatingPointError
+from jax._src.random import core as private_random
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
@@ -102,6 +105,18 @@ def static_arguments(fun: object) -> tuple[int | str, ...]:
 def source_line(eqn: JaxprEqn) -> str:
     """`file:line (function)` of the user's line that an equation comes from."""
     return str(source_info_util.summarize(eqn.source_info))
+
+
+def implementation_of(primitive: jex_core.Primitive) -> Callable[..., Any]:
+    """JAX's own function of other operations for a primitive that is defined by one.
+
+    The sparse formats keep theirs in a module for each; some of their primitives know only how to bind themselves.
+    """
+    kind, _, _ = primitive.name.partition("_")
+    if kind not in ("bcoo", "bcsr", "coo", "csr"):
+        return primitive.impl
+    module = importlib.import_module(f"jax.experimental.sparse.{kind}")
+    return cast(Callable[..., Any], getattr(module, f"_{primitive.name}_impl"))
 
 
 def is_device_memory(aval: object) -> bool:
@@ -255,6 +270,13 @@ def is_threefry_key(dtype: object) -> bool:
 def threefry_is_partitionable() -> bool:
     """Whether random bits of a slice can be computed from the slice's positions alone."""
     return bool(getattr(jax.config, "jax_threefry_partitionable", True))
+
+
+def draw_gammas(keys: jax.Array, parameters: jax.Array, log_space: bool) -> jax.Array:
+    """A gamma sample for each parameter, of any shape, with the key of its row-major position: as `jax.random.gamma` does."""
+    draw_one = functools.partial(private_random._gamma_one, log_space=log_space)
+    samples: jax.Array = jax.vmap(draw_one)(keys, parameters.ravel())
+    return samples.reshape(parameters.shape)
 
 
 class Coordination(Protocol):

@@ -22,13 +22,21 @@ def all_reduce(array: jax.Array, names: tuple[str, ...], monoid: str) -> jax.Arr
         kind = "max" if monoid == "or" else "min"
         return all_reduce(array.astype(jnp.uint8), names, kind).astype(jnp.bool_)
     if monoid == "sum":
-        total: jax.Array = jax.lax.psum(array, names)
-        return total
+        return _sum(array, names)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return _extreme(array, names, monoid)
     if jnp.finfo(array.dtype).bits < 16:  # these have a NaN in the place of -0.0, or none; two bytes hold them all
         return all_reduce(array.astype(jnp.bfloat16), names, monoid).astype(array.dtype)
     return _from_ordered(_extreme(_to_ordered(array, monoid), names, monoid), array.dtype)
+
+
+def _sum(array: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """The sum of each place; of complex numbers by parts, as XLA ends the process where it simplifies the sum of a constant."""
+    if not jnp.issubdtype(array.dtype, jnp.complexfloating):
+        total: jax.Array = jax.lax.psum(array, names)
+        return total
+    real, imaginary = jnp.unstack(jax.lax.psum(jnp.stack([array.real, array.imag]), names))
+    return jax.lax.complex(real, imaginary)
 
 
 def _extreme(array: jax.Array, names: tuple[str, ...], monoid: str) -> jax.Array:

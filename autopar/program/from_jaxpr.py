@@ -21,24 +21,10 @@ from autopar.errors import UnsupportedProgramError
 from autopar.layouts.asked import PARAMETER_OF, asked_of, constrain_p
 from autopar.program.loops import Loop, LoopEquation
 from autopar.program.observe import branch_that_returns, is_observer, observe
+from autopar.program.opened.called import called_by, operands_of
 from autopar.program.program import Atom, Equation, Program, Tag, can_be_awaited, fan_out_p, variables_of
 from autopar.program.tags import tagged_call_p
 
-CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_lin": "call_jaxpr",
-    "tagged_call": "jaxpr",
-}
-INSIDE_KERNELS = "mosaic"
-"""The platform of code inside a Pallas kernel, for which JAX's own functions, such as `jnp.diagonal`, have a branch."""
 ONE_BY_ONE = ("device_put", "psum", "pmax", "pmin")
 """Operations that do the same to each operand by itself, whatever the others are."""
 PER_OPERAND = ("devices", "srcs", "copy_semantics")
@@ -94,16 +80,6 @@ def refuse_mapped_functions(eqn: JaxprEqn) -> None:
         )
 
 
-def _called(eqn: JaxprEqn) -> Any:
-    """The jaxpr that an equation stands for: that of a call, or the branch that is for every kind of device; None otherwise."""
-    if eqn.primitive.name in CALLS:
-        return eqn.params[CALLS[eqn.primitive.name]]
-    platforms = eqn.params.get("branches_platforms")
-    if platforms is None or any(named is not None and set(named) != {INSIDE_KERNELS} for named in platforms):
-        return None
-    return eqn.params["branches"][platforms.index(None)]
-
-
 class _ProgramBuilder:
     """Equations of one scope while jaxprs are inlined into it."""
 
@@ -121,13 +97,13 @@ class _ProgramBuilder:
 
         for eqn in jaxpr.eqns:
             operands = [read(v) for v in eqn.invars]
-            called = _called(eqn)
+            called = called_by(eqn)
             results = self._operation(eqn, operands) if called is None else self._call(eqn, called, operands)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
     def _call(self, eqn: JaxprEqn, closed: Any, operands: list[Atom]) -> list[Atom]:
-        operands = operands[len(operands) - len(compat.open_jaxpr(closed).invars) :]
+        operands = list(operands_of(closed, operands))
         if eqn.params.get("differentiated") and eqn.params.get("prevent_cse"):
             operands = self._barrier(eqn, operands)
         outer = self.tag

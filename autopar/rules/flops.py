@@ -32,3 +32,34 @@ def of_conv(eqn: JaxprEqn, rule: FactorRule) -> float:
     out, kernel = shape_of(eqn.outvars[0]), shape_of(eqn.invars[1])
     features: int = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
     return 2.0 * math.prod(out) * math.prod(kernel) / features
+
+
+def of_ragged_dot(eqn: JaxprEqn, rule: FactorRule) -> float:
+    """A product of which every row meets one group's matrix."""
+    groups = shape_of(eqn.invars[2])[-1]
+    return of_product(eqn, rule) / max(groups, 1)
+
+
+def of_factorization(eqn: JaxprEqn, rule: FactorRule) -> float:
+    """A multiply-add for every row, column and step of elimination; methods differ by a factor of up to ten."""
+    *batch, rows, columns = shape_of(eqn.invars[0])
+    return 2.0 * math.prod(batch) * rows * columns * min(rows, columns)
+
+
+def of_triangular_solve(eqn: JaxprEqn, rule: FactorRule) -> float:
+    """Half a multiply-add for every element of the matrix and right-hand side."""
+    unknowns = shape_of(eqn.invars[0])[-1]
+    return float(math.prod(shape_of(eqn.invars[1])) * unknowns)
+
+
+def of_fft(eqn: JaxprEqn, rule: FactorRule) -> float:
+    """5 n log2(n) for every transform of n elements."""
+    length = math.prod(eqn.params["fft_lengths"])
+    elements = max(math.prod(shape_of(v)) for v in (eqn.invars[0], eqn.outvars[0]))
+    return 5.0 * elements * math.log2(max(length, 2))
+
+
+def of_sort(eqn: JaxprEqn, rule: FactorRule) -> float:
+    """A comparison of every element for each doubling of the longest dimension."""
+    shape = shape_of(eqn.invars[0])
+    return float(math.prod(shape)) * math.log2(max(2, *shape))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar.compat import JaxprEqn
@@ -34,6 +35,62 @@ def dot_general(eqn: JaxprEqn) -> FactorRule:
 def factorization(eqn: JaxprEqn) -> FactorRule:
     """a b c -> a b c | whole: b c: the last two dimensions are a matrix, the others a batch of matrices."""
     return share_leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - 2)
+
+
+def of_vectors(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a c | whole: b c: the last dimension of operand 0 is a vector, such as a diagonal; the others are a batch."""
+    return share_leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - 1)
+
+
+def triangular_solve(eqn: JaxprEqn) -> FactorRule:
+    """a b c, a c d -> a b d | whole: b c: right-hand sides d are solved for one by one; from the right they are rows."""
+    factors = Factors()
+    right = factors.operand(shape_of(eqn.invars[1]))
+    sides = right[-1] if eqn.params["left_side"] else right[-2]
+    batch, unknowns = right[:-2], [dim for dim in right[-2:] if dim is not sides]
+    matrix = factors.operand(shape_of(eqn.invars[0])[-2:])
+    whole = [dim[0] for dim in (*matrix, *unknowns)]
+    return make_rule([(*batch, *matrix), tuple(right)], [tuple(right)], factors.sizes, whole=whole)
+
+
+def ragged_dot(eqn: JaxprEqn) -> FactorRule:
+    """m k, g k n, g -> m n | sum: k | whole: g: each group of rows m meets a matrix of its own.
+
+    Where the ragged dimension is contracted, m k, m n, g -> g k n | sum: m | whole: g: a product for each group.
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (left_contract, right_contract), (left_batch, right_batch) = numbers.dot_dimension_numbers
+    left_shape, right_shape, sizes_shape = (shape_of(v) for v in eqn.invars)
+    factors, whole = Factors(), list[str]()
+    left, sizes = factors.operand(left_shape), factors.operand(sizes_shape)
+    pairs = dict(zip((*right_contract, *right_batch), (*left_contract, *left_batch), strict=True))
+    right = [left[pairs[d]] if d in pairs else (factors.new(n),) for d, n in enumerate(right_shape)]
+    for d in numbers.rhs_group_dimensions:
+        right[d] = sizes[-1]
+    out = [left[d] for d in left_batch]
+    out += [dim for d, dim in enumerate(left) if d not in (*left_contract, *left_batch)]
+    out += [dim for d, dim in enumerate(right) if d not in (*pairs, *numbers.rhs_group_dimensions)]
+    (ragged,) = numbers.lhs_ragged_dimensions
+    if ragged in left_contract:
+        out.insert(0, sizes[-1])
+    whole += [dim[0] for dim in sizes]
+    if len(sizes) > 1:  # the groups differ from row to row of the dimensions in front
+        whole += [left[d][0] for d in range(len(left)) if d == ragged or d not in left_contract]
+    reduced = {left[d][0]: "sum" for d in left_contract}
+    return make_rule(
+        [tuple(left), tuple(right), tuple(sizes)], [tuple(out)], factors.sizes, reduced=reduced, whole=whole
+    )
+
+
+def ragged_dot_local(call: LocalCall) -> Sequence[jax.Array]:
+    """Of each group as many rows as this shard has; groups lie one behind the other."""
+    left, right, sizes = call.operands
+    (ragged,) = call.params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
+    dim = call.rule.inputs[0][ragged]
+    if call.is_sharded(dim):
+        ends, first, count = jnp.cumsum(sizes, dtype=sizes.dtype), call.offset(dim), call.local_size(dim)
+        sizes = jnp.clip(ends - first, 0, count) - jnp.clip(ends - sizes - first, 0, count)
+    return call.bind(left, right, sizes)
 
 
 def fft(eqn: JaxprEqn) -> FactorRule:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from autopar.compat import JaxprEqn, Params
+from autopar.compat import JaxprEqn, Params, draw_gammas
 from autopar.layouts.mesh import Axes, LogicalMesh
 from autopar.rules.factor_rule import FactorRule
 
@@ -123,6 +123,11 @@ def iota(call: LocalCall) -> Sequence[jax.Array]:
     return ((local + jnp.asarray(call.offset(dims), jnp.uint32)).astype(dtype),)
 
 
+def iota_2x32(call: LocalCall) -> Sequence[jax.Array]:
+    """Row-major global positions of this shard's elements, as two words each."""
+    return _counters(call, call.params["shape"])
+
+
 def slice_(call: LocalCall) -> Sequence[jax.Array]:
     """A sharded dimension is taken whole: its limit is the local size."""
     (dims,) = call.rule.inputs
@@ -164,6 +169,18 @@ def random_bits(call: LocalCall) -> Sequence[jax.Array]:
     if bit_width == 64:
         return ((high.astype(jnp.uint64) << 32) | low.astype(jnp.uint64),)
     return ((high ^ low).astype({8: jnp.uint8, 16: jnp.uint16, 32: jnp.uint32}[bit_width]),)
+
+
+def random_gamma(call: LocalCall) -> Sequence[jax.Array]:
+    """Samples with this shard's keys, which are those that the whole would split from its one key."""
+    if not any(call.is_sharded(dim) for dim in call.rule.outputs[0]):
+        return unchanged(call)
+    key, parameters = call.operands
+    size = math.prod(call.rule.size_of(factor) for dim in call.rule.outputs[0] for factor in dim)
+    high, low = _counters(call, call.eqn.outvars[0].aval.shape)
+    del high
+    keys = jax.random.split(key, size)[low.ravel()]
+    return (draw_gammas(keys, parameters, call.params["log_space"]),)
 
 
 def _counters(call: LocalCall, shape: Sequence[int]) -> tuple[jax.Array, jax.Array]:

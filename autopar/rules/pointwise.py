@@ -122,7 +122,8 @@ def select(eqn: JaxprEqn) -> FactorRule:
 def iota(eqn: JaxprEqn) -> FactorRule:
     """-> a b: positions; every shard computes its own."""
     factors = Factors()
-    return make_rule([], [tuple(factors.operand(shape_of(eqn.outvars[0])))], factors.sizes)
+    out = tuple(factors.operand(shape_of(eqn.outvars[0])))
+    return make_rule([], [out] * len(eqn.outvars), factors.sizes)
 
 
 def random_bits(eqn: JaxprEqn) -> FactorRule:
@@ -133,3 +134,11 @@ def random_bits(eqn: JaxprEqn) -> FactorRule:
     is_per_position = key.shape == () and is_threefry_key(key.dtype) and threefry_is_partitionable()
     inputs = [tuple(factors.operand(key.shape))]
     return make_rule(inputs, [out], factors.sizes, whole=() if is_per_position else list(factors.sizes))
+
+
+def random_gamma(eqn: JaxprEqn) -> FactorRule:
+    """., a b -> a b: every element of the result has a key and a parameter of its own."""
+    factors = Factors()
+    out = tuple(factors.operand(shape_of(eqn.outvars[0])))
+    keys = tuple(factors.operand(shape_of(eqn.invars[0])))
+    return make_rule([keys, out], [out], factors.sizes, whole=list(factors.sizes) if keys else ())

@@ -108,6 +108,16 @@ def reduce_whole(eqn: JaxprEqn) -> FactorRule:
     return _reduction(eqn, None)
 
 
+def reduce_by_function(eqn: JaxprEqn) -> FactorRule:
+    """a b, . -> a | whole: b: a reduction by any function, each operand with a value to begin with."""
+    factors, axes = Factors(), eqn.params["dimensions"]
+    count = len(eqn.invars) // 2
+    operand = factors.operand(shape_of(eqn.invars[0]))
+    out = tuple(dim for d, dim in enumerate(operand) if d not in axes)
+    inputs = [*[tuple(operand)] * count, *[()] * count]
+    return make_rule(inputs, [out] * count, factors.sizes, whole=[operand[d][0] for d in axes])
+
+
 def _cumulative(eqn: JaxprEqn, *, is_linear: bool) -> FactorRule:
     """a b -> a b | whole: the axis along which it accumulates."""
     rank = len(shape_of(eqn.invars[0]))
@@ -131,6 +141,13 @@ def sort(eqn: JaxprEqn) -> FactorRule:
     operand = tuple(factors.operand(shape_of(eqn.invars[0])))
     whole = operand[eqn.params["dimension"]]
     return make_rule([operand] * len(eqn.invars), [operand] * len(eqn.outvars), factors.sizes, whole=whole)
+
+
+def approx_top_k(eqn: JaxprEqn) -> FactorRule:
+    """a b -> a k, a k | whole: b k."""
+    rank = len(shape_of(eqn.invars[0]))
+    kept = [d != eqn.params["reduction_dimension"] % rank for d in range(rank)]
+    return keep_dimensions(eqn, kept, linear=(), any_monoid=False)
 
 
 def top_k(eqn: JaxprEqn) -> FactorRule:

@@ -86,6 +86,18 @@ def reduce_window_other(eqn: JaxprEqn) -> FactorRule:
     return reduce_window(eqn, linear=False)
 
 
+def reduce_window_by_function(eqn: JaxprEqn) -> FactorRule:
+    """n h c, . -> n y c | whole: h y: windows reduced by any function, each operand with a value to begin with."""
+    factors, whole, count = Factors(), list[str](), len(eqn.invars) // 2
+    operand, out = factors.operand(shape_of(eqn.invars[0])), list[Dim]()
+    for d, (dim, size) in enumerate(zip(operand, shape_of(eqn.outvars[0]), strict=True)):
+        is_point = _window_is_point(eqn.params, d)
+        out.append(dim if is_point else (factors.new(size),))
+        whole += [] if is_point else [dim[0], out[-1][0]]
+    inputs = [*[tuple(operand)] * count, *[()] * count]
+    return make_rule(inputs, [tuple(out)] * count, factors.sizes, whole=whole)
+
+
 def select_and_scatter_add(eqn: JaxprEqn) -> FactorRule:
     """n y c, n h c -> n h c | whole: y h | linear: 0: the gradient of a maximum over windows."""
     return _two_operands(eqn, linear=True)

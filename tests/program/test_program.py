@@ -10,7 +10,8 @@ from jax import lax
 
 from autopar.compat import Literal
 from autopar.errors import UnsupportedProgramError
-from autopar.program.from_jaxpr import CALLS, program_of
+from autopar.program.from_jaxpr import program_of
+from autopar.program.opened.called import CALLS
 from autopar.testing import run_with_random_strategies
 from tests.zoo import ZOO
 

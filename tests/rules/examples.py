@@ -139,6 +139,11 @@ _ATTENTIONS = [
 ]
 
 
+def _ragged_contraction(x, y, sizes):
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+    return lax.ragged_dot_general(x, y, sizes, numbers)
+
+
 X, ROW, CUBE = floats(8, 12), floats(12), floats(4, 8, 12)
 MATRICES = floats(8, 4, 4) + floats(8, 4, 4).swapaxes(1, 2) + 4 * jnp.eye(4)
 
@@ -159,6 +164,7 @@ EXAMPLES = {
     **_unary("conj real imag", lax.complex(X, X)),
     "acosh": [Example(lax.acosh, (X + 1,))],
     "add_any": [Example(jax.grad(lambda x: lax.mul(x, x).sum()), (jnp.float32(2),))],
+    "approx_top_k": [Example(lambda x: lax.approx_max_k(x, 4), (X,))],
     "argmax": [Example(lambda x: lax.argmax(x, 1, jnp.int32), (CUBE,))],
     "argmin": [Example(lambda x: lax.argmin(x, 0, jnp.int32), (CUBE,))],
     "attention": [_attention(*case.pop("pairwise", ()), **case) for case in map(dict, _ATTENTIONS)],
@@ -174,6 +180,7 @@ EXAMPLES = {
         Example(lambda x: lax.broadcast_in_dim(x, (4, 8, 12), (0, 2)), (floats(1, 12),)),
     ],
     "cholesky": [Example(lambda x: lax.linalg.cholesky(x, symmetrize_input=False), (MATRICES,))],
+    "cholesky_update": [Example(lax.linalg.cholesky_update, (jnp.linalg.cholesky(MATRICES[0]).T, floats(4)))],
     "clamp": [Example(lambda x: lax.clamp(jnp.float32(0.2), x, jnp.float32(0.7)), (X,))],
     "concatenate": [Example(lambda x, y: lax.concatenate([x, y], 1), (X, floats(8, 4)))],
     "conv_general_dilated": [
@@ -210,15 +217,25 @@ EXAMPLES = {
     "dynamic_update_slice": [
         Example(lambda x, y, i: lax.dynamic_update_slice(x, y, (i, i)), (X, floats(4, 12), jnp.uint32(3)))
     ],
+    "eig": [
+        Example(
+            lambda x: lax.linalg.eig(x, compute_left_eigenvectors=False, compute_right_eigenvectors=False), (MATRICES,)
+        )
+    ],
     "eigh": [Example(lambda x: lax.linalg.eigh(x, symmetrize_input=False), (MATRICES,))],
     "fft": [Example(jnp.fft.rfft, (CUBE,)), Example(jnp.fft.fft2, (lax.complex(CUBE, CUBE),))],
     "gather": [_gather(GatherScatterMode.FILL_OR_DROP), _gather(GatherScatterMode.CLIP), _batched_gather()],
+    "hessenberg": [Example(lax.linalg.hessenberg, (MATRICES,))],
+    "householder_product": [Example(lax.linalg.householder_product, (MATRICES, floats(8, 4)))],
     "integer_pow": [Example(lambda x: lax.integer_pow(x, 3), (X,))],
     "iota": [
         Example(lambda: lax.broadcasted_iota(jnp.int32, (8, 12), 1), ()),
         Example(lambda: lax.broadcasted_iota(jnp.bfloat16, (1020, 4), 0), ()),
     ],
     "lu": [Example(lax.linalg.lu, (MATRICES,))],
+    "lu_pivots_to_permutation": [
+        Example(lambda x: lax.linalg.lu_pivots_to_permutation(x, 8), (integers(12, 4, below=4),))
+    ],
     "not": [Example(lax.bitwise_not, (truths(8, 12),))],
     "optimization_barrier": [Example(lax.optimization_barrier, (X,))],
     "pad": [Example(lambda x: lax.pad(x, jnp.float32(0), ((0, 0, 0), (1, 3, 0))), (X,))],
@@ -231,10 +248,16 @@ EXAMPLES = {
         Example(lambda key: jax.random.bits(key, (4, 8, 4), jnp.uint8), (jax.random.key(3),)),
     ],
     "random_fold_in": [Example(lambda key: jax.random.fold_in(key, 3), (jax.random.key(3),))],
+    "random_gamma": [Example(lambda key, a: jax.random.gamma(key, a), (jax.random.key(3), 3 * X))],
     "random_seed": [Example(jax.random.key, (jnp.int32(3),))],
     "random_split": [Example(lambda key: jax.random.split(key, 4), (jax.random.key(3),))],
     "random_unwrap": [Example(jax.random.key_data, (jax.random.key(3),))],
     "random_wrap": [Example(jax.random.wrap_key_data, (jnp.zeros(2, jnp.uint32),))],
+    "ragged_dot_general": [
+        Example(lax.ragged_dot, (floats(24, 8), floats(4, 8, 12), jnp.asarray([3, 0, 7, 2], jnp.int32))),
+        Example(_ragged_contraction, (floats(24, 8), floats(24, 12), jnp.asarray([9, 0, 7, 2], jnp.int32))),
+    ],
+    "reduce": [Example(lambda x: lax.reduce(x, np.float32(1), lambda a, b: a * b + a, (1,)), (CUBE,))],
     "reduce_and": [Example(lambda x: lax.reduce_and(x, (0,)), (truths(8, 12),))],
     "reduce_max": [
         Example(lambda x: lax.reduce_max(x, (2,)), (CUBE,)),
@@ -245,6 +268,7 @@ EXAMPLES = {
     "reduce_precision": [Example(lambda x: lax.reduce_precision(x, 5, 2), (X,))],
     "reduce_prod": [Example(lambda x: lax.reduce_prod(x, (1,)), (X,))],
     "reduce_sum": [Example(lambda x: lax.reduce_sum(x, (0, 1)), (CUBE,))],
+    "reduce_window": _reduce_window(1.0, lax.mul),
     "reduce_window_max": _reduce_window(-np.inf, lax.max),
     "reduce_window_min": _reduce_window(np.inf, lax.min),
     "reduce_window_sum": _reduce_window(0.0, lax.add),
@@ -256,12 +280,14 @@ EXAMPLES = {
         Example(lambda x: lax.reshape(x, (8, 6)), (floats(12, 4),)),
     ],
     "rev": [Example(lambda x: lax.rev(x, (1,)), (X,))],
+    "rng_bit_generator": [Example(lambda key: lax.rng_bit_generator(key, (8, 12)), (jnp.arange(4, dtype=jnp.uint32),))],
     "scatter": [_scatter(lax.scatter, unique=True)],
     "scatter-add": [_scatter(lax.scatter_add)],
     "scatter-max": [_scatter(lax.scatter_max)],
     "scatter-min": [_scatter(lax.scatter_min)],
     "scatter-mul": [_scatter(lax.scatter_mul)],
     "scatter-sub": [_scatter(lax.scatter_sub)],
+    "schur": [Example(lambda x: lax.linalg.schur(x, compute_schur_vectors=False), (MATRICES,))],
     "select_and_scatter_add": _max_pool_gradient(),
     "select_n": [Example(lax.select_n, (truths(8, 12), X, X * 2))],
     "slice": [Example(lambda x: lax.slice(x, (0, 2), (8, 10)), (X,))],
@@ -271,6 +297,7 @@ EXAMPLES = {
     "stack": [Example(lambda x, y: jnp.stack([x, y], axis=1), (X, X))],
     "stop_gradient": [Example(lax.stop_gradient, (X,))],
     "svd": [Example(lambda x: lax.linalg.svd(x, compute_uv=False), (MATRICES,))],
+    "symmetric_product": [Example(lax.linalg.symmetric_product, (floats(8, 4, 12), MATRICES))],
     "threefry2x32": [
         Example(
             lambda high, low, x, y: jax.extend.random.threefry2x32_p.bind(high, low, x, y),
@@ -289,8 +316,11 @@ EXAMPLES = {
     ],
     "transpose": [Example(lambda x: lax.transpose(x, (2, 0, 1)), (CUBE,))],
     "triangular_solve": [
-        Example(lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), (MATRICES, floats(8, 4, 12)))
+        Example(lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True), (MATRICES, floats(8, 4, 12))),
+        Example(lambda a, b: lax.linalg.triangular_solve(a, b), (MATRICES, floats(8, 12, 4))),
     ],
+    "tridiagonal": [Example(lax.linalg.tridiagonal, (MATRICES,))],
+    "tridiagonal_solve": [Example(lax.linalg.tridiagonal_solve, (CUBE[0], CUBE[1] + 4, CUBE[2], floats(8, 12, 4)))],
     "unstack": [Example(lambda x: jnp.unstack(x, axis=1), (floats(8, 4, 12),))],
     "zeta": [Example(lax.zeta, (X + 1, X))],
 }

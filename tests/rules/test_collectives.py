@@ -37,7 +37,10 @@ XLA_DOES_WORSE = {
     ("fft", 1): "as the other",
     ("igamma", 0): "runs until all elements have converged, and asks all devices",
     ("igammac", 0): "as igamma",
+    ("random_gamma", 0): "runs until all elements are drawn, and asks all devices",
     ("top_k", 0): "gathers the other dimensions",
+    ("triangular_solve", 0): "gathers right-hand sides",
+    ("triangular_solve", 1): "as the other",
 }
 KEYS = ("random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap", "random_bits")
 """Operations on random keys, which XLA's partitioner sees as hashes of integers."""

@@ -1,0 +1,1 @@
+"""What `from_jaxpr` opens when it reads a jaxpr: equations that stand for programs of other equations."""
