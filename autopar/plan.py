@@ -80,9 +80,9 @@ class NamedStrategy:
 
 @dataclasses.dataclass(frozen=True)
 class RegisteredRule:
-    """A rule that the user registered for a primitive of the step, by its digest."""
+    """A rule that the user registered for a primitive of the step: the primitive's name, and a digest of the rule."""
 
-    primitive: str
+    name: str
     digest: str
 
 

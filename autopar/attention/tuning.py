@@ -11,7 +11,7 @@ class Tuning:
 
     longest_block: int = 512
     """Queries, and keys, of a block. Longer ones are fewer products, each nearer to what a device can do; the scores of a block,
-    its square for each example and head, are what memory must hold. `benchmarks/long_sequence.py` shows both."""
+    its square for each example and head, are what memory must hold."""
 
 
 TUNING = Tuning()

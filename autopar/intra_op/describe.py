@@ -42,7 +42,7 @@ def describe_plan(
     """The plan of one mesh as data. `planning_s`, its bound, and what was compared are for the caller, who knows them."""
     mesh = graph.mesh
     collectives, local_s = collectives_of(traced, graph, assignment)
-    within, waited_s = _exchanges(graph, choice.numbers)
+    within, waited_s = exchanges_of(graph, choice.numbers)
     collectives += within
     compute_s = float(sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True)))
     compute_s += local_s - waited_s + cluster.dispatch_s(len(traced.inputs))
@@ -127,8 +127,8 @@ def collectives_of(
     return tuple(plans), local_s
 
 
-def _exchanges(graph: StrategyGraph, numbers: Sequence[int]) -> tuple[tuple[CollectivePlan, ...], float]:
-    """(collectives within operations, seconds per step that these wait for them)."""
+def exchanges_of(graph: StrategyGraph, numbers: Sequence[int]) -> tuple[tuple[CollectivePlan, ...], float]:
+    """(collectives within operations, seconds per step that these wait for them), for the number of each node's strategy."""
     plans, waits_s = [], 0.0
     for node, number in zip(graph.nodes, numbers, strict=True):
         eqn, choices = node.equation, node.choices

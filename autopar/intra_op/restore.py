@@ -14,9 +14,8 @@ from typing import Any
 
 from autopar.compat import source_line
 from autopar.errors import PlanError
-from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.choices.strategies import ShardingStrategy
-from autopar.intra_op.describe import collectives_of, figures_of, values_of
+from autopar.intra_op.describe import collectives_of, exchanges_of, figures_of, values_of
 from autopar.intra_op.lowering.assignment import Assignment, assign
 from autopar.intra_op.lowering.named_strategies import choose_by_name
 from autopar.intra_op.mesh_search import graph_for
@@ -49,8 +48,12 @@ def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> PlannedStep
         raise PlanError(
             "the time for planning is over before the plan is restored: allow more planning_seconds"
         ) from None
-    assignment = assign(graph, choose_by_name(graph, plan), copy_span=plan.copy_span)
-    _check_promises(traced, plan, graph, assignment, request)
+    numbers = choose_by_name(graph, plan)
+    assignment = assign(graph, numbers, copy_span=plan.copy_span)
+    _check_leaf_layouts(traced, plan, assignment)
+    if plan.cluster_figures == figures_of(request.cluster):  # else values may get to their layouts in another way
+        needed, within = collectives_of(traced, graph, assignment)[0], exchanges_of(graph, numbers)[0]
+        _compare_collectives((*needed, *within), plan.collectives)
     return PlannedStep(traced, plan, assignment)
 
 
@@ -95,7 +98,7 @@ def _type_of(leaf: Leaf | ValuePlan) -> str:
 
 def _check_rules(traced: TracedStep, plan: Plan) -> None:
     """Raise PlanError unless the user's rules for primitives of the step are those of the plan."""
-    here, there = digest_registered(traced.program.walk()), {rule.primitive: rule.digest for rule in plan.rules}
+    here, there = digest_registered(traced.program.walk()), {rule.name: rule.digest for rule in plan.rules}
     for name in sorted({*here, *there}):
         if here.get(name) != there.get(name):
             how = "without a rule" if name not in there else "with a rule" if name not in here else "with another rule"
@@ -120,24 +123,16 @@ def _check_leaves(traced: TracedStep, plan: Plan) -> None:
                 )
 
 
-def _check_promises(
-    traced: TracedStep, plan: Plan, graph: StrategyGraph, assignment: Assignment, request: PlanRequest
-) -> None:
-    """Raise PlanError if the leaves do not lie as the plan says, or, with the same prices, its collectives are others.
-
-    Under other prices, values may get from one layout to another in another way.
-    """
-    inputs = values_of(traced.inputs, assignment.inputs, graph.mesh)
-    outputs = values_of(traced.outputs, assignment.outputs, graph.mesh)
+def _check_leaf_layouts(traced: TracedStep, plan: Plan, assignment: Assignment) -> None:
+    """Raise PlanError if the leaves do not lie as the plan says."""
+    inputs = values_of(traced.inputs, assignment.inputs, assignment.mesh)
+    outputs = values_of(traced.outputs, assignment.outputs, assignment.mesh)
     for found, said in zip((*inputs, *outputs), (*plan.inputs, *plan.outputs), strict=True):
         if found != said:
             raise PlanError(
                 f"{said.path} has {found.bytes_per_device} bytes per device in the layout {found.spec}, the plan says "
                 f"{said.bytes_per_device} in {said.spec}: plan again"
             )
-    if plan.cluster_figures == figures_of(request.cluster):
-        needed, _ = collectives_of(traced, graph, assignment)
-        _compare_collectives(needed, plan.collectives)
 
 
 def _compare_collectives(needed: Sequence[CollectivePlan], said: Sequence[CollectivePlan]) -> None:

@@ -1,10 +1,9 @@
 """Layouts that a step asks for by mesh axes of its own, on the mesh of a plan.
 
-In: an equation of `jax.lax.with_sharding_constraint` or `jax.sharding.reshard`. It says for each dimension of a value which axes
-split it, and how large these are. Out: a copy, `constrain`, that says so without a mesh, and the layouts of a plan's mesh that
-meet it. Names stand for axes of the plan's mesh that have the same name and size. Else the step's stand for runs of the plan's
-axes that divide in as many parts, in order, such as `data` of 8 for `x` and `y` of 2 and 4. What can go wrong: a mesh on which
-neither holds, or a dimension that does not divide.
+In: for each dimension of a value which axes split it, and how large these are, as `program/opened/constrain.py` reads it from an
+equation. Out: the layouts of a plan's mesh that meet it. Names stand for axes of the plan's mesh that have the same name and
+size. Else the step's stand for runs of the plan's axes that divide in as many parts, in order, such as `data` of 8 for `x` and
+`y` of 2 and 4. What can go wrong: a mesh on which neither holds, or a dimension that does not divide.
 """
 
 from __future__ import annotations
@@ -13,25 +12,12 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-import jax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
-
-from autopar.compat import JaxprEqn, source_line
 from autopar.errors import ConstraintError
 from autopar.layouts.mesh import Axes, Layout, LogicalMesh
 from autopar.layouts.moves import all_layouts
 
 ANY_SIZE = 0
 """Of an axis of the plan's mesh, whose size the step does not say."""
-constrain_p = Primitive("constrain")
-"""The operand, in a layout that meets the parameter `asked`."""
-constrain_p.def_impl(lambda value, *, asked: value)
-constrain_p.def_abstract_eval(lambda value, *, asked: value)
-mlir.register_lowering(constrain_p, mlir.lower_fun(lambda value, *, asked: value, multiple_results=False))
-
-PARAMETER_OF = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
-"""The parameter with the sharding, by primitive."""
 TRACED_AS = "sizes_of_the_plan"
 """A mesh axis that no mesh has. A mesh with it has the axis names of the plan's mesh, whose sizes are not known yet."""
 
@@ -121,31 +107,3 @@ def _find_runs(wanted: Sequence[tuple[str, int]], mesh: LogicalMesh) -> Mapping[
             return None
         found[name] = tuple(run)
     return found
-
-
-def asked_of(eqn: JaxprEqn) -> AskedLayout | None:
-    """What one of `PARAMETER_OF` asks for; None if that is nothing. Raises ConstraintError."""
-    sharding = eqn.params[PARAMETER_OF[eqn.primitive.name]]
-    rank = len(eqn.outvars[0].aval.shape)
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        if getattr(sharding, "is_fully_replicated", False):
-            return AskedLayout(((),) * rank, ())
-        raise ConstraintError(
-            f"the step asks for {sharding} at {source_line(eqn)}, which names no axes of a mesh: give a PartitionSpec of axes of "
-            "the plan's mesh, or a NamedSharding."
-        )
-    if eqn.primitive.name == "reshard" and not any(sharding.spec):
-        return None  # JAX reshards constants that it makes itself, and says nothing of axes that are Auto
-    is_plans = TRACED_AS in sharding.mesh.axis_names
-    sizes = [(name, size) for name, size in sharding.mesh.shape.items() if name != TRACED_AS]
-    return AskedLayout(
-        dims=tuple(_names(entry) for entry in (*sharding.spec, *(None,) * (rank - len(sharding.spec)))),
-        mesh_axes=tuple((name, ANY_SIZE if is_plans else size) for name, size in sizes),
-    )
-
-
-def _names(entry: object) -> tuple[str, ...] | None:
-    """The axes that split a dimension; None if it is unconstrained."""
-    if entry is jax.sharding.PartitionSpec.UNCONSTRAINED:
-        return None
-    return () if entry is None else tuple(entry) if isinstance(entry, tuple) else (str(entry),)

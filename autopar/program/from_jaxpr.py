@@ -18,10 +18,10 @@ from autopar import compat
 from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
 from autopar.errors import UnsupportedProgramError
-from autopar.layouts.asked import PARAMETER_OF, asked_of, constrain_p
 from autopar.program.loops import Loop, LoopEquation
 from autopar.program.observe import branch_that_returns, is_observer, observe
 from autopar.program.opened.called import called_by, operands_of
+from autopar.program.opened.constrain import PARAMETER_OF, asked_of, constrain_p
 from autopar.program.program import Atom, Equation, Program, Tag, can_be_awaited, fan_out_p, variables_of
 from autopar.program.tags import tagged_call_p
 

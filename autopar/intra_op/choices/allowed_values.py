@@ -12,11 +12,11 @@ from autopar.avals import is_opaque
 from autopar.compat import source_line
 from autopar.errors import ConstraintError
 from autopar.layouts.allowed import allowed_layouts
-from autopar.layouts.asked import constrain_p
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import all_layouts
 from autopar.program.checkpoint_names import named_values
+from autopar.program.opened.constrain import find_asked
 from autopar.program.program import Equation, Program
 from autopar.program.step import Leaf, TracedStep
 
@@ -91,14 +91,13 @@ def asked_layouts(program: Program, mesh: LogicalMesh) -> Mapping[Equation, tupl
 
     Random keys are whole on every device whatever is asked, as their words cannot be split.
     """
-    asking = [eqn for eqn in program.walk() if eqn.primitive is constrain_p]
     return {
-        eqn: eqn.params["asked"].layouts(eqn.outvars[0].aval.shape, mesh, source=source_line(eqn))
-        for eqn in asking
+        eqn: asked.layouts(eqn.outvars[0].aval.shape, mesh, source=source_line(eqn))
+        for eqn, asked in find_asked(program.walk())
         if not is_opaque(eqn.outvars[0].aval)
     }
 
 
 def asks_for_layouts(program: Program) -> bool:
     """Whether the step itself asks for any."""
-    return any(eqn.primitive is constrain_p for eqn in program.walk())
+    return any(True for _ in find_asked(program.walk()))

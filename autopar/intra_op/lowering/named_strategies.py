@@ -54,11 +54,12 @@ class _Tables:
 
     def name(self, eqn: Equation, takes: tuple[Layout, ...], gives: tuple[Layout, ...]) -> str:
         """The name of the strategy of an equation: its primitive, and a few digits of a digest of the layouts."""
-        key = eqn.primitive.name, (takes, gives)
+        primitive = f"{eqn.primitive.name}"
+        key = primitive, (takes, gives)
         if key not in self.strategies:
             sides = tuple(tuple(self._layout(one) for one in side) for side in (takes, gives))
             digest = digest_of(sides)
-            names = (f"{eqn.primitive.name}-{digest[:length]}" for length in range(4, len(digest)))
+            names = (f"{primitive}-{digest[:length]}" for length in range(4, len(digest)))
             self.strategies[key] = NamedStrategy(self._new_name(names), *sides)
         return self.strategies[key].name
 
