@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 from typing import Literal
 
@@ -111,10 +112,12 @@ def count_meshes(settings: Settings) -> int:
 def axis_names(settings: Settings) -> tuple[str, ...]:
     """The names that axes of the plan's meshes may have."""
     followed = plan_to_follow(settings)
-    plans = followed.stages if isinstance(followed, PipelinePlan) else (followed,) if followed is not None else ()
+    plans: tuple[Plan, ...] = () if followed is None else (followed,) if isinstance(followed, Plan) else ()
+    if isinstance(followed, PipelinePlan):
+        plans = tuple(stage.plan for stage in followed.stages)
     given = () if settings.meshes == "auto" else settings.meshes
-    found = dict.fromkeys(name for one in (*given, *plans) for name in one.axis_names)
-    return tuple(found) or AXIS_NAMES
+    names = (*(mesh.axis_names for mesh in given), *(plan.axis_names for plan in plans))
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(names))) or AXIS_NAMES
 
 
 def choose_one_mesh(settings: Settings) -> tuple[LogicalMesh, ...]:

@@ -21,6 +21,7 @@ from autopar.layouts.monoids import neutral_element
 from autopar.rules.by_shape import Factors, keep_dimensions, shape_of
 from autopar.rules.factor_rule import Dim, FactorRule, make_rule
 from autopar.rules.on_shard import LocalCall
+from autopar.rules.reductions import is_complex
 
 
 def dynamic_slice(eqn: JaxprEqn) -> FactorRule:
@@ -188,13 +189,13 @@ def scatter_add(eqn: JaxprEqn) -> FactorRule:
 
 
 def scatter_min(eqn: JaxprEqn) -> FactorRule:
-    """As scatter-add, with min."""
-    return _scatter(eqn, "min", linear=())
+    """As scatter-add, with min; of complex numbers b stays whole."""
+    return _scatter(eqn, None if is_complex(eqn) else "min", linear=())
 
 
 def scatter_max(eqn: JaxprEqn) -> FactorRule:
-    """As scatter-add, with max."""
-    return _scatter(eqn, "max", linear=())
+    """As scatter-add, with max; of complex numbers b stays whole."""
+    return _scatter(eqn, None if is_complex(eqn) else "max", linear=())
 
 
 def scatter_other(eqn: JaxprEqn) -> FactorRule:

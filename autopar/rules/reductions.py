@@ -46,12 +46,12 @@ def reduce_sum(eqn: JaxprEqn) -> FactorRule:
 
 def reduce_max(eqn: JaxprEqn) -> FactorRule:
     """a b -> a | max: b; complex numbers have an order, but no all-reduce that knows it: b stays whole."""
-    return _reduction(eqn, None if _is_complex(eqn) else "max")
+    return _reduction(eqn, None if is_complex(eqn) else "max")
 
 
 def reduce_min(eqn: JaxprEqn) -> FactorRule:
     """a b -> a | min: b; of complex numbers b stays whole."""
-    return _reduction(eqn, None if _is_complex(eqn) else "min")
+    return _reduction(eqn, None if is_complex(eqn) else "min")
 
 
 def over_batch_sum(eqn: JaxprEqn) -> FactorRule:
@@ -89,7 +89,8 @@ def _over_batch(eqn: JaxprEqn, rule: Callable[[JaxprEqn], FactorRule]) -> Factor
     return rule(eqn) if eqn.params.get("axis_index_groups") is None else everything_whole(eqn)
 
 
-def _is_complex(eqn: JaxprEqn) -> bool:
+def is_complex(eqn: JaxprEqn) -> bool:
+    """Whether the first operand holds complex numbers."""
     return bool(jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.complexfloating))
 
 

@@ -86,7 +86,7 @@ def _batched_gather():
     )
 
 
-def _scatter(operation, *, unique=False):
+def _scatter(operation, *, unique=False, turned=0.0):
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0,)
     )
@@ -95,7 +95,7 @@ def _scatter(operation, *, unique=False):
     )
     return Example(
         lambda table, i, rows: operation(table, i, rows, numbers, mode=GatherScatterMode.FILL_OR_DROP),
-        (_TABLE, places, floats(8, 12)),
+        (_TABLE + turned, places, floats(8, 12) + turned),
     )
 
 
@@ -283,8 +283,8 @@ EXAMPLES = {
     "rng_bit_generator": [Example(lambda key: lax.rng_bit_generator(key, (8, 12)), (jnp.arange(4, dtype=jnp.uint32),))],
     "scatter": [_scatter(lax.scatter, unique=True)],
     "scatter-add": [_scatter(lax.scatter_add)],
-    "scatter-max": [_scatter(lax.scatter_max)],
-    "scatter-min": [_scatter(lax.scatter_min)],
+    "scatter-max": [_scatter(lax.scatter_max), _scatter(lax.scatter_max, turned=1j)],
+    "scatter-min": [_scatter(lax.scatter_min), _scatter(lax.scatter_min, turned=1j)],
     "scatter-mul": [_scatter(lax.scatter_mul)],
     "scatter-sub": [_scatter(lax.scatter_sub)],
     "schur": [Example(lambda x: lax.linalg.schur(x, compute_schur_vectors=False), (MATRICES,))],

@@ -114,8 +114,10 @@ def test_strategies_of_every_rule_are_legal_distinct_and_begin_with_the_replicat
             for var, layout in zip((*eqn.invars, *eqn.outvars), (*strategy.inputs, *strategy.outputs), strict=True):
                 assert layout.fits(var.aval.shape, mesh), (name, strategy.show(mesh))
                 assert not {*layout.sharded_axes} & {*layout.partial_axes}
-            axes = [axis for _, members in strategy.factor_axes for axis in members]
-            assert len(set(axes)) == len(axes)
+            axes = Counter(axis for _, members in strategy.factor_axes for axis in members)
+            for axis in axes:
+                parts = tuple(factor for factor, members in strategy.factor_axes if axis in members)
+                assert len(parts) == 1 or parts in rule.together, (name, strategy.show(mesh))
             assert strategy.ways == math.prod(mesh.shape[axis] for axis in axes)
 
 
