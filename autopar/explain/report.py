@@ -53,9 +53,13 @@ def explain(plan: Plan | PipelinePlan, *, full: bool = False, schedule_grid: str
 
 
 def standard_output() -> Console:
-    """Standard output; wide where it is no terminal, so that a report in a file or a pipe is not folded."""
+    """Standard output; wide where it is no terminal, so that a report in a file or a pipe is not folded.
+
+    A width of zero, as some shells without a window say, is none: a console that wide prints nothing.
+    """
     console = Console()
-    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=TEXT_WIDTH)
+    is_given = console.is_terminal or "COLUMNS" in os.environ
+    return console if is_given and console.width > 0 else Console(width=TEXT_WIDTH)
 
 
 def _show_pipeline(plan: PipelinePlan, console: Console, schedule_grid: str, *, full: bool) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from autopar.explain import bytes_text, explain, seconds_text, show
+from autopar.explain import TEXT_WIDTH, bytes_text, explain, seconds_text, show, standard_output
 from autopar.explain.paths import layout_text, path_patterns, source_text
 from autopar.explain.units import percent_text
 from autopar.plan import Candidate
@@ -271,3 +271,11 @@ def test_show_prints_to_the_console_it_is_given(capsys):
 )
 def test_a_share_is_only_called_none_or_all_if_it_is(part, whole, text):
     assert percent_text(part, whole) == text
+
+
+@pytest.mark.parametrize(("columns", "width"), [("0", TEXT_WIDTH), ("77", 77), (None, TEXT_WIDTH)])
+def test_a_report_outside_of_a_terminal_is_as_wide_as_asked_for_and_never_of_no_width(columns, width, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    assert standard_output().width == width
