@@ -124,10 +124,11 @@ def _is_scatter(op: Operation) -> bool:
 
 
 class _Sums:
-    """Who makes and who reads which value; `gone` are the scatters that run somewhere else now."""
+    """Who makes and who reads which value; `gone` are the scatters that run somewhere else now, and other names of theirs."""
 
     def __init__(self, block: Block, values: Sequence[Value]) -> None:
         self.names: dict[int, int] = {}
+        self.renames: dict[int, list[Operation]] = collections.defaultdict(list)
         self.maker: dict[int, Operation] = {}
         self.constants: set[int] = set()
         self.gone: set[Operation] = set()
@@ -135,6 +136,7 @@ class _Sums:
         for op in block.operations:
             if op.kind is Kind.ALIAS and values[op.inputs[0]].shape == values[op.outputs[0]].shape:
                 self.names[op.outputs[0]] = self.original(op.inputs[0])
+                self.renames[self.original(op.inputs[0])].append(op)
                 continue
             self.maker.update((v, op) for v in op.outputs)
             self.uses.update(self.original(v) for v in op.inputs)
@@ -161,6 +163,7 @@ class _Sums:
         """The scatter onto the other summand, and before it the sum of that with what the scatter added to."""
         self.gone.add(scatter)
         (made,), (base, *rest) = scatter.outputs, scatter.inputs
+        self.gone.update(self.renames[made])
         before: list[Operation] = []
         if self.original(base) not in self.constants:
             before = self.rewrite(Operation(kind=Kind.CHEAP, inputs=(other, base), outputs=(made,), adds=True))
