@@ -29,6 +29,7 @@ from autopar.arguments import (
     check_devices,
     check_kinds,
     check_leader,
+    check_limit,
     check_memory_limit,
     check_meshes,
     check_names,
@@ -44,11 +45,13 @@ from autopar.arguments import (
 from autopar.compat import undisturbed
 from autopar.cost_model.hardware import Cluster
 from autopar.decide import Planned, decide_together
-from autopar.errors import ArgumentError, ConstraintError, PlanError
+from autopar.errors import ArgumentError, ConstraintError, PlanError, warn
 from autopar.execution.calls import CallKey, key_of, refuse_tracers
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline, compile_pipeline
+from autopar.execution.recent import Recent
 from autopar.execution.state import create_sharded, gather_to_one
+from autopar.execution.turns import RUNNING, Turn
 from autopar.gc_pause import pause_full_collections
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.request import PlannedStep
@@ -69,13 +72,22 @@ from autopar.solver.budget import Budget
 
 
 @dataclasses.dataclass(eq=False)
-class _Memory:
-    """What a step keeps from call to call: plans and programs by call, the call that was planned last, the clock of a search."""
+class _Program:
+    """The step planned for one kind of call, and compiled once it is needed; `settings` are those of JAX, by name."""
 
-    planned: dict[CallKey, Planned] = dataclasses.field(default_factory=dict)
-    compiled: dict[CallKey, CompiledStep | CompiledPipeline] = dataclasses.field(default_factory=dict)
-    last: CallKey | None = None
+    planned: Planned
+    settings: dict[str, object]
+    compiled: CompiledStep | CompiledPipeline | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Memory:
+    """What a step keeps from call to call: programs by call, the one that was planned or used last, the clock of a search."""
+
+    programs: Recent[CallKey, _Program]
+    last: _Program | None = None
     clock: Budget | None = None
+    making: Turn = dataclasses.field(default_factory=Turn)
 
 
 class ParallelStep:
@@ -85,7 +97,8 @@ class ParallelStep:
     """
 
     def __init__(self, signature: CallSignature, settings: Settings) -> None:
-        self._signature, self._settings, self._memory = signature, settings, _Memory()
+        self._signature, self._settings = signature, settings
+        self._memory = _Memory(Recent(settings.max_programs))
         self._first: tuple[PyTree, ...] = ()
         functools.update_wrapper(self, signature.fun, updated=())
 
@@ -112,7 +125,7 @@ class ParallelStep:
     def plan(self, *args: PyTree, **kwargs: PyTree) -> Plan | PipelinePlan:
         """The plan for these arguments, arrays or `jax.ShapeDtypeStruct`s; it needs no devices if their number was given."""
         with undisturbed():
-            return self._memory.planned[self._plan(self._bind(args, kwargs))].plan
+            return self._plan(self._bind(args, kwargs), is_use=False).planned.plan
 
     def compile(self, *args: PyTree, **kwargs: PyTree) -> CompiledStep | CompiledPipeline:
         """The compiled step for these arguments, arrays or `jax.ShapeDtypeStruct`s; that of a method takes the object first."""
@@ -138,26 +151,27 @@ class ParallelStep:
                 f"init_state needs to know the plan: call {self._signature.name}.plan(state, batch) first, with arrays or "
                 "shapes, e.g. state = jax.eval_shape(create_fn, *args)"
             )
-        traced = self._memory.planned[self._memory.last].traced
+        traced = self._memory.last.planned.traced
         require_state(traced, self._signature.name)
         require_state_like(traced, jax.eval_shape(create_fn, *args), self._signature.name)
         shardings = self._compile(self._memory.last).in_shardings
         of_state = [shardings[i] for i, leaf in enumerate(traced.inputs) if leaf.role == "state"]
-        return create_sharded(create_fn, args, of_state)
+        with RUNNING.take(self._signature.name):
+            return create_sharded(create_fn, args, of_state)
 
     def gather(self, tree: Any) -> Any:
         """Copy a tree of arrays that are split over devices or stages to ordinary arrays on one device.
 
         Where several processes have the devices, all of them call it, and each gets every array, on a device of its own.
         """
-        with undisturbed():
+        with RUNNING.take(self._signature.name), undisturbed():
             return gather_to_one(tree, self.jax_devices())
 
     def last_plan(self) -> Plan | PipelinePlan:
         """The plan that was made or used last; PlanError if there is none."""
         if self._memory.last is None:
             raise PlanError(f"{self._signature.name} has not been planned yet; call it, or .plan(...)")
-        return self._memory.planned[self._memory.last].plan
+        return self._memory.last.planned.plan
 
     def stop_planning(self) -> bool:
         """End the search that is under way with the best plan so far; for signal handlers and other threads.
@@ -182,17 +196,32 @@ class ParallelStep:
         """A call's arguments, after the object that the step is a method of."""
         return bind_arguments(self._signature, (*self._first, *args), kwargs)
 
-    def _plan(self, call: BoundArguments) -> CallKey:
-        """Trace and plan the step for such a call, once; returns the key under which the plan is kept."""
+    def _plan(self, call: BoundArguments, *, is_use: bool = True) -> _Program:
+        """Trace and plan the step for such a call, once; `is_use`: it is about to run, nobody just looks at the plan."""
         key = key_of(call)
-        if key not in self._memory.planned:
-            with pause_full_collections():
-                enter("tracing")
-                traced = trace(self._signature, call, axis_names(self._settings))
-                warn_of_operations([eqn for eqn in traced.program.walk() if not isinstance(eqn, LoopEquation)])
-                self._memory.planned[key] = self._decide(traced)
-        self._memory.last = key
-        return key
+        program = self._memory.programs.find(key, is_use=is_use)
+        if program is None:
+            with self._memory.making.take(self._signature.name):
+                program = self._memory.programs.find(key) or self._make(key, call)
+        self._memory.last = program
+        return program
+
+    def _make(self, key: CallKey, call: BoundArguments) -> _Program:
+        """Trace and plan the step, and keep it."""
+        with pause_full_collections():
+            enter("tracing")
+            traced = trace(self._signature, call, axis_names(self._settings))
+            warn_of_operations([eqn for eqn in traced.program.walk() if not isinstance(eqn, LoopEquation)])
+            program = _Program(self._decide(traced), dict(key.settings))
+        programs = self._memory.programs
+        programs.keep(key, program)
+        if programs.dropped == 1:
+            warn(
+                f"{self._signature.name} was called with more than {programs.limit} sets of shapes, types and static values, and "
+                "from now on lets go of the program that was not used for longest: a call that needs it again plans and compiles "
+                "again. Pad batches to a few sizes, or raise max_programs."
+            )
+        return program
 
     def _decide(self, traced: TracedStep) -> Planned:
         """The plan for a traced step, sought while its clock runs."""
@@ -202,22 +231,22 @@ class ParallelStep:
         try:
             return decide_together(settings, traced, self._signature.name)
         except (ArgumentError, ConstraintError) as error:
-            hint = explain_fewer_examples(traced, (planned.traced for planned in self._memory.planned.values()))
+            hint = explain_fewer_examples(traced, (kept.planned.traced for kept in self._memory.programs.values()))
             if not hint:
                 raise
             raise type(error)(f"{error}{hint}") from error
         finally:
             self._memory.clock = None
 
-    def _compile(self, key: CallKey) -> CompiledStep | CompiledPipeline:
+    def _compile(self, program: _Program) -> CompiledStep | CompiledPipeline:
         """The step compiled by a plan, once, under the settings of JAX under which it was planned."""
-        if key not in self._memory.compiled:
-            enter("compiling")
-            with under(dict(key.settings)):
-                self._memory.compiled[key] = compile_planned(
-                    self._signature, self._memory.planned[key], self.jax_devices()
-                )
-        return self._memory.compiled[key]
+        if program.compiled is None:
+            with self._memory.making.take(self._signature.name):
+                if program.compiled is None:
+                    enter("compiling")
+                    with under(program.settings):
+                        program.compiled = compile_planned(self._signature, program.planned, self.jax_devices())
+        return program.compiled
 
 
 def compile_planned(
@@ -255,6 +284,7 @@ def parallelize(
     planning_processes: int = 1,
     planning_seconds: float | None = 60.0,
     plan_cache: bool = True,
+    max_programs: int | None = 64,
 ) -> Any:
     """Run a step on all devices under a plan that autopar finds; a decorator with and without arguments.
 
@@ -302,6 +332,8 @@ def parallelize(
         planning_seconds: how long the search may take, tracing not counted. When they are over, the best plan so far is used, and
             it says what was not compared. None sets no limit.
         plan_cache: whether the plan is looked for on disk, where an earlier run may have left it, and kept there for later ones.
+        max_programs: for how many sets of shapes, types and static values the step keeps its plan and its program. The set that
+            was not used for longest goes first, with a warning the first time. None keeps all.
 
     Returns:
         A `ParallelStep`, called like `fun` and with the same results; without `fun`, a decorator that makes one.
@@ -334,6 +366,7 @@ def parallelize(
         processes=check_processes(planning_processes),
         planning_seconds=check_seconds(planning_seconds),
         uses_cache=check_switch("plan_cache", plan_cache),
+        max_programs=check_limit("max_programs", max_programs),
     )
     batch, static = (
         check_open_positions("batch_argnums", batch_argnums),

@@ -89,6 +89,14 @@ def check_count(name: str, count: object) -> Open:
     return number
 
 
+def check_limit(name: str, count: object) -> int | None:
+    """How many of something are kept, or None for all."""
+    number = whole_number(count)
+    if count is not None and (number is None or number < 1):
+        raise ArgumentError(f"{name}={count!r}: a positive whole number is expected, or None for no limit")
+    return number
+
+
 def check_processes(count: object) -> int:
     """The number of processes that plan."""
     number = whole_number(count)

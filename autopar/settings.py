@@ -52,6 +52,7 @@ class Settings:
     processes: int = 1
     planning_seconds: float | None = None
     uses_cache: bool = True
+    max_programs: int | None = None
     budget: Budget = dataclasses.field(default_factory=Budget)
 
 

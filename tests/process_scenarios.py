@@ -223,7 +223,7 @@ def weak_rate():
     for n in range(2):
         state, _ = parallel(state, {name: x.astype(jnp.bfloat16) for name, x in batch(n).items()})
         types.append([(str(x.dtype), x.weak_type) for x in jax.tree.leaves(state)])
-    return {"types": str(types), "plans": len(parallel._memory.planned)}
+    return {"types": str(types), "plans": len(parallel._memory.programs)}
 
 
 def caught(kind, run):

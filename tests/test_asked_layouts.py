@@ -95,7 +95,7 @@ def test_a_mesh_that_is_current_gives_names_and_sizes():
     step = autopar.parallelize(make_step(asks_for(P("model", "data"))), mesh_shape=(2, 4))
     with jax.set_mesh(mesh_of(data=2, model=4)):
         step.plan(PARAMS, BATCH)
-    (planned,) = step._memory.planned.values()
+    (planned,) = (program.planned for program in step._memory.programs.values())
     asked = [eqn for eqn in planned.traced.program.walk() if eqn.primitive.name == "constrain"]
     assert [planned.assignment.strategies[eqn].outputs[0].dims for eqn in asked] == [((1,), (0,))] * len(asked) != []
 

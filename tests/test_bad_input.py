@@ -78,6 +78,8 @@ def test_a_mesh_larger_than_a_given_number_of_devices_is_refused_when_planning()
         ({"planning_seconds": "60"}, "planning_seconds='60': a positive number of seconds"),
         ({"planning_seconds": float("inf")}, "planning_seconds=inf: a positive number of seconds"),
         ({"planning_seconds": True}, "planning_seconds=True: a positive number of seconds"),
+        ({"max_programs": 0}, "max_programs=0: a positive whole number is expected, or None for no limit"),
+        ({"max_programs": "all"}, "max_programs='all': a positive whole number is expected, or None"),
         ({"collectives": 3}, "collectives=3: None, for all, or a list of kinds is expected, of all-reduce"),
         ({"devices": [jax.devices()[0]] * 2}, "every device is expected once"),
         ({"mesh_shape": {1: 8}}, "every axis needs a name such as 'data', 1 is not one"),

@@ -26,6 +26,7 @@ from autopar.compat import (
 from autopar.errors import UnsupportedProgramError
 from autopar.execution.calls import Given, check_leaves, copy_repeated, refuse_consumed
 from autopar.execution.devices import device_mesh
+from autopar.execution.turns import RUNNING
 from autopar.execution.weak_types import keep_weak_types
 from autopar.intra_op.lowering.per_device import map_over_mesh, partition_spec
 from autopar.intra_op.request import PlannedStep
@@ -78,8 +79,8 @@ class CompiledStep:
 
     def run(self, leaves: Sequence[Given]) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
-        refuse_consumed(self.signature.name, self.traced, leaves)
-        with undisturbed():
+        with RUNNING.take(self.signature.name), undisturbed():
+            refuse_consumed(self.signature.name, self.traced, leaves)
             arrays = copy_repeated([*leaves, *self._constants], self._donated)
             placed = [
                 x if getattr(x, "sharding", None) is self._accepted[i] else self._place(i, x)

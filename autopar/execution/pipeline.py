@@ -25,6 +25,7 @@ from autopar.execution.pipeline_tasks import Item, PlannedStage, make_pipeline_t
 from autopar.execution.processes import PipelineProcesses, bring_leaves
 from autopar.execution.slots import link_tasks
 from autopar.execution.transfers import Transfers
+from autopar.execution.turns import RUNNING
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.inter_op.stage_seconds import Staged
 from autopar.pipeline_plan import PipelinePlan
@@ -140,8 +141,8 @@ class CompiledPipeline:
         """One step on the flat leaves of its arguments; results as a tree, each on the stage that made it."""
         if self._watch is not None:
             self._watch.refuse_if_lost()
-        refuse_consumed(self.signature.name, self.traced, leaves)
-        with undisturbed(), under(self._settings):  # tasks are lowered when they are first called
+        with RUNNING.take(self.signature.name), undisturbed(), under(self._settings):  # the first call lowers its tasks
+            refuse_consumed(self.signature.name, self.traced, leaves)
             if self._watch is None:
                 flat = self._results(self._driver.run(self._supply(leaves), record=record))
             else:

@@ -8,7 +8,9 @@ element types that NumPy cannot share, which are copied by JAX.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
@@ -23,6 +25,23 @@ ALIGNMENT = 64
 """Bytes at multiples of which XLA takes over memory without a copy."""
 
 Callback = Callable[..., Sequence[jax.typing.ArrayLike]]
+_HERE = threading.local()
+
+
+def is_inside_callback() -> bool:
+    """Whether this thread is in a callback of a step, for which a device waits."""
+    return getattr(_HERE, "is_inside", False)
+
+
+@contextlib.contextmanager
+def inside_callback() -> Iterator[None]:
+    """A context for every call of a user's function by a device."""
+    _HERE.is_inside = True
+    try:
+        yield
+    finally:
+        _HERE.is_inside = False
+
 
 call_python_p = Primitive("call_python")
 call_python_p.multiple_results = True
@@ -38,7 +57,7 @@ def call_python(call: LocalCall) -> Sequence[jax.Array]:
 
 def call_with_arrays(callback: Callback, operands: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
     """The results of a callback that is given JAX's arrays, in memory of their own."""
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+    with inside_callback(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         return tuple(np.asarray(x) for x in callback(*map(_as_array, operands)))
 
 

@@ -177,9 +177,9 @@ def test_a_step_that_follows_another_depends_on_that_ones_plan_but_not_on_how_lo
     leader = parallel(mesh_shape=(2, 2))
     leader.plan(*arguments())
     first = key(follow=leader)
-    (call,) = leader._memory.planned
-    planned = leader._memory.planned[call]
-    leader._memory.planned[call] = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, planning_s=99.0))
+    (program,) = leader._memory.programs.values()
+    plan = dataclasses.replace(program.planned.plan, planning_s=99.0)
+    program.planned = dataclasses.replace(program.planned, plan=plan)
     assert key(follow=leader) == first
     other = parallel(mesh_shape=(4,))
     other.plan(*arguments())

@@ -1,0 +1,44 @@
+"""The values of the keys that were used last, up to a number of them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """A table that lets go of the key that was not used for longest when it has more than `limit`; None keeps all."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self.dropped = 0
+        self._values: OrderedDict[K, V] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def find(self, key: K, *, is_use: bool = True) -> V | None:
+        """The value of a key, or None; where it `is_use`, the key counts as used now."""
+        with self._lock:
+            if is_use and key in self._values:
+                self._values.move_to_end(key)
+            return self._values.get(key)
+
+    def keep(self, key: K, value: V) -> None:
+        """Keep a value for a key, which counts as used now; `dropped` counts the keys that had to go."""
+        with self._lock:
+            self._values[key] = value
+            self._values.move_to_end(key)
+            while self.limit is not None and len(self._values) > self.limit:
+                self._values.popitem(last=False)
+                self.dropped += 1
+
+    def values(self) -> tuple[V, ...]:
+        """All values, the one that was not used for longest first."""
+        with self._lock:
+            return tuple(self._values.values())
