@@ -38,16 +38,17 @@ from rich.table import Table  # noqa: E402
 
 import autopar  # noqa: E402
 from autopar.models import registry  # noqa: E402
+from autopar.models.config import DTYPES  # noqa: E402
 
-LOSS_TOLERANCE = 1e-4
+LOSS_TOLERANCE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 1e-3}
 TARGET_RATIO = 1.03
 
-SIZES: Mapping[str, Mapping[str, int | float]] = {
+SIZES: Mapping[str, Mapping[str, int | float | str]] = {
     "gpt": {"layers": 2, "hidden": 256, "heads": 8, "seq": 64, "batch": 16},
     "moe": {"layers": 2, "hidden": 192, "heads": 8, "seq": 64, "batch": 16, "experts": 8},
     "wide_resnet": {"depth": 11, "base_channels": 16, "width_factor": 2, "image_size": 16, "batch": 32},
 }
-QUICK_SIZES: Mapping[str, Mapping[str, int | float]] = {
+QUICK_SIZES: Mapping[str, Mapping[str, int | float | str]] = {
     "gpt": {"layers": 1, "hidden": 64, "heads": 8, "seq": 32, "batch": 8},
     "moe": {"layers": 2, "hidden": 64, "heads": 8, "seq": 32, "batch": 16, "experts": 8},
     "wide_resnet": {"depth": 11, "base_channels": 8, "width_factor": 1, "image_size": 8, "batch": 16},
@@ -240,11 +241,11 @@ def one_step(variant: Variant) -> float:
     return float(metrics["loss"])
 
 
-def measure(variants: Sequence[Variant], rounds: int, expected_loss: float) -> None:
+def measure(variants: Sequence[Variant], rounds: int, expected_loss: float, *, tolerance: float) -> None:
     """Check each variant's first loss, then time rounds in which each makes one step, in rotating order."""
     for variant in variants:
         variant.first_loss = one_step(variant)
-        if abs(variant.first_loss - expected_loss) > LOSS_TOLERANCE:
+        if abs(variant.first_loss - expected_loss) > tolerance:
             raise SystemExit(
                 f"{variant.name}: first loss {variant.first_loss}, plain jit on one device {expected_loss}"
             )
@@ -257,7 +258,7 @@ def measure(variants: Sequence[Variant], rounds: int, expected_loss: float) -> N
 
 
 def result_of(
-    name: str, sizes: Mapping[str, int | float], variants: Sequence[Variant], expected_loss: float
+    name: str, sizes: Mapping[str, int | float | str], variants: Sequence[Variant], expected_loss: float
 ) -> dict[str, Any]:
     """Figures of one model, ready for JSON."""
     hands = [v for v in variants if v.kind == "hand"]
@@ -335,7 +336,7 @@ def table_of(result: Mapping[str, Any], rounds: int) -> Table:
     return table
 
 
-def benchmark(name: str, sizes: Mapping[str, int | float], rounds: int, *, forced: bool) -> dict[str, Any]:
+def benchmark(name: str, sizes: Mapping[str, int | float | str], rounds: int, *, forced: bool) -> dict[str, Any]:
     """Measure one model."""
     model = registry.build(name, **sizes)
     # Kept on the host: variants donate their state, and each must start from the same one.
@@ -346,7 +347,7 @@ def benchmark(name: str, sizes: Mapping[str, int | float], rounds: int, *, force
     variants += [hand_variant(model, plan, state, batch) for plan in hand_plans(name)]
     if forced:
         variants += forced_variants(model, state, batch)
-    measure(variants, rounds, expected)
+    measure(variants, rounds, expected, tolerance=LOSS_TOLERANCE[str(sizes["dtype"])])
     return result_of(name, sizes, variants, expected)
 
 
@@ -355,6 +356,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--models", nargs="+", choices=tuple(SIZES), default=tuple(SIZES))
     parser.add_argument("--rounds", type=int, default=15, help="timed steps of each variant (default %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="that the models compute in")
     parser.add_argument("--quick", action="store_true", help="tiny sizes and 3 rounds: does it run?")
     parser.add_argument("--forced", action="store_true", help="also autopar's plans for fixed meshes and presets")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
@@ -363,7 +365,7 @@ def main() -> None:
     results = []
     console = Console(width=None if Console().is_terminal else 150)
     for name in given.models:
-        sizes = (QUICK_SIZES if given.quick else SIZES)[name]
+        sizes = {**(QUICK_SIZES if given.quick else SIZES)[name], "dtype": given.dtype}
         results.append(benchmark(name, sizes, rounds, forced=given.forced))
         console.print(table_of(results[-1], rounds))
         if given.json is not None:

@@ -39,6 +39,7 @@ from rich.table import Table  # noqa: E402
 import autopar  # noqa: E402
 from autopar.intra_op.memory.tuning import TUNING  # noqa: E402
 from autopar.models import registry  # noqa: E402
+from autopar.models.config import DTYPES  # noqa: E402
 
 LEAST_RATIO, MOST_RATIO = 0.9, 1.1
 LIMIT_SHARE = 0.9
@@ -184,10 +185,10 @@ def xla_bytes(compiled: Any) -> int:
     return int(kept + account.temp_size_in_bytes)
 
 
-def account_of(group: str, model_name: str, plan_name: str, mesh: tuple[int, ...]) -> Account:
+def account_of(group: str, model_name: str, plan_name: str, mesh: tuple[int, ...], *, dtype: str) -> Account:
     """Plan, compile, read both figures. Raises OutOfMemoryError if no plan was found within the limit of a limited one."""
     name, sizes = MODELS[model_name]
-    model = registry.build(name, **sizes)
+    model = registry.build(name, **sizes, dtype=dtype)
     shapes = jax.eval_shape(model.create_state, jax.random.key(0)), model.batch_shape()
     given = {"devices": jax.devices()[: math.prod(mesh)], "mesh_shape": mesh, **PLANS[plan_name]}
     limit = None
@@ -246,6 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="that the models compute in")
     parser.add_argument("--json", type=Path, help="write the figures here")
     given = parser.parse_args(arguments)
     cases = [
@@ -258,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, case in enumerate(cases, 1):
         begun = time.process_time()
         try:
-            accounts.append(account_of(*case))
+            accounts.append(account_of(*case, dtype=given.dtype))
             said = f"{accounts[-1].ratio:.3f}"
         except autopar.OutOfMemoryError:
             said = f"no plan within {LIMIT_SHARE:.0%} of what the searched one needs"

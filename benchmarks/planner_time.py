@@ -41,6 +41,7 @@ import autopar
 from autopar import api
 from autopar.intra_op import mesh_search
 from autopar.models import registry
+from autopar.models.config import DTYPES
 
 DEPTHS = (2, 4, 8, 16, 24, 48)
 PHASES = ("trace", "graph", "memory", "solve", "assign", "describe")
@@ -101,6 +102,7 @@ def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
         "vocab": 51200,
         "batch": given.batch,
         "remat": given.remat,
+        "dtype": given.dtype,
     }
     model = registry.build("gpt", layers=layers, **sizes)
     state = jax.eval_shape(model.create_state, jax.eval_shape(lambda: jax.random.key(0)))
@@ -172,6 +174,7 @@ def main() -> None:
     )
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="that the model computes in")
     parser.add_argument("--remat", action="store_true", help="recompute each block in the backward pass")
     parser.add_argument(
         "--profile", type=int, metavar="N", help="plan the deepest again under cProfile; print N functions"

@@ -1,12 +1,16 @@
 """Sizes of a model as frozen data.
 
-Every field is an int, a float or a bool, so that a command line can offer each as a flag. A config checks itself when
-it is made and reports every impossible value at once, with the numbers that disagree.
+Every field is an int, a float, a bool or one of a few words, so that a command line can offer each as a flag. A config
+checks itself when it is made and reports every impossible value at once, with the numbers that disagree.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+
+DTYPES = ("float32", "bfloat16", "float16")
+PARAM_DTYPES = ("float32", "bfloat16")
+"""Weights in float16 would lose their updates, and the optimizer's epsilon would be 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +19,8 @@ class ModelConfig:
 
     Attributes:
         sgd: plain stochastic gradient descent in place of AdamW, with the same decay of weights.
+        dtype: the type that the model computes in. float16 scales its loss and skips updates with infinities.
+        param_dtype: the type of the weights and of the optimizer's statistics.
         aux_metrics: training reports, as evaluation does, how good the outputs are, and both the loss of each example.
 
     Raises:
@@ -27,6 +33,8 @@ class ModelConfig:
     clip_norm: float = 1.0
     sgd: bool = False
     aux_metrics: bool = False
+    dtype: str = field(default="float32", metadata={"choices": DTYPES})
+    param_dtype: str = field(default="float32", metadata={"choices": PARAM_DTYPES})
 
     def __post_init__(self) -> None:
         problems = list(self._wrong_types()) or list(self._problems())
@@ -43,17 +51,21 @@ class ModelConfig:
         yield from self._not_positive("batch", "learning_rate", "clip_norm")
         if self.weight_decay < 0:
             yield f"weight_decay is {self.weight_decay}, but must be 0 or more"
+        for sized in fields(self):
+            choices = sized.metadata.get("choices")
+            if choices and getattr(self, sized.name) not in choices:
+                yield f"{sized.name} is {getattr(self, sized.name)!r}, but must be one of {', '.join(choices)}"
 
     def _wrong_types(self) -> Iterator[str]:
-        """Yield a sentence per field whose value is not of the field's type; an int is accepted for a float."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            accepted = (int, float) if field.type is float else field.type
-            assert isinstance(accepted, (type, tuple)), f"{field.name} must be annotated with int, float or bool"
-            if not isinstance(value, accepted) or (isinstance(value, bool) and field.type is not bool):
-                yield f"{field.name} is {value!r}, but must be of type {getattr(field.type, '__name__', field.type)}"
+        """Yield a sentence per size whose value is not of the size's type; an int is accepted for a float."""
+        for size in fields(self):
+            value = getattr(self, size.name)
+            accepted = (int, float) if size.type is float else size.type
+            assert isinstance(accepted, (type, tuple)), f"{size.name} must be annotated with int, float, bool or str"
+            if not isinstance(value, accepted) or (isinstance(value, bool) and size.type is not bool):
+                yield f"{size.name} is {value!r}, but must be of type {getattr(size.type, '__name__', size.type)}"
             elif isinstance(value, float) and not math.isfinite(value):
-                yield f"{field.name} is {value!r}, but must be finite"
+                yield f"{size.name} is {value!r}, but must be finite"
 
     def _not_positive(self, *names: str) -> Iterator[str]:
         for name in names:

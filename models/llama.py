@@ -25,8 +25,8 @@ def rotary_angles(length: int, depth: int, theta: float) -> jax.Array:
 
 
 def rotate(x: jax.Array, angles: jax.Array) -> jax.Array:
-    """Turn the pairs of x (B, S, heads, D) by angles (S, D/2)."""
-    cosine, sine = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    """Turn the pairs of x (B, S, heads, D) by angles (S, D/2), float32."""
+    cosine, sine = (turn(angles)[:, None, :].astype(x.dtype) for turn in (jnp.cos, jnp.sin))
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
 

@@ -79,8 +79,9 @@ class MixtureOfExperts(nn.Module):
         up = self.param("up", INIT, (experts, hidden, wide))
         down = self.param("down", INIT, (experts, wide, hidden))
         tokens = x.reshape(-1, config.group, hidden)
-        gates = nn.softmax(nn.Dense(experts, use_bias=False, kernel_init=INIT, name="gate")(tokens))
-        routing = top2_routing(gates.astype(jnp.float32), config.capacity)  # places are counted, which needs 24 bits
+        logits = nn.Dense(experts, use_bias=False, kernel_init=INIT, name="gate")(tokens)
+        gates = nn.softmax(logits.astype(jnp.float32))  # places are counted, which needs 24 bits
+        routing = top2_routing(gates, config.capacity)
         arrived = jnp.einsum("gtec,gth->egch", routing.dispatch.astype(x.dtype), tokens)
         computed = jnp.einsum("egcf,efh->egch", nn.gelu(jnp.einsum("egch,ehf->egcf", arrived, up)), down)
         mixed = jnp.einsum("gtec,egch->gth", routing.combine.astype(x.dtype), computed)

@@ -2,7 +2,8 @@
 
 `supervised` makes it of any model whose outputs are measured against targets in the batch; a model that adds to its loss,
 or keeps statistics, writes its own. Means over weighted examples divide by the sum of the weights in the batch, so that
-what has weight 0 counts nowhere. What can go wrong is a mean of means: weights are summed over the whole batch at once.
+what has weight 0 counts nowhere. Losses are float32 whatever the model computes in. What can go wrong is a mean of means: weights
+are summed over the whole batch at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from autopar.models.config import ModelConfig
+from autopar.models.precision import cast_floats
 from autopar.models.sizes import DropoutConfig
 
 PyTree: TypeAlias = Any
@@ -62,6 +64,7 @@ def cross_entropy(
     Metrics are "accuracy", the share of labels that have the largest logit, and "example_loss" (B,), as `config` and
     `evaluating` ask for them.
     """
+    logits = logits.astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     metrics = _example_losses(config, losses, weights)
     if evaluating or config.aux_metrics:
@@ -73,7 +76,7 @@ def squared_error(
     config: ModelConfig, outputs: jax.Array, targets: jax.Array, *, evaluating: bool, weights: jax.Array | None = None
 ) -> tuple[jax.Array, Metrics]:
     """The mean of (outputs - targets)^2, both (B, ...), and metrics: "absolute_error", its mean, "example_loss" (B,)."""
-    errors = outputs - targets
+    errors = outputs.astype(jnp.float32) - targets
     losses = errors**2
     metrics = _example_losses(config, losses, weights)
     if evaluating or config.aux_metrics:
@@ -128,7 +131,8 @@ def supervised(
         params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, Outcome]:
         key = dropout_key if config.dropout else None
-        outputs: Any = model.apply({"params": params}, *(batch[name] for name in inputs), key)
+        examples = cast_floats([batch[name] for name in inputs], config.dtype)
+        outputs: Any = model.apply({"params": params}, *examples, key)
         evaluating, weights = dropout_key is None, batch.get("weights")
         mean_loss, metrics = measure(config, outputs, batch[targets], evaluating=evaluating, weights=weights)
         return mean_loss, Outcome(metrics, batch_stats)

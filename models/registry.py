@@ -81,7 +81,7 @@ class ModelEntry:
     module: str
 
 
-def build(name: str, **size_overrides: int | float | bool) -> BuiltModel:
+def build(name: str, **size_overrides: int | float | bool | str) -> BuiltModel:
     """Build the model `name`, its default sizes overridden by keyword.
 
     Raises:

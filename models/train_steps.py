@@ -16,17 +16,28 @@ import optax
 
 from autopar.models.config import ModelConfig
 from autopar.models.objective import Batch, Metrics, Objective, Outcome, PyTree
+from autopar.models.precision import (
+    LossScale,
+    all_finite,
+    cast_floats,
+    first_loss_scale,
+    keep_if,
+    next_loss_scale,
+    scale_loss,
+    unscale,
+)
 
 
 class TrainState(flax.struct.PyTreeNode):
     """All that a step reads and writes.
 
     Attributes:
-        step: int32 scalar, the number of updates made.
-        params: float32 leaves.
+        step: int32 scalar, the number of batches trained on.
+        params: leaves of `config.param_dtype`.
         opt_state: optax state of `optimizer(config)`.
         batch_stats: running statistics of BatchNorm; an empty dict without BatchNorm.
         dropout_key: uint32 (2,), raw key data, so that any checkpoint format can hold it.
+        loss_scale: the factor of a float16 loss; None in other types.
     """
 
     step: jax.Array
@@ -34,6 +45,7 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: PyTree
     batch_stats: PyTree
     dropout_key: jax.Array
+    loss_scale: LossScale | None = None
 
 
 class Steps(NamedTuple):
@@ -59,32 +71,52 @@ def make_steps(config: ModelConfig, objective: Objective) -> Steps:
     def create_state(key: jax.Array) -> TrainState:
         params_key, dropout_key = jax.random.split(key)
         variables = objective.init(params_key)
+        params = cast_floats(variables["params"], config.param_dtype)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
-            params=variables["params"],
-            opt_state=update_rule.init(variables["params"]),
+            params=params,
+            opt_state=update_rule.init(params),
             batch_stats=variables.get("batch_stats", {}),
             dropout_key=jax.random.key_data(dropout_key),
+            loss_scale=first_loss_scale(config),
         )
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         step_key = jax.random.fold_in(state.dropout_key, state.step)
 
-        def loss_of(params: PyTree) -> tuple[jax.Array, Outcome]:
-            return objective.loss(params, state.batch_stats, batch, dropout_key=step_key)
+        def loss_of(params: PyTree) -> tuple[jax.Array, tuple[jax.Array, Outcome]]:
+            cast = cast_floats(params, config.dtype)
+            loss, outcome = objective.loss(cast, state.batch_stats, batch, dropout_key=step_key)
+            return scale_loss(loss, state.loss_scale), (loss, outcome)
 
-        (loss, outcome), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-        updates, opt_state = update_rule.update(gradients, state.opt_state, state.params)
-        new_state = state.replace(
-            step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
-            opt_state=opt_state,
-            batch_stats=outcome.batch_stats,
-        )
+        (_, (loss, outcome)), gradients = jax.value_and_grad(loss_of, has_aux=True)(state.params)
+        new_state = _updated(state, update_rule, gradients, outcome.batch_stats)
         return new_state, {"loss": loss, **outcome.metrics}
 
     def eval_step(state: TrainState, batch: Batch) -> Metrics:
-        loss, outcome = objective.loss(state.params, state.batch_stats, batch, dropout_key=None)
+        params = cast_floats(state.params, config.dtype)
+        loss, outcome = objective.loss(params, state.batch_stats, batch, dropout_key=None)
         return {"loss": loss, **outcome.metrics}
 
     return Steps(train_step, eval_step, create_state)
+
+
+def _updated(
+    state: TrainState, update_rule: optax.GradientTransformation, gradients: PyTree, batch_stats: PyTree
+) -> TrainState:
+    """The state after an update; with a scaled loss, weights and statistics stay where a gradient is not finite."""
+    scale = state.loss_scale
+    if scale is not None:
+        gradients = unscale(gradients, scale)
+    updates, opt_state = update_rule.update(gradients, state.opt_state, state.params)
+    new = state.replace(
+        step=state.step + 1,
+        params=optax.apply_updates(state.params, updates),
+        opt_state=opt_state,
+        batch_stats=batch_stats,
+    )
+    if scale is None:
+        return new
+    finite = all_finite(gradients)
+    kept = keep_if(finite, new, state)
+    return kept.replace(step=new.step, loss_scale=next_loss_scale(scale, finite))

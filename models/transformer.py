@@ -30,9 +30,10 @@ def scores(query: jax.Array, keys: jax.Array) -> jax.Array:
 def mix(scores: jax.Array, values: jax.Array, *, allowed: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Means of values (B, K, N, D) by the softmax of scores (B, N, Q, K), with dropout on it: (B, Q, N, D).
 
-    `allowed` is bool and broadcasts against the scores: only where it is true is a value looked at.
+    `allowed` is bool and broadcasts against the scores: only where it is true is a value looked at. The softmax is float32.
     """
-    weights = dropout(nn.softmax(jnp.where(allowed, scores, -1e9)), rate, key)
+    weights = nn.softmax(jnp.where(allowed, scores.astype(jnp.float32), -1e9)).astype(values.dtype)
+    weights = dropout(weights, rate, key)
     return jnp.einsum("bnqk,bknd->bqnd", weights, values)
 
 

@@ -83,11 +83,11 @@ def objective(config: WideResNetConfig) -> Objective:
         params: PyTree, batch_stats: PyTree, batch: Batch, *, dropout_key: jax.Array | None
     ) -> tuple[jax.Array, Outcome]:
         variables = {"params": params, "batch_stats": batch_stats}
-        evaluating = dropout_key is None
+        evaluating, images = dropout_key is None, batch["images"].astype(config.dtype)
         if evaluating:
-            logits: Any = model.apply(variables, batch["images"], False)
+            logits: Any = model.apply(variables, images, False)
         else:
-            logits, changed = model.apply(variables, batch["images"], True, mutable=["batch_stats"])
+            logits, changed = model.apply(variables, images, True, mutable=["batch_stats"])
             batch_stats = changed["batch_stats"]
         mean_loss, metrics = cross_entropy(config, logits, batch["labels"], evaluating=evaluating)
         return mean_loss, Outcome(metrics, batch_stats)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from rich.console import Console
@@ -13,14 +13,14 @@ from autopar.commands.training import INTERRUPTED, train_model
 from autopar.commands.training_run import Observe, Record, StopRequest, ignore
 from autopar.explain import standard_output
 
-LARGEST_DIFFERENCE = 1e-3
-"""By how much the losses of two runs may differ."""
+LARGEST_DIFFERENCES: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}
+"""By how much the losses of two runs may differ, by the type that the model computes in."""
 
 
 def demo(
     parts: Sequence[argparse.Namespace],
     *,
-    largest_difference: float = LARGEST_DIFFERENCE,
+    largest_difference: float | None = None,
     stop: StopRequest | None = None,
     observe: Observe = ignore,
 ) -> int:
@@ -30,7 +30,7 @@ def demo(
 
     Args:
         parts: The options of each way.
-        largest_difference: By how much the losses of two runs may differ.
+        largest_difference: By how much the losses of two runs may differ; None: by what their type allows.
         stop: What Ctrl-C sets.
         observe: Called after each step.
     """
@@ -43,7 +43,8 @@ def demo(
         reference = outcome.reference
         if outcome.stopped or reference is None:
             return INTERRUPTED
-        found = _find_problems(outcome.record, reference, largest_difference)
+        allowed = largest_difference or LARGEST_DIFFERENCES[options.sizes.get("dtype", "float32")]
+        found = _find_problems(outcome.record, reference, allowed)
         problems += [f"{options.title}: {problem}" for problem in found]
     for problem in problems:
         Console(stderr=True).print(f"autopar demo: {problem}", markup=False)
@@ -62,7 +63,7 @@ def demo_options(options: argparse.Namespace) -> tuple[argparse.Namespace, argpa
     """The demo as two runs of `train`: the default GPT on 8 devices as one mesh, and as 2 stages of 4 devices."""
     shared: dict[str, object] = {
         "model": "gpt",
-        "sizes": {},
+        "sizes": {"dtype": options.dtype},
         "steps": options.steps,
         "seed": options.seed,
         "devices": DEFAULT_DEVICES,

@@ -141,6 +141,12 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=values.positive, default=80, metavar="N", help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="that the model computes in; default %(default)s",
+    )
     parser.set_defaults(run=_run_demo)
 
 
@@ -262,9 +268,16 @@ def _add_sizes(parser: argparse.ArgumentParser, model: str) -> None:
             group.add_argument(flag, action=action, dest=dest, default=argparse.SUPPRESS, help=default)
         else:
             kind = field.type if isinstance(field.type, type) else str
-            read_size, metavar = values.size_reader(kind), kind.__name__.upper()
+            read_size, choices = values.size_reader(kind), field.metadata.get("choices")
+            metavar = None if choices else kind.__name__.upper()
             group.add_argument(
-                flag, type=read_size, metavar=metavar, dest=dest, default=argparse.SUPPRESS, help=default
+                flag,
+                type=read_size,
+                choices=choices,
+                metavar=metavar,
+                dest=dest,
+                default=argparse.SUPPRESS,
+                help=default,
             )
 
 

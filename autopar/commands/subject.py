@@ -34,7 +34,7 @@ class Subject:
     batch: PyTree
 
 
-def build_model(model: str, sizes: Mapping[str, int | float]) -> BuiltModel:
+def build_model(model: str, sizes: Mapping[str, int | float | str]) -> BuiltModel:
     """Build a model of the registry; ArgumentError says which sizes cannot work."""
     if ":" in model:
         raise ArgumentError(
@@ -53,7 +53,7 @@ def find_shapes(built: BuiltModel) -> Subject:
     return Subject(built.train_step, state, built.batch_shape())
 
 
-def find_subject(model: str, sizes: Mapping[str, int | float]) -> Subject:
+def find_subject(model: str, sizes: Mapping[str, int | float | str]) -> Subject:
     """Find the step that MODEL names."""
     return _import_step(model) if ":" in model else find_shapes(build_model(model, sizes))
 

@@ -134,15 +134,15 @@ def layout(spec: str) -> Layout:
     return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry for entry in entries))
 
 
-def size_reader(kind: type) -> Callable[[str], int | float]:
-    """Make a reader for a model's size that is an int or a float."""
+def size_reader(kind: type) -> Callable[[str], int | float | str]:
+    """Make a reader for a model's size that is an int, a float or a word."""
 
-    def read(text: str) -> int | float:
+    def read(text: str) -> int | float | str:
         try:
-            number: int | float = kind(text)
+            value: int | float | str = kind(text)
         except ValueError:
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-        return number
+        return value
 
     return read

@@ -132,7 +132,7 @@ def test_the_users_flags_for_xla_are_kept(monkeypatch):
 
 def small_demo(**sizes: float) -> list[argparse.Namespace]:
     """The demo's options, for one mesh and for a pipeline, with a model that takes a second."""
-    parts = demo.demo_options(argparse.Namespace(steps=6, seed=0))
+    parts = demo.demo_options(argparse.Namespace(steps=6, seed=0, dtype="float32"))
     sizes = {"layers": 1, "hidden": 16, "inputs": 16, "batch": 16, "learning_rate": 0.01, **sizes}
     return [argparse.Namespace(**(vars(options) | {"model": "mlp", "sizes": sizes})) for options in parts]
 

@@ -71,8 +71,9 @@ def test_data_depends_on_the_seed_only(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_field_of_a_config_can_become_a_flag(name):
     for field in dataclasses.fields(MODELS[name].config):
-        assert field.type in (int, float, bool)
+        assert field.type in (int, float, bool, str)
         assert type(field.default) is field.type
+        assert (field.type is str) == ("choices" in field.metadata)
 
 
 @pytest.mark.parametrize(
