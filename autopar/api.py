@@ -44,7 +44,7 @@ from autopar.arguments import (
 )
 from autopar.compat import undisturbed
 from autopar.cost_model.hardware import Cluster
-from autopar.decide import Planned, decide_together
+from autopar.decide import Planned, decide_together, meet_to_plan
 from autopar.errors import ArgumentError, ConstraintError, PlanError, warn
 from autopar.execution.calls import CallKey, key_of, refuse_tracers
 from autopar.execution.one_mesh import CompiledStep
@@ -65,6 +65,7 @@ from autopar.program.step import TracedStep, explain_fewer_examples, require_sta
 from autopar.program.trace import trace
 from autopar.progress import Progress, enter, report
 from autopar.rules.notices import warn_of_operations
+from autopar.runtime.meetings import group_of, refusing_together
 from autopar.runtime.thread_settings import under
 from autopar.schedules.schedules import Open
 from autopar.settings import Settings, axis_names, choose_cluster, list_devices, start_clock
@@ -157,6 +158,7 @@ class ParallelStep:
         shardings = self._compile(self._memory.last).in_shardings
         of_state = [shardings[i] for i, leaf in enumerate(traced.inputs) if leaf.role == "state"]
         with RUNNING.take(self._signature.name):
+            self._meet(f"makes the state of {self._signature.name}")
             return create_sharded(create_fn, args, of_state)
 
     def gather(self, tree: Any) -> Any:
@@ -165,6 +167,7 @@ class ParallelStep:
         Where several processes have the devices, all of them call it, and each gets every array, on a device of its own.
         """
         with RUNNING.take(self._signature.name), undisturbed():
+            self._meet(f"gathers {len(jax.tree.leaves(tree))} arrays of {self._signature.name}")
             return gather_to_one(tree, self.jax_devices())
 
     def last_plan(self) -> Plan | PipelinePlan:
@@ -192,6 +195,12 @@ class ParallelStep:
         """The cluster whose figures the planner uses."""
         return choose_cluster(self._settings)
 
+    def _meet(self, words: str) -> None:
+        """Wait until all processes that have devices of the step are about to do the same."""
+        group = group_of(self.jax_devices)
+        if group is not None:
+            group.meet(words)
+
     def _bind(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> BoundArguments:
         """A call's arguments, after the object that the step is a method of."""
         return bind_arguments(self._signature, (*self._first, *args), kwargs)
@@ -210,7 +219,8 @@ class ParallelStep:
         """Trace and plan the step, and keep it."""
         with pause_full_collections():
             enter("tracing")
-            traced = trace(self._signature, call, axis_names(self._settings))
+            with refusing_together(group_of(self.jax_devices)):
+                traced = trace(self._signature, call, axis_names(self._settings))
             warn_of_operations([eqn for eqn in traced.program.walk() if not isinstance(eqn, LoopEquation)])
             program = _Program(self._decide(traced), dict(key.settings))
         programs = self._memory.programs
@@ -225,11 +235,12 @@ class ParallelStep:
 
     def _decide(self, traced: TracedStep) -> Planned:
         """The plan for a traced step, sought while its clock runs."""
+        shared = meet_to_plan(self._settings, traced, self._signature.name)
         settings = start_clock(self._settings)
         self._memory.clock = settings.budget
         report(Progress(phase="planning", seconds_left=settings.budget.seconds_left), is_news=True)
         try:
-            return decide_together(settings, traced, self._signature.name)
+            return decide_together(settings, traced, shared)
         except (ArgumentError, ConstraintError) as error:
             hint = explain_fewer_examples(traced, (kept.planned.traced for kept in self._memory.programs.values()))
             if not hint:

@@ -222,9 +222,8 @@ def checked_for_nans(name: str) -> Iterator[None]:
         yield
     except InternalFloatingPointError as error:
         raise FloatingPointError(
-            f"invalid value ({error.ty}) in what {name} returns, found by jax.debug_nans or jax.debug_infs; what it was given to "
-            f"consume is gone. The undecorated function, {name}.__wrapped__, under the same setting and jax.jit, names the "
-            "operation."
+            f"invalid value ({error.ty}) in what {name} returns, found by jax.debug_nans or jax.debug_infs. The undecorated "
+            f"function, {name}.__wrapped__, under the same setting and jax.jit, names the operation."
         ) from None
 
 
@@ -282,8 +281,8 @@ def draw_gammas(keys: jax.Array, parameters: jax.Array, log_space: bool) -> jax.
 class Coordination(Protocol):
     """What autopar uses of JAX's coordination service, a table of texts that all processes share."""
 
-    def key_value_increment(self, key: str, increment: int) -> int:
-        """Add to a number, 0 at first; returns the new one."""
+    def key_value_delete(self, key: str) -> None:
+        """Delete an entry, or all below a path that ends with a slash."""
 
     def key_value_set_bytes(self, key: str, value: bytes) -> None:
         """Set an entry that does not exist."""

@@ -28,6 +28,8 @@ from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from autopar.plan_cache.recall import recall_or_search
 from autopar.program.step import TracedStep, require_examples
+from autopar.runtime.meetings import LIMIT_S, group_of
+from autopar.runtime.shared_plan import SharedPlan
 from autopar.settings import (
     Settings,
     choose_one_mesh,
@@ -38,7 +40,6 @@ from autopar.settings import (
     make_request,
     plan_to_follow,
 )
-from autopar.shared_plan import ANSWER_S, agree_on_plan, is_needed
 from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following
 from autopar.stages.recompute_layers import Repeated
@@ -84,10 +85,18 @@ def _search(settings: Settings, traced: TracedStep) -> Planned:
     return planned
 
 
-def decide_together(settings: Settings, traced: TracedStep, name: str) -> Planned:
-    """As `decide`, the same on every process that has devices of the step: the first plans, the others take over its plan."""
-    devices = functools.partial(list_devices, settings)
-    if not is_needed(devices):
+def meet_to_plan(settings: Settings, traced: TracedStep, name: str) -> SharedPlan | None:
+    """Wait until every process that has devices of the step asks for the same plan; None if there is one such process.
+
+    Raises PlanError on all of them if they do not, before any of them searches.
+    """
+    group = group_of(functools.partial(list_devices, settings))
+    return None if group is None else SharedPlan.meet(group, describe_question(settings, traced, name))
+
+
+def decide_together(settings: Settings, traced: TracedStep, shared: SharedPlan | None) -> Planned:
+    """As `decide`, the same on every process that has met to plan: the first plans, the others take over its plan."""
+    if shared is None:
         return decide(settings, traced)
     own: list[Planned] = []
 
@@ -95,8 +104,7 @@ def decide_together(settings: Settings, traced: TracedStep, name: str) -> Planne
         own.append(decide(settings, traced))
         return own[0].plan.to_json()
 
-    question, wait_s = describe_question(settings, traced, name), ANSWER_S + (settings.planning_seconds or 0)
-    text = agree_on_plan(question, devices(), plan, answer_s=wait_s)
+    text = shared.make(plan, within_s=LIMIT_S + (settings.planning_seconds or 0))
     return own[0] if own else decide(dataclasses.replace(settings, plan=plan_from_json(text)), traced)
 
 

@@ -36,6 +36,7 @@ class Driver(Generic[A]):
         *,
         part: Part | None = None,
         watch: Callable[[], None] | None = None,
+        lines: Callable[[str], str] = lambda task: "",
     ) -> None:
         """Prepare to run `program`.
 
@@ -51,6 +52,7 @@ class Driver(Generic[A]):
             part: What this process does of a program that several run; inputs and outputs are those of its meshes.
             watch: Called now and then while threads work; raises if another process has failed. Then threads that wait for
                 that process are left behind.
+            lines: Which lines of the user's program a task comes from; asked for when it has failed.
         """
         needed = {i.task for i in program.instructions if isinstance(i, Run)}
         if missing := sorted(needed - set(callables)):
@@ -58,6 +60,7 @@ class Driver(Generic[A]):
         self._program = program
         self._part = part or Part.whole(program)
         self._watch = watch
+        self._lines = lines
         self._timeline: Timeline | None = None
         self._inputs = frozenset((mesh, value) for mesh, value in program.inputs if mesh in self._part.meshes)
         self._places = PlaceTable(program)
@@ -92,7 +95,7 @@ class Driver(Generic[A]):
         try:
             failures = self._drive_all(step)
             if failures:
-                raise describe_failures(self._program, failures)
+                raise describe_failures(self._program, failures, self._lines)
             if record:
                 self._timeline = self._make_timeline(step)
             return {

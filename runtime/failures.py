@@ -1,4 +1,4 @@
-"""What is said when a mesh fails: stage, microbatch, instruction and mesh in the user's words.
+"""What is said when a mesh fails: first the cause, then stage, microbatch and mesh, then the lines of the user's program.
 
 In: the exceptions, each with the mesh and its position. Out: a `PipelineError` with the first exception as its cause. What
 can go wrong: tracebacks keep the locals of their frames alive, and with them the arrays of the step. `describe_failures`
@@ -8,7 +8,7 @@ empties the frames.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PipelineError
@@ -26,25 +26,31 @@ class Failure:
     error: BaseException
 
 
-def describe_failures(program: InstructionList, failures: Sequence[Failure]) -> BaseException:
-    """What to raise: an error about the failure that is first in the global order; an interrupt is returned as it is."""
+def describe_failures(
+    program: InstructionList, failures: Sequence[Failure], lines: Callable[[str], str]
+) -> BaseException:
+    """What to raise: an error about the failure that is first in the global order; an interrupt is returned as it is.
+
+    `lines` says which lines of the user's program a task comes from.
+    """
     for failure in failures:
         _clear_frames(failure.error)
     first = min(failures, key=lambda failure: _global_index(program, failure))
     if isinstance(first.error, KeyboardInterrupt):
         return first.error
-    error = PipelineError(_describe(program, first))
+    error = PipelineError(_describe(program, first, lines))
     error.__cause__ = first.error
     return error
 
 
-def _describe(program: InstructionList, failure: Failure) -> str:
+def _describe(program: InstructionList, failure: Failure, lines: Callable[[str], str]) -> str:
     instruction = _instruction(program, failure)
-    place = f"instruction {_global_index(program, failure)} of {len(program.instructions)}, `{instruction}`"
+    place = f"instruction {_global_index(program, failure)} of {len(program.instructions)}"
+    where = lines(instruction.task) if isinstance(instruction, Run) else ""
     return (
-        f"{_what_failed(instruction)} on mesh {failure.mesh} ({place}): {type(failure.error).__name__}: "
-        f"{_summary(failure.error)}\n{_advice(failure.error)}"
-        "All meshes were stopped, and the step can be called again; arrays that it was given to consume may be gone."
+        f"{type(failure.error).__name__}: {_summary(failure.error)}\n"
+        f"{_what_failed(instruction)} on mesh {failure.mesh} ({place}){where and f', which runs {where}'}.\n"
+        f"{_advice(failure.error)}All meshes were stopped, and the step can be called again."
     )
 
 

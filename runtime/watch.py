@@ -38,8 +38,9 @@ class Watch:
     def post(self, error: BaseException) -> None:
         """Tell the others that this process has failed; the first failure counts."""
         if self._lost is None:
-            first = str(error).partition("\n")[0]
-            self._lost = f"process {jax.process_index()} failed: {type(error).__name__}: {first}"[:MAX_NOTE]
+            lines = 2 if isinstance(error, PipelineError) else 1
+            cause_and_place = " ".join(str(error).splitlines()[:lines])
+            self._lost = f"process {jax.process_index()} failed: {type(error).__name__}: {cause_and_place}"[:MAX_NOTE]
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # process 0 is gone: JAX tells the others
                 self._service.key_value_set_bytes(f"{self._topic}{jax.process_index()}", self._lost.encode())
 

@@ -1,4 +1,4 @@
-"""What one of several processes does in tests/test_processes.py: `python -m tests.process_scenarios NAME RANK PORT FOLDER`.
+"""What one of several processes does in tests/test_processes.py: `python -m tests.process_scenarios NAME RANK COUNT PORT FOLDER`.
 
 Each scenario returns numbers by name, which are written to FOLDER; the test compares them with those of one process.
 """
@@ -252,6 +252,44 @@ def plans_that_differ():
     }
 
 
+def odd_one_out():
+    """The last process does something else than the others, once with each kind of call; in between all do the same."""
+    devices, processes = jax.device_count(), jax.process_count()
+    sizes = [(devices // processes,)] * processes
+    on_mesh = differ_and_go_on(autopar.parallelize(step, mesh_shape=(devices,)))
+    in_stages = differ_and_go_on(autopar.parallelize(step, mesh_shape=sizes, num_microbatches=2))
+    return {f"mesh {k}": v for k, v in on_mesh.items()} | {f"stages {k}": v for k, v in in_stages.items()}
+
+
+def differ_and_go_on(parallel):
+    """What is told by one step; see `odd_one_out`."""
+    is_odd, found = jax.process_index() == jax.process_count() - 1, {}
+    shapes, half = jax.eval_shape(init_state, 0), {name: x[: ROWS // 2] for name, x in batch(0).items()}
+    parallel.plan(shapes, batch(0))
+    state, _, _ = parallel(parallel.init_state(init_state, 0), batch(0))
+    for kind, differs in {
+        "batch": lambda: parallel(state, half),
+        "plan": lambda: parallel.plan(shapes, half),
+        "gather": lambda: parallel.gather(state),
+    }.items():
+        found[kind] = caught(PlanError, differs if is_odd else lambda: parallel(state, batch(0)))
+    last, loss, _ = parallel(state, batch(1))
+    gone = caught(AutoparError, lambda: parallel(state if is_odd else last, batch(1)))
+    return found | {"loss": np.float32(float(loss)), "gone": gone}
+
+
+def ends_between_steps():
+    """The process that the environment names ends with an error outside of a step; what the other is told."""
+    parallel = autopar.parallelize(step, mesh_shape=(2,))
+    state, _, _ = parallel(init_state(0), batch(0))
+    if jax.process_index() == int(os.environ["AUTOPAR_TEST_ENDS"]):
+        raise RuntimeError("no more data")
+    began = time.monotonic()
+    words = caught(PlanError, lambda: parallel(state, batch(1)))
+    Path(sys.argv[5], "words.txt").write_text(words)
+    return {"waited_s": time.monotonic() - began}
+
+
 def in_trouble(happens):
     """A pipeline of which process 1, the second stage, gets into trouble in its second step; what each process is told."""
     parallel = autopar.parallelize(step, mesh_shape=[(4,), (4,)], num_microbatches=2, schedule="gpipe")
@@ -283,11 +321,11 @@ def process_that_dies():
     return in_trouble(lambda: os._exit(3))
 
 
-def main(name, rank, port, folder):
+def main(name, rank, count, port, folder):
     """Join the others, run the scenario, write its numbers."""
     jax.distributed.initialize(
         f"127.0.0.1:{port}",
-        num_processes=2,
+        num_processes=count,
         process_id=rank,
         initialization_timeout=60,
         # On a busy machine a process may be silent for long; where one dies, the other ends when it misses its heartbeat.
@@ -299,4 +337,4 @@ def main(name, rank, port, folder):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    main(sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5])

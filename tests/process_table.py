@@ -1,6 +1,5 @@
 """JAX's coordination service in one process: a table that threads share, each of which plays a process."""
 
-import collections
 import threading
 
 import jax
@@ -10,15 +9,10 @@ class Table:
     """What `autopar.compat.Coordination` asks for; `looks` counts who asks for a folder, `trouble` is what every wait ends in."""
 
     def __init__(self):
-        self.entries, self.numbers = {}, collections.Counter()
+        self.entries = {}
         self.changed = threading.Condition()
         self.trouble = None
         self.looks = 0
-
-    def key_value_increment(self, key, increment):
-        with self.changed:
-            self.numbers[key] += increment
-            return self.numbers[key]
 
     def key_value_set_bytes(self, key, value):
         with self.changed:
@@ -26,6 +20,12 @@ class Table:
                 raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: key {key} already exists.")
             self.entries[key] = value
             self.changed.notify_all()
+
+    def key_value_delete(self, key):
+        with self.changed:
+            below = [name for name in self.entries if name == key or (key.endswith("/") and name.startswith(key))]
+            for name in below:
+                del self.entries[name]
 
     def blocking_key_value_get_bytes(self, key, timeout_in_ms):
         with self.changed:

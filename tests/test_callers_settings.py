@@ -300,12 +300,20 @@ def test_a_step_inside_a_traced_function_is_refused_whether_its_arrays_are_argum
     np.testing.assert_allclose(compiled(state, batch)[1], expected, rtol=1e-5)
 
 
-def test_a_nan_that_is_looked_for_is_a_floating_point_error_on_one_mesh_as_under_jit():
+@on_one_mesh_and_in_stages
+def test_a_nan_that_is_looked_for_is_an_error_as_under_jit_which_says_what_is_left(options):
     def step(params, batch):
-        loss, gradients = jax.value_and_grad(lambda params: jnp.log(-mean_error(params, batch)))(params)
-        return descended(params, gradients), loss
+        params, loss = train(params, batch)
+        return params, jnp.log(-loss)
 
-    parallel = autopar.parallelize(step, **ONE_MESH)
-    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\) in what step returns, "):
-        parallel(layers(), rows())
+    parallel = autopar.parallelize(step, **options)
+    state, kept = parallel(layers(), rows())[0], layers()
     assert np.isnan(parallel(layers(), rows())[1])
+    found = r"invalid value \(nan\) in what .* returns, found by jax.debug_nans"
+    for given in (kept, state):
+        with jax.debug_nans(True), pytest.raises((FloatingPointError, autopar.PipelineError), match=found) as caught:
+            parallel(given, rows())
+        gone = [x for x in jax.tree.leaves(given) if x.is_deleted()]
+        words = f"has consumed {len(gone)} of the" if gone else "All arrays that step was given are still there"
+        assert words in caught.value.__notes__[-1]
+        assert bool(gone) == (given is state)

@@ -1,6 +1,6 @@
-"""Two JAX processes with four devices each do what one process does.
+"""Several JAX processes do what one process does.
 
-The parent starts both on loopback, waits no longer than `LIMIT_S`, ends what it started, and compares with `jax.jit`.
+The parent starts them on loopback, waits no longer than `LIMIT_S`, ends what it started, and compares with `jax.jit`.
 """
 
 import os
@@ -24,17 +24,24 @@ def free_port():
         return server.getsockname()[1]
 
 
-def started(scenario, folder, devices=4):
-    """Both processes, with their output in files."""
+def started(scenario, folder, devices=4, count=2):
+    """The processes, with their output in files."""
     environment = {
         **os.environ,
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     port, processes = free_port(), []
-    for rank in range(2):
+    for rank in range(count):
         with (folder / f"{rank}.txt").open("w") as output:
-            command = [sys.executable, "-m", "tests.process_scenarios", scenario, str(rank), str(port), str(folder)]
+            command = [
+                sys.executable,
+                "-m",
+                "tests.process_scenarios",
+                scenario,
+                *map(str, (rank, count, port)),
+                str(folder),
+            ]
             processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment))
     return processes
 
@@ -57,14 +64,14 @@ def ended(processes, limit_s=LIMIT_S):
 
 
 def said(folder):
-    return "\n".join(f"--- process {rank}\n{(folder / f'{rank}.txt').read_text()[-6000:]}" for rank in range(2))
+    return "\n".join(f"--- {path.stem}\n{path.read_text()[-6000:]}" for path in sorted(folder.glob("*.txt")))
 
 
-def numbers_of(scenario, folder, devices=4):
+def numbers_of(scenario, folder, devices=4, count=2):
     """What each process found."""
-    codes = ended(started(scenario, folder, devices))
-    assert codes == [0, 0], f"exit codes {codes}\n{said(folder)}"
-    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(2)]
+    codes = ended(started(scenario, folder, devices, count))
+    assert codes == [0] * count, f"exit codes {codes}\n{said(folder)}"
+    return [dict(np.load(folder / f"{rank}.npz")) for rank in range(count)]
 
 
 def check(scenario, folder, expected=process_scenarios.expected, devices=4):
@@ -125,18 +132,31 @@ def test_numbers_that_were_pythons_are_weakly_typed_in_every_process(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("count", "devices"), [(2, 4), (3, 1)])
+def test_where_one_process_does_something_else_all_refuse_alike_and_go_on(count, devices, tmp_path):
+    found = numbers_of("odd_one_out", tmp_path, devices, count)
+    last = count - 1
+    for way in ("mesh", "stages"):
+        for kind, doing in (("batch", "plans step"), ("plan", "plans step"), ("gather", "gathers")):
+            words = {str(one[f"{way} {kind}"]) for one in found}
+            assert len(words) == 1, words
+            assert re.match(
+                f"process 0 runs step .*, process {last} {doing} .*: every process has to make", words.pop()
+            )
+        assert len({float(one[f"{way} loss"]) for one in found}) == 1
+        *others, odd = (str(one[f"{way} gone"]) for one in found)
+        assert "given to step no longer exist" in odd
+        assert all(f"process {last} cannot go on: ArgumentError" in words for words in others)
+
+
+@pytest.mark.slow
 def test_processes_that_plan_different_things_are_told_both(tmp_path):
     found = numbers_of("plans_that_differ", tmp_path)
-    for here, there in ((0, 1), (1, 0)):
-        words = str(found[here]["differ"])
-        rows = [f"batch/x float32[{8 + 8 * process}, 16]" for process in (here, there)]
-        assert re.search(
-            f"process {here} plans step .*{re.escape(rows[0])}.*process {there} plans .*{re.escape(rows[1])}", words
-        )
+    for one in found:
+        words, rows = str(one["differ"]), [re.escape(f"batch/x float32[{n}, 16]") for n in (8, 16)]
+        assert re.search(f"process 0 plans step .*{rows[0]}.*process 1 plans step .*{rows[1]}", words)
         assert "same calls in the same order" in words
-    digests = [re.findall(r"constraints=(\w+)", str(one["constrained"])) for one in found]
-    assert len(set(digests[0])) == 2
-    assert digests[0] == digests[1][::-1]
+        assert len({*re.findall(r"constraints=(\w+)", str(one["constrained"]))}) == 2
     assert "memory" in str(found[0]["memory"])
     assert "process 0 could not plan step" in str(found[1]["memory"])
     assert "OutOfMemoryError" in str(found[1]["memory"])
@@ -145,7 +165,9 @@ def test_processes_that_plan_different_things_are_told_both(tmp_path):
 @pytest.mark.slow
 def test_a_stage_that_fails_in_one_process_is_reported_by_all(tmp_path):
     zero, one = numbers_of("stage_that_fails", tmp_path)
-    told = r"Stage 1, microbatch 0: the backward failed on mesh 1 .*ValueError: broken on purpose"
+    told = (
+        r"ValueError: broken on purpose\sStage 1, microbatch 0: the backward failed on mesh 1 .*process_scenarios.py:"
+    )
     assert re.match(told, str(one["first"]))
     assert re.match(f"process 1 failed: PipelineError: {told}", str(zero["first"]))
     for words in (zero["first"], zero["again"], one["again"]):
@@ -161,6 +183,18 @@ def test_a_process_that_dies_does_not_leave_the_other_waiting(tmp_path):
     found = dict(np.load(tmp_path / "0.npz"))
     assert re.search(r"failed.*on mesh 0(.|\n)*", str(found["first"])), found["first"]
     assert found["waited_s"] < 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [0, 1])
+def test_a_process_that_fails_between_steps_is_named_to_the_other_with_its_error(ends, tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOPAR_TEST_ENDS", str(ends))
+    codes = ended(started("ends_between_steps", tmp_path, devices=1))
+    assert codes[ends] == 1, said(tmp_path)
+    words = (tmp_path / "words.txt").read_text()
+    assert words.startswith(
+        f"process {ends} has ended with RuntimeError: no more data, and does not come to what process"
+    )
 
 
 PRINTED = """

@@ -6,7 +6,8 @@ another structure, shape or type, tracers, and arrays whose memory an earlier st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -82,6 +83,13 @@ def check_leaves(
     return bound, leaves
 
 
+def describe_run(name: str, traced: TracedStep) -> str:
+    """What a process is about to do that runs a step, in words that are the same on every process that runs the same one."""
+    leaves = [leaf for leaf in traced.inputs if leaf.role == "batch"]
+    batch = ", ".join(f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
+    return f"runs {name} (program {traced.fingerprint}; {batch})"
+
+
 def refuse_tracers(name: str, leaves: Sequence[object]) -> None:
     """Raise ArgumentError inside a function that JAX traces, where arrays have no values, or no step can be run."""
     traced = sum(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
@@ -97,17 +105,42 @@ def refuse_tracers(name: str, leaves: Sequence[object]) -> None:
 
 def refuse_consumed(name: str, traced: TracedStep, leaves: Sequence[object]) -> None:
     """Raise ArgumentError for arrays whose memory an earlier step has taken, by their paths."""
-    gone = [
-        leaf.path for leaf, x in zip(traced.inputs, leaves, strict=False) if hasattr(x, "is_deleted") and x.is_deleted()
-    ]
+    gone = _consumed(traced, leaves)
     if gone:
-        listed = ", ".join(gone[:4]) + (", ..." if len(gone) > 4 else "")
         raise ArgumentError(
-            f"{len(gone)} of the {len(leaves)} arrays given to {name} no longer exist: {listed}. A step consumes its state: it "
-            "takes the memory for the state that it returns. Pass the returned state on, `state, ... = step(state, batch)`; "
+            f"{len(gone)} of the {len(leaves)} arrays given to {name} no longer exist: {_list(gone)}. A step consumes its state: "
+            "it takes the memory for the state that it returns. Pass the returned state on, `state, ... = step(state, batch)`; "
             "after a step that failed, start again from a saved one. To use the old state again, copy it before the step "
             "(jax.tree.map(jnp.copy, state)), or use parallelize(..., donate_argnums=()), which keeps both in memory."
         )
+
+
+@contextlib.contextmanager
+def telling_what_is_left(name: str, traced: TracedStep, leaves: Sequence[object]) -> Iterator[None]:
+    """A context that adds to an exception which of the arrays given to a step it has consumed before it failed."""
+    try:
+        yield
+    except BaseException as error:
+        gone = _consumed(traced, leaves)
+        if gone:
+            error.add_note(
+                f"{name} has consumed {len(gone)} of the {len(leaves)} arrays that it was given: {_list(gone)}. Start again from "
+                "a saved state."
+            )
+        else:
+            error.add_note(f"All arrays that {name} was given are still there, and it can be called with them again.")
+        raise
+
+
+def _consumed(traced: TracedStep, leaves: Sequence[object]) -> list[str]:
+    """The paths of arrays that no longer exist."""
+    return [
+        leaf.path for leaf, x in zip(traced.inputs, leaves, strict=False) if hasattr(x, "is_deleted") and x.is_deleted()
+    ]
+
+
+def _list(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
 
 
 def copy_repeated(arrays: Sequence[T], donated: Collection[int]) -> Sequence[T | jax.Array]:

@@ -24,7 +24,14 @@ from autopar.compat import (
     without_explicit_axes,
 )
 from autopar.errors import UnsupportedProgramError
-from autopar.execution.calls import Given, check_leaves, copy_repeated, refuse_consumed
+from autopar.execution.calls import (
+    Given,
+    check_leaves,
+    copy_repeated,
+    describe_run,
+    refuse_consumed,
+    telling_what_is_left,
+)
 from autopar.execution.devices import device_mesh
 from autopar.execution.turns import RUNNING
 from autopar.execution.weak_types import keep_weak_types
@@ -32,6 +39,7 @@ from autopar.intra_op.lowering.per_device import map_over_mesh, partition_spec
 from autopar.intra_op.request import PlannedStep
 from autopar.program.call import CallSignature, PyTree
 from autopar.program.crossing import deliver
+from autopar.runtime.meetings import group_of, refusing_together
 from autopar.runtime.processes import are_here, from_host, is_global
 from autopar.runtime.resharding.reshard import reshard
 from autopar.runtime.thread_settings import program_settings_here, under
@@ -56,6 +64,8 @@ class CompiledStep:
         self.in_shardings = tuple(NamedSharding(self.mesh, spec) for spec in specs)
         out_specs = [partition_spec(layout, assignment.mesh) for layout in assignment.outputs]
         self.out_shardings = [NamedSharding(self.mesh, spec) for spec in out_specs]
+        self._group = group_of(lambda: devices)
+        self._words = "" if self._group is None else describe_run(signature.name, traced)
         self._is_local = are_here(self.mesh.devices.flat)
         self._constants = tuple(
             from_host(value, sharding)
@@ -80,14 +90,18 @@ class CompiledStep:
     def run(self, leaves: Sequence[Given]) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
         with RUNNING.take(self.signature.name), undisturbed():
-            refuse_consumed(self.signature.name, self.traced, leaves)
+            with refusing_together(self._group):
+                refuse_consumed(self.signature.name, self.traced, leaves)
+            if self._group is not None:
+                self._group.meet(self._words)
             arrays = copy_repeated([*leaves, *self._constants], self._donated)
             placed = [
                 x if getattr(x, "sharding", None) is self._accepted[i] else self._place(i, x)
                 for i, x in enumerate(arrays[: len(leaves)])
             ]
             executable = self.executable
-            with checked_for_nans(self.signature.name):
+            name = self.signature.name
+            with telling_what_is_left(name, self.traced, leaves), checked_for_nans(name):
                 found = executable(*placed, *self._constants)
         return jax.tree_util.tree_unflatten(self.traced.out_tree, found)
 

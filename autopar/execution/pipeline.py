@@ -18,7 +18,14 @@ from jax.sharding import NamedSharding
 
 from autopar.compat import coordination, undisturbed
 from autopar.errors import ArgumentError
-from autopar.execution.calls import Given, check_leaves, copy_repeated, refuse_consumed
+from autopar.execution.calls import (
+    Given,
+    check_leaves,
+    copy_repeated,
+    describe_run,
+    refuse_consumed,
+    telling_what_is_left,
+)
 from autopar.execution.devices import device_mesh
 from autopar.execution.inputs import StepInputs
 from autopar.execution.pipeline_tasks import Item, PlannedStage, make_pipeline_tasks
@@ -33,6 +40,7 @@ from autopar.program.call import CallSignature, PyTree
 from autopar.program.crossing import deliver
 from autopar.program.step import TracedStep
 from autopar.runtime.driver import Driver
+from autopar.runtime.meetings import group_of, refusing_together
 from autopar.runtime.processes import absent_like
 from autopar.runtime.resharding.reshard import bring_here
 from autopar.runtime.thread_settings import program_settings_here, under
@@ -71,7 +79,7 @@ def compile_pipeline(
         )
         for stage, where in zip(staged.stages, plan.stages, strict=True)
     ]
-    return CompiledPipeline(signature, plan, stages, schedule, split_step=staged.split)
+    return CompiledPipeline(signature, plan, stages, schedule, split_step=staged.split, devices=devices)
 
 
 def _watch_on(processes: PipelineProcesses) -> Watch | None:
@@ -94,6 +102,7 @@ class CompiledPipeline:
         schedule: Schedule,
         *,
         split_step: SplitStep,
+        devices: Sequence[jax.Device],
     ) -> None:
         self.signature, self.plan = signature, plan
         self.stages, self.schedule = tuple(stages), schedule
@@ -119,12 +128,15 @@ class CompiledPipeline:
             self.instructions = order_launches(self.instructions, self._processes.of_mesh)
         self._part = part_of(self.instructions, self._processes.of_mesh, jax.process_index())
         self._watch = _watch_on(self._processes)
+        self._group = group_of(lambda: devices)
+        self._words = "" if self._group is None else describe_run(signature.name, self.traced)
         self._driver = Driver(
             self.instructions,
             self._links.callables,
             Transfers(self._links.targets, self._shapes_in, several_processes=self._processes.are_several),
             part=self._part,
             watch=None if self._watch is None else self._watch.look,
+            lines=self._lines_of,
         )
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -142,11 +154,15 @@ class CompiledPipeline:
         if self._watch is not None:
             self._watch.refuse_if_lost()
         with RUNNING.take(self.signature.name), undisturbed(), under(self._settings):  # the first call lowers its tasks
-            refuse_consumed(self.signature.name, self.traced, leaves)
-            if self._watch is None:
-                flat = self._results(self._driver.run(self._supply(leaves), record=record))
-            else:
-                flat = self._run_with_others(leaves, self._watch, record=record)
+            with refusing_together(self._group):
+                refuse_consumed(self.signature.name, self.traced, leaves)
+            if self._group is not None:
+                self._group.meet(self._words)
+            with telling_what_is_left(self.signature.name, self.traced, leaves):
+                if self._watch is None:
+                    flat = self._results(self._driver.run(self._supply(leaves), record=record))
+                else:
+                    flat = self._run_with_others(leaves, self._watch, record=record)
         return jax.tree.unflatten(self.traced.out_tree, join_leaves(flat, self._split.outputs))
 
     def _run_with_others(self, leaves: Sequence[Given], watch: Watch, *, record: bool) -> list[Any]:
@@ -194,6 +210,10 @@ class CompiledPipeline:
     def _shapes_in(self, slot: str, mesh: int) -> list[jax.ShapeDtypeStruct]:
         """Shapes and shardings of a slot's arrays on a mesh."""
         return [self._inputs.shape_of(item, mesh) for item in self._links.groups[slot].items]
+
+    def _lines_of(self, task: str) -> str:
+        """The lines of the user's program that a task comes from."""
+        return next((one.lines() for name, one in self.tasks.items() if str(name) == task), "")
 
     def as_text(self) -> str:
         """The optimised HLO of every task, under its name."""

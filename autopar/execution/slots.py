@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from autopar.compat import Var
 from autopar.execution.contents import Content, Given, Lent, Made, Passed, Results, Rows, Source, Sums
 from autopar.execution.pipeline_tasks import Item, PipelineTasks
+from autopar.execution.special_values import run_checked
 from autopar.execution.stage_tasks import StageTask
 from autopar.execution.transfers import arrays_of, in_sharding
 from autopar.program.task_name import TaskName
@@ -237,7 +238,7 @@ class _Linker:
                 else [in_sharding(arrays[g][i], sharding) for g, i in place]
                 for place, sharding in zip(places, shardings, strict=True)
             ]
-            results = run(*operands)
+            results = run_checked(str(name), run, operands)
             return [*([results[i] for i in split] for split in splits), results[-1]]
 
         return call

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.compat import Var
+from autopar.compat import Var, source_line
 from autopar.execution.weak_types import keep_weak_types
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.per_device import Lowering, Placed
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.program.call import PyTree
+from autopar.program.program import Equation
 from autopar.program.task_name import TaskName
 from autopar.program.walk import Scope
 from autopar.stages.tasks.cuts import PlacedRef, TaskCut, Write, cut_into_tasks
@@ -36,7 +37,7 @@ class StageTask:
     """One executable: `run` takes the arrays of `reads`, in order, and returns those of `writes` and the driver's witness.
 
     For a ref that is per microbatch, a task that runs once takes the list of all microbatches' arrays. `run` is a jitted
-    function, `shapes` are those of its arguments, `results` those of `writes`.
+    function, `shapes` are those of its arguments, `results` those of `writes`, `equations` what it computes.
     """
 
     name: TaskName
@@ -47,6 +48,12 @@ class StageTask:
     shapes: tuple[jax.ShapeDtypeStruct | list[jax.ShapeDtypeStruct], ...]
     in_shardings: Mapping[Ref, NamedSharding]
     results: Mapping[Ref, jax.ShapeDtypeStruct]
+    equations: tuple[Equation, ...]
+
+    def lines(self) -> str:
+        """The lines of the user's program that it comes from, from the first to the last; empty if there are none."""
+        found = list(dict.fromkeys(filter(None, map(source_line, self.equations))))
+        return " to ".join(dict.fromkeys((found[0], found[-1]))) if found else ""
 
     def as_text(self) -> str:
         """The optimised HLO."""
@@ -118,6 +125,7 @@ def _make_task(
         shapes=shapes,
         in_shardings=shardings,
         results=results,
+        equations=cut.equations,
     )
 
 

@@ -39,7 +39,7 @@ class Watched:
         self.next_run = {}
         self.sends = {(i.value, i.mesh, i.target_mesh): i for i in self.program.instructions if isinstance(i, Send)}
         calls = {name: self._call(name, function) for name, function in callables_of(self.work.specs).items()}
-        self.driver = Driver(self.program, calls, self._transfer)
+        self.driver = Driver(self.program, calls, self._transfer, lines=lambda task: f"lines of {task}")
 
     def inputs(self):
         """What a new run needs; every task starts with its first microbatch."""
