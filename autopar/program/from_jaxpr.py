@@ -20,8 +20,9 @@ from autopar.compat import JaxprEqn, Literal, Var
 from autopar.errors import UnsupportedProgramError
 from autopar.program.loops import Loop, LoopEquation
 from autopar.program.observe import branch_that_returns, is_observer, observe
-from autopar.program.opened.called import called_by, operands_of
+from autopar.program.opened.called import operands_of
 from autopar.program.opened.constrain import PARAMETER_OF, asked_of, constrain_p
+from autopar.program.opened.islands import opened_by
 from autopar.program.program import Atom, Equation, Program, Tag, can_be_awaited, fan_out_p, variables_of
 from autopar.program.tags import tagged_call_p
 
@@ -70,16 +71,6 @@ def refuse_side_effects(jaxpr: Any) -> None:
             )
 
 
-def refuse_mapped_functions(eqn: JaxprEqn) -> None:
-    """Raise UnsupportedProgramError naming the user's line if the operation is a program for each device of a mesh."""
-    if eqn.primitive.name == "shard_map":
-        raise UnsupportedProgramError(
-            f"the step calls jax.shard_map at {compat.source_line(eqn)}. A parallel step is one program for each device already, "
-            "whose mesh and layouts the plan chooses, so a function of the shards of another mesh has no place in it. Write what "
-            "it computes as a function of whole arrays, or register a primitive with autopar.register_rule."
-        )
-
-
 class _ProgramBuilder:
     """Equations of one scope while jaxprs are inlined into it."""
 
@@ -97,7 +88,7 @@ class _ProgramBuilder:
 
         for eqn in jaxpr.eqns:
             operands = [read(v) for v in eqn.invars]
-            called = called_by(eqn)
+            called = opened_by(eqn)
             results = self._operation(eqn, operands) if called is None else self._call(eqn, called, operands)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
@@ -158,7 +149,6 @@ class _ProgramBuilder:
             closed = branch_that_returns(eqn)
             self.observers.append((eqn, self.inline(compat.open_jaxpr(closed), self._constants(closed), operands)))
             return []
-        refuse_mapped_functions(eqn)
         primitive, params = eqn.primitive, dict(eqn.params)
         if primitive.name in PARAMETER_OF:
             asked = asked_of(eqn)

@@ -11,10 +11,9 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import autopar
-from autopar.errors import AutoparWarning, UnsupportedProgramError
+from autopar.errors import AutoparWarning
 from autopar.rules.python_calls import call_with_arrays
 from autopar.testing import run_with_random_strategies
-from tests.layouts.values import device_mesh
 
 W, X = jnp.ones((8, 8)), jnp.ones((16, 8))
 OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -43,11 +42,6 @@ def offloads(w, x):
         return jnp.tanh(checkpoint_name(jnp.sin(x @ w), "kept") @ w.T)
 
     return jax.value_and_grad(lambda w: jnp.mean(jax.checkpoint(forward, policy=OFFLOAD)(w) ** 2))(w)
-
-
-def maps(x):
-    spec = jax.sharding.PartitionSpec("x")
-    return jax.shard_map(lambda v: v * 2, mesh=device_mesh((4,)), in_specs=spec, out_specs=spec)(x)
 
 
 def moves(x):
@@ -120,10 +114,3 @@ def test_a_mean_over_a_named_batch_axis_keeps_the_batch_split():
     step = autopar.parallelize(center, mesh_shape=(4,), batch_argnums=0, constraints=autopar.data_parallel())
     plan = step.plan(X)
     assert [(c.kind, c.operand) for c in plan.collectives] == [("all-reduce", "float32[8]")]
-
-
-def test_a_function_mapped_over_a_mesh_of_its_own_is_refused_with_its_line():
-    with pytest.raises(UnsupportedProgramError, match=r"the step calls jax.shard_map at ") as caught:
-        said_of(lambda w, x: (w, maps(x @ w).sum()))
-    assert line_of(maps, 2) in str(caught.value)
-    assert "function of whole arrays" in str(caught.value)
