@@ -56,6 +56,7 @@ class Group:
         if len(self._name) > 64:  # a folder of the service
             self._name = f"{self.leader}-{hashlib.sha256(self._name.encode()).hexdigest()[:16]}"
         self._numbers = itertools.count(1)
+        self._interrupted = f"process {here} was interrupted while it waited for the others"
 
     def meet(self, words: str) -> str:
         """Wait until all processes are about to do the same; returns the folder in the service that is theirs from now on.
@@ -104,7 +105,7 @@ class Group:
 
     def _compare(self, topic: str, words: str) -> str:
         """The first process's part: the outcome, which it publishes; empty if all are about to do the same."""
-        outcome = f"process {self.here} was interrupted while it waited for the others"
+        outcome = self._interrupted
         try:
             outcome = self._judge(words, self._collect(topic, words))
         except PlanError as error:
@@ -122,6 +123,9 @@ class Group:
             message = json.loads(self.read(f"{topic}/outcome", self.leader, words, limit_s=2 * self.limit_s))
         except PlanError as error:
             return self._conclude(topic, str(error))
+        except BaseException:
+            self._conclude(topic, self._interrupted)  # the others go on only if the first process has said so already
+            raise
         return str(message["outcome"])
 
     def _conclude(self, topic: str, outcome: str) -> str:

@@ -18,11 +18,14 @@ from jax.sharding import NamedSharding
 from autopar.compat import as_it_is_now
 from autopar.errors import PlanError
 from autopar.execution.devices import device_mesh
+from autopar.execution.recent import Recent
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Plan, ValuePlan
 from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments, leaf_paths
 from autopar.program.crossing import Crossing, deliver, output_paths
 
+MAX_PROGRAMS = 64
+"""For how many sets of shapes a program is kept; the set that was not used for longest goes first."""
 _Type: TypeAlias = jax.core.ShapedArray | jax.ShapeDtypeStruct
 
 
@@ -39,7 +42,7 @@ class ShardedJit:
         self.plan, self._signature = plan, signature
         mesh = LogicalMesh(plan.mesh_shape, plan.axis_names)
         self._mesh = device_mesh(mesh, jax.devices() if devices is None else list(devices))
-        self._jitted: dict[Hashable, _Jitted] = {}
+        self._jitted: Recent[Hashable, _Jitted] = Recent(MAX_PROGRAMS)
         functools.update_wrapper(self, signature.fun, updated=())
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -58,9 +61,11 @@ class ShardedJit:
         leaves, tree = bound.flatten()
         types = tuple(jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves)
         key = (tree, tuple((x.shape, x.dtype) for x in types), bound.constants)
-        if key not in self._jitted:
-            self._jitted[key] = self._jit(bound, tree, types)
-        return self._jitted[key], bound
+        jitted = self._jitted.find(key)
+        if jitted is None:
+            jitted = self._jit(bound, tree, types)
+            self._jitted.keep(key, jitted)
+        return jitted, bound
 
     def _jit(self, bound: BoundArguments, tree: jax.tree_util.PyTreeDef, types: Sequence[_Type]) -> _Jitted:
         call = Crossing(self._signature, bound)

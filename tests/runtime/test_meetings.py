@@ -125,17 +125,18 @@ def test_process_0_lingers_after_an_error_so_that_its_note_is_read(monkeypatch):
     assert slept == [meetings.LINGER_S]
 
 
-def test_a_process_that_is_interrupted_while_it_compares_tells_the_others(monkeypatch):
-    groups = groups_of(Table())
-
-    def interrupted(*arguments):
+@pytest.mark.parametrize("interrupted", [1, 4])
+def test_a_process_that_is_interrupted_while_it_waits_tells_the_others(interrupted, monkeypatch):
+    def interrupt(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(groups[1], "_collect", interrupted)
+    groups = groups_of(Table())
+    one = groups.pop(interrupted)
+    monkeypatch.setattr(one, "read", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        groups[1].meet("runs step")
-    (told,) = said(outcomes({4: groups[4]}, lambda group: group.meet("runs step")))
-    assert told == "process 1 was interrupted while it waited for the others"
+        one.meet("runs step")
+    (told,) = {*said(outcomes(groups, lambda group: group.meet("runs step")))}
+    assert told == f"process {interrupted} was interrupted while it waited for the others"
 
 
 def test_a_service_that_does_not_answer_is_not_waited_for():
