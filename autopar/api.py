@@ -46,7 +46,7 @@ from autopar.compat import undisturbed
 from autopar.cost_model.hardware import Cluster
 from autopar.decide import Planned, decide_together, meet_to_plan
 from autopar.errors import ArgumentError, ConstraintError, PlanError, warn
-from autopar.execution.calls import CallKey, key_of, refuse_tracers
+from autopar.execution.calls import CallKey, key_of, refuse_consumed, refuse_tracers
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline, compile_pipeline
 from autopar.execution.recent import Recent
@@ -58,7 +58,7 @@ from autopar.intra_op.request import PlannedStep
 from autopar.layouts.constraints import ConstraintsLike, as_constraints
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
-from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments
+from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments, leaf_paths_below
 from autopar.program.crossing import deliver
 from autopar.program.loops import LoopEquation
 from autopar.program.step import TracedStep, explain_fewer_examples, require_state, require_state_like
@@ -158,7 +158,7 @@ class ParallelStep:
         shardings = self._compile(self._memory.last).in_shardings
         of_state = [shardings[i] for i, leaf in enumerate(traced.inputs) if leaf.role == "state"]
         with RUNNING.take(self._signature.name):
-            self._meet(f"makes the state of {self._signature.name}")
+            self._meet("makes the state", args)
             return create_sharded(create_fn, args, of_state)
 
     def gather(self, tree: Any) -> Any:
@@ -167,7 +167,7 @@ class ParallelStep:
         Where several processes have the devices, all of them call it, and each gets every array, on a device of its own.
         """
         with RUNNING.take(self._signature.name), undisturbed():
-            self._meet(f"gathers {len(jax.tree.leaves(tree))} arrays of {self._signature.name}")
+            self._meet(f"gathers {len(jax.tree.leaves(tree))} arrays", tree)
             return gather_to_one(tree, self.jax_devices())
 
     def last_plan(self) -> Plan | PipelinePlan:
@@ -195,11 +195,13 @@ class ParallelStep:
         """The cluster whose figures the planner uses."""
         return choose_cluster(self._settings)
 
-    def _meet(self, words: str) -> None:
-        """Wait until all processes that have devices of the step are about to do the same."""
-        group = group_of(self.jax_devices)
+    def _meet(self, words: str, given: PyTree) -> None:
+        """Wait until all processes that have devices of the step are about to do the same with what they are given."""
+        group, name = group_of(self.jax_devices), self._signature.name
+        with refusing_together(group):
+            refuse_consumed(name, leaf_paths_below("given", given), jax.tree.leaves(given))
         if group is not None:
-            group.meet(words)
+            group.meet(f"{words} of {name}")
 
     def _bind(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> BoundArguments:
         """A call's arguments, after the object that the step is a method of."""

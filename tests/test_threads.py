@@ -61,6 +61,19 @@ def test_of_two_threads_with_one_state_one_consumes_it_and_the_other_is_told(opt
         assert "2 of the 3 arrays given to train_step no longer exist" in str(refused)
 
 
+def test_state_that_a_step_has_consumed_is_neither_gathered_nor_laid_out():
+    step, state, batch = autopar.parallelize(train_step, mesh_shape=(2,)), new_state(), jnp.ones((8, 8))
+    state, _ = step(state, batch)
+    kept = step.gather(state)
+    step(state, batch)
+    for call in (lambda: step.gather({"state": state, "kept": kept}), lambda: step.init_state(lambda s: s, state)):
+        with pytest.raises(
+            ArgumentError, match=r"2 of the \d arrays given to train_step no longer exist: given/.*/a, given/"
+        ):
+            call()
+    assert step.gather(kept)["a"].shape == (8, 8)
+
+
 def test_threads_whose_first_call_is_the_same_plan_once_and_each_has_its_own_result():
     traces = []
 

@@ -7,7 +7,8 @@ another structure, shape or type, tracers, and arrays whose memory an earlier st
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
@@ -103,9 +104,9 @@ def refuse_tracers(name: str, leaves: Sequence[object]) -> None:
     )
 
 
-def refuse_consumed(name: str, traced: TracedStep, leaves: Sequence[object]) -> None:
+def refuse_consumed(name: str, paths: Iterable[str], leaves: Sequence[object]) -> None:
     """Raise ArgumentError for arrays whose memory an earlier step has taken, by their paths."""
-    gone = _consumed(traced, leaves)
+    gone = _consumed(paths, leaves)
     if gone:
         raise ArgumentError(
             f"{len(gone)} of the {len(leaves)} arrays given to {name} no longer exist: {_list(gone)}. A step consumes its state: "
@@ -116,12 +117,12 @@ def refuse_consumed(name: str, traced: TracedStep, leaves: Sequence[object]) -> 
 
 
 @contextlib.contextmanager
-def telling_what_is_left(name: str, traced: TracedStep, leaves: Sequence[object]) -> Iterator[None]:
+def telling_what_is_left(name: str, paths: Iterable[str], leaves: Sequence[object]) -> Iterator[None]:
     """A context that adds to an exception which of the arrays given to a step it has consumed before it failed."""
     try:
         yield
     except BaseException as error:
-        gone = _consumed(traced, leaves)
+        gone = _consumed(paths, leaves)
         if gone:
             error.add_note(
                 f"{name} has consumed {len(gone)} of the {len(leaves)} arrays that it was given: {_list(gone)}. Start again from "
@@ -132,11 +133,10 @@ def telling_what_is_left(name: str, traced: TracedStep, leaves: Sequence[object]
         raise
 
 
-def _consumed(traced: TracedStep, leaves: Sequence[object]) -> list[str]:
+def _consumed(paths: Iterable[str], leaves: Sequence[object]) -> list[str]:
     """The paths of arrays that no longer exist."""
-    return [
-        leaf.path for leaf, x in zip(traced.inputs, leaves, strict=False) if hasattr(x, "is_deleted") and x.is_deleted()
-    ]
+    is_gone = [hasattr(x, "is_deleted") and x.is_deleted() for x in leaves]
+    return list(itertools.compress(paths, is_gone)) if any(is_gone) else []
 
 
 def _list(paths: Sequence[str]) -> str:

@@ -91,7 +91,7 @@ class CompiledStep:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
         with RUNNING.take(self.signature.name), undisturbed():
             with refusing_together(self._group):
-                refuse_consumed(self.signature.name, self.traced, leaves)
+                refuse_consumed(self.signature.name, self.traced.input_paths(), leaves)
             if self._group is not None:
                 self._group.meet(self._words)
             arrays = copy_repeated([*leaves, *self._constants], self._donated)
@@ -101,7 +101,7 @@ class CompiledStep:
             ]
             executable = self.executable
             name = self.signature.name
-            with telling_what_is_left(name, self.traced, leaves), checked_for_nans(name):
+            with telling_what_is_left(name, self.traced.input_paths(), leaves), checked_for_nans(name):
                 found = executable(*placed, *self._constants)
         return jax.tree_util.tree_unflatten(self.traced.out_tree, found)
 

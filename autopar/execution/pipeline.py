@@ -155,10 +155,10 @@ class CompiledPipeline:
             self._watch.refuse_if_lost()
         with RUNNING.take(self.signature.name), undisturbed(), under(self._settings):  # the first call lowers its tasks
             with refusing_together(self._group):
-                refuse_consumed(self.signature.name, self.traced, leaves)
+                refuse_consumed(self.signature.name, self.traced.input_paths(), leaves)
             if self._group is not None:
                 self._group.meet(self._words)
-            with telling_what_is_left(self.signature.name, self.traced, leaves):
+            with telling_what_is_left(self.signature.name, self.traced.input_paths(), leaves):
                 if self._watch is None:
                     flat = self._results(self._driver.run(self._supply(leaves), record=record))
                 else:

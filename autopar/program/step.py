@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -80,6 +80,10 @@ class TracedStep:
     def outline(self) -> Fingerprint:
         """Equal for steps whose programs differ at most in the values of literals."""
         return outline_of(self.program)
+
+    def input_paths(self) -> Iterator[str]:
+        """The paths of the inputs, one after the other."""
+        return (leaf.path for leaf in self.inputs)
 
     @property
     def shared(self) -> frozenset[int]:
