@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -107,16 +108,34 @@ def source_line(eqn: JaxprEqn) -> str:
     return str(source_info_util.summarize(eqn.source_info))
 
 
-def implementation_of(primitive: jex_core.Primitive) -> Callable[..., Any]:
-    """JAX's own function of other operations for a primitive that is defined by one.
+def is_defined_by_equinox(primitive: jex_core.Primitive) -> bool:
+    """Whether it is one of those that equinox runs, and maps, as functions of other operations.
+
+    These are `vprim`, which stands for a mapped one, the steps of its loops and the linear solvers of lineax.
+    """
+    return primitive in _defined_by_equinox()
+
+
+def _defined_by_equinox() -> Mapping[jex_core.Primitive, Callable[..., object]]:
+    """Equinox's own table of them, empty while equinox is not imported."""
+    return cast(
+        Mapping[jex_core.Primitive, Callable[..., object]],
+        getattr(sys.modules.get("equinox.internal._primitive"), "_vprim_impl_registry", {}),
+    )
+
+
+def implementation_of(primitive: jex_core.Primitive) -> Callable[..., object]:
+    """The function of other operations by which a primitive is defined: JAX's own, or equinox's.
 
     The sparse formats keep theirs in a module for each; some of their primitives know only how to bind themselves.
     """
+    if primitive in _defined_by_equinox():
+        return _defined_by_equinox()[primitive]
     kind, _, _ = primitive.name.partition("_")
     if kind not in ("bcoo", "bcsr", "coo", "csr"):
         return primitive.impl
     module = importlib.import_module(f"jax.experimental.sparse.{kind}")
-    return cast(Callable[..., Any], getattr(module, f"_{primitive.name}_impl"))
+    return cast(Callable[..., object], getattr(module, f"_{primitive.name}_impl"))
 
 
 def is_device_memory(aval: object) -> bool:

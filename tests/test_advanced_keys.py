@@ -94,3 +94,34 @@ def test_keys_and_weights_are_those_of_jit_after_several_steps(name, way):
         np.testing.assert_array_equal(jax.random.key_data(state["key"]), jax.random.key_data(reference["key"]))
     if way == "one mesh":
         assert parallel.plan(state, batch).num_microbatches == 4
+
+
+def drawn_by_example(w, batch):
+    """Every example brings a key."""
+
+    def loss_of(w):
+        def one(x, key):
+            return jnp.tanh(x @ w) + jax.random.normal(key, (WIDTH,))
+
+        return jnp.mean((jax.vmap(one)(batch["x"], batch["keys"]) - batch["y"]) ** 2)
+
+    loss, gradient = jax.value_and_grad(loss_of)(w)
+    return w - 0.1 * gradient, loss
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"constraints": autopar.data_parallel(), "mesh_shape": (4,)},
+        {"constraints": [autopar.data_parallel(), autopar.zero3()], "mesh_shape": (2,), "num_microbatches": 2},
+        {"constraints": {"batch/keys": jax.P("x")}, "mesh_shape": (2,)},
+    ],
+    ids=["data parallel", "microbatches", "asked for"],
+)
+def test_keys_of_examples_are_whole_on_every_device_whatever_splits_the_batch(ways):
+    state, batch = state_and_batch(jax.random.key(1))
+    batch["keys"] = jax.random.split(state["key"], ROWS)
+    parallel = autopar.parallelize(drawn_by_example, **ways)
+    assert_trees_close(parallel(state["w"][0], batch), jax.jit(drawn_by_example)(state["w"][0], batch))
+    layouts = {leaf.path: tuple(leaf.spec) for leaf in parallel.last_plan().inputs}
+    assert not any(layouts["batch/keys"])

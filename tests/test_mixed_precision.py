@@ -1,7 +1,8 @@
 """Steps in bfloat16 and float16 give on many devices what `jax.jit` gives on one, up to the rounding of their type.
 
-With plain gradient descent of rate 1 the move of a weight is its gradient. Gradients of the two programs may differ by a few
-roundings of the type, relative to the largest entry of their leaf: sums over examples are made in another order.
+With plain gradient descent of rate 1 the move of a weight is its gradient. Sums over examples are made in another
+order, so they differ by roundings. Gradients must be as near to those of float32 as `jax.jit`'s own are: at most twice
+as far, and a few roundings of the largest entry of their leaf.
 """
 
 import functools
@@ -15,7 +16,7 @@ import autopar
 from autopar.models import MODELS, build
 from tests.models.conftest import SIZES
 
-ROUNDINGS = 8
+ROUNDINGS = 4
 EXACT = {"learning_rate": 1.0, "sgd": True, "weight_decay": 0.0, "clip_norm": 1e9, "batch": 16}
 MODES = {
     "zero3": {"constraints": autopar.zero3(), "mesh_shape": (4,)},
@@ -23,22 +24,19 @@ MODES = {
     "stages": {"num_stages": 2, "num_microbatches": 4, "mesh_shape": (2,)},
 }
 FAST = [("mlp", "bfloat16", "zero3"), ("mlp", "float16", "stages"), ("gpt", "bfloat16", "zero3")]
-SLOW = [
-    (name, dtype, mode)
-    for name in MODELS
-    for dtype, modes in {"bfloat16": ("data parallel", "stages"), "float16": ("zero3",)}.items()
-    for mode in modes
-    if (name, mode) != ("wide_resnet", "stages")
-]
+SLOW = [(name, "bfloat16", "data parallel" if name == "wide_resnet" else "stages") for name in MODELS]
+SLOW += [(name, "float16", "zero3") for name in ("gpt", "moe", "unet", "wide_resnet")]
 
 
 @functools.cache
 def example(name, dtype):
-    """(model, state, batch, what `jax.jit` returns)."""
+    """(model, state, batch, what `jax.jit` returns, and the gradients in float32)."""
     layers = {"layers": 1} if name == "gpt" else {}
     model = build(name, **SIZES[name] | EXACT | layers, dtype=dtype)
     state, batch = jax.jit(model.create_state)(jax.random.key(0)), next(model.data(0))
-    return model, state, batch, jax.jit(model.train_step)(state, batch)
+    expected = jax.jit(model.train_step)(state, batch)
+    exact = gradients(state, expected[0]) if dtype == "float32" else example(name, "float32")[-1]
+    return model, state, batch, expected, exact
 
 
 def gradients(before, after):
@@ -46,18 +44,17 @@ def gradients(before, after):
 
 
 def check(name, dtype, mode):
-    model, state, batch, (expected, expected_metrics) = example(name, dtype)
+    model, state, batch, (expected, expected_metrics), exact = example(name, dtype)
     step = autopar.parallelize(model.train_step, **MODES[mode])
     new, metrics = step(state, batch)
     new = step.gather(new)
     rounding = float(jnp.finfo(dtype).eps)
-    pairs = zip(
-        jax.tree.leaves_with_path(gradients(state, new)), jax.tree.leaves(gradients(state, expected)), strict=True
-    )
-    for (path, actual), wanted in pairs:
-        scale = max(np.abs(wanted).max(), 1e-3)
-        off = np.abs(actual - wanted).max() / scale / rounding
-        assert off < ROUNDINGS, f"{jax.tree_util.keystr(path)}: off by {off:.1f} roundings of {dtype}"
+    by_jit = jax.tree.leaves(gradients(state, expected))
+    both = zip(jax.tree.leaves_with_path(gradients(state, new)), by_jit, jax.tree.leaves(exact), strict=True)
+    for (path, actual), wanted, true in both:
+        off, off_by_jit = (np.abs(found - true).max() for found in (actual, wanted))
+        allowed = 2 * off_by_jit + ROUNDINGS * rounding * max(np.abs(true).max(), 1e-3)
+        assert off < allowed, f"{jax.tree_util.keystr(path)}: off by {off:.1e}, allowed are {allowed:.1e}"
     np.testing.assert_allclose(metrics["loss"], expected_metrics["loss"], rtol=rounding)
     rest = [(tree.step, tree.loss_scale) for tree in (new, expected)]
     jax.tree.map(np.testing.assert_array_equal, *rest)

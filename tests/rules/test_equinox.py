@@ -1,5 +1,6 @@
 """Primitives of equinox, which diffrax's loops are made of: here with the names and the meaning that they have there."""
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+import autopar
 from autopar.program.from_jaxpr import program_of
 from autopar.rules.table import rule_for
 from autopar.testing import run_with_random_strategies
@@ -53,3 +55,36 @@ def test_all_of_them_can_be_split():
     names = {eqn.primitive.name: rule_for(eqn) for eqn in program.equations}
     split = [names[p.name].shardable() for p in (*IDENTITY, SELECT, ANY, ALL, MAX)]
     assert split == [("a", "b")] * 7
+
+
+def scaled(x, w):
+    """tanh(x) w, by a primitive as lineax and equinox's loops make theirs: mapped, it becomes a `vprim`."""
+    return SCALED.bind(x, w)[0]
+
+
+def scaled_jvp(primals, tangents):
+    (x, w), (dx, dw) = primals, map(jax.interpreters.ad.instantiate_zeros, tangents)
+    return SCALED.bind(x, w), [(1 - jnp.tanh(x) ** 2) * dx * w + jnp.tanh(x) * dw]
+
+
+SCALED = eqxi.create_vprim("scaled", lambda x, w: [jnp.tanh(x) * w], lambda x, w: [x], scaled_jvp, None)
+
+
+def vprim_step(w, batch):
+    def loss_of(w):
+        made = jax.vmap(jax.vmap(scaled, in_axes=(0, 0)), in_axes=(0, None))(batch["x"], w)
+        return jnp.mean((made - batch["y"]) ** 2) + scaled(w.sum(), w[0])
+
+    loss, gradient = jax.value_and_grad(loss_of)(w)
+    return w - 0.1 * gradient, loss
+
+
+@pytest.mark.parametrize(
+    "way", [{"constraints": autopar.data_parallel()}, {"num_microbatches": 2}], ids=["data parallel", "microbatches"]
+)
+def test_a_primitive_that_equinox_maps_is_planned_as_what_it_computes(way):
+    """Without the warning of an unknown primitive, which is an error here."""
+    batch = {"x": X.astype(jnp.float32) / 50, "y": jnp.ones((8, 4), jnp.float32)}
+    step = autopar.parallelize(vprim_step, mesh_shape=(2,), **way)
+    actual, expected = step(jnp.arange(4.0) / 4, batch), jax.jit(vprim_step)(jnp.arange(4.0) / 4, batch)
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6), actual, expected)

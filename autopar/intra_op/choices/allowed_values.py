@@ -52,7 +52,9 @@ def _in_place(number: int, allowed: Allowed | None, leaf: Leaf, traced: TracedSt
 
 
 def _stacked(leaf: Leaf, allowed: Allowed | None, mesh: LogicalMesh) -> Allowed | None:
-    """The layouts of a leaf that may be a stack over microbatches, along which it is whole."""
+    """The layouts of a leaf that may be a stack over microbatches, along which it is whole; random keys are whole anyway."""
+    if is_opaque(leaf.aval):
+        return (Layout.replicated(len(leaf.shape)),)
     if leaf.microbatches == 1:
         return allowed
     plain = (la for la in all_layouts(leaf.one.shape, mesh, ()) if la.is_ascending)

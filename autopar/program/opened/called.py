@@ -64,7 +64,7 @@ COMPOSITES = (
     "custom_linear_solve",
     "todense",
 )
-"""Operations that JAX defines, and runs, as functions of other operations."""
+"""Operations that JAX defines, and runs, as functions of other operations. Equinox has some of its own."""
 INSIDE_KERNELS = "mosaic"
 """The platform of code inside a Pallas kernel, for which JAX's own functions, such as `jnp.diagonal`, have a branch."""
 
@@ -73,7 +73,7 @@ def called_by(eqn: JaxprEqn) -> Any:
     """The jaxpr that an equation stands for; None if it is an operation, or control flow."""
     if eqn.primitive.name in CALLS:
         return eqn.params[CALLS[eqn.primitive.name]]
-    if eqn.primitive.name in COMPOSITES:
+    if eqn.primitive.name in COMPOSITES or compat.is_defined_by_equinox(eqn.primitive):
         return _trace_composite(eqn)
     platforms = eqn.params.get("branches_platforms")
     if platforms is None or any(named is not None and set(named) != {INSIDE_KERNELS} for named in platforms):
@@ -87,7 +87,7 @@ def operands_of(closed: Any, operands: Sequence[T]) -> Sequence[T]:
 
 
 def _trace_composite(eqn: JaxprEqn) -> Any:
-    """The jaxpr of JAX's own implementation of a composite, with the user's line at each of its operations."""
+    """The jaxpr of a composite's own implementation, with the user's line at each of its operations."""
     given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
     with compat.attributed_to(eqn):
         return jax.make_jaxpr(functools.partial(compat.implementation_of(eqn.primitive), **eqn.params))(*given)
