@@ -1,16 +1,21 @@
 """Runs the meshes of a step in one thread each, and ends them all before it returns.
 
 What can go wrong: a thread waits in XLA for another process and cannot be woken. If `watch` raises, because another process
-has failed, such a thread is left behind; without `watch` no thread ever is.
+has failed, such a thread is left behind; without `watch` no thread ever is. It comes back when the other process ends, and would
+end this one badly if its interpreter were about to exit then; so this one waits for it before it exits.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
+
+import jax
 
 from autopar.runtime.failures import Failure
 from autopar.runtime.step_state import A, StepState
@@ -64,7 +69,28 @@ def run_in_threads(
         step.over = step.abandoned = True  # First, and not by a call: a second Ctrl-C may come with any call.
         if len(found) < len(threads):
             step.end()
-        for thread in threads:
-            if thread.is_alive():
-                thread.join(None if watch is None else TUNING.leave_s)
+        _join(threads, None if watch is None else TUNING.leave_s)
     return list(itertools.chain.from_iterable(found))
+
+
+def _join(threads: Sequence[threading.Thread], wait_s: float | None) -> None:
+    """Wait for threads to end, for this long each; those that do not are left behind."""
+    for thread in threads:
+        if thread.is_alive():
+            thread.join(wait_s)
+    stuck = [thread for thread in threads if thread.is_alive()]
+    if stuck:
+        atexit.register(_wait_at_exit, stuck)
+
+
+def _wait_at_exit(stuck: Sequence[threading.Thread]) -> None:
+    """Leave the other processes, and wait for threads that wait for them in XLA.
+
+    Each process waits longer than those before it, as they may all have such threads: the first ones to end free the others'.
+    """
+    wait_s = min(TUNING.exit_s * (1 + jax.process_index()), TUNING.longest_exit_s)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has ended before
+        jax.distributed.shutdown()
+    ends = time.monotonic() + wait_s
+    for thread in stuck:
+        thread.join(max(0.0, ends - time.monotonic()))

@@ -1,13 +1,16 @@
 """Failures are told to the other processes, once, and nobody waits on."""
 
+import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from autopar.errors import PipelineError
+from autopar.runtime import mesh_threads
 from autopar.runtime.processes import wait_until_ready
-from autopar.runtime.tuning import TUNING
+from autopar.runtime.tuning import TUNING, Tuning
 from autopar.runtime.watch import MAX_NOTE, Watch
 from tests.process_table import Table
 
@@ -27,6 +30,21 @@ class Slow:
 
     def block_until_ready(self):
         return self
+
+
+@pytest.mark.parametrize("others_end", [True, False])
+def test_at_exit_a_thread_that_was_left_behind_is_waited_for_until_the_others_end_or_for_a_while(
+    others_end, monkeypatch
+):
+    released = threading.Event()
+    stuck = threading.Thread(target=released.wait, daemon=True)
+    stuck.start()
+    monkeypatch.setattr(mesh_threads, "TUNING", Tuning(exit_s=30.0, longest_exit_s=30.0 if others_end else 0.05))
+    monkeypatch.setattr(jax.distributed, "shutdown", released.set if others_end else lambda: None)
+    mesh_threads._wait_at_exit([stuck])
+    assert stuck.is_alive() == (not others_end)
+    released.set()
+    stuck.join()
 
 
 def test_nothing_is_refused_before_a_failure():
