@@ -57,7 +57,7 @@ def test_types_stay_as_weak_as_with_jit_and_nothing_is_planned_twice(way):
     assert types(state)["params"] == {"w": ("bfloat16", False), "gain": ("float32", True)}
     assert types(state)["rate"] == ("float32", True)
     assert before["rate"].is_deleted(), "the memory of a weakly typed leaf is not used again"
-    assert len(parallel._memory.compiled) == 1
+    assert len(parallel._memory.programs) == 1
 
 
 @pytest.mark.parametrize("way", [WAYS["one mesh"], STAGES], ids=["one mesh", "stages"])
