@@ -1,4 +1,4 @@
-"""Write what the pages show of the command line: docs/output/*.txt, and the picture of a plan, docs/images/plan.svg.
+"""Write what the pages show of the command line, docs/output/*.txt, a plan's picture, docs/images/plan.svg, and docs/coverage.md.
 
     python docs/generate.py            # all of it, half a minute
     python docs/generate.py --check    # exit status 1 if a file differs from what the commands print today
@@ -42,6 +42,8 @@ PICTURE_COLUMNS = 118
 TEXT_COLUMNS = 124
 HELP_COLUMNS = 90
 
+COVERAGE = "import docs.coverage; print(docs.coverage.page(), end='')"
+
 FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 """Rich's SVG asks another host for its font; without that, viewers take their own monospaced one."""
 SECONDS_OF_PLANNING = re.compile(r"<text[^>]*>planned&#160;in[^<]*</text>|planned in [\d.,]+ \w+")
@@ -83,13 +85,28 @@ def picture(folder: Path) -> str:
     return re.sub(r"\s*<!-- Generated with Rich .*?-->", "", svg)
 
 
+def coverage() -> str:
+    """The page of primitives and harnesses, made by a process of its own: JAX is of no use to the rest."""
+    done = subprocess.run(
+        [sys.executable, "-c", COVERAGE],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"docs/coverage.py: {done.stderr}")
+    return done.stdout
+
+
 def files() -> dict[Path, str]:
     """Every generated file with its text."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copy(DOCS / "examples" / "runs.csv", folder)
         texts = {DOCS / "output" / f"{name}.txt": text_of(command, folder) for name, command in COMMANDS.items()}
-        return {**texts, DOCS / "images" / "plan.svg": picture(folder)}
+        return {**texts, DOCS / "images" / "plan.svg": picture(folder), DOCS / "coverage.md": coverage()}
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ In: an equation. Out: its `FactorRule`. What can go wrong: a factorization of on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +16,11 @@ from autopar.compat import JaxprEqn
 from autopar.rules.by_shape import Factors, linear_factors, shape_of, share_leading_dimensions
 from autopar.rules.factor_rule import FactorRule, make_rule
 from autopar.rules.on_shard import LocalCall
+
+_LEAST_SHARED_WORK = 200_000
+"""Floating-point operations from which on the kernels share a batch among threads, as JAX's source says."""
+_MOST_WORK_PER_ENTRY = 100
+"""The most operations that they count per entry of a matrix and row, of an eigendecomposition of complex numbers."""
 
 
 def dot_general(eqn: JaxprEqn) -> FactorRule:
@@ -35,6 +41,29 @@ def dot_general(eqn: JaxprEqn) -> FactorRule:
 def factorization(eqn: JaxprEqn) -> FactorRule:
     """a b c -> a b c | whole: b c: the last two dimensions are a matrix, the others a batch of matrices."""
     return share_leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - 2)
+
+
+def one_by_one(call: LocalCall) -> Sequence[jax.Array]:
+    """Matrix after matrix on CPUs, unless the batch is small.
+
+    JAX's CPU kernels hand parts of a larger batch to the threads which the devices of the process run on, and wait for them.
+    Where all of these threads wait, as soon as every device has come to such an operation, none is left to do a part.
+    """
+    batch = call.operands[0].shape[:-2]
+    count = math.prod(batch)
+    largest = max(x.shape[-2] * x.shape[-1] * max(x.shape[-2:]) for x in call.operands if x.ndim > len(batch) + 1)
+    if count <= 1 or _MOST_WORK_PER_ENTRY * count * largest < _LEAST_SHARED_WORK:
+        return call.bind(*call.operands)
+
+    def in_turn(*operands: jax.Array) -> list[jax.Array]:
+        flat = [x.reshape(count, *x.shape[len(batch) :]) for x in operands]
+        results = jax.lax.map(lambda ones: call.bind(*ones), flat)
+        return [x.reshape(*batch, *x.shape[1:]) for x in results]
+
+    results: list[jax.Array] = jax.lax.platform_dependent(
+        *call.operands, cpu=in_turn, default=lambda *operands: list(call.bind(*operands))
+    )
+    return results
 
 
 def of_vectors(eqn: JaxprEqn) -> FactorRule:

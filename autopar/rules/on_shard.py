@@ -139,9 +139,16 @@ def slice_(call: LocalCall) -> Sequence[jax.Array]:
 
 
 def dynamic_slice(call: LocalCall) -> Sequence[jax.Array]:
-    """A sharded dimension is taken whole: its size is local, and its start, which clamps to 0, is dropped."""
+    """A sharded dimension is taken whole: its size is local, and its start, which clamps to 0, is dropped.
+
+    Starts are clamped here: where a device goes on to take its shard of the slice, XLA of JAX 0.10 joins the two slices, and
+    then clamps by the size of the second.
+    """
     operand, *starts = call.operands
-    return call.bind(operand, *_local_starts(call, call.rule.inputs[0], starts), slice_sizes=call.out_shape())
+    sizes = call.out_shape()
+    last = [whole - taken for whole, taken in zip(operand.shape, sizes, strict=True)]
+    starts = [jnp.clip(s, 0, min(most, jnp.iinfo(s.dtype).max)) for s, most in zip(starts, last, strict=True)]
+    return call.bind(operand, *_local_starts(call, call.rule.inputs[0], starts), slice_sizes=sizes)
 
 
 def dynamic_update_slice(call: LocalCall) -> Sequence[jax.Array]:
@@ -152,6 +159,12 @@ def dynamic_update_slice(call: LocalCall) -> Sequence[jax.Array]:
 
 def _local_starts(call: LocalCall, dims: Sequence[Sequence[str]], starts: Sequence[jax.Array]) -> list[jax.Array]:
     return [jnp.zeros_like(s) if call.is_sharded(dim) else s for dim, s in zip(dims, starts, strict=True)]
+
+
+def reduce_by_function(call: LocalCall) -> Sequence[jax.Array]:
+    """Reduce arrays that XLA does not know to be joined of parts: it would reduce each part from the given first value."""
+    half = len(call.operands) // 2
+    return call.bind(*jax.lax.optimization_barrier(call.operands[:half]), *call.operands[half:])
 
 
 def random_bits(call: LocalCall) -> Sequence[jax.Array]:
@@ -190,7 +203,7 @@ def _counters(call: LocalCall, shape: Sequence[int]) -> tuple[jax.Array, jax.Arr
     stride = math.prod(shape)
     is_one_word = stride < 1 << 32  # then the high word is a constant, which needs no memory
     for axis, (dim, size) in enumerate(zip(call.rule.outputs[0], shape, strict=True)):
-        stride //= size
+        stride //= max(size, 1)
         index = jax.lax.broadcasted_iota(jnp.uint32, local, axis) + jnp.asarray(call.offset(dim), jnp.uint32)
         if is_one_word:
             low = low + index * jnp.uint32(stride)

@@ -82,7 +82,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         ),
         "cbrt": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "ceil": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
-        "cholesky": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
+        "cholesky": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
         "cholesky_update": PrimitiveRule(rule=by_shape.everything_whole),
         "clamp": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "clz": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -111,8 +111,8 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
             rule=indexing.dynamic_slice, work=Work.MOVE, local=on_shard.dynamic_slice, picks=True
         ),
         "dynamic_update_slice": PrimitiveRule(rule=indexing.dynamic_update_slice, local=on_shard.dynamic_update_slice),
-        "eig": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
-        "eigh": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
+        "eig": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
+        "eigh": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
         "empty2": PrimitiveRule(rule=by_shape.everything_whole, work=Work.FREE),
         "eq": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "eq_to": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -127,11 +127,15 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "floor": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "gather": PrimitiveRule(rule=indexing.gather, work=Work.OTHER, local=indexing.gather_local, picks=True),
         "ge": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
-        "geqp3": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
-        "geqrf": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
+        "geqp3": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
+        "geqrf": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
         "gt": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
-        "hessenberg": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
-        "householder_product": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
+        "hessenberg": PrimitiveRule(
+            rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization
+        ),
+        "householder_product": PrimitiveRule(
+            rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization
+        ),
         "igamma": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "igamma_grad_a": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "igammac": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -151,7 +155,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "logistic": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "lt": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "lt_to": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
-        "lu": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
+        "lu": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
         "lu_pivots_to_permutation": PrimitiveRule(rule=matrices.of_vectors),
         "max": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "min": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -168,7 +172,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "one_minus_square": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "optimization_barrier": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, barrier=True),
         "or": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
-        "ormqr": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
+        "ormqr": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
         "pad": PrimitiveRule(rule=reshaping.pad, work=Work.MOVE),
         "pmax": PrimitiveRule(rule=reductions.over_batch_max, work=Work.REDUCTION),
         "pmin": PrimitiveRule(rule=reductions.over_batch_min, work=Work.REDUCTION),
@@ -177,7 +181,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "population_count": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "pow": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "psum": PrimitiveRule(rule=reductions.over_batch_sum, work=Work.REDUCTION),
-        "qr": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
+        "qr": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
         "ragged_dot_general": PrimitiveRule(
             rule=matrices.ragged_dot, work=Work.CONTRACTION, local=matrices.ragged_dot_local, flops=flops.of_ragged_dot
         ),
@@ -191,7 +195,9 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "random_unwrap": PrimitiveRule(rule=by_shape.everything_whole),
         "random_wrap": PrimitiveRule(rule=by_shape.everything_whole),
         "real": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
-        "reduce": PrimitiveRule(rule=reductions.reduce_by_function, work=Work.REDUCTION),
+        "reduce": PrimitiveRule(
+            rule=reductions.reduce_by_function, work=Work.REDUCTION, local=on_shard.reduce_by_function
+        ),
         "reduce_and": PrimitiveRule(rule=reductions.reduce_and, work=Work.REDUCTION),
         "reduce_max": PrimitiveRule(rule=reductions.reduce_max, work=Work.REDUCTION),
         "reduce_min": PrimitiveRule(rule=reductions.reduce_min, work=Work.REDUCTION),
@@ -218,7 +224,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "scatter-mul": PrimitiveRule(rule=indexing.scatter_other, work=Work.OTHER, local=indexing.scatter_local),
         "scatter-sub": PrimitiveRule(rule=indexing.scatter_add, work=Work.OTHER, local=indexing.scatter_local),
         "scatter_mul": PrimitiveRule(rule=indexing.scatter_other, work=Work.OTHER, local=indexing.scatter_local),
-        "schur": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
+        "schur": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
         "select_and_gather_add": PrimitiveRule(rule=windows.select_and_gather_add),
         "select_and_scatter_add": PrimitiveRule(rule=windows.select_and_scatter_add),
         "select_if_vmap": PrimitiveRule(rule=pointwise.select, work=Work.POINTWISE),
@@ -238,7 +244,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "stack": PrimitiveRule(rule=reshaping.stack, work=Work.MOVE),
         "stop_gradient": PrimitiveRule(rule=pointwise.copy, work=Work.FREE),
         "sub": PrimitiveRule(rule=pointwise.sum_of_two, work=Work.POINTWISE, adds=True),
-        "svd": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
+        "svd": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
         "symmetric_product": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
         "tan": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "tanh": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -246,8 +252,12 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "tile": PrimitiveRule(rule=reshaping.tile, work=Work.FREE, local=on_shard.tile),
         "top_k": PrimitiveRule(rule=reductions.top_k, flops=flops.of_sort),
         "transpose": PrimitiveRule(rule=reshaping.transpose, work=Work.MOVE, permutation=reshaping.permutation_of),
-        "triangular_solve": PrimitiveRule(rule=matrices.triangular_solve, flops=flops.of_triangular_solve),
-        "tridiagonal": PrimitiveRule(rule=matrices.factorization, flops=flops.of_factorization),
+        "triangular_solve": PrimitiveRule(
+            rule=matrices.triangular_solve, local=matrices.one_by_one, flops=flops.of_triangular_solve
+        ),
+        "tridiagonal": PrimitiveRule(
+            rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization
+        ),
         "tridiagonal_solve": PrimitiveRule(rule=matrices.of_vectors),
         "unstack": PrimitiveRule(rule=reshaping.unstack, work=Work.MOVE),
         "unvmap_all": PrimitiveRule(rule=reductions.all_of_all, work=Work.REDUCTION),

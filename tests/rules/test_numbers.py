@@ -83,6 +83,11 @@ CASES = {
         (np.ones((4096, 2), jnp.bfloat16),),
         lambda x: x * np.arange(4096).astype(jnp.bfloat16)[:, None],
     ),
+    "random bits for no place": (
+        lambda key: jax.random.bits(jax.random.wrap_key_data(key), (0, 4)),
+        (np.zeros(2, np.uint32),),
+        lambda key: np.zeros((0, 4), np.uint32),
+    ),
     "rows at no place": (lambda x, i: x[i], (X, np.zeros(0, np.int32)), lambda x, i: x[i]),
     "products along a dimension, differentiated": (
         lambda x: jax.grad(lambda y: jnp.cumprod(y, 0).sum())(x),
@@ -100,6 +105,20 @@ CASES = {
         lambda x: np.abs(np.fft.fft(x.sum(0))).astype(np.float32),
     ),
 }
+JOINED_BY_XLA = {
+    "rows of a slice that begins behind the end": (
+        lambda x, i: jax.lax.dynamic_slice(x, (i, 0), (4, 4)),
+        (floats(12, 4), np.int32(20)),
+        lambda x, i: x[8:],
+    ),
+    "bytes added up from three": (
+        lambda n: jax.lax.reduce(n, np.uint8(3), lambda a, b: a + b, (0,)),
+        (SMALL,),
+        lambda n: n.sum(0, dtype=np.uint8) + np.uint8(3),
+    ),
+}
+"""What XLA simplifies wrongly beside the moves of a plan: a slice of a slice, and a reduction of arrays put together."""
+CASES |= JOINED_BY_XLA
 EXACT = ("bytes", "unsigned", "NaN", "position", "place", "rows")
 
 
@@ -119,6 +138,11 @@ def assert_same_numbers(name, seeds, mesh_shape):
 @pytest.mark.parametrize("name", CASES)
 def test_random_strategies_give_the_same_numbers(name):
     assert_same_numbers(name, range(4), (2,))
+
+
+@pytest.mark.parametrize("name", JOINED_BY_XLA)
+def test_what_xla_joins_wrongly_stays_apart(name):
+    assert_same_numbers(name, range(4), (2, 2))
 
 
 @pytest.mark.slow

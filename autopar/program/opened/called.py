@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.extend
+import jax.numpy as jnp
 
 from autopar import compat
 from autopar.compat import JaxprEqn
@@ -75,6 +77,8 @@ def called_by(eqn: JaxprEqn) -> Any:
         return eqn.params[CALLS[eqn.primitive.name]]
     if eqn.primitive.name in COMPOSITES or compat.is_defined_by_equinox(eqn.primitive):
         return _trace_composite(eqn)
+    if eqn.primitive.name == "while" and _conditions_of(eqn):
+        return _trace_with_one_condition(eqn)
     platforms = eqn.params.get("branches_platforms")
     if platforms is None or any(named is not None and set(named) != {INSIDE_KERNELS} for named in platforms):
         return None
@@ -91,3 +95,43 @@ def _trace_composite(eqn: JaxprEqn) -> Any:
     given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
     with compat.attributed_to(eqn):
         return jax.make_jaxpr(functools.partial(compat.implementation_of(eqn.primitive), **eqn.params))(*given)
+
+
+def _conditions_of(eqn: JaxprEqn) -> tuple[int, ...]:
+    """The shape of a while loop's condition: of a `vmap` of one, it has an entry per example."""
+    (condition,) = compat.open_jaxpr(eqn.params["cond_jaxpr"]).outvars
+    shape: tuple[int, ...] = getattr(condition.aval, "shape", ())
+    return shape
+
+
+def _trace_with_one_condition(eqn: JaxprEqn) -> Any:
+    """The jaxpr of a `vmap` of a while loop: it goes on while any example's condition is true.
+
+    An example whose condition is false keeps its values, as in JAX's own lowering.
+    """
+    goes_on_for, step = (jax.extend.core.jaxpr_as_fun(eqn.params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+    first = eqn.params["cond_nconsts"]
+    last = first + eqn.params["body_nconsts"]
+
+    def run(*operands: jax.Array) -> Sequence[jax.Array]:
+        def going(values: Sequence[jax.Array]) -> jax.Array:
+            condition: jax.Array = goes_on_for(*operands[:first], *values)[0]
+            return condition
+
+        def body(values: Sequence[jax.Array]) -> list[jax.Array]:
+            condition = going(values)
+            pairs = zip(step(*operands[first:last], *values), values, strict=True)
+            return [_chosen(condition, new, old) for new, old in pairs]
+
+        carried: Sequence[jax.Array] = jax.lax.while_loop(lambda v: jnp.any(going(v)), body, list(operands[last:]))
+        return carried
+
+    given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
+    with compat.attributed_to(eqn):
+        return jax.make_jaxpr(run)(*given)
+
+
+def _chosen(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Entries of `new` where the condition holds for their example, or else of `old`."""
+    chosen: jax.Array = jax.lax.select(jax.lax.broadcast_in_dim(condition, new.shape, range(condition.ndim)), new, old)
+    return chosen

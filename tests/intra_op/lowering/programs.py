@@ -82,6 +82,12 @@ def while_with_constants(x, w):
     return lax.while_loop(lambda a: jnp.abs(a).max() < 5 * jnp.abs(w).max(), lambda a: a * 1.5 + w[0], x / 10)
 
 
+def while_of_each_row(x):
+    """Rows are done after different numbers of steps."""
+    row = lambda r: lax.while_loop(lambda s: (s[0] ** 2).sum() > 9.0, lambda s: (s[0] * 0.8, s[1] + 1), (r, 0))  # noqa: E731
+    return jax.vmap(row)(x)
+
+
 def cond_on_a_sum(x):
     return lax.cond(x.sum() > 0, lambda a: (a * 2, a.sum(axis=0)), lambda a: (a - 1, a.max(axis=0)), x)
 
@@ -105,6 +111,7 @@ CONTROL_FLOW = {
     "fori_loop": (scan_without_stacks, X),
     "while": (while_until_small, X),
     "while_constants": (while_with_constants, X, WEIGHTS),
+    "while_of_each_row": (while_of_each_row, X),
     "cond": (cond_on_a_sum, X),
     "cond_gradient": (cond_gradient, X, WEIGHTS),
     "switch": (switch_on_data, X, ROWS),

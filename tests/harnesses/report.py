@@ -1,0 +1,41 @@
+"""Run every harness and count by group: `python -m tests.harnesses.report` writes `tests/data/harnesses.json`.
+
+docs/coverage.md shows these counts of each version of JAX. It takes ten minutes on one core, and with
+`AUTOPAR_HARNESS_MESHES=all`, which runs each harness on all three meshes, half an hour.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+
+from tests.harnesses.cases import NOT_RUN_BY_JAX
+from tests.harnesses.selection import EVERY_MESH, names_by_group, on_meshes, run_lines
+
+COUNTS = Path(__file__).parents[1] / "data" / "harnesses.json"
+
+
+def counts_by_group(found, groups):
+    """Per group how many harnesses there are, how many of them JAX runs, and how many of these gave the same numbers."""
+    counts = {}
+    for group, names in sorted(groups.items()):
+        not_run = sum(found.get(name) == NOT_RUN_BY_JAX for name in names)
+        wrong = sum(name in found for name in names) - not_run
+        counts[group] = {"harnesses": len(names), "run": len(names) - not_run, "equal": len(names) - not_run - wrong}
+    return counts
+
+
+def write(version, counts):
+    """Put the counts of a version of JAX into the file."""
+    known = json.loads(COUNTS.read_text(encoding="utf-8")) if COUNTS.exists() else {}
+    lines = [
+        f'  "{v}": {{\n' + ",\n".join(f'    "{g}": {json.dumps(c)}' for g, c in groups.items()) + "\n  }"
+        for v, groups in sorted({**known, version: counts}.items())
+    ]
+    COUNTS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    groups = names_by_group()
+    everything = [name for names in groups.values() for name in names]
+    write(jax.__version__, counts_by_group(run_lines(on_meshes(everything, every=EVERY_MESH)), groups))

@@ -1,0 +1,45 @@
+"""Oracle: JAX's own harnesses of its primitives, about 5,500, and their gradients, are the same under random strategies.
+
+The slow part runs every harness on one of the meshes, which its name picks, or with AUTOPAR_HARNESS_MESHES=all on all three;
+the fast part, one harness of every group. Same is bit for bit but for numbers that round, whose infinities and NaNs stand in
+the same places and whose error is at most `cases.RELATIVE` of the leaf's largest entry.
+"""
+
+import json
+
+import pytest
+
+from tests.harnesses.cases import NOT_RUN_BY_JAX, all_harnesses
+from tests.harnesses.report import COUNTS
+from tests.harnesses.selection import EVERY_MESH, names_by_group, on_meshes, one_of_every_group, run_lines
+
+FAST_PARTS, SLOW_PARTS = 2, 30
+MOST_NOT_RUN = 5
+"""Harnesses of a part that JAX has on other platforms only; more would mean that little is compared."""
+
+
+def assert_same(lines):
+    """Every such harness is the same on its mesh."""
+    found = run_lines(lines)
+    problems = {name: text for name, text in found.items() if text != NOT_RUN_BY_JAX}
+    assert not problems, "\n".join(f"{name}: {text}" for name, text in problems.items())
+    assert len(found) <= MOST_NOT_RUN
+
+
+@pytest.mark.parametrize("part", range(FAST_PARTS))
+def test_a_harness_of_every_group_is_the_same_under_random_strategies(part):
+    assert_same(on_meshes(one_of_every_group()[part::FAST_PARTS]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(SLOW_PARTS))
+def test_every_harness_is_the_same_under_random_strategies(part):
+    names = [harness.fullname for harness in all_harnesses()][part::SLOW_PARTS]
+    assert_same(on_meshes(names, every=EVERY_MESH))
+
+
+def test_the_counts_that_the_docs_show_are_of_all_groups_and_all_are_equal():
+    counts = json.loads(COUNTS.read_text(encoding="utf-8"))
+    assert any(groups.keys() == names_by_group().keys() for groups in counts.values())
+    for groups in counts.values():
+        assert {name for name, count in groups.items() if count["equal"] != count["run"]} == set()
