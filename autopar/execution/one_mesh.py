@@ -9,6 +9,7 @@ arguments of another shape; both are refused with the numbers.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,7 @@ class CompiledStep:
     def __init__(self, signature: CallSignature, planned: PlannedStep, devices: Sequence[jax.Device]) -> None:
         self.signature, self.traced, self.plan = signature, planned.traced, planned.plan
         traced, assignment = planned.traced, planned.assignment
-        self._settings = program_settings_here()
+        self._settings, self._compiling = program_settings_here(), threading.Lock()
         self.mesh = device_mesh(assignment.mesh, devices)
         specs = [partition_spec(layout, assignment.mesh) for layout in assignment.inputs]
         self.in_shardings = tuple(NamedSharding(self.mesh, spec) for spec in specs)
@@ -89,6 +90,8 @@ class CompiledStep:
 
     def run(self, leaves: Sequence[Given]) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
+        with self._compiling:  # before its turn, so that steps of other threads run meanwhile
+            executable = self.executable
         with RUNNING.take(self.signature.name), undisturbed():
             with refusing_together(self._group):
                 refuse_consumed(self.signature.name, self.traced.input_paths(), leaves)
@@ -99,7 +102,6 @@ class CompiledStep:
                 x if getattr(x, "sharding", None) is self._accepted[i] else self._place(i, x)
                 for i, x in enumerate(arrays[: len(leaves)])
             ]
-            executable = self.executable
             name = self.signature.name
             with telling_what_is_left(name, self.traced.input_paths(), leaves), checked_for_nans(name):
                 found = executable(*placed, *self._constants)

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
+import autopar
 from autopar.layouts.monoids import COMBINE, neutral_element
 from autopar.rules import by_shape, matrices, pointwise
 from autopar.rules.table import RULES, rule_for
@@ -156,3 +158,23 @@ def test_converted_terms_add_up_to_the_converted_sum(old):
     for new in (*NUMBERS, "complex64"):
         if new != old:
             check(conversion(old, new))
+
+
+@pytest.mark.parametrize(
+    "add", [lambda a, b: sum([a, b]), lambda a, b: 2.0 + a + b, lambda a, b: a + 2.0 + b], ids=["sum", "2 +", "+ 2"]
+)
+def test_a_number_in_a_sum_of_partial_sums_is_one_term_and_forces_no_reduction(add):
+    split = {"state/*": P("x"), "batch/*": P(None, "x")}
+
+    def collectives(add):
+        step = autopar.parallelize(
+            lambda state, batch: (state, jnp.exp(add(*(x @ w for x, w in zip(batch, state, strict=True))))),
+            devices=4,
+            mesh_shape=(4,),
+            cluster="dgx-h100",
+            constraints=split,
+        )
+        shapes = [[jax.ShapeDtypeStruct(shape, jnp.float32)] * 2 for shape in ((2048, 128), (128, 2048))]
+        return [(c.kind, c.operand) for c in step.plan(*shapes).collectives]
+
+    assert collectives(add) == collectives(lambda a, b: a + b)
