@@ -13,8 +13,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+from autopar.callbacks import is_inside_callback
 from autopar.errors import ArgumentError
-from autopar.rules.python_calls import is_inside_callback
 
 
 class Turn:

@@ -15,6 +15,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
 from autopar.avals import bytes_of, is_opaque
+from autopar.callbacks import as_callback
 from autopar.compat import JaxprEqn, Var, source_line
 from autopar.errors import UnsupportedProgramError
 from autopar.program.program import Atom, Equation
@@ -35,6 +36,9 @@ def _compute(
     """What `observe` compiles to."""
     if shown_by is None:
         return value
+    called = params.get("callback")
+    if callable(called):
+        params["callback"] = as_callback(called)
 
     def show(*values: jax.Array) -> tuple[()]:
         shown_by.bind(*values, **params)

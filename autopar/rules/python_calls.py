@@ -8,9 +8,7 @@ element types that NumPy cannot share, which are copied by JAX.
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -19,30 +17,13 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from autopar.callbacks import inside_callback
 from autopar.rules.on_shard import LocalCall
 
 ALIGNMENT = 64
 """Bytes at multiples of which XLA takes over memory without a copy."""
 
 Callback = Callable[..., Sequence[jax.typing.ArrayLike]]
-_HERE = threading.local()
-
-
-def is_inside_callback() -> bool:
-    """Whether this thread is in a callback of a step, for which a device waits."""
-    return getattr(_HERE, "is_inside", False)
-
-
-@contextlib.contextmanager
-def inside_callback() -> Iterator[None]:
-    """A context for every call of a user's function by a device."""
-    _HERE.is_inside = True
-    try:
-        yield
-    finally:
-        _HERE.is_inside = False
-
-
 call_python_p = Primitive("call_python")
 call_python_p.multiple_results = True
 call_python_p.def_abstract_eval(lambda *_, result_avals, **__: list(result_avals))
