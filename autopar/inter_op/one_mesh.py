@@ -13,7 +13,7 @@ may be faster after all; nobody looks for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
@@ -28,7 +28,7 @@ from autopar.microbatches.counts import cut_into_microbatches, loop_over_microba
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
 from autopar.plan import Alternative
-from autopar.program.step import TracedStep
+from autopar.program.step import Leaf, TracedStep
 from autopar.progress import Progress, enter, report
 from autopar.schedules.schedules import Open, Recompute
 from autopar.stages.recompute_layers import Recomputation, Repeated, find_recomputation, names_values
@@ -82,9 +82,13 @@ def plan_on_one_mesh(
 
 def state_is_too_large(traced: TracedStep, request: PlanRequest, devices: int) -> bool:
     """Whether the state alone, spread evenly over all devices, exceeds the memory: then only more memory helps."""
-    held = sum(math.prod(leaf.shape) * itemsize_of(leaf) for leaf in traced.inputs if leaf.role != "batch")
     limit = request.memory_limit_bytes
-    return limit is not None and held > limit * devices
+    return limit is not None and bytes_held(leaf for leaf in traced.inputs if leaf.role != "batch") > limit * devices
+
+
+def bytes_held(leaves: Iterable[Leaf]) -> int:
+    """Bytes of these leaves, each counted once."""
+    return sum(math.prod(leaf.shape) * itemsize_of(leaf) for leaf in leaves)
 
 
 def _recompute_as_asked(traced: TracedStep, recompute: Recompute) -> tuple[TracedStep, Repeated | None]:

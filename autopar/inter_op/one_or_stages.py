@@ -1,8 +1,11 @@
 """One mesh or pipeline stages, if the user leaves that open: the faster of the two by prediction.
 
 In: a traced step, what is left open of a pipeline, the planner's request, the number of devices. Out: a `PlannedStep` or a
-`PlannedPipeline`. Across nodes stages are searched first: the search prices one stage too, and if that is far slower, one mesh
-is not planned. On one node the mesh comes first, as it nearly always wins there, and stages are searched only if they may pay:
+`PlannedPipeline`. The mesh comes first where it nearly always wins: on one node, and across nodes of which each holds the state
+and which reduce gradients in less time than they work (`Tuning.reduced`). Stages are then searched only if they may pay.
+Elsewhere they are searched first: the search prices one stage too, and if that is far slower, one mesh is not planned.
+
+When stages may pay:
 
     A pipeline divides the work among the same devices. Of the one mesh's step T = c + communication it saves at most the
     communication and the work that several devices repeat (5 devices and 64 examples), which leaves d of c. It idles for a
@@ -21,7 +24,7 @@ import math
 
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages
-from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh, state_is_too_large
+from autopar.inter_op.one_mesh import Slower, bytes_held, plan_on_one_mesh, state_is_too_large
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline, search_pipeline
 from autopar.inter_op.submeshes import machine_shape
@@ -86,8 +89,7 @@ def plan_one_or_stages(
     Raises OutOfMemoryError if neither fits, and what `plan_on_one_mesh` raises.
     """
     comparison = _OneOrStages(traced=traced, wishes=wishes, request=request, devices=devices, tuning=tuning)
-    nodes, _ = machine_shape(request.cluster, devices)
-    found = _plan_across_nodes(comparison) if nodes > 1 else _plan_on_one_node(comparison)
+    found = _plan_mesh_first(comparison) if _is_for_one_mesh(comparison) else _plan_stages_first(comparison)
     if isinstance(found, PlannedPipeline):
         return found  # what bounds stages bounds one mesh
     one_mesh_s = found.plan.lower_bound_s
@@ -96,7 +98,22 @@ def plan_one_or_stages(
     return dataclasses.replace(found, plan=plan)
 
 
-def _plan_across_nodes(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
+def _is_for_one_mesh(comparison: _OneOrStages) -> bool:
+    """Whether one mesh probably wins: on one node, or if nodes can each hold the state and reduce gradients in little time."""
+    traced, request, devices = comparison.traced, comparison.request, comparison.devices
+    nodes, per_node = machine_shape(request.cluster, devices)
+    if nodes == 1:
+        return True
+    if state_is_too_large(traced, request, per_node):
+        return False
+    trained = [leaf for leaf in traced.inputs if leaf.use == "parameter"]
+    state = trained or [leaf for leaf in traced.inputs if leaf.role != "batch"]
+    in_each = bytes_held(state) / per_node
+    reduced_s = request.cluster.mesh_costs((nodes, per_node)).all_reduce_s(in_each, (0,))
+    return reduced_s <= comparison.tuning.reduced * bound_stages(traced, request, devices)
+
+
+def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
     match comparison.search_stages():
         case SearchedPipeline() as found:
             if found.one_stage_s > comparison.tuning.surely_slower * found.pipeline.plan.step_s:
@@ -117,7 +134,7 @@ def _plan_across_nodes(comparison: _OneOrStages) -> PlannedStep | PlannedPipelin
             return _faster(comparison.plan_on_one_mesh(), none_found)
 
 
-def _plan_on_one_node(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
+def _plan_mesh_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
     try:
         one = comparison.plan_on_one_mesh()
     except OutOfMemoryError:

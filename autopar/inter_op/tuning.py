@@ -21,11 +21,14 @@ class Tuning:
     surely_slower: float = 1.3
     """Across nodes, one mesh is not planned if one stage, as the sum of its layers, takes this many times the best stages' time.
     `benchmarks/layer_sums.py` shows how far such a sum is off: 3 %, and 27 % where latencies dominate."""
+    reduced: float = 1.0
+    """Across nodes that can each hold the state, one mesh is planned before stages if reducing the gradients among nodes takes at
+    most this part of the work. What is planned first and wins spares the other (`benchmarks/planning_ordinary.py`, two nodes)."""
     least_gain: float = 0.1
-    """On one node, stages are searched only if the bound on their gain exceeds this part of one mesh's step. Stages reach
+    """After one mesh, stages are searched only if the bound on their gain exceeds this part of one mesh's step. Stages reach
     about half of the bound."""
     repaid_in_steps: int = 1000
-    """On one node, stages are searched only if the bound on their gain repays the search in this number of steps."""
+    """After one mesh, stages are searched only if the bound on their gain repays the search in this number of steps."""
     search_s: float = 2.0
     """Seconds that a search of stages takes on one core at least, as that condition assumes. `benchmarks/stage_search_time.py`
     measures them."""

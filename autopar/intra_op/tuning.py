@@ -33,7 +33,7 @@ class Tuning:
     """And its plan: 1.3 to 6.4 ms in small programs, where it never paid (`benchmarks/small_programs.py`)."""
     quick_s: float = 2.0
     """A search on such a mesh that takes no longer than this need not be repaid."""
-    far: float = 1.5
+    far: float = 1.25
     """If the temporaries take this many times the memory that is left for them, other meshes are not tried, but other ways to
     run the step, such as more microbatches."""
     large: int = 2000

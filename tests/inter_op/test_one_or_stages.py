@@ -1,6 +1,7 @@
 """Where stages are left open: one mesh on a node with fast links, stages where they save communication, whichever is faster."""
 
 import dataclasses
+import math
 
 import jax
 import pytest
@@ -9,6 +10,7 @@ import autopar
 from autopar.cost_model.hardware import preset
 from autopar.explain import explain
 from autopar.explain.units import seconds_text
+from autopar.inter_op import one_or_stages
 from autopar.inter_op.one_or_stages import stages_may_pay
 from autopar.inter_op.tuning import TUNING
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
@@ -53,6 +55,37 @@ def test_on_a_node_with_fast_links_one_mesh_is_taken_and_no_stages_are_searched(
     assert isinstance(plan, Plan)
     assert plan.comm_s < TUNING.least_gain * plan.step_s  # so that nothing else can be gained
     assert plan.compared == ()
+
+
+def two_nodes(bytes_per_s, usable_bytes=math.inf):
+    """Two nodes of two devices; the links within a node are fast, that between the nodes has this speed."""
+    machine = preset("p3.16xlarge")
+    inner, outer = (
+        dataclasses.replace(machine.tiers[-1], devices=devices, bytes_per_s=speed, latency_s=5e-6, ports=1)
+        for devices, speed in ((2, 1e12), (4, bytes_per_s))
+    )
+    device = dataclasses.replace(machine.device, memory_bytes=usable_bytes, reserved_bytes=0)
+    return dataclasses.replace(machine, name="two nodes", device=device, tiers=(inner, outer))
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "state_bytes", "first"),
+    [(1e12, 0, "mesh"), (1e7, 0, "stages"), (1e12, 3 * 4 * 2048**2, "stages")],
+    ids=["nodes with fast links", "nodes with slow links", "a state that a node does not hold"],
+)
+def test_across_nodes_one_mesh_is_planned_first_where_gradients_are_reduced_in_little_time(
+    bytes_per_s, state_bytes, first, monkeypatch
+):
+    class Planned(Exception):
+        """Carries what was planned first, which is all that this test asks for."""
+
+    def plan(called):
+        raise Planned(called)
+
+    monkeypatch.setattr(one_or_stages, "_plan_mesh_first", lambda _: plan("mesh"))
+    monkeypatch.setattr(one_or_stages, "_plan_stages_first", lambda _: plan("stages"))
+    with pytest.raises(Planned, match=first):
+        planned(two_nodes(bytes_per_s, usable_bytes=state_bytes / 2 or math.inf), width=2048, batch=2048)
 
 
 @pytest.mark.filterwarnings("ignore:the batch of x has 64 examples")

@@ -35,8 +35,6 @@ from autopar.program.program import Equation, Program
 from autopar.rules.table import entry_for
 from autopar.solver.problem import MemoryRow
 
-Key = tuple[int, int, bool]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resident:
@@ -73,7 +71,7 @@ class MemoryModel:
         self.graph, self.input_names, self.aliased = graph, tuple(input_names), aliased_outputs
         self.tuning = tuning
         self.streams = streams or Streams()
-        self._bytes: dict[tuple[Key, tuple[int, ...]], np.ndarray] = {}
+        self._bytes: dict[tuple[int, int, bool, tuple[int, ...]], np.ndarray] = {}
         self._latest: tuple[Hashable, tuple[int, tuple[Resident, ...]]] | None = None
 
     def peak(self, choice: Sequence[int], *, copy_span: int | None = None) -> tuple[int, tuple[Resident, ...]]:
@@ -183,9 +181,10 @@ class MemoryModel:
         if value.key is None:
             return np.zeros(1)
         node, output, stacked = value.key
-        known = (value.key, value.shape)
+        strategies = self.graph.nodes[node].choices.strategies  # equal operations share them; the graph keeps them
+        known = (id(strategies), output, stacked, value.shape)
         if known not in self._bytes:
-            layouts = [s.outputs[output] for s in self.graph.nodes[node].choices.strategies]
+            layouts = [s.outputs[output] for s in strategies]
             layouts = [la.prepend() for la in layouts] if stacked else layouts
             share = [la.local_bytes(value.shape, 1, self.graph.mesh) for la in layouts]
             self._bytes[known] = np.array(share, dtype=float) / max(math.prod(value.shape), 1)
