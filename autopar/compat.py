@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -29,6 +30,10 @@ SourceInfo = private_source_info.SourceInfo
 Params = dict[str, Any]
 """Parameters of an equation by name: whatever its primitive defines."""
 T = TypeVar("T")
+HAVE_SHARDING = (
+    ("reduce_max", "reduce_min") if "out_sharding" in inspect.signature(jax.lax.reduce_max).parameters else ()
+)
+"""Operations whose parameter `out_sharding` JAX 0.12 asks for under a mesh, though elsewhere it may be left out."""
 
 if TYPE_CHECKING:
 

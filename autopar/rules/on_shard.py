@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from autopar.compat import JaxprEqn, Params, draw_gammas
+from autopar.compat import HAVE_SHARDING, JaxprEqn, Params, draw_gammas
 from autopar.layouts.mesh import Axes, LogicalMesh
 from autopar.rules.factor_rule import FactorRule
 
@@ -80,6 +80,8 @@ Local = Callable[[LocalCall], Sequence[jax.Array]]
 def unchanged(call: LocalCall) -> Sequence[jax.Array]:
     """Bind the primitive with its own parameters."""
     stripped = {key: None for key in ("out_sharding", "sharding") if key in call.params}
+    if call.eqn.primitive.name in HAVE_SHARDING:
+        stripped["out_sharding"] = None
     return call.bind(*call.operands, **stripped)
 
 

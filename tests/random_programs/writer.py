@@ -145,7 +145,7 @@ class Writer:
         for _ in range(count):
             names = sorted(self.families["operations"])
             if self.depth and not self.draw(4):
-                names = sorted(self.families["control"])
+                names = sorted(self.families["control"].keys() - ({"while_loop"} if self.gradient else set()))
             name = self.pick(names)
             self.used.append(name)
             made = {**self.families["operations"], **self.families["control"]}[name](self)
