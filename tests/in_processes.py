@@ -102,7 +102,8 @@ def start(module, cases, together):
             env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
         said = queue.Queue()
-        threading.Thread(target=listen, args=(process.stdout, said), daemon=True).start()
+        listener = threading.Thread(target=listen, args=(process.stdout, said), daemon=True)
+        listener.start()
         try:
             report = followed(said, cases)
             if report.ending is None and process.wait(SILENT_SECONDS):
@@ -111,6 +112,8 @@ def start(module, cases, together):
         finally:
             process.kill()
             process.wait()
+            listener.join()
+            process.stdout.close()
     return report
 
 
