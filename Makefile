@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-all lint format types contracts docs bench setup clean
+.PHONY: help demo test test-all test-libraries lint format types contracts docs bench setup clean
 
 help:
 	@echo "make demo       train a small GPT on 8 virtual CPU devices: on one mesh and as a pipeline, both compared with jax.jit"
 	@echo "make test       the tests, without the slow ones"
 	@echo "make test-all   all tests"
+	@echo "make test-libraries   installs other packages, and runs train steps of their models"
 	@echo "make lint | types | contracts     ruff | mypy --strict | import-linter"
 	@echo "make format     let ruff mend what it can"
 	@echo "make docs       the pages as a site, in build/site; warnings are errors"
@@ -28,6 +29,12 @@ test: $(READY)
 
 test-all: $(READY)
 	$(PYTEST)
+
+test-libraries: $(READY)
+	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["libraries"], sep="\n")' \
+	  > $(VENV)/libraries.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement $(VENV)/libraries.txt
+	$(PYTEST) tests/libraries tests/test_docs.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -2,7 +2,7 @@
 
 A fenced block is known by its tag. Blocks tagged `python` are run, page by page, in order and in one namespace, as a reader would
 paste them. A `text` block right below one is what it prints, where `...` stands for anything. A Python block whose first line is
-`# needs hardware: ...` is shown and not run.
+`# needs hardware: ...` is shown and not run. With `# needs packages: ...` the page runs only where these are.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ FENCE = re.compile(
 )
 SNIPPET = re.compile(r"^ *--8<-- \"(?P<path>[^\":]+)\"\n", re.MULTILINE)
 NEEDS_HARDWARE = "# needs hardware: "
+NEEDS_PACKAGES = "# needs packages: "
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,13 @@ def matches(shown: str, printed: str) -> bool:
     """Whether a block shows what was printed; `...` stands for anything, blanks at the end of lines for nothing."""
     kept, actual = (re.sub(r"[ \t]+$", "", text.strip("\n"), flags=re.MULTILINE) for text in (shown, printed))
     return re.fullmatch(".*".join(map(re.escape, kept.split("..."))), actual, re.DOTALL) is not None
+
+
+def packages_of(page: Path) -> list[str]:
+    """The packages beside autopar's own that a page's blocks import."""
+    first_lines = (block.text.partition("\n")[0] for block in blocks(page) if block.tag == "python")
+    needed = (line.removeprefix(NEEDS_PACKAGES) for line in first_lines if line.startswith(NEEDS_PACKAGES))
+    return [name.strip() for names in needed for name in names.split(",")]
 
 
 def shell_lines(page: Path) -> Iterator[str]:

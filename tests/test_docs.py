@@ -23,6 +23,7 @@ from tests.pages import (
     blocks,
     matches,
     name_of,
+    packages_of,
     printed_below,
     run_page,
     shell_lines,
@@ -35,6 +36,8 @@ WORDS_OF_A_FRONT_PAGE = 900
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_the_python_of_a_page_runs_and_prints_what_is_shown_below_it(page: Path, tmp_path: Path) -> None:
+    for package in packages_of(page):
+        pytest.importorskip(package)
     for (block, shown), printed in zip(printed_below(page), run_page(page, tmp_path), strict=True):
         if shown is not None:
             assert matches(shown, printed), f"{name_of(page)}, line {block.line} prints:\n{printed}"
