@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from autopar.attention.primitive import dot_product_attention
 from autopar.models.dropout import dropout, subkey
 from autopar.models.gpt import batch_shape
 from autopar.models.objective import Objective, supervised
@@ -43,9 +44,12 @@ class LlamaAttention(nn.Module):
         query = rotate(self._heads(x, "query", config.heads), angles)
         keys = rotate(self._heads(x, "key", config.kv_heads), angles)
         values = self._heads(x, "value", config.kv_heads)
-        keys, values = (jnp.repeat(given, config.heads // config.kv_heads, axis=2) for given in (keys, values))
-        scaled = scores(query, keys) / config.head_depth**0.5
-        mixed = mix(scaled, values, allowed=causal_mask(x.shape[1]), rate=config.dropout, key=key)
+        if config.fused_attention:
+            mixed = dot_product_attention(query, keys, values, is_causal=True)
+        else:
+            keys, values = (jnp.repeat(given, config.heads // config.kv_heads, axis=2) for given in (keys, values))
+            scaled = scores(query, keys) / config.head_depth**0.5
+            mixed = mix(scaled, values, allowed=causal_mask(x.shape[1]), rate=config.dropout, key=key)
         return nn.DenseGeneral(config.hidden, axis=(-2, -1), use_bias=False, kernel_init=INIT, name="out")(mixed)
 
     def _heads(self, x: jax.Array, name: str, heads: int) -> jax.Array:

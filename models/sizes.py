@@ -135,13 +135,17 @@ class MoEConfig(GPTConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(TransformerConfig):
-    """Sizes of the transformer; `theta` is the base of the rotary angles."""
+    """Sizes of the transformer; `theta` is the base of the rotary angles.
+
+    `fused_attention`: attention is `autopar.dot_product_attention`, one operation, which has no dropout on its weights.
+    """
 
     kv_heads: int = 2
     ffn: int = 384
     theta: float = 10_000.0
     dropout: float = 0.0
     tied_embeddings: bool = False
+    fused_attention: bool = False
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()
@@ -150,6 +154,8 @@ class LlamaConfig(TransformerConfig):
             yield f"heads is {self.heads} and kv_heads is {self.kv_heads}, but kv_heads must divide heads"
         if self.heads > 0 and self.head_depth % 2:
             yield f"hidden / heads is {self.head_depth}, but rotary positions turn pairs: it must be even"
+        if self.fused_attention and self.dropout:
+            yield f"dropout is {self.dropout}, but fused_attention has none on its weights: use 0"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,6 +132,16 @@ class _Task:
         """What this device works on, of an array that has the sequence along a dimension."""
         return self.ring.mirror(x, axis=axis) if self.is_mirrored else x
 
+    def bring_pair(self, x: jax.Array, y: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+        """The same of two alike, sent as one.
+
+        Halves that the forward pass has brought alone are thus not found again by a compiler, which would keep them until now.
+        """
+        if not self.is_mirrored:
+            return x, y
+        first, second = self.ring.mirror(jnp.stack([x, y]), axis=axis + 1)
+        return first, second
+
     def back(self, x: jax.Array, axis: int) -> jax.Array:
         """Undo `bring`."""
         return self.ring.restore(x, axis=axis) if self.is_mirrored else x
@@ -226,8 +236,8 @@ def attend_back(
     task, heads = _task(setting, query, key, pairwise, start, ring), key.shape[2]
     product = cotangent.astype(peak.dtype) * result.astype(peak.dtype)
     delta = jnp.moveaxis(jnp.sum(product, axis=-1), 2, 1)
-    grouped, sent = (_by_groups(task.bring(x, 1), heads) for x in (query, cotangent))
-    blocks, own = task.query_blocks, (task.bring(key, 1), task.bring(value, 1))
+    grouped, sent = (_by_groups(x, heads) for x in task.bring_pair(query, cotangent, 1))
+    blocks, own = task.query_blocks, task.bring_pair(key, value, 1)
     grouped, sent = (pad_to(x, blocks.padded, axis=1) for x in (grouped, sent))
     shape = sent.shape[0], heads, sent.shape[3], blocks.padded
     peaks, totals, deltas = (

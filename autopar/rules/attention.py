@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from autopar.attention.blocks import Setting
+from autopar.attention.blocks import Setting, cut
 from autopar.attention.ring import Ring, attend, attend_back, is_mirrored, mirrored
 from autopar.avals import itemsize_of
 from autopar.compat import JaxprEqn
@@ -132,6 +132,30 @@ def divided(eqn: JaxprEqn, rule: FactorRule, axes: Mapping[str, Axes], mesh: Log
     return Division((*sent.around(size), *(sent.halves(size) if is_even else ())), slowest)
 
 
+def scratch(eqn: JaxprEqn, shapes: Sequence[Sequence[int]]) -> int:
+    """Bytes of scores of one block, of sums in float32, of a block of each operand, and of what arrives while it is read.
+
+    How many of each, XLA's buffer assignments say.
+    """
+    setting: Setting = eqn.params["setting"]
+    (batch, queries, heads, depth), (_, keys, key_heads, _) = shapes[:2]
+    is_backward = len(eqn.invars) > _count(setting)
+    (itemsize, *_), precise = (itemsize_of(v.aval) for v in eqn.invars), max(itemsize_of(eqn.invars[0].aval), 4)
+    is_ring = keys < setting.keys
+    is_halved = is_ring and is_mirrored(setting, queries, keys, setting.keys // keys)
+    rows, columns = (_longest_block(size, is_halved=is_halved) for size in (queries, keys))
+    scores = (5 if is_backward else 2) * batch * heads * rows * columns * precise
+    sums = (2 if is_backward else 1) * batch * queries * heads * depth * precise
+    sums += 3 * batch * queries * heads * precise if is_backward else 0
+    blocks = batch * depth * (rows * heads * (rows < queries) + 2 * columns * key_heads * (columns < keys)) * itemsize
+    arriving = batch * keys * key_heads * depth * (4 * itemsize + 2 * precise * is_backward) if is_ring else 0
+    return scores + sums + blocks + arriving
+
+
+def _longest_block(size: int, *, is_halved: bool) -> int:
+    return cut(size, [0, size // 2] if is_halved else [0]).length
+
+
 def _slowest(setting: Setting, parts: int) -> float:
     """The work of the device whose part of the queries looks at the most keys, over that of the mean."""
     if parts == 1 or setting.part == 1.0 or setting.window is not None:
@@ -174,16 +198,16 @@ class _Sent:
         """Two halves of each array, or one where every first half is at its place."""
         count = sum(any(mirrored(2 * i + half, size) != i for i in range(size)) for half in (0, 1))
         first = self.first_result
-        arrays = [(place, self._itemsize(place)) for place in (_QUERY, _KEY, _VALUE)]
-        if self.is_backward:
-            row, precise = first - 3, self._precise()
-            arrays += [(first - 1, self._itemsize(first - 1)), *[(row, precise)] * 3]
-            arrays += [(first + number, self._itemsize(first + number)) for number in range(3)]
+        each = {place: self._elements(place) * self._itemsize(place) // 2 for place in (_QUERY, _KEY, _VALUE)}
+        if self.is_backward:  # pairs go as one: query and cotangent, key and value
+            sent = [(_QUERY, 2 * each[_QUERY]), (_KEY, 2 * each[_KEY])]
+            rows, results = [first - 3] * 3, [first, first + 1, first + 2]
         else:
-            arrays += [(first, self._itemsize(first)), *[(first + 1, self._precise())] * 2]
-        for place, itemsize in arrays:
-            each = self._elements(place) * itemsize // 2
-            yield self._exchange(place, each, count, is_beside_work=False)
+            sent, rows, results = list(each.items()), [first + 1] * 2, [first]
+        sent += [(place, self._elements(place) * self._precise() // 2) for place in rows]
+        sent += [(place, self._elements(place) * self._itemsize(place) // 2) for place in results]
+        for place, size in sent:
+            yield self._exchange(place, size, count, is_beside_work=False)
 
     def _exchange(self, place: int, size: int, count: int, *, is_beside_work: bool) -> Exchange:
         return Exchange(value=place, axes=self.ring, bytes=size, count=count, is_beside_work=is_beside_work)

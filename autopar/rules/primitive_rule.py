@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from autopar.compat import JaxprEqn
 from autopar.rules import on_shard
@@ -13,6 +13,7 @@ from autopar.rules.factor_rule import FactorRule
 from autopar.rules.flops import Flops, of_elements
 
 Rule = Callable[[JaxprEqn], FactorRule]
+Scratch = Callable[[JaxprEqn, Sequence[Sequence[int]]], int]
 
 
 class Work(enum.Enum):
@@ -49,6 +50,7 @@ class PrimitiveRule:
     barrier: bool = False
     permutation: Callable[[JaxprEqn], tuple[int, ...]] | None = None
     divided: Divided | None = None
+    scratch: Scratch | None = None
 
     @property
     def heavy(self) -> bool:

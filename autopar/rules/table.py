@@ -11,6 +11,7 @@ Nothing else in autopar knows a primitive by name, except control flow, whose su
     picks         of its first operand it reads no more than it returns
     barrier       it is another name of a value, which compilers do not see through
     divided       the function from a division of its factors to what the devices then exchange within it
+    scratch       the function from local shapes of its operands to the bytes that a device needs while it runs
     permutation   the function from an equation to the order in which it puts its operand's dimensions
 
 Those of equinox are here too, of which diffrax's loops are made: nonbatchable, nondifferentiable_backward, nontraceable,
@@ -66,6 +67,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
             local=attention.attention_local,
             flops=attention.flops,
             divided=attention.divided,
+            scratch=attention.scratch,
         ),
         "attention_backward": PrimitiveRule(
             rule=attention.attention_backward,
@@ -73,6 +75,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
             local=attention.attention_backward_local,
             flops=attention.flops,
             divided=attention.divided,
+            scratch=attention.scratch,
         ),
         "bessel_i0e": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "bessel_i1e": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),

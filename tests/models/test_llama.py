@@ -65,8 +65,9 @@ def test_a_pair_is_turned_by_its_position_times_its_frequency():
     np.testing.assert_allclose(turned, expected, rtol=1e-5)
 
 
-def test_attention_is_that_of_a_loop_over_heads_that_share_keys():
-    config = LlamaConfig(hidden=16, heads=4, kv_heads=2, seq=5)
+@pytest.mark.parametrize("fused_attention", [False, True])
+def test_attention_is_that_of_a_loop_over_heads_that_share_keys(fused_attention):
+    config = LlamaConfig(hidden=16, heads=4, kv_heads=2, seq=5, fused_attention=fused_attention)
     x = jax.random.normal(jax.random.key(0), (2, 5, 16))
     angles = rotary_angles(5, 4, config.theta)
     variables = LlamaAttention(config).init(jax.random.key(1), x, None, angles)

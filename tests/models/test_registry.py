@@ -140,6 +140,7 @@ def test_unknown_sizes_are_all_named_and_answered_with_the_known_ones():
         ),
         ("llama", {"heads": 4, "kv_heads": 3}, "heads is 4 and kv_heads is 3, but kv_heads must divide heads"),
         ("llama", {"hidden": 12, "heads": 4}, "hidden / heads is 3, but rotary positions turn pairs: it must be even"),
+        ("llama", {"fused_attention": True, "dropout": 0.5}, "dropout is 0.5, but fused_attention has none"),
         ("unet", {"image_size": 8, "levels": 4}, "image_size is 8, but is halved 4 times: must be a multiple of 16"),
         ("unet", {"groups": 3}, "base_channels is 16 and groups is 3, but groups must divide base_channels"),
         (

@@ -172,6 +172,13 @@ class BlockWriter:
         results = self.outputs(eqn, layouts)
         if same is not None:
             self.known[same] = results
+        if entry.scratch is not None:
+            shapes = [
+                held.layout.local_shape(v.aval.shape, self.values.mesh)
+                for v, held in zip(eqn.invars, operands, strict=True)
+            ]
+            self._write_with_scratch(eqn, entry.scratch(eqn, shapes), read, results)
+            return results
         self._write(eqn, read, [held.value for held in results], after)
         return results
 
@@ -199,6 +206,14 @@ class BlockWriter:
         else:
             by_library, adds = xla_cpu.can_join_library(eqn), xla_cpu.can_move_sums(eqn)
             self.emit(_KINDS[making], operands, outputs, by_library=by_library, adds=adds)
+
+    def _write_with_scratch(self, eqn: Equation, size: int, operands: Sequence[int], results: Sequence[Held]) -> None:
+        """An operation that needs so many bytes while it runs, as a loop needs its body's. Its first result divides them."""
+        first = self.values.values[results[0].value]
+        name = f"within {eqn.primitive.name} {first.shape}"
+        scratch = self.values.add(dataclasses.replace(first, name=name, bytes=size))
+        body = Block((Operation(kind=Kind.WHOLE, inputs=(), outputs=(scratch,)),), (scratch,))
+        self.emit(Kind.WHOLE, operands, [held.value for held in results], bodies=(body,))
 
     def wait(self, value: int, late: int, out: int) -> None:
         """The value as soon as another is there, of which one element is read."""
