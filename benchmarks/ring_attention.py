@@ -15,14 +15,14 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["AUTOPAR_CACHE"] = "off"
 
-import argparse  # noqa: E402
-import warnings  # noqa: E402
+import argparse
+import warnings
 
-import jax  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
+import jax
+from jax.sharding import PartitionSpec as P
 
-import autopar  # noqa: E402
-from autopar.models import BuiltModel, build  # noqa: E402
+import autopar
+from autopar.models import BuiltModel, build
 
 
 def temporaries(model: BuiltModel, devices: int) -> tuple[int, int]:

@@ -7,7 +7,7 @@ cost and memory models. What can go wrong: an assignment that is not of this cho
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from autopar.avals import itemsize_of
 from autopar.compat import source_line
@@ -128,8 +128,12 @@ def collectives_of(
 
 
 def exchanges_of(graph: StrategyGraph, numbers: Sequence[int]) -> tuple[tuple[CollectivePlan, ...], float]:
-    """(collectives within operations, seconds per step that these wait for them), for the number of each node's strategy."""
+    """(collectives within operations, seconds per step that these wait for them), for the number of each node's strategy.
+
+    Equal parts of a value are sent once, as compilers do. The search has not known that; the seconds stay with the operation.
+    """
     plans, waits_s = [], 0.0
+    there = set[Hashable]()
     for node, number in zip(graph.nodes, numbers, strict=True):
         eqn, choices = node.equation, node.choices
         if eqn is None or choices.within is None:
@@ -137,7 +141,14 @@ def exchanges_of(graph: StrategyGraph, numbers: Sequence[int]) -> tuple[tuple[Co
         waits_s += float(choices.within.waited_s[number]) * node.trips
         values = (*eqn.invars, *eqn.outvars)
         for exchange in choices.within.divisions[number].exchanges:
-            aval = values[exchange.value].aval
+            value, aval = values[exchange.value], values[exchange.value].aval
+            if exchange.part is not None:
+                layout = choices.strategies[number].inputs[exchange.value]
+                is_there = (value, layout, exchange.axes, exchange.part) in there
+                there.add((value, layout, exchange.axes, exchange.part))
+                if is_there:
+                    waits_s -= exchange.count * hop_s(exchange, graph.spaces.network) * node.trips
+                    continue
             plans.append(
                 CollectivePlan(
                     kind="collective-permute",

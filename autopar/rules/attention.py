@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
-import numpy as np
 
 from autopar.attention.blocks import Setting, cut
 from autopar.attention.ring import Ring, attend, attend_back, is_mirrored, mirrored
@@ -107,14 +106,9 @@ def _start(call: LocalCall) -> jax.Array | int:
 
 def _ring(call: LocalCall) -> Ring | None:
     (factor,) = call.rule.inputs[_KEY][1] or ("",)
-    axes = call.factor_axes.get(factor, ())
-    if not axes:
+    if not call.factor_axes.get(factor):
         return None
-    sizes = [call.mesh.shape[axis] for axis in axes]
-    turned = np.arange(math.prod(sizes)).reshape([call.mesh.shape[axis] for axis in sorted(axes)])
-    order = [sorted(axes).index(axis) for axis in axes]
-    ranks = tuple(int(rank) for rank in turned.transpose(order).ravel())
-    return Ring(call.mesh.names(sorted(axes)), ranks, call.shard_index(factor))
+    return Ring(*call.line(factor), call.shard_index(factor))
 
 
 def divided(eqn: JaxprEqn, rule: FactorRule, axes: Mapping[str, Axes], mesh: LogicalMesh) -> Division:

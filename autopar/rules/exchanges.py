@@ -8,7 +8,7 @@ form performs by itself, and how unevenly its work is divided. What can go wrong
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 from autopar.compat import JaxprEqn
 from autopar.layouts.mesh import Axes, LogicalMesh
@@ -25,6 +25,8 @@ class Exchange:
         bytes: what a device sends at a time.
         count: how often.
         is_beside_work: whether the operation computes meanwhile.
+        part: what of the value is sent; equal for equal parts, which a compiler sends once for all operations that need them.
+            None: nothing that another operation sends.
     """
 
     value: int
@@ -32,6 +34,7 @@ class Exchange:
     bytes: int
     count: int
     is_beside_work: bool
+    part: Hashable = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.compat import HAVE_SHARDING, JaxprEqn, Params, draw_gammas
 from autopar.layouts.mesh import Axes, LogicalMesh
@@ -54,6 +55,14 @@ class LocalCall:
         for axis in self.factor_axes.get(factor, ()):
             index = index * self.mesh.shape[axis] + self.mesh.index(axis)
         return index
+
+    def line(self, factor: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Names of the mesh axes that shard a factor, in the mesh's order, and the number along them of each shard's device."""
+        axes = self.factor_axes.get(factor, ())
+        sizes = {axis: self.mesh.shape[axis] for axis in sorted(axes)}
+        turned = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+        order = [sorted(axes).index(axis) for axis in axes]
+        return self.mesh.names(sorted(axes)), tuple(int(rank) for rank in turned.transpose(order).ravel())
 
     def offset(self, dim: Sequence[str]) -> jax.Array | int:
         """Global position of the first local element of a dimension made of these factors (major to minor)."""

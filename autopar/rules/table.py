@@ -94,7 +94,11 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "conj": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "constrain": PrimitiveRule(rule=pointwise.copy, work=Work.FREE),
         "conv_general_dilated": PrimitiveRule(
-            rule=windows.conv, work=Work.CONTRACTION, local=windows.conv_local, flops=flops.of_conv
+            rule=windows.conv,
+            work=Work.CONTRACTION,
+            local=windows.conv_local,
+            flops=flops.of_conv,
+            divided=windows.conv_divided,
         ),
         "convert_element_type": PrimitiveRule(rule=pointwise.convert, work=Work.POINTWISE),
         "copy": PrimitiveRule(rule=pointwise.copy, work=Work.FREE),
@@ -209,9 +213,15 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "reduce_prod": PrimitiveRule(rule=reductions.reduce_whole, work=Work.REDUCTION),
         "reduce_sum": PrimitiveRule(rule=reductions.reduce_sum, work=Work.REDUCTION),
         "reduce_window": PrimitiveRule(rule=windows.reduce_window_by_function),
-        "reduce_window_max": PrimitiveRule(rule=windows.reduce_window_other),
-        "reduce_window_min": PrimitiveRule(rule=windows.reduce_window_other),
-        "reduce_window_sum": PrimitiveRule(rule=windows.reduce_window_sum),
+        "reduce_window_max": PrimitiveRule(
+            rule=windows.reduce_window_other, local=windows.reduce_window_local, divided=windows.reduce_window_divided
+        ),
+        "reduce_window_min": PrimitiveRule(
+            rule=windows.reduce_window_other, local=windows.reduce_window_local, divided=windows.reduce_window_divided
+        ),
+        "reduce_window_sum": PrimitiveRule(
+            rule=windows.reduce_window_sum, local=windows.reduce_window_local, divided=windows.reduce_window_divided
+        ),
         "reduce_xor": PrimitiveRule(rule=reductions.reduce_whole, work=Work.REDUCTION),
         "regularized_incomplete_beta": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "rem": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -229,7 +239,11 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "scatter_mul": PrimitiveRule(rule=indexing.scatter_other, work=Work.OTHER, local=indexing.scatter_local),
         "schur": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
         "select_and_gather_add": PrimitiveRule(rule=windows.select_and_gather_add),
-        "select_and_scatter_add": PrimitiveRule(rule=windows.select_and_scatter_add),
+        "select_and_scatter_add": PrimitiveRule(
+            rule=windows.select_and_scatter_add,
+            local=windows.select_and_scatter_add_local,
+            divided=windows.select_and_scatter_add_divided,
+        ),
         "select_if_vmap": PrimitiveRule(rule=pointwise.select, work=Work.POINTWISE),
         "select_n": PrimitiveRule(rule=pointwise.select, work=Work.POINTWISE),
         "shift_left": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),

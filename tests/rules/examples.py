@@ -107,11 +107,12 @@ def _reduce_window(init, monoid):
     return _window(lambda x: lax.reduce_window(x, init, monoid, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"))
 
 
-def _max_pool_gradient():
+def _max_pool_gradient(span=2, stride=2):
     def pool(x):
-        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, span, span, 1), (1, stride, 2, 1), "SAME")
 
-    return [Example(lambda x, g: jax.vjp(pool, x)[1](g)[0], (floats(*_IMAGE), floats(4, 4, 4, 8)))]
+    shape = (4, 8 // stride, 4, 8)
+    return Example(lambda x, g: jax.vjp(pool, x)[1](g)[0], (floats(*_IMAGE), floats(*shape)))
 
 
 def _attention(*pairwise, queries=8, causal=False, backward=False):
@@ -190,6 +191,8 @@ EXAMPLES = {
         convolution(_IMAGE, (3, 3, 2, 16), feature_group_count=4),
         convolution(_IMAGE, (3, 3, 1, 8), feature_group_count=8, window_strides=(2, 2)),
         convolution((16, 8, 8, 8), (3, 3, 8, 16), batch_group_count=4),
+        convolution((4, 8, 4, 4), (2, 3, 4, 4), padding=((1, 1), (1, 1)), lhs_dilation=(2, 1)),
+        convolution((4, 8, 4, 4), (8, 4, 4, 4), padding=((1, 1), (0, 1))),
     ],
     "convert_element_type": [
         Example(lambda x: lax.convert_element_type(x, jnp.bfloat16), (X,)),
@@ -269,7 +272,10 @@ EXAMPLES = {
     "reduce_prod": [Example(lambda x: lax.reduce_prod(x, (1,)), (X,))],
     "reduce_sum": [Example(lambda x: lax.reduce_sum(x, (0, 1)), (CUBE,))],
     "reduce_window": _reduce_window(1.0, lax.mul),
-    "reduce_window_max": _reduce_window(-np.inf, lax.max),
+    "reduce_window_max": [
+        *_reduce_window(-np.inf, lax.max),
+        *_window(lambda x: lax.reduce_window(x, -np.inf, lax.max, (1, 5, 3, 1), (1, 1, 2, 1), "SAME")),
+    ],
     "reduce_window_min": _reduce_window(np.inf, lax.min),
     "reduce_window_sum": _reduce_window(0.0, lax.add),
     "reduce_xor": [Example(lambda x: lax.reduce_xor(x, (1,)), (integers(8, 12),))],
@@ -288,7 +294,7 @@ EXAMPLES = {
     "scatter-mul": [_scatter(lax.scatter_mul)],
     "scatter-sub": [_scatter(lax.scatter_sub)],
     "schur": [Example(lambda x: lax.linalg.schur(x, compute_schur_vectors=False), (MATRICES,))],
-    "select_and_scatter_add": _max_pool_gradient(),
+    "select_and_scatter_add": [_max_pool_gradient(), _max_pool_gradient(span=3), _max_pool_gradient(span=3, stride=1)],
     "select_n": [Example(lax.select_n, (truths(8, 12), X, X * 2))],
     "slice": [Example(lambda x: lax.slice(x, (0, 2), (8, 10)), (X,))],
     "sort": [Example(lambda x, y: lax.sort((x, y), dimension=1, num_keys=1), (X, integers(8, 12)))],

@@ -164,7 +164,7 @@ class Catalogue:
             entry, flops = entry_for(eqn), self.rules.flops(eqn)
             offered = self._offer(rule, carried, is_divided=entry.heavy and not self.options.allow_redundant_compute)
             kinds, kind_of = offered.kinds, offered.kind_of
-            if entry.divided or (self.cluster.device.reorder_s_per_byte and orders_of(eqn) is not None):
+            if self.cluster.device.reorder_s_per_byte and orders_of(eqn) is not None:
                 kinds, kind_of = offered.strategies, np.arange(len(offered.strategies))
             seconds = np.array([self._seconds(eqn, entry, flops, s, traffic=traffic) for s in kinds])
             out_bytes = np.array([self._out_bytes(eqn, s) for s in kinds], dtype=float)

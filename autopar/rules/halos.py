@@ -1,0 +1,116 @@
+"""Neighbour exchange: a window that slides along a dimension which devices hold in parts.
+
+In: how a window slides along a dimension, a `Slide`; local operands. Out: operands with the rows of the neighbours that their
+windows reach, the padding with which the operation then gives the local result, and what that sends. Rows are those of one
+device's part; each device sends some of its last rows to the next one and of its first to the one before, or further where
+the parts are shorter than the reach. Outside of the whole dimension are rows of padding.
+
+Parts line up if a device's windows begin as far from the first row that it holds as those of any other: if `stride * steps` is
+`dilation * size`. Other slides, as of a convolution without padding, are left whole. What can go wrong: padding that is not
+zero, as a maximum has; `fill` is its value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.layouts.mesh import Axes
+from autopar.rules.exchanges import Exchange
+from autopar.rules.on_shard import LocalCall
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slide:
+    """How a window slides along one dimension, which has positions: rows with dilation - 1 holes after each.
+
+    Attributes:
+        size: rows of the dimension.
+        steps: how many places the window takes; these are divided together with the rows.
+        stride: positions from one place to the next.
+        span: positions from the first that a window looks at to the last, both included.
+        low: positions of padding before the first row.
+        dilation: positions of a row.
+    """
+
+    size: int
+    steps: int
+    stride: int
+    span: int
+    low: int
+    dilation: int = 1
+
+    @property
+    def lines_up(self) -> bool:
+        """Whether the dimension may be divided together with the places of the window."""
+        return self.steps > 1 and self.stride * self.steps == self.dilation * self.size
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """Rows that a device needs before its own and after them."""
+        after = (self.span - 1 - self.low - self.stride) // self.dilation + 1
+        return max(0, self.low // self.dilation), max(0, after)
+
+    def padding(self, ways: int) -> tuple[int, int]:
+        """Positions to be padded around the rows that one of so many devices has with what it needs; negative ones are cut."""
+        before, after = self.reach
+        rows = self.size // ways + before + after
+        low = self.low - before * self.dilation
+        needed = self.stride * (self.steps // ways - 1) + self.span
+        return low, needed - ((rows - 1) * self.dilation + 1) - low
+
+
+def extend(
+    call: LocalCall, x: jax.Array, dim: int, factor: str, reach: tuple[int, int], *, fill: float | int | None = None
+) -> jax.Array:
+    """An array with as many of its neighbours' rows before and after its own along a dimension; outside are zeros, or `fill`."""
+    names, ranks = call.line(factor)
+    index, ways = call.shard_index(factor), len(ranks)
+
+    def receive(rows: jax.Array, distance: int) -> jax.Array:
+        """The same of the device at a distance."""
+        pairs = [(ranks[i], ranks[i - distance]) for i in range(ways) if 0 <= i - distance < ways]
+        sent: jax.Array = lax.ppermute(rows, names, pairs) if pairs else jnp.zeros_like(rows)
+        if fill is None:
+            return sent
+        is_inside = jnp.logical_and(index + distance >= 0, index + distance < ways)
+        return jnp.where(is_inside, sent, jnp.asarray(fill, x.dtype))
+
+    size, (before, after) = x.shape[dim], reach
+    first = [receive(lax.slice_in_dim(x, size - n, size, axis=dim), -hop) for hop, n in _hops(before, size)]
+    last = [receive(lax.slice_in_dim(x, 0, n, axis=dim), hop) for hop, n in _hops(after, size)]
+    return jnp.concatenate([*reversed(first), x, *last], axis=dim) if first or last else x
+
+
+def sent(
+    place: int,
+    shape: Sequence[int],
+    itemsize: int,
+    reaches: Mapping[int, tuple[Axes, int, tuple[int, int]]],
+    *,
+    fill: float | None = None,
+) -> Iterator[Exchange]:
+    """What a device sends while `extend` goes through the dimensions of a local operand, in this order.
+
+    reaches: for a dimension the axes that divide it, in how many parts, and its reach.
+    """
+    local, there = list(shape), list[Hashable]()
+    for dim, (axes, ways, reach) in reaches.items():
+        rest = math.prod(n for d, n in enumerate(local) if d != dim) * itemsize
+        for side, rows in enumerate(reach):
+            for hop, n in _hops(rows, local[dim]):
+                part = (dim, side, hop, n, *there)
+                if hop < ways:
+                    yield Exchange(value=place, axes=axes, bytes=n * rest, count=1, is_beside_work=False, part=part)
+        local[dim] += sum(reach)
+        there.append((dim, reach, fill))
+
+
+def _hops(rows: int, size: int) -> list[tuple[int, int]]:
+    """(distance, rows) of the devices that have the rows, the nearest first, if each has `size`."""
+    return [(hop, min(size, rows - (hop - 1) * size)) for hop in range(1, math.ceil(rows / size) + 1)]
