@@ -40,6 +40,7 @@ from autopar.arguments import (
     check_recompute,
     check_schedule,
     check_seconds,
+    check_statistics,
     check_switch,
 )
 from autopar.compat import undisturbed
@@ -294,6 +295,7 @@ def parallelize(
     schedule: str = "auto",
     virtual_stages: Open = "auto",
     recompute: str = "auto",
+    batch_statistics: str = "batch",
     planning_processes: int = 1,
     planning_seconds: float | None = 60.0,
     plan_cache: bool = True,
@@ -340,6 +342,8 @@ def parallelize(
             a whole stage in a pipeline, of one layer after the other on one mesh. `"named"` keeps the values that
             `jax.ad_checkpoint.checkpoint_name` names. `"none"` repeats nothing. `"auto"` repeats as much as has to be for the
             rest to fit, where nothing else does, and on one mesh where that beats microbatches.
+        batch_statistics: of what batch normalisation takes mean and variance: `"batch"`, exactly as without autopar, or each
+            `"microbatch"` for itself, without which a step that has it runs in one. What the state remembers is averaged.
         planning_processes: how many processes plan layers and stages, to the same plan. Those beside this one are forks of it,
             which touch no device; leave it at 1 where forking is forbidden or while other threads compute with JAX.
         planning_seconds: how long the search may take, tracing not counted. When they are over, the best plan so far is used, and
@@ -376,6 +380,7 @@ def parallelize(
         schedule=check_schedule(schedule),
         virtual_stages=check_count("virtual_stages", virtual_stages),
         recompute=check_recompute(recompute),
+        batch_statistics=check_statistics(batch_statistics),
         processes=check_processes(planning_processes),
         planning_seconds=check_seconds(planning_seconds),
         uses_cache=check_switch("plan_cache", plan_cache),

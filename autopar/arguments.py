@@ -25,6 +25,7 @@ from autopar.plan import Plan
 from autopar.schedules.schedules import SCHEDULES, Open, Recompute
 
 Shape = Sequence[int] | Mapping[str, int]
+Statistics = Literal["batch", "microbatch"]
 MeshShape = Literal["auto"] | Shape | Sequence[Shape]
 
 
@@ -221,6 +222,15 @@ def check_schedule(schedule: object) -> str:
     if schedule != "auto" and schedule not in SCHEDULES:
         raise ArgumentError(f"schedule={schedule!r}: 'auto' or one of {', '.join(SCHEDULES)} is expected")
     return str(schedule)
+
+
+def check_statistics(batch_statistics: object) -> Statistics:
+    """Whose statistics batch normalisation takes."""
+    known: tuple[Statistics, ...] = get_args(Statistics)
+    for one in known:
+        if batch_statistics == one:
+            return one
+    raise ArgumentError(f"batch_statistics={batch_statistics!r}: one of {', '.join(map(repr, known))} is expected")
 
 
 def check_recompute(recompute: object) -> Recompute:

@@ -24,6 +24,7 @@ from autopar.intra_op.request import PlannedStep
 from autopar.intra_op.restore import restore
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import cut_into_microbatches, microbatch_counts
+from autopar.microbatches.statistics import mark_statistics
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from autopar.plan_cache.recall import recall_or_search
@@ -53,6 +54,7 @@ def decide(settings: Settings, traced: TracedStep) -> Planned:
 
     Raises ArgumentError, ConstraintError, OutOfMemoryError, PlanError, UnsupportedProgramError.
     """
+    traced = mark_statistics(traced) if settings.batch_statistics == "microbatch" else traced
     restore = functools.partial(_restore, settings, traced)
     if settings.plan is not None:
         return restore(settings.plan)

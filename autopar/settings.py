@@ -15,7 +15,7 @@ from typing import Literal
 
 import jax
 
-from autopar.arguments import Leader
+from autopar.arguments import Leader, Statistics
 from autopar.cost_model.hardware import Cluster, find_preset, preset
 from autopar.errors import ArgumentError, warn
 from autopar.intra_op.choices.options import PlannerOptions
@@ -49,6 +49,7 @@ class Settings:
     schedule: str
     virtual_stages: Open
     recompute: Recompute = "auto"
+    batch_statistics: Statistics = "batch"
     processes: int = 1
     planning_seconds: float | None = None
     uses_cache: bool = True
@@ -186,7 +187,7 @@ def describe_question(settings: Settings, traced: TracedStep, name: str) -> str:
         f"{name} (program {traced.fingerprint}; {batch}; {count_devices(settings)} devices, mesh_shape={meshes}, "
         f"memory_limit_bytes={settings.memory_limit_bytes}, num_microbatches={settings.num_microbatches}, "
         f"num_stages={settings.num_stages}, schedule={settings.schedule!r}, virtual_stages={settings.virtual_stages}, "
-        f"recompute={settings.recompute!r}{rules}{kinds}{redundant}{given})"
+        f"recompute={settings.recompute!r}, batch_statistics={settings.batch_statistics!r}{rules}{kinds}{redundant}{given})"
     )
 
 

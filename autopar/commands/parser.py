@@ -248,6 +248,12 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         help="parts of the batch, one after the other; default: on one mesh what the memory needs, in stages the fastest",
     )
     group.add_argument(
+        "--batch-statistics",
+        choices=("batch", "microbatch"),
+        default="batch",
+        help="of what batch normalisation takes its statistics; default: of the whole batch, which cannot be in microbatches",
+    )
+    group.add_argument(
         "--schedule", choices=("auto", *sorted(SCHEDULES)), default="auto", help="of a pipeline; default: the fastest"
     )
     group.add_argument(

@@ -39,6 +39,7 @@ def make_parallel(
         allow_redundant_compute=options.allow_redundant_compute,
         num_stages=options.stages or "auto",
         num_microbatches=options.microbatches or "auto",
+        batch_statistics=options.batch_statistics,
         schedule=options.schedule,
         virtual_stages=options.virtual_stages or "auto",
         planning_processes=options.planning_processes,

@@ -28,7 +28,8 @@ def cut_into_microbatches(traced: TracedStep, count: int) -> TracedStep:
     if isinstance(plan, MixedExamples):
         warn(
             f"the step runs with one microbatch instead of {count}: {plan}. What one microbatch computes would not be what the "
-            "full batch does. Normalise, count or compare within an example or a fixed group of examples to use microbatches."
+            "full batch does. Normalise, count or compare within an example or a fixed group of examples to use microbatches, "
+            "or let batch normalisation have the statistics of a microbatch: batch_statistics='microbatch'."
         )
         return traced
     return loop_over_microbatches(traced, plan)

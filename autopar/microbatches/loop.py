@@ -20,11 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.avals import is_opaque
+from autopar.avals import Aval, is_opaque
 from autopar.compat import Literal, Var, attributed_to
+from autopar.errors import UnsupportedProgramError
 from autopar.intra_op.lowering.per_device import Lowering, Placed
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.monoids import COMBINE, neutral_element
+from autopar.microbatches.estimates import find_estimates
 from autopar.microbatches.time_plan import TimePlan
 from autopar.program.program import Equation
 from autopar.program.step import Leaf, TracedStep
@@ -48,16 +50,40 @@ class StepLowering(Lowering):
     def __init__(self, plan: TimePlan, microbatch: jax.typing.ArrayLike) -> None:
         super().__init__(plan.assignment)
         self.mesh = TimeMesh((plan.microbatches,), ("time",), microbatch)
+        self._estimates = find_estimates(plan.assignment.program, plan.of_phase("body"))
 
     def operation(self, eqn: Equation, scope: Scope[Placed]) -> list[Placed]:
         """One equation, under the user's source line."""
         with attributed_to(eqn):
             return super().operation(eqn, scope)
 
+    def place(self, var: Var, array: jax.Array, layout: Layout) -> Placed:
+        """A value of the program, with a note if it is an estimate."""
+        return Estimate(array, layout) if var in self._estimates else Placed(array, layout)
+
+    def move_to(self, value: Placed, layout: Layout, aval: Aval, *, after: jax.Array | None = None) -> jax.Array:
+        """As for devices; a term becomes an estimate of the sum, and an estimate a term of the average."""
+        microbatches, given = self.mesh.size, value.layout.partial
+        if given and not (layout.partial or layout.sharded_axes):
+            return value.array * microbatches if given[0][1] == "sum" else value.array
+        if isinstance(value, Estimate) and layout.partial and not given:
+            if not jnp.issubdtype(value.array.dtype, jnp.inexact):
+                raise UnsupportedProgramError(
+                    f"the step returns {aval.str_short()} that it makes of a statistic of the batch, and {microbatches} "
+                    "microbatches, each with its own statistic, have no average of it. Leave batch_statistics='microbatch' out."
+                )
+            return value.array / microbatches if layout.partial[0][1] == "sum" else value.array
+        return super().move_to(value, layout, aval, after=after)
+
     def hold_back(self, array: jax.Array, late: jax.Array) -> jax.Array:
         """As a barrier, which the program that is traced here keeps."""
         kept: jax.Array = jax.lax.optimization_barrier((array, late))[0]
         return kept
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate(Placed):
+    """A value that is not the same in every microbatch though each has the whole; see `estimates.py`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,8 @@ It is one problem of the intra-operator kind: each equation chooses a phase and,
 
     prologue -> body       a slice, or the value in the first microbatch and a neutral element in the others
     body -> epilogue       finish: combine the terms, or join the slices
-    body -> body           only what needs no communication: no microbatch sees another
+    body -> body           only what needs no communication: no microbatch sees another; but a statistic that is marked
+                           (`statistics.py`) may be estimated from the microbatch alone
     body -> prologue, epilogue -> body, epilogue -> prologue      impossible
 
 It minimises the bytes moved and operations executed, plus a cost for each byte of examples that stays in memory. Heavy work on
@@ -23,6 +24,7 @@ heavy operations then do not fit into the body, and `MixedExamples` names the op
 from __future__ import annotations
 
 import dataclasses
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 
@@ -39,10 +41,12 @@ from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.choices.strategies import ShardingStrategy
 from autopar.intra_op.lowering.assignment import assign
 from autopar.layouts.mesh import Layout, LogicalMesh
+from autopar.microbatches.estimates import find_estimates
 from autopar.microbatches.examples import find_example_factors
 from autopar.microbatches.mixing import MixedExamples, find_mixing
 from autopar.microbatches.time_plan import Phase, TimePlan
 from autopar.microbatches.tuning import TUNING, Tuning
+from autopar.program.opened.statistic import batch_statistic_p
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
 from autopar.rules.table import entry_for, flops_of
@@ -68,26 +72,39 @@ def plan_time(
         known: phases of outermost equations that are not to be searched.
     """
     step = _facts_of(traced)
+    plan = phases_of(traced, microbatches, late_sums=late_sums, known=known, tuning=tuning)
+    mixed = find_mixing(traced, plan, step.examples, allowed=tuning.little)
+    if mixed is None and microbatches > 1:
+        mixed = find_mixing(traced, plan, step.loosely, allowed=tuning.few)
+    return mixed or plan
+
+
+def phases_of(
+    traced: TracedStep,
+    microbatches: int,
+    *,
+    late_sums: bool = False,
+    known: Mapping[Equation, Phase] | None = None,
+    tuning: Tuning = TUNING,
+) -> TimePlan:
+    """The phases of a step, as `plan_time`, even if all of its work is outside of the loop."""
+    step = _facts_of(traced)
     graph = _graph_over_time(traced, microbatches, step.rules, tuning)
     problem = _PhaseProblem(
         graph, microbatches, step.examples, loosely=step.loosely, late_sums=late_sums, known=known or {}, tuning=tuning
     )
     found = choose(tie_layers(ChoiceProblem(costs=Costs.of(problem.costs(), problem.edges()), is_proven=False)))
     if not isinstance(found, Chosen) and known:
-        return plan_time(traced, microbatches, late_sums=late_sums, tuning=tuning)
+        return phases_of(traced, microbatches, late_sums=late_sums, tuning=tuning)
     if not isinstance(found, Chosen):
         raise AssertionError("a step can always run whole, before the loop")
     phases = {n.equation: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.equation}
     phases |= {n.loop: problem.phase(v, found.numbers[v]) for v, n in enumerate(graph.nodes) if n.loop}
-    plan = TimePlan(
+    return TimePlan(
         microbatches,
         {eqn: phases.get(eqn, "epilogue") for eqn in traced.program.equations},
         assign(graph, [problem.strategy(v, p) for v, p in enumerate(found.numbers)]),
     )
-    mixed = find_mixing(traced, plan, step.examples, allowed=tuning.little)
-    if mixed is None and microbatches > 1:
-        mixed = find_mixing(traced, plan, step.loosely, allowed=tuning.few)
-    return mixed or plan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -148,6 +165,8 @@ class _PhaseProblem:
         self._loosely = {eqn for eqn, factors in loosely.items() if factors}
         self._little = self._of_little_work()
         self._extended: dict[tuple[int, ...], np.ndarray] = {}
+        self._estimates: dict[tuple[int, ...], np.ndarray] = {}
+        self._may_be_estimates = find_estimates(graph.program, graph.program.equations)
         self._largest_uses = _uses_between(graph)
 
     def _of_little_work(self) -> set[Equation]:
@@ -216,11 +235,33 @@ class _PhaseProblem:
 
     def edges(self) -> dict[tuple[int, int], np.ndarray]:
         """Bytes per pair of choices; infinite where the first cannot feed the second."""
-        edges = {pair: self._between(pair, base) for pair, base in self.graph.edges.items()}
+        edges = {pair: self._between(pair, self._with_estimates(pair, base)) for pair, base in self.graph.edges.items()}
         for pair in _unconnected(self.graph):
             u, v = pair
             edges[pair] = self._inside_a_loop(np.zeros((self._count(u), self._count(v))))
         return edges
+
+    def _with_estimates(self, pair: tuple[int, int], base: np.ndarray) -> np.ndarray:
+        """The matrix of a pair. A marked statistic of the microbatch, times their number, may stand for that of the batch.
+
+        Of what is made of it, no microbatch takes a slice.
+        """
+        (u, v), use = (self.graph.nodes[i] for i in pair), self._largest_uses[pair]
+        is_marked = v.equation is not None and v.equation.primitive is batch_statistic_p
+        is_estimate = u.equation is not None and u.equation.outvars[use.source.output] in self._may_be_estimates
+        if pair != (use.source.node, use.target) or not (is_marked or is_estimate):
+            return base
+        key = (id(base), id(u.choices), id(v.choices), int(is_marked), use.source.output, use.operand)
+        if key not in self._estimates:
+            given = [s.outputs[use.source.output] for s in u.choices.strategies]
+            taken = [s.inputs[use.operand] for s in v.choices.strategies]
+            allowed = [[not (b.sharded_axes and not (a.sharded_axes or a.partial)) for b in taken] for a in given]
+            estimated = [
+                [is_marked and bool(a.partial) and not (b.partial or b.sharded_axes) for b in taken] for a in given
+            ]
+            price = self.tuning.resident * self.microbatches * math.prod(use.aval.shape) * itemsize_of(use.aval)
+            self._estimates[key] = np.where(estimated, price, np.where(allowed, base, np.inf))
+        return self._estimates[key]
 
     def _between(self, pair: tuple[int, int], base: np.ndarray) -> np.ndarray:
         u, v = (self.graph.nodes[i] for i in pair)

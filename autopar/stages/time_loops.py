@@ -44,6 +44,7 @@ def make_time_loop(
     if isinstance(plan, MixedExamples):
         raise UnsupportedProgramError(
             f"the step cannot be cut into {num_microbatches} microbatches: {plan}. What one microbatch computes would not be "
-            "what the full batch does. Use num_microbatches=1, or normalise, count and compare within an example."
+            "what the full batch does. Use num_microbatches=1, or normalise, count and compare within an example, or "
+            "let batch normalisation have the statistics of a microbatch: batch_statistics='microbatch'."
         )
     return TimeLoop(traced, plan)

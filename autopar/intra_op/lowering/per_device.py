@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.avals import Aval
-from autopar.compat import Literal
+from autopar.compat import Literal, Var
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.layout_domain import LayoutDomain
 from autopar.layouts.mesh import Layout, LogicalMesh
@@ -108,7 +108,11 @@ class Lowering(LayoutDomain[Placed]):
         results = entry_for(eqn).local(call)
         if eqn.after is not None and eqn.after in scope.values:
             results = [self.hold_back(array, scope.values[eqn.after].array) for array in results]
-        return [Placed(array, layout) for array, layout in zip(results, strategy.outputs, strict=True)]
+        return list(map(self.place, eqn.outvars, results, strategy.outputs))
+
+    def place(self, var: Var, array: jax.Array, layout: Layout) -> Placed:
+        """A value of the program as the walk keeps it."""
+        return Placed(array, layout)
 
     def hold_back(self, array: jax.Array, late: jax.Array) -> jax.Array:
         """The array, not before `late` is there."""
@@ -117,7 +121,7 @@ class Lowering(LayoutDomain[Placed]):
     def loop(self, eqn: LoopEquation, scope: Scope[Placed]) -> list[Placed]:
         """Control flow as JAX's own, on local shards."""
         results = _LOOPS[eqn.loop.kind](self, eqn, scope)
-        return [Placed(x, layout) for x, layout in zip(results, self.assignment.result_layouts(eqn), strict=True)]
+        return list(map(self.place, eqn.outvars, results, self.assignment.result_layouts(eqn)))
 
     def _scan(self, eqn: LoopEquation, scope: Scope[Placed]) -> Arrays:
         (body,), loop = eqn.nested, eqn.loop
@@ -165,7 +169,7 @@ class Lowering(LayoutDomain[Placed]):
             inner.values.update(constants)
             for e, array in zip(varying, arrays, strict=True):
                 given = entry_layout(e) if e.passed is None else exit_layout(e.passed)
-                inner.values[e.var] = self.bring(Placed(array, given), entry_layout(e), e.var.aval, inner)
+                inner.values[e.var] = self.bring(self.place(e.var, array, given), entry_layout(e), e.var.aval, inner)
             inner.run(nested.program.equations)
             return tuple(self.move_to(inner.value(e.atom), exit_layout(e), e.atom.aval) for e in nested.exits)
 

@@ -194,7 +194,9 @@ class _Tracer:
         def compute(number: jax.Array, fixed: Arrays, parts: Arrays, accumulators: Arrays) -> tuple[Arrays, Arrays]:
             lowering = StepLowering(self.loop.plan, number)
             scope = Scope(lowering, {v: Placed(x, _whole(v)) for v, x in zip(whole, fixed, strict=True)})
-            scope.values.update((v, Placed(x, p.layout)) for (v, p), x in zip(moving.items(), parts, strict=True))
+            scope.values.update(
+                (v, lowering.place(v, x, p.layout)) for (v, p), x in zip(moving.items(), parts, strict=True)
+            )
             scope.run(segment.equations)
             summed = [
                 r.add(a, lowering.move_to(scope.values[r.var], r.layout, r.var.aval))
