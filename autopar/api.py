@@ -45,7 +45,7 @@ from autopar.arguments import (
 )
 from autopar.compat import undisturbed
 from autopar.cost_model.hardware import Cluster
-from autopar.decide import Planned, decide_together, meet_to_plan
+from autopar.decide import Planned, decide_for_fewer_examples, decide_together, meet_to_plan
 from autopar.errors import ArgumentError, ConstraintError, PlanError, warn
 from autopar.execution.calls import CallKey, key_of, refuse_consumed, refuse_tracers
 from autopar.execution.one_mesh import CompiledStep
@@ -62,7 +62,7 @@ from autopar.plan import Plan
 from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments, leaf_paths_below
 from autopar.program.crossing import deliver
 from autopar.program.loops import LoopEquation
-from autopar.program.step import TracedStep, explain_fewer_examples, require_state, require_state_like
+from autopar.program.step import TracedStep, require_state, require_state_like
 from autopar.program.trace import trace
 from autopar.progress import Progress, enter, report
 from autopar.rules.notices import warn_of_operations
@@ -245,10 +245,8 @@ class ParallelStep:
         try:
             return decide_together(settings, traced, shared)
         except (ArgumentError, ConstraintError) as error:
-            hint = explain_fewer_examples(traced, (kept.planned.traced for kept in self._memory.programs.values()))
-            if not hint:
-                raise
-            raise type(error)(f"{error}{hint}") from error
+            earlier = [kept.planned for kept in self._memory.programs.values()]
+            return decide_for_fewer_examples(settings, traced, self._signature.name, earlier=earlier, error=error)
         finally:
             self._memory.clock = None
 

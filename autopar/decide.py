@@ -9,11 +9,16 @@ error names the argument and what it may be.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from autopar.errors import ArgumentError
+import jax
+
+from autopar.arguments import Leader
+from autopar.cost_model.hardware import Cluster
+from autopar.errors import ArgumentError, AutoparError
 from autopar.inter_op.compare_timetables import plan_best_pipeline
 from autopar.inter_op.describe_pipeline import PlannedPipeline
 from autopar.inter_op.given_stages import plan_given_stages
@@ -28,11 +33,13 @@ from autopar.microbatches.statistics import mark_statistics
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from autopar.plan_cache.recall import recall_or_search
-from autopar.program.step import TracedStep, require_examples
+from autopar.program.step import TracedStep, fewer_examples, require_examples
+from autopar.progress import LOGGER
 from autopar.runtime.meetings import LIMIT_S, group_of
 from autopar.runtime.shared_plan import SharedPlan
 from autopar.settings import (
     Settings,
+    choose_cluster,
     choose_one_mesh,
     count_devices,
     count_meshes,
@@ -108,6 +115,72 @@ def decide_together(settings: Settings, traced: TracedStep, shared: SharedPlan |
 
     text = shared.make(plan, within_s=LIMIT_S + (settings.planning_seconds or 0))
     return own[0] if own else decide(dataclasses.replace(settings, plan=plan_from_json(text)), traced)
+
+
+def decide_for_fewer_examples(
+    settings: Settings, traced: TracedStep, name: str, *, earlier: Sequence[Planned], error: AutoparError
+) -> Planned:
+    """The plan for a batch that the settings cannot divide, if an earlier one was larger, as before the last of an epoch.
+
+    The state stays where the earlier plan has it. Constraints on the batch are left out, and there are as many microbatches as
+    divide it.
+    Raises `error` if there is no such plan, and says what to do if there is none for this size.
+    """
+    counts = [(counts, one) for one in earlier if (counts := fewer_examples(traced, one.traced)) is not None]
+    if not counts:
+        raise error
+    (now, before), like = counts[-1]
+    own = _without_the_batch(settings, traced, _Earlier(like.plan, settings))
+    said = "%s is planned again for %d examples, which what was asked for batches of %d does not divide"
+    LOGGER.warning(said, name, now, before)
+    try:
+        return decide_together(own, traced, meet_to_plan(own, traced, name))
+    except AutoparError as second:
+        raise type(error)(
+            f"{error} Earlier calls had {before} examples. If this is the last batch of an epoch, drop it (drop_remainder=True "
+            f"or drop_last=True in the loader), or pad it to {before} examples that have no weight in the loss. Without "
+            f"constraints on the batch: {second}"
+        ) from error
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Earlier:
+    """An earlier plan of the same step, to be followed."""
+
+    plan: Plan | PipelinePlan
+    settings: Settings
+
+    def last_plan(self) -> Plan | PipelinePlan:
+        """The plan."""
+        return self.plan
+
+    def jax_devices(self) -> list[jax.Device]:
+        """The devices that it runs on."""
+        return list_devices(self.settings)
+
+    def cluster(self) -> Cluster:
+        """What the planner assumes of the machine."""
+        return choose_cluster(self.settings)
+
+
+def _without_the_batch(settings: Settings, traced: TracedStep, leader: Leader) -> Settings:
+    """The settings without what they say of the batch, for a step that follows another one."""
+    batch, asked = [leaf.path for leaf in traced.inputs if leaf.role == "batch"], settings.num_microbatches
+    rules = tuple(
+        rule
+        for rule in settings.constraints.rules
+        if rule.role == "state" or not any(fnmatch.fnmatchcase(path, rule.glob) for path in batch)
+    )
+    count = asked if asked == "auto" else max(count for count in microbatch_counts(traced) if count <= asked)
+    return dataclasses.replace(
+        settings,
+        follow=leader,
+        meshes="auto",
+        num_stages="auto",
+        virtual_stages="auto",
+        num_microbatches=count,
+        constraints=dataclasses.replace(settings.constraints, rules=rules),
+    )
 
 
 def _restore(settings: Settings, traced: TracedStep, plan: Plan | PipelinePlan) -> Planned:

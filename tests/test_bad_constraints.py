@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import AutoparWarning, ConstraintError
+from tests.oracles import assert_trees_close
 from tests.refusals import make_batch, make_state, planned, refused, train_step
 
 PARAMS = "state/params"
@@ -35,19 +36,36 @@ def test_a_batch_that_no_mesh_axis_divides_is_a_warning_and_the_result_is_right(
     np.testing.assert_allclose(loss, jax.jit(train_step)(make_state(), batch)[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("how", [{"constraints": autopar.data_parallel()}, {"num_microbatches": 4}])
-def test_a_last_batch_of_fewer_examples_that_cannot_be_cut_says_how_many_there_were_before(how):
-    step = autopar.parallelize(train_step, mesh_shape=(8,), **how)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"mesh_shape": (8,), "constraints": autopar.data_parallel()},
+        {"mesh_shape": (2,), "num_microbatches": 4, "constraints": autopar.zero3()},
+        {"mesh_shape": (1,), "num_microbatches": 4, "num_stages": 2},
+    ],
+    ids=["data parallel", "microbatches", "stages"],
+)
+@pytest.mark.filterwarnings("ignore:.*(no mesh axis of size|of the forward work):autopar.AutoparWarning")
+def test_a_last_batch_that_cannot_be_cut_as_asked_is_planned_again_once_and_the_state_stays_where_it_is(how, caplog):
+    step, state, expected = autopar.parallelize(train_step, **how), make_state(), make_state()
+    sizes, plain = (32, 15, 32, 15), jax.jit(train_step)
+    for size in sizes:
+        state, loss = step(state, make_batch(size))
+        expected, wanted = plain(expected, make_batch(size))
+        np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    assert_trees_close(step.gather(state), expected)
+    (said,) = [record.message for record in caplog.records if "planned again" in record.message]
+    assert said == "train_step is planned again for 15 examples, which what was asked for batches of 32 does not divide"
+    if "num_stages" not in how:
+        plans = [step.plan(make_state(), make_batch(size)) for size in sizes[:2]]
+        first, second = ({v.path: v.spec for v in plan.inputs if v.role == "state"} for plan in plans)
+        assert first == second
+
+
+def test_more_examples_than_before_that_cannot_be_cut_are_refused():
+    step = autopar.parallelize(train_step, mesh_shape=(8,), num_microbatches=4)
     step.plan(make_state(), make_batch(32))
-    refused(
-        ValueError,
-        lambda: step.plan(make_state(), make_batch(13)),
-        "batch/x has 13",
-        "Earlier calls had 32 examples. If this is the last batch of an epoch, drop it (drop_remainder=True or drop_last=True",
-        "or pad it to 32 examples that have no weight in the loss.",
-    )
-    message = refused(ValueError, lambda: step.plan(make_state(), make_batch(33)), "batch/x has 33")
-    assert "Earlier calls" not in message
+    refused(ValueError, lambda: step.plan(make_state(), make_batch(33)), "batch/x has 33")
 
 
 def test_a_constraint_on_no_leaf_lists_the_nearest_leaves():

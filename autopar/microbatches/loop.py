@@ -69,7 +69,7 @@ class StepLowering(Lowering):
         if isinstance(value, Estimate) and layout.partial and not given:
             if not jnp.issubdtype(value.array.dtype, jnp.inexact):
                 raise UnsupportedProgramError(
-                    f"the step returns {aval.str_short()} that it makes of a statistic of the batch, and {microbatches} "
+                    f"the step makes {aval.dtype}{list(aval.shape)} of a statistic of the batch, and {microbatches} "
                     "microbatches, each with its own statistic, have no average of it. Leave batch_statistics='microbatch' out."
                 )
             return value.array / microbatches if layout.partial[0][1] == "sum" else value.array

@@ -10,7 +10,7 @@ go wrong: a step that computes with weights which it has just updated; values re
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 
 import jax
 
@@ -24,7 +24,7 @@ from autopar.microbatches.phases import phases_of
 from autopar.microbatches.time_plan import TimePlan
 from autopar.program.evaluate import retrace
 from autopar.program.opened.statistic import batch_statistic_p
-from autopar.program.program import Equation, Program, operands_of
+from autopar.program.program import Atom, Equation, Program, operands_of
 from autopar.program.step import TracedStep
 from autopar.program.walk import Scope
 from autopar.rules.table import entry_for
@@ -61,7 +61,7 @@ def _find_in(
     rules: RuleBook,
     *,
     of_state: set[Var],
-    new_state: set[object],
+    new_state: Set[Atom],
 ) -> Iterator[Equation]:
     for eqn in program.equations:
         if of_state & set(operands_of(eqn)):
@@ -78,7 +78,7 @@ def _find_in(
 
 
 def _awaited_by_examples(
-    program: Program, examples: Mapping[Equation, frozenset[str]], new_state: set[object]
+    program: Program, examples: Mapping[Equation, frozenset[str]], new_state: Set[Atom]
 ) -> set[Var]:
     """Values that operations on examples need, near and far, other than through the new state."""
     awaited = set[Var]()

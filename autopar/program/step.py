@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -91,19 +91,14 @@ class TracedStep:
         return frozenset(i for i, leaf in enumerate(self.inputs) if leaf.shared)
 
 
-def explain_fewer_examples(traced: TracedStep, earlier: Iterable[TracedStep]) -> str:
-    """What to do if earlier calls had more examples and the same otherwise, as before the last batch of an epoch; else ""."""
-    for other in earlier:
-        pairs = list(zip(traced.inputs, other.inputs, strict=False))
-        changed = [(one, before) for one, before in pairs if one.given_shape != before.given_shape]
-        alike = len(traced.inputs) == len(other.inputs) and all(one.path == before.path for one, before in pairs)
-        if alike and changed and all(_has_fewer_examples(one, before) for one, before in changed):
-            count = changed[0][1].given_shape[0]
-            return (
-                f" Earlier calls had {count} examples. If this is the last batch of an epoch, drop it (drop_remainder=True or "
-                f"drop_last=True in the loader), or pad it to {count} examples that have no weight in the loss."
-            )
-    return ""
+def fewer_examples(traced: TracedStep, earlier: TracedStep) -> tuple[int, int] | None:
+    """(examples now, examples before) if a step has fewer of them and is given the same otherwise; None if that is not so."""
+    pairs = list(zip(traced.inputs, earlier.inputs, strict=False))
+    changed = [(one, before) for one, before in pairs if one.given_shape != before.given_shape]
+    alike = len(traced.inputs) == len(earlier.inputs) and all(one.path == before.path for one, before in pairs)
+    if not (alike and changed and all(_has_fewer_examples(one, before) for one, before in changed)):
+        return None
+    return changed[0][0].given_shape[0], changed[0][1].given_shape[0]
 
 
 def _has_fewer_examples(one: Leaf, before: Leaf) -> bool:
