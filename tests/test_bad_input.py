@@ -231,7 +231,7 @@ def printing(state, batch):
 
 
 def calling_back(state, batch):
-    io_callback(lambda x: None, None, batch["x"][0, 0])
+    io_callback(lambda x: None, None, batch["x"][0, 0], ordered=True)
     return train_step(state, batch)
 
 

@@ -106,6 +106,10 @@ def _first_mixing(
     for eqn in (eqn for eqn in plan.assignment.program.equations if eqn in among):
         operands = [v for v in eqn.invars if not isinstance(v, JaxLiteral)]
         marked = examples.get(eqn, frozenset())
+        if marked and any(entry_for(inner).once for inner, _ in walk_with_trips(eqn)):
+            return MixedExamples(
+                eqn.primitive.name, _line(plan, eqn), "calls Python once in a step, which no microbatch can do for all"
+            )
         if not isinstance(eqn, LoopEquation) and marked & _behind(rules[eqn]):
             return MixedExamples(
                 eqn.primitive.name, _line(plan, eqn), "puts the examples behind another dimension, instead of before it"

@@ -221,6 +221,8 @@ class _PhaseProblem:
                 inside = inside + forbidding * np.array(
                     [_adds_terms(node.equation, s) for s in node.choices.strategies]
                 )
+            if node.equation is not None and entry_for(node.equation).once:
+                inside = inside + np.inf
             costs.append(
                 np.array([*inside, whole + self.tuning.prologue_bytes, whole]) + self._exclude(node, len(inside))
             )

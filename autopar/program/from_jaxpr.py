@@ -20,7 +20,7 @@ from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
 from autopar.errors import UnsupportedProgramError
 from autopar.program.loops import Loop, LoopEquation
-from autopar.program.observe import branch_that_returns, is_observer, observe
+from autopar.program.observe import answering, branch_that_returns, is_call, is_observer, observe
 from autopar.program.opened.called import operands_of
 from autopar.program.opened.constrain import PARAMETER_OF, asked_of, constrain_p
 from autopar.program.opened.islands import opened_by
@@ -68,11 +68,11 @@ def refuse_side_effects(jaxpr: Any) -> None:
         inside = [compat.open_jaxpr(inner) for inner in jex_core.jaxprs_in_params(eqn.params)] if eqn.effects else []
         for inner in inside:
             refuse_side_effects(inner)
-        if eqn.effects and not inside and not is_observer(eqn):
+        if eqn.effects and not inside and not is_observer(eqn) and not is_call(eqn):
             raise UnsupportedProgramError(
                 f"the step has a Python side effect: {eqn.primitive.name} at {compat.source_line(eqn)}. A parallel step runs "
-                "on many devices and may run operations twice or not at all, so ordered prints, callbacks and writes to "
-                "references have no defined meaning. Return the value as an output and print it outside the step."
+                "on many devices and may run operations twice or not at all, so ordered prints, ordered callbacks and writes "
+                "to references have no defined meaning. Return the value as an output and print it outside the step."
             )
 
 
@@ -150,6 +150,11 @@ class _ProgramBuilder:
         if is_observer(eqn):
             self.observers.append((eqn, operands))
             return []
+        call = answering(eqn, operands) if is_call(eqn) else None
+        if call is not None:
+            self.equations.append(dataclasses.replace(call, tag=self.tag))
+            self.observers.append((eqn, list(call.outvars[-1:])))
+            return list(call.outvars[:-1])
         if eqn.primitive.name == "cond" and not eqn.outvars:
             closed = branch_that_returns(eqn)
             self.observers.append((eqn, self.inline(compat.open_jaxpr(closed), self._constants(closed), operands)))

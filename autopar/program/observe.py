@@ -1,16 +1,19 @@
 """`observe`: a value, and what Python is shown once it is there: how `jax.debug.print` and `jax.debug.callback` run in a program.
 
 In: an equation of theirs, and the results of the program that it is in. Out: an equation with a result, in the place of one of
-those, so that nothing takes it for dead code. A branch that returns nothing is made to return something. What can go wrong: a
-program without a result to wait for, as a loop over rows that does nothing but print; it is refused by its line.
+those, so that nothing takes it for dead code. A branch that returns nothing is made to return something, and an `io_callback` to
+return a number to wait for. What can go wrong: a program without a result to wait for, as a loop over rows that does nothing but
+print; it is refused by its line.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 
@@ -60,6 +63,41 @@ def is_observer(eqn: JaxprEqn) -> bool:
     """Whether an equation shows values to Python, in no particular order, and returns nothing."""
     is_ordered = eqn.params.get("ordered", False) or "Ordered" in type(eqn.params.get("effect")).__name__
     return eqn.primitive.name in OBSERVERS and not is_ordered
+
+
+@dataclasses.dataclass(frozen=True)
+class Answering:
+    """A callback of Python that answers, after its results, with a number to wait for."""
+
+    callback: Callable[..., Sequence[jax.typing.ArrayLike]]
+
+    def __call__(self, *values: jax.Array) -> tuple[jax.typing.ArrayLike, ...]:
+        """The results, and the number."""
+        return (*self.callback(*values), np.uint8(0))
+
+
+def is_call(eqn: JaxprEqn) -> bool:
+    """Whether an equation calls Python once, in no particular order, for what it does or returns."""
+    return eqn.primitive.name == "io_callback" and not eqn.params["ordered"]
+
+
+def answering(eqn: JaxprEqn, operands: Sequence[Atom]) -> Equation | None:
+    """The call of Python with one more result, a number which the program may wait for; None if it has that already."""
+    if isinstance(eqn.params["callback"], Answering):
+        return None
+    number = Var(jax.core.ShapedArray((), np.dtype(np.uint8)))
+    own = {
+        "callback": Answering(eqn.params["callback"]),
+        "result_avals": (*eqn.params["result_avals"], number.aval),
+        "sharding": None,
+    }
+    return Equation(
+        primitive=eqn.primitive,
+        invars=tuple(operands),
+        outvars=(*(Var(v.aval) for v in eqn.outvars), number),
+        params={**eqn.params, **own},
+        source_info=eqn.source_info,
+    )
 
 
 def observe(eqn: JaxprEqn, shown: Sequence[Atom], results: Sequence[Atom]) -> tuple[Equation, list[Atom]]:

@@ -51,6 +51,7 @@ class PrimitiveRule:
     permutation: Callable[[JaxprEqn], tuple[int, ...]] | None = None
     divided: Divided | None = None
     scratch: Scratch | None = None
+    once: bool = False
 
     @property
     def heavy(self) -> bool:

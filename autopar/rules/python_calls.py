@@ -3,11 +3,13 @@
 In: a `pure_callback` on local operands. Out: its results. JAX copies what it gives the callback on a thread of the device, and on
 a CPU that stands for several devices these all wait, in a collective or a callback, for one another. Here the callback gets
 arrays that need no thread. What can go wrong: a callback that itself computes with JAX on large arrays, which may wait as before;
-element types that NumPy cannot share, which are copied by JAX.
+element types that NumPy cannot share, which are copied by JAX. An `io_callback` is called on one device, and the others get
+what it returns.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -27,6 +29,9 @@ Callback = Callable[..., Sequence[jax.typing.ArrayLike]]
 call_python_p = Primitive("call_python")
 call_python_p.multiple_results = True
 call_python_p.def_abstract_eval(lambda *_, result_avals, **__: list(result_avals))
+ask_python_p = Primitive("ask_python")
+ask_python_p.multiple_results = True
+ask_python_p.def_abstract_eval(lambda *_, result_avals, **__: list(result_avals))
 
 
 def call_python(call: LocalCall) -> Sequence[jax.Array]:
@@ -34,6 +39,21 @@ def call_python(call: LocalCall) -> Sequence[jax.Array]:
     names = ("callback", "result_avals")
     results: Sequence[jax.Array] = call_python_p.bind(*call.operands, **{name: call.params[name] for name in names})
     return results
+
+
+def ask_once(call: LocalCall) -> Sequence[jax.Array]:
+    """The callback of an `io_callback`, which the device that is first on every axis makes for all."""
+    places = [call.mesh.index(axis) for axis in range(len(call.mesh.shape))]
+    if all(isinstance(place, int) for place in places):  # the whole program, before it is divided over devices
+        return call.bind(*call.operands)
+    own, avals = {name: call.params[name] for name in ("callback", "result_avals")}, call.params["result_avals"]
+    results: Sequence[jax.Array] = jax.lax.cond(
+        functools.reduce(jnp.logical_and, [place == 0 for place in places]),
+        lambda *values: tuple(ask_python_p.bind(*values, **own)),
+        lambda *_: tuple(jnp.zeros(aval.shape, aval.dtype) for aval in avals),
+        *call.operands,
+    )
+    return [jax.lax.all_gather(x, call.mesh.axis_names)[0] for x in results]
 
 
 def call_with_arrays(callback: Callback, operands: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
@@ -53,7 +73,9 @@ def _as_array(values: np.ndarray) -> jax.Array:
     return jnp.from_dlpack(own)
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, callback: Callback, result_avals: object) -> Any:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *operands: Any, callback: Callback, result_avals: object, is_effect: bool = False
+) -> Any:
     """The operation as MLIR's values, which JAX leaves without a type of their own."""
 
     def run(*given: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -61,9 +83,10 @@ def _lower(ctx: mlir.LoweringRuleContext, *operands: Any, callback: Callback, re
 
     avals_in, avals_out = (cast(list[jax.core.ShapedArray], list(side)) for side in (ctx.avals_in, ctx.avals_out))
     results, _, _ = mlir.emit_python_callback(
-        ctx, run, None, list(operands), avals_in, avals_out, has_side_effect=False
+        ctx, run, None, list(operands), avals_in, avals_out, has_side_effect=is_effect
     )
     return results
 
 
 mlir.register_lowering(call_python_p, _lower)
+mlir.register_lowering(ask_python_p, functools.partial(_lower, is_effect=True))

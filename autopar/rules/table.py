@@ -289,7 +289,8 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
 _USER_RULES: dict[str, PrimitiveRule] = {}
 _FALLBACK = PrimitiveRule(rule=by_shape.everything_whole)
 _PYTHON = PrimitiveRule(rule=by_shape.everything_whole, local=python_calls.call_python)
-_WITHOUT_RULE = {"call_python": _PYTHON, "pure_callback": _PYTHON}
+_ASKED = PrimitiveRule(rule=by_shape.everything_whole, local=python_calls.ask_once, once=True)
+_WITHOUT_RULE = {"call_python": _PYTHON, "io_callback": _ASKED, "pure_callback": _PYTHON}
 """How primitives run whole that cannot be bound as they are."""
 
 

@@ -30,6 +30,7 @@ from autopar.program.checkpoint_names import find_named, is_checkpoint_name
 from autopar.program.evaluate import bind_equation, retrace
 from autopar.program.program import Atom, Equation, Program, can_be_awaited, operands_of
 from autopar.program.step import TracedStep
+from autopar.rules.table import entry_for
 from autopar.stages.chain import chain_of
 from autopar.stages.dependence import Dependence
 from autopar.stages.layers import cluster
@@ -85,6 +86,8 @@ class Repeated:
 
 def find_recomputation(traced: TracedStep, *, keeps_named: bool = False, tuning: Tuning = TUNING) -> Recomputation:
     """What is best done again; see the module's text. Results of at most `tuning.kept_bytes` are kept."""
+    if any(entry_for(eqn).once for eqn in traced.program.walk()):
+        return Recomputation((), 0, 0, keeps_named)
     divided = _Division(traced, tuning.kept_bytes, keeps_named=keeps_named)
     most = sum(map(bytes_of, divided.read_by_backward))
     found: list[tuple[float, tuple[Layer, ...]]] = [(most, ())]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from autopar.compat import source_line
 from autopar.errors import UnsupportedProgramError
 from autopar.microbatches.counts import plan_phases
 from autopar.microbatches.loop import TimeLoop
@@ -15,6 +16,7 @@ from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.time_plan import Phase
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
+from autopar.rules.table import entry_for
 from autopar.stages.split_scans import SplitStep
 
 
@@ -40,6 +42,12 @@ def make_time_loop(
     traced: TracedStep, num_microbatches: int, *, known: Mapping[Equation, Phase] | None = None
 ) -> TimeLoop:
     """The step as prologue, body and epilogue. Raises ArgumentError, UnsupportedProgramError."""
+    for eqn in traced.program.walk():
+        if entry_for(eqn).once:
+            raise UnsupportedProgramError(
+                f"the step calls Python once, with {eqn.primitive.name} at {source_line(eqn)}, and pipeline stages have no "
+                "device that could do it for all. Use num_stages=1, or jax.debug.callback, or call it outside."
+            )
     plan = plan_phases(traced, num_microbatches, late_sums=True, known=known)
     if isinstance(plan, MixedExamples):
         raise UnsupportedProgramError(
