@@ -9,7 +9,6 @@ error names the argument and what it may be.
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -164,13 +163,8 @@ class _Earlier:
 
 
 def _without_the_batch(settings: Settings, traced: TracedStep, leader: Leader) -> Settings:
-    """The settings without what they say of the batch, for a step that follows another one."""
-    batch, asked = [leaf.path for leaf in traced.inputs if leaf.role == "batch"], settings.num_microbatches
-    rules = tuple(
-        rule
-        for rule in settings.constraints.rules
-        if rule.role == "state" or not any(fnmatch.fnmatchcase(path, rule.glob) for path in batch)
-    )
+    """The settings for a step that follows another one, in whose plan its state has layouts, and whose batch has none."""
+    rules, asked = tuple(rule for rule in settings.constraints.rules if rule.is_on_results), settings.num_microbatches
     count = asked if asked == "auto" else max(count for count in microbatch_counts(traced) if count <= asked)
     return dataclasses.replace(
         settings,

@@ -77,9 +77,9 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
             divided=attention.divided,
             scratch=attention.scratch,
         ),
+        "batch_statistic": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, local=on_shard.identity),
         "bessel_i0e": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "bessel_i1e": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
-        "batch_statistic": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, local=on_shard.identity),
         "bitcast_convert_type": PrimitiveRule(rule=pointwise.bitcast, work=Work.POINTWISE),
         "broadcast_in_dim": PrimitiveRule(
             rule=reshaping.broadcast_in_dim, work=Work.FREE, local=on_shard.broadcast_in_dim

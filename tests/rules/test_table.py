@@ -37,6 +37,7 @@ from tests.zoo import ZOO
 GOLDEN = Path(__file__).parents[1] / "golden" / "rules.txt"
 
 WITHOUT_EXAMPLE = {
+    "batch_statistic": "autopar's own: a copy",
     "constrain": "autopar's own: a copy in a layout",
     "copy_p": "another name of copy",
     "empty2": "inside derivatives of switch only",
