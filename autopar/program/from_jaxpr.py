@@ -12,15 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import core as jex_core
 from jax.lax import optimization_barrier_p
 
 from autopar import compat
 from autopar.avals import bytes_of
 from autopar.compat import JaxprEqn, Literal, Var
-from autopar.errors import UnsupportedProgramError
 from autopar.program.loops import Loop, LoopEquation
-from autopar.program.observe import answering, branch_that_returns, is_call, is_observer, observe
+from autopar.program.observe import answering, branch_that_returns, is_call, is_observer, observe, refuse_side_effects
 from autopar.program.opened.called import operands_of
 from autopar.program.opened.constrain import PARAMETER_OF, asked_of, constrain_p
 from autopar.program.opened.islands import opened_by
@@ -58,22 +56,6 @@ def program_of(closed: Any, *, pruned: bool = False) -> tuple[Program, tuple[Any
     opened = _with_late_casts(Program((*fresh, *held), tuple(builder.equations), tuple(outs)))
     program = _with_fan_outs(_without_dead_code(opened))
     return program, tuple(value for _, value in builder.constants)
-
-
-def refuse_side_effects(jaxpr: Any) -> None:
-    """Raise UnsupportedProgramError naming the operation and the user's line if the program has side effects."""
-    if not jaxpr.effects:
-        return
-    for eqn in jaxpr.eqns:
-        inside = [compat.open_jaxpr(inner) for inner in jex_core.jaxprs_in_params(eqn.params)] if eqn.effects else []
-        for inner in inside:
-            refuse_side_effects(inner)
-        if eqn.effects and not inside and not is_observer(eqn) and not is_call(eqn):
-            raise UnsupportedProgramError(
-                f"the step has a Python side effect: {eqn.primitive.name} at {compat.source_line(eqn)}. A parallel step runs "
-                "on many devices and may run operations twice or not at all, so ordered prints, ordered callbacks and writes "
-                "to references have no defined meaning. Return the value as an output and print it outside the step."
-            )
 
 
 class _ProgramBuilder:

@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.interpreters import mlir
 
 from autopar.avals import bytes_of, is_opaque
 from autopar.callbacks import as_callback
-from autopar.compat import JaxprEqn, Var, source_line
+from autopar.compat import JaxprEqn, Var, open_jaxpr, source_line
 from autopar.errors import UnsupportedProgramError
 from autopar.program.program import Atom, Equation
 
@@ -98,6 +98,22 @@ def answering(eqn: JaxprEqn, operands: Sequence[Atom]) -> Equation | None:
         params={**eqn.params, **own},
         source_info=eqn.source_info,
     )
+
+
+def refuse_side_effects(jaxpr: Any) -> None:
+    """Raise UnsupportedProgramError naming the operation and the user's line if the program has side effects."""
+    if not jaxpr.effects:
+        return
+    for eqn in jaxpr.eqns:
+        inside = [open_jaxpr(inner) for inner in jaxprs_in_params(eqn.params)] if eqn.effects else []
+        for inner in inside:
+            refuse_side_effects(inner)
+        if eqn.effects and not inside and not is_observer(eqn) and not is_call(eqn):
+            raise UnsupportedProgramError(
+                f"the step has a Python side effect: {eqn.primitive.name} at {source_line(eqn)}. A parallel step runs "
+                "on many devices and may run operations twice or not at all, so ordered prints, ordered callbacks and writes "
+                "to references have no defined meaning. Return the value as an output and print it outside the step."
+            )
 
 
 def observe(eqn: JaxprEqn, shown: Sequence[Atom], results: Sequence[Atom]) -> tuple[Equation, list[Atom]]:
