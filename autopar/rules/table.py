@@ -12,6 +12,7 @@ Nothing else in autopar knows a primitive by name, except control flow, whose su
     barrier       it is another name of a value, which compilers do not see through
     divided       the function from a division of its factors to what the devices then exchange within it
     scratch       the function from local shapes of its operands to the bytes that a device needs while it runs
+    once          it calls Python, which one device does for all, and no microbatch by itself
     permutation   the function from an equation to the order in which it puts its operand's dimensions
 
 Those of equinox are here too, of which diffrax's loops are made: nonbatchable, nondifferentiable_backward, nontraceable,
