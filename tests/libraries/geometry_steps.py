@@ -217,7 +217,12 @@ def flowjax_masked_autoregressive_flow():
     return trained(loss_of, arrays, {"x": noise(BATCH, 4)}, optax.sgd(0.01))
 
 
-@library_step("ott", rtol_of_scale=2e-4)
+@library_step(
+    "ott",
+    rtol_of_scale=2e-4,
+    refused={"stages": "relates examples of the batch"},
+    told=("relates examples of the batch",),
+)
 def ott_optimal_transport_as_a_loss():
     from ott.geometry import pointcloud
     from ott.tools import sinkhorn_divergence
@@ -232,7 +237,12 @@ def ott_optimal_transport_as_a_loss():
     return trained(loss_of, of_sizes(3, 16, 2), {"z": noise(BATCH, 3), "x": noise(BATCH, 2)})
 
 
-@library_step("tinygp", rtol_of_scale=2e-4)
+@library_step(
+    "tinygp",
+    rtol_of_scale=2e-4,
+    refused={"stages": "0 forward operations"},
+    told=("relates examples of the batch", "all examples"),
+)
 def tinygp_marginal_likelihood():
     """The examples are the rows and columns of one matrix."""
     import tinygp

@@ -85,7 +85,11 @@ def transformers_vision_transformer():
     return of_transformers(model, {"pixel_values": noise(BATCH, 1, 8, 8), "y": integers(4, BATCH)}, classified)
 
 
-@library_step("transformers")
+@library_step(
+    "transformers",
+    refused={"stages": "relates examples of the batch|all examples"},
+    told=("relates examples of the batch", "all examples"),
+)
 def transformers_clip_contrasts_text_and_images():
     """The loss compares each example with all others."""
     from transformers import CLIPConfig, FlaxCLIPModel
