@@ -72,7 +72,7 @@ def jraph_convolutions_of_one_batched_graph():
     return trained(loss_of, params, batch)
 
 
-@library_step("diffrax", "equinox", rtol_of_scale=2e-4)
+@library_step("diffrax", "equinox", rtol_of_scale=2e-4, told=("the step calls Python: pure_callback",))
 def diffrax_neural_differential_equation():
     import diffrax
 
