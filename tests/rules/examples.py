@@ -274,7 +274,10 @@ EXAMPLES = {
     "reduce_window": _reduce_window(1.0, lax.mul),
     "reduce_window_max": [
         *_reduce_window(-np.inf, lax.max),
-        *_window(lambda x: lax.reduce_window(x, -np.inf, lax.max, (1, 5, 3, 1), (1, 1, 2, 1), "SAME")),
+        Example(
+            lambda x: lax.reduce_window(x, -np.inf, lax.max, (1, 5, 3, 1), (1, 1, 2, 1), "SAME"),
+            (floats(*_IMAGE) - 10,),
+        ),
     ],
     "reduce_window_min": _reduce_window(np.inf, lax.min),
     "reduce_window_sum": _reduce_window(0.0, lax.add),
