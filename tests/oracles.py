@@ -26,15 +26,19 @@ LEAST_SCALE = 1e-4
 # --- same numbers -----------------------------------------------------------------------------------------------------
 
 
-def assert_trees_close(actual, expected, *, rtol_of_scale=1e-5, least_scale=LEAST_SCALE, what="result", adam_lr=None):
+def assert_trees_close(
+    actual, expected, *, rtol_of_scale=1e-5, least_scale=LEAST_SCALE, what="result", adam_lr=None, rounding=None
+):
     """Equal structure, shapes and dtypes; entries within `rtol_of_scale` of the leaf's largest entry.
 
     A leaf smaller than `least_scale` everywhere is judged against `least_scale`. All differing leaves are reported.
+    `rounding` maps names of leaves to absolute errors that they may have, even where these are larger.
     """
     actual_leaves, actual_tree = jax.tree.flatten_with_path(actual)
     expected_leaves, expected_tree = jax.tree.flatten_with_path(expected)
     assert actual_tree == expected_tree, f"{what}: the structures differ:\n{actual_tree}\n{expected_tree}"
     random_moves = _random_moves_of_adam(expected_leaves, adam_lr) if adam_lr is not None else {}
+    random_moves |= rounding or {}
     problems = []
     for (path, a), (_, e) in zip(actual_leaves, expected_leaves, strict=True):
         name = jax.tree_util.keystr(path)
@@ -69,7 +73,8 @@ def _difference(actual, expected, rtol, least_scale, random_moves):
     worst = np.unravel_index(int(np.argmax(error - allowed)), error.shape)
     return (
         f"{int(excess.sum())} of {error.size} entries differ; at {tuple(map(int, worst))} it is {a[worst]:.9g} "
-        f"instead of {e[worst]:.9g}, off by {error[worst] / scale:.2e} of the scale {scale:.3g} (allowed {rtol:.0e})"
+        f"instead of {e[worst]:.9g}, off by {error[worst] / scale:.2e} of the scale {scale:.3g} "
+        f"(allowed {allowed[worst] / scale:.0e})"
     )
 
 

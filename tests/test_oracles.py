@@ -38,6 +38,15 @@ def test_a_tiny_leaf_is_judged_against_the_least_scale():
         assert_trees_close({"bias": np.zeros(4, np.float32)}, tiny, least_scale=1e-12)
 
 
+def test_a_leaf_may_be_off_by_what_rounding_explains_and_no_other_leaf():
+    off = with_entry(TREE["w"][0, 1] + 1e-3)
+    assert_trees_close(off, TREE, rounding={"['w']": 1.1e-3})
+    with pytest.raises(AssertionError, match="allowed 2e-04"):
+        assert_trees_close(off, TREE, rounding={"['w']": 9e-4, "['n']": 1.0})
+    with pytest.raises(AssertionError, match="must be exact"):
+        assert_trees_close(with_entry(7, "n", (0,)), TREE, rounding={"['n']": 9.0})
+
+
 def test_integers_and_keys_must_be_exact():
     with pytest.raises(AssertionError, match="1 of 3 entries differ, and this type must be exact"):
         assert_trees_close(with_entry(7, "n", (0,)), TREE)

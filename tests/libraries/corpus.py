@@ -26,14 +26,12 @@ class LibraryStep:
     Attributes:
         build: () -> (step, state, batch).
         packages: what it imports beside JAX, optax and flax.
-        rtol_of_scale: how far results may be from those of `jax.jit`, relative to the largest entry of their leaf.
         refused: for modes that cannot run the step, a pattern of the reason that the error gives.
         told: parts of the warnings that it gives in any mode.
     """
 
     build: Callable[[], tuple[Callable[..., Any], Any, Any]]
     packages: tuple[str, ...]
-    rtol_of_scale: float
     refused: Mapping[str, str]
     told: tuple[str, ...]
 
@@ -46,13 +44,11 @@ class LibraryStep:
 CORPUS: dict[str, LibraryStep] = {}
 
 
-def library_step(*packages, rtol_of_scale=2e-5, refused=None, told=()):
+def library_step(*packages, refused=None, told=()):
     """Register a function that builds a step, under its name."""
 
     def register(build):
-        CORPUS[build.__name__] = LibraryStep(
-            build=build, packages=packages, rtol_of_scale=rtol_of_scale, refused=refused or {}, told=told
-        )
+        CORPUS[build.__name__] = LibraryStep(build=build, packages=packages, refused=refused or {}, told=told)
         return build
 
     return register

@@ -72,7 +72,7 @@ def jraph_convolutions_of_one_batched_graph():
     return trained(loss_of, params, batch)
 
 
-@library_step("diffrax", "equinox", rtol_of_scale=2e-4, told=("the step calls Python: pure_callback",))
+@library_step("diffrax", "equinox", told=("the step calls Python: pure_callback",))
 def diffrax_neural_differential_equation():
     import diffrax
 
@@ -92,7 +92,6 @@ def diffrax_neural_differential_equation():
 @library_step(
     "optimistix",
     "equinox",
-    rtol_of_scale=2e-4,
     refused={"stages": "works on all examples at once"},
     told=("the step calls Python: pure_callback", "works on all examples at once"),
 )
@@ -118,7 +117,6 @@ def optimistix_equilibrium_layer():
 @library_step(
     "lineax",
     "equinox",
-    rtol_of_scale=2e-4,
     refused={"stages": "works on all examples at once"},
     told=("the step calls Python: pure_callback", "works on all examples at once"),
 )
@@ -219,7 +217,6 @@ def flowjax_masked_autoregressive_flow():
 
 @library_step(
     "ott",
-    rtol_of_scale=2e-4,
     refused={"stages": "relates examples of the batch"},
     told=("relates examples of the batch",),
 )
@@ -239,7 +236,6 @@ def ott_optimal_transport_as_a_loss():
 
 @library_step(
     "tinygp",
-    rtol_of_scale=2e-4,
     refused={"stages": "0 forward operations"},
     told=("relates examples of the batch", "all examples"),
 )

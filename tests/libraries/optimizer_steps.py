@@ -55,24 +55,22 @@ def optax_other_rates_for_other_leaves():
     return optimized(optax.multi_transform(ways, labels))
 
 
-@library_step("optax", rtol_of_scale=1e-3)
+@library_step("optax")
 def optax_muon():
     return optimized(contrib.muon(1e-2, eps=1e-3))
 
 
-@library_step("optax", rtol_of_scale=1e-4)
+@library_step("optax")
 def optax_schedule_free():
     return optimized(contrib.schedule_free_sgd(1e-2))
 
 
-@library_step("optax", rtol_of_scale=1e-3)
+@library_step("optax")
 def optax_prodigy():
     return optimized(contrib.prodigy(1e-2, eps=1e-3))
 
 
-@library_step(
-    "optax", rtol_of_scale=1e-4, refused={"stages": "reduced over all examples"}, told=("reduced over all examples",)
-)
+@library_step("optax", refused={"stages": "reduced over all examples"}, told=("reduced over all examples",))
 def optax_sharpness_aware():
     """SAM takes two gradients in a step."""
     tx = contrib.sam(
@@ -93,7 +91,6 @@ def optax_sharpness_aware():
 
 @library_step(
     "optax",
-    rtol_of_scale=1e-3,
     refused={"stages": "works on all examples at once"},
     told=("works on all examples at once",),
 )
