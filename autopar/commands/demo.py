@@ -71,6 +71,7 @@ def demo_options(options: argparse.Namespace) -> tuple[argparse.Namespace, argpa
         "memory_limit": None,
         "cluster": "auto",
         "constraint": [],
+        "batch_statistics": "batch",
         "zero": None,
         "data_parallel": False,
         "allow_redundant_compute": False,

@@ -25,7 +25,7 @@ from autopar.intra_op.planner import plan_step
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import KINDS, LOCAL_KINDS
-from autopar.plan import CollectivePlan
+from autopar.plan import WITHIN, CollectivePlan
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.program import Equation, fan_out_p
 from autopar.program.step import TracedStep
@@ -192,7 +192,8 @@ def gathered_again(
         return any(len(sides.get(copy, ())) == 2 for copy in copies)
 
     moves = [one for one in planned_moves(assignment) if one.move.kind not in LOCAL_KINDS]
-    pairs = zip(collectives, moves, strict=True)
+    between = [item for item in collectives if item.overlap != WITHIN]  # those within operations move no value
+    pairs = zip(between, moves, strict=True)
     return [item for item, one in pairs if item.kind == "all-gather" and item.axes == (TENSOR,) and on_both(one)]
 
 
