@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar.pipeline_plan import plan_from_json
 from autopar.progress import listening
 from autopar.settings import make_request, start_clock
 from tests.explain.test_pipelines import pipeline_of, stage_of
+from tests.inter_op.test_search import arguments
+from tests.inter_op.test_search import step as mlp_step
 from tests.plan_examples import plan_of
 
 
@@ -63,3 +66,15 @@ def test_what_ended_early_survives_json_and_older_files_have_neither_field(plan)
     older = {name: value for name, value in fields.items() if name not in ("ended_early", "not_compared")}
     assert len(older) == len(fields) - 2
     assert autopar.plan_from_json(json.dumps(older)) == plan
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("stages", [{"num_stages": 2}, {"num_stages": 4}])
+def test_stages_are_handed_over_although_the_clock_ends_before_they_are_planned(stages, processes):
+    weights, x = arguments(64, layers=4, batch=64)
+    step = autopar.parallelize(
+        mlp_step, devices=8, num_microbatches=4, planning_seconds=1e-9, planning_processes=processes, **stages
+    )
+    plan = step.plan(weights, x)
+    assert plan.num_stages == stages["num_stages"]
+    assert plan_from_json(plan.to_json()) == plan

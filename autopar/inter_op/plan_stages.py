@@ -29,6 +29,7 @@ from autopar.plan import Plan, ValuePlan
 from autopar.program.step import TracedStep
 from autopar.progress import enter
 from autopar.schedules.in_flight import InFlight
+from autopar.solver.budget import Budget
 from autopar.stages.chain import forward_chain
 from autopar.stages.cut import cut_stages, place_stages
 from autopar.stages.even_cuts import choose_cuts
@@ -270,7 +271,8 @@ class _Planning:
 
 
 def _assign(job: _StageJob, plan: Plan) -> Assignment:
-    return restore(job.program.step, plan, job.request).assignment
+    request = dataclasses.replace(job.request, budget=Budget())  # what was found counts, however late it is
+    return restore(job.program.step, plan, request).assignment
 
 
 def _rename_leaves(plan: Plan, ports: StagePorts) -> Plan:

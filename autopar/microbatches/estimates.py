@@ -7,7 +7,7 @@ make no whole. All else that each microbatch has whole is the same in all.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.compat import Literal, Var
 from autopar.program.loops import Entry, Exit, LoopEquation, Nested
@@ -16,12 +16,14 @@ from autopar.program.program import Equation, Program
 from autopar.program.walk import Scope, StaticDomain
 
 
-def find_estimates(program: Program, body: Container[Equation]) -> frozenset[Var]:
+def find_estimates(program: Program, body: Iterable[Equation]) -> frozenset[Var]:
     """The variables that are estimates if the body has these of the outermost equations."""
-    domain = _Estimates()
+    if not any(eqn.primitive is batch_statistic_p for eqn in program.walk()):
+        return frozenset()
+    domain, in_body = _Estimates(), frozenset(body)
     scope = Scope(domain, dict.fromkeys(program.invars, False))
     for eqn in program.equations:
-        domain.is_in_body = eqn in body
+        domain.is_in_body = eqn in in_body
         scope.run([eqn])
     return frozenset(domain.found)
 

@@ -26,7 +26,6 @@ from autopar.errors import UnsupportedProgramError
 from autopar.intra_op.lowering.per_device import Lowering, Placed
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.monoids import COMBINE, neutral_element
-from autopar.microbatches.estimates import find_estimates
 from autopar.microbatches.time_plan import TimePlan
 from autopar.program.program import Equation
 from autopar.program.step import Leaf, TracedStep
@@ -50,7 +49,7 @@ class StepLowering(Lowering):
     def __init__(self, plan: TimePlan, microbatch: jax.typing.ArrayLike) -> None:
         super().__init__(plan.assignment)
         self.mesh = TimeMesh((plan.microbatches,), ("time",), microbatch)
-        self._estimates = find_estimates(plan.assignment.program, plan.of_phase("body"))
+        self._estimates = plan.estimates
 
     def operation(self, eqn: Equation, scope: Scope[Placed]) -> list[Placed]:
         """One equation, under the user's source line."""
