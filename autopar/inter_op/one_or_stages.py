@@ -1,8 +1,8 @@
 """One mesh or pipeline stages, if the user leaves that open: the faster of the two by prediction.
 
 In: a traced step, what is left open of a pipeline, the planner's request, the number of devices. Out: a `PlannedStep` or a
-`PlannedPipeline`. The mesh comes first where it nearly always wins: on one node, and across nodes of which each holds the state
-and which reduce gradients in less time than they work (`Tuning.reduced`). Stages are then searched only if they may pay.
+`PlannedPipeline`. The mesh comes first where it nearly always wins: on one node, and across nodes that have room for the state
+and reduce gradients in less time than they work (`Tuning.held`, `Tuning.reduced`). Stages are then searched only if they may pay.
 Elsewhere they are searched first: the search prices one stage too, and if that is far slower, one mesh is not planned.
 
 When stages may pay:
@@ -99,16 +99,16 @@ def plan_one_or_stages(
 
 
 def _is_for_one_mesh(comparison: _OneOrStages) -> bool:
-    """Whether one mesh probably wins: on one node, or if nodes can each hold the state and reduce gradients in little time."""
+    """Whether one mesh probably wins: on one node, or if nodes have room for the state and reduce gradients in little time."""
     traced, request, devices = comparison.traced, comparison.request, comparison.devices
     nodes, per_node = machine_shape(request.cluster, devices)
     if nodes == 1:
         return True
-    if state_is_too_large(traced, request, per_node):
+    state = [leaf for leaf in traced.inputs if leaf.role != "batch"]
+    limit = request.memory_limit_bytes
+    if limit is not None and bytes_held(state) > comparison.tuning.held * limit * per_node:
         return False
-    trained = [leaf for leaf in traced.inputs if leaf.use == "parameter"]
-    state = trained or [leaf for leaf in traced.inputs if leaf.role != "batch"]
-    in_each = bytes_held(state) / per_node
+    in_each = bytes_held([leaf for leaf in state if leaf.use == "parameter"] or state) / per_node
     reduced_s = request.cluster.mesh_costs((nodes, per_node)).all_reduce_s(in_each, (0,))
     return reduced_s <= comparison.tuning.reduced * bound_stages(traced, request, devices)
 

@@ -22,8 +22,11 @@ class Tuning:
     """Across nodes, one mesh is not planned if one stage, as the sum of its layers, takes this many times the best stages' time.
     `benchmarks/layer_sums.py` shows how far such a sum is off: 3 %, and 27 % where latencies dominate."""
     reduced: float = 1.0
-    """Across nodes that can each hold the state, one mesh is planned before stages if reducing the gradients among nodes takes at
-    most this part of the work. What is planned first and wins spares the other (`benchmarks/planning_ordinary.py`, two nodes)."""
+    """Across nodes, one mesh is planned before stages if reducing the gradients among nodes takes at most this part of the work.
+    What is planned first and wins spares the other (`benchmarks/planning_ordinary.py`, two nodes)."""
+    held: float = 0.5
+    """And if the state takes at most this part of a node's memory: gradients and activations need the rest. A model that fills a
+    node with its state runs in stages (`benchmarks/planning_ordinary.py`, GPT-39B on 64 and 1,024 devices)."""
     least_gain: float = 0.1
     """After one mesh, stages are searched only if the bound on their gain exceeds this part of one mesh's step. Stages reach
     about half of the bound."""

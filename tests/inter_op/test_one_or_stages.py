@@ -57,6 +57,10 @@ def test_on_a_node_with_fast_links_one_mesh_is_taken_and_no_stages_are_searched(
     assert plan.compared == ()
 
 
+LAYER = 4 * 2048**2
+"""Bytes of a layer's weights below; the step has four."""
+
+
 def two_nodes(bytes_per_s, usable_bytes=math.inf):
     """Two nodes of two devices; the links within a node are fast, that between the nodes has this speed."""
     machine = preset("p3.16xlarge")
@@ -69,12 +73,12 @@ def two_nodes(bytes_per_s, usable_bytes=math.inf):
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_s", "state_bytes", "first"),
-    [(1e12, 0, "mesh"), (1e7, 0, "stages"), (1e12, 3 * 4 * 2048**2, "stages")],
-    ids=["nodes with fast links", "nodes with slow links", "a state that a node does not hold"],
+    ("bytes_per_s", "node_bytes", "first"),
+    [(1e12, 0, "mesh"), (1e7, 0, "stages"), (1e12, 10 * LAYER, "mesh"), (1e12, 7 * LAYER, "stages")],
+    ids=["nodes with fast links", "nodes with slow links", "nodes with room", "nodes that the state nearly fills"],
 )
 def test_across_nodes_one_mesh_is_planned_first_where_gradients_are_reduced_in_little_time(
-    bytes_per_s, state_bytes, first, monkeypatch
+    bytes_per_s, node_bytes, first, monkeypatch
 ):
     class Planned(Exception):
         """Carries what was planned first, which is all that this test asks for."""
@@ -85,7 +89,7 @@ def test_across_nodes_one_mesh_is_planned_first_where_gradients_are_reduced_in_l
     monkeypatch.setattr(one_or_stages, "_plan_mesh_first", lambda _: plan("mesh"))
     monkeypatch.setattr(one_or_stages, "_plan_stages_first", lambda _: plan("stages"))
     with pytest.raises(Planned, match=first):
-        planned(two_nodes(bytes_per_s, usable_bytes=state_bytes / 2 or math.inf), width=2048, batch=2048)
+        planned(two_nodes(bytes_per_s, usable_bytes=node_bytes / 2 or math.inf), width=2048, batch=2048)
 
 
 @pytest.mark.filterwarnings("ignore:the batch of x has 64 examples")
