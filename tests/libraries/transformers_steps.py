@@ -87,8 +87,8 @@ def transformers_vision_transformer():
 
 @library_step(
     "transformers",
-    refused={"stages": "relates examples of the batch|all examples"},
-    told=("relates examples of the batch", "all examples"),
+    refused={"stages": "relates examples of the batch to each other"},
+    told=("relates examples of the batch to each other",),
 )
 def transformers_clip_contrasts_text_and_images():
     """The loss compares each example with all others."""
