@@ -70,3 +70,4 @@ def test_numbers_move_by_their_last_place_and_nothing_else_moves():
     assert 0 < float(jnp.abs(moved["half"] - 1).max()) <= 2**-7
     assert (moved["n"] == tree["n"]).all()
     assert moved["key"] is tree["key"]
+    assert moved_by_rounding({"count": 3}, 0) == {"count": 3}
