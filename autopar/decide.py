@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import TypeAlias
 
 import jax
@@ -64,8 +65,18 @@ def decide(settings: Settings, traced: TracedStep) -> Planned:
     restore = functools.partial(_restore, settings, traced)
     if settings.plan is not None:
         return restore(settings.plan)
-    search: Callable[[], Planned] = functools.partial(_search, settings, traced)
+    search: Callable[[], Planned] = functools.partial(_search_timed, settings, traced)
     return recall_or_search(settings, traced, search=search, restore=restore)
+
+
+def _search_timed(settings: Settings, traced: TracedStep) -> Planned:
+    """The best plan, with the seconds that all of the search took."""
+    started = perf_counter()
+    found = _search(settings, traced)
+    seconds = perf_counter() - started
+    if isinstance(found, PlannedPipeline):
+        return dataclasses.replace(found, plan=dataclasses.replace(found.plan, planning_s=seconds))
+    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, planning_s=seconds))
 
 
 def _search(settings: Settings, traced: TracedStep) -> Planned:

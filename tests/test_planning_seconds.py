@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
+from autopar import decide
 from autopar.pipeline_plan import plan_from_json
 from autopar.progress import listening
 from autopar.settings import make_request, start_clock
@@ -78,3 +79,12 @@ def test_stages_are_handed_over_although_the_clock_ends_before_they_are_planned(
     plan = step.plan(weights, x)
     assert plan.num_stages == stages["num_stages"]
     assert plan_from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}, {"num_stages": 2, "num_microbatches": 4}])
+def test_the_seconds_of_a_plan_are_those_of_the_whole_search(options, monkeypatch):
+    times = iter([100.0, 107.0])
+    monkeypatch.setattr(decide, "perf_counter", lambda: next(times))
+    weights, x = arguments(64, layers=4, batch=64)
+    plan = autopar.parallelize(mlp_step, devices=8, **options).plan(weights, x)
+    assert plan.planning_s == 7.0
