@@ -17,13 +17,13 @@ import os
 import sys
 from importlib.metadata import version
 
-DEVICE_COUNT = 8
+from tests.xla_flags import DEVICE_COUNT, DEVICES, QUICK_COMPILE
 
 assert "jax" not in sys.modules, "JAX was imported before tests/conftest.py could set the number of devices"
 os.environ["AUTOPAR_CACHE"] = "off"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICE_COUNT}"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -32,11 +32,6 @@ settings.register_profile(
     "autopar", derandomize=True, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("autopar")
-
-QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-# Later ones have no other emitter, and end the process at a flag that they do not know.
-if version("jaxlib").startswith("0.10."):
-    QUICK_COMPILE += " --xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -14,12 +14,10 @@ import sys
 import tempfile
 import threading
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 
-QUICK_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
-if version("jaxlib").startswith("0.10."):  # as in tests/conftest.py, which cannot be imported where JAX is
-    QUICK_COMPILE += " --xla_cpu_use_fusion_emitters=false"
+from tests.xla_flags import DEVICES, QUICK_COMPILE
+
 ROOT = Path(__file__).parents[1]
 SILENT_SECONDS = 240.0
 """Cases that run together take seconds; on a machine that others use too, several times that."""
@@ -82,12 +80,7 @@ def say(kind, text):
 
 def start(module, cases, together):
     """Run cases in one process until it ends or is silent for too long."""
-    from tests.conftest import (
-        DEVICE_COUNT,
-        QUICK_COMPILE,
-    )  # which the process itself, where JAX is imported, cannot import
-
-    flags = f"--xla_force_host_platform_device_count={DEVICE_COUNT} {QUICK_COMPILE}"
+    flags = f"{DEVICES} {QUICK_COMPILE}"
     paths = [str(ROOT), os.environ.get("PYTHONPATH")]
     with tempfile.TemporaryFile("w+") as cases_file, tempfile.TemporaryFile("w+") as errors:
         cases_file.write("".join(f"{case}\n" for case in cases))

@@ -1,10 +1,12 @@
 """Run every harness and count by group: `python -m tests.harnesses.report` writes `tests/data/harnesses.json`.
 
-docs/coverage.md shows these counts of each version of JAX. It takes ten minutes on one core, and with
-`AUTOPAR_HARNESS_MESHES=all`, which runs each harness on all three meshes, half an hour.
+It prints which harnesses did not run, or were not equal, and why. docs/coverage.md shows the counts of each version of JAX.
+It takes ten minutes on one core, and with `AUTOPAR_HARNESS_MESHES=all`, which runs each harness on all three meshes, half
+an hour.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import jax
@@ -38,4 +40,6 @@ def write(version, counts):
 if __name__ == "__main__":
     groups = names_by_group()
     everything = [name for names in groups.values() for name in names]
-    write(jax.__version__, counts_by_group(run_lines(on_meshes(everything, every=EVERY_MESH)), groups))
+    found = run_lines(on_meshes(everything, every=EVERY_MESH))
+    sys.stdout.writelines(f"{name}: {text}\n" for name, text in found.items())
+    write(jax.__version__, counts_by_group(found, groups))

@@ -7,6 +7,7 @@ the same places and whose error is at most `cases.RELATIVE` of the leaf's larges
 
 import json
 
+import jax
 import pytest
 
 from tests.harnesses.cases import NOT_RUN_BY_JAX, all_harnesses
@@ -38,8 +39,14 @@ def test_every_harness_is_the_same_under_random_strategies(part):
     assert_same(on_meshes(names, every=EVERY_MESH))
 
 
-def test_the_counts_that_the_docs_show_are_of_all_groups_and_all_are_equal():
-    counts = json.loads(COUNTS.read_text(encoding="utf-8"))
-    assert any(groups.keys() == names_by_group().keys() for groups in counts.values())
-    for groups in counts.values():
+def test_all_harnesses_that_the_docs_count_are_equal():
+    for groups in json.loads(COUNTS.read_text(encoding="utf-8")).values():
         assert {name for name, count in groups.items() if count["equal"] != count["run"]} == set()
+
+
+def test_the_counts_of_the_installed_jax_are_of_all_its_harnesses():
+    counts = json.loads(COUNTS.read_text(encoding="utf-8"))
+    if jax.__version__ not in counts:  # a release behind those that were counted; the tests above run its harnesses
+        pytest.skip(f"docs/coverage.md does not count the harnesses of JAX {jax.__version__}")
+    counted = {name: count["harnesses"] for name, count in counts[jax.__version__].items()}
+    assert counted == {name: len(names) for name, names in names_by_group().items()}
