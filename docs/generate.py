@@ -32,6 +32,7 @@ COMMANDS = {
     "help": "autopar --help",
     "plan_help": "autopar plan --help",
     "simulate_help": "autopar simulate --help",
+    "launch_help": "autopar launch --help",
 }
 """The text of docs/output/NAME.txt, in this order, in one folder that holds docs/examples/runs.csv."""
 PICTURE = (

@@ -18,6 +18,7 @@ from autopar.commands import values
 from autopar.commands.checks import check_folder, check_readable, check_simulate
 from autopar.cost_model.cores import available_cores
 from autopar.errors import ArgumentError
+from autopar.launch.command import add_launch
 
 _WITH_MODEL = ("plan", "train")
 _MODEL_HELP = (
@@ -71,6 +72,7 @@ def _make_parser(model: str | None) -> argparse.ArgumentParser:
         ("show", "print a plan that `plan -o` wrote", _add_show),
         ("train", "train a model on real data under a plan", _add_train),
         ("simulate", "predict published runs, or a saved plan on another cluster, and compare", _add_simulate),
+        ("launch", "run a script in several processes, watch them, and start them again when one is lost", add_launch),
         ("cache", "list or remove the plans that are kept on disk for later runs", _add_cache),
         (
             "demo",

@@ -1,0 +1,45 @@
+"""What workers write, line by line with the worker's number in front: `[2] step 17`.
+
+In: bytes as they come, in any pieces. Out: whole lines. What can go wrong: a line without end, which is cut after `LONGEST`
+bytes, and a reader of ours that has gone, after which workers write to nobody and go on.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TextIO
+
+LONGEST = 1 << 16
+ENDS = re.compile(rb"\r\n|\n|\r")
+
+
+class PrefixedLines:
+    """Lines of one stream of one worker."""
+
+    def __init__(self, prefix: str, target: TextIO) -> None:
+        """Write to `target`, each line after `prefix`."""
+        self._prefix, self._target, self._rest = prefix, target, b""
+        self._is_read = True
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes; write the lines that are whole."""
+        *lines, self._rest = ENDS.split(self._rest + data)
+        if len(self._rest) > LONGEST:
+            lines, self._rest = [*lines, self._rest], b""
+        self._write(lines)
+
+    def close(self) -> None:
+        """Write what is left without the end of a line."""
+        if self._rest:
+            self._write([self._rest])
+            self._rest = b""
+
+    def _write(self, lines: list[bytes]) -> None:
+        if not lines or not self._is_read:
+            return
+        text = "".join(f"{self._prefix}{line.decode(errors='replace')}\n" for line in lines)
+        try:
+            self._target.write(text)
+            self._target.flush()
+        except BrokenPipeError:
+            self._is_read = False

@@ -1,0 +1,49 @@
+"""The size of a job while it runs: a file that whoever gives and takes devices writes, such as `4` or `4 2`.
+
+In: a path. Out: the size that it asks for, once it is another one. The first number counts workers, the second, if there is one,
+the devices of each. What can go wrong: something else is in the file; the supervisor says so once, and the job stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from autopar.errors import ArgumentError
+from autopar.launch.settings import Size
+
+LINE = re.compile(r"\s*(\d+)(?:\s*[x, ]\s*(\d+))?\s*")
+
+
+class SizeFile:
+    """Looked at again and again."""
+
+    def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
+        """Look at a path, or at nothing; what cannot be read is said."""
+        self._path, self._say, self._wrong = path, say, ""
+
+    def read(self, now: Size) -> Size:
+        """The size that the job is to have; `now` if the file is not there or says nothing else."""
+        if self._path is None or not self._path.is_file():
+            return now
+        text = self._path.read_text(errors="replace")
+        try:
+            return parse_size(text, now)
+        except ArgumentError as error:
+            if text != self._wrong:
+                self._wrong = text
+                self._say(f"{self._path}: {error}; the job stays as it is")
+            return now
+
+
+def parse_size(text: str, now: Size) -> Size:
+    """`4` or `4 2`; without a second number the devices stay as they are. Raises ArgumentError."""
+    found = LINE.fullmatch(text)
+    if not text.strip():  # it is being written
+        return now
+    if found is None or int(found[1]) == 0 or found[2] == "0":
+        raise ArgumentError(
+            f"{text.strip()[:40]!r} is no size of a job: write how many workers, and how many devices each, as in '4 2'"
+        )
+    return Size(int(found[1]), now.devices if found[2] is None else int(found[2]))

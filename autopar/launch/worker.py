@@ -1,0 +1,107 @@
+"""One worker: runs the user's script, says every now and then that it lives, and why it ends if it fails.
+
+`python -m autopar.launch.worker SCRIPT ARGS` or `... -m MODULE ARGS`, as `supervisor.py` starts it. The script finds what it
+would find if Python ran it alone: its own arguments, its folder first on the path, and the module `__main__`.
+
+What can go wrong: an extension that keeps Python's lock for long keeps the beats back, too. Whoever calls one gives the
+supervisor more patience (`--silence-seconds`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+from autopar.launch.environment import PIPE, SUPERVISOR
+from autopar.launch.messages import Message
+from autopar.launch.tuning import TUNING
+
+PR_SET_PDEATHSIG = 1
+
+
+class Line:
+    """The way to the supervisor, and what is said through it."""
+
+    def __init__(self, pipe: int, doing: str) -> None:
+        """Speak through a file descriptor, which no process that this one starts takes over; `doing` is said in beats."""
+        os.set_inheritable(pipe, False)
+        self._pipe = pipe
+        self.steps, self.doing = 0, doing
+
+    def say(self, kind: Literal["beat", "failed", "stalled", "going on"], words: str) -> None:
+        """Send a message. Without a supervisor this process is to end, too."""
+        message = Message(kind=kind, at_s=time.monotonic(), steps=self.steps, words=words)
+        try:
+            os.write(self._pipe, message.line())
+        except BrokenPipeError:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def beat(self) -> None:
+        """Say for ever that this process lives."""
+        while True:
+            self.say("beat", self.doing)
+            time.sleep(TUNING.beat_s)
+
+
+def main(argv: list[str]) -> None:
+    """Run the script as the only thing that this process is there for."""
+    end_with_supervisor()
+    line = Line(int(os.environ.pop(PIPE)), f"runs {' '.join(argv[:2]) if argv[0] == '-m' else argv[0]}")
+    threading.Thread(target=line.beat, name="autopar heartbeat", daemon=True).start()
+    try:
+        run(argv)
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            line.say("failed", f"it called sys.exit({end.code!r})")
+        raise
+    except BaseException as error:
+        line.say("failed", describe(error))
+        raise
+
+
+def end_with_supervisor() -> None:
+    """Let the kernel kill this process as soon as its supervisor has ended; without Linux the next beat finds that out."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(os.environ[SUPERVISOR]):  # it ended before
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(argv: list[str]) -> None:
+    """Run `SCRIPT ARGS` or `-m MODULE ARGS` as Python would."""
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = argv
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(argv[0]).resolve().parent)
+    with io.open_code(argv[0]) as file:
+        code = compile(file.read(), argv[0], "exec")
+    script = ModuleType("__main__")
+    script.__dict__.update(__file__=argv[0], __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = script
+    exec(code, script.__dict__)
+
+
+def describe(error: BaseException) -> str:
+    """The kind of an error, its first lines, and the line of the script or of its packages where it was raised."""
+    place = ""
+    trace = error.__traceback__
+    while trace is not None:
+        place, trace = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}", trace.tb_next
+    lines = " ".join(str(error).strip().splitlines()[:2])
+    return f"{type(error).__name__}: {lines} ({place})"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,150 @@
+"""`autopar launch` brings jobs to their end although workers are lost, leaves no process behind, and says what happened."""
+
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+
+from autopar.__main__ import main
+from tests.launch.launching import (
+    COUNTING,
+    end,
+    is_gone,
+    lines,
+    pids,
+    printed,
+    results,
+    run,
+    start,
+    uninterrupted,
+    wait_until,
+)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("SIGKILL", r"worker 1 was ended by SIGKILL \(by the kernel if memory ran out"),
+        ("SIGSTOP", r"worker 1 has stood still by SIGSTOP for 3 s; before: runs .*counting.py"),
+        ("raise", r"worker 1 ended with status 1: ValueError: broken on purpose \(.*counting.py:\d+\)"),
+        ("exit", r"worker 1 ended with status 7: it called sys.exit\(7\)"),
+    ],
+)
+def test_a_job_that_loses_a_worker_starts_again_and_ends_as_if_nothing_had_happened(what, words, tmp_path):
+    status, said = run(tmp_path, "-n", "2", arguments=(40, what, 1, 5))
+    assert status == 0, said
+    assert re.search(words, said), said
+    assert ("worker 0 cannot go on without it, and is ended\n" in said) == (what != "SIGSTOP")  # it ended meanwhile
+    assert "2 workers start again from the last checkpoint (restart 1 of 10)" in said
+    assert results(tmp_path, 2) == uninterrupted(2, 40)
+    assert len(lines(tmp_path, "started")) == 4
+    ends = {line for line in printed(tmp_path).splitlines() if "ends" in line}
+    assert ends == {f"[{rank}] ends with {state['x']!r}" for rank, state in enumerate(uninterrupted(2, 40))}
+
+
+def test_an_error_that_comes_twice_without_a_step_in_between_ends_the_job(tmp_path):
+    status, said = run(tmp_path, "-n", "2", arguments=(40, "always raise", 0, 5))
+    assert status == 1
+    assert "the same error has come twice" in said
+    assert said.count("broken on purpose\n") == 2  # each time the script's own traceback
+    assert len(lines(tmp_path, "started")) == 4
+
+
+@pytest.mark.parametrize(("what", "expected"), [("SIGKILL", 137), ("raise", 1), ("exit", 7)])
+def test_a_job_that_may_not_start_again_ends_with_the_status_of_what_failed(what, expected, tmp_path):
+    status, said = run(tmp_path, "-n", "2", "--max-restarts", "0", arguments=(40, what, 1, 2))
+    assert status == expected, said
+    assert "the job is given up; with --max-restarts it would be started again" in said
+
+
+def test_a_signal_reaches_the_workers_which_save_and_end(tmp_path):
+    job = start(tmp_path, "-n", "2", arguments=(10_000,))
+    assert wait_until(lambda: len(lines(tmp_path, "started")) == 2)
+    job.send_signal(signal.SIGTERM)
+    status, said = end(job, tmp_path)
+    assert status == 128 + signal.SIGTERM, said
+    assert sorted(lines(tmp_path, "stopped")) == ["0 15", "1 15"]
+    assert said.endswith("stopped by SIGTERM; no worker is left\n")
+
+
+def test_no_process_is_left_when_the_supervisor_itself_is_killed(tmp_path):
+    job = start(tmp_path, "-n", "2", arguments=(10_000, "leave", 1, 2))
+    assert wait_until(lambda: any(line.startswith("1 ") for line in lines(tmp_path, "started")))
+    time.sleep(0.2)
+    job.kill()
+    job.wait()
+    assert is_gone(tmp_path)
+
+
+def test_a_process_that_a_worker_has_left_behind_ends_with_the_job(tmp_path):
+    status, said = run(tmp_path, "-n", "2", arguments=(10, "leave", 1, 2))
+    assert status == 0
+    assert "1 process that the workers had left behind is killed" in said
+
+
+def test_a_job_takes_another_size_while_it_runs(tmp_path):
+    size = tmp_path / "size"
+    job = start(tmp_path, "-n", "2", "--size-file", size, arguments=(150,))
+    for text, started, words in [
+        ("3 2\n", 2, "the job is to have 3 workers with 2 devices each in place of 2 workers"),
+        ("what", 5, "'what' is no size of a job: write how many workers"),
+        ("1\n", 5, "the job is to have 1 worker with 2 devices each in place of 3 workers with 2 devices each"),
+    ]:
+        assert wait_until(lambda: len(lines(tmp_path, "started")) == started)  # noqa: B023
+        size.write_text(text)
+        assert wait_until(lambda: words in (tmp_path / "err.txt").read_text())  # noqa: B023
+    status, said = end(job, tmp_path)
+    assert status == 0, said
+    assert [line.split()[2] for line in lines(tmp_path, "started")] == ["2"] * 2 + ["3"] * 3 + ["1"]
+    assert results(tmp_path, 1) == uninterrupted(1, 150)
+
+
+def test_a_job_goes_on_with_fewer_workers_if_it_may(tmp_path):
+    job = start(tmp_path, "-n", "3", "--min-processes", "2", arguments=(60,), COUNTING_STEP_S="0.03")
+    for attempt in range(2):
+        assert wait_until(lambda: len(pids(tmp_path, attempt)) == 3)  # noqa: B023
+        os.kill(pids(tmp_path, attempt)[2], signal.SIGKILL)
+    status, said = end(job, tmp_path)
+    assert status == 0, said
+    assert "2 workers start again" in said
+    assert results(tmp_path, 2) == uninterrupted(2, 60)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], "launch needs a script to run"),
+        (["none.py", "-n", "2"], "there is no script none.py; options of launch stand before it"),
+        (["-n", "0", COUNTING], "argument -n/--processes: '0' is no whole number from 1 on"),
+        (["-n", "2", "--min-processes", "3", COUNTING], "--min-processes 3 is more than --processes 2"),
+        (["--nodes", "2", COUNTING], "--nodes needs --coordinator HOST:PORT"),
+        (["--node-rank", "1", COUNTING], "--node-rank 1 is not below --nodes 1"),
+        (["--grace-seconds", "-1", COUNTING], "'-1' is no number of seconds"),
+    ],
+)
+def test_arguments_that_cannot_be_used_are_named(argv, words, capsys):
+    assert main(["launch", *map(str, argv)]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("first", range(0, 50, 10))
+def test_workers_that_are_killed_at_random_moments_cost_no_step(count, first, tmp_path):
+    """Ten moments each: the job that is killed at them ends as if nothing had happened."""
+    for seed in range(first, first + 10):
+        folder, chance = tmp_path / str(seed), random.Random(1000 * count + seed)
+        folder.mkdir()
+        job = start(folder, "-n", str(count), arguments=(60,))
+        assert wait_until(lambda: len(pids(folder)) == count)  # noqa: B023
+        time.sleep(chance.uniform(0, 0.6))
+        victim = chance.choice(pids(folder))
+        os.kill(victim, signal.SIGSTOP if chance.random() < 0.2 else signal.SIGKILL)
+        began = time.monotonic()
+        status, said = end(job, folder)
+        assert status == 0, said
+        assert time.monotonic() - began < 20
+        assert results(folder, count) == uninterrupted(count, 60)
