@@ -25,9 +25,29 @@ def find_equal_axes(shape: Sequence[int], links: Sequence[object]) -> list[Axes]
 
 def number_classes(choices: Sequence[Sequence[Layout]], groups: Sequence[Axes]) -> np.ndarray:
     """Equal numbers for the choices, each the layouts of all operands, that an exchange of axes within `groups` makes alike."""
-    renamings = list(_list_renamings(groups))
-    numbers: dict[tuple[object, ...], int] = {}
-    return np.array([numbers.setdefault(min(_rename(c, r) for r in renamings), len(numbers)) for c in choices])
+    names = _Names(list(_list_renamings(groups)))
+    numbers: dict[tuple[int, ...], int] = {}
+    return np.array([numbers.setdefault(names.of(layouts), len(numbers)) for layouts in choices])
+
+
+class _Names:
+    """Names of layouts under each renaming: numbers, as many choices have the same layouts."""
+
+    def __init__(self, renamings: Sequence[Mapping[int, int]]) -> None:
+        self.renamings = renamings
+        self._rows: dict[Layout, list[int]] = {}
+        self._numbers: dict[tuple[object, ...], int] = {}
+
+    def of(self, layouts: Sequence[Layout]) -> tuple[int, ...]:
+        """The least name of some layouts, renamed together."""
+        rows = [self._rows.get(layout) or self._add(layout) for layout in layouts]
+        return min(zip(*rows, strict=True), default=())
+
+    def _add(self, layout: Layout) -> list[int]:
+        """A layout's number under each renaming; equal for equal renamed layouts."""
+        row = [self._numbers.setdefault(_rename(layout, r), len(self._numbers)) for r in self.renamings]
+        self._rows[layout] = row
+        return row
 
 
 def _list_renamings(groups: Sequence[Axes]) -> Iterator[dict[int, int]]:
@@ -37,12 +57,9 @@ def _list_renamings(groups: Sequence[Axes]) -> Iterator[dict[int, int]]:
         }
 
 
-def _rename(layouts: Sequence[Layout], renaming: Mapping[int, int]) -> tuple[object, ...]:
-    """The layouts under other axis names; the order of axes within a dimension does not count."""
-    return tuple(
-        (
-            tuple(tuple(sorted(renaming.get(axis, axis) for axis in axes)) for axes in layout.dims),
-            tuple(sorted((renaming.get(axis, axis), monoid) for axis, monoid in layout.partial)),
-        )
-        for layout in layouts
+def _rename(layout: Layout, renaming: Mapping[int, int]) -> tuple[object, ...]:
+    """The layout under other axis names; the order of axes within a dimension does not count."""
+    return (
+        tuple(tuple(sorted(renaming.get(axis, axis) for axis in axes)) for axes in layout.dims),
+        tuple(sorted((renaming.get(axis, axis), monoid) for axis, monoid in layout.partial)),
     )

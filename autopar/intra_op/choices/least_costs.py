@@ -210,7 +210,8 @@ class _Prices:
             paid = np.maximum(free - _NOTHING_S, 0.0)
         part = np.full(paid.shape, 1.0 / how.readers)
         if how.homes is not None:
-            can_lie = [need in {gives[p] for p in how.homes} for need in needs]
+            homes = {gives[p] for p in how.homes}
+            can_lie = [need in homes for need in needs]
             part[:, can_lie] = 1.0
             if how.most > 1:
                 back = self.catalogue.relayout(use.aval, needs, gives, is_local_free=True).T > _NOTHING_S
