@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-import jax
-
-from autopar.program.from_jaxpr import program_of
-from autopar.program.loops import LoopEquation
 from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import RULES, rule_for
-from tests.harnesses.cases import Case, all_harnesses
 from tests.rules.examples import EXAMPLES
 
 COUNTS = Path(__file__).resolve().parents[1] / "tests" / "data" / "harnesses.json"
-PER_GROUP = 6
-"""Harnesses of a group that are looked at, spread over the group, to see whether anything in them can be split."""
-MESH_SIZES = (2, 3)
 
 HEAD = """# Coverage
 
@@ -80,53 +73,32 @@ def first_line(text: str | None) -> str:
     return f"`{line}`" if "->" in line else line
 
 
-def splits(harness: object) -> bool:
-    """Whether any operation of a harness can be split."""
-    case = Case.of(harness, gradient=False)
-    if case is None:
-        return False
-    program, _ = program_of(case.jaxpr)
-    equations = [eqn for eqn in program.walk() if not isinstance(eqn, LoopEquation) and eqn.primitive.name != "fan_out"]
-    return any(
-        size > 1 and any(size % ways == 0 for ways in MESH_SIZES)
-        for eqn in equations
-        for rule in [rule_for(eqn)]
-        for size in map(rule.size_of, rule.shardable())
-    )
-
-
-def splitting_groups() -> dict[str, bool]:
-    """By group whether an operation in it can be split."""
-    groups: dict[str, list[object]] = {}
-    for harness in all_harnesses():
-        groups.setdefault(harness.group_name, []).append(harness)
-    return {name: any(map(splits, some[:: -(-len(some) // PER_GROUP)])) for name, some in groups.items()}
-
-
 def group_rows() -> str:
-    """The sums, and a row per group."""
+    """The sums of each version of JAX, and a row per group."""
     counts = json.loads(COUNTS.read_text(encoding="utf-8"))
-    versions, splitting = sorted(counts), splitting_groups()
-    sums = [
-        f"With JAX {version}, {sum(c['run'] for c in groups.values()):,} of {sum(c['harnesses'] for c in groups.values()):,} "
-        f"harnesses in {len(groups)} groups run, and {sum(c['equal'] for c in groups.values()):,} of these are equal."
-        for version, groups in sorted(counts.items())
-    ]
-    known = {name: splitting[name] for name in sorted(splitting)}
-    lines = [*sums, f"{sum(known.values())} of {len(known)} groups of JAX {jax.__version__} split something.", ""]
-    lines += [
-        f"| group | {' | '.join(f'run, equal: JAX {v}' for v in versions)} | splits |",
-        "|---" * (len(versions) + 2) + "|",
-    ]
+    versions = sorted(counts)
+    sums = [f"- {sums_of(version, counts[version].values())}" for version in versions]
+    heads = [f"run, equal: JAX {version}" for version in versions]
+    lines = [*sums, "", f"| group | {' | '.join(heads)} | splits |", "|---" * (len(versions) + 2) + "|"]
     for name in sorted({name for groups in counts.values() for name in groups}):
-        cells = [cell(counts[version].get(name)) for version in versions]
-        lines.append(
-            f"| `{name}` | {' | '.join(cells)} | {'yes' if known.get(name) else 'no' if name in known else ''} |"
-        )
+        found = [counts[version].get(name) for version in versions]
+        splits = "yes" if any(count and count["splits"] for count in found) else "no"
+        lines.append(f"| `{name}` | {' | '.join(map(cell, found))} | {splits} |")
     return "\n".join(lines) + "\n"
 
 
-def cell(count: dict[str, int] | None) -> str:
+def sums_of(version: str, groups: Collection[Mapping[str, int]]) -> str:
+    """What the harnesses of one version of JAX came to."""
+    all_of, run, equal, splits = (
+        sum(count[name] for count in groups) for name in ("harnesses", "run", "equal", "splits")
+    )
+    return (
+        f"JAX {version}: {run:,} of {all_of:,} harnesses in {len(groups)} groups run, and {equal:,} of these are equal; "
+        f"{splits} groups split something."
+    )
+
+
+def cell(count: Mapping[str, int] | None) -> str:
     """How many of a group's harnesses run and how many of these are equal."""
     return "" if count is None else f"{count['run']} of {count['harnesses']}, {count['equal']}"
 

@@ -11,19 +11,27 @@ from pathlib import Path
 
 import jax
 
-from tests.harnesses.cases import NOT_RUN_BY_JAX
-from tests.harnesses.selection import EVERY_MESH, names_by_group, on_meshes, run_lines
+from tests.harnesses.cases import NOT_RUN_BY_JAX, all_harnesses
+from tests.harnesses.selection import EVERY_MESH, by_group, on_meshes, run_lines
+from tests.harnesses.splitting import any_splits
 
 COUNTS = Path(__file__).parents[1] / "data" / "harnesses.json"
 
 
 def counts_by_group(found, groups):
-    """Per group how many harnesses there are, how many of them JAX runs, and how many of these gave the same numbers."""
+    """How many harnesses each group has, how many JAX runs, how many of these are equal, and whether one splits anything."""
     counts = {}
-    for group, names in sorted(groups.items()):
+    for group, harnesses in sorted(groups.items()):
+        names = [harness.fullname for harness in harnesses]
         not_run = sum(found.get(name) == NOT_RUN_BY_JAX for name in names)
         wrong = sum(name in found for name in names) - not_run
-        counts[group] = {"harnesses": len(names), "run": len(names) - not_run, "equal": len(names) - not_run - wrong}
+        run = len(names) - not_run
+        counts[group] = {
+            "harnesses": len(names),
+            "run": run,
+            "equal": run - wrong,
+            "splits": any_splits(harnesses),
+        }
     return counts
 
 
@@ -38,8 +46,7 @@ def write(version, counts):
 
 
 if __name__ == "__main__":
-    groups = names_by_group()
-    everything = [name for names in groups.values() for name in names]
+    everything = [harness.fullname for harness in all_harnesses()]
     found = run_lines(on_meshes(everything, every=EVERY_MESH))
     sys.stdout.writelines(f"{name}: {text}\n" for name, text in found.items())
-    write(jax.__version__, counts_by_group(found, groups))
+    write(jax.__version__, counts_by_group(found, by_group()))

@@ -11,12 +11,17 @@ TOGETHER = 12
 EVERY_MESH = os.environ.get("AUTOPAR_HARNESS_MESHES") == "all"
 
 
-def names_by_group():
-    """The names of the harnesses of each group."""
+def by_group():
+    """The harnesses of each group."""
     groups = defaultdict(list)
     for harness in all_harnesses():
-        groups[harness.group_name].append(harness.fullname)
+        groups[harness.group_name].append(harness)
     return groups
+
+
+def names_by_group():
+    """The names of the harnesses of each group."""
+    return {group: [harness.fullname for harness in harnesses] for group, harnesses in by_group().items()}
 
 
 def one_of_every_group():

@@ -6,6 +6,8 @@ the same places and whose error is at most `cases.RELATIVE` of the leaf's larges
 """
 
 import json
+import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -15,6 +17,9 @@ from tests.harnesses.report import COUNTS
 from tests.harnesses.selection import EVERY_MESH, names_by_group, on_meshes, one_of_every_group, run_lines
 
 FAST_PARTS, SLOW_PARTS = 2, 30
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+LEAST_SPLITTING = 105
+"""Groups in which some operation can be split; about 15 hold only operations that no mesh can split."""
 MOST_NOT_RUN = 5
 """Harnesses of a part that JAX has on other platforms only; more would mean that little is compared."""
 
@@ -39,9 +44,13 @@ def test_every_harness_is_the_same_under_random_strategies(part):
     assert_same(on_meshes(names, every=EVERY_MESH))
 
 
-def test_all_harnesses_that_the_docs_count_are_equal():
-    for groups in json.loads(COUNTS.read_text(encoding="utf-8")).values():
+def test_all_harnesses_that_the_docs_count_are_equal_at_both_ends_of_jax():
+    counts = json.loads(COUNTS.read_text(encoding="utf-8"))
+    oldest, behind_newest = re.search(r'"jax>=0\.(\d+),<0\.(\d+)"', PYPROJECT.read_text(encoding="utf-8")).groups()
+    assert {int(version.split(".")[1]) for version in counts} >= {int(oldest), int(behind_newest) - 1}
+    for groups in counts.values():
         assert {name for name, count in groups.items() if count["equal"] != count["run"]} == set()
+        assert sum(count["splits"] for count in groups.values()) >= LEAST_SPLITTING
 
 
 def test_the_counts_of_the_installed_jax_are_of_all_its_harnesses():
