@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from tests.libraries.corpus import BATCH, cross_entropy, integers, labelled, library_step, noise, trained
 
+os.environ["KERAS_BACKEND"] = "jax"
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
 SMALL |= {"max_position_embeddings": 16}
 TEXT = {"input_ids": integers(60, BATCH, 8), "y": integers(60, BATCH, 8, seed=1)}
@@ -123,7 +124,6 @@ def transformers_whisper_transcribes():
 
 def of_keras(layers, batch, rate=0.1):
     """A step of a Keras model by its stateless call, with a Keras optimizer, as its guide to custom training loops in JAX."""
-    os.environ["KERAS_BACKEND"] = "jax"
     import keras
 
     keras.utils.set_random_seed(0)
