@@ -15,6 +15,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
+from autopar.events import reach
+
 LOGGER = logging.getLogger("autopar")
 
 
@@ -83,6 +85,8 @@ def report(progress: Progress, event: str = "", *, is_news: bool = False) -> Pro
     Returns:
         `progress`, so that a search can go on from it: `now = report(replace(now, dropped=now.dropped + 1))`.
     """
+    if is_news and progress.phase is not None:
+        reach("phase", progress.phase)
     LOGGER.log(logging.INFO if is_news else logging.DEBUG, "%s", event or progress)
     tell(progress)
     return progress

@@ -18,6 +18,7 @@ from autopar.runtime.failures import Failure, describe_failures
 from autopar.runtime.mesh_threads import run_in_threads
 from autopar.runtime.performer import Executable, Performer, Transfer
 from autopar.runtime.places import PlaceTable
+from autopar.runtime.standing import describe_standing
 from autopar.runtime.step_state import A, MeshState, StepState
 from autopar.schedules.instructions import InstructionList, Receive, Run, Value
 from autopar.schedules.launch_order import Part
@@ -62,6 +63,7 @@ class Driver(Generic[A]):
         self._watch = watch
         self._lines = lines
         self._timeline: Timeline | None = None
+        self._running: StepState[A] | None = None
         self._inputs = frozenset((mesh, value) for mesh, value in program.inputs if mesh in self._part.meshes)
         self._places = PlaceTable(program)
         self._performer = Performer(
@@ -90,7 +92,7 @@ class Driver(Generic[A]):
         Raises:
             PipelineError: A mesh failed; the original exception is the cause.
         """
-        step = StepState(meshes=self._make_states(inputs), wait=record)
+        step = self._running = StepState(meshes=self._make_states(inputs), wait=record)
         del inputs
         try:
             failures = self._drive_all(step)
@@ -104,7 +106,13 @@ class Driver(Generic[A]):
                 if mesh in self._part.meshes
             }
         finally:
+            self._running = None
             step.clear()
+
+    def standing(self, whose: Callable[[int], str] = lambda mesh: "") -> list[str]:
+        """Where each mesh of this process is, for another thread while `run` is at work; `whose` names a mesh's process."""
+        step = self._running
+        return [] if step is None else describe_standing(step, self._part.meshes, whose)
 
     def timeline(self) -> Timeline:
         """The measured timeline of the last run with `record=True`."""

@@ -23,6 +23,7 @@ import jax
 
 from autopar.compat import Coordination, coordination
 from autopar.errors import AutoparError, PlanError, warn
+from autopar.events import reach
 
 LIMIT_S = 1800.0
 """Seconds that a process waits for another one."""
@@ -74,6 +75,7 @@ class Group:
         else:
             self._publish(f"{topic}/words {self.here}", {"words": words[:MAX_WORDS], "digest": _digest(words)})
             outcome = self._hear(topic, words)
+        reach("met", words)
         if outcome:
             raise PlanError(outcome)
         return topic
@@ -178,6 +180,7 @@ class Group:
             warns: whether to say for whom it waits.
         """
         began, limit_s, is_told = time.monotonic(), self.limit_s if limit_s is None else limit_s, False
+        reach("waiting", f"process {process}, while process {self.here} {words}")
         while True:
             try:
                 return self.service.blocking_key_value_get_bytes(key, int(LOOK_S * 1000))

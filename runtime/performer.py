@@ -18,6 +18,7 @@ from typing import Generic, TypeAlias
 import jax
 
 from autopar.errors import ArgumentError
+from autopar.events import reach
 from autopar.runtime.failures import Failure
 from autopar.runtime.places import Places, PlaceTable
 from autopar.runtime.processes import wait_until_ready
@@ -96,7 +97,9 @@ class Performer(Generic[A]):
         arrays = state.arrays
         if isinstance(instruction, Run):
             self._call(instruction, places, state, wait=step.wait)
-        elif isinstance(instruction, Send):
+            return
+        reach("instruction", instruction)
+        if isinstance(instruction, Send):
             source, target = instruction.source_mesh, instruction.target_mesh
             array = self.transfer(arrays[places.reads[0]], instruction.value, source, target)
             if target in self.part.meshes:
@@ -118,6 +121,7 @@ class Performer(Generic[A]):
         """Donated arrays are let go before the call: they do not exist afterwards, whatever happens."""
         arrays = state.arrays
         arguments = [arrays[place] for place in places.reads]
+        reach("instruction", run, arguments)
         for place in places.gone:
             del arrays[place]
         results = self.executables[run.task](arguments)

@@ -107,6 +107,14 @@ def from_host(value: ArrayLike, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(numbers.shape, sharding, lambda index: numbers[index])
 
 
+def is_ready(array: object) -> bool:
+    """Whether an array has been computed, or failed; so have those that no longer exist, and what is no array."""
+    try:
+        return array.is_ready() if isinstance(array, _Waitable) else True
+    except RuntimeError:  # it was consumed by a later program
+        return True
+
+
 def wait_until_ready(array: object, given_up: Callable[[], bool]) -> bool:
     """Wait for an array in Python, where a waiting thread can be told to stop; False if it has given up.
 

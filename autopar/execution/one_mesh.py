@@ -25,6 +25,7 @@ from autopar.compat import (
     without_explicit_axes,
 )
 from autopar.errors import UnsupportedProgramError
+from autopar.events import StepRun, reach, running
 from autopar.execution.calls import (
     Given,
     check_leaves,
@@ -97,14 +98,17 @@ class CompiledStep:
                 refuse_consumed(self.signature.name, self.traced.input_paths(), leaves)
             if self._group is not None:
                 self._group.meet(self._words)
-            arrays = copy_repeated([*leaves, *self._constants], self._donated)
-            placed = [
-                x if getattr(x, "sharding", None) is self._accepted[i] else self._place(i, x)
-                for i, x in enumerate(arrays[: len(leaves)])
-            ]
-            name = self.signature.name
-            with telling_what_is_left(name, self.traced.input_paths(), leaves), checked_for_nans(name):
-                found = executable(*placed, *self._constants)
+            leaves, name = list(leaves), self.signature.name
+            run = StepRun(name, self.plan, list)
+            with running(run, leaves):
+                arrays = copy_repeated([*leaves, *self._constants], self._donated)
+                placed = [
+                    x if getattr(x, "sharding", None) is self._accepted[i] else self._place(i, x)
+                    for i, x in enumerate(arrays[: len(leaves)])
+                ]
+                with telling_what_is_left(name, self.traced.input_paths(), leaves), checked_for_nans(name):
+                    found = executable(*placed, *self._constants)
+            reach("launched", run, found)
         return jax.tree_util.tree_unflatten(self.traced.out_tree, found)
 
     def _place(self, number: int, value: Given) -> jax.Array:

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 
 from autopar.compat import coordination, undisturbed
 from autopar.errors import ArgumentError
+from autopar.events import StepRun, reach, running
 from autopar.execution.calls import (
     Given,
     check_leaves,
@@ -158,24 +159,28 @@ class CompiledPipeline:
                 refuse_consumed(self.signature.name, self.traced.input_paths(), leaves)
             if self._group is not None:
                 self._group.meet(self._words)
+            leaves, run = list(leaves), StepRun(self.signature.name, self.plan, self._standing)
             with telling_what_is_left(self.signature.name, self.traced.input_paths(), leaves):
                 if self._watch is None:
-                    flat = self._results(self._driver.run(self._supply(leaves), record=record))
+                    with running(run, leaves):
+                        flat = self._results(self._driver.run(self._supply(leaves), record=record))
                 else:
-                    flat = self._run_with_others(leaves, self._watch, record=record)
+                    flat = self._run_with_others(run, leaves, self._watch, record=record)
+            reach("launched", run, flat)
         return jax.tree.unflatten(self.traced.out_tree, join_leaves(flat, self._split.outputs))
 
-    def _run_with_others(self, leaves: Sequence[Given], watch: Watch, *, record: bool) -> list[Any]:
+    def _run_with_others(self, run: StepRun, leaves: list[Given], watch: Watch, *, record: bool) -> list[Any]:
         """The same where other processes have stages; scalars come to each of them, and a failure is told to all."""
         try:
-            devices = self._processes.devices
-            leaves = bring_leaves(leaves, self._split.inputs, self._inputs, devices=devices)
-            flat = self._results(self._driver.run(self._supply(leaves), record=record))
-            step = self._split.step
-            scalars = [n for n, x in enumerate(flat) if x.shape == () and step.state_of_output[n] is None]
-            for n, x in zip(scalars, bring_here([flat[n] for n in scalars], devices), strict=True):
-                flat[n] = x
-            watch.wait([flat[n] for n in scalars])
+            with running(run, leaves):
+                devices = self._processes.devices
+                leaves = bring_leaves(leaves, self._split.inputs, self._inputs, devices=devices)
+                flat = self._results(self._driver.run(self._supply(leaves), record=record))
+                step = self._split.step
+                scalars = [n for n, x in enumerate(flat) if x.shape == () and step.state_of_output[n] is None]
+                for n, x in zip(scalars, bring_here([flat[n] for n in scalars], devices), strict=True):
+                    flat[n] = x
+                watch.wait([flat[n] for n in scalars])
         except BaseException as error:
             watch.post(error)
             raise
@@ -210,6 +215,13 @@ class CompiledPipeline:
     def _shapes_in(self, slot: str, mesh: int) -> list[jax.ShapeDtypeStruct]:
         """Shapes and shardings of a slot's arrays on a mesh."""
         return [self._inputs.shape_of(item, mesh) for item in self._links.groups[slot].items]
+
+    def _standing(self) -> list[str]:
+        """Where each mesh of this process is."""
+        several = self._processes.are_several
+        return self._driver.standing(
+            lambda mesh: f" of process {min(self._processes.of_mesh[mesh])}" if several else ""
+        )
 
     def _lines_of(self, task: str) -> str:
         """The lines of the user's program that a task comes from."""

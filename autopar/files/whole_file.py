@@ -13,6 +13,7 @@ import secrets
 from pathlib import Path
 
 from autopar.errors import ArgumentError
+from autopar.events import reach
 
 UNFINISHED = ".part"
 """How the names of files end that are not whole yet."""
@@ -20,6 +21,7 @@ UNFINISHED = ".part"
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file by renaming a finished one; what is no ordinary file, such as a pipe, is written as it is."""
+    reach("write", path)
     if is_stream(path):
         path.write_bytes(content)
         return
@@ -28,7 +30,9 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         with part.open("xb") as file:
             file.write(content)
+        reach("replace", path)
         os.replace(part, target)
+        reach("written", path)
     except BaseException:
         with contextlib.suppress(OSError):
             part.unlink()

@@ -112,7 +112,9 @@ class Attempt:
         self._look_for(TUNING.settle_s, until=lambda: all(worker.ending is not None for worker in self._workers))
         endings = [worker.ending for worker in self._workers if worker.ending is not None]
         cause = cause_of(endings)
-        self._say(cause.describe())
+        for ending in endings if cause.kind == "stalled" else [cause]:
+            if ending.kind == cause.kind:
+                self._say(ending.describe())
         alive = [worker.rank for worker in self._workers if not worker.has_ended and worker.rank != cause.rank]
         if alive:
             names = f"worker{'s' * (len(alive) > 1)} {', '.join(map(str, alive))}"

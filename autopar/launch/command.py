@@ -8,6 +8,7 @@ from pathlib import Path
 from autopar.errors import ArgumentError
 from autopar.launch.settings import LaunchSettings, Nodes, Size
 from autopar.launch.supervisor import supervise
+from autopar.testing.faults import parse
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -69,6 +70,24 @@ def _add_watch(parser: argparse.ArgumentParser) -> None:
         help="without a sign, after which a worker counts as lost; default %(default)g",
     )
 
+    group.add_argument(
+        "--stall-seconds",
+        type=_seconds,
+        metavar="N",
+        help="after which a step that stands still is named, and the job started again; default: it is waited for",
+    )
+    group.add_argument(
+        "--metrics", metavar="FILE", help="of each worker as lines of JSON; {rank} in its name is the worker"
+    )
+    group.add_argument(
+        "--fault",
+        type=_fault,
+        action="append",
+        default=[],
+        metavar="FAULT",
+        help="let something go wrong, such as kill@step,count=7,rank=1,attempt=0; repeatable; see `autopar.testing.faults`",
+    )
+
 
 def _add_nodes(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several machines")
@@ -112,8 +131,18 @@ def settings_of(options: argparse.Namespace) -> LaunchSettings:
         restart_pause_s=options.restart_pause,
         grace_s=options.grace_seconds,
         silence_s=options.silence_seconds,
+        stall_s=options.stall_seconds or None,
+        metrics=options.metrics,
+        faults=tuple(options.fault),
         nodes=Nodes(count=options.nodes, rank=options.node_rank, coordinator=options.coordinator),
     )
+
+
+def _fault(text: str) -> str:
+    try:
+        return str(parse(text))
+    except ArgumentError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _count(text: str) -> int:

@@ -81,7 +81,7 @@ class Ending:
             case "silent":
                 return f"{name} has given no sign for {self.silent_s:.0f} s{at}; the last it said: {self.words or 'nothing'}"
             case "stalled":
-                return f"{name} stands still{at}{said}"
+                return f"{name}{at}{said}"
 
 
 def signal_name(number: int) -> str:

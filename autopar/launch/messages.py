@@ -10,6 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+MessageKind = Literal["beat", "failed", "stalled", "going on"]
 MOST_CHARACTERS = 2000
 """Of the words of a message: a pipe takes a line of up to 4,096 bytes whole or not at all."""
 
@@ -25,7 +26,7 @@ class Message:
         words: What it is doing, or what has failed.
     """
 
-    kind: Literal["beat", "failed", "stalled", "going on"]
+    kind: MessageKind
     at_s: float
     steps: int = 0
     words: str = ""

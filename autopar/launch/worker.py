@@ -16,40 +16,14 @@ import runpy
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
 
+from autopar.launch.attend import attending
 from autopar.launch.environment import PIPE, SUPERVISOR
-from autopar.launch.messages import Message
-from autopar.launch.tuning import TUNING
+from autopar.launch.line import Line
 
 PR_SET_PDEATHSIG = 1
-
-
-class Line:
-    """The way to the supervisor, and what is said through it."""
-
-    def __init__(self, pipe: int, doing: str) -> None:
-        """Speak through a file descriptor, which no process that this one starts takes over; `doing` is said in beats."""
-        os.set_inheritable(pipe, False)
-        self._pipe = pipe
-        self.steps, self.doing = 0, doing
-
-    def say(self, kind: Literal["beat", "failed", "stalled", "going on"], words: str) -> None:
-        """Send a message. Without a supervisor this process is to end, too."""
-        message = Message(kind=kind, at_s=time.monotonic(), steps=self.steps, words=words)
-        try:
-            os.write(self._pipe, message.line())
-        except BrokenPipeError:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def beat(self) -> None:
-        """Say for ever that this process lives."""
-        while True:
-            self.say("beat", self.doing)
-            time.sleep(TUNING.beat_s)
 
 
 def main(argv: list[str]) -> None:
@@ -58,7 +32,8 @@ def main(argv: list[str]) -> None:
     line = Line(int(os.environ.pop(PIPE)), f"runs {' '.join(argv[:2]) if argv[0] == '-m' else argv[0]}")
     threading.Thread(target=line.beat, name="autopar heartbeat", daemon=True).start()
     try:
-        run(argv)
+        with attending(line):
+            run(argv)
     except SystemExit as end:
         if end.code not in (None, 0):
             line.say("failed", f"it called sys.exit({end.code!r})")

@@ -88,6 +88,10 @@ class MeshMachine:
         """Another mesh has failed, or the step was interrupted; nothing more can start."""
         self._step("stop")
 
+    def history(self) -> str:
+        """The latest events, oldest first, each with the number of its instruction or transfer."""
+        return ", ".join(f"{event} {number}" for event, number in tuple(self._history))
+
     def _step(self, event: Event) -> None:
         state = TRANSITIONS.get((self.state, event))
         if state is None:
@@ -99,5 +103,5 @@ class MeshMachine:
         place = f"at instruction {self.position} of {len(self.instructions)}"
         if not self.finished:
             place += f", `{self.instructions[self.position]}`"
-        history = ", ".join(f"{event} {number}" for event, number in self._history) or "none"
+        history = self.history() or "none"
         return MachineError(f"impossible event {what}; {place}, state {self.state}; latest events: {history}")

@@ -11,6 +11,9 @@ import sys
 import time
 from pathlib import Path
 
+from autopar.events import StepRun, running
+from autopar.testing.faults import point
+
 FOLDER, STEPS = Path(sys.argv[1]), int(sys.argv[2])
 RANK, ATTEMPT = int(os.environ["AUTOPAR_RANK"]), int(os.environ["AUTOPAR_ATTEMPT"])
 STEP_S = float(os.environ.get("COUNTING_STEP_S", "0.01"))
@@ -39,6 +42,9 @@ def happens(state):
         case "leave":
             command = [sys.executable, "-c", "import time; time.sleep(60)", str(FOLDER)]
             subprocess.Popen(command, start_new_session=True)
+        case "stand":
+            with running(StepRun("train", None, list), []):
+                time.sleep(60)
         case "exit":
             sys.exit(7)
         case _:
@@ -54,6 +60,7 @@ signal.signal(signal.SIGTERM, stop)
 note("started", f"{RANK} of {os.environ['AUTOPAR_PROCESSES']} attempt {ATTEMPT} pid {os.getpid()}")
 state = json.loads(SAVED.read_text()) if SAVED.exists() else {"step": 0, "x": 0.3 + RANK / 100}
 while state["step"] < STEPS:
+    point(f"step {state['step']}")
     time.sleep(STEP_S)
     state = {"step": state["step"] + 1, "x": 3.9 * state["x"] * (1 - state["x"])}
     save(state)

@@ -45,6 +45,37 @@ def test_a_job_that_loses_a_worker_starts_again_and_ends_as_if_nothing_had_happe
     assert ends == {f"[{rank}] ends with {state['x']!r}" for rank, state in enumerate(uninterrupted(2, 40))}
 
 
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("kill@point:step 7,rank=1,attempt=0", "worker 1 was ended by SIGKILL"),
+        (
+            "full@point,count=5,rank=0,attempt=0",
+            "worker 0 ended with status 1: OSError: [Errno 28] No space left on device: 'step 4'",
+        ),
+    ],
+)
+def test_a_fault_on_purpose_happens_in_its_worker(fault, words, tmp_path):
+    status, said = run(tmp_path, "-n", "2", "--fault", fault, arguments=(20,))
+    assert status == 0, said
+    assert words in said
+    assert "restart 1 of 10" in said
+    assert "restart 2" not in said
+    assert results(tmp_path, 2) == uninterrupted(2, 20)
+
+
+def test_a_step_that_stands_still_is_named_and_the_job_starts_again(tmp_path):
+    metrics = tmp_path / "metrics{rank}"
+    options = ("-n", "2", "--stall-seconds", "0.2", "--metrics", metrics)
+    status, said = run(tmp_path, *options, arguments=(20, "stand", 1, 3))
+    assert status == 0, said
+    assert re.search(
+        r"launch: worker 1: train \(call 1\) stands still:\n  its arrays are being placed.*\(for 0.\d s\)", said
+    ), said
+    assert (tmp_path / "metrics1").exists()
+    assert results(tmp_path, 2) == uninterrupted(2, 20)
+
+
 def test_an_error_that_comes_twice_without_a_step_in_between_ends_the_job(tmp_path):
     status, said = run(tmp_path, "-n", "2", arguments=(40, "always raise", 0, 5))
     assert status == 1
@@ -123,6 +154,7 @@ def test_a_job_goes_on_with_fewer_workers_if_it_may(tmp_path):
         (["--nodes", "2", COUNTING], "--nodes needs --coordinator HOST:PORT"),
         (["--node-rank", "1", COUNTING], "--node-rank 1 is not below --nodes 1"),
         (["--grace-seconds", "-1", COUNTING], "'-1' is no number of seconds"),
+        (["--fault", "kill", COUNTING], "'kill' is no fault"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_named(argv, words, capsys):

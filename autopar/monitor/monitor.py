@@ -1,0 +1,215 @@
+"""A `Monitor` watches the steps of this process while it is open.
+
+In: the moments of `autopar.events`. Out: for each call of a step its `StepMetrics`, and for one that stands still a description
+of where each of its meshes is. A thread of its own waits for results and looks at what is under way, so that the steps wait for
+nothing. What can go wrong: metrics go to a callback that raises; that is logged, and the callback is called again for the next
+step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import jax
+
+from autopar.errors import ArgumentError
+from autopar.events import Moment, StepRun, observing
+from autopar.monitor.metrics import JsonLines, Sink, StepMetrics, TensorBoard, measure
+from autopar.monitor.stalls import StallWatch
+from autopar.monitor.tuning import TUNING
+from autopar.progress import LOGGER
+from autopar.runtime.processes import is_ready
+
+
+@dataclass(kw_only=True, eq=False)
+class _Call:
+    """A call of a step that is under way."""
+
+    run: StepRun
+    number: int
+    is_first: bool
+    began_s: float
+    launched_s: float | None = None
+    result: jax.Array | None = None
+
+
+class Monitor:
+    """See the module's text. Use it as a context around the loop of a training."""
+
+    def __init__(
+        self,
+        *,
+        stall_s: float | None = None,
+        on_stall: Callable[[str], None] | None = None,
+        on_step: Callable[[StepMetrics], None] | None = None,
+        metrics: str | os.PathLike[str] | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
+    ) -> None:
+        """Say what to watch.
+
+        Args:
+            stall_s: seconds after which a step that stands still is described; the first call of a plan, which compiles, has
+                three times as long. None: steps may take any time.
+            on_stall: gets the description, which is logged as an error in any case; and an empty text when the step goes on.
+            on_step: gets the metrics of each call, in the monitor's thread.
+            metrics: a file that gets them as lines of JSON.
+            tensorboard: a folder that gets them for TensorBoard; needs tensorboardX or PyTorch.
+        """
+        if stall_s is not None and stall_s <= 0:
+            raise ArgumentError(
+                f"stall_s={stall_s} is not above zero; give seconds, or None for steps that may take any time"
+            )
+        self._stalls = None if stall_s is None else StallWatch(stall_s)
+        self._look_s = TUNING.look_s if stall_s is None else min(TUNING.look_s, stall_s / TUNING.looks)
+        self._on_stall = on_stall
+        self._sinks: list[Sink] = [] if on_step is None else [on_step]
+        self._metrics, self._tensorboard = metrics, tensorboard
+        self._calls: deque[_Call] = deque()
+        self._plans: set[int] = set()
+        self._waiting = ""
+        self._count, self._last_s = 0, 0.0
+        self._wake, self._is_over = threading.Event(), False
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        """Begin to watch. Raises ArgumentError if a file cannot be written."""
+        if self._metrics is not None:
+            self._sinks.append(self._stack.enter_context(contextlib.closing(JsonLines(Path(self._metrics)))))
+        if self._tensorboard is not None:
+            self._sinks.append(self._stack.enter_context(contextlib.closing(TensorBoard(Path(self._tensorboard)))))
+        thread = threading.Thread(target=self._work, name="autopar monitor", daemon=True)
+        self._stack.callback(thread.join, TUNING.leave_s + 1)
+        self._stack.callback(self._end)
+        self._stack.enter_context(observing(self._observe))
+        thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Wait a moment for the last results, and end."""
+        self._stack.close()
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._wake.set()
+
+    def _observe(self, moment: Moment) -> None:
+        """Note what happens, in the thread in which it does."""
+        match moment.kind, moment.about:
+            case "step", StepRun() as run:
+                self._count += 1
+                is_first = id(run.plan) not in self._plans
+                self._plans.add(id(run.plan))
+                self._calls.append(_Call(run=run, number=self._count, is_first=is_first, began_s=time.monotonic()))
+            case "launched", StepRun() as run:
+                for call in [call for call in self._calls if call.run is run]:
+                    call.result = _witness(moment.values or ())
+                    call.launched_s = time.monotonic()
+            case "failed", StepRun() as run:
+                for call in [call for call in self._calls if call.run is run]:
+                    self._calls.remove(call)
+            case "waiting", words:
+                self._waiting = f"waits for {words}"
+            case "met", _:
+                self._waiting = ""
+            case _:
+                return
+        self._wake.set()
+
+    def _work(self) -> None:
+        """The monitor's thread: wait for results, look for stalls, until the end."""
+        ends_s = float("inf")
+        while not (self._is_over and (not self._calls or time.monotonic() > ends_s)):
+            if self._is_over and ends_s == float("inf"):
+                ends_s = time.monotonic() + TUNING.leave_s
+            call = self._calls[0] if self._calls else None
+            if call is not None and call.launched_s is not None:
+                if _wait(call.result, time.monotonic() + self._look_s):
+                    self._complete(call, call.launched_s)
+            else:
+                self._wake.wait(self._look_s)
+                self._wake.clear()
+            self._look()
+
+    def _complete(self, call: _Call, launched_s: float) -> None:
+        """Hand the metrics of a call on."""
+        now_s = time.monotonic()
+        with contextlib.suppress(ValueError):  # it has failed meanwhile
+            self._calls.remove(call)
+        found = measure(
+            call.run.name,
+            call.run.plan,
+            call=call.number,
+            step_s=now_s - max(call.began_s, self._last_s),
+            call_s=launched_s - call.began_s,
+        )
+        self._last_s = now_s
+        for sink in self._sinks:
+            try:
+                sink(found)
+            except Exception:  # noqa: BLE001 - metrics end no training
+                LOGGER.exception("the metrics of a step could not be handed on")
+
+    def _look(self) -> None:
+        """Describe what stands still, once."""
+        if self._stalls is None:
+            return
+        calls, waiting = tuple(self._calls), self._waiting
+        if not calls and not waiting:
+            if self._stalls.forget():
+                self._say_of_stall("")
+            return
+        call, was_told = calls[0] if calls else None, bool(self._stalls.told)
+        title = "a step" if call is None else f"{call.run.name} (call {call.number})"
+        lines = [waiting] if waiting else _lines_of(call)
+        words = self._stalls.look(
+            title, lines, time.monotonic(), patience=TUNING.first_call if call is not None and call.is_first else 1.0
+        )
+        if words is not None:
+            self._say_of_stall(words)
+        elif was_told and not self._stalls.told:
+            self._say_of_stall("")
+
+    def _say_of_stall(self, words: str) -> None:
+        LOGGER.error("%s", words or "the step that stood still goes on")
+        if self._on_stall is not None:
+            self._on_stall(words)
+
+
+def _lines_of(call: _Call | None) -> list[str]:
+    """Where a call is."""
+    if call is None:
+        return []
+    lines = call.run.standing()
+    if lines:
+        return lines
+    if call.launched_s is None:
+        return ["its arrays are being placed, or its first results are waited for"]
+    return [
+        "it was launched, and its results are not there: a device waits in a collective for another one, or a callback does not "
+        "return"
+    ]
+
+
+def _wait(result: jax.Array | None, until_s: float) -> bool:
+    """Wait for a result until a moment; returns whether it is there."""
+    pause_s = TUNING.shortest_pause_s
+    while not is_ready(result):
+        if time.monotonic() > until_s:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, TUNING.longest_pause_s)
+    return True
+
+
+def _witness(results: Sequence[object]) -> jax.Array | None:
+    """The result to wait for: a scalar if there is one, such as a loss, which the next step does not consume."""
+    arrays = [x for x in results if isinstance(x, jax.Array) and not x.is_deleted()]
+    return min(reversed(arrays), key=lambda x: x.size, default=None)

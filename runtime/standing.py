@@ -1,0 +1,60 @@
+"""Where each mesh of a running step is: which instruction, in which state, and for whom it waits.
+
+In: the state of a step, from another thread than those that change it. Out: a line for each mesh, the same as long as the mesh
+stands still. What can go wrong: a mesh moves on meanwhile, and the line is of the moment before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autopar.runtime.processes import is_ready
+from autopar.runtime.step_state import A, MeshState, StepState
+from autopar.schedules.instructions import Free, Instruction, Receive, Run, Send
+
+
+def describe_standing(step: StepState[A], meshes: Sequence[int], whose: Callable[[int], str]) -> list[str]:
+    """A line for each of these meshes; `whose` says of which process a mesh is, in words that follow its number."""
+    return [f"mesh {mesh}{whose(mesh)} {_describe(step.meshes[mesh], whose)}" for mesh in meshes]
+
+
+def _describe(state: MeshState[A], whose: Callable[[int], str]) -> str:
+    machine = state.machine
+    position, count = machine.position, len(machine.instructions)
+    pending = _pending(state)
+    result = "" if pending is None else f"; the first result that is not there: instruction {pending + 1}, "
+    if pending is not None:
+        result += _name(machine.instructions[pending], whose)
+    if position >= count:
+        done = f"has launched all of its {count} instructions"
+        return f"{done}{result or '; all results are there'}; latest events: {machine.history() or 'none'}"
+    instruction, at = machine.instructions[position], f"instruction {position + 1} of {count}, "
+    if machine.state != "waiting":
+        doing = {"running": "performs", "failed": "failed at", "stopped": "was stopped before"}.get(
+            machine.state, "did"
+        )
+    elif machine.ready() is None:
+        doing = "waits for"
+    else:
+        doing = "waits for its turn among the processes to perform"
+    name = _name(instruction, whose)
+    return f"{doing} {at}{name}{result}; state {machine.state}; latest events: {machine.history() or 'none'}"
+
+
+def _name(instruction: Instruction, whose: Callable[[int], str]) -> str:
+    """The instruction with its stage and microbatch, or with the other mesh and its process."""
+    match instruction:
+        case Run():
+            at = "" if instruction.microbatch is None else f", microbatch {instruction.microbatch}"
+            return f"{instruction.kind.replace('_', ' ')} of stage {instruction.stage}{at} ({instruction.task})"
+        case Send():
+            return f"send {instruction.value} to mesh {instruction.target_mesh}{whose(instruction.target_mesh)}"
+        case Receive():
+            return f"receive {instruction.value} from mesh {instruction.source_mesh}{whose(instruction.source_mesh)}"
+        case Free():
+            return str(instruction)
+
+
+def _pending(state: MeshState[A]) -> int | None:
+    """The first instruction whose result has not been computed, of those that tell."""
+    return next((position for position, witness in tuple(state.witnesses) if not is_ready(witness)), None)

@@ -1,0 +1,135 @@
+"""A step that stands still is named: which mesh, which instruction, for whom it waits, for how long."""
+
+import re
+import threading
+import time
+
+import jax.numpy as jnp
+import pytest
+
+from autopar.errors import ArgumentError
+from autopar.events import StepRun, reach, running
+from autopar.monitor import Monitor
+from autopar.monitor.stalls import StallWatch
+from autopar.schedules.instructions import Receive, Run, Send
+from autopar.schedules.schedules import make_schedule
+from tests.runtime.watched import Watched, nothing
+
+STALL_S = 0.2
+
+
+def stalled_at(choose):
+    """What is said of a pipeline whose chosen instruction takes until it has been told, and how it ends."""
+    told, said, blocked = threading.Event(), [], threading.Event()
+
+    def before(instruction):
+        if choose(instruction) and not blocked.is_set():
+            blocked.set()
+            assert told.wait(20)
+
+    def hear(words):
+        said.append(words)
+        told.set()
+
+    step = Watched(make_schedule("1f1b", num_meshes=2, num_microbatches=2), before)
+    run = StepRun("train", "plan", lambda: step.driver.standing(lambda mesh: f" of process {mesh}"))
+    with Monitor(stall_s=STALL_S, on_stall=hear) as monitor:
+        monitor._plans.add(id("plan"))
+        with running(run, []):
+            step.driver.run(step.inputs())
+            time.sleep(2 * STALL_S / 8)
+        reach("launched", run, [])
+    assert step.driver.standing() == []
+    return said
+
+
+def test_a_task_that_stands_still_is_named_with_its_stage_and_whoever_waits_for_it():
+    said = stalled_at(lambda i: isinstance(i, Run) and (i.stage, i.microbatch, i.kind) == (1, 0, "forward"))
+    assert len(said) == 2
+    assert said[1] == ""
+    title, first, second = said[0].split("\n")
+    assert title == "train (call 1) stands still:"
+    assert re.fullmatch(
+        r"  mesh 0 of process 0 waits for instruction \d+ of \d+, receive \S+@0 from mesh 1 of process 1; state waiting; "
+        r"latest events: .*finish \d+ \(for 0\.\d s\)",
+        first,
+    )
+    assert re.fullmatch(
+        r"  mesh 1 of process 1 performs instruction \d+ of \d+, forward of stage 1, microbatch 0 \(forward1\); state running; "
+        r"latest events: .*start \d+ \(for 0\.\d s\)",
+        second,
+    )
+
+
+def test_a_transfer_that_stands_still_is_named_with_its_peer():
+    said = stalled_at(lambda i: isinstance(i, Send) and i.mesh == 0)
+    assert re.search(
+        r"mesh 0 of process 0 performs instruction \d+ of \d+, send \S+@0 to mesh 1 of process 1;", said[0]
+    )
+    assert re.search(
+        r"mesh 1 of process 1 waits for instruction \d+ of \d+, receive \S+@0 from mesh 0 of process 0;", said[0]
+    )
+
+
+def test_every_kind_of_instruction_is_described():
+    step = Watched(make_schedule("1f1b", num_meshes=2, num_microbatches=2), nothing)
+    lines = set()
+    step.before = lambda instruction: lines.update(step.driver.standing())
+    step.driver.run(step.inputs())
+    assert any("has launched all" in line for line in lines) or len(lines) > 10
+    assert {type(i) for i in step.program.instructions} >= {Run, Send, Receive}
+
+
+def test_what_moves_is_not_named_and_what_stands_is_named_once():
+    watch = StallWatch(1.0)
+    assert watch.look("step", ["a 1"], 0.0) is None
+    assert watch.look("step", ["a 2"], 0.9) is None
+    assert watch.look("step", ["a 2"], 1.8) is None
+    assert watch.look("step", ["a 2"], 2.0) == "step stands still:\n  a 2 (for 1.1 s)"
+    assert watch.look("step", ["a 2"], 5.0) is None
+    assert watch.look("step", ["a 3"], 5.1) is None
+    assert not watch.told
+    assert watch.look("step", ["a 3"], 6.2, patience=2.0) is None
+    assert watch.look("step", ["a 3"], 7.2, patience=2.0) == "step stands still:\n  a 3 (for 2.1 s)"
+    assert watch.forget()
+    assert not watch.forget()
+
+
+def test_a_wait_for_another_process_is_named():
+    said = []
+    with Monitor(stall_s=0.1, on_stall=said.append):
+        reach("waiting", "process 1, while process 0 runs step train")
+        time.sleep(0.3)
+        reach("met", "runs step train")
+        time.sleep(0.1)
+    assert re.fullmatch(
+        r"a step stands still:\n  waits for process 1, while process 0 runs step train \(for 0\.\d s\)", said[0]
+    )
+    assert said[1:] == [""]
+
+
+def test_a_step_that_fails_is_no_longer_watched():
+    said = []
+    run = StepRun("train", None, list)
+    with Monitor(stall_s=0.1, on_stall=said.append), pytest.raises(ValueError, match="broken"), running(run, []):
+        raise ValueError("broken")
+    assert said == []
+
+
+def test_a_time_after_which_nothing_can_stand_still_is_refused():
+    with pytest.raises(ArgumentError, match=r"stall_s=0 is not above zero"):
+        Monitor(stall_s=0)
+
+
+def test_metrics_come_from_results_that_are_there():
+    found = []
+    with Monitor(on_step=found.append):
+        for _ in range(2):
+            run = StepRun("train", None, list)
+            with running(run, []):
+                time.sleep(0.02)
+            reach("launched", run, [jnp.ones(4), jnp.float32(1)])
+    assert [(one.name, one.call) for one in found] == [("train", 1), ("train", 2)]
+    assert all(0.02 <= one.call_s < 2 for one in found)
+    assert all(0 < one.step_s < 2 for one in found)
+    assert all(one.host_bytes > 1 << 20 for one in found)
