@@ -15,7 +15,6 @@ from autopar.launch.environment import FAULTS, METRICS, STALL
 from autopar.launch.line import Line
 from autopar.testing.faults import inject
 
-
 OF_STEPS = ("phase", "step", "waiting")
 """Kinds of moments before which a script has imported JAX."""
 

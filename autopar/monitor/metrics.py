@@ -1,6 +1,6 @@
 """The metrics of a step, and where they go: a callback, a file of JSON lines, TensorBoard.
 
-What can go wrong: a file that cannot be written. That ends no training: a warning says so, once.
+What can go wrong: the file cannot be written any more. That ends no training (`autopar/files/line_log.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Protocol, TypeAlias
 
 import jax
 
-from autopar.errors import ArgumentError, warn
+from autopar.errors import ArgumentError
+from autopar.files.line_log import LineLog
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 
@@ -80,26 +81,16 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises ArgumentError if that cannot be done."""
-        self._path, self._has_warned = path, False
-        try:
-            self._file = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise ArgumentError(f"cannot write metrics to {path}: {error.strerror}. Name a file elsewhere") from None
+        self._log = LineLog(path)
 
     def __call__(self, metrics: StepMetrics) -> None:
         """Add a line, with the time of day."""
         known = {name: value for name, value in dataclasses.asdict(metrics).items() if value is not None}
-        try:
-            self._file.write(json.dumps({"time": round(time.time(), 3), **known}) + "\n")
-            self._file.flush()
-        except OSError as error:
-            if not self._has_warned:
-                warn(f"cannot write metrics to {self._path}: {error.strerror}. Training goes on without them")
-            self._has_warned = True
+        self._log.add(json.dumps({"time": round(time.time(), 3), **known}))
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        self._log.close()
 
 
 class _Writer(Protocol):

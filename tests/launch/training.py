@@ -1,0 +1,76 @@
+"""A training for tests of `autopar launch`: python training.py FOLDER STEPS mesh|stages. It resumes from what it has saved.
+
+Each step's loss goes to FOLDER/losses with the attempt and the number of devices; the last state to FOLDER/last.npz.
+"""
+
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+
+import autopar.launch
+
+autopar.launch.join()
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import autopar  # noqa: E402
+
+FOLDER, STEPS, WAY = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+SAVED, EVERY, ROWS, WIDTH = FOLDER / "state.pkl", 3, 24, 16
+
+
+def init_state():
+    draw = np.random.default_rng(0)
+    params = {f"w{n}": draw.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 4 for n in range(4)}
+    return {"params": params, "momentum": {name: np.zeros_like(w) for name, w in params.items()}}
+
+
+def batch(number):
+    draw = np.random.default_rng(1000 + number)
+    return {name: draw.normal(size=(ROWS, WIDTH)).astype(np.float32) for name in ("x", "y")}
+
+
+def train_step(state, batch):
+    def loss_of(params):
+        x = batch["x"]
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], gradients)
+    return {"params": jax.tree.map(lambda p, m: p - 0.3 * m, state["params"], momentum), "momentum": momentum}, loss
+
+
+def whole(path, content):
+    part = path.with_suffix(".part")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def main():
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
+    devices, is_first = jax.device_count(), jax.process_index() == 0
+    sizes = (
+        {"mesh_shape": (devices,)} if WAY == "mesh" else {"mesh_shape": [(devices // 2,)] * 2, "num_microbatches": 2}
+    )
+    step = autopar.parallelize(train_step, **sizes)
+    done, saved = pickle.loads(SAVED.read_bytes()) if SAVED.exists() else (0, init_state())
+    step.plan(jax.eval_shape(lambda: saved), batch(0))
+    state = step.init_state(lambda saved: saved, saved)
+    for number in range(done, STEPS):
+        state, loss = step(state, batch(number))
+        if is_first:
+            with (FOLDER / "losses").open("a") as file:
+                file.write(f"{os.environ['AUTOPAR_ATTEMPT']} {devices} {number} {float(loss):.9g}\n")
+        if (number + 1) % EVERY == 0 or number + 1 == STEPS:
+            kept = jax.tree.map(np.asarray, step.gather(state))
+            if is_first:
+                whole(SAVED, pickle.dumps((number + 1, kept)))
+
+
+main()
