@@ -11,6 +11,7 @@ import contextvars
 import functools
 import importlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
@@ -109,8 +110,35 @@ def static_arguments(fun: object) -> tuple[int | str, ...]:
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """`file:line (function)` of the user's line that an equation comes from."""
+    """`file:line (function)` of the line of the user's model that an equation comes from; empty if JAX keeps none.
+
+    Where an installed library made the operation, it is the line that called the library from within the step. Where all of the
+    step is a library's, it is the library's own.
+    """
+    trace: Any = eqn.source_info.traceback
+    codes, places = ([], []) if trace is None else trace.raw_frames()
+    for code, place in zip(codes, places, strict=True):
+        if _is_in(code.co_filename, "program"):  # it called the step
+            break
+        if _is_users(code.co_filename):
+            frame = private_source_info.raw_frame_to_frame(code, place)
+            column = f":{frame.start_column}" if frame.start_column else ""
+            return f"{frame.file_name}:{frame.start_line}{column} ({frame.function_name})"
     return str(source_info_util.summarize(eqn.source_info))
+
+
+@functools.cache
+def _is_users(filename: str) -> bool:
+    """Whether a file is neither JAX's, nor autopar's, nor an installed library's; the example models stand for a user's."""
+    is_installed = any(f"{os.sep}{name}{os.sep}" in filename for name in ("site-packages", "dist-packages"))
+    is_others = is_installed or _is_in(filename, "") or not private_source_info.is_user_filename(filename)
+    return _is_in(filename, "models") or not is_others
+
+
+@functools.cache
+def _is_in(filename: str, folder: str) -> bool:
+    """Whether a file is in this folder of autopar."""
+    return filename.startswith(os.path.join(os.path.dirname(__file__), folder, ""))
 
 
 def is_defined_by_equinox(primitive: jex_core.Primitive) -> bool:

@@ -348,15 +348,11 @@ def test_a_strangers_step_in_parts_equals_jit(name, way):
 
 @pytest.mark.parametrize("name", [name for name, (_, how) in PROGRAMS.items() if not how.get("cut", True)])
 def test_a_strangers_step_that_has_no_parts_says_where(name):
-    """One mesh takes it whole with a warning; stages refuse it at the user's line."""
-    with pytest.warns(
-        autopar.AutoparWarning, match=r"one microbatch instead of 2: .* at .*test_strangers_programs\.py"
-    ):
-        same_as_jit(name, **WAYS["microbatches"])
-    with pytest.raises(
-        autopar.UnsupportedProgramError, match=r"cannot be cut into 2 microbatches: .*strangers_programs"
-    ):
-        same_as_jit(name, **WAYS["stages"])
+    for way in ("microbatches", "stages"):
+        with pytest.raises(
+            autopar.UnsupportedProgramError, match=r"cannot be cut into 2 microbatches: .* at .*strangers_programs\.py"
+        ):
+            same_as_jit(name, **WAYS[way])
 
 
 def test_a_step_without_forward_operations_is_told_what_may_be_the_reason():

@@ -44,7 +44,6 @@ def arguments(examples):
     ("step", "examples", "options", "words"),
     [
         (train, 7, {"devices": 2, "num_stages": 1}, "which no mesh axis of size 2 divides"),
-        (normalised, 8, {"devices": 1, "num_microbatches": 2}, "runs with one microbatch instead of 2"),
         (normalised, 8, {"devices": 2, "num_stages": 2}, "the stages run with one microbatch"),
         (lopsided, 8, {"devices": 2, "num_stages": 2, "num_microbatches": 2}, "stays on one of 2 stages"),
         (lopsided, 64, {"devices": 2, "num_stages": 2, "schedule": "1f1b"}, "stays on one of 2 stages"),

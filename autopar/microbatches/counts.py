@@ -1,7 +1,7 @@
 """Numbers of microbatches: which ones divide the batch, and the step cut into one of them.
 
 In: a traced step and a number. Out: the step as a loop over its microbatches. What can go wrong: a number that divides no leaf of
-the batch is an ArgumentError; a step that mixes examples stays whole, with a warning that names the operation.
+the batch is an ArgumentError; a step that mixes examples is refused with the operation that does.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from autopar.errors import ArgumentError, warn
+from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.microbatches.loop import TimeLoop
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
@@ -21,18 +21,22 @@ from autopar.program.step import Leaf, TracedStep
 
 
 def cut_into_microbatches(traced: TracedStep, count: int) -> TracedStep:
-    """The step in `count` microbatches; a step that mixes examples stays whole, with a warning that names the operation."""
+    """The step in `count` microbatches. Raises ArgumentError, UnsupportedProgramError if it mixes examples."""
     if count == 1:
         return traced
     plan = plan_phases(traced, count)
     if isinstance(plan, MixedExamples):
-        warn(
-            f"the step runs with one microbatch instead of {count}: {plan}. What one microbatch computes would not be what the "
-            "full batch does. Normalise, count or compare within an example or a fixed group of examples to use microbatches, "
-            "or let batch normalisation have the statistics of a microbatch: batch_statistics='microbatch'."
-        )
-        return traced
+        raise not_cut(plan, count)
     return loop_over_microbatches(traced, plan)
+
+
+def not_cut(why: MixedExamples, count: int) -> UnsupportedProgramError:
+    """The error of a step that mixes examples and is to run in this number of microbatches."""
+    return UnsupportedProgramError(
+        f"the step cannot be cut into {count} microbatches: {why}. What one microbatch computes would not be what the full batch "
+        "does. Use num_microbatches=1, or on one mesh 'auto'; or normalise, count and compare within an example or a fixed group "
+        "of examples; or let batch normalisation have the statistics of a microbatch: batch_statistics='microbatch'."
+    )
 
 
 def plan_phases(

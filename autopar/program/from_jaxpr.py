@@ -360,11 +360,15 @@ def _with_fan_outs(program: Program, *, around: Equation | None = None) -> Progr
     def now(atom: Atom) -> Atom:
         return atom if isinstance(atom, Literal) else renamed.get(atom, atom)
 
+    readers: dict[Var, Equation] = {}
+    for eqn in program.equations:
+        for var in variables_of(eqn.invars):
+            readers.setdefault(var, eqn)
     first = program.equations[0] if program.equations else around  # a branch may hand on what it is given
     info = compat.unknown_source() if first is None else first.source_info
     for var in program.invars:
         if nested or uses[var] > 1:
-            spread(var, info)
+            spread(var, readers[var].source_info if var in readers else info)
     for eqn in program.equations:
         regions = tuple(_with_fan_outs(region, around=eqn) for region in eqn.regions)
         equations.append(dataclasses.replace(eqn, invars=tuple(now(v) for v in eqn.invars), regions=regions))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from autopar.compat import source_line
 from autopar.errors import UnsupportedProgramError
-from autopar.microbatches.counts import plan_phases
+from autopar.microbatches.counts import not_cut, plan_phases
 from autopar.microbatches.loop import TimeLoop
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.time_plan import Phase
@@ -50,9 +50,5 @@ def make_time_loop(
             )
     plan = plan_phases(traced, num_microbatches, late_sums=True, known=known)
     if isinstance(plan, MixedExamples):
-        raise UnsupportedProgramError(
-            f"the step cannot be cut into {num_microbatches} microbatches: {plan}. What one microbatch computes would not be "
-            "what the full batch does. Use num_microbatches=1, or normalise, count and compare within an example, or "
-            "let batch normalisation have the statistics of a microbatch: batch_statistics='microbatch'."
-        )
+        raise not_cut(plan, num_microbatches)
     return TimeLoop(traced, plan)

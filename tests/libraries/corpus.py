@@ -54,6 +54,11 @@ def library_step(*packages, refused=None, told=()):
     return register
 
 
+def mixes_examples(reason):
+    """The modes that cut the batch, which refuse a step for this reason."""
+    return {"microbatches": reason, "stages": reason}
+
+
 def noise(*shape, seed=0, scale=1.0):
     return jnp.asarray(scale * np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
 

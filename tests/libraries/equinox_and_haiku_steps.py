@@ -4,7 +4,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tests.libraries.corpus import BATCH, cross_entropy, integers, labelled, library_step, noise, trained
+from tests.libraries.corpus import (
+    BATCH,
+    cross_entropy,
+    integers,
+    labelled,
+    library_step,
+    mixes_examples,
+    noise,
+    trained,
+)
 
 
 def of_equinox(model, batch, loss_of, tx=None):
@@ -138,8 +147,7 @@ def haiku_attention():
 
 @library_step(
     "haiku",
-    refused={"stages": "BatchNorm, whose statistics are of the whole batch"},
-    told=("BatchNorm, whose statistics are of the whole batch",),
+    refused=mixes_examples("BatchNorm, whose statistics are of the whole batch"),
 )
 def haiku_residual_network():
     """Its BatchNorms keep state."""

@@ -7,7 +7,16 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from tests.libraries.corpus import BATCH, cross_entropy, integers, labelled, library_step, noise, trained
+from tests.libraries.corpus import (
+    BATCH,
+    cross_entropy,
+    integers,
+    labelled,
+    library_step,
+    mixes_examples,
+    noise,
+    trained,
+)
 
 
 def linen(model, batch, *inputs, tx=None):
@@ -75,8 +84,7 @@ class Convolutional(nn.Module):
 
 
 @library_step(
-    refused={"stages": "BatchNorm, whose statistics are of the whole batch"},
-    told=("BatchNorm, whose statistics are of the whole batch",),
+    refused=mixes_examples("BatchNorm, whose statistics are of the whole batch"),
 )
 def linen_convolutions_with_batch_norm_and_dropout():
     model, batch, tx = Convolutional(), labelled(8, 8, 1), optax.sgd(0.1)
@@ -176,8 +184,7 @@ def nnx_multi_head_attention():
 
 
 @library_step(
-    refused={"stages": "BatchNorm, whose statistics are of the whole batch"},
-    told=("BatchNorm, whose statistics are of the whole batch",),
+    refused=mixes_examples("BatchNorm, whose statistics are of the whole batch"),
 )
 def nnx_convolutions_with_batch_norm():
     class Model(nnx.Module):

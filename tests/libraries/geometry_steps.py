@@ -13,6 +13,7 @@ from tests.libraries.corpus import (
     integers,
     labelled,
     library_step,
+    mixes_examples,
     noise,
     of_sizes,
     perceptron,
@@ -54,7 +55,7 @@ def jraph_graph_network():
     return trained(loss_of, params, graphs())
 
 
-@library_step("jraph", refused={"stages": "relates examples of the batch"}, told=("relates examples of the batch",))
+@library_step("jraph", refused=mixes_examples("relates examples of the batch"))
 def jraph_convolutions_of_one_batched_graph():
     """All graphs are one: nodes, edges and graphs are dimensions of their own, and no leaf has the examples in front."""
     import jraph
@@ -92,8 +93,8 @@ def diffrax_neural_differential_equation():
 @library_step(
     "optimistix",
     "equinox",
-    refused={"stages": "works on all examples at once"},
-    told=("the step calls Python: pure_callback", "works on all examples at once"),
+    refused=mixes_examples("works on all examples at once"),
+    told=("the step calls Python: pure_callback",),
 )
 def optimistix_equilibrium_layer():
     """Its result is a fixed point, found by iteration and differentiated implicitly."""
@@ -117,8 +118,8 @@ def optimistix_equilibrium_layer():
 @library_step(
     "lineax",
     "equinox",
-    refused={"stages": "works on all examples at once"},
-    told=("the step calls Python: pure_callback", "works on all examples at once"),
+    refused=mixes_examples("works on all examples at once"),
+    told=("the step calls Python: pure_callback",),
 )
 def lineax_ridge_regression_inside_a_layer():
     import lineax
@@ -217,8 +218,7 @@ def flowjax_masked_autoregressive_flow():
 
 @library_step(
     "ott",
-    refused={"stages": "relates examples of the batch"},
-    told=("relates examples of the batch",),
+    refused=mixes_examples("relates examples of the batch"),
 )
 def ott_optimal_transport_as_a_loss():
     from ott.geometry import pointcloud

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 from optax import contrib
 
-from tests.libraries.corpus import labelled, library_step, noise, trained
+from tests.libraries.corpus import labelled, library_step, mixes_examples, noise, trained
 
 
 def parameters():
@@ -70,7 +70,7 @@ def optax_prodigy():
     return optimized(contrib.prodigy(1e-2, eps=1e-3))
 
 
-@library_step("optax", refused={"stages": "reduced over all examples"}, told=("reduced over all examples",))
+@library_step("optax", refused=mixes_examples("reduced over all examples"))
 def optax_sharpness_aware():
     """SAM takes two gradients in a step."""
     tx = contrib.sam(
@@ -91,8 +91,7 @@ def optax_sharpness_aware():
 
 @library_step(
     "optax",
-    refused={"stages": "works on all examples at once"},
-    told=("works on all examples at once",),
+    refused=mixes_examples("works on all examples at once"),
 )
 def optax_lbfgs_with_a_line_search():
     tx, batch = optax.lbfgs(memory_size=3), labelled(8)

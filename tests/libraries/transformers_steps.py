@@ -5,7 +5,16 @@ import os
 import jax
 import jax.numpy as jnp
 
-from tests.libraries.corpus import BATCH, cross_entropy, integers, labelled, library_step, noise, trained
+from tests.libraries.corpus import (
+    BATCH,
+    cross_entropy,
+    integers,
+    labelled,
+    library_step,
+    mixes_examples,
+    noise,
+    trained,
+)
 
 os.environ["KERAS_BACKEND"] = "jax"
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
@@ -88,8 +97,7 @@ def transformers_vision_transformer():
 
 @library_step(
     "transformers",
-    refused={"stages": "relates examples of the batch to each other"},
-    told=("relates examples of the batch to each other",),
+    refused=mixes_examples("relates examples of the batch to each other"),
 )
 def transformers_clip_contrasts_text_and_images():
     """The loss compares each example with all others."""

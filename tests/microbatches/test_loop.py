@@ -11,7 +11,7 @@ import pytest
 from flax import linen, nnx
 
 import autopar
-from autopar.errors import ArgumentError, AutoparWarning
+from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.microbatches.counts import cut_into_microbatches, microbatch_counts
 from autopar.microbatches.loop import TimeLoop
 from autopar.microbatches.mixing import MixedExamples
@@ -222,11 +222,10 @@ def test_batch_normalisation_inside_a_library_is_called_by_its_name(norm):
     assert "(BatchNorm, whose statistics are of the whole batch" in found.reason
 
 
-def test_a_step_that_mixes_examples_runs_whole_with_a_warning_that_names_the_line():
+def test_a_step_that_mixes_examples_is_refused_with_the_line():
     step, state, batch = zoo.build_resnet_block()
-    with pytest.warns(AutoparWarning, match=r"one microbatch instead of 2: \w+ at .*zoo\.py"):
-        whole = cut_into_microbatches(traced_of(step, state, batch), 2)
-    assert whole.microbatches == 1
+    with pytest.raises(UnsupportedProgramError, match=r"cannot be cut into 2 microbatches: \w+ at .*zoo\.py"):
+        cut_into_microbatches(traced_of(step, state, batch), 2)
 
 
 def with_leaves_for_all_examples(rows=32, width=32):

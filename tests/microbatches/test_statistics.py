@@ -6,7 +6,7 @@ import pytest
 from flax import linen
 
 import autopar
-from autopar.errors import ArgumentError, AutoparWarning, UnsupportedProgramError
+from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.microbatches.statistics import find_statistics, mark_statistics
 from tests.microbatches.test_loop import traced_of
 from tests.oracles import assert_trees_close
@@ -101,10 +101,9 @@ def test_in_one_microbatch_they_are_those_of_the_batch():
 
 
 def test_without_the_option_what_cannot_be_cut_names_it():
-    with pytest.warns(AutoparWarning, match="one microbatch instead of 4: .*batch_statistics='microbatch'"):
-        autopar.parallelize(make_step(one_after_another), mesh_shape=(2,), num_microbatches=4).plan(state(), BATCH)
-    with pytest.raises(UnsupportedProgramError, match="batch_statistics='microbatch'"):
-        autopar.parallelize(make_step(one_after_another), num_stages=2, num_microbatches=4).plan(state(), BATCH)
+    for way in ({"mesh_shape": (2,)}, {"num_stages": 2}):
+        with pytest.raises(UnsupportedProgramError, match=r"into 4 microbatches: .*batch_statistics='microbatch'"):
+            autopar.parallelize(make_step(one_after_another), num_microbatches=4, **way).plan(state(), BATCH)
     with pytest.raises(ArgumentError, match="batch_statistics='layer': one of 'batch', 'microbatch' is expected"):
         autopar.parallelize(batch_statistics="layer")
 

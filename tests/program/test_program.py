@@ -2,16 +2,20 @@
 
 from collections import Counter
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 
-from autopar.compat import Literal
+from autopar.compat import Literal, source_line
 from autopar.errors import UnsupportedProgramError
+from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.from_jaxpr import program_of
 from autopar.program.opened.called import CALLS
+from autopar.program.trace import trace
 from autopar.testing import run_with_random_strategies
 from tests.zoo import ZOO
 
@@ -139,3 +143,23 @@ def test_a_diagonal_and_its_gradient_have_no_branches_for_kinds_of_devices():
         found = names(fun, jnp.ones((4, 4)))
         assert "gather" in found
         assert not {"cond", "platform_index", "empty2"} & set(found)
+
+
+def test_lines_are_those_of_the_model_where_a_library_makes_the_operations():
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for _ in range(2):
+                x = jax.nn.gelu(nn.Dense(8)(x))
+            return x
+
+    module, params = Twice(), Twice().init(jax.random.key(0), X)
+    found = program(lambda params, x: jax.grad(lambda p: module.apply(p, x).sum())(params), params, X)
+    lines = {source_line(eqn) for eqn in found.equations}
+    assert {line.split(":")[0] for line in lines} == {__file__}
+    assert len({line.split(":")[1] for line in lines if "Twice.__call__" in line}) == 1
+    read = [eqn for eqn in found.equations if {*variables(eqn.invars)} & {*found.invars}]
+    assert all("Twice.__call__" in source_line(eqn) for eqn in read)
+    signature = CallSignature(optax.losses.huber_loss, (1,), (), "auto")
+    of_a_library = trace(signature, bind_arguments(signature, (X, X), {})).program.equations
+    assert all("optax/losses" in source_line(eqn) for eqn in of_a_library)

@@ -79,7 +79,7 @@ def scaled_by_python(w, x):
 
 
 def test_a_call_that_no_microbatch_and_no_stage_can_make_is_refused_at_its_line():
-    with pytest.warns(autopar.AutoparWarning, match=r"one microbatch instead of 4: io_callback at .*calls Python once"):
+    with pytest.raises(UnsupportedProgramError, match=r"cut into 4 microbatches: io_callback at .*calls Python once"):
         autopar.parallelize(scaled_by_python, mesh_shape=(2,), num_microbatches=4).plan(W, X)
     with pytest.raises(UnsupportedProgramError, match=r"calls Python once, with io_callback at .*scaled_by_python"):
         autopar.parallelize(scaled_by_python, num_stages=2, num_microbatches=4).plan(W, X)
