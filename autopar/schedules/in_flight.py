@@ -18,7 +18,12 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.schedules.tasks import Schedule, Task, TaskKind, task_times
+import numpy as np
+
+from autopar.schedules.tasks import Schedule, Task, TaskKind, dependencies
+
+_MOST_ENTRIES = 2**25
+"""Times that are kept at once, of 4 bytes each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +53,69 @@ class InFlight:
         return "weight_gradient" in self.schedule.kinds
 
     def most_bytes(self, stage: int, kept: Sequence[Kept]) -> int:
-        """The most bytes per device that a stage keeps of all microbatches together."""
-        return most_kept_bytes(self.schedule, stage, kept)
+        """The most bytes per device that a stage keeps at once. At one instant, what goes makes room for what comes."""
+        schedule, mesh = self.schedule, stage % self.schedule.num_meshes
+        # A step with a backward in a schedule without one is refused later, with a better message.
+        known = [one for one in kept if {one.maker, one.reader} <= {*schedule.kinds}]
+        if not known:
+            return 0
+        ends = self._ends_if_slow(mesh)
+        came, gone = [], []
+        for one in known:
+            is_made_here = one.source % schedule.num_meshes == mesh
+            came.append(ends[schedule.kinds.index(one.maker), one.source] - is_made_here)
+            gone.append(ends[schedule.kinds.index(one.reader), stage])
+        sizes = np.repeat(np.array([one.bytes for one in known], np.int64), schedule.num_microbatches)
+        times, changes = np.concatenate([*came, *gone]), np.concatenate([sizes, -sizes])
+        return max(0, int(np.cumsum(changes[np.lexsort((changes, times))]).max()))
+
+    def _ends_if_slow(self, mesh: int) -> np.ndarray:
+        """[kind, stage, microbatch]: when each task ends, if a task takes 1 on this mesh and nothing on the others.
+
+        Without a backward, a task takes 1 on all meshes.
+        """
+        number = len(self.schedule.kinds) * self.schedule.num_stages * self.schedule.num_microbatches
+        together = max(1, _MOST_ENTRIES // max(1, number))
+        first = mesh - mesh % together
+        if first not in self._ends:
+            self._ends.clear()
+            meshes = range(first, min(first + together, self.schedule.num_meshes))
+            self._ends[first] = _end_times(self.schedule, meshes)
+        return self._ends[first][..., mesh - first]
+
+    @functools.cached_property
+    def _ends(self) -> dict[int, np.ndarray]:
+        return {}
+
+
+def _end_times(schedule: Schedule, meshes: Sequence[int]) -> np.ndarray:
+    """[kind, stage, microbatch, number of the mesh]: when each task ends, for each of these meshes as the only slow one."""
+    split, stages = "input_gradient" in schedule.kinds, schedule.num_stages
+    place = {kind: number for number, kind in enumerate(schedule.kinds)}
+    ends = np.full((len(place), stages, schedule.num_microbatches, len(meshes)), -1, np.int32)
+    seconds = np.ones((schedule.num_meshes, len(meshes)), np.int32)
+    if len(place) > 1:
+        seconds = (np.arange(schedule.num_meshes)[:, None] == np.array(meshes)[None, :]).astype(np.int32)
+    is_done: set[Task] = set()
+    position, free_at = [0] * len(schedule.rows), np.zeros_like(seconds)
+    progress = True
+    while progress:
+        progress = False
+        for mesh, row in enumerate(schedule.rows):
+            while position[mesh] < len(row):
+                task = row[position[mesh]]
+                needs = dependencies(task, num_stages=stages, split=split)
+                if not is_done.issuperset(needs):
+                    break
+                for need in needs:
+                    np.maximum(free_at[mesh], ends[place[need.kind], need.stage, need.microbatch], out=free_at[mesh])
+                free_at[mesh] += seconds[mesh]
+                ends[place[task.kind], task.stage, task.microbatch] = free_at[mesh]
+                is_done.add(task)
+                position[mesh] += 1
+                progress = True
+    assert len(is_done) == sum(map(len, schedule.rows)), "the schedule was not checked"
+    return ends
 
 
 def microbatches_in_flight(schedule: Schedule) -> tuple[int, ...]:
@@ -70,27 +136,3 @@ def microbatches_in_flight(schedule: Schedule) -> tuple[int, ...]:
             if task.kind == last or kinds == ("forward",):
                 now[task.stage] -= 1
     return tuple(peaks)
-
-
-def most_kept_bytes(schedule: Schedule, stage: int, kept: Sequence[Kept]) -> int:
-    """The most bytes per device that a stage keeps at once. At one instant, what goes makes room for what comes."""
-    mesh, has_backward = stage % schedule.num_meshes, len(schedule.kinds) > 1
-
-    def duration(task: Task) -> float:
-        return 1 if task.stage % schedule.num_meshes == mesh or not has_backward else 0
-
-    times = task_times(schedule, duration)
-    changes: list[tuple[float, int]] = []
-    for one in kept:
-        if one.maker not in schedule.kinds or one.reader not in schedule.kinds:
-            continue  # A step with a backward in a schedule without one is refused later, with a better message.
-        is_made_here = one.source % schedule.num_meshes == mesh
-        for k in range(schedule.num_microbatches):
-            start, end = times[Task(one.maker, one.source, k)]
-            changes.append((start if is_made_here else end, one.bytes))
-            changes.append((times[Task(one.reader, stage, k)][1], -one.bytes))
-    total = most = 0
-    for _, change in sorted(changes):
-        total += change
-        most = max(most, total)
-    return most

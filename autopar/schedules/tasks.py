@@ -12,6 +12,7 @@ What can go wrong: rows that wait for each other. `autopar.schedules.check_sched
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -50,7 +51,7 @@ class Schedule:
         """Number of stages, that is, of model chunks."""
         return self.num_meshes * self.virtual_stages
 
-    @property
+    @functools.cached_property
     def kinds(self) -> tuple[TaskKind, ...]:
         """The kinds of task that occur, in the order in which one microbatch goes through them."""
         present = {task.kind for row in self.rows for task in row}

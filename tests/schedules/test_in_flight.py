@@ -5,7 +5,7 @@ import random
 import pytest
 
 from autopar.schedules.chain import make_chain
-from autopar.schedules.in_flight import Kept, most_kept_bytes
+from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.schedules import make_schedule
 from autopar.schedules.simulate import simulate
 
@@ -27,7 +27,7 @@ def test_zb_h1_keeps_residuals_as_1f1b_does_until_the_input_gradient_and_cotange
             for mesh in range(p):
 
                 def most(maker, reader, schedule=schedule, mesh=mesh):
-                    return most_kept_bytes(schedule, mesh, [Kept(maker, mesh, reader, 1)])
+                    return InFlight(schedule).most_bytes(mesh, [Kept(maker, mesh, reader, 1)])
 
                 assert most("forward", "input_gradient") == min(m, p - mesh)
                 assert most("forward", "weight_gradient") == min(m, p)
@@ -43,25 +43,25 @@ def test_in_zb_h1_the_three_kinds_are_most_at_one_time():
                 Kept("forward", mesh, "weight_gradient", 100),
                 Kept("input_gradient", mesh, "weight_gradient", 10_000),
             ]
-            assert most_kept_bytes(schedule, mesh, kept) == (p - mesh) + 100 * p + 10_000 * (mesh + 1)
+            assert InFlight(schedule).most_bytes(mesh, kept) == (p - mesh) + 100 * p + 10_000 * (mesh + 1)
 
 
 @pytest.mark.parametrize(("name", "ahead"), [("1f1b", (4, 3, 2)), ("gpipe", (8, 8, 8)), ("zb-h1", (6, 6, 6))])
 def test_what_a_stage_receives_is_one_microbatch_ahead_at_most_and_two_in_zb_h1(name, ahead):
     schedule = make_schedule(name, num_meshes=4, num_microbatches=8)
     last = schedule.kinds[-1]
-    found = [most_kept_bytes(schedule, s, [Kept("forward", s - 1, last, 1)]) for s in (1, 2, 3)]
+    found = [InFlight(schedule).most_bytes(s, [Kept("forward", s - 1, last, 1)]) for s in (1, 2, 3)]
     assert tuple(found) == ahead
 
 
 def test_a_skip_from_the_first_stage_to_the_last_waits_there_while_the_microbatches_are_in_flight():
     schedule = make_schedule("1f1b", num_meshes=4, num_microbatches=8)
-    assert most_kept_bytes(schedule, 3, [Kept("forward", 0, "backward", 1)]) == 4
+    assert InFlight(schedule).most_bytes(3, [Kept("forward", 0, "backward", 1)]) == 4
 
 
 def test_without_a_backward_meshes_are_equally_fast():
     schedule = make_schedule("inference", num_meshes=4, num_microbatches=8)
-    assert [most_kept_bytes(schedule, s, [Kept("forward", s - 1, "forward", 1)]) for s in (1, 2, 3)] == [1, 1, 1]
+    assert [InFlight(schedule).most_bytes(s, [Kept("forward", s - 1, "forward", 1)]) for s in (1, 2, 3)] == [1, 1, 1]
 
 
 def test_no_speeds_of_tasks_make_a_stage_keep_more():
@@ -74,7 +74,7 @@ def test_no_speeds_of_tasks_make_a_stage_keep_more():
             if stage > 0 and schedule.num_meshes > 1:
                 kept.append(Kept("forward", stage - 1, "forward", 7))
                 sizes[f"x{stage}"] = 7
-            most = most_kept_bytes(schedule, stage, kept)
+            most = InFlight(schedule).most_bytes(stage, kept)
             for _ in range(3):
                 mesh = stage % schedule.num_meshes
                 simulation = simulate(
