@@ -142,10 +142,10 @@ class Candidate:
 class Alternative:
     """A way to run the step that was compared.
 
-    If neither `step_s` nor `estimate_s` is given, the way is impossible: nothing fits the memory, or the step cannot be cut so.
+    If no seconds are given, the way is impossible: nothing fits the memory, or the step cannot be cut so.
 
     Attributes:
-        num_stages: pipeline stages, virtual ones counted; 1 is one mesh.
+        num_stages: pipeline stages, virtual ones counted; 1 is one mesh, None that they were not chosen.
         num_microbatches: parts of the batch.
         schedule: of a pipeline; empty for one mesh.
         virtual_stages: stages on each mesh.
@@ -154,9 +154,10 @@ class Alternative:
         keeps_named: whether it keeps values that `jax.ad_checkpoint.checkpoint_name` names.
         step_s: predicted seconds per step, if it was planned.
         estimate_s: estimated seconds per step, if it was not.
+        at_least_s: seconds per step that it exceeds by that estimate, if it was given up before the best stages were known.
     """
 
-    num_stages: int
+    num_stages: int | None
     num_microbatches: int
     schedule: str = ""
     virtual_stages: int = 1
@@ -165,6 +166,7 @@ class Alternative:
     keeps_named: bool = False
     step_s: float | None = None
     estimate_s: float | None = None
+    at_least_s: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,11 +25,11 @@ _LISTED = 6
 def compared_table(plan: Plan | PipelinePlan, *, full: bool = False) -> Table:
     """One row per way that was compared, fastest first; no rows if none was."""
     columns = ("stages", "microbatches", "schedule", "recompute", "step", "")
-    table = new_table("Compared (~: estimated)", *columns, numbers=("stages", "microbatches", "step"))
+    table = new_table("Compared (~: estimated, >: at least)", *columns, numbers=("stages", "microbatches", "step"))
     rows = sorted(plan.compared, key=_seconds)
     for one in rows if full else rows[:MOST_ROWS]:
         table.add_row(
-            str(one.num_stages),
+            "-" if one.num_stages is None else str(one.num_stages),
             str(one.num_microbatches),
             _schedule_text(one),
             _recomputed_text(one),
@@ -63,8 +63,8 @@ def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:
     if not math.isfinite(_seconds(others[0])):
         yield f"{words}: nothing else fits the memory"
         return
-    estimated = "" if others[0].step_s is not None else "an estimated "
-    yield f"{words}; next is {_way_text(others[0], plan)}, {estimated}{_slower(others[0], plan)} slower"
+    sure = {"": "", "~": "an estimated ", ">": "at least "}[_doubt(others[0])]
+    yield f"{words}; next is {_way_text(others[0], plan)}, {sure}{_slower(others[0], plan)} slower"
     one_mesh = next((one for one in others[1:] if not one.schedule and one.step_s is not None), None)
     if one_mesh is not None and isinstance(plan, PipelinePlan):
         yield f"one mesh would take {_step_text(one_mesh)}, {_slower(one_mesh, plan)} slower: {_way_text(one_mesh, plan)}"
@@ -84,7 +84,7 @@ def _recomputed_text(one: Alternative) -> str:
 
 
 def _seconds(one: Alternative) -> float:
-    known = [s for s in (one.step_s, one.estimate_s) if s is not None]
+    known = [s for s in (one.step_s, one.estimate_s, one.at_least_s) if s is not None]
     return known[0] if known else math.inf
 
 
@@ -104,7 +104,9 @@ def _is_chosen(one: Alternative, plan: Plan | PipelinePlan) -> bool:
 def _verdict(one: Alternative, plan: Plan | PipelinePlan) -> str:
     if _is_chosen(one, plan):
         return "chosen"
-    return "does not fit, or cannot be cut so" if math.isinf(_seconds(one)) else f"{_slower(one, plan)} slower"
+    if math.isinf(_seconds(one)):
+        return "does not fit, or cannot be cut so"
+    return f"{'at least ' if _doubt(one) == '>' else ''}{_slower(one, plan)} slower"
 
 
 def _slower(one: Alternative, plan: Plan | PipelinePlan) -> str:
@@ -114,7 +116,14 @@ def _slower(one: Alternative, plan: Plan | PipelinePlan) -> str:
 def _step_text(one: Alternative) -> str:
     if math.isinf(_seconds(one)):
         return "-"
-    return seconds_text(_seconds(one)) if one.step_s is not None else f"~{seconds_text(_seconds(one))}"
+    return f"{_doubt(one)}{seconds_text(_seconds(one))}"
+
+
+def _doubt(one: Alternative) -> str:
+    """Of seconds that are not those of a plan: whether they are estimated, or a bound."""
+    if one.step_s is not None:
+        return ""
+    return "~" if one.estimate_s is not None else ">"
 
 
 def _schedule_text(one: Alternative) -> str:

@@ -44,10 +44,11 @@ from autopar.inter_op.describe_choice import (
     explain_nothing_left,
     explain_out_of_memory,
 )
-from autopar.inter_op.problem import Manual, StageChoice, StageProblem
+from autopar.inter_op.problem import Manual, SlowerStages, StageChoice, StageProblem
 from autopar.inter_op.recursion import TIE, Family, Stages, exact, families_of, quick, stages_of
 from autopar.inter_op.submeshes import place, submeshes, tiles
 from autopar.schedules.schedules import ScheduleName
+from autopar.solver.budget import Budget
 
 
 def choose_stages(
@@ -59,20 +60,50 @@ def choose_stages(
     tightest stage of the choice that comes closest, which takes a search of its own.
     """
     manual = manual or Manual()
+    best = _search(problem, manual, _Best(tolerance))
+    if best.stages is not None:
+        return _describe(problem, best, manual)
+    possible = [family for family in families_of(problem, manual) if family.is_possible]
+    if possible and not explain:
+        raise _does_not_fit(problem)
+    if possible:
+        raise OutOfMemoryError(explain_out_of_memory(problem, possible))
+    raise ArgumentError(explain_nothing_left(problem, manual))
+
+
+def choose_faster_stages(
+    problem: StageProblem,
+    below_s: float,
+    *,
+    manual: Manual | None = None,
+    tolerance: float = 0.0,
+    budget: Budget | None = None,
+) -> StageChoice | SlowerStages:
+    """The fastest choice as in `choose_stages`, if it takes less than `below_s`; the best that is known when the budget is over.
+
+    Raises OutOfMemoryError and ArgumentError as `choose_stages`, where no choice fits at any speed.
+    """
+    manual = manual or Manual()
+    best = _search(problem, manual, _Best(tolerance, below_s=below_s, budget=budget))
+    if best.stages is not None and (best.step_s <= below_s or best.is_cut_short):
+        return _describe(problem, best, manual)
+    if math.isfinite(below_s) and math.isfinite(best.floor_s):
+        return SlowerStages(max(below_s, best.floor_s))
+    if any(family.is_possible for family in families_of(problem, manual)):
+        raise _does_not_fit(problem)
+    raise ArgumentError(explain_nothing_left(problem, manual))
+
+
+def _search(problem: StageProblem, manual: Manual, best: _Best) -> _Best:
     _check(problem, manual)
-    families = tuple(families_of(problem, manual))
-    best = _Best(tolerance)
-    for family in families:
+    for family in families_of(problem, manual):
         if family.may_fit:
             _FamilySearch(family, best).run()
-    if best.stages is None:
-        if not explain and any(family.is_possible for family in families):
-            raise OutOfMemoryError(f"No choice of stages fits into {problem.memory_bytes:,.0f} bytes per device.")
-        possible = [family for family in families if family.is_possible]
-        if possible:
-            raise OutOfMemoryError(explain_out_of_memory(problem, possible))
-        raise ArgumentError(explain_nothing_left(problem, manual))
-    return _describe(problem, best, families)
+    return best
+
+
+def _does_not_fit(problem: StageProblem) -> OutOfMemoryError:
+    return OutOfMemoryError(f"No choice of stages fits into {problem.memory_bytes:,.0f} bytes per device.")
 
 
 def may_fit(problem: StageProblem, manual: Manual) -> bool:
@@ -107,18 +138,31 @@ def _check(problem: StageProblem, manual: Manual) -> None:
 
 
 class _Best:
-    """The best choice so far over all families."""
+    """The best choice so far over all families, of those below a number of seconds.
 
-    def __init__(self, tolerance: float) -> None:
-        self.tolerance = tolerance
+    `floor_s`: no choice takes less. `is_cut_short`: the budget ended the search.
+    """
+
+    def __init__(self, tolerance: float, *, below_s: float = math.inf, budget: Budget | None = None) -> None:
+        self.tolerance, self.below_s = tolerance, below_s
         self.step_s = math.inf
         self.stages: Stages | None = None
         self.family: Family | None = None
+        self.floor_s = math.inf
+        self.is_cut_short = False
+        self._budget = budget
 
     @property
     def worth_s(self) -> float:
         """Seconds that a choice must not exceed to matter."""
-        return self.step_s * (1 - self.tolerance) * (1 + TIE) if self.stages else math.inf
+        own_s = self.step_s * (1 - self.tolerance) * (1 + TIE) if self.stages else math.inf
+        return min(own_s, self.below_s)
+
+    def ends(self) -> bool:
+        """Whether to be content with what is known."""
+        if self.stages is not None and self._budget is not None and self._budget.is_over:
+            self.is_cut_short = True
+        return self.is_cut_short
 
     def offer(self, step_s: float, stages: Stages, family: Family) -> None:
         if self.stages is None or _is_better(step_s, stages, than_s=self.step_s, than=self.stages):
@@ -145,8 +189,8 @@ class _FamilySearch:
         self.once = family.problem.costs.once_s * family.chunks
         self.transfer = family.transfer_s
         self.least_b = min(family.slowest)
-        self.hopeless = dict.fromkeys(family.counts, -math.inf)
-        """By S: that number of stages does not fit under this limit of t or a lower one."""
+        self.known: dict[int, list[tuple[float, float]]] = {count: [] for count in family.counts}
+        """By S: limits of t, and F under them with the microbatches in flight of that S."""
         self.least_once = quick(np.where(np.isfinite(self.quick), self.once, np.inf), family, np.maximum)
 
     def run(self) -> None:
@@ -156,7 +200,7 @@ class _FamilySearch:
             return
         self.times = np.unique(self.quick[np.isfinite(self.quick) & (self.quick >= least)])
         once_s = math.inf
-        while once_s >= self.least_once:
+        while once_s >= self.least_once and not self.best.ends():
             found = _Round(self, once_s).run()
             if found is None:
                 return
@@ -166,6 +210,10 @@ class _FamilySearch:
         """t (option, k, j, r - 1) with this many microbatches in flight; infinite if a stage does not fit."""
         fits = self.family.bytes(in_flight) <= self.family.problem.memory_bytes
         return self.family.stage_s(self.family.open_places()[..., : len(in_flight)] & fits)
+
+    def known_floor(self, count: int, stage_s: float) -> float:
+        """A bound on F of that S under a limit of t: what is known under a larger limit, which leaves no less choice."""
+        return max((value for limit, value in self.known[count] if limit >= stage_s), default=0.0)
 
     def fits(self, stages: Stages) -> bool:
         """Whether all stages fit the memory."""
@@ -211,6 +259,9 @@ class _Round:
     def run(self) -> Stages | None:
         times, b = self.search.times, self.search.least_b
         floor = self._floor(float(times[-1]))
+        if math.isinf(self.once_s):
+            bound_s = floor + b * float(times[0]) + self.search.least_once
+            self.search.best.floor_s = min(self.search.best.floor_s, bound_s)
         if b > 0:
             self._try(float(times[0]))
             self._bisect(floor)
@@ -222,7 +273,7 @@ class _Round:
         """Search the intervals between the stage times; `floor` is a bound on F between the first and the last of them."""
         times, b = self.search.times, self.search.least_b
         waiting = [(0, len(times), floor)]
-        while waiting:
+        while waiting and not self.search.best.ends():
             low, high, floor = waiting.pop()
             if not math.isfinite(floor):
                 continue
@@ -245,7 +296,7 @@ class _Round:
         best = exact(table, self.family, np.add)
         counts, slowest = self.family.counts, np.array(self.family.slowest)
         sums = best[0, list(counts), -1]
-        sums[[stage_s <= self.search.hopeless[count] for count in counts]] = math.inf
+        sums = np.maximum(sums, [self.search.known_floor(count, stage_s) for count in counts])
         alone: dict[int, Stages] = {}
         while (values := sums + slowest * stage_s).min() <= self._worth and math.isfinite(values.min()):
             at = int(np.argmax(values <= values.min() * (1 + TIE)))
@@ -258,16 +309,20 @@ class _Round:
         return float(sums.min())
 
     def _alone(self, count: int, stage_s: float) -> tuple[float, Stages]:
-        """F of one S with its own microbatches in flight, and the stages; if none fit, notes whether slower ones would."""
+        """F of one S with its own microbatches in flight, and the stages, if any fit."""
         strict = self.search.strict_table(self.family.in_flight[count])
         table = self._apply_limits(strict, stage_s)
         best = exact(table, self.family, np.add)
         value = float(best[0, count, -1])
-        if not math.isfinite(value):
+        known = self.search.known[count]
+        if math.isfinite(value):
+            known.append((stage_s, value))
+            return value, stages_of(best, table, family=self.family, count=count, combine=np.add)
+        if not known:  # whether slower stages fit is asked once
             at_all = exact(self._apply_limits(strict, math.inf), self.family, np.add)[0, count, -1]
-            self.search.hopeless[count] = stage_s if math.isfinite(at_all) else math.inf
-            return value, ()
-        return value, stages_of(best, table, family=self.family, count=count, combine=np.add)
+            known.append((math.inf, float(at_all)))
+        known.append((stage_s, math.inf))
+        return value, ()
 
     def _apply_limits(self, table: np.ndarray, stage_s: float) -> np.ndarray:
         return self.search.apply_limits(table, stage_s=stage_s, once_s=self.once_s)
@@ -279,7 +334,7 @@ class _Round:
         self.search.best.offer(value + self.search.max_once(stages), stages, self.family)
 
 
-def _describe(problem: StageProblem, best: _Best, families: Sequence[Family]) -> StageChoice:
+def _describe(problem: StageProblem, best: _Best, manual: Manual) -> StageChoice:
     assert best.stages is not None
     assert best.family is not None
     stages = describe_stages(best.stages, best.family)
@@ -287,8 +342,8 @@ def _describe(problem: StageProblem, best: _Best, families: Sequence[Family]) ->
     slowest = max(range(len(stages)), key=lambda s: stages[s].stage_s)
     devices = place([s.submesh for s in stages[:meshes]], *problem.cluster)
     assert devices is not None
-    ruled_out = count_ruled_out(families, stages[slowest].stage_s)
-    bound_s = best.step_s * (1 - best.tolerance)
+    ruled_out = count_ruled_out(tuple(families_of(problem, manual)), stages[slowest].stage_s)
+    bound_s = 0.0 if best.is_cut_short else min(best.step_s * (1 - best.tolerance), best.below_s)
     return StageChoice(
         stages=stages,
         step_s=best.step_s,

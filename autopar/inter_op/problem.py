@@ -149,3 +149,10 @@ class StageChoice:
     bottleneck: int
     ruled_out: RuledOut
     devices: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowerStages:
+    """No stages take less than this many seconds."""
+
+    at_least_s: float

@@ -168,16 +168,25 @@ def _count_in_units(table: np.ndarray, family: Family) -> tuple[tuple[int, ...],
     return tuple(s // unit if one else total + 1 for s, one in zip(family.sizes, is_left, strict=True)), total
 
 
+def _least_by_size(table: np.ndarray, family: Family) -> tuple[np.ndarray, tuple[int, ...], int]:
+    """The least entries of the options of each size that fits, their sizes and D, in units."""
+    sizes, total = _count_in_units(table, family)
+    left = sorted({size for size in sizes if size <= total})
+    least = [table[[one == size for one in sizes]].min(axis=0) for size in left]
+    return np.stack(least) if least else np.empty((0, *table.shape[1:])), tuple(left), total
+
+
 def quick(table: np.ndarray, family: Family, combine: np.ufunc) -> float:
     """F(any, 0, D) of a table (option, k, j): stages may stand at any place. With `np.maximum`: the least largest value."""
+    table, sizes, total = _least_by_size(table, family)
     options, layers, _ = table.shape
-    sizes, total = _count_in_units(table, family)
+    if not options:
+        return math.inf
     rest = np.full((options, layers + 1, total + 1), np.inf)
 
     def put(k: int, best: np.ndarray) -> None:
         for z, size in enumerate(sizes):
-            if size <= total:
-                rest[z, k, size:] = best[: total + 1 - size]
+            rest[z, k, size:] = best[: total + 1 - size]
 
     best = np.where(np.arange(total + 1) == 0, 0.0, np.inf)
     for k in range(layers, 0, -1):
@@ -188,15 +197,15 @@ def quick(table: np.ndarray, family: Family, combine: np.ufunc) -> float:
 
 def exact(table: np.ndarray, family: Family, combine: np.ufunc) -> np.ndarray:
     """F[k, r, d] of a table (option, k, j, r - 1); d is in units (`_count_in_units`), so [0, S, -1] is F(S, 0, D)."""
+    table, sizes, total = _least_by_size(table, family)
     _, layers, ends, places = table.shape
-    sizes, total = _count_in_units(table, family)
     best = np.full((layers + 1, places + 1, total + 1), np.inf)
     best[layers, 0, 0] = 0.0
     usable = np.isfinite(table).any(axis=3)
     for k in range(layers - 1, -1, -1):
         most = min(places, layers - k)
         for z, size in enumerate(sizes):
-            if size > total or not usable[z, k].any():
+            if not usable[z, k].any():
                 continue
             low, high = int(usable[z, k].argmax()), ends - int(usable[z, k, ::-1].argmax())
             behind = best[low:high, :most, : total + 1 - size]

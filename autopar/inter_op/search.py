@@ -2,36 +2,31 @@
 
 In: a traced step, the number of devices, the machine, and timetables: numbers of microbatches and schedules. Out: the cuts,
 meshes and timetable for `plan_stages`. Ranges of layers have costs (`layer_costs.py`), planned or estimated from what is planned,
-and the dynamic program (`choose_stages.py`) chooses once per timetable. Whatever is chosen by an estimate is planned, and the
-choice made again, until everything that is chosen has been planned. What can go wrong: the sum leaves out what layers share,
-such as a relayout at a boundary saved or an activation freed early. So the chosen stages are planned again as wholes, and their
-own figures are the plan's.
+and the dynamic program (`choose_stages.py`) chooses for the timetables that look best (`best_stages.py`). Whatever is chosen by
+an estimate is planned, and the choice made again, until everything that is chosen has been planned. What can go wrong: the sum
+leaves out what layers share, such as a relayout at a boundary saved or an activation freed early. So the chosen stages are
+planned again as wholes, and their own figures are the plan's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
-
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.forked_jobs import run_side_by_side
-from autopar.inter_op.choose_stages import choose_stages, may_fit
+from autopar.inter_op.best_stages import BestStages, StageRules, Unsolved
+from autopar.inter_op.choose_stages import may_fit
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stages import Planner, plan_program
-from autopar.inter_op.problem import ChosenStage, CostTable, Manual, StageChoice, StageProblem
-from autopar.inter_op.submeshes import Submesh, machine_shape, submeshes
+from autopar.inter_op.problem import ChosenStage, Manual, StageChoice
+from autopar.inter_op.submeshes import machine_shape, submeshes
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
 from autopar.plan import Alternative
-from autopar.progress import enter
 from autopar.schedules.schedules import NAMED_SCHEDULES
 from autopar.solver.budget import Budget
 
@@ -98,27 +93,20 @@ def search_stages(
     costs = LayerCosts(
         loop_of, start, request, options, smallest_first=beat_s is not None, tuning=tuning, planner=planner
     )
+    limit_bytes = math.inf if request.memory_limit_bytes is None else tuning.room * request.memory_limit_bytes
+    rules = StageRules(
+        options=options, shares=tuple(shares), shape=shape, limit_bytes=limit_bytes, num_stages=num_stages
+    )
+    stages = BestStages(costs, timetables, rules, processes=request.processes, budget=request.budget, tuning=tuning)
     search = _StageSearch(
         costs=costs,
-        all_ways=tuple(timetables),
-        options=options,
-        shares=tuple(shares),
-        shape=shape,
-        limit_bytes=math.inf if request.memory_limit_bytes is None else tuning.room * request.memory_limit_bytes,
-        num_stages=num_stages,
+        stages=stages,
+        rules=rules,
         beat_s=math.inf if beat_s is None else beat_s,
-        processes=request.processes,
         budget=request.budget,
         tuning=tuning,
     )
     return search.run()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Unsolved:
-    """A way in which no stages can be chosen, and why."""
-
-    error: OutOfMemoryError | ArgumentError
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -126,160 +114,128 @@ class _StageSearch:
     """The loop of the search: choose stages in every way, plan what looks best, until what looks best has been planned."""
 
     costs: LayerCosts
-    all_ways: tuple[Timetable, ...]
-    options: tuple[Submesh, ...]
-    shares: tuple[float, ...]
-    shape: Submesh
-    limit_bytes: float
-    num_stages: int | None
+    stages: BestStages
+    rules: StageRules
     beat_s: float
-    processes: int
     budget: Budget
     tuning: Tuning
 
     def run(self) -> Found | NotFaster:
         """The best stages in the best way."""
-        took_s: dict[Timetable, float] = {}
         self._choose_start()
         while True:
-            outcomes = self._solve_all(took_s)
-            choices = {way: outcome for way, outcome in outcomes.items() if isinstance(outcome, StageChoice)}
+            self.stages.solve_promising()
+            choices = self.stages.choices
             if not choices:
-                if not self.budget.is_over and self.costs.plan_more(self.all_ways[0].microbatches, self.options):
+                if not self.budget.is_over and self.costs.plan_more(self._first.microbatches, self.rules.options):
+                    self.stages.outdate()
                     continue
                 if math.isfinite(self.beat_s):
                     return NotFaster(())  # too few layers, or too little memory in parts of the machine
-                raise self._explain(outcomes)
+                raise self._explain()
             if self.budget.is_over:
                 return self._end(choices)
-            best = min(choices, key=lambda way: self._handicapped_s(way, choices[way]))
-            if choices[best].step_s >= (1 + self.tuning.near) * self.beat_s:
-                return NotFaster(self._compare(choices))
-            submeshes = [stage.submesh for stage in choices[best].stages]
-            if not self.costs.plan_more(best.microbatches, submeshes) and not self._plan_neighbour(best, choices):
-                return self._describe(best, choices)
+            if found := self._go_on(self._best_of(choices)):
+                return found
+
+    def _go_on(self, best: Timetable) -> Found | NotFaster | None:
+        """Plan what the best way is an estimate of. The result of the search if there is nothing of the kind."""
+        submeshes = [stage.submesh for stage in self.stages.choices[best].stages]
+        is_too_slow = self.stages.choices[best].step_s >= (1 + self.tuning.near) * self.beat_s
+        if not is_too_slow and self.costs.plan_more(best.microbatches, submeshes):
+            self.stages.outdate()
+            return None
+        self.stages.solve_rest()
+        choices = self.stages.choices
+        if self._best_of(choices) != best:
+            return None
+        if is_too_slow:
+            return NotFaster(self._compare(choices))
+        if self._plan_neighbour(best, choices):
+            self.stages.outdate()
+            return None
+        return self._describe(best, choices)
+
+    @property
+    def _first(self) -> Timetable:
+        return self.stages.ways[0]
+
+    def _best_of(self, choices: Mapping[Timetable, StageChoice]) -> Timetable:
+        return min(choices, key=lambda way: self.stages.handicap(way, choices[way].step_s))
 
     def _choose_start(self) -> None:
         """Plan layers first in a number of microbatches in which those that repeat fit the memory, if nothing else were there.
 
         Without such a number the search begins with the usual one, and finds out why nothing fits.
         """
-        if not self.costs.has_common or math.isinf(self.limit_bytes):
+        if not self.costs.has_common or math.isinf(self.rules.limit_bytes):
             return
-        for count in dict.fromkeys(way.microbatches for way in self.all_ways):
-            ways = [way for way in self.all_ways if way.microbatches == count]
+        for count in dict.fromkeys(way.microbatches for way in self.stages.ways):
+            ways = [way for way in self.stages.ways if way.microbatches == count]
             if any(self._may_fit(way) for way in ways) and self.costs.start_with(count):
                 return
 
     def _may_fit(self, way: Timetable) -> bool:
         """Whether the layers that repeat fit the memory in some stages."""
-        is_split = NAMED_SCHEDULES[way.schedule].is_split
-        table = self.costs.table_of_common(way.microbatches, self.options, shares=self.shares, split=is_split)
-        return may_fit(self._problem(way, table), Manual(num_stages=self.num_stages))
+        is_split, rules = NAMED_SCHEDULES[way.schedule].is_split, self.rules
+        table = self.costs.table_of_common(way.microbatches, rules.options, shares=rules.shares, split=is_split)
+        return may_fit(rules.problem(way, table), Manual(num_stages=rules.num_stages))
 
     def _end(self, choices: Mapping[Timetable, StageChoice]) -> Found | NotFaster:
-        """The best of what is known: on submeshes and in numbers of microbatches whose layers are planned, if there is any."""
-        outcomes = {way: self._solve_planned(way) for way in choices if way.microbatches in self.costs.counts}
-        planned = {way: outcome for way, outcome in outcomes.items() if isinstance(outcome, StageChoice)}
-        choices = {**choices, **planned}
-        best = min(planned or choices, key=lambda way: choices[way].step_s)
+        """The best of what is known when the budget is over.
+
+        Stages on submeshes whose layers are only estimated count as slower, and those of planned layers alone are chosen as well.
+        """
+        ended = {way: (choice, self._hoped_s(way, choice)) for way, choice in choices.items()}
+        for way in sorted(ended, key=lambda way: ended[way][1])[: self.tuning.ways_at_once]:
+            if way.microbatches in self.costs.counts:
+                planned = self.stages.solve_planned(way, min(seconds for _, seconds in ended.values()))
+                if isinstance(planned, StageChoice) and planned.step_s < ended[way][1]:
+                    ended[way] = (planned, planned.step_s)
+        best = min(ended, key=lambda way: ended[way][1])
+        choice, _ = ended[best]
         if best.microbatches not in self.costs.counts:
-            self.costs.plan_more(best.microbatches, [stage.submesh for stage in choices[best].stages])
-        is_faster = choices[best].step_s < self.beat_s
-        return self._describe(best, choices) if is_faster else NotFaster(self._compare(choices))
+            self.costs.plan_more(best.microbatches, [stage.submesh for stage in choice.stages])
+        is_faster = choice.step_s < self.beat_s
+        known = {way: choice for way, (choice, _) in ended.items()}
+        return self._describe(best, known) if is_faster else NotFaster(self._compare(known))
 
-    def _solve_planned(self, way: Timetable) -> StageChoice | _Unsolved:
-        """The choice among submeshes on which layers are planned, as an estimate need not come true."""
-        table = self._table(way)
-        is_known = [self.costs.is_planned(way.microbatches, submesh) for submesh in self.options] * len(self.shares)
-        seconds = np.where(np.array(is_known)[:, None, None], table.seconds, np.inf)
-        return self._choose(self._problem(way, dataclasses.replace(table, seconds=seconds)), self.num_stages)
+    def _hoped_s(self, way: Timetable, choice: StageChoice) -> float:
+        """Seconds of a step; more if some of its stages are on submeshes on which no layer is planned."""
+        is_known = all(self.costs.is_planned(way.microbatches, stage.submesh) for stage in choice.stages)
+        return choice.step_s * (1.0 if is_known else self.tuning.hoped)
 
-    def _solve_all(self, took_s: dict[Timetable, float]) -> dict[Timetable, StageChoice | _Unsolved]:
-        """Choose stages in every way that is left, side by side; `took_s` holds seconds and is brought up to date."""
-        ways = self._possible_ways()
-        for way in ways:
-            self._table(way)  # here, not in a fork: it plans layers, which this process keeps
-        enter("choosing stages")
-        found = run_side_by_side(
-            [functools.partial(self._solve_timed, way) for way in ways],
-            processes=self.processes,
-            weights=[took_s.get(way, 0.0) for way in ways],
-        )
-        took_s |= {way: seconds for way, (_, seconds) in zip(ways, found, strict=True)}
-        return {way: outcome for way, (outcome, _) in zip(ways, found, strict=True)}
-
-    def _possible_ways(self) -> list[Timetable]:
-        return [way for way in self.all_ways if way.microbatches not in self.costs.impossible]
-
-    def _table(self, way: Timetable) -> CostTable:
-        is_split = NAMED_SCHEDULES[way.schedule].is_split
-        return self.costs.table(way.microbatches, self.options, shares=self.shares, split=is_split)
-
-    def _solve_timed(self, way: Timetable) -> tuple[StageChoice | _Unsolved, float]:
-        """The choice in the number of stages that is wanted, and the seconds that it took."""
-        started = time.perf_counter()
-        return self._solve(way, self.num_stages), time.perf_counter() - started
-
-    def _solve(self, way: Timetable, num_stages: int | None, *, explain: bool = False) -> StageChoice | _Unsolved:
-        return self._choose(self._problem(way, self._table(way)), num_stages, explain=explain)
-
-    def _choose(
-        self, problem: StageProblem, num_stages: int | None, *, explain: bool = False
-    ) -> StageChoice | _Unsolved:
-        manual, tolerance = Manual(num_stages=num_stages), self.tuning.tolerance
-        try:
-            return choose_stages(problem, manual=manual, tolerance=tolerance, explain=explain)
-        except (OutOfMemoryError, ArgumentError) as error:
-            return _Unsolved(error)
-
-    def _problem(self, way: Timetable, costs: CostTable) -> StageProblem:
-        return StageProblem(
-            costs=costs,
-            options=self.options * len(self.shares),
-            cluster=self.shape,
-            microbatches=way.microbatches,
-            schedule=way.schedule,
-            virtual_stages=way.virtual_stages,
-            memory_bytes=self.limit_bytes,
-        )
-
-    def _explain(self, outcomes: Mapping[Timetable, StageChoice | _Unsolved]) -> OutOfMemoryError | ArgumentError:
+    def _explain(self) -> OutOfMemoryError | ArgumentError:
         """The error of a way that does not fit the memory if there is one, with what its tightest stage needs."""
 
         def is_out_of_memory(way: Timetable) -> bool:
-            outcome = outcomes[way]
-            return isinstance(outcome, _Unsolved) and isinstance(outcome.error, OutOfMemoryError)
+            outcome = self.stages.outcomes[way]
+            return isinstance(outcome, Unsolved) and isinstance(outcome.error, OutOfMemoryError)
 
-        explained = self._solve(max(outcomes, key=is_out_of_memory), self.num_stages, explain=True)
-        assert isinstance(explained, _Unsolved)
+        explained = self.stages.solve(max(self.stages.ways, key=is_out_of_memory), explain=True)
+        assert isinstance(explained, Unsolved)
         return explained.error
-
-    def _handicapped_s(self, way: Timetable, choice: StageChoice) -> float:
-        """Seconds of a step; more if its number of microbatches is only estimated, as that must promise something."""
-        is_planned = way.microbatches in self.costs.counts
-        return choice.step_s * (1.0 if is_planned else 1 + self.tuning.worth)
 
     def _plan_neighbour(self, best: Timetable, choices: Mapping[Timetable, StageChoice]) -> bool:
         """Plan the number of microbatches below or above the best one if its estimate is near; whether there was one.
 
         The first such number is planned in any case, so that latencies are known.
         """
-        count = best.microbatches
-        numbers = sorted({way.microbatches for way in choices} | {count})
-        place = numbers.index(count)
+        counts, near_s = self.costs.counts, (1 + self.tuning.near) * choices[best].step_s
+        numbers = sorted({way.microbatches for way in self.stages.ways})
+        place = numbers.index(best.microbatches)
         for number in (*numbers[max(0, place - 1) : place], *numbers[place + 1 : place + 2]):
-            way = min((way for way in choices if way.microbatches == number), key=lambda way: choices[way].step_s)
-            near_s = (1 + self.tuning.near) * choices[best].step_s
-            is_near = len(self.costs.counts) == 1 or choices[way].step_s < near_s
-            if number not in self.costs.counts and is_near:
-                return self.costs.plan_more(number, [stage.submesh for stage in choices[way].stages])
+            ways = [way for way in self.stages.ways if way.microbatches == number]
+            if number not in counts:
+                near = self.stages.solve_below(ways, math.inf if len(counts) == 1 else near_s)
+                if near:
+                    nearest = min(near, key=lambda choice: choice.step_s)
+                    return self.costs.plan_more(number, [stage.submesh for stage in nearest.stages])
         return False
 
     def _describe(self, best: Timetable, choices: Mapping[Timetable, StageChoice]) -> Found:
-        choice, layers = choices[best], self.costs.of(best.microbatches)
-        first_schedule = self.all_ways[0].schedule
-        alone = [self._solve(way, 1) for way in self._possible_ways() if way.schedule == first_schedule]
+        choice, layers, ways = choices[best], self.costs.of(best.microbatches), self.stages.ways
+        alone = [self.stages.solve(way, num_stages=1) for way in ways if way.schedule == self._first.schedule]
         return Found(
             cuts=tuple(layers.places[stage.first_layer - 1] for stage in choice.stages[1:]),
             sizes=tuple(math.prod(stage.submesh) for stage in choice.stages),
@@ -294,18 +250,30 @@ class _StageSearch:
 
     def _share_of(self, stage: ChosenStage) -> float:
         """Of its forward work, what the backward pass of a stage does again."""
-        return self.shares[stage.option // len(self.options)]
+        return self.rules.shares[stage.option // len(self.rules.options)]
 
     def _compare(self, choices: Mapping[Timetable, StageChoice]) -> tuple[Alternative, ...]:
-        """Every timetable with what its best stages would take."""
-        return tuple(
+        """Every timetable with what its best stages would take, or at least take."""
+        rows = [
             Alternative(
-                num_stages=len(choices[way].stages),
+                num_stages=len(choice.stages),
                 num_microbatches=way.microbatches,
                 schedule=way.schedule,
                 virtual_stages=way.virtual_stages,
-                recompute=any(map(self._share_of, choices[way].stages)),
-                estimate_s=choices[way].step_s,
+                recompute=any(map(self._share_of, choice.stages)),
+                estimate_s=choice.step_s,
             )
-            for way in sorted(choices)
-        )
+            for way, choice in choices.items()
+        ]
+        rows += [
+            Alternative(
+                num_stages=None,
+                num_microbatches=way.microbatches,
+                schedule=way.schedule,
+                virtual_stages=way.virtual_stages,
+                at_least_s=seconds,
+            )
+            for way, seconds in self.stages.least_s.items()
+            if way not in choices
+        ]
+        return tuple(sorted(rows, key=lambda one: (one.num_microbatches, one.schedule, one.virtual_stages)))

@@ -54,6 +54,14 @@ class Tuning:
     """Relative excess over the best within which an estimate is planned all the same: of a number of microbatches next to the
     best one, or of stages that have to beat one mesh. The estimate assumes equal stages, and unequal ones may idle less."""
 
+    ways_at_once: int = 4
+    """Timetables for which stages are chosen side by side, before the best of them is looked at. More use more cores, and choose
+    for timetables that are not needed (`benchmarks/stage_search_time.py`)."""
+    hoped: float = 1.3
+    """If the clock ends the search, an estimate of stages on submeshes on which no layer is planned counts as this many times
+    longer. Submeshes that were planned turned out up to this much slower than estimated (`benchmarks/planning_ordinary.py`, GPT
+    on 1,024 devices)."""
+
     # The dynamic program over layers: `search.py`, `layer_costs.py` and `planned_layers.py`.
     tolerance: float = 1e-3
     """Relative gain below which the dynamic program stops looking. Layers' costs are less exact than this

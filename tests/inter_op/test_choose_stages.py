@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.inter_op.choose_stages import choose_stages
-from autopar.inter_op.problem import CostTable, Manual, RuledOut, StageCost, StageProblem
-from autopar.inter_op.submeshes import place, submeshes, tiles
+from autopar.inter_op.choose_stages import choose_faster_stages, choose_stages
+from autopar.inter_op.problem import CostTable, Manual, RuledOut, StageChoice, StageCost, StageProblem
+from autopar.inter_op.submeshes import submeshes
 from autopar.schedules.in_flight import microbatches_in_flight
 from autopar.schedules.schedules import make_schedule
 from autopar.schedules.tasks import task_times
+from autopar.solver.budget import Budget
 
 SCHEDULES = (("1f1b", 1), ("gpipe", 1), ("inference", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1))
 
@@ -152,6 +153,19 @@ def assert_best(problem, manual=None, *, same_choice=True):
     assert choice.step_s == pytest.approx(expected[0], rel=1e-12), (stages, expected[1])
     if same_choice:
         assert stages == expected[1]
+    assert_faster(problem, manual, expected[0])
+
+
+def assert_faster(problem, manual, best_s):
+    """A time that the best choice beats does not hide it; below its time there is none; and without time any choice may do."""
+    faster = choose_faster_stages(problem, 1.1 * best_s, manual=manual)
+    assert faster.step_s == pytest.approx(best_s, rel=1e-12)
+    slower = choose_faster_stages(problem, 0.9 * best_s, manual=manual)
+    assert not isinstance(slower, StageChoice)
+    assert 0.9 * best_s <= slower.at_least_s <= best_s * (1 + 1e-9)
+    hurried = choose_faster_stages(problem, math.inf, manual=manual, budget=Budget(seconds=0))
+    assert fits(problem, chosen_of(hurried))
+    assert hurried.bound_s <= best_s <= hurried.step_s * (1 + 1e-9)
 
 
 CLUSTERS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (1, 8), (2, 4), (4, 2), (1, 6), (3, 2), (1, 3))
@@ -338,52 +352,6 @@ def test_decisions_that_leave_nothing_are_told_apart_from_too_little_memory():
     costs = equal_layers(2, [(1, 2)])
     with pytest.raises(ArgumentError, match=r"decided by hand: num_stages=2"):
         choose_stages(problem_of(costs, ((1, 2),), (1, 2), 4), manual=Manual(num_stages=2))
-
-
-def test_submeshes_are_parts_of_a_node_and_whole_nodes():
-    assert submeshes(2, 8) == ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8))
-    assert submeshes(3, 1) == ((1, 1), (2, 1), (3, 1))
-    assert submeshes(1, 6) == ((1, 1), (1, 2), (1, 6))
-    assert submeshes(1, 12) == ((1, 1), (1, 2), (1, 4), (1, 12))
-    assert [nodes for nodes, part in submeshes(128, 8) if part == 8] == [*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128]
-    assert [nodes for nodes, part in submeshes(50, 1)] == [*range(1, 9), 10, 12, 16, 24, 25, 32, 48, 50]
-
-
-def sums(sizes, total):
-    """All multisets of sizes that add up to a total, as lists of numbers of sizes."""
-    if not sizes:
-        return [[]] if total == 0 else []
-    head, *rest = sizes
-    return [[n, *more] for n in range(total // head + 1) for more in sums(rest, total - n * head)]
-
-
-@pytest.mark.parametrize(
-    "cluster", [(1, 1), (1, 4), (1, 8), (2, 4), (2, 8), (4, 2), (3, 4), (2, 6), (1, 12), (2, 9), (5, 1), (3, 3)]
-)
-def test_submeshes_that_add_up_to_the_cluster_fill_it_without_straddling_nodes(cluster):
-    nodes, part = cluster
-    options = submeshes(nodes, part)
-    for counts in sums([n * m for n, m in options], nodes * part):
-        choice = [option for option, count in zip(options, counts, strict=True) for _ in range(count)]
-        for order in (choice, choice[::-1], choice[1::2] + choice[::2]):
-            assert tiles(order, nodes, part)
-            devices = place(order, nodes, part)
-            assert sorted(d for one in devices for d in one) == list(range(nodes * part))
-            for (count, size), one in zip(order, devices, strict=True):
-                assert list(one) == list(range(one[0], one[0] + count * size))
-                first, last = one[0] // part, one[-1] // part
-                assert last - first + 1 == count
-                assert count == 1 or one[0] % part == 0
-
-
-def test_submeshes_that_do_not_fill_the_cluster_are_told():
-    assert not tiles([(1, 2)], 1, 4)
-    assert not tiles([(1, 4), (1, 1)], 1, 4)
-    assert not tiles([(1, 3), (1, 3), (1, 2)], 2, 4)
-    assert not tiles([(2, 2), (1, 4)], 2, 4)
-    fractions = [(1, s) for s in (15, 10, 10, 6, 6, 6, 6, 1)]
-    assert sum(size for _, size in fractions) == 60
-    assert not tiles(fractions, 2, 30)
 
 
 def test_stages_that_do_not_fit_while_they_are_fast_are_found_where_they_may_be_slower():

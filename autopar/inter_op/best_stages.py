@@ -1,0 +1,202 @@
+"""The best stages in every timetable, brought up to date while layers are planned, as far as they may still be the best.
+
+In: costs of layers, which become better known (`layer_costs.py`), and timetables. Out: for each timetable the best stages, the
+seconds that they exceed, or why there are none. What costs have changed under it keeps its time as a promise. It is solved again
+when no other timetable beats that promise, and given up as soon as it cannot come near the best one. What can go wrong: costs
+that fall may hide behind an old promise, so whoever is about to decide asks for all of them (`solve_rest`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.forked_jobs import run_side_by_side
+from autopar.inter_op.choose_stages import choose_faster_stages, choose_stages
+from autopar.inter_op.layer_costs import LayerCosts
+from autopar.inter_op.problem import CostTable, Manual, SlowerStages, StageChoice, StageProblem
+from autopar.inter_op.submeshes import Submesh
+from autopar.inter_op.timetables import Timetable
+from autopar.inter_op.tuning import Tuning
+from autopar.progress import enter
+from autopar.schedules.schedules import NAMED_SCHEDULES
+from autopar.solver.budget import Budget
+
+
+@dataclasses.dataclass(frozen=True)
+class Unsolved:
+    """A way in which no stages can be chosen, and why."""
+
+    error: OutOfMemoryError | ArgumentError
+
+
+Outcome: TypeAlias = StageChoice | SlowerStages | Unsolved
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageRules:
+    """What all timetables have in common; `shares` of forward work that a stage may do again, `shape` of the cluster."""
+
+    options: tuple[Submesh, ...]
+    shares: tuple[float, ...]
+    shape: Submesh
+    limit_bytes: float
+    num_stages: int | None
+
+    def problem(self, way: Timetable, costs: CostTable) -> StageProblem:
+        """The choice of stages in a timetable."""
+        return StageProblem(
+            costs=costs,
+            options=self.options * len(self.shares),
+            cluster=self.shape,
+            microbatches=way.microbatches,
+            schedule=way.schedule,
+            virtual_stages=way.virtual_stages,
+            memory_bytes=self.limit_bytes,
+        )
+
+
+class BestStages:
+    """See the module's text. `outcomes`: what is known of each timetable; `ways`: all timetables."""
+
+    def __init__(
+        self,
+        costs: LayerCosts,
+        ways: Sequence[Timetable],
+        rules: StageRules,
+        *,
+        processes: int,
+        budget: Budget,
+        tuning: Tuning,
+    ) -> None:
+        self.outcomes: dict[Timetable, Outcome] = {}
+        self._costs, self._ways, self._rules = costs, tuple(ways), rules
+        self._processes, self._budget, self._tuning = processes, budget, tuning
+        self._current: set[Timetable] = set()
+        self._took_s: dict[Timetable, float] = {}
+
+    @property
+    def ways(self) -> list[Timetable]:
+        """All timetables into which the step can be cut."""
+        return [way for way in self._ways if way.microbatches not in self._costs.impossible]
+
+    @property
+    def choices(self) -> dict[Timetable, StageChoice]:
+        """The stages of those timetables that have some and are up to date."""
+        found = ((way, self.outcomes[way]) for way in self.ways if way in self._current)
+        return {way: outcome for way, outcome in found if isinstance(outcome, StageChoice)}
+
+    @property
+    def least_s(self) -> Mapping[Timetable, float]:
+        """Seconds that the given-up timetables take at least, by the costs when they were solved."""
+        known = ((way, self.outcomes.get(way)) for way in self.ways)
+        return {way: outcome.at_least_s for way, outcome in known if isinstance(outcome, SlowerStages)}
+
+    def outdate(self) -> None:
+        """Note that costs have changed."""
+        self._current.clear()
+
+    def solve_promising(self) -> None:
+        """Solve timetables, the most promising first, until no promise is better than what is up to date."""
+        while waiting := sorted(self._waiting(), key=self._promised_s):
+            best_s = self._best_s()
+            if self._promised_s(waiting[0]) >= best_s < math.inf or self._is_late():
+                return
+            together = waiting[: self._tuning.ways_at_once if self.outcomes else 1]
+            together = [way for way in together if not self._promised_s(way) >= best_s < math.inf]
+            hoped_s = min(best_s, self._promised_s(together[-1]) or math.inf)
+            doubt = self._tuning.near if math.isinf(best_s) else self._tuning.worth
+            self._solve_all(together, hoped_s * (1 + doubt))
+
+    def solve_rest(self) -> None:
+        """Bring all timetables up to date that may be the best."""
+        if (waiting := self._waiting()) and not self._is_late():
+            self._solve_all(waiting, self._best_s() * (1 + self._tuning.worth))
+
+    def solve_below(self, ways: Sequence[Timetable], below_s: float) -> list[StageChoice]:
+        """The best stages of those of these timetables in which a step takes less than so many seconds."""
+        self._solve_all(
+            [way for way in ways if way not in self._current or self.least_s.get(way, math.inf) < below_s], below_s
+        )
+        found = (self.outcomes[way] for way in ways)
+        return [choice for choice in found if isinstance(choice, StageChoice) and choice.step_s < below_s]
+
+    def handicap(self, way: Timetable, seconds: float) -> float:
+        """Seconds of a step; more if its number of microbatches is only estimated, as that must promise something."""
+        return seconds * (1.0 if way.microbatches in self._costs.counts else 1 + self._tuning.worth)
+
+    def solve(self, way: Timetable, *, num_stages: int | None = None, explain: bool = False) -> StageChoice | Unsolved:
+        """The best stages of one timetable, however slow; of so many if a number is given."""
+        manual = Manual(num_stages=self._rules.num_stages if num_stages is None else num_stages)
+        problem = self._rules.problem(way, self.table(way))
+        try:
+            return choose_stages(problem, manual=manual, tolerance=self._tuning.tolerance, explain=explain)
+        except (OutOfMemoryError, ArgumentError) as error:
+            return Unsolved(error)
+
+    def solve_planned(self, way: Timetable, below_s: float) -> Outcome:
+        """The choice among submeshes on which layers are planned, as an estimate need not come true."""
+        table, rules = self.table(way), self._rules
+        is_known = [self._costs.is_planned(way.microbatches, one) for one in rules.options] * len(rules.shares)
+        seconds = np.where(np.array(is_known)[:, None, None], table.seconds, np.inf)
+        return self._choose(rules.problem(way, dataclasses.replace(table, seconds=seconds)), below_s)
+
+    def table(self, way: Timetable) -> CostTable:
+        """What layers cost in a timetable."""
+        is_split = NAMED_SCHEDULES[way.schedule].is_split
+        return self._costs.table(way.microbatches, self._rules.options, shares=self._rules.shares, split=is_split)
+
+    def _is_late(self) -> bool:
+        return bool(self.choices) and self._budget.is_over
+
+    def _best_s(self) -> float:
+        return min((self.handicap(way, choice.step_s) for way, choice in self.choices.items()), default=math.inf)
+
+    def _waiting(self) -> list[Timetable]:
+        """The timetables of which too little is known: solved under other costs, or given up below the best one's seconds."""
+        below_s = self._best_s()
+        given_up = {way for way, seconds in self.least_s.items() if self.handicap(way, seconds) < below_s}
+        return [way for way in self.ways if way not in self._current or way in given_up]
+
+    def _promised_s(self, way: Timetable) -> float:
+        match self.outcomes.get(way):
+            case StageChoice(step_s=seconds) | SlowerStages(at_least_s=seconds):
+                return self.handicap(way, seconds)
+            case Unsolved():
+                return math.inf
+            case None:
+                return 0.0
+
+    def _solve_all(self, ways: Sequence[Timetable], below_s: float) -> None:
+        """Solve timetables side by side, each as far as it may take less than so many seconds."""
+        for way in ways:
+            self.table(way)  # here, not in a fork: it plans layers, which this process keeps
+        enter("choosing stages")
+        found = run_side_by_side(
+            [functools.partial(self._solve_timed, way, below_s) for way in ways],
+            processes=self._processes,
+            weights=[self._took_s.get(way, 0.0) for way in ways],
+        )
+        for way, (outcome, seconds) in zip(ways, found, strict=True):
+            self.outcomes[way], self._took_s[way] = outcome, seconds
+        self._current.update(ways)
+
+    def _solve_timed(self, way: Timetable, below_s: float) -> tuple[Outcome, float]:
+        """The choice in the number of stages that is wanted, and the seconds that it took."""
+        started = time.perf_counter()
+        outcome = self._choose(self._rules.problem(way, self.table(way)), below_s)
+        return outcome, time.perf_counter() - started
+
+    def _choose(self, problem: StageProblem, below_s: float) -> Outcome:
+        manual, tolerance = Manual(num_stages=self._rules.num_stages), self._tuning.tolerance
+        try:
+            return choose_faster_stages(problem, below_s, manual=manual, tolerance=tolerance, budget=self._budget)
+        except (OutOfMemoryError, ArgumentError) as error:
+            return Unsolved(error)

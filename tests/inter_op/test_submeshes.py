@@ -1,0 +1,51 @@
+"""Submeshes are parts of a node or whole nodes, and those that add up to a cluster fill it."""
+
+import pytest
+
+from autopar.inter_op.submeshes import place, submeshes, tiles
+
+
+def test_submeshes_are_parts_of_a_node_and_whole_nodes():
+    assert submeshes(2, 8) == ((1, 1), (1, 2), (1, 4), (1, 8), (2, 8))
+    assert submeshes(3, 1) == ((1, 1), (2, 1), (3, 1))
+    assert submeshes(1, 6) == ((1, 1), (1, 2), (1, 6))
+    assert submeshes(1, 12) == ((1, 1), (1, 2), (1, 4), (1, 12))
+    assert [nodes for nodes, part in submeshes(128, 8) if part == 8] == [*range(1, 9), 12, 16, 24, 32, 48, 64, 96, 128]
+    assert [nodes for nodes, part in submeshes(50, 1)] == [*range(1, 9), 10, 12, 16, 24, 25, 32, 48, 50]
+
+
+def sums(sizes, total):
+    """All multisets of sizes that add up to a total, as lists of numbers of sizes."""
+    if not sizes:
+        return [[]] if total == 0 else []
+    head, *rest = sizes
+    return [[n, *more] for n in range(total // head + 1) for more in sums(rest, total - n * head)]
+
+
+@pytest.mark.parametrize(
+    "cluster", [(1, 1), (1, 4), (1, 8), (2, 4), (2, 8), (4, 2), (3, 4), (2, 6), (1, 12), (2, 9), (5, 1), (3, 3)]
+)
+def test_submeshes_that_add_up_to_the_cluster_fill_it_without_straddling_nodes(cluster):
+    nodes, part = cluster
+    options = submeshes(nodes, part)
+    for counts in sums([n * m for n, m in options], nodes * part):
+        choice = [option for option, count in zip(options, counts, strict=True) for _ in range(count)]
+        for order in (choice, choice[::-1], choice[1::2] + choice[::2]):
+            assert tiles(order, nodes, part)
+            devices = place(order, nodes, part)
+            assert sorted(d for one in devices for d in one) == list(range(nodes * part))
+            for (count, size), one in zip(order, devices, strict=True):
+                assert list(one) == list(range(one[0], one[0] + count * size))
+                first, last = one[0] // part, one[-1] // part
+                assert last - first + 1 == count
+                assert count == 1 or one[0] % part == 0
+
+
+def test_submeshes_that_do_not_fill_the_cluster_are_told():
+    assert not tiles([(1, 2)], 1, 4)
+    assert not tiles([(1, 4), (1, 1)], 1, 4)
+    assert not tiles([(1, 3), (1, 3), (1, 2)], 2, 4)
+    assert not tiles([(2, 2), (1, 4)], 2, 4)
+    fractions = [(1, s) for s in (15, 10, 10, 6, 6, 6, 6, 1)]
+    assert sum(size for _, size in fractions) == 60
+    assert not tiles(fractions, 2, 30)
