@@ -19,10 +19,10 @@ import numpy as np
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
-from autopar.inter_op.choose_stages import choose_faster_stages, choose_stages
+from autopar.inter_op.dynamic_program.choose_stages import choose_faster_stages, choose_stages
+from autopar.inter_op.dynamic_program.problem import CostTable, Manual, SlowerStages, StageChoice, StageProblem
+from autopar.inter_op.dynamic_program.submeshes import Submesh
 from autopar.inter_op.layer_costs import LayerCosts
-from autopar.inter_op.problem import CostTable, Manual, SlowerStages, StageChoice, StageProblem
-from autopar.inter_op.submeshes import Submesh
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import Tuning
 from autopar.progress import enter

@@ -24,10 +24,10 @@ import math
 
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages
+from autopar.inter_op.dynamic_program.submeshes import machine_shape
 from autopar.inter_op.one_mesh import Slower, bytes_held, plan_on_one_mesh, state_is_too_large
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline, search_pipeline
-from autopar.inter_op.submeshes import machine_shape
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.request import PlannedStep, PlanRequest

@@ -16,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.best_stages import BestStages, StageRules, Unsolved
-from autopar.inter_op.choose_stages import may_fit
+from autopar.inter_op.dynamic_program.choose_stages import may_fit
+from autopar.inter_op.dynamic_program.problem import ChosenStage, Manual, StageChoice
+from autopar.inter_op.dynamic_program.submeshes import machine_shape, submeshes
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stages import Planner, plan_program
-from autopar.inter_op.problem import ChosenStage, Manual, StageChoice
-from autopar.inter_op.submeshes import machine_shape, submeshes
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest

@@ -11,6 +11,7 @@ import dataclasses
 import time
 
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages, describe_pipeline
+from autopar.inter_op.dynamic_program.submeshes import machine_shape
 from autopar.inter_op.plan_pipeline import (
     PipelineWishes,
     alternative_of,
@@ -22,7 +23,6 @@ from autopar.inter_op.plan_pipeline import (
 )
 from autopar.inter_op.plan_stages import StageRequest
 from autopar.inter_op.search import Found, NotFaster, search_stages
-from autopar.inter_op.submeshes import machine_shape
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.plan import Alternative

@@ -11,12 +11,12 @@ import pytest
 import autopar
 from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.inter_op.dynamic_program.submeshes import machine_shape
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.plan_stages import StageRequest, plan_program, plan_stages
 from autopar.inter_op.planned_layers import PlannedLayers
 from autopar.inter_op.search import search_stages
 from autopar.inter_op.search_pipeline import SearchedPipeline, search_pipeline
-from autopar.inter_op.submeshes import machine_shape
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import TUNING
 from autopar.intra_op.choices.options import PlannerOptions

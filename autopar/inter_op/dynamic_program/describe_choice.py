@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.inter_op.problem import ChosenStage, Manual, RuledOut, StageProblem
-from autopar.inter_op.recursion import TIE, Family, Stages, exact, quick, stages_of
+from autopar.inter_op.dynamic_program.problem import ChosenStage, Manual, RuledOut, StageProblem
+from autopar.inter_op.dynamic_program.recursion import TIE, Family, Stages, exact, quick, stages_of
 
 
 def describe_stages(stages: Stages, family: Family) -> tuple[ChosenStage, ...]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from autopar.inter_op.submeshes import place, submeshes, tiles
+from autopar.inter_op.dynamic_program.submeshes import place, submeshes, tiles
 
 
 def test_submeshes_are_parts_of_a_node_and_whole_nodes():

@@ -2,7 +2,7 @@
 
 In: what ranges of layers cost on submeshes (`CostTable`), the cluster, the microbatches, the schedule, and what the user
 has decided (`Manual`). Out: the stages chosen, and how many candidates were ruled out and why (`StageChoice`).
-`inter_op/choose_stages.py` solves it. What can go wrong: the arrays of a `CostTable` may disagree about which choices have a
+`choose_stages.py` solves it. What can go wrong: the arrays of a `CostTable` may disagree about which choices have a
 plan; `seconds` decides.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autopar.inter_op.submeshes import Submesh
+from autopar.inter_op.dynamic_program.submeshes import Submesh
 from autopar.schedules.schedules import ScheduleName
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.inter_op.choose_stages import choose_faster_stages, choose_stages
-from autopar.inter_op.problem import CostTable, Manual, RuledOut, StageChoice, StageCost, StageProblem
-from autopar.inter_op.submeshes import submeshes
+from autopar.inter_op.dynamic_program.choose_stages import choose_faster_stages, choose_stages
+from autopar.inter_op.dynamic_program.problem import CostTable, Manual, RuledOut, StageChoice, StageCost, StageProblem
+from autopar.inter_op.dynamic_program.submeshes import submeshes
 from autopar.schedules.in_flight import microbatches_in_flight
 from autopar.schedules.schedules import make_schedule
 from autopar.schedules.tasks import task_times

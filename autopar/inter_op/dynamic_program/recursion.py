@@ -1,8 +1,8 @@
 """Choices of stages that follow equal rules, and the least sums and maxima over them.
 
 In: a `StageProblem` and what the user has decided. Out: its `Family`s, each with the numbers of stages that are left, what
-a stage keeps in flight at each place, and the letters a and b of `inter_op/choose_stages.py`; and, for tables of what
-stages cost, the recursion F of `inter_op/choose_stages.py`, quickly without places (`quick`) or with them (`exact`). What
+a stage keeps in flight at each place, and the letters a and b of `choose_stages.py`; and, for tables of what
+stages cost, the recursion F of `choose_stages.py`, quickly without places (`quick`) or with them (`exact`). What
 can go wrong: `quick` is a bound, which no choice need attain.
 """
 
@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from autopar.inter_op.problem import Manual, StageProblem
+from autopar.inter_op.dynamic_program.problem import Manual, StageProblem
 from autopar.schedules.schedules import NAMED_SCHEDULES, most_in_flight
 
 TIE = 1e-12

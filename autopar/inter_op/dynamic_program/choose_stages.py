@@ -38,15 +38,15 @@ from typing import get_args
 import numpy as np
 
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.inter_op.describe_choice import (
+from autopar.inter_op.dynamic_program.describe_choice import (
     count_ruled_out,
     describe_stages,
     explain_nothing_left,
     explain_out_of_memory,
 )
-from autopar.inter_op.problem import Manual, SlowerStages, StageChoice, StageProblem
-from autopar.inter_op.recursion import TIE, Family, Stages, exact, families_of, quick, stages_of
-from autopar.inter_op.submeshes import place, submeshes, tiles
+from autopar.inter_op.dynamic_program.problem import Manual, SlowerStages, StageChoice, StageProblem
+from autopar.inter_op.dynamic_program.recursion import TIE, Family, Stages, exact, families_of, quick, stages_of
+from autopar.inter_op.dynamic_program.submeshes import place, submeshes, tiles
 from autopar.schedules.schedules import ScheduleName
 from autopar.solver.budget import Budget
 
