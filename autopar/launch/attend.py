@@ -40,7 +40,7 @@ class _Attendant:
     def __call__(self, moment: Moment) -> None:
         if not self._is_watched and moment.kind in OF_STEPS:
             self._is_watched = True
-            self._watch()
+            self._watch(moment)
         match moment.kind:
             case "phase":
                 self._line.doing = f"{moment.name} a step"
@@ -51,15 +51,16 @@ class _Attendant:
             case "waiting":
                 self._line.doing = f"waits for {moment.name}"
 
-    def _watch(self) -> None:
-        """Open a monitor."""
+    def _watch(self, first: Moment) -> None:
+        """Open a monitor, which hears of the moment before which it was opened, too."""
         from autopar.monitor.monitor import Monitor
 
         stall = os.environ.get(STALL)
-        self._stack.enter_context(
+        monitor = self._stack.enter_context(
             Monitor(
                 stall_s=None if stall is None else float(stall),
                 on_stall=lambda words: self._line.say("stalled" if words else "going on", words),
                 metrics=os.environ.get(METRICS),
             )
         )
+        monitor.observe(first)

@@ -12,7 +12,6 @@ import contextlib
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +71,8 @@ class Monitor:
         self._on_stall = on_stall
         self._sinks: list[Sink] = [] if on_step is None else [on_step]
         self._metrics, self._tensorboard = metrics, tensorboard
-        self._calls: deque[_Call] = deque()
+        self._calls: list[_Call] = []
+        self._lock = threading.Lock()
         self._plans: set[int] = set()
         self._waiting = ""
         self._count, self._last_s = 0, 0.0
@@ -88,7 +88,7 @@ class Monitor:
         thread = threading.Thread(target=self._work, name="autopar monitor", daemon=True)
         self._stack.callback(thread.join, TUNING.leave_s + 1)
         self._stack.callback(self._end)
-        self._stack.enter_context(observing(self._observe))
+        self._stack.enter_context(observing(self.observe))
         thread.start()
         return self
 
@@ -100,21 +100,22 @@ class Monitor:
         self._is_over = True
         self._wake.set()
 
-    def _observe(self, moment: Moment) -> None:
+    def observe(self, moment: Moment) -> None:
         """Note what happens, in the thread in which it does."""
         match moment.kind, moment.about:
             case "step", StepRun() as run:
                 self._count += 1
                 is_first = id(run.plan) not in self._plans
                 self._plans.add(id(run.plan))
-                self._calls.append(_Call(run=run, number=self._count, is_first=is_first, began_s=time.monotonic()))
+                with self._lock:
+                    self._calls.append(_Call(run=run, number=self._count, is_first=is_first, began_s=time.monotonic()))
             case "launched", StepRun() as run:
-                for call in [call for call in self._calls if call.run is run]:
+                for call in self._calls_of(run):
                     call.result = _witness(moment.values or ())
                     call.launched_s = time.monotonic()
             case "failed", StepRun() as run:
-                for call in [call for call in self._calls if call.run is run]:
-                    self._calls.remove(call)
+                for call in self._calls_of(run):
+                    self._drop(call)
             case "waiting", words:
                 self._waiting = f"waits for {words}"
             case "met", _:
@@ -123,13 +124,23 @@ class Monitor:
                 return
         self._wake.set()
 
+    def _calls_of(self, run: StepRun | None = None) -> list[_Call]:
+        """The calls under way, in order; those of one `StepRun` if it is given."""
+        with self._lock:
+            return [call for call in self._calls if run is None or call.run is run]
+
+    def _drop(self, call: _Call) -> None:
+        """Note that a call is no longer under way."""
+        with self._lock:
+            self._calls = [other for other in self._calls if other is not call]
+
     def _work(self) -> None:
         """The monitor's thread: wait for results, look for stalls, until the end."""
         ends_s = float("inf")
         while not (self._is_over and (not self._calls or time.monotonic() > ends_s)):
             if self._is_over and ends_s == float("inf"):
                 ends_s = time.monotonic() + TUNING.leave_s
-            call = self._calls[0] if self._calls else None
+            call = next(iter(self._calls_of()), None)
             if call is not None and call.launched_s is not None:
                 if _wait(call.result, time.monotonic() + self._look_s):
                     self._complete(call, call.launched_s)
@@ -141,8 +152,7 @@ class Monitor:
     def _complete(self, call: _Call, launched_s: float) -> None:
         """Hand the metrics of a call on."""
         now_s = time.monotonic()
-        with contextlib.suppress(ValueError):  # it has failed meanwhile
-            self._calls.remove(call)
+        self._drop(call)
         found = measure(
             call.run.name,
             call.run.plan,
@@ -161,7 +171,7 @@ class Monitor:
         """Describe what stands still, once."""
         if self._stalls is None:
             return
-        calls, waiting = tuple(self._calls), self._waiting
+        calls, waiting = self._calls_of(), self._waiting
         if not calls and not waiting:
             if self._stalls.forget():
                 self._say_of_stall("")

@@ -34,15 +34,17 @@ from tests.launch.launching import (
     ],
 )
 def test_a_job_that_loses_a_worker_starts_again_and_ends_as_if_nothing_had_happened(what, words, tmp_path):
-    status, said = run(tmp_path, "-n", "2", arguments=(40, what, 1, 5))
+    status, said = run(tmp_path, "-n", "2", arguments=(150, what, 1, 5))
     assert status == 0, said
     assert re.search(words, said), said
-    assert ("worker 0 cannot go on without it, and is ended\n" in said) == (what != "SIGSTOP")  # it ended meanwhile
+    assert (
+        what == "SIGSTOP" or "worker 0 cannot go on without it, and is ended\n" in said
+    )  # else it has ended meanwhile
     assert "2 workers start again from the last checkpoint (restart 1 of 10)" in said
-    assert results(tmp_path, 2) == uninterrupted(2, 40)
+    assert results(tmp_path, 2) == uninterrupted(2, 150)
     assert len(lines(tmp_path, "started")) == 4
     ends = {line for line in printed(tmp_path).splitlines() if "ends" in line}
-    assert ends == {f"[{rank}] ends with {state['x']!r}" for rank, state in enumerate(uninterrupted(2, 40))}
+    assert ends == {f"[{rank}] ends with {state['x']!r}" for rank, state in enumerate(uninterrupted(2, 150))}
 
 
 @pytest.mark.parametrize(

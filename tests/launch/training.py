@@ -1,12 +1,13 @@
 """A training for tests of `autopar launch`: python training.py FOLDER STEPS mesh|stages. It resumes from what it has saved.
 
-Each step's loss goes to FOLDER/losses with the attempt and the number of devices; the last state to FOLDER/last.npz.
+Each step's loss goes to FOLDER/losses with the attempt and the number of devices.
 """
 
 import os
 import pickle
 import signal
 import sys
+import time
 from pathlib import Path
 
 import autopar.launch
@@ -14,36 +15,13 @@ import autopar.launch
 autopar.launch.join()
 
 import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
+from training_step import batch, init_state, train_step  # noqa: E402
 
 import autopar  # noqa: E402
 
 FOLDER, STEPS, WAY = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-SAVED, EVERY, ROWS, WIDTH = FOLDER / "state.pkl", 3, 24, 16
-
-
-def init_state():
-    draw = np.random.default_rng(0)
-    params = {f"w{n}": draw.normal(size=(WIDTH, WIDTH)).astype(np.float32) / 4 for n in range(4)}
-    return {"params": params, "momentum": {name: np.zeros_like(w) for name, w in params.items()}}
-
-
-def batch(number):
-    draw = np.random.default_rng(1000 + number)
-    return {name: draw.normal(size=(ROWS, WIDTH)).astype(np.float32) for name in ("x", "y")}
-
-
-def train_step(state, batch):
-    def loss_of(params):
-        x = batch["x"]
-        for w in params.values():
-            x = jnp.tanh(x @ w)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
-    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], gradients)
-    return {"params": jax.tree.map(lambda p, m: p - 0.3 * m, state["params"], momentum), "momentum": momentum}, loss
+SAVED, EVERY = FOLDER / "state.pkl", 3
 
 
 def whole(path, content):
@@ -67,6 +45,7 @@ def main():
         if is_first:
             with (FOLDER / "losses").open("a") as file:
                 file.write(f"{os.environ['AUTOPAR_ATTEMPT']} {devices} {number} {float(loss):.9g}\n")
+        time.sleep(float(os.environ.get("TRAINING_PAUSE_S", "0")))
         if (number + 1) % EVERY == 0 or number + 1 == STEPS:
             kept = jax.tree.map(np.asarray, step.gather(state))
             if is_first:

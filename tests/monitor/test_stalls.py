@@ -133,3 +133,14 @@ def test_metrics_come_from_results_that_are_there():
     assert all(0.02 <= one.call_s < 2 for one in found)
     assert all(0 < one.step_s < 2 for one in found)
     assert all(one.host_bytes > 1 << 20 for one in found)
+
+
+def test_steps_in_quick_succession_are_all_measured():
+    found, result = [], jnp.float32(1)
+    with Monitor(on_step=found.append):
+        for _ in range(3000):
+            run = StepRun("train", None, list)
+            with running(run, []):
+                pass
+            reach("launched", run, [result])
+    assert [one.call for one in found] == list(range(1, 3001))

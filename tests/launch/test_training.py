@@ -1,0 +1,113 @@
+"""Trainings over processes go on after faults with the losses of an uninterrupted run, and name what stood still."""
+
+import re
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from tests.launch.launching import HERE, end, lines, run, start, wait_until
+from tests.launch.training_step import batch, init_state, train_step
+
+pytestmark = pytest.mark.slow
+TRAINING = (HERE / "training.py",)
+LIMIT_S = 400
+"""On a machine that others use, a start of two processes takes half a minute."""
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The losses of twelve steps in one process, by `jax.jit`."""
+    state, step, found = init_state(), jax.jit(train_step), []
+    for number in range(12):
+        state, loss = step(state, batch(number))
+        found.append(float(loss))
+    return found
+
+
+def losses(folder):
+    """By step: each loss as it was written, with its attempt and its number of devices."""
+    found = {}
+    for line in lines(folder, "losses"):
+        attempt, devices, number, loss = line.split()
+        found.setdefault(int(number), []).append((int(attempt), int(devices), float(loss)))
+    return found
+
+
+def check(found, reference):
+    """Every step was done; on the same devices always with the same loss, and on any with that of one process."""
+    assert sorted(found) == list(range(len(reference)))
+    for number, expected in enumerate(reference):
+        for _, _, loss in found[number]:
+            np.testing.assert_allclose(loss, expected, rtol=1e-5)
+        assert len({(devices, loss) for _, devices, loss in found[number]}) == len({d for _, d, _ in found[number]})
+
+
+@pytest.mark.parametrize(
+    ("way", "fault", "words"),
+    [
+        ("mesh", "kill@step,count=8,rank=1", "worker 1 was ended by SIGKILL .* after 7 steps"),
+        ("mesh", "kill@step,count=8,rank=0", "worker 0 was ended by SIGKILL .* after 7 steps"),
+        ("mesh", "stop@step,count=5,rank=1", "worker 1 has stood still by SIGSTOP"),
+        (
+            "mesh",
+            "raise@phase:compiling,rank=1",
+            "worker 1 ended with status 1: InjectedFaultError: fault on purpose at phase comp",
+        ),
+        ("stages", "kill@instruction:run backward*,count=9,rank=1", "worker 1 was ended by SIGKILL"),
+        ("stages", "kill@instruction:send *,count=9,rank=0", "worker 0 was ended by SIGKILL"),
+        (
+            "stages",
+            "raise@instruction:receive *,count=9,rank=0",
+            "worker 0 ended with status 1: PipelineError: InjectedFault",
+        ),
+        ("stages", "stop@instruction:run *,count=20,rank=0", "worker 0 has stood still by SIGSTOP"),
+    ],
+)
+def test_a_training_goes_on_after_a_fault_as_if_nothing_had_happened(way, fault, words, reference, tmp_path):
+    options = ("-n", "2", "--devices-per-process", "2", "--fault", f"{fault},attempt=0")
+    status, said = run(tmp_path, *options, script=TRAINING, arguments=(12, way), limit_s=LIMIT_S)
+    assert status == 0, said
+    assert re.search(words, said), said
+    assert "restart 1 of 10" in said
+    check(losses(tmp_path), reference)
+
+
+def test_a_job_goes_on_with_eight_four_six_and_eight_devices(reference, tmp_path):
+    size = tmp_path / "size"
+    job = start(
+        tmp_path,
+        *("-n", "2", "--devices-per-process", "4", "--size-file", size, "--grace-seconds", "5"),
+        script=TRAINING,
+        arguments=(12, "mesh"),
+        TRAINING_PAUSE_S="1.0",
+    )
+    seconds = []
+    for text, count in (("2 2", 3), ("2 3", 3), ("2 4", 3)):
+        before = len(lines(tmp_path, "losses"))
+        assert wait_until(lambda: len(lines(tmp_path, "losses")) >= before + count, LIMIT_S)  # noqa: B023
+        size.write_text(text)
+        began, now = time.monotonic(), len(lines(tmp_path, "losses"))
+        assert wait_until(lambda: len(lines(tmp_path, "losses")) > now + 1, LIMIT_S)  # noqa: B023
+        seconds.append(round(time.monotonic() - began, 1))
+    status, said = end(job, tmp_path, LIMIT_S)
+    assert status == 0, said
+    found = losses(tmp_path)
+    check(found, reference)
+    devices = [line.split()[1] for line in lines(tmp_path, "losses")]
+    assert [d for d, before in zip(devices, [None, *devices], strict=False) if d != before] == ["8", "4", "6", "8"]
+    assert max(seconds) < 60, seconds
+
+
+def test_a_pipeline_that_stands_still_is_named_by_each_process_with_its_peer(reference, tmp_path):
+    fault = "slow@instruction:run backward*,count=9,rank=1,attempt=0,seconds=300"
+    options = ("-n", "2", "--devices-per-process", "2", "--stall-seconds", "10", "--fault", fault)
+    status, said = run(tmp_path, *options, script=TRAINING, arguments=(12, "stages"), limit_s=LIMIT_S)
+    assert status == 0, said
+    told = said.partition("start again")[0]
+    assert re.search(
+        r"mesh 1 of process 1 performs instruction \d+ of \d+, backward of stage 1, microbatch \d", told
+    ), said
+    assert re.search(r"mesh 0 of process 0 .*(receive|send) .* mesh 1 of process 1", told), said
+    check(losses(tmp_path), reference)
