@@ -38,7 +38,7 @@ class Found:
     A stage's meshes are those that are best for one of its layers. `shares`: of each stage's forward work, what backward does
     again. `loop`: the
     step in the chosen number of microbatches. `one_stage_s`: the least time of one stage on all devices, infinite if that does
-    not fit. `compared`: every timetable with what its best stages would take.
+    not fit. `compared`: every timetable with what its best stages would take. `ended_early`: the budget ended the search.
     """
 
     cuts: tuple[int, ...]
@@ -50,6 +50,7 @@ class Found:
     loop: TimeLoop
     one_stage_s: float
     compared: tuple[Alternative, ...]
+    ended_early: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +247,7 @@ class _StageSearch:
             loop=layers.loop,
             one_stage_s=min((one.step_s for one in alone if isinstance(one, StageChoice)), default=math.inf),
             compared=self._compare(choices),
+            ended_early=self.budget.is_over,
         )
 
     def _share_of(self, stage: ChosenStage) -> float:

@@ -77,9 +77,10 @@ def search_pipeline(
     started = time.perf_counter()
     tables = wishes.timetables(traced, num_stages or max(2, machine_shape(request.cluster, devices)[0]), tuning)
     split = split_scans(traced, every_layer(traced))
+    hurried = dataclasses.replace(request, budget=request.budget.part(tuning.searched))
     found = search_stages(
         make_loops(split, tables[0].microbatches),
-        request,
+        hurried,
         devices=devices,
         timetables=tables,
         num_stages=num_stages,
@@ -99,6 +100,8 @@ def search_pipeline(
     compared = tuple(rows[timetable] for timetable in sorted(rows)) if len(rows) > 1 else ()
     bound_s, seconds = bound_stages(traced, request, devices), time.perf_counter() - started
     plan = dataclasses.replace(best.plan, planning_s=seconds, compared=compared, lower_bound_s=bound_s)
+    if found.ended_early:
+        plan = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "other stages"))
     by_layers_s = tuple(stage.stage_s for stage in found.choice.stages)
     return SearchedPipeline(dataclasses.replace(best, plan=plan), found.one_stage_s, by_layers_s)
 

@@ -54,6 +54,9 @@ class Tuning:
     """Relative excess over the best within which an estimate is planned all the same: of a number of microbatches next to the
     best one, or of stages that have to beat one mesh. The estimate assumes equal stages, and unequal ones may idle less."""
 
+    searched: float = 0.6
+    """The part of the time that is left which the search over layers may take. The chosen stages are planned as wholes in the
+    rest: half of the time without a clock for GPT-39B, a sixth on 1,024 devices (`benchmarks/planning_ordinary.py`)."""
     ways_at_once: int = 4
     """Timetables for which stages are chosen side by side, before the best of them is looked at. More use more cores, and choose
     for timetables that are not needed (`benchmarks/stage_search_time.py`)."""

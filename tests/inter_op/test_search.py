@@ -11,12 +11,11 @@ import pytest
 import autopar
 from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
-from autopar.inter_op.dynamic_program.submeshes import machine_shape
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.plan_stages import StageRequest, plan_program, plan_stages
 from autopar.inter_op.planned_layers import PlannedLayers
 from autopar.inter_op.search import search_stages
-from autopar.inter_op.search_pipeline import SearchedPipeline, search_pipeline
+from autopar.inter_op.search_pipeline import search_pipeline
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import TUNING
 from autopar.intra_op.choices.options import PlannerOptions
@@ -101,11 +100,6 @@ def searched(width, devices, machine, limit=None, batch=8, budget=None, **option
     return search_stages(loop_of, request, devices=devices, **options)
 
 
-def test_devices_of_a_machine_are_counted_in_nodes():
-    assert (machine_shape(two_nodes(), 4), machine_shape(preset("cpu"), 8)) == ((2, 2), (1, 8))
-    assert machine_shape(two_nodes(), 2) == (1, 2)
-
-
 def test_the_chosen_stages_use_all_devices_and_cut_between_layers():
     found = searched(64, 4, two_nodes())
     assert sum(found.sizes) == 4
@@ -130,14 +124,12 @@ def test_weights_that_one_device_cannot_hold_are_cut_and_too_small_a_limit_names
 
 def test_across_nodes_the_faster_of_one_mesh_and_stages_is_taken_and_runs_like_jit():
     weights, x = arguments(256)
-    parallel = autopar.parallelize(step, devices=jax.devices()[:4], cluster=two_nodes(), num_microbatches=4)
+    options = {"devices": jax.devices()[:4], "cluster": two_nodes(), "num_microbatches": 4}
+    parallel = autopar.parallelize(step, **options)
     plan = parallel.plan(weights, x)
-    one = autopar.parallelize(
-        step, devices=jax.devices()[:4], cluster=two_nodes(), num_microbatches=4, num_stages=1
-    ).plan(weights, x)
-    assert plan.step_s <= one.step_s
+    assert plan.step_s <= autopar.parallelize(step, **options, num_stages=1).plan(weights, x).step_s
     assert isinstance(plan, PipelinePlan), (
-        "gradients of 256 KB a layer over the slow network cost more than activations"
+        "a layer's gradients of 256 KB cost more over the slow network than activations"
     )
     assert plan_from_json(plan.to_json()) == plan
     assert_same_as_jit(step, parallel, weights, x)
@@ -343,9 +335,14 @@ def test_transfers_take_what_the_cluster_says_of_meshes_of_their_size():
 def test_the_sum_of_its_layers_is_near_what_a_stage_takes_as_a_whole():
     traced = traced_step(*arguments(2048, batch=512))  # compute counts more than latencies
     found = search_pipeline(traced, PipelineWishes(num_stages=1), request_on(two_nodes()), devices=4)
-    assert isinstance(found, SearchedPipeline)
     for by_layers_s, stage in zip(found.by_layers_s, found.pipeline.staged.stages, strict=True):
         assert by_layers_s == pytest.approx(stage.forward_s + stage.backward_s, rel=0.02)
+
+
+def test_a_pipeline_says_that_the_clock_ended_the_search():
+    request = dataclasses.replace(request_on(two_nodes()), budget=Budget(seconds=0))
+    found = search_pipeline(traced_step(*arguments(256)), PipelineWishes(num_stages=1), request, devices=4)
+    assert (found.pipeline.plan.ended_early, found.pipeline.plan.not_compared) == (True, ("other stages",))
 
 
 def tied_step(weights, x):

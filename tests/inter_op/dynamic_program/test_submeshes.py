@@ -1,8 +1,11 @@
 """Submeshes are parts of a node or whole nodes, and those that add up to a cluster fill it."""
 
+import dataclasses
+
 import pytest
 
-from autopar.inter_op.dynamic_program.submeshes import place, submeshes, tiles
+from autopar.cost_model.hardware import preset
+from autopar.inter_op.dynamic_program.submeshes import machine_shape, place, submeshes, tiles
 
 
 def test_submeshes_are_parts_of_a_node_and_whole_nodes():
@@ -49,3 +52,9 @@ def test_submeshes_that_do_not_fill_the_cluster_are_told():
     fractions = [(1, s) for s in (15, 10, 10, 6, 6, 6, 6, 1)]
     assert sum(size for _, size in fractions) == 60
     assert not tiles(fractions, 2, 30)
+
+
+def test_devices_of_a_machine_are_counted_in_nodes():
+    machine = dataclasses.replace(preset("p3.16xlarge"), devices_per_node=2)
+    assert (machine_shape(machine, 4), machine_shape(preset("cpu"), 8)) == ((2, 2), (1, 8))
+    assert machine_shape(machine, 2) == (1, 2)
