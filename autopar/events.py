@@ -11,6 +11,7 @@ this process's and not a thread's, as each mesh has a thread of its own.
     instruction   of a pipeline, about to be performed; for a task with a list of what it reads, which may be changed
     waiting       for another process to say what it is about to do; the process
     met           all processes have said it; what this one is about to do
+    gather        arrays are about to be brought to one device; how many
     write         a file is about to be written; its path
     replace       its content is written beside it, and is about to take its place
     written       it has
@@ -42,19 +43,23 @@ class Moment:
         return str(self.about)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class StepRun:
-    """One call of a step.
+    """One call of a step. All but the last two are as they were when the step began.
 
     Attributes:
         name: the step's.
         plan: a `Plan` or a `PipelinePlan`.
         standing: says where each mesh of this process is, a line for each, which stays the same while the mesh stands still.
+        wants_timeline: an observer of its beginning sets it, and a pipeline then waits for each task and measures it.
+        timeline: what was measured, a `Timeline`.
     """
 
     name: str
     plan: object
     standing: Callable[[], list[str]]
+    wants_timeline: bool = False
+    timeline: object = None
 
     def __str__(self) -> str:
         """Its name."""

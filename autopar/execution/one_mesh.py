@@ -99,7 +99,7 @@ class CompiledStep:
             if self._group is not None:
                 self._group.meet(self._words)
             leaves, name = list(leaves), self.signature.name
-            run = StepRun(name, self.plan, list)
+            run = StepRun(name=name, plan=self.plan, standing=list)
             with running(run, leaves):
                 arrays = copy_repeated([*leaves, *self._constants], self._donated)
                 placed = [

@@ -159,11 +159,11 @@ class CompiledPipeline:
                 refuse_consumed(self.signature.name, self.traced.input_paths(), leaves)
             if self._group is not None:
                 self._group.meet(self._words)
-            leaves, run = list(leaves), StepRun(self.signature.name, self.plan, self._standing)
+            leaves, run = list(leaves), StepRun(name=self.signature.name, plan=self.plan, standing=self._standing)
             with telling_what_is_left(self.signature.name, self.traced.input_paths(), leaves):
                 if self._watch is None:
                     with running(run, leaves):
-                        flat = self._results(self._driver.run(self._supply(leaves), record=record))
+                        flat = self._results(self._drive(run, leaves, record=record))
                 else:
                     flat = self._run_with_others(run, leaves, self._watch, record=record)
             reach("launched", run, flat)
@@ -175,7 +175,7 @@ class CompiledPipeline:
             with running(run, leaves):
                 devices = self._processes.devices
                 leaves = bring_leaves(leaves, self._split.inputs, self._inputs, devices=devices)
-                flat = self._results(self._driver.run(self._supply(leaves), record=record))
+                flat = self._results(self._drive(run, leaves, record=record))
                 step = self._split.step
                 scalars = [n for n, x in enumerate(flat) if x.shape == () and step.state_of_output[n] is None]
                 for n, x in zip(scalars, bring_here([flat[n] for n in scalars], devices), strict=True):
@@ -185,6 +185,15 @@ class CompiledPipeline:
             watch.post(error)
             raise
         return flat
+
+    def _drive(
+        self, run: StepRun, leaves: Sequence[Given], *, record: bool
+    ) -> dict[tuple[int, Value], list[jax.Array]]:
+        """What the driver makes of the leaves; with a timeline if that is asked for, also by whoever observes the run."""
+        record = record or run.wants_timeline
+        found = self._driver.run(self._supply(leaves), record=record)
+        run.timeline = self._driver.timeline() if record else None
+        return found
 
     def _supply(self, leaves: Sequence[Any]) -> dict[tuple[int, Value], list[Any]]:
         """The driver's inputs, from the leaves of a call: stacks in pieces, and constants."""

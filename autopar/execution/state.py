@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from autopar.events import reach
 from autopar.program.call import PyTree
 from autopar.runtime.processes import absent_like, are_here, as_host, is_here
 from autopar.runtime.resharding.reshard import bring_here
@@ -54,6 +55,7 @@ def create_sharded(
 def gather_to_one(tree: T, devices: Sequence[jax.Device]) -> T:
     """The tree with ordinary arrays on one device: the first of all, or with several processes the first of each."""
     leaves, structure = jax.tree.flatten(tree)
+    reach("gather", f"{len(leaves)} arrays")
     held, parts = take_apart(leaves)
     if are_here(devices):
         found = [jax.device_put(x, devices[0]) if isinstance(x, jax.Array) else x for x in parts]

@@ -17,9 +17,11 @@ from typing import Protocol, TypeAlias
 import jax
 
 from autopar.errors import ArgumentError
+from autopar.events import StepRun
 from autopar.files.line_log import LineLog
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
+from autopar.schedules.timeline import Timeline
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,8 @@ class StepMetrics:
         step_s: from its beginning, or from the end of the call before it if that was later, until its results were there.
         call_s: how long the call itself took, which goes on before the results are there.
         predicted_s: what the plan predicts for `step_s`.
-        exposed_comm_s: the communication in it that the plan does not expect to hide behind compute; None for a pipeline.
+        exposed_comm_s: communication that compute does not hide. On one mesh what the plan predicts, a part of `predicted_s`. In
+            stages what was measured, if this call was: the longest that a mesh waited for transfers under way.
         device_bytes: in use on the fullest device of this process; None where the device does not say, as on CPUs.
         device_peak_bytes: the most that has been in use on it.
         host_bytes: resident memory of this process; None without `/proc`.
@@ -52,20 +55,29 @@ class StepMetrics:
 Sink: TypeAlias = Callable[[StepMetrics], None]
 
 
-def measure(name: str, plan: object, *, call: int, step_s: float, call_s: float) -> StepMetrics:
+def measure(run: StepRun, *, call: int, step_s: float, call_s: float) -> StepMetrics:
     """The metrics of a call that has just ended."""
+    plan = run.plan
     stats = [found for device in jax.local_devices() if (found := device.memory_stats()) is not None]
     return StepMetrics(
-        name=name,
+        name=run.name,
         call=call,
         step_s=step_s,
         call_s=call_s,
         predicted_s=plan.step_s if isinstance(plan, Plan | PipelinePlan) else None,
-        exposed_comm_s=plan.comm_s - plan.hidden_s if isinstance(plan, Plan) else None,
+        exposed_comm_s=_exposed_comm_s(run),
         device_bytes=max((one.get("bytes_in_use", 0) for one in stats), default=None),
         device_peak_bytes=max((one.get("peak_bytes_in_use", 0) for one in stats), default=None),
         host_bytes=host_bytes(),
     )
+
+
+def _exposed_comm_s(run: StepRun) -> float | None:
+    if isinstance(run.plan, Plan):
+        return run.plan.comm_s - run.plan.hidden_s
+    if isinstance(run.timeline, Timeline):
+        return max(run.timeline.exposed_s(mesh) for mesh in range(run.timeline.num_meshes))
+    return None
 
 
 def host_bytes() -> int | None:

@@ -51,6 +51,7 @@ class Monitor:
         on_step: Callable[[StepMetrics], None] | None = None,
         metrics: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
+        timeline_every: int | None = None,
     ) -> None:
         """Say what to watch.
 
@@ -61,11 +62,16 @@ class Monitor:
             on_step: gets the metrics of each call, in the monitor's thread.
             metrics: a file that gets them as lines of JSON.
             tensorboard: a folder that gets them for TensorBoard; needs tensorboardX or PyTorch.
+            timeline_every: of so many calls of pipelines one is measured task by task, which takes longer, and gives
+                `StepMetrics.exposed_comm_s`. The same for all processes. None: none is.
         """
         if stall_s is not None and stall_s <= 0:
             raise ArgumentError(
                 f"stall_s={stall_s} is not above zero; give seconds, or None for steps that may take any time"
             )
+        if timeline_every is not None and timeline_every < 1:
+            raise ArgumentError(f"timeline_every={timeline_every} counts calls from 1; give a whole number, or None")
+        self._timeline_every = timeline_every
         self._stalls = None if stall_s is None else StallWatch(stall_s)
         self._look_s = TUNING.look_s if stall_s is None else min(TUNING.look_s, stall_s / TUNING.looks)
         self._on_stall = on_stall
@@ -105,6 +111,7 @@ class Monitor:
         match moment.kind, moment.about:
             case "step", StepRun() as run:
                 self._count += 1
+                run.wants_timeline = self._timeline_every is not None and self._count % self._timeline_every == 0
                 is_first = id(run.plan) not in self._plans
                 self._plans.add(id(run.plan))
                 with self._lock:
@@ -154,8 +161,7 @@ class Monitor:
         now_s = time.monotonic()
         self._drop(call)
         found = measure(
-            call.run.name,
-            call.run.plan,
+            call.run,
             call=call.number,
             step_s=now_s - max(call.began_s, self._last_s),
             call_s=launched_s - call.began_s,

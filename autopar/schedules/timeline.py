@@ -44,6 +44,21 @@ class Timeline:
         runs = (span for span in self.spans if isinstance(span.instruction, Run) and span.instruction.mesh == mesh)
         return sum(span.end_s - span.start_s for span in runs)
 
+    def exposed_s(self, mesh: int) -> float:
+        """Seconds in which a mesh waits for transfers that are under way, from their sends on or its own last instruction.
+
+        What it waits before the other mesh sends is the schedule's and not the link's.
+        """
+        sent = {span.instruction.number: span.end_s for span in self.spans if isinstance(span.instruction, Send)}
+        waited, free_s = 0.0, 0.0
+        for span in self.spans:
+            if span.instruction.mesh != mesh:
+                continue
+            if isinstance(span.instruction, Receive):
+                waited += max(0.0, span.end_s - max(free_s, sent.get(span.instruction.number, span.start_s)))
+            free_s = span.end_s
+        return waited
+
     def chrome_trace(self, name: str = "step") -> dict[str, object]:
         """The trace as a JSON object, without the frees."""
         return {"displayTimeUnit": "ms", "traceEvents": list(self._events(name))}

@@ -28,7 +28,7 @@ from autopar.errors import ArgumentError, warn
 from autopar.events import Moment, observing, reach
 
 Effect = Literal["raise", "kill", "stop", "slow", "corrupt", "full"]
-KINDS = ("phase", "step", "launched", "instruction", "waiting", "met", "write", "replace", "written", "point")
+KINDS = ("phase", "step", "launched", "instruction", "waiting", "met", "gather", "write", "replace", "written", "point")
 TEXT = re.compile(
     r"(?P<effect>\w+)@(?P<kind>\w+)(:(?P<name>.*?))?(?P<more>(,(count|times|rank|attempt|seconds)=[\d.]+)*)"
 )
@@ -201,7 +201,8 @@ def spoil(values: list[object]) -> None:
                 values[place] = inner
                 return
         elif isinstance(value, jax.Array | np.ndarray) and jnp.issubdtype(value.dtype, jnp.floating):
-            values[place] = value * np.asarray(np.nan, value.dtype)
+            with jax.debug_nans(False):
+                values[place] = value * np.asarray(np.nan, value.dtype)
             return
 
 

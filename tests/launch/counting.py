@@ -43,7 +43,7 @@ def happens(state):
             command = [sys.executable, "-c", "import time; time.sleep(60)", str(FOLDER)]
             subprocess.Popen(command, start_new_session=True)
         case "stand":
-            with running(StepRun("train", None, list), []):
+            with running(StepRun(name="train", plan=None, standing=list), []):
                 time.sleep(60)
         case "exit":
             sys.exit(7)

@@ -63,7 +63,7 @@ def test_a_callback_that_raises_ends_no_training(caplog):
     with Monitor(on_step=broken) as monitor, caplog.at_level(logging.ERROR, "autopar"):
         from autopar.events import StepRun, reach, running
 
-        run = StepRun("train", None, list)
+        run = StepRun(name="train", plan=None, standing=list)
         with running(run, []):
             _, loss = step(jnp.ones((2, 2)), jnp.ones((2, 2)))
         reach("launched", run, [loss])

@@ -32,7 +32,7 @@ def stalled_at(choose):
         told.set()
 
     step = Watched(make_schedule("1f1b", num_meshes=2, num_microbatches=2), before)
-    run = StepRun("train", "plan", lambda: step.driver.standing(lambda mesh: f" of process {mesh}"))
+    run = StepRun(name="train", plan="plan", standing=lambda: step.driver.standing(lambda mesh: f" of process {mesh}"))
     with Monitor(stall_s=STALL_S, on_stall=hear) as monitor:
         monitor._plans.add(id("plan"))
         with running(run, []):
@@ -110,7 +110,7 @@ def test_a_wait_for_another_process_is_named():
 
 def test_a_step_that_fails_is_no_longer_watched():
     said = []
-    run = StepRun("train", None, list)
+    run = StepRun(name="train", plan=None, standing=list)
     with Monitor(stall_s=0.1, on_stall=said.append), pytest.raises(ValueError, match="broken"), running(run, []):
         raise ValueError("broken")
     assert said == []
@@ -125,7 +125,7 @@ def test_metrics_come_from_results_that_are_there():
     found = []
     with Monitor(on_step=found.append):
         for _ in range(2):
-            run = StepRun("train", None, list)
+            run = StepRun(name="train", plan=None, standing=list)
             with running(run, []):
                 time.sleep(0.02)
             reach("launched", run, [jnp.ones(4), jnp.float32(1)])
@@ -139,7 +139,7 @@ def test_steps_in_quick_succession_are_all_measured():
     found, result = [], jnp.float32(1)
     with Monitor(on_step=found.append):
         for _ in range(3000):
-            run = StepRun("train", None, list)
+            run = StepRun(name="train", plan=None, standing=list)
             with running(run, []):
                 pass
             reach("launched", run, [result])

@@ -54,5 +54,12 @@ def test_waiting_is_seen_and_frees_are_not():
     assert (waiting["ts"], waiting["dur"]) == (0, 750_000)
 
 
+def test_a_mesh_waits_for_the_link_from_the_send_on_and_before_it_for_the_schedule():
+    assert [simulated().exposed_s(mesh) for mesh in range(2)] == [0.25, 0.25]
+    program = make_chain(make_schedule("1f1b", num_meshes=2, num_microbatches=1)).emit()
+    free = simulate(program, run_s=lambda run: 0.5, transfer_s=lambda send: 0.0).timeline
+    assert [free.exposed_s(mesh) for mesh in range(2)] == [0.0, 0.0]
+
+
 def test_the_text_of_a_trace_is_the_same_object():
     assert json.loads(simulated().trace_text("my step")) == simulated().chrome_trace("my step")

@@ -164,7 +164,7 @@ def test_arrays_are_spoilt_by_nan_in_the_first_that_can_hold_one():
     assert np.isnan(values[1][1]).all()
     assert values[1][1].dtype == np.float32
     assert not np.isnan(values[2]).any()
-    with inject("corrupt@step"), running(StepRun("train", None, list), leaves := [1, np.ones(2)]):
+    with inject("corrupt@step"), running(StepRun(name="train", plan=None, standing=list), leaves := [1, np.ones(2)]):
         pass
     assert np.isnan(leaves[1]).all()
 

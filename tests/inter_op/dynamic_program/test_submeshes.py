@@ -55,8 +55,6 @@ def test_submeshes_that_do_not_fill_the_cluster_are_told():
 
 
 def test_devices_of_a_machine_are_counted_in_nodes():
-    inner, *outer = preset("p3.16xlarge").tiers
-    tiers = (dataclasses.replace(inner, devices=2), *outer)
-    machine = dataclasses.replace(preset("p3.16xlarge"), tiers=tiers)
+    machine = dataclasses.replace(preset("p3.16xlarge"), devices_per_node=2)
     assert (machine_shape(machine, 4), machine_shape(preset("cpu"), 8)) == ((2, 2), (1, 8))
     assert machine_shape(machine, 2) == (1, 2)
