@@ -63,8 +63,13 @@ def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:
     if not math.isfinite(_seconds(others[0])):
         yield f"{words}: nothing else fits the memory"
         return
-    sure = {"": "", "~": "an estimated ", ">": "at least "}[_doubt(others[0])]
-    yield f"{words}; next is {_way_text(others[0], plan)}, {sure}{_slower(others[0], plan)} slower"
+    nearest = next((one for one in others if _seconds(one) >= plan.step_s), None)
+    if nearest is not None and math.isfinite(_seconds(nearest)):
+        sure = {"": "", "~": "an estimated ", ">": "at least "}[_doubt(nearest)]
+        words += f"; next is {_way_text(nearest, plan)}, {sure}{_slower(nearest, plan)} slower"
+    yield words
+    if _seconds(others[0]) < plan.step_s:
+        yield f"there was no time to look into {_way_text(others[0], plan)}, which may be faster"
     one_mesh = next((one for one in others[1:] if not one.schedule and one.step_s is not None), None)
     if one_mesh is not None and isinstance(plan, PipelinePlan):
         yield f"one mesh would take {_step_text(one_mesh)}, {_slower(one_mesh, plan)} slower: {_way_text(one_mesh, plan)}"
@@ -106,6 +111,8 @@ def _verdict(one: Alternative, plan: Plan | PipelinePlan) -> str:
         return "chosen"
     if math.isinf(_seconds(one)):
         return "does not fit, or cannot be cut so"
+    if _seconds(one) < plan.step_s:
+        return "may be faster: no time to look into it"
     return f"{'at least ' if _doubt(one) == '>' else ''}{_slower(one, plan)} slower"
 
 

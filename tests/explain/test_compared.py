@@ -72,3 +72,13 @@ def test_a_plan_that_ended_early_says_after_how_long_and_what_was_not_compared()
 def test_a_plan_of_one_mesh_that_ended_early_says_so_too():
     plan = dataclasses.replace(stage_of(0).plan, planning_s=2.0, ended_early=True, not_compared=("2 microbatches",))
     assert "- planning stopped after 2.00 s; not compared: 2 microbatches\n" in explain(plan)
+
+
+def test_what_the_clock_left_out_may_be_faster_than_the_plan():
+    step_s = pipeline_of(stage_of(0), stage_of(1)).step_s
+    rows = way(2, 16, "zb-h1", estimate_s=0.5 * step_s), way(None, 32, "1f1b", at_least_s=0.75 * step_s)
+    text = explain(compared(*rows, way(2, 1, "1f1b", step_s=2 * step_s)))
+    assert "; next is 1 microbatch in schedule 1f1b, 100.0% slower\n" in text
+    assert "- there was no time to look into 16 microbatches in schedule zb-h1, which may be faster\n" in text
+    assert text.count("may be faster: no time to look into it") == 2
+    assert "-50.0%" not in text
