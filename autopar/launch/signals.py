@@ -46,6 +46,10 @@ class Signals:
         self._stack.close()
 
     def _take(self, number: signal.Signals, kept: deque[int]) -> None:
+        """Keep a signal, unless whoever started the supervisor wants it ignored, as `nohup` does."""
+        if signal.getsignal(number) == signal.SIG_IGN:
+            return
+
         def keep(number: int, frame: FrameType | None) -> None:
             kept.append(number)
 

@@ -13,9 +13,21 @@ COUNTING = HERE / "counting.py"
 LIMIT_S = 60
 
 
-def start(folder, *options, script=(COUNTING,), arguments=(), **environment):
-    """`autopar launch OPTIONS SCRIPT FOLDER ARGUMENTS`, with its output in files of the folder."""
-    command = [sys.executable, "-m", "autopar", "launch", "--restart-pause", "0", *options, *script, folder, *arguments]
+def start(folder, *options, script=(COUNTING,), arguments=(), through=(), **environment):
+    """`autopar launch OPTIONS SCRIPT FOLDER ARGUMENTS`, with its output in files of the folder; `through` another command."""
+    command = [
+        *through,
+        sys.executable,
+        "-m",
+        "autopar",
+        "launch",
+        "--restart-pause",
+        "0",
+        *options,
+        *script,
+        folder,
+        *arguments,
+    ]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with (folder / "out.txt").open("w") as out, (folder / "err.txt").open("w") as err:
         return subprocess.Popen(

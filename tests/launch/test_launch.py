@@ -103,6 +103,15 @@ def test_a_signal_reaches_the_workers_which_save_and_end(tmp_path):
     assert said.endswith("stopped by SIGTERM; no worker is left\n")
 
 
+def test_a_signal_that_is_ignored_for_the_supervisor_ends_nothing(tmp_path):
+    job = start(tmp_path, "-n", "1", arguments=(40,), through=("nohup",))
+    assert wait_until(lambda: lines(tmp_path, "started"))
+    job.send_signal(signal.SIGHUP)
+    status, said = end(job, tmp_path)
+    assert status == 0, said
+    assert results(tmp_path, 1) == uninterrupted(1, 40)
+
+
 def test_no_process_is_left_when_the_supervisor_itself_is_killed(tmp_path):
     job = start(tmp_path, "-n", "2", arguments=(10_000, "leave", 1, 2))
     assert wait_until(lambda: any(line.startswith("1 ") for line in lines(tmp_path, "started")))
