@@ -48,11 +48,11 @@ def _name(instruction: Instruction, whose: Callable[[int], str]) -> str:
             at = "" if instruction.microbatch is None else f", microbatch {instruction.microbatch}"
             return f"{instruction.kind.replace('_', ' ')} of stage {instruction.stage}{at} ({instruction.task})"
         case Send():
-            return f"send {instruction.value} to mesh {instruction.target_mesh}{whose(instruction.target_mesh)}"
+            return f"send `{instruction.value}` to mesh {instruction.target_mesh}{whose(instruction.target_mesh)}"
         case Receive():
-            return f"receive {instruction.value} from mesh {instruction.source_mesh}{whose(instruction.source_mesh)}"
+            return f"receive `{instruction.value}` from mesh {instruction.source_mesh}{whose(instruction.source_mesh)}"
         case Free():
-            return str(instruction)
+            return f"free `{instruction.value}`"
 
 
 def _pending(state: MeshState[A]) -> int | None:

@@ -65,7 +65,8 @@ class Ending:
 
     def describe(self) -> str:
         """What happened, in words."""
-        at = f" after {self.steps} steps" if self.steps else ""
+        exactly = "" if self.kind in ("done", "exit") else "at least "  # it says so twice a second, and when it fails
+        at = f" after {exactly}{self.steps} step{'s' * (self.steps != 1)}" if self.steps else ""
         said = f": {self.words}" if self.words else ""
         name = f"worker {self.rank}"
         match self.kind:

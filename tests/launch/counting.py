@@ -3,6 +3,7 @@
 python counting.py FOLDER STEPS [WHAT RANK STEP]: WHAT happens once, in the first attempt, to worker RANK in step STEP.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -45,6 +46,8 @@ def happens(state):
         case "stand":
             with running(StepRun(name="train", plan=None, standing=list), []):
                 time.sleep(60)
+        case "stick":
+            ctypes.PyDLL(None).sleep(60)  # keeps Python's lock
         case "exit":
             sys.exit(7)
         case _:

@@ -78,6 +78,26 @@ def test_a_step_that_stands_still_is_named_and_the_job_starts_again(tmp_path):
     assert results(tmp_path, 2) == uninterrupted(2, 20)
 
 
+def test_a_worker_that_gives_no_sign_is_lost(tmp_path):
+    status, said = run(tmp_path, "-n", "2", "--silence-seconds", "1.5", arguments=(20, "stick", 1, 3))
+    assert status == 0, said
+    assert re.search(r"worker 1 has given no sign for [12] s; the last it said: runs .*counting.py", said), said
+    assert results(tmp_path, 2) == uninterrupted(2, 20)
+
+
+@pytest.mark.slow
+def test_a_standstill_of_the_supervisor_itself_is_not_held_against_workers(tmp_path):
+    job = start(tmp_path, "-n", "2", "--silence-seconds", "2", arguments=(550,))
+    assert wait_until(lambda: len(lines(tmp_path, "started")) == 2)
+    time.sleep(0.5)
+    job.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    job.send_signal(signal.SIGCONT)
+    status, said = end(job, tmp_path)
+    assert (status, said) == (0, "")
+    assert results(tmp_path, 2) == uninterrupted(2, 550)
+
+
 def test_an_error_that_comes_twice_without_a_step_in_between_ends_the_job(tmp_path):
     status, said = run(tmp_path, "-n", "2", arguments=(40, "always raise", 0, 5))
     assert status == 1

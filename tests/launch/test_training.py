@@ -47,8 +47,8 @@ def check(found, reference):
 @pytest.mark.parametrize(
     ("way", "fault", "words"),
     [
-        ("mesh", "kill@step,count=8,rank=1", "worker 1 was ended by SIGKILL .* after 7 steps"),
-        ("mesh", "kill@step,count=8,rank=0", "worker 0 was ended by SIGKILL .* after 7 steps"),
+        ("mesh", "kill@step,count=8,rank=1", "worker 1 was ended by SIGKILL"),
+        ("mesh", "kill@step,count=8,rank=0", "worker 0 was ended by SIGKILL"),
         ("mesh", "stop@step,count=5,rank=1", "worker 1 has stood still by SIGSTOP"),
         (
             "mesh",

@@ -34,7 +34,9 @@ def main():
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     devices, is_first = jax.device_count(), jax.process_index() == 0
     sizes = (
-        {"mesh_shape": (devices,)} if WAY == "mesh" else {"mesh_shape": [(devices // 2,)] * 2, "num_microbatches": 2}
+        {"mesh_shape": (devices,)}
+        if WAY == "mesh"
+        else {"mesh_shape": [(devices // 2,)] * 2, "num_microbatches": 2, "schedule": "1f1b"}
     )
     step = autopar.parallelize(train_step, **sizes)
     done, saved = pickle.loads(SAVED.read_bytes()) if SAVED.exists() else (0, init_state())

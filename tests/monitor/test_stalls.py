@@ -50,7 +50,7 @@ def test_a_task_that_stands_still_is_named_with_its_stage_and_whoever_waits_for_
     title, first, second = said[0].split("\n")
     assert title == "train (call 1) stands still:"
     assert re.fullmatch(
-        r"  mesh 0 of process 0 waits for instruction \d+ of \d+, receive \S+@0 from mesh 1 of process 1; state waiting; "
+        r"  mesh 0 of process 0 waits for instruction \d+ of \d+, receive `\S+@0` from mesh 1 of process 1; state waiting; "
         r"latest events: .*finish \d+ \(for 0\.\d s\)",
         first,
     )
@@ -64,10 +64,10 @@ def test_a_task_that_stands_still_is_named_with_its_stage_and_whoever_waits_for_
 def test_a_transfer_that_stands_still_is_named_with_its_peer():
     said = stalled_at(lambda i: isinstance(i, Send) and i.mesh == 0)
     assert re.search(
-        r"mesh 0 of process 0 performs instruction \d+ of \d+, send \S+@0 to mesh 1 of process 1;", said[0]
+        r"mesh 0 of process 0 performs instruction \d+ of \d+, send `\S+@0` to mesh 1 of process 1;", said[0]
     )
     assert re.search(
-        r"mesh 1 of process 1 waits for instruction \d+ of \d+, receive \S+@0 from mesh 0 of process 0;", said[0]
+        r"mesh 1 of process 1 waits for instruction \d+ of \d+, receive `\S+@0` from mesh 0 of process 0;", said[0]
     )
 
 
