@@ -42,6 +42,7 @@ from autopar.commands.calibrate import calibrate_to_file
 from autopar.cost_model.calibration.clocks import keep_freed_memory, step_clock, undisturbed_s
 from autopar.cost_model.calibration.fit_waiting import remove_waiting
 from autopar.cost_model.hardware import Cluster, load_cluster
+from autopar.files.whole_file import save
 from autopar.models import registry
 from autopar.plan import Plan
 from autopar.simulate.reprice import collective_s
@@ -101,7 +102,7 @@ def main() -> None:
         rows = rows_of(options.models, cluster, options.rounds, console)
     report(rows, console)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        save(options.json, json.dumps(rows, indent=1) + "\n")
 
 
 def timed(variants: Sequence[Variant], rounds: int, console: Console) -> dict[str, list[float]]:

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cost_model.hardware import Cluster, preset
+from autopar.files.whole_file import save
 from autopar.simulate.closed_forms import job_prediction
 from autopar.simulate.closed_forms.job_prediction import JobPrediction, Timing
 from autopar.simulate.closed_forms.prices import FITTED, FITTED_PLANS, InTraining
@@ -332,7 +333,7 @@ def main() -> int:
     print_constants(options.yardstick, console, of_alpa)
     if options.json:
         plain = {name: [dataclasses.asdict(result) for result in found] for name, found in results.items()}
-        options.json.write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+        save(options.json, json.dumps(plain, indent=1) + "\n")
     met = all(result.met for found in results.values() for result in found)
     return 1 if options.strict and not met else 0
 

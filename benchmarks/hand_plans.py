@@ -35,6 +35,7 @@ from planning_ordinary import CASES, describe
 import autopar
 from autopar.commands.parser import read
 from autopar.commands.subject import Subject, find_subject
+from autopar.files.whole_file import save
 
 SMALL = {
     "small-gpt": "gpt --layers 2 --hidden 64 --heads 4 --seq 16 --batch 16 --vocab 256 --cluster p3.16xlarge --devices 4",
@@ -177,7 +178,7 @@ def open_row(name: str, subject: Subject, wishes: Mapping[str, Any], kept: Path 
     row, text = plan("open", subject, wishes)
     if file is not None and text is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+        save(file, text)
     return row
 
 
@@ -240,7 +241,7 @@ def main() -> int:
         found[name] = compare(name, {**CASES, **SMALL}[name], given)
         if given.json:
             rows = {case: [dataclasses.asdict(row) for row in rows] for case, rows in found.items()}
-            given.json.write_text(json.dumps(rows, indent=1))
+            save(given.json, json.dumps(rows, indent=1))
     print()
     for name, rows in found.items():
         print(f"{name:16s} {verdict(rows)}")

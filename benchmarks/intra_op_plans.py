@@ -37,6 +37,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import autopar  # noqa: E402
+from autopar.files.whole_file import save  # noqa: E402
 from autopar.models import registry  # noqa: E402
 from autopar.models.config import DTYPES  # noqa: E402
 
@@ -369,7 +370,7 @@ def main() -> None:
         results.append(benchmark(name, sizes, rounds, forced=given.forced))
         console.print(table_of(results[-1], rounds))
         if given.json is not None:
-            given.json.write_text(json.dumps({"rounds": rounds, "results": results}, indent=1) + "\n")
+            save(given.json, json.dumps({"rounds": rounds, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import csv
 import gzip
+import io
 import json
 import math
 import time
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autopar.files.whole_file import save
 from autopar.solver.budget import Budget
 from autopar.solver.memory_rows import SpanRows, Spans
 from autopar.solver.outcomes import Chosen
@@ -156,10 +158,11 @@ def main() -> None:
                 rows.append(solve(path, part * args.seconds, part * args.work, args.proof))
                 print(describe(rows[-1]), flush=True)
     if args.curve:
-        args.curve.write_text(draw(rows), encoding="utf-8")
+        save(args.curve, draw(rows))
     if args.csv:
-        with args.csv.open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows([Row._fields, *rows])
+        table = io.StringIO(newline="")
+        csv.writer(table).writerows([Row._fields, *rows])
+        save(args.csv, table.getvalue())
 
 
 if __name__ == "__main__":

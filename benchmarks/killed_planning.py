@@ -32,6 +32,7 @@ from planning_ordinary import CASES, command_of, wait
 import autopar
 from autopar.commands.parser import read
 from autopar.commands.subject import find_subject
+from autopar.files.whole_file import save
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}
 SMALL = {"small": "gpt --layers 2 --hidden 64 --heads 4 --seq 32 --batch 32 --devices 8 --cluster p3.16xlarge"}
@@ -201,7 +202,7 @@ def main() -> int:
         runs.append(run(arguments, (signal.SIGINT, signal.SIGTERM)[number % 2], at_s, given.limit))
         print(line(runs[-1]), flush=True)
     if given.json:
-        given.json.write_text(json.dumps([dataclasses.asdict(one) for one in runs], indent=1))
+        save(given.json, json.dumps([dataclasses.asdict(one) for one in runs], indent=1))
     bad = [one for one in runs if not one.is_good]
     if runs[0].first_plan_s is not None:
         share = runs[0].first_plan_s / budget_s

@@ -37,6 +37,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 import autopar  # noqa: E402
+from autopar.files.whole_file import save  # noqa: E402
 from autopar.intra_op.memory.tuning import TUNING  # noqa: E402
 from autopar.models import registry  # noqa: E402
 from autopar.models.config import DTYPES  # noqa: E402
@@ -269,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failures.append(f"{case}: {said}")
         console.log(f"{number}/{len(cases)} {case}: {said} ({time.process_time() - begun:.0f} s)", markup=False)
         if given.json:
-            given.json.write_text(as_json(accounts, failures))
+            save(given.json, as_json(accounts, failures))
     console.print(shown(accounts))
     console.print(f"{time.process_time() - started:.0f} s of processor time")
     for group in given.groups:

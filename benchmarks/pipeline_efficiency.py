@@ -277,7 +277,7 @@ def main() -> None:
     work = f"{arguments.stages} stages x {arguments.microbatches} microbatches of {arguments.task_ms:g} ms"
     print_table(rows, work=work, hop_s=hop_s)
     if arguments.json:
-        arguments.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+        save(arguments.json, json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

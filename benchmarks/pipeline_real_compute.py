@@ -30,6 +30,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
+from autopar.files.whole_file import save
 from autopar.runtime.driver import Driver
 from autopar.schedules.chain import Chain, make_chain
 from autopar.schedules.instructions import Free, InstructionList, Run, Send, TaskSpec, Value
@@ -134,7 +135,7 @@ def main() -> None:
         table.add_row(row.schedule, f"{row.pipelined_ms:.1f}", f"{row.in_a_row_ms:.1f}", f"{row.ratio:.3f}")
     Console(width=100).print(table)
     if arguments.json:
-        arguments.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
+        save(arguments.json, json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 from rich.console import Console
 
 from autopar.cost_model.hardware import Cluster, preset
+from autopar.files.whole_file import save
 from autopar.simulate.closed_forms.job_prediction import predict
 from autopar.simulate.closed_forms.training_job import TrainingJob
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
@@ -156,7 +157,7 @@ def main() -> int:
         console.print(_summary(source, [outcome for outcome in found if outcome.source == source]), markup=False)
     if options.json:
         rows = [dataclasses.asdict(outcome) | {"apart": outcome.apart} for outcome in found]
-        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+        save(options.json, json.dumps(rows, indent=1) + "\n")
     return 0
 
 

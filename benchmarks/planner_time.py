@@ -39,6 +39,7 @@ from rich.table import Table
 
 import autopar
 from autopar import api
+from autopar.files.whole_file import save
 from autopar.intra_op import mesh_search
 from autopar.models import registry
 from autopar.models.config import DTYPES
@@ -189,7 +190,7 @@ def main() -> None:
             f"{layers} layers: {rows[-1]['total_s']:.1f} s of processor, {rows[-1]['wall_s']:.1f} s", style="dim"
         )
         if given.json is not None:
-            given.json.write_text(json.dumps(rows, indent=1) + "\n")
+            save(given.json, json.dumps(rows, indent=1) + "\n")
     console.print(table_of(rows, given))
     if given.profile:
         with cProfile.Profile() as profile:

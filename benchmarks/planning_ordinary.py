@@ -27,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from autopar.files.whole_file import save
+
 GPT = "gpt --layers 24 --hidden 2048 --heads 16 --seq 1024 --batch 64 --vocab 51200 --devices 8"
 BERT = "bert --layers 24 --hidden 1024 --heads 16 --batch 256 --seq 512 --vocab 30522 --cluster p4d.24xlarge"
 CASES = {
@@ -164,7 +166,7 @@ def main() -> int:
         print(line(name, outcome), flush=True)
         found[name] = dataclasses.asdict(outcome)
         if options.json:
-            options.json.write_text(json.dumps(found, indent=1))
+            save(options.json, json.dumps(found, indent=1))
         return outcome.plan
 
     if options.plans:

@@ -38,6 +38,7 @@ from rich.markup import escape  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from autopar.compat import make_mesh  # noqa: E402
+from autopar.files.whole_file import save  # noqa: E402
 from autopar.runtime.resharding.plan import ReshardPlan  # noqa: E402
 from autopar.runtime.resharding.planner import plan_reshard  # noqa: E402
 from autopar.runtime.resharding.reshard import Resharder  # noqa: E402
@@ -259,7 +260,7 @@ def main() -> None:
             table_of(cases, found[title], title=f"{title}: {given.rows} x {given.rows} float32, {given.rounds} rounds")
         )
     if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+        save(given.json, json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from rich.table import Table
 
 import autopar
 from autopar import api, decide
+from autopar.files.whole_file import save
 from autopar.models import registry
 from autopar.plan_cache import recall
 
@@ -101,7 +102,7 @@ def main() -> None:
             table.add_row(str(layers), name, *cells, str(row["is_equal"]), f"{row['entry_bytes']:,} B")
     Console(width=130).print(table)
     if given.json:
-        given.json.write_text(json.dumps(rows, indent=1))
+        save(given.json, json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

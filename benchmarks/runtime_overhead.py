@@ -33,6 +33,7 @@ from rich.table import Table
 
 import autopar
 from autopar.compat import make_mesh
+from autopar.files.whole_file import save
 from autopar.models.registry import build
 from autopar.runtime.driver import Driver
 from autopar.schedules.chain import make_chain
@@ -111,7 +112,7 @@ def main() -> None:
     Console().print(table)
     if options.json:
         figures = {"autopar_ms": ours_ms, "jit_ms": theirs_ms, "ratio": ratio, "instruction_us": overhead_us}
-        options.json.write_text(json.dumps({**figures, "pairs_s": pairs}, indent=1))
+        save(options.json, json.dumps({**figures, "pairs_s": pairs}, indent=1))
 
 
 if __name__ == "__main__":

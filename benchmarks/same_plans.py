@@ -18,6 +18,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from autopar.files.whole_file import save
+
 MODELS = ("mlp", "gpt", "gpt_scan", "moe", "wide_resnet", "bert", "t5", "llama", "unet", "densenet")
 CLUSTERS = ("cpu", "dgx-h100", "p3.16xlarge")
 LEFT_OUT = ("planning_s", "source")
@@ -34,7 +36,7 @@ def write(folder: Path, models: tuple[str, ...], clusters: tuple[str, ...]) -> N
             searching = {**os.environ, "AUTOPAR_CACHE": "off"}
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=searching)
             if done.returncode != 0:
-                target.write_text(json.dumps({"error": done.stderr}))
+                save(target, json.dumps({"error": done.stderr}))
             print(f"{target.name}: {'planned' if done.returncode == 0 else done.stderr.strip()}", flush=True)
 
 

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import optax
 
 import autopar
+from autopar.files.whole_file import save
 from autopar.models import registry
 
 DEVICES, SHARES = 8, (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -267,7 +268,7 @@ def main() -> int:
             rows.append(measure(name, build()))
             print(line(rows[-1]), flush=True)
             if given.json:
-                given.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+                save(given.json, json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     return 0 if all(row.is_good for row in rows) else 1
 
 

@@ -30,6 +30,7 @@ from rich.table import Table
 from autopar.cost_model.cores import available_cores
 from autopar.cost_model.hardware import find_cluster
 from autopar.errors import OutOfMemoryError
+from autopar.files.whole_file import save
 from autopar.gc_pause import pause_full_collections
 from autopar.inter_op import search_pipeline as search_module
 from autopar.inter_op.plan_pipeline import PipelineWishes
@@ -163,7 +164,7 @@ def main() -> None:
         rows.append(plan_once(layers, given))
         console.print(f"{layers} layers: {rows[-1]['total_s']:.1f} s of processor", style="dim")
         if given.json is not None:
-            given.json.write_text(json.dumps(rows, indent=1) + "\n")
+            save(given.json, json.dumps(rows, indent=1) + "\n")
     console.print(table_of(rows, given))
 
 

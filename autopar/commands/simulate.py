@@ -51,7 +51,7 @@ def _simulate_table(options: argparse.Namespace) -> int:
     output: Path | None = options.csv
     planner = None if options.closed_form else PartPlanner()
     with live_line():
-        found = [_price(row, planner) if isinstance(row, Row) else row for row in read_table(options.table)]
+        found = [price_row(row, planner) if isinstance(row, Row) else row for row in read_table(options.table)]
     priced = [row for row in found if isinstance(row, PricedRow)]
     failed = [row for row in found if isinstance(row, RowError)]
     summary = summarise(priced)
@@ -72,7 +72,8 @@ def _simulate_table(options: argparse.Namespace) -> int:
     return SOME_ROWS_FAILED if failed else 0
 
 
-def _price(row: Row, planner: PartPlanner | None) -> PricedRow | RowError:
+def price_row(row: Row, planner: PartPlanner | None) -> PricedRow | RowError:
+    """What is predicted for a row, by the closed form alone without a planner; a RowError if that cannot be."""
     enter(f"row {row.number} ({row.id})")
     try:
         closed = predict(row.cluster, row.job)

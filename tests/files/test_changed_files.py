@@ -1,9 +1,11 @@
-"""Files that are changed at random: plans and clusters are used, or refused as an AutoparError, in a bounded time."""
+"""Files that are changed at random: plans, clusters and tables are used, or refused as an AutoparError, in a bounded time."""
 
 import copy
+import csv
 import io
 import json
 import random
+import re
 import signal
 
 import pytest
@@ -12,10 +14,14 @@ from rich.console import Console
 import autopar
 from autopar import AutoparError
 from autopar.commands.planning import show_plan
+from autopar.commands.simulate import price_row
 from autopar.cost_model.cluster_files import ClusterFileError, load_cluster
 from autopar.cost_model.json_files import schema_at, violations
 from autopar.files.checked import PLAN_SCHEMA
 from autopar.rules.notation import parse
+from autopar.simulate.error_summary import PricedRow
+from autopar.simulate.rows import Row, RowError, read_table
+from tests.run_tables import FAMILIES, GOOD, SMALL_PLAN
 from tests.test_plan import make_batch, make_state, train_step
 
 LONGEST_S = 20
@@ -131,6 +137,60 @@ def test_changed_clusters_are_used_or_refused(count, tmp_path, request):
 
         refused += not bounded(use)
     assert refused > 0.3 * count
+
+
+CELLS = ("", "0", "1", "-1", "2", "3", "7", "64", "1000", "0.5", "1e9", "1e400", "nan", "x", "gpt", "moe", "full", "é,")
+ROWS = [GOOD | SMALL_PLAN | {"family": family} | changes for family, changes in FAMILIES.items()]
+ROWS += [GOOD, GOOD | {"step_s": "-1"}]
+
+
+def change_table(draw: random.Random) -> bytes:
+    """A table of one to three runs with one to four changes, of cells mostly."""
+    header, *rows = [[*GOOD], *([*draw.choice(ROWS).values()] for _ in range(draw.randint(1, 3)))]
+    for _ in range(draw.randint(1, 4)):
+        row = draw.choice(rows)
+        match draw.randrange(11):
+            case 0 if len(header) > 1:
+                del header[draw.randrange(len(header))]
+            case 1:
+                header[draw.randrange(len(header))] = draw.choice([*GOOD, "width_factor", "experts", ""])
+            case 2:
+                row.insert(draw.randrange(len(row)), draw.choice(CELLS))
+            case 3 if row:
+                del row[draw.randrange(len(row)) :]
+            case _ if row:
+                place = draw.randrange(len(row))
+                other = draw.choice(ROWS)[[*GOOD][place % len(GOOD)]]
+                row[place] = draw.choice((*CELLS, other, row[place] + draw.choice("05x")))
+    text = io.StringIO()
+    csv.writer(text).writerows([header, *rows])
+    made = text.getvalue().encode()
+    match draw.randrange(40):
+        case 0:
+            return made[: draw.randrange(len(made))]
+        case 1:
+            return made.replace(b"1", draw.choice((b"\xff", b'"', b"\0", b"9" * 5000)), 1)
+    return made
+
+
+def price_table(path) -> bool:
+    """Whether all rows of a table could be priced; those that could not are told by row and column."""
+    found = [price_row(row, None) if isinstance(row, Row) else row for row in read_table(path)]
+    wrong = [str(row) for row in found if isinstance(row, RowError)]
+    assert all(re.match(r"row \d+ \(.*\): (column '|has more cells)", text, re.DOTALL) for text in wrong), wrong
+    assert all(row.predicted.step.step_s > 0 for row in found if isinstance(row, PricedRow))
+    return not wrong
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
+def test_changed_tables_are_priced_or_told_by_row_and_column(count, tmp_path):
+    draw, told = random.Random(count), 0
+    for _ in range(count):
+        (tmp_path / "rows.csv").write_bytes(change_table(draw))
+        complete = []
+        is_table = bounded(lambda complete=complete: complete.append(price_table(tmp_path / "rows.csv")))
+        told += not is_table or not complete[0]
+    assert 0.3 * count < told < count
 
 
 @pytest.mark.parametrize("count", [2000, pytest.param(20_000, marks=pytest.mark.slow)])
