@@ -141,6 +141,11 @@ class BestStages:
         except (OutOfMemoryError, ArgumentError) as error:
             return Unsolved(error)
 
+    def solve_number(self, way: Timetable, num_stages: int, below_s: float) -> Outcome:
+        """The best stages of one timetable in that number, if a step takes less than so many seconds."""
+        problem = self._rules.problem(way, self.table(way))
+        return self._choose(problem, below_s, num_stages=num_stages)
+
     def solve_planned(self, way: Timetable, below_s: float) -> Outcome:
         """The choice among submeshes on which layers are planned, as an estimate need not come true."""
         table, rules = self.table(way), self._rules
@@ -194,8 +199,8 @@ class BestStages:
         outcome = self._choose(self._rules.problem(way, self.table(way)), below_s)
         return outcome, time.perf_counter() - started
 
-    def _choose(self, problem: StageProblem, below_s: float) -> Outcome:
-        manual, tolerance = Manual(num_stages=self._rules.num_stages), self._tuning.tolerance
+    def _choose(self, problem: StageProblem, below_s: float, *, num_stages: int | None = None) -> Outcome:
+        manual, tolerance = Manual(num_stages=num_stages or self._rules.num_stages), self._tuning.tolerance
         try:
             return choose_faster_stages(problem, below_s, manual=manual, tolerance=tolerance, budget=self._budget)
         except (OutOfMemoryError, ArgumentError) as error:

@@ -39,6 +39,7 @@ class Found:
     again. `loop`: the
     step in the chosen number of microbatches. `one_stage_s`: the least time of one stage on all devices, infinite if that does
     not fit. `compared`: every timetable with what its best stages would take. `ended_early`: the budget ended the search.
+    `others`: choices of other numbers of stages, which may be faster if unequal stages wait longer than assumed.
     """
 
     cuts: tuple[int, ...]
@@ -48,9 +49,10 @@ class Found:
     timetable: Timetable
     shares: tuple[float, ...]
     loop: TimeLoop
-    one_stage_s: float
-    compared: tuple[Alternative, ...]
     ended_early: bool
+    one_stage_s: float = math.inf
+    compared: tuple[Alternative, ...] = ()
+    others: tuple[Found, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,20 +237,42 @@ class _StageSearch:
         return False
 
     def _describe(self, best: Timetable, choices: Mapping[Timetable, StageChoice]) -> Found:
-        choice, layers, ways = choices[best], self.costs.of(best.microbatches), self.stages.ways
+        ways = self.stages.ways
         alone = [self.stages.solve(way, num_stages=1) for way in ways if way.schedule == self._first.schedule]
+        found = self._found(best, choices[best])
+        return dataclasses.replace(
+            found,
+            others=tuple(self._found(best, other) for other in self._other_numbers(best, choices[best])),
+            one_stage_s=min((one.step_s for one in alone if isinstance(one, StageChoice)), default=math.inf),
+            compared=self._compare(choices),
+        )
+
+    def _found(self, way: Timetable, choice: StageChoice) -> Found:
+        layers = self.costs.of(way.microbatches)
         return Found(
             cuts=tuple(layers.places[stage.first_layer - 1] for stage in choice.stages[1:]),
             sizes=tuple(math.prod(stage.submesh) for stage in choice.stages),
             meshes=tuple(map(layers.meshes, choice.stages)),
             choice=choice,
-            timetable=best,
+            timetable=way,
             shares=tuple(self._share_of(stage) for stage in choice.stages),
             loop=layers.loop,
-            one_stage_s=min((one.step_s for one in alone if isinstance(one, StageChoice)), default=math.inf),
-            compared=self._compare(choices),
             ended_early=self.budget.is_over,
         )
+
+    def _other_numbers(self, way: Timetable, choice: StageChoice) -> list[StageChoice]:
+        """Choices of a few stages more or less that may take hardly longer, the fastest first.
+
+        Only of a schedule with a split backward, whose seconds are exact for equal stages alone.
+        """
+        count = len(choice.stages)
+        if not NAMED_SCHEDULES[way.schedule].is_split or count == 1 or self.rules.num_stages or self.budget.is_over:
+            return []
+        near_s = (1 + self.tuning.near) * choice.step_s
+        numbers = [number for number in range(max(2, count - 1), count + 3) if number != count]
+        solved = [self.stages.solve_number(way, number, near_s) for number in numbers]
+        found = [other for other in solved if isinstance(other, StageChoice)]
+        return sorted(found, key=lambda other: other.step_s)
 
     def _share_of(self, stage: ChosenStage) -> float:
         """Of its forward work, what the backward pass of a stage does again."""

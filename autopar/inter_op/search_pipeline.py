@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from autopar.errors import OutOfMemoryError
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages, describe_pipeline
 from autopar.inter_op.dynamic_program.submeshes import machine_shape
 from autopar.inter_op.plan_pipeline import (
@@ -92,10 +93,11 @@ def search_pipeline(
         return OneStage(found.compared)
     if len(found.sizes) == 1:
         return OneStage()
-    first = _plan_found(traced, split, found, wishes, request, tuning)
+    compared, one_stage_s = found.compared, found.one_stage_s
+    found, first = _plan_best_number(traced, split, found, wishes, request, tuning)
     planned = {found.timetable: first, **plan_in_other_schedules(first, found.timetable, tables, request)}
     best = min(planned.values(), key=lambda one: one.plan.step_s)
-    rows = {timetable_of(one): one for one in found.compared}
+    rows = {timetable_of(one): one for one in compared}
     rows |= {timetable: alternative_of(one.plan) for timetable, one in planned.items()}
     compared = tuple(rows[timetable] for timetable in sorted(rows)) if len(rows) > 1 else ()
     bound_s, seconds = bound_stages(traced, request, devices), time.perf_counter() - started
@@ -103,7 +105,31 @@ def search_pipeline(
     if found.ended_early:
         plan = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "other stages"))
     by_layers_s = tuple(stage.stage_s for stage in found.choice.stages)
-    return SearchedPipeline(dataclasses.replace(best, plan=plan), found.one_stage_s, by_layers_s)
+    return SearchedPipeline(dataclasses.replace(best, plan=plan), one_stage_s, by_layers_s)
+
+
+def _plan_best_number(
+    traced: TracedStep,
+    split: SplitStep,
+    found: Found,
+    wishes: PipelineWishes,
+    request: PlanRequest,
+    tuning: Tuning,
+) -> tuple[Found, PlannedPipeline]:
+    """The chosen stages, planned; or other numbers of them, if these take longer than promised and those promise less."""
+    best = found, _plan_found(traced, split, found, wishes, request, tuning)
+    for other in found.others[: tuning.second_looks]:
+        to_beat_s = best[1].plan.step_s
+        is_as_promised = to_beat_s <= (1 + tuning.worth) * found.choice.step_s
+        if is_as_promised or other.choice.step_s * (1 + tuning.worth) >= to_beat_s or request.budget.is_over:
+            break
+        try:
+            planned = _plan_found(traced, split, other, wishes, request, tuning)
+        except OutOfMemoryError:
+            continue
+        if planned.plan.step_s < to_beat_s:
+            best = other, planned
+    return best
 
 
 def _plan_found(

@@ -88,7 +88,10 @@ class Tuning:
     """The parts of its forward work that the backward pass of a stage may do again. The time of the dynamic program grows with
     their number (`benchmarks/stage_search_time.py`, GPT-39B)."""
 
-    # Stages as wholes: `plan_stages.py`.
+    # Stages as wholes: `plan_stages.py` and `search_pipeline.py`.
+    second_looks: int = 1
+    """Other numbers of stages that are planned as wholes if the chosen number takes longer than its layers promised. The formula
+    of zb-h1 holds for equal stages. A GPT of 12 layers (`benchmarks/stage_search_time.py --layers 12`) gains 5 %."""
     stage_gap: float = 0.02
     """The gap to its bound, relative, at which a stage's plan within the memory is not searched to the end. Sums of layers, by
     which stages are cut, are less exact. To the end it takes four times as long for the stages of GPT-39B, and finds the same

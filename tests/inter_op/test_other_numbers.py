@@ -1,0 +1,59 @@
+"""Stages that take longer than their layers promised are compared with another number of stages, which is planned as well."""
+
+import dataclasses
+import types
+
+import pytest
+
+from autopar.errors import OutOfMemoryError
+from autopar.inter_op import search_pipeline
+from autopar.inter_op.tuning import TUNING
+from autopar.solver.budget import Budget
+
+
+def found_of(promised_s, *others):
+    """What a search found, of which only the promised seconds matter."""
+    choice = types.SimpleNamespace(step_s=promised_s)
+    return types.SimpleNamespace(choice=choice, others=others)
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """A function of found stages and the seconds that each takes as a whole: what is taken, and all that was planned."""
+
+    def chosen(found, whole_s, *, budget=None, tuning=TUNING):
+        planned = []
+
+        def plan_found(traced, split, one, *rest):
+            planned.append(one)
+            if whole_s[one.choice.step_s] is None:
+                raise OutOfMemoryError("too large")
+            return types.SimpleNamespace(plan=types.SimpleNamespace(step_s=whole_s[one.choice.step_s]))
+
+        monkeypatch.setattr(search_pipeline, "_plan_found", plan_found)
+        request = types.SimpleNamespace(budget=budget or Budget())
+        taken, pipeline = search_pipeline._plan_best_number(None, None, found, None, request, tuning)
+        return taken.choice.step_s, pipeline.plan.step_s, [one.choice.step_s for one in planned]
+
+    return chosen
+
+
+def test_stages_that_take_what_was_promised_are_taken_at_once(choose):
+    assert choose(found_of(1.0, found_of(1.01)), {1.0: 1.02, 1.01: 0.5}) == (1.0, 1.02, [1.0])
+
+
+def test_another_number_is_planned_where_the_promise_is_broken_and_taken_if_it_is_faster(choose):
+    assert choose(found_of(1.0, found_of(1.01)), {1.0: 1.1, 1.01: 1.05}) == (1.01, 1.05, [1.0, 1.01])
+    assert choose(found_of(1.0, found_of(1.01)), {1.0: 1.1, 1.01: 1.2}) == (1.0, 1.1, [1.0, 1.01])
+
+
+def test_another_number_that_promises_too_little_or_does_not_fit_is_left(choose):
+    assert choose(found_of(1.0, found_of(1.09)), {1.0: 1.1, 1.09: 0.5}) == (1.0, 1.1, [1.0])
+    assert choose(found_of(1.0, found_of(1.01)), {1.0: 1.1, 1.01: None}) == (1.0, 1.1, [1.0, 1.01])
+
+
+def test_as_many_numbers_are_planned_as_the_tuning_says_and_none_when_time_is_up(choose):
+    found, whole_s = found_of(1.0, found_of(1.01), found_of(1.02)), {1.0: 1.3, 1.01: 1.2, 1.02: 1.1}
+    assert choose(found, whole_s) == (1.01, 1.2, [1.0, 1.01])
+    assert choose(found, whole_s, tuning=dataclasses.replace(TUNING, second_looks=2)) == (1.02, 1.1, [1.0, 1.01, 1.02])
+    assert choose(found, whole_s, budget=Budget(seconds=0)) == (1.0, 1.3, [1.0])
