@@ -55,6 +55,7 @@ def test_submeshes_that_do_not_fill_the_cluster_are_told():
 
 
 def test_devices_of_a_machine_are_counted_in_nodes():
-    machine = dataclasses.replace(preset("p3.16xlarge"), devices_per_node=2)
+    inner, *outer = preset("p3.16xlarge").tiers
+    machine = dataclasses.replace(preset("p3.16xlarge"), tiers=(dataclasses.replace(inner, devices=2), *outer))
     assert (machine_shape(machine, 4), machine_shape(preset("cpu"), 8)) == ((2, 2), (1, 8))
     assert machine_shape(machine, 2) == (1, 2)
