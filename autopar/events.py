@@ -10,7 +10,7 @@ this process's and not a thread's, as each mesh has a thread of its own.
     failed        it was not; the `StepRun`
     instruction   of a pipeline, about to be performed; for a task with a list of what it reads, which may be changed
     waiting       for another process to say what it is about to do; the process
-    met           all processes have said it; what this one is about to do
+    heard         it has said it, or is not waited for any longer; the process
     gather        arrays are about to be brought to one device; how many
     write         a file is about to be written; its path
     replace       its content is written beside it, and is about to take its place

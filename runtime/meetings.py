@@ -75,7 +75,6 @@ class Group:
         else:
             self._publish(f"{topic}/words {self.here}", {"words": words[:MAX_WORDS], "digest": _digest(words)})
             outcome = self._hear(topic, words)
-        reach("met", words)
         if outcome:
             raise PlanError(outcome)
         return topic
@@ -179,8 +178,16 @@ class Group:
             limit_s: how long to wait; as long as for any other if None.
             warns: whether to say for whom it waits.
         """
-        began, limit_s, is_told = time.monotonic(), self.limit_s if limit_s is None else limit_s, False
+        if not warns:
+            return self._read(key, process, words, limit_s=limit_s, warns=False)
         reach("waiting", f"process {process}, while process {self.here} {words}")
+        try:
+            return self._read(key, process, words, limit_s=limit_s, warns=True)
+        finally:
+            reach("heard", f"process {process}")
+
+    def _read(self, key: str, process: int, words: str, *, limit_s: float | None, warns: bool) -> bytes:
+        began, limit_s, is_told = time.monotonic(), self.limit_s if limit_s is None else limit_s, False
         while True:
             try:
                 return self.service.blocking_key_value_get_bytes(key, int(LOOK_S * 1000))

@@ -12,6 +12,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,6 @@ class _Call:
 
     run: StepRun
     number: int
-    is_first: bool
     began_s: float
     launched_s: float | None = None
     result: jax.Array | None = None
@@ -77,9 +77,9 @@ class Monitor:
         self._on_stall = on_stall
         self._sinks: list[Sink] = [] if on_step is None else [on_step]
         self._metrics, self._tensorboard = metrics, tensorboard
-        self._calls: list[_Call] = []
+        self._calls: deque[_Call] = deque()
         self._lock = threading.Lock()
-        self._plans: set[int] = set()
+        self._is_new = False
         self._waiting = ""
         self._count, self._last_s = 0, 0.0
         self._wake, self._is_over = threading.Event(), False
@@ -112,34 +112,40 @@ class Monitor:
             case "step", StepRun() as run:
                 self._count += 1
                 run.wants_timeline = self._timeline_every is not None and self._count % self._timeline_every == 0
-                is_first = id(run.plan) not in self._plans
-                self._plans.add(id(run.plan))
                 with self._lock:
-                    self._calls.append(_Call(run=run, number=self._count, is_first=is_first, began_s=time.monotonic()))
+                    self._calls.append(_Call(run=run, number=self._count, began_s=time.monotonic()))
             case "launched", StepRun() as run:
                 for call in self._calls_of(run):
                     call.result = _witness(moment.values or ())
                     call.launched_s = time.monotonic()
+                    self._is_new = False
             case "failed", StepRun() as run:
                 for call in self._calls_of(run):
                     self._drop(call)
             case "waiting", words:
                 self._waiting = f"waits for {words}"
-            case "met", _:
+            case "heard", _:
                 self._waiting = ""
+            case "phase", _:
+                self._is_new = True
             case _:
                 return
         self._wake.set()
 
-    def _calls_of(self, run: StepRun | None = None) -> list[_Call]:
-        """The calls under way, in order; those of one `StepRun` if it is given."""
+    def _calls_of(self, run: StepRun) -> list[_Call]:
+        """The calls under way of a `StepRun`."""
         with self._lock:
-            return [call for call in self._calls if run is None or call.run is run]
+            return [call for call in self._calls if call.run is run]
+
+    def _oldest(self) -> _Call | None:
+        """The call that has been under way for longest."""
+        with self._lock:
+            return self._calls[0] if self._calls else None
 
     def _drop(self, call: _Call) -> None:
         """Note that a call is no longer under way."""
-        with self._lock:
-            self._calls = [other for other in self._calls if other is not call]
+        with self._lock, contextlib.suppress(ValueError):  # it has failed, and was dropped before
+            self._calls.remove(call)
 
     def _work(self) -> None:
         """The monitor's thread: wait for results, look for stalls, until the end."""
@@ -147,7 +153,7 @@ class Monitor:
         while not (self._is_over and (not self._calls or time.monotonic() > ends_s)):
             if self._is_over and ends_s == float("inf"):
                 ends_s = time.monotonic() + TUNING.leave_s
-            call = next(iter(self._calls_of()), None)
+            call = self._oldest()
             if call is not None and call.launched_s is not None:
                 if _wait(call.result, time.monotonic() + self._look_s):
                     self._complete(call, call.launched_s)
@@ -177,17 +183,15 @@ class Monitor:
         """Describe what stands still, once."""
         if self._stalls is None:
             return
-        calls, waiting = self._calls_of(), self._waiting
-        if not calls and not waiting:
+        call, waiting = self._oldest(), self._waiting
+        if call is None and not waiting:
             if self._stalls.forget():
                 self._say_of_stall("")
             return
-        call, was_told = calls[0] if calls else None, bool(self._stalls.told)
+        was_told = bool(self._stalls.told)
         title = "a step" if call is None else f"{call.run.name} (call {call.number})"
         lines = [waiting] if waiting else _lines_of(call)
-        words = self._stalls.look(
-            title, lines, time.monotonic(), patience=TUNING.first_call if call is not None and call.is_first else 1.0
-        )
+        words = self._stalls.look(title, lines, time.monotonic(), patience=TUNING.first_call if self._is_new else 1.0)
         if words is not None:
             self._say_of_stall(words)
         elif was_told and not self._stalls.told:

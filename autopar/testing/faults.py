@@ -28,7 +28,19 @@ from autopar.errors import ArgumentError, warn
 from autopar.events import Moment, observing, reach
 
 Effect = Literal["raise", "kill", "stop", "slow", "corrupt", "full"]
-KINDS = ("phase", "step", "launched", "instruction", "waiting", "met", "gather", "write", "replace", "written", "point")
+KINDS = (
+    "phase",
+    "step",
+    "launched",
+    "instruction",
+    "waiting",
+    "heard",
+    "gather",
+    "write",
+    "replace",
+    "written",
+    "point",
+)
 TEXT = re.compile(
     r"(?P<effect>\w+)@(?P<kind>\w+)(:(?P<name>.*?))?(?P<more>(,(count|times|rank|attempt|seconds)=[\d.]+)*)"
 )
