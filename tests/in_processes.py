@@ -1,12 +1,13 @@
 """Cases run in processes of their own, so that one that ends its process, or waits for ever, is named.
 
 `run` hands cases to a process, in which `work_through` says before each few of them how many these are, and what is wrong behind
-them. If the process ends early or is silent for too long, the cases that were under way run one by one, each in its own process,
+them. If the process ends early or hangs, the cases that were under way run one by one, each in its own process,
 and the others go on in a further one.
 """
 
 import dataclasses
 import json
+import math
 import os
 import queue
 import subprocess
@@ -20,7 +21,10 @@ from tests.xla_flags import DEVICES, QUICK_COMPILE
 
 ROOT = Path(__file__).parents[1]
 SILENT_SECONDS = 240.0
-"""Cases that run together take seconds; on a machine that others use too, several times that."""
+"""Cases that run together take seconds. A process that works and is silent for longer may have little of a busy machine: it hangs
+only if it has worked for so long itself, or hardly at all."""
+HARDLY_SECONDS = 1.0
+"""Seconds of the processor that a process needs at most to wait for `SILENT_SECONDS`."""
 
 
 @dataclasses.dataclass
@@ -98,7 +102,7 @@ def start(module, cases, together):
         listener = threading.Thread(target=listen, args=(process.stdout, said), daemon=True)
         listener.start()
         try:
-            report = followed(said, cases)
+            report = followed(said, cases, process.pid)
             if report.ending is None and process.wait(SILENT_SECONDS):
                 errors.seek(0)
                 report.ending = f"ends the process: {last_words(errors.read())}"
@@ -117,23 +121,37 @@ def listen(stream, said):
     said.put(None)
 
 
-def followed(said, cases):
-    """The report of a process from its lines, up to its end or until it is silent for too long."""
+def followed(said, cases, pid):
+    """The report of a process from its lines, up to its end or until it hangs."""
     report = Report({}, None, [], list(cases))
+    spoke_s = used_s = cpu_seconds(pid)
     while True:
         try:
             line = said.get(timeout=SILENT_SECONDS)
         except queue.Empty:
+            before_s, used_s = used_s, cpu_seconds(pid)
+            if used_s - before_s > HARDLY_SECONDS and used_s - spoke_s < SILENT_SECONDS:
+                continue
             report.ending = f"says nothing for {SILENT_SECONDS:.0f} seconds"
             return report
         if line is None:
             return report
+        spoke_s = used_s = cpu_seconds(pid)
         kind, _, rest = line.partition(" ")
         if kind == "at":
             report.under_way, report.left = report.left[: int(rest)], report.left[int(rest) :]
         elif kind == "done":
             report.problems |= json.loads(rest)
             report.under_way = []
+
+
+def cpu_seconds(pid):
+    """Seconds of the processor that a process has used; not a number where the system does not say or the process has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return math.nan
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def last_words(text):
