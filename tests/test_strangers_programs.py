@@ -14,6 +14,7 @@ from jax import lax
 
 import autopar
 from autopar.stages.even_cuts import choose_even_cuts
+from tests.fast_part import on_the_diagonal
 from tests.oracles import assert_same_as_jit
 
 PROGRAMS = {}
@@ -339,8 +340,10 @@ def test_a_strangers_step_on_a_mesh_equals_jit(name):
     same_as_jit(name, **WAYS["mesh"])
 
 
-@pytest.mark.parametrize("way", ["microbatches", "stages"])
-@pytest.mark.parametrize("name", [name for name, (_, how) in PROGRAMS.items() if how.get("cut", True)])
+CAN_BE_CUT = [name for name, (_, how) in PROGRAMS.items() if how.get("cut", True)]
+
+
+@pytest.mark.parametrize(("name", "way"), on_the_diagonal(CAN_BE_CUT, ["microbatches", "stages"]))
 @pytest.mark.filterwarnings("ignore:.*of the forward work is one operation:autopar.AutoparWarning")
 def test_a_strangers_step_in_parts_equals_jit(name, way):
     same_as_jit(name, **WAYS[way])

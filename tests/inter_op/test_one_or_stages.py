@@ -93,7 +93,7 @@ def test_across_nodes_one_mesh_is_planned_first_where_gradients_are_reduced_in_l
 
 
 @pytest.mark.filterwarnings("ignore:the batch of x has 64 examples")
-@pytest.mark.parametrize("devices", [3, 5, 6])
+@pytest.mark.parametrize("devices", [3, 5, pytest.param(6, marks=pytest.mark.slow)])
 def test_stages_are_found_where_no_dimension_can_be_divided_among_the_devices(devices):
     weights, x = arguments(1024, layers=8, batch=64)
 

@@ -31,6 +31,7 @@ from autopar.stages.cut import cut_stages
 from autopar.stages.even_cuts import boundaries
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import make_loops, make_time_loop
+from tests.fast_part import on_the_diagonal
 from tests.oracles import assert_same_as_jit
 
 
@@ -247,10 +248,10 @@ def timetables_of(counts):
     return [Timetable(m, name, v) for m in counts for name, v in shapes if v == 1 or m % 2 == 0]
 
 
-@pytest.mark.parametrize(("width", "batch"), [(64, 8), (1024, 1024)])
-@pytest.mark.parametrize("num_stages", [None, 2])
-def test_the_search_over_timetables_finds_what_a_search_of_each_alone_finds(width, batch, num_stages):
+@pytest.mark.parametrize(("sizes", "num_stages"), on_the_diagonal([(64, 8), (1024, 1024)], [None, 2]))
+def test_the_search_over_timetables_finds_what_a_search_of_each_alone_finds(sizes, num_stages):
     """Alone, each number of microbatches is planned in full; together, some are only estimated."""
+    width, batch = sizes
     tables = timetables_of((4, 1, 2, 8))
     alone = {t: searched(width, 4, two_nodes(), batch=batch, timetables=[t], num_stages=num_stages) for t in tables}
     least_s = min(found.choice.step_s for found in alone.values())
@@ -302,7 +303,8 @@ def test_a_number_in_which_the_step_cannot_be_cut_is_left_out():
     assert [one.num_microbatches for one in found.compared] == [4]
 
 
-def test_across_nodes_the_chosen_timetable_is_near_the_best_by_hand_and_says_what_it_beat():
+@pytest.mark.parametrize("counts", [(2, 8), pytest.param((1, 2, 4, 8), marks=pytest.mark.slow)])
+def test_across_nodes_the_chosen_timetable_is_near_the_best_by_hand_and_says_what_it_beat(counts):
     weights, x = arguments(256, layers=8, batch=32)
 
     def planned(**options):
@@ -311,10 +313,7 @@ def test_across_nodes_the_chosen_timetable_is_near_the_best_by_hand_and_says_wha
 
     plan = planned()
     by_hand = [
-        planned(num_stages=p, num_microbatches=m, schedule=s)
-        for p in (2, 4)
-        for m in (1, 2, 4, 8)
-        for s in ("1f1b", "zb-h1")
+        planned(num_stages=p, num_microbatches=m, schedule=s) for p in (2, 4) for m in counts for s in ("1f1b", "zb-h1")
     ]
     assert isinstance(plan, PipelinePlan)
     assert plan.step_s <= 1.05 * min(one.step_s for one in by_hand), "stages by the sum of their layers"

@@ -20,6 +20,7 @@ from autopar.models.registry import build
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 from tests import zoo
+from tests.fast_part import on_the_diagonal
 from tests.oracles import assert_same_as_jit, assert_trees_close
 
 ZOO = {"bert": zoo.build_bert, "gpt": zoo.build_gpt, "moe": zoo.build_moe, "t5": zoo.build_t5, "unet": zoo.build_unet}
@@ -48,8 +49,7 @@ def mixing(step, count, *args):
     return plan
 
 
-@pytest.mark.parametrize("count", [2, 4, 8])
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("name", "count"), on_the_diagonal(list(ZOO), [2, 4, 8]))
 def test_every_model_of_the_zoo_computes_the_same_in_microbatches(name, count):
     (step, state, batch), expected = with_result(name)
     assert_trees_close(run_in_microbatches(step, count, state, batch), expected)

@@ -110,18 +110,19 @@ def test_every_family_is_priced_in_closed_form_on_any_preset(tmp_path, capsys):
         assert priced["predicted_peak_mem_GB"] > 0
 
 
+@pytest.mark.parametrize("shift", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", range(len(FAMILIES)))
-def test_plans_of_every_family_and_preset_are_near_the_closed_form(number, tmp_path, capsys):
-    """Two presets for each family, two families for each preset; no part falls back to its closed form."""
-    family, first, second = list(FAMILIES)[number], SIX_PRESETS[number], SIX_PRESETS[(number + 1) % len(SIX_PRESETS)]
-    path = table(tmp_path / "rows.csv", *rows_of((family, first), (family, second)))
+def test_plans_of_every_family_and_preset_are_near_the_closed_form(number, shift, tmp_path, capsys):
+    """Each shift pairs each family with another preset; no part falls back to its closed form."""
+    family, preset = list(FAMILIES)[number], SIX_PRESETS[(number + shift) % len(SIX_PRESETS)]
+    path = table(tmp_path / "rows.csv", *rows_of((family, preset)))
     status, found, errors = json_of(["--table", str(path)], capsys)
     assert (status, errors) == (0, "")
-    assert len(found["rows"]) == found["summary"]["planned"] == 2
-    for priced in found["rows"]:
-        assert priced["not_planned"] == ""
-        assert -0.05 < priced["apart"] < 0.4, priced["id"]
-        assert priced["predicted_peak_mem_GB"] > 0
+    assert len(found["rows"]) == found["summary"]["planned"] == 1
+    (priced,) = found["rows"]
+    assert priced["not_planned"] == ""
+    assert -0.05 < priced["apart"] < 0.4
+    assert priced["predicted_peak_mem_GB"] > 0
 
 
 def test_a_cluster_may_be_a_file(tmp_path, capsys):

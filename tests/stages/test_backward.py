@@ -18,6 +18,7 @@ from autopar.rules.table import entry_for
 from autopar.stages.backward import find_backward
 from autopar.stages.dependence import Dependence, takes_gradients
 from tests import pipeline_steps, zoo
+from tests.fast_part import on_the_diagonal
 from tests.oracles import assert_same_as_jit
 from tests.stages import handmade_steps, scanned_steps
 
@@ -90,7 +91,7 @@ def test_in_steps_that_are_hard_to_cut_backward_is_what_jax_transposed(module):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [(name, {}) for name in TRAINED] + [(name, {"remat": True}) for name in RECOMPUTING],
+    [(name, {}) for name in TRAINED] + [(name, {"remat": True, "layers": 2}) for name in RECOMPUTING],
 )
 def test_in_the_models_backward_is_what_jax_transposed(name, sizes):
     step = model_step(name, **sizes)
@@ -211,22 +212,21 @@ def in_stages(step, num_stages, **options):
     return autopar.parallelize(step, num_stages=num_stages, mesh_shape=(1,), num_microbatches=4, **options)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "by_hand",
-        "by_hand_scanned",
-        "by_hand_with_norms",
-        "by_hand_without_a_loss",
-        "confusing_scopes",
-        "linearized",
-        "own_derivative_of_the_loss",
-        "own_derivatives",
-        "pulled_back",
-        "summed_by_hand",
-    ],
-)
+WAYS_BACK = [
+    "by_hand",
+    "by_hand_scanned",
+    "by_hand_with_norms",
+    "by_hand_without_a_loss",
+    "confusing_scopes",
+    "linearized",
+    "own_derivative_of_the_loss",
+    "own_derivatives",
+    "pulled_back",
+    "summed_by_hand",
+]
+
+
+@pytest.mark.parametrize(("name", "num_stages"), on_the_diagonal(WAYS_BACK, [2, 3]))
 def test_whoever_wrote_the_backward_pass_it_runs_in_stages_of_1f1b(name, num_stages):
     step, state, batch = getattr(handmade_steps, name)()
     parallel = in_stages(step, num_stages, schedule="1f1b")
