@@ -41,16 +41,21 @@ class Example(NamedTuple):
         return eqn, [None if isinstance(v, Literal) else number.get(v) for v in eqn.invars]
 
 
+def _uniform(*shape):
+    """Numbers between 0.1 and 0.9, made without JAX: this module is imported often, and each new shape would be compiled."""
+    return np.random.default_rng(sum(shape)).uniform(0.1, 0.9, size=shape).astype(np.float32)
+
+
 def floats(*shape):
-    return jnp.asarray(np.random.default_rng(sum(shape)).uniform(0.1, 0.9, size=shape), jnp.float32)
+    return jnp.asarray(_uniform(*shape))
 
 
 def integers(*shape, below=8):
-    return jnp.asarray(np.random.default_rng(sum(shape)).integers(below, size=shape), jnp.int32)
+    return jnp.asarray(np.random.default_rng(sum(shape)).integers(below, size=shape).astype(np.int32))
 
 
 def truths(*shape):
-    return floats(*shape) > 0.5
+    return jnp.asarray(_uniform(*shape) > 0.5)
 
 
 def _unary(names, *args):
@@ -146,7 +151,8 @@ def _ragged_contraction(x, y, sizes):
 
 
 X, ROW, CUBE = floats(8, 12), floats(12), floats(4, 8, 12)
-MATRICES = floats(8, 4, 4) + floats(8, 4, 4).swapaxes(1, 2) + 4 * jnp.eye(4)
+MATRICES = jnp.asarray(_uniform(8, 4, 4) + _uniform(8, 4, 4).swapaxes(1, 2) + 4 * np.eye(4, dtype=np.float32))
+FACTOR = jnp.asarray(np.linalg.cholesky(np.asarray(MATRICES)[0]))
 
 _FLOATS = """
     abs acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2 expm1 floor
@@ -181,7 +187,7 @@ EXAMPLES = {
         Example(lambda x: lax.broadcast_in_dim(x, (4, 8, 12), (0, 2)), (floats(1, 12),)),
     ],
     "cholesky": [Example(lambda x: lax.linalg.cholesky(x, symmetrize_input=False), (MATRICES,))],
-    "cholesky_update": [Example(lax.linalg.cholesky_update, (jnp.linalg.cholesky(MATRICES[0]).T, floats(4)))],
+    "cholesky_update": [Example(lax.linalg.cholesky_update, (FACTOR.T, floats(4)))],
     "clamp": [Example(lambda x: lax.clamp(jnp.float32(0.2), x, jnp.float32(0.7)), (X,))],
     "concatenate": [Example(lambda x, y: lax.concatenate([x, y], 1), (X, floats(8, 4)))],
     "conv_general_dilated": [

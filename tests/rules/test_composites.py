@@ -15,8 +15,21 @@ from tests.oracles import assert_trees_close
 from tests.rules.examples import MATRICES, floats
 
 SIDES = floats(8, 4, 12)
-SPARSE = sparse.BCOO.fromdense(jnp.where(floats(8, 12) > 0.5, floats(8, 12), 0))
-ROWS = sparse.BCSR.fromdense(SPARSE.todense())
+
+
+def sparse_matrices():
+    """A matrix in JAX's two sparse formats, made without a compilation."""
+    dense = np.asarray(floats(8, 12))
+    places = np.argwhere(dense > 0.5)
+    entries, ends = jnp.asarray(dense[dense > 0.5]), np.cumsum([0, *(dense > 0.5).sum(axis=1)])
+    sorted_once = {"indices_sorted": True, "unique_indices": True}
+    by_place = sparse.BCOO((entries, jnp.asarray(places.astype(np.int32))), shape=dense.shape, **sorted_once)
+    row_ends = jnp.asarray(ends.astype(np.int32))
+    by_row = sparse.BCSR((entries, by_place.indices[:, 1], row_ends), shape=dense.shape, **sorted_once)
+    return by_place, by_row
+
+
+SPARSE, ROWS = sparse_matrices()
 COUNTS = jnp.asarray([3, 0, 7, 2], jnp.int32)
 
 

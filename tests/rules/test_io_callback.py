@@ -10,7 +10,8 @@ import autopar
 from autopar.errors import UnsupportedProgramError
 from tests.oracles import assert_trees_close
 
-W, X = jnp.eye(8) / 2, jnp.arange(128.0).reshape(16, 8) / 99
+W = jnp.asarray(np.eye(8, dtype=np.float32) / 2)
+X = jnp.asarray(np.arange(128, dtype=np.float32).reshape(16, 8) / 99)
 
 
 class Calls:

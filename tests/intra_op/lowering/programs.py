@@ -9,11 +9,11 @@ from jax import lax
 
 
 def floats(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 def integers(below, *shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).integers(below, size=shape), jnp.int32)
+    return jnp.asarray(np.random.default_rng(seed).integers(below, size=shape).astype(np.int32))
 
 
 X = floats(8, 24)
