@@ -1,12 +1,14 @@
 """Six small train steps in plain JAX, one per family of models: the corpus of the property tests.
 
 Each `build_xxx()` returns (step, state, batch) with `step(state, batch) -> (state, loss)`: a pure function, float32,
-int32 and bool arrays, no chance beyond fixed seeds. Sizes are a few kilobytes per tensor; batch and widths are
-multiples of 8 (and some of 3), so that meshes of 2, 3, 4 and 8 devices find something to split. The programs are well
-conditioned, so that a bar of 1e-5 of a result's scale is fair: routing decisions and rectifiers keep clear of ties,
-attention has no key bias, and Adam divides by a root with a visible epsilon. tests/models/test_zoo.py checks all this.
+int32 and bool arrays, no chance beyond fixed seeds; the same ones each time, so that `jax.jit` compiles a step once.
+Sizes are a few kilobytes per tensor; batch and widths are multiples of 8 (and some of 3), so that meshes of 2, 3, 4 and 8
+devices find something to split. The programs are well conditioned, so that a bar of 1e-5 of a result's scale is fair: routing
+decisions and rectifiers keep clear of ties, attention has no key bias, and Adam divides by a root with a visible epsilon.
+tests/models/test_zoo.py checks all this.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -54,6 +56,7 @@ def draw_block(draw: Draw) -> Tree:
     }
 
 
+@functools.cache
 def build_gpt() -> Example:
     """Two layers, learned positions, tied embedding, causal mask, mean cross-entropy of the next token; SGD."""
     draw = Draw(1)
@@ -75,6 +78,7 @@ def build_gpt() -> Example:
     return sgd_step(loss_of), {"params": params}, {"tokens": text[:, :-1], "targets": text[:, 1:]}
 
 
+@functools.cache
 def build_bert() -> Example:
     """An encoder layer over padded sentences; the loss is the mean over the masked-out tokens only; Adam."""
     draw = Draw(2)
@@ -109,6 +113,7 @@ def build_bert() -> Example:
     return adam_step(loss_of), adam_state(params), batch
 
 
+@functools.cache
 def build_moe() -> Example:
     """A mixture of 8 experts, GShard's top-2 gating with capacity in 8 groups, and the balancing loss; Adam."""
     draw = Draw(3)
@@ -153,6 +158,7 @@ def conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
     return jax.lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=dimensions)
 
 
+@functools.cache
 def build_resnet_block() -> Example:
     """A stride-2 bottleneck with BatchNorm, running statistics in the state, after a max pool; SGD with momentum."""
     draw = Draw(4)
@@ -213,6 +219,7 @@ def relative_buckets(length: int, *, buckets: int, furthest: int, both_ways: boo
     return (offset + np.where(distance < exact, distance, np.minimum(far.astype(int), buckets - 1))).astype(np.int32)
 
 
+@functools.cache
 def build_t5() -> Example:
     """Encoder (2 layers) and decoder (1 layer, cross-attention); one table of relative biases shared by all; SGD."""
     draw = Draw(5)
@@ -267,6 +274,7 @@ def build_t5() -> Example:
     return sgd_step(loss_of), {"params": params}, batch
 
 
+@functools.cache
 def build_unet() -> Example:
     """Down by strided convolution and max pool, up by transposed convolution and nearest pixels, two skips; SGD."""
     draw = Draw(6)

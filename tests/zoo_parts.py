@@ -58,16 +58,20 @@ class Draw:
 
     def weight(self, *shape: int, fan_in: int | None = None) -> jax.Array:
         """Gaussian with deviation 1/sqrt(fan_in), by default the first dimension."""
+        return jnp.asarray(self._numbers(*shape, fan_in=fan_in))
+
+    def _numbers(self, *shape: int, fan_in: int | None = None) -> np.ndarray:
+        """The same in NumPy, whose arithmetic needs no compilation for a new shape."""
         scale = 1 / math.sqrt(fan_in or shape[0])
-        return jnp.asarray(self.generator.normal(scale=scale, size=shape), jnp.float32)
+        return self.generator.normal(scale=scale, size=shape).astype(np.float32)
 
     def integers(self, below: int, *shape: int) -> jax.Array:
         """Uniform int32 in [0, below)."""
-        return jnp.asarray(self.generator.integers(below, size=shape), jnp.int32)
+        return jnp.asarray(self.generator.integers(below, size=shape).astype(np.int32))
 
     def norm(self, size: int) -> Tree:
         """Scale near 1 and bias near 0, both with gradients that matter."""
-        return {"scale": 1 + 0.1 * self.weight(size), "bias": 0.1 * self.weight(size)}
+        return {"scale": jnp.asarray(1 + 0.1 * self._numbers(size)), "bias": jnp.asarray(0.1 * self._numbers(size))}
 
     def attention(self) -> Tree:
         """Query, key, value and output projections, split by heads, without biases."""
@@ -77,7 +81,7 @@ class Draw:
 
     def dense(self, inputs: int, outputs: int) -> Tree:
         """Kernel and bias."""
-        return {"kernel": self.weight(inputs, outputs), "bias": 0.1 * self.weight(outputs)}
+        return {"kernel": self.weight(inputs, outputs), "bias": jnp.asarray(0.1 * self._numbers(outputs))}
 
 
 def dense(p: Tree, x: jax.Array) -> jax.Array:
