@@ -80,37 +80,68 @@ def printed_below(page: Path) -> list[tuple[Block, str | None]]:
     return pairs
 
 
-RUN = """
-import contextlib, io, json, sys
-page, cells, result = json.load(sys.stdin)
-names = {"__name__": "__main__"}
-printed = []
-for line, text in cells:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        exec(compile("\\n" * (line - 1) + text, page, "exec"), names)
-    printed.append(out.getvalue())
-with open(result, "w") as file:
-    json.dump(printed, file)
+SERVE = """
+import contextlib, io, json, os, sys, traceback
+import numpy
+import jax
+import autopar
+autopar.parallelize
+
+
+def run(page, cells, folder, environment):
+    os.chdir(folder)
+    os.environ.update(environment)
+    names = {"__name__": "__main__"}
+    printed = []
+    for line, text in cells:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile("\\n" * (line - 1) + text, page, "exec"), names)
+        printed.append(out.getvalue())
+    with open("printed.json", "w") as file:
+        json.dump(printed, file)
+
+
+for request in sys.stdin:
+    page, cells, folder, environment = json.loads(request)
+    child = os.fork()
+    if not child:
+        for stream, name in ((0, os.devnull), (1, os.devnull), (2, os.path.join(folder, "errors.txt"))):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), stream)
+        try:
+            run(page, cells, folder, environment)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        sys.stderr.flush()
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
-"""Runs the blocks of a page. What they print goes to a file: libraries in C print too."""
+"""Runs pages, each in a fork of a process that has imported JAX and autopar, and has touched no device."""
 
 
-def run_page(page: Path, folder: Path) -> list[str]:
-    """What each Python block of a page prints: run in `folder`, on 8 virtual CPU devices; warnings of autopar are errors."""
-    cells = [(block.line, block.text) for block, _ in printed_below(page)]
-    result = folder / "printed.json"
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", RUN],
-        input=json.dumps([name_of(page), cells, str(result)]),
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COORDINATOR": f"localhost:{_free_port()}"},
-        capture_output=True,
+def start_server() -> subprocess.Popen[str]:
+    """A process that runs pages on 8 virtual CPU devices; warnings of autopar are errors."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error::UserWarning", "-c", SERVE],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, f"{name_of(page)}: {done.stderr[-3000:]}"
-    printed: list[str] = json.loads(result.read_text(encoding="utf-8"))
+
+
+def run_page(server: subprocess.Popen[str], page: Path, folder: Path) -> list[str]:
+    """What each Python block of a page prints if it runs in `folder`."""
+    assert server.stdin is not None
+    assert server.stdout is not None
+    cells = [(block.line, block.text) for block, _ in printed_below(page)]
+    environment = {"COORDINATOR": f"localhost:{_free_port()}"}
+    server.stdin.write(json.dumps([name_of(page), cells, str(folder), environment]) + "\n")
+    server.stdin.flush()
+    ended = server.stdout.readline().strip()
+    assert ended == "0", f"{name_of(page)} ends with {ended}: {(folder / 'errors.txt').read_text()[-3000:]}"
+    printed: list[str] = json.loads((folder / "printed.json").read_text(encoding="utf-8"))
     return printed
 
 

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from tests.pages import (
     printed_below,
     run_page,
     shell_lines,
+    start_server,
 )
 
 DOCS = ROOT / "docs"
@@ -35,12 +37,21 @@ WITH_PYTHON = [page for page in PAGES if printed_below(page)]
 WORDS_OF_A_FRONT_PAGE = 900
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[subprocess.Popen[str]]:
+    """The process that runs the pages."""
+    with start_server() as process:
+        yield process
+
+
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
-def test_the_python_of_a_page_runs_and_prints_what_is_shown_below_it(page: Path, tmp_path: Path) -> None:
+def test_the_python_of_a_page_runs_and_prints_what_is_shown_below_it(
+    page: Path, server: subprocess.Popen[str], tmp_path: Path
+) -> None:
     missing = [package for package in packages_of(page) if importlib.util.find_spec(package) is None]
     if missing:
         pytest.skip(f"{missing[0]} is not installed")
-    for (block, shown), printed in zip(printed_below(page), run_page(page, tmp_path), strict=True):
+    for (block, shown), printed in zip(printed_below(page), run_page(server, page, tmp_path), strict=True):
         if shown is not None:
             assert matches(shown, printed), f"{name_of(page)}, line {block.line} prints:\n{printed}"
 
