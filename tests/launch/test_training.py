@@ -60,7 +60,7 @@ def check(found, reference):
         (
             "stages",
             "raise@instruction:receive *,count=9,rank=0",
-            "worker 0 ended with status 1: PipelineError: InjectedFault",
+            "worker 0 ended with status 1 .*: PipelineError: InjectedFault",
         ),
         ("stages", "stop@instruction:run *,count=20,rank=0", "worker 0 has stood still by SIGSTOP"),
     ],
