@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from autopar.api import ParallelStep as ParallelStep
     from autopar.api import parallelize as parallelize
     from autopar.attention.primitive import dot_product_attention as dot_product_attention
+    from autopar.checkpoints.save import restore as restore
+    from autopar.checkpoints.save import save as save
     from autopar.errors import ArgumentError as ArgumentError
     from autopar.errors import AutoparError as AutoparError
     from autopar.errors import AutoparWarning as AutoparWarning
+    from autopar.errors import CheckpointError as CheckpointError
     from autopar.errors import ConstraintError as ConstraintError
     from autopar.errors import OutOfMemoryError as OutOfMemoryError
     from autopar.errors import PipelineError as PipelineError
@@ -41,6 +44,7 @@ _MODULES = {
     "ArgumentError": "errors",
     "AutoparError": "errors",
     "AutoparWarning": "errors",
+    "CheckpointError": "errors",
     "ConstraintError": "errors",
     "OutOfMemoryError": "errors",
     "ParallelStep": "api",
@@ -61,6 +65,8 @@ _MODULES = {
     "plain_jit": "execution.plain_jit",
     "plan_from_json": "pipeline_plan",
     "register_rule": "rules.table",
+    "restore": "checkpoints.save",
+    "save": "checkpoints.save",
     "zero1": "layouts.constraints",
     "zero2": "layouts.constraints",
     "zero3": "layouts.constraints",

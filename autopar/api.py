@@ -49,13 +49,13 @@ from autopar.decide import Planned, decide_for_fewer_examples, decide_together, 
 from autopar.errors import ArgumentError, ConstraintError, PlanError, warn
 from autopar.execution.calls import CallKey, key_of, refuse_consumed, refuse_tracers
 from autopar.execution.one_mesh import CompiledStep
-from autopar.execution.pipeline import CompiledPipeline, compile_pipeline
+from autopar.execution.pipeline import CompiledPipeline, compile_planned
+from autopar.execution.published import Places
 from autopar.execution.recent import Recent
 from autopar.execution.state import create_sharded, gather_to_one
 from autopar.execution.turns import RUNNING, Turn
 from autopar.gc_pause import pause_full_collections
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.request import PlannedStep
 from autopar.layouts.constraints import ConstraintsLike, as_constraints
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
@@ -148,19 +148,21 @@ class ParallelStep:
         Raises:
             ArgumentError: nothing has been planned yet, or the result is not the step's state.
         """
-        if self._memory.last is None:
-            raise ArgumentError(
-                f"init_state needs to know the plan: call {self._signature.name}.plan(state, batch) first, with arrays or "
-                "shapes, e.g. state = jax.eval_shape(create_fn, *args)"
-            )
-        traced = self._memory.last.planned.traced
+        last = self._last()
+        traced = last.planned.traced
         require_state(traced, self._signature.name)
         require_state_like(traced, jax.eval_shape(create_fn, *args), self._signature.name)
-        shardings = self._compile(self._memory.last).in_shardings
+        shardings = self._compile(last).in_shardings
         of_state = [shardings[i] for i, leaf in enumerate(traced.inputs) if leaf.role == "state"]
         with RUNNING.take(self._signature.name):
             self._meet("makes the state", args)
             return create_sharded(create_fn, args, of_state)
+
+    @undisturbed()
+    def places(self) -> Places:
+        """Where the last plan keeps the state and computes with the batch, leaf by leaf; ArgumentError if there is no plan."""
+        last = self._last()
+        return Places(self._signature.name, last.planned.plan, self._compile(last))
 
     def gather(self, tree: Any) -> Any:
         """Copy a tree of arrays that are split over devices or stages to ordinary arrays on one device.
@@ -195,6 +197,15 @@ class ParallelStep:
     def cluster(self) -> Cluster:
         """The cluster whose figures the planner uses."""
         return choose_cluster(self._settings)
+
+    def _last(self) -> _Program:
+        """What was planned or used last. Raises ArgumentError if there is nothing."""
+        if self._memory.last is None:
+            raise ArgumentError(
+                f"where the arrays of {self._signature.name} go is known once it is planned: call {self._signature.name}.plan("
+                "state, batch) first, with arrays or shapes, e.g. state = jax.eval_shape(create_fn, *args)"
+            )
+        return self._memory.last
 
     def _meet(self, words: str, given: PyTree) -> None:
         """Wait until all processes that have devices of the step are about to do the same with what they are given."""
@@ -259,17 +270,6 @@ class ParallelStep:
                     with under(program.settings):
                         program.compiled = compile_planned(self._signature, program.planned, self.jax_devices())
         return program.compiled
-
-
-def compile_planned(
-    signature: CallSignature, planned: Planned, devices: Sequence[jax.Device]
-) -> CompiledStep | CompiledPipeline:
-    """The step as its plan says, on devices. Raises ArgumentError if there are too few."""
-    match planned:
-        case PlannedStep():
-            return CompiledStep(signature, planned, devices)
-        case _:
-            return compile_pipeline(signature, planned.traced, planned.staged, planned.plan, devices)
 
 
 def parallelize(

@@ -60,6 +60,10 @@ class PipelineError(AutoparError, RuntimeError):
     """A mesh failed while a step ran, and all meshes were stopped; the original exception is the `__cause__`."""
 
 
+class CheckpointError(AutoparError, RuntimeError):
+    """A checkpoint could not be written, or cannot be restored: it is incomplete, damaged, or of another state."""
+
+
 class AutoparWarning(UserWarning):
     """Something works, but not as well as it could; the message says how to improve it."""
 

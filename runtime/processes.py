@@ -70,11 +70,14 @@ def absent(shape: Sequence[int], dtype: np.dtype, sharding: Sharding) -> jax.Arr
 def absent_like(like: ShapeAndType, sharding: Sharding) -> jax.Array:
     """The same, of the shape and type of `like`. The type is weak if that of `like` is: all processes must trace alike."""
     array = absent(like.shape, like.dtype, sharding)
-    if not getattr(like, "weak_type", False):
-        return array
-    # JAX's public functions make no array without shards that is weakly typed.
+    return as_weak(array) if getattr(like, "weak_type", False) else array
+
+
+def as_weak(array: jax.Array) -> jax.Array:
+    """The same array, whose type yields to that of other operands. JAX's public functions make none without shards."""
     make: Callable[..., jax.Array] = type(array)
-    return make(jax.typeof(array).update(weak_type=True), sharding, [], committed=True)
+    shards = [shard.data for shard in array.addressable_shards]
+    return make(jax.typeof(array).update(weak_type=True), array.sharding, shards, committed=True)
 
 
 def is_global(value: object) -> TypeGuard[jax.Array]:

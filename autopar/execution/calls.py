@@ -16,14 +16,15 @@ import numpy as np
 
 from autopar.compat import is_inside_trace
 from autopar.errors import ArgumentError
+from autopar.execution.batch_places import BatchLeaf
 from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments
 from autopar.program.step import TracedStep
 from autopar.runtime.processes import is_here
 from autopar.runtime.thread_settings import program_settings_here
 from autopar.split_array import SplitArray
 
-Given: TypeAlias = jax.typing.ArrayLike | SplitArray
-"""A leaf of a call: an array on devices or on the host, a number, or an array that stages hold in pieces."""
+Given: TypeAlias = jax.typing.ArrayLike | SplitArray | BatchLeaf
+"""A leaf of a call: an array on devices or on the host, a number, or one whose parts autopar has laid out."""
 T = TypeVar("T")
 
 
@@ -73,7 +74,7 @@ def check_leaves(
             f"{signature.name} was compiled for arguments of structure {traced.in_tree}, called with {tree}"
         )
     expected = traced.inputs[: len(leaves)]
-    given = [x if isinstance(x, SplitArray) else jax.typeof(x) for x in leaves]
+    given = [x if isinstance(x, SplitArray | BatchLeaf) else jax.typeof(x) for x in leaves]
     wrong = [
         f"{leaf.path} is {x.dtype}{list(x.shape)}, compiled for {leaf.dtype}{list(leaf.given_shape)}"
         for leaf, x in zip(expected, given, strict=True)

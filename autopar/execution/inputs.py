@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from autopar.compat import Var, as_it_is_now, without_explicit_axes
+from autopar.execution.batch_places import BatchLeaf, RowsPlace
 from autopar.execution.pipeline_tasks import Item, PipelineTasks
 from autopar.intra_op.lowering.per_device import partition_spec
 from autopar.program.step import TracedStep
@@ -81,6 +82,20 @@ class StepInputs:
         placed = iter(_place([_array(one, leaves) for one in flat], flat))
         return {key: [next(placed) for _ in placements] for key, placements in mine.items()}
 
+    def rows_places(self) -> dict[int, list[RowsPlace]]:
+        """Where each leaf of the divided step is handed to the driver, by number: whole, or some examples of it at a time."""
+        found: dict[int, list[RowsPlace]] = {}
+        for one in (one for several in self._placements.values() for one in several):
+            if one.leaf is None:
+                continue
+            shape = self._step.inputs[one.leaf].shape
+            rows = one.rows or ((0, shape[0]) if shape else None)
+            sizes = shape if one.rows is None else (one.rows[1] - one.rows[0], *shape[1:])
+            place = RowsPlace(rows, sizes, one.sharding)
+            if place not in found.setdefault(one.leaf, []):
+                found[one.leaf].append(place)
+        return found
+
     def shape_of(self, item: Item, mesh: int) -> jax.ShapeDtypeStruct:
         """Shape, type and sharding of what a task on a mesh makes, or of what the driver is handed there."""
         stage, ref = item
@@ -143,7 +158,13 @@ def _array(one: _Placement, leaves: Sequence[ArrayLike]) -> ArrayLike:
     if one.leaf is None:
         assert one.constant is not None
         return one.constant
-    return leaves[one.leaf] if one.rows is None else _slice(leaves[one.leaf], *one.rows)
+    leaf = leaves[one.leaf]
+    if isinstance(leaf, BatchLeaf):
+        placed = leaf.find(one.rows or ((0, leaf.shape[0]) if leaf.shape else None), one.sharding)
+        if placed is not None:
+            return placed
+        leaf = np.asarray(leaf)
+    return leaf if one.rows is None else _slice(leaf, *one.rows)
 
 
 def _slice(leaf: Any, start: int, end: int) -> ArrayLike:

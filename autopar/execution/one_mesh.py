@@ -26,6 +26,7 @@ from autopar.compat import (
 )
 from autopar.errors import UnsupportedProgramError
 from autopar.events import StepRun, reach, running
+from autopar.execution.batch_places import BatchLeaf, RowsPlace, places_on_one_mesh
 from autopar.execution.calls import (
     Given,
     check_leaves,
@@ -120,7 +121,11 @@ class CompiledStep:
         donation would take that, so it is copied first. (`device_put(may_alias=False)` shares it all the same, 0.10-0.12.)
         """
         sharding, leaf = self.in_shardings[number], self.traced.inputs[number]
-        value = np.asarray(value) if isinstance(value, SplitArray) else value
+        if isinstance(value, BatchLeaf):
+            found = value.find((0, leaf.given_shape[0]) if leaf.given_shape else None, sharding)
+            if found is not None:
+                return found
+        value = np.asarray(value) if isinstance(value, SplitArray | BatchLeaf) else value
         if leaf.microbatches > 1:
             return self._move(_cut_into_microbatches(value, leaf.shape), sharding)
         if isinstance(value, jax.Array):
@@ -137,6 +142,11 @@ class CompiledStep:
             moved: jax.Array = jax.device_put(as_it_is_now(value), sharding)
             return moved
         return reshard(value, sharding) if is_global(value) else from_host(value, sharding)
+
+    @functools.cached_property
+    def batch_places(self) -> dict[int, list[RowsPlace]]:
+        """Where each leaf of the batch is computed with, by number."""
+        return places_on_one_mesh(self.traced, self.in_shardings[: len(self.traced.inputs)])
 
     @functools.cached_property
     def executable(self) -> jax.stages.Compiled:

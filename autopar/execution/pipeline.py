@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from autopar.compat import coordination, undisturbed
 from autopar.errors import ArgumentError
 from autopar.events import StepRun, reach, running
+from autopar.execution.batch_places import RowsPlace
 from autopar.execution.calls import (
     Given,
     check_leaves,
@@ -29,13 +30,16 @@ from autopar.execution.calls import (
 )
 from autopar.execution.devices import device_mesh
 from autopar.execution.inputs import StepInputs
+from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline_tasks import Item, PlannedStage, make_pipeline_tasks
 from autopar.execution.processes import PipelineProcesses, bring_leaves
 from autopar.execution.slots import link_tasks
 from autopar.execution.transfers import Transfers
 from autopar.execution.turns import RUNNING
+from autopar.inter_op.describe_pipeline import PlannedPipeline
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.inter_op.stage_seconds import Staged
+from autopar.intra_op.request import PlannedStep
 from autopar.pipeline_plan import PipelinePlan
 from autopar.program.call import CallSignature, PyTree
 from autopar.program.crossing import deliver
@@ -54,6 +58,17 @@ from autopar.schedules.timeline import Timeline
 from autopar.split_array import SplitSharding, cut_leaves, join_leaves, leaf_shardings
 from autopar.stages.split_scans import SplitStep
 from autopar.stages.tasks.refs import OutputRef
+
+
+def compile_planned(
+    signature: CallSignature, planned: PlannedStep | PlannedPipeline, devices: Sequence[jax.Device]
+) -> CompiledStep | CompiledPipeline:
+    """The step as its plan says, on devices. Raises ArgumentError if there are too few."""
+    match planned:
+        case PlannedStep():
+            return CompiledStep(signature, planned, devices)
+        case _:
+            return compile_pipeline(signature, planned.traced, planned.staged, planned.plan, devices)
 
 
 def compile_pipeline(
@@ -149,6 +164,16 @@ class CompiledPipeline:
     def in_shardings(self) -> dict[int, NamedSharding | SplitSharding]:
         """Where each leaf of the step lives between steps, by number; leaves of the batch have no such place."""
         return leaf_shardings(self._split.inputs, self._inputs.places)
+
+    @functools.cached_property
+    def batch_places(self) -> dict[int, list[RowsPlace]]:
+        """Where each leaf of the batch is computed with, by number: of each microbatch, in each stage that reads it."""
+        found, held = self._inputs.rows_places(), self._split.inputs
+        return {
+            number: found.get(held[number].first, [])
+            for number, leaf in enumerate(self.traced.inputs)
+            if leaf.role == "batch" and not held[number].bounds
+        }
 
     def run(self, leaves: Sequence[Given], *, record: bool = False) -> Any:
         """One step on the flat leaves of its arguments; results as a tree, each on the stage that made it."""

@@ -1,0 +1,81 @@
+"""What a checkpoint says about itself, beside the state: the plan, the step, its leaves, and how far the run was.
+
+In: an `About`. Out: JSON with a digest of its content, and back. What can go wrong: the file is damaged, or another version of
+autopar wrote it; CheckpointError says which.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from autopar.errors import CheckpointError
+
+VERSION = 1
+Position: TypeAlias = Mapping[str, Any]
+"""How far a source of batches was, as JSON."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedLeaf:
+    """One array of the state as it was saved: its path in the state, shape, type, and whether the type is weak."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    weak_type: bool
+    key_kind: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class About:
+    """See the module's text.
+
+    Attributes:
+        step: the name of the step.
+        fingerprint: of its program.
+        plan: what the `to_json` of its plan wrote.
+        leaves: the state's arrays.
+        number: how many steps had been made; None if nobody counted.
+        position: how far the source of batches was; None if there is none.
+        notes: what else the caller wants to keep, as JSON.
+    """
+
+    step: str
+    fingerprint: str
+    plan: str
+    leaves: tuple[SavedLeaf, ...]
+    number: int | None = None
+    position: Position | None = None
+    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON value that is written."""
+        content = dataclasses.asdict(self)
+        return {"version": VERSION, "digest": _digest(content), "content": content}
+
+    @classmethod
+    def from_json(cls, value: Any, where: object) -> About:
+        """What was written. Raises CheckpointError; `where` names the checkpoint."""
+        try:
+            if value["version"] != VERSION:
+                raise CheckpointError(
+                    f"{where} has version {value['version']} of autopar's checkpoints, this is autopar with version {VERSION}: "
+                    "restore it with the autopar that wrote it"
+                )
+            content = value["content"]
+            if value["digest"] != _digest(content):
+                raise CheckpointError(f"{where} is damaged: its description does not have the digest that it says")
+            leaves = tuple(SavedLeaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in content["leaves"])
+            return cls(**{**content, "leaves": leaves})
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{where} is no checkpoint of autopar, or is damaged: its description lacks {error}"
+            ) from error
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]

@@ -1,0 +1,103 @@
+"""A folder of numbered checkpoints, of which the last few are kept.
+
+In: a folder and a step. Out: `Checkpoints`, which saves and restores by number. What can go wrong: two jobs write to one folder;
+the second one finds a number taken, and says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar.api import ParallelStep
+from autopar.arguments import check_limit
+from autopar.checkpoints.about import About
+from autopar.checkpoints.save import UNFINISHED, Positioned, Saving, complete_numbers, newest, read, save
+from autopar.program.call import PyTree
+
+_LEAVING = ".removed"
+"""How the name of a checkpoint ends while its files are removed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A state that was restored, and what its checkpoint says: `about.number` steps had been made."""
+
+    state: Any
+    about: About
+
+
+class Checkpoints:
+    """The checkpoints of one run in one folder: `FOLDER/100`, `FOLDER/200`, ...
+
+    Every process makes the same calls.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], step: ParallelStep, *, keep: int | None = 3) -> None:
+        """The checkpoints in a folder, which is made by the first save.
+
+        Args:
+            folder: where they are.
+            step: the step whose state they hold.
+            keep: how many complete ones stay; the oldest go first. None keeps all.
+
+        Raises:
+            ArgumentError: `keep` is no positive number.
+        """
+        self.folder, self.step, self.keep = Path(folder).expanduser().absolute(), step, check_limit("keep", keep)
+        self._last: Saving | None = None
+
+    def numbers(self) -> list[int]:
+        """The numbers of the complete checkpoints, ascending."""
+        return complete_numbers(self.folder)
+
+    def save(
+        self, number: int, state: PyTree, *, data: Positioned | None = None, notes: Mapping[str, Any] | None = None
+    ) -> Saving:
+        """Write the state after so many steps, in the background; see `autopar.save`."""
+        self.wait()
+        self._last = save(self.folder / str(number), state, self.step, data=data, number=number, notes=notes)
+        return self._last
+
+    def restore(self, number: int | None = None, *, data: Positioned | None = None) -> Restored:
+        """Read a checkpoint, the last complete one if no number is given; see `autopar.restore`."""
+        self.wait()
+        where = newest(self.folder) if number is None else self.folder / str(number)
+        state, about = read(where, self.step)
+        if data is not None and about.position is not None:
+            data.seek(about.position)
+        return Restored(state, about)
+
+    def wait(self) -> None:
+        """Wait until the save that is under way is complete, and remove what is not kept. Raises CheckpointError if it failed."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.wait()
+            self._remove_old()
+
+    def clear_unfinished(self) -> None:
+        """Remove what processes left that ended while they saved; nobody may be writing to the folder."""
+        if self._is_first() and self.folder.is_dir():
+            for one in [*self.folder.glob(f"*{UNFINISHED}*"), *self.folder.glob(f"*{_LEAVING}")]:
+                shutil.rmtree(one, ignore_errors=True)
+
+    def _remove_old(self) -> None:
+        """A checkpoint that goes has another name first, so that none is ever half there."""
+        if self.keep is None or not self._is_first():
+            return
+        for number in self.numbers()[: -self.keep]:
+            leaving = self.folder / f"{number}{_LEAVING}"
+            with contextlib.suppress(OSError):  # what cannot be removed stays
+                os.replace(self.folder / str(number), leaving)
+                shutil.rmtree(leaving)
+
+    def _is_first(self) -> bool:
+        first: int = min(device.process_index for device in self.step.jax_devices())
+        return jax.process_index() == first

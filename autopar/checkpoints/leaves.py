@@ -1,0 +1,108 @@
+"""The arrays of a state by their paths, and whether they are those of a step.
+
+In: a state, and where a step keeps its own. Out: arrays by path, or errors that name the paths. A path is that below the state,
+such as `params/0/w`. What can go wrong: the state is of another model; all differences are told at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.checkpoints.about import SavedLeaf
+from autopar.errors import ArgumentError, CheckpointError
+from autopar.execution.published import PlacedLeaf
+from autopar.program.boundary.static_values import is_array_like
+from autopar.program.call import PyTree, dtype_of
+from autopar.split_array import SplitArray
+
+Name = tuple[str, ...]
+"""A path as the keys along it."""
+_SHOWN = 4
+
+
+def arrays_by_name(state: PyTree) -> dict[Name, Any]:
+    """The arrays of a state; numbers of Python become arrays, what is no array is left out."""
+    found: dict[Name, Any] = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        name = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys) or ("state",)
+        if isinstance(leaf, PlacedLeaf | SplitArray | jax.Array):
+            found[name] = leaf
+        elif is_array_like(leaf):
+            found[name] = np.asarray(leaf, dtype_of(leaf))
+    return found
+
+
+def nested(arrays: Mapping[Name, Any]) -> dict[str, Any]:
+    """The arrays as dictionaries in dictionaries, which orbax takes. Raises ArgumentError for two that orbax would name alike."""
+    named: dict[str, Name] = {}
+    tree: dict[str, Any] = {}
+    for name, array in arrays.items():
+        other = named.setdefault(".".join(name), name)
+        if other != name:
+            raise ArgumentError(
+                f"{path_of(name)} and {path_of(other)} of the state would have one name in a checkpoint: rename one of the keys"
+            )
+        inner = tree
+        for key in name[:-1]:
+            inner = inner.setdefault(key, {})
+        inner[name[-1]] = array
+    return tree
+
+
+def path_of(name: Name) -> str:
+    """The path as errors and plans write it."""
+    return "/".join(name)
+
+
+def describe_leaf(name: Name, array: Any) -> SavedLeaf:
+    """An array as a checkpoint describes it."""
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    kind = str(jax.random.key_impl(array)) if is_key else None
+    weak = bool(getattr(array, "weak_type", False))
+    return SavedLeaf(path_of(name), tuple(array.shape), str(array.dtype), weak, kind)
+
+
+def refuse_other_state(arrays: Mapping[Name, Any], wanted: Mapping[Name, PlacedLeaf], step: str) -> None:
+    """Raise ArgumentError if arrays are not the state of a step."""
+    wrong = _differences([describe_leaf(name, array) for name, array in arrays.items()], wanted)
+    if wrong:
+        raise ArgumentError(
+            f"this is not the state of {step}: {_list(wrong)}. Save the state that the step returns; where several of its "
+            "arguments are state, give them as a tuple, in their order."
+        )
+
+
+def refuse_other_checkpoint(
+    saved: Sequence[SavedLeaf], wanted: Mapping[Name, PlacedLeaf], step: str, where: object
+) -> None:
+    """Raise CheckpointError if a checkpoint does not hold the state of a step."""
+    wrong = _differences(saved, wanted)
+    if wrong:
+        raise CheckpointError(
+            f"{where} does not hold the state of {step}: {_list(wrong)}. Restore it into the model and optimizer that it was "
+            "saved from, with the same sizes; plan, devices and stages may differ."
+        )
+
+
+def _differences(given: Sequence[SavedLeaf], wanted: Mapping[Name, PlacedLeaf]) -> list[str]:
+    """What is wrong with given arrays, in words, one for each leaf."""
+    targets = {path_of(name): leaf for name, leaf in wanted.items()}
+    paths = {leaf.path for leaf in given}
+    wrong = [f"{path} is missing" for path in targets if path not in paths]
+    wrong += [f"{path} is not in the step's state" for path in sorted(paths - {*targets})]
+    for leaf in given:
+        target = targets.get(leaf.path)
+        if target is not None and (leaf.shape, leaf.dtype) != (target.shape, str(target.dtype)):
+            wrong.append(
+                f"{leaf.path} is {leaf.dtype}{list(leaf.shape)}, the step's is {target.dtype}{list(target.shape)}"
+            )
+    return wrong
+
+
+def _list(wrong: list[str]) -> str:
+    return "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")

@@ -1,0 +1,255 @@
+"""How orbax writes and reads one leaf of a state: each process its own entries, with a checksum for each chunk.
+
+In: leaves, and orbax's word on where they go. Out: zarr arrays in orbax's own layout, which orbax reads without autopar as well.
+A `SplitArray` is one array there. Entries are copied to the host before `serialize` returns, and written after that. What can go
+wrong: a chunk is missing or damaged, the disk is full; the errors name the leaf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import warnings
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore as ts
+from jax.sharding import Sharding
+from orbax.checkpoint import future, type_handlers
+
+from autopar.checkpoints.parts import (
+    Index,
+    Wanted,
+    chunk_shape,
+    entries_wanted,
+    parts_to_write,
+    pieces_wanted,
+    shifted,
+    words_per_entry,
+)
+from autopar.checkpoints.tuning import TUNING
+from autopar.errors import CheckpointError
+from autopar.events import reach
+from autopar.runtime.processes import absent
+from autopar.split_array import SplitArray, SplitSharding
+
+_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+
+
+@dataclasses.dataclass(kw_only=True)
+class LeafRestoreArgs(type_handlers.RestoreArgs):  # type: ignore[misc]
+    """What a leaf is read as.
+
+    Attributes:
+        path: of the leaf, for errors.
+        shape: of the whole leaf.
+        type: of its elements; a type of keys for keys of `jax.random`, whose kind is `key_kind`.
+        sharding: where it goes; None for a NumPy array on every process.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    type: Any
+    sharding: Sharding | SplitSharding | None
+    key_kind: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Written:
+    """The entries of one leaf in host memory, and where orbax wants them."""
+
+    info: Any
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    chunk: tuple[int, ...]
+    parts: list[tuple[Index, np.ndarray]]
+
+
+class LeafHandler(type_handlers.TypeHandler):  # type: ignore[misc]
+    """Writes and reads arrays, whole or in pieces, as orbax's handlers do."""
+
+    _array_metadata_store = None
+    """Orbax asks for it: the shapes of chunks are noted in the files alone."""
+
+    def __init__(self, *, is_writer: bool) -> None:
+        """`is_writer`: whether this process writes what every process has."""
+        self._is_writer = is_writer
+
+    def typestr(self) -> str:
+        """The type that orbax notes beside each leaf: to whoever reads it the leaf is an ordinary array."""
+        return "jax.Array"
+
+    async def metadata(self, infos: Sequence[Any]) -> list[Any]:
+        """Shape and type of leaves on disk, as orbax shows them."""
+        stores = await asyncio.gather(*(_open_to_read(info) for info in infos))
+        return [
+            ocp.metadata.ArrayMetadata(
+                name=info.name,
+                directory=info.parent_dir,
+                shape=store.shape,
+                sharding=None,
+                dtype=store.dtype.numpy_dtype,
+            )
+            for info, store in zip(infos, stores, strict=True)
+        ]
+
+    async def serialize(
+        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+    ) -> list[future.Future]:
+        """Copy the entries that this process writes to the host; the futures that are returned write them."""
+        found = [parts_to_write(value, is_writer=self._is_writer) for value in values]
+        for part in (part for parts in found for part in parts):
+            part.start_copy()
+        written = [
+            _written(value, info, [(part.index, part.on_host()) for part in parts])
+            for value, info, parts in zip(values, infos, found, strict=True)
+            if parts
+        ]
+        return [future.CommitFutureAwaitingContractedSignals(_write(written), name="autopar")] if written else []
+
+    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> list[Any]:
+        """Read each leaf as its `LeafRestoreArgs` say; each device of this process gets what it needs, and no more is read."""
+        assert args is not None, "leaves are read with LeafRestoreArgs"
+        room = _Room(TUNING.in_flight_bytes)
+        return await _all_of([_read_leaf(info, arg, room) for info, arg in zip(infos, args, strict=True)])
+
+
+async def _all_of(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of coroutines, all of which end before the first exception is raised: TensorStore answers their loop."""
+    found = await asyncio.gather(*work, return_exceptions=True)
+    for one in found:
+        if isinstance(one, BaseException):
+            raise one
+    return found
+
+
+def _written(value: Any, info: Any, parts: list[tuple[Index, np.ndarray]]) -> _Written:
+    extra, dtype = words_per_entry(value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype)
+    chunk = chunk_shape(value, most_bytes=TUNING.chunk_bytes)
+    return _Written(info, (*np.shape(value), *extra), dtype, (*chunk, *extra), parts)
+
+
+async def _write(written: Sequence[_Written]) -> None:
+    """Write leaves in one transaction of this process's own files, which orbax merges with those of the others."""
+    transaction = ts.Transaction(atomic=True)
+    for one in written:
+        await one.info.await_path_creation()
+    reach("write", written[0].info.parent_dir)
+    await _all_of([_write_leaf(one, transaction) for one in written])
+    await transaction.commit_async()
+
+
+async def _write_leaf(one: _Written, transaction: ts.Transaction) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # orbax asks who uses it
+        spec = type_handlers.get_json_tspec_write(
+            one.info,
+            use_ocdbt=True,
+            global_shape=one.shape,
+            local_shape=one.chunk,
+            dtype=one.dtype,
+            process_index=jax.process_index(),
+        )
+    spec["metadata"] |= {
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": one.chunk}},
+        "codecs": _CODECS,
+    }
+    store = await ts.open(spec, create=True, open=True, context=one.info.ts_context, transaction=transaction)
+    await asyncio.gather(*(store[index].write(numbers) for index, numbers in one.parts if numbers.size))
+
+
+async def _open_to_read(info: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        spec = type_handlers.get_json_tspec_read(info, use_ocdbt=True)
+    return await ts.open(spec | {"fill_missing_data_reads": False}, open=True, context=info.ts_context)
+
+
+class _Room:
+    """The bytes that may be read before they are on their devices; a single range may be larger than all of it."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total, self._taken, self._changed = total_bytes, 0, asyncio.Condition()
+
+    async def take(self, wanted: int) -> None:
+        """Wait for room."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._taken or self._taken + wanted <= self._total)
+            self._taken += wanted
+
+    async def give_back(self, taken: int) -> None:
+        """Leave the room to others."""
+        async with self._changed:
+            self._taken -= taken
+            self._changed.notify_all()
+
+
+async def _read_leaf(info: Any, arg: LeafRestoreArgs, room: _Room) -> Any:
+    """A leaf where it belongs. Raises CheckpointError with its path."""
+    extra, dtype = words_per_entry(arg.type)
+    try:
+        store = await _open_to_read(info)
+        if (store.shape, store.dtype.numpy_dtype) != ((*arg.shape, *extra), dtype):
+            raise ValueError(f"the file holds {store.dtype.name}{list(store.shape)}")
+        if arg.sharding is None:
+            return await store.read()
+        pieces = [
+            await _read_array(store, arg, room, shape=shape, dim=dim, start=start, sharding=sharding)
+            for shape, dim, start, sharding in pieces_wanted(arg.shape, arg.sharding)
+        ]
+    except (ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{arg.path} cannot be read from {info.parent_dir}: {str(error).partition(' [')[0]}. This checkpoint is damaged: "
+            "restore an earlier one, or copy this one again from where it was kept."
+        ) from error
+    return SplitArray(pieces, arg.sharding.dim) if isinstance(arg.sharding, SplitSharding) else pieces[0]
+
+
+async def _read_array(
+    store: Any, arg: LeafRestoreArgs, room: _Room, *, shape: tuple[int, ...], dim: int, start: int, sharding: Sharding
+) -> jax.Array:
+    """An array on one mesh: the entries from `start` along `dim` of a leaf."""
+    arrays: list[jax.Array] = []
+    for wanted in entries_wanted(shape, sharding):
+        index = shifted(wanted.index, dim, start)
+        read_bytes = store[index].size * store.dtype.numpy_dtype.itemsize
+        await room.take(read_bytes)
+        try:
+            numbers = await store[index].read()
+            arrays += _on_devices(numbers, wanted, arg.key_kind)
+            del numbers
+        finally:
+            await room.give_back(read_bytes)
+    if not arrays:
+        return absent(shape, arg.type, sharding)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _on_devices(numbers: np.ndarray, wanted: Wanted, key_kind: str | None) -> list[jax.Array]:
+    """The same entries on each device. Devices of a CPU may take NumPy's memory for their own, so each is given its own."""
+    is_shared = wanted.devices[0].platform == "cpu"
+    arrays = [
+        jax.device_put(numbers.copy() if k and is_shared else numbers, device)
+        for k, device in enumerate(wanted.devices)
+    ]
+    return [jax.random.wrap_key_data(x, impl=key_kind) for x in arrays] if key_kind else arrays
+
+
+def registry_of(*, is_writer: bool) -> Any:
+    """Orbax's registry with autopar's handler for every array."""
+    handler = LeafHandler(is_writer=is_writer)
+    return type_handlers.create_type_handler_registry(
+        *((kind, handler) for kind in (SplitArray, jax.Array, np.ndarray, int, float, complex, bool))
+    )
+
+
+def register_with_orbax() -> None:
+    """Teach orbax's own checkpointers to save a `SplitArray`, as one array of its whole shape.
+
+    They read it back as an ordinary array, of which the step makes pieces again. `autopar.save` needs no such call.
+    """
+    handler = LeafHandler(is_writer=jax.process_index() == 0)
+    type_handlers.register_type_handler(SplitArray, handler, override=True)

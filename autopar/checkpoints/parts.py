@@ -1,0 +1,151 @@
+"""Which entries of a leaf each process writes, and which ones each device reads.
+
+In: a leaf on devices, or the sharding that it is to have. Out: ranges of entries with their numbers in host memory, and the shape
+of the chunks in which a file holds the leaf. A chunk belongs to one shard, so that no two processes write the same one: its sizes
+divide every boundary between shards, those between the pieces of a `SplitArray` included. What can go wrong: nothing that depends
+on this process alone may decide on the chunks, for all processes have to name the same ones.
+
+A key of `jax.random` is held as its words, which are one more dimension.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from autopar.runtime.processes import is_global
+from autopar.split_array import SplitArray, SplitSharding
+
+Index: TypeAlias = tuple[slice, ...]
+"""A range of entries along each dimension, from 0, without steps."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Some entries of a leaf that this process is to write, on one device or, if every process has them, on the host."""
+
+    index: Index
+    data: jax.Array | np.ndarray
+
+    def start_copy(self) -> None:
+        """Start the copy to the host."""
+        if isinstance(self.data, jax.Array) and not _is_key(self.data):
+            self.data.copy_to_host_async()
+
+    def on_host(self) -> np.ndarray:
+        """The numbers in memory that nothing else writes to: a step may take the memory of the array meanwhile."""
+        if not isinstance(self.data, jax.Array):
+            return np.array(self.data)
+        words = jax.random.key_data(self.data) if _is_key(self.data) else self.data
+        # NumPy may look into the memory of a CPU device; from any other device it has made a copy.
+        is_shared = any(device.platform == "cpu" for device in self.data.devices())
+        return np.array(words, copy=True) if is_shared else np.asarray(words)
+
+
+def _is_key(leaf: Any) -> bool:
+    return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
+
+
+def words_per_entry(dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """(dimensions behind those of the array, type) in which a file holds entries of this type."""
+    if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return (), np.dtype(dtype)
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+    return tuple(words.shape), np.dtype(words.dtype)
+
+
+def parts_to_write(leaf: Any, *, is_writer: bool) -> list[Part]:
+    """The entries of a leaf that this process writes; of equal copies the first alone.
+
+    Args:
+        leaf: an array on devices, in pieces or whole, or a value that every process has.
+        is_writer: whether this process writes what every process has.
+    """
+    if isinstance(leaf, SplitArray):
+        return [
+            Part(_shifted(part.index, leaf.dim, start), part.data)
+            for start, piece in zip(leaf.bounds, leaf.pieces, strict=False)
+            for part in parts_to_write(piece, is_writer=is_writer)
+        ]
+    if not is_global(leaf):
+        if not is_writer:
+            return []
+        whole = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+        return [Part(tuple(slice(0, size) for size in whole.shape), whole)]
+    shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+    return [Part(_closed(shard.index, leaf.shape), shard.data) for shard in shards]
+
+
+def _shifted(index: Index, dim: int, by: int) -> Index:
+    moved = slice(index[dim].start + by, index[dim].stop + by)
+    return (*index[:dim], moved, *index[dim + 1 :])
+
+
+def _closed(index: Sequence[slice], shape: Sequence[int]) -> Index:
+    """The same ranges with both ends. Those of an array of keys have one for the words as well, in JAX 0.10 to 0.12."""
+    return tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=False))
+
+
+def chunk_shape(leaf: Any, *, most_bytes: int) -> tuple[int, ...]:
+    """The shape of the chunks of a leaf, without the words of a key; all processes find the same one."""
+    shape = tuple(np.shape(leaf))
+    if isinstance(leaf, SplitArray):
+        pieces = [piece.sharding.shard_shape(piece.shape) for piece in leaf.pieces]
+        sizes = [math.gcd(*(piece[d] for piece in pieces)) for d in range(len(shape))]
+        sizes[leaf.dim] = math.gcd(sizes[leaf.dim], *leaf.bounds)
+    elif is_global(leaf):
+        sizes = list(leaf.sharding.shard_shape(shape))
+    else:
+        sizes = list(shape)
+    extra, dtype = words_per_entry(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
+    sizes = [max(size, 1) for size in sizes]
+    while sizes and math.prod((*sizes, *extra)) * dtype.itemsize > most_bytes and max(sizes) > 1:
+        largest = sizes.index(max(sizes))
+        sizes[largest] //= _least_factor(sizes[largest])
+    return tuple(sizes)
+
+
+def _least_factor(number: int) -> int:
+    return next((k for k in range(2, math.isqrt(number) + 1) if number % k == 0), number)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Entries that devices of this process read: the same ones on each of the devices."""
+
+    index: Index
+    devices: tuple[jax.Device, ...]
+
+
+def entries_wanted(shape: Sequence[int], sharding: Sharding) -> Iterator[Wanted]:
+    """What the devices of this process need of an array; each range once."""
+    found: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
+        closed = _closed(index or (), shape) if shape else ()
+        found.setdefault(tuple((s.start, s.stop) for s in closed), []).append(device)
+    for ranges, devices in found.items():
+        yield Wanted(tuple(slice(a, b) for a, b in ranges), tuple(devices))
+
+
+def pieces_wanted(
+    shape: Sequence[int], sharding: Sharding | SplitSharding
+) -> Iterable[tuple[tuple[int, ...], int, int, Sharding]]:
+    """(shape, dimension, first entry along it, sharding) of each array that together make up a leaf."""
+    if not isinstance(sharding, SplitSharding):
+        yield tuple(shape), 0, 0, sharding
+        return
+    for k, one in enumerate(sharding.shardings):
+        a, b = sharding.bounds[k : k + 2]
+        yield (*shape[: sharding.dim], b - a, *shape[sharding.dim + 1 :]), sharding.dim, a, one
+
+
+def shifted(index: Index, dim: int, by: int) -> Index:
+    """A range of a piece as one of the whole leaf."""
+    return _shifted(index, dim, by) if index and by else index

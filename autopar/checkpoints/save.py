@@ -1,0 +1,326 @@
+"""One checkpoint: a folder with a state and what it says about itself, complete or absent.
+
+In: a state on any devices, and the step that made it; or a folder, and the step that is to go on. Out: the folder, written in the
+background by orbax while steps run on, each process its own part; or the state where the step's plan wants it, whatever the plan
+was under which it was saved. What can go wrong: the disk is full, a file is damaged, the state is another one; each error names
+the folder, and the leaf where it is about one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import orbax.checkpoint as ocp
+
+from autopar.api import ParallelStep
+from autopar.checkpoints.about import About, Position, SavedLeaf
+from autopar.checkpoints.leaves import (
+    Name,
+    arrays_by_name,
+    describe_leaf,
+    nested,
+    path_of,
+    refuse_other_checkpoint,
+    refuse_other_state,
+)
+from autopar.checkpoints.orbax_leaf import LeafRestoreArgs, registry_of
+from autopar.compat import undisturbed
+from autopar.errors import AutoparError, CheckpointError, warn
+from autopar.execution.calls import refuse_consumed
+from autopar.execution.published import PlacedLeaf, Places
+from autopar.execution.turns import RUNNING
+from autopar.program.call import PyTree
+from autopar.runtime.meetings import group_of, refusing_together
+from autopar.runtime.processes import as_weak
+from autopar.split_array import SplitArray
+
+TIMEOUT_S = 1200
+"""Seconds that the processes wait for each other while a checkpoint is written."""
+UNFINISHED = ".orbax-checkpoint-tmp"
+"""How orbax marks the folder of a checkpoint that is being written, or whose process ended meanwhile."""
+
+
+class Positioned(Protocol):
+    """A source of batches that knows how far it is, such as what `autopar.data.sharded` makes."""
+
+    def position(self) -> Position:
+        """How far it is, as JSON."""
+
+    def seek(self, position: Position) -> None:
+        """Go on from there."""
+
+
+class Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(self, path: Path, processes: tuple[int, ...]) -> None:
+        self.path, self._processes = path, processes
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is complete.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            CheckpointError: it could not be written; there is no folder then.
+        """
+        with _in_our_words(self.path, "written"):
+            checkpointer_of(self._processes).wait_until_finished()
+        return self.path
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: PyTree,
+    step: ParallelStep,
+    *,
+    data: Positioned | None = None,
+    number: int | None = None,
+    notes: Mapping[str, Any] | None = None,
+) -> Saving:
+    """Write a state, in the background; the step may take the state's memory as soon as this returns.
+
+    Every process that has devices of the step calls it, and writes the shards that its devices hold. The folders of all processes
+    are one: on several machines it is on a disk that they share. One checkpoint is written at a time: a save waits for the one
+    before.
+
+    Args:
+        path: the folder of the checkpoint, which must not be there yet. It appears when the checkpoint is complete.
+        state: the step's state, as it returns it: a tree of arrays. Several arguments that are state are a tuple.
+        step: the step, planned before. Its plan and the fingerprint of its program are kept beside the state.
+        data: a source of batches, from `autopar.data.sharded`, whose position is kept as well.
+        number: how many steps have been made.
+        notes: what else is to be kept, as JSON.
+
+    Returns:
+        A `Saving`, whose `wait()` returns once the checkpoint is complete.
+
+    Raises:
+        ArgumentError: the state is not that of the step, or some of its arrays no longer exist.
+        CheckpointError: there is a checkpoint at the path already, or it cannot be written; also if the save before failed.
+    """
+    where = Path(path).expanduser().absolute()
+    group, processes = group_of(step.jax_devices), _processes_of(step)
+    with undisturbed():
+        with refusing_together(group):
+            places = step.places()
+            arrays = _checked(state, places)
+            _refuse_existing(where)
+            position = None if data is None else data.position()
+            about = _describe(places, arrays, number=number, position=position, notes=notes or {})
+        if group is not None:
+            group.meet(f"saves {len(arrays)} arrays of {places.name} to {where}")
+        with RUNNING.take(places.name), _in_our_words(where, "written"):
+            checkpointer_of(processes).save(
+                where,
+                args=ocp.args.Composite(
+                    state=ocp.args.PyTreeSave(nested(arrays)), about=ocp.args.JsonSave(about.to_json())
+                ),
+            )
+    return Saving(where, processes)
+
+
+def restore(path: str | os.PathLike[str], step: ParallelStep, *, data: Positioned | None = None) -> Any:
+    """Read a state where the plan of a step wants it. Plan, devices, stages and processes may be others than when it was saved.
+
+    Each device reads what it needs, and no process holds more than its part. Every process that has devices of the step calls it.
+
+    Args:
+        path: the folder of a checkpoint, or one with numbered checkpoints, of which the last is taken.
+        step: the step that is to go on, planned before, e.g. by `step.plan(shapes, batch)`.
+        data: a source of batches, from `autopar.data.sharded`, which goes on from where it was.
+
+    Returns:
+        The state, bit for bit as it was saved.
+
+    Raises:
+        ArgumentError: the step has not been planned, or has no state.
+        CheckpointError: there is no complete checkpoint, it is damaged, or it holds another state; leaves are named by path.
+    """
+    where = Path(path).expanduser().absolute()
+    with _in_our_words(where, "restored"):
+        checkpointer_of(_processes_of(step)).wait_until_finished()
+    where = newest(where)
+    state, about = read(where, step)
+    if data is not None and about.position is not None:
+        data.seek(about.position)
+    return state
+
+
+def read(where: Path, step: ParallelStep) -> tuple[Any, About]:
+    """(the state of a checkpoint where the step wants it, what the checkpoint says about itself); raises as `restore` does."""
+    group, processes = group_of(step.jax_devices), _processes_of(step)
+    places = step.places()
+    tree = places.state
+    with undisturbed():
+        with refusing_together(group):
+            about = read_about(where)
+            wanted = arrays_by_name(tree)
+            refuse_other_checkpoint(about.leaves, wanted, places.name, where)
+        if group is not None:
+            group.meet(f"restores {len(wanted)} arrays of {places.name} from {where}")
+        arrays = _read_arrays(where, wanted, {leaf.path: leaf for leaf in about.leaves}, processes)
+    return jax.tree.unflatten(jax.tree.structure(tree), _in_order(tree, arrays)), about
+
+
+def _read_arrays(
+    where: Path, wanted: Mapping[Name, PlacedLeaf], saved: Mapping[str, SavedLeaf], processes: tuple[int, ...]
+) -> dict[Name, Any]:
+    args = {
+        name: LeafRestoreArgs(
+            restore_type=jax.Array,
+            path=path_of(name),
+            shape=leaf.shape,
+            type=leaf.dtype,
+            sharding=leaf.sharding,
+            key_kind=saved[path_of(name)].key_kind,
+        )
+        for name, leaf in wanted.items()
+    }
+    with _in_our_words(where, "restored"):
+        found = checkpointer_of(processes).restore(
+            where,
+            args=ocp.args.Composite(
+                state=ocp.args.PyTreeRestore(item=nested(dict.fromkeys(wanted, 0)), restore_args=nested(args))
+            ),
+        )
+    arrays = arrays_by_name(found.state)
+    return {name: _as_saved(arrays[name], saved[path_of(name)]) for name in wanted}
+
+
+def _as_saved(array: Any, leaf: SavedLeaf) -> Any:
+    """The array with a weak type, if it had one: a step is planned for either."""
+    if not leaf.weak_type:
+        return array
+    if isinstance(array, SplitArray):
+        return SplitArray([as_weak(piece) for piece in array.pieces], array.dim)
+    return as_weak(array) if isinstance(array, jax.Array) else array
+
+
+def _in_order(tree: PyTree, arrays: Mapping[Name, Any]) -> list[Any]:
+    """The arrays in the order of a tree's leaves."""
+    return [arrays[name] for name in arrays_by_name(tree)]
+
+
+def read_about(where: Path) -> About:
+    """What a checkpoint says about itself. Raises CheckpointError if it is none, or damaged."""
+    try:
+        found = ocp.Checkpointer(ocp.CompositeCheckpointHandler(about=ocp.JsonCheckpointHandler())).restore(
+            where, args=ocp.args.Composite(about=ocp.args.JsonRestore())
+        )
+    except (ValueError, OSError, KeyError) as error:
+        raise CheckpointError(
+            f"{where} is no complete checkpoint of autopar: {_first_line(error)}. Restore another one of its folder."
+        ) from error
+    return About.from_json(found.about, where)
+
+
+def newest(where: Path) -> Path:
+    """The checkpoint at a path: itself, or the one with the largest number in it. Raises CheckpointError if there is none."""
+    if is_complete(where):
+        return where
+    numbers = complete_numbers(where)
+    if numbers:
+        return where / str(numbers[-1])
+    unfinished = [one.name for one in where.glob(f"*{UNFINISHED}*")] if where.is_dir() else []
+    left = (
+        f"; {len(unfinished)} that were not finished ({unfinished[0]}) hold nothing to go on from" if unfinished else ""
+    )
+    raise CheckpointError(f"there is no complete checkpoint at {where}{left}. Name the folder that was given to save.")
+
+
+def is_complete(where: Path) -> bool:
+    """Whether a folder is a complete checkpoint; orbax renames it to this name once it is."""
+    return UNFINISHED not in where.name and (where / "about").is_dir() and (where / "state").is_dir()
+
+
+def complete_numbers(folder: Path) -> list[int]:
+    """The numbers of the complete checkpoints in a folder, ascending."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(one.name) for one in folder.iterdir() if one.name.isdecimal() and is_complete(one))
+
+
+def _checked(state: PyTree, places: Places) -> dict[Name, Any]:
+    """The arrays of a state. Raises ArgumentError if they are not those of the step, or no longer exist."""
+    arrays = arrays_by_name(state)
+    refuse_consumed(places.name, map(path_of, arrays), list(arrays.values()))
+    refuse_other_state(arrays, arrays_by_name(places.state), places.name)
+    return arrays
+
+
+def _refuse_existing(where: Path) -> None:
+    if where.exists():
+        raise CheckpointError(
+            f"{where} is there already, and a checkpoint never takes the place of another one: name a new folder, such as "
+            f"{where.parent / 'NUMBER_OF_STEPS'}, or remove that one"
+        )
+
+
+def _describe(places: Places, arrays: Mapping[Name, Any], **rest: Any) -> About:
+    plan = places.plan
+    leaves = tuple(describe_leaf(name, array) for name, array in arrays.items())
+    return About(step=places.name, fingerprint=plan.fingerprint, plan=plan.to_json(), leaves=leaves, **rest)
+
+
+def _processes_of(step: ParallelStep) -> tuple[int, ...]:
+    return tuple(sorted({device.process_index for device in step.jax_devices()}))
+
+
+@functools.cache
+def checkpointer_of(processes: tuple[int, ...]) -> ocp.AsyncCheckpointer:
+    """What writes and reads the checkpoints of these processes; the first of them makes folders and names them."""
+    is_writer = jax.process_index() == processes[0]
+    among = ocp.options.MultiprocessingOptions(
+        primary_host=processes[0],
+        active_processes={*processes},
+        barrier_sync_key_prefix="autopar-" + "-".join(map(str, processes)),
+    )
+    state = ocp.PyTreeCheckpointHandler(
+        use_zarr3=True,
+        use_compression=False,
+        multiprocessing_options=among,
+        type_handler_registry=registry_of(is_writer=is_writer),
+    )
+    about = ocp.JsonCheckpointHandler(multiprocessing_options=among)
+    made = ocp.AsyncCheckpointer(
+        ocp.CompositeCheckpointHandler(
+            state=state, about=about, composite_options=ocp.CompositeOptions(multiprocessing_options=among)
+        ),
+        # Folders that are made in the background and fail leave threads that wait for them, and keep the program from ending.
+        async_options=ocp.AsyncOptions(timeout_secs=TIMEOUT_S, create_directories_asynchronously=False),
+        multiprocessing_options=among,
+    )
+    atexit.register(_finish, made)
+    return made
+
+
+def _finish(checkpointer: ocp.AsyncCheckpointer) -> None:
+    """Wait for the last save of a program that ends without waiting, and tell of a failure."""
+    try:
+        checkpointer.wait_until_finished()
+    except Exception as error:  # noqa: BLE001 - whatever it was, the program ends and the user has to hear of it
+        warn(f"the last checkpoint was not written: {_first_line(error)}")
+
+
+@contextlib.contextmanager
+def _in_our_words(where: Path, done: str) -> Iterator[None]:
+    """A context that raises what fails in orbax as a CheckpointError."""
+    try:
+        yield
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{where} cannot be {done}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

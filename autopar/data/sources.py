@@ -1,0 +1,191 @@
+"""Where batches come from, and how far a source is.
+
+In: something that is iterated over, or examples by number. Out: a `Source`, whose `draw` gives one batch after the other, and
+whose position is JSON from which it goes on exactly. Every process has the whole order, and draws the same batches: what differs
+is which rows it reads. What can go wrong: a generator cannot go back; ArgumentError says what to give instead.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import jax
+import numpy as np
+
+from autopar.errors import ArgumentError
+
+Position: TypeAlias = Mapping[str, Any]
+"""How far a source is, as JSON: `batches` that were drawn and, for iterators that have one, their own `state`."""
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """An iterator that knows its own state, as those of grain do."""
+
+    def get_state(self) -> Any:
+        """Its state."""
+
+    def set_state(self, state: Any) -> None:
+        """Go on from a state."""
+
+
+@runtime_checkable
+class ExamplesByNumber(Protocol):
+    """Examples that can be read in any order, each a tree of arrays: a list, an array, a data source or MapDataset of grain."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def __getitem__(self, number: int) -> Any:
+        """One of them."""
+
+
+class Drawn(Protocol):
+    """A batch that was drawn: the tree of its leaves' shapes and types, and how to get rows of it."""
+
+    @property
+    def like(self) -> Any:
+        """The batch, or a tree of the same structure with a `jax.ShapeDtypeStruct` for each leaf."""
+
+    def rows(self, numbers: np.ndarray) -> list[np.ndarray]:
+        """Of each leaf the examples with these numbers."""
+
+
+class WholeBatch:
+    """A batch that is there as a whole."""
+
+    def __init__(self, batch: Any) -> None:
+        self.like = batch
+
+    def rows(self, numbers: np.ndarray) -> list[np.ndarray]:
+        """Of each leaf the examples with these numbers."""
+        return [np.asarray(leaf)[numbers] for leaf in jax.tree.leaves(self.like)]
+
+
+class BatchByNumber:
+    """A batch of examples that are read one by one, when they are asked for, and those alone."""
+
+    def __init__(self, examples: ExamplesByNumber, numbers: np.ndarray, shapes: Any) -> None:
+        """`numbers`: of the batch's examples. `shapes`: the tree of one example's leaves, with their shapes and types."""
+        self._examples, self._numbers = examples, numbers
+        self.like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(numbers), *x.shape), x.dtype), shapes)
+
+    def rows(self, numbers: np.ndarray) -> list[np.ndarray]:
+        """Of each leaf the examples with these numbers."""
+        read = [jax.tree.leaves(self._examples[int(number)]) for number in self._numbers[numbers]]
+        return [np.stack([np.asarray(example[k]) for example in read]) for k in range(len(read[0]))]
+
+
+class Source(Protocol):
+    """Batches in an order that is the same in every process."""
+
+    def draw(self) -> Drawn:
+        """The next batch. Raises StopIteration behind the last one."""
+
+    def position(self) -> Position:
+        """How far it is."""
+
+    def seek(self, position: Position) -> None:
+        """Go on from there."""
+
+
+class IteratedSource:
+    """What is iterated over: something that can be begun anew, a function that makes it, or a generator."""
+
+    def __init__(self, iterable: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+        self._iterable = iterable
+        self._is_anew = callable(iterable) or not isinstance(iterable, Iterator)
+        self._iterator = self._begin()
+        self._drawn = 0
+
+    def draw(self) -> Drawn:
+        """The next batch. Raises StopIteration behind the last one."""
+        batch = next(self._iterator)
+        self._drawn += 1
+        return WholeBatch(batch)
+
+    def position(self) -> Position:
+        """How far it is."""
+        state = self._iterator.get_state() if isinstance(self._iterator, Resumable) else None
+        return {"batches": self._drawn, "state": _as_json(state)}
+
+    def seek(self, position: Position) -> None:
+        """Go on from there: by the iterator's own state, or by drawing as many batches as have been drawn."""
+        wanted = int(position["batches"])
+        if isinstance(self._iterator, Resumable) and position["state"] is not None:
+            self._iterator.set_state(_from_json(position["state"]))
+        else:
+            self._skip_to(wanted)
+        self._drawn = wanted
+
+    def _skip_to(self, wanted: int) -> None:
+        if wanted < self._drawn:
+            if not self._is_anew:
+                raise ArgumentError(
+                    f"the data is a generator of which {self._drawn} batches are drawn, and it is to go on after batch {wanted}: "
+                    "a generator cannot go back. Give the function that makes it, sharded(make_batches, step), or a list, a data "
+                    "set, or an iterator with get_state and set_state."
+                )
+            self._iterator, self._drawn = self._begin(), 0
+        for number in range(self._drawn, wanted):
+            try:
+                next(self._iterator)
+            except StopIteration:
+                raise ArgumentError(
+                    f"the data ends after {number} batches, and the run that is to go on had drawn {wanted}: give the data that "
+                    "it was given"
+                ) from None
+
+    def _begin(self) -> Iterator[Any]:
+        return iter(self._iterable() if callable(self._iterable) else self._iterable)
+
+
+class NumberedSource:
+    """Examples by number, in batches: in order, or shuffled anew for each epoch. Rests of an epoch are left out."""
+
+    def __init__(
+        self, examples: ExamplesByNumber, *, batch_size: int, shuffle_seed: int | None = None, epochs: int | None = 1
+    ) -> None:
+        """`epochs` of None has no end."""
+        self._examples, self._size, self._seed, self._epochs = examples, batch_size, shuffle_seed, epochs
+        self._per_epoch = len(examples) // batch_size
+        if not self._per_epoch:
+            raise ArgumentError(f"batch_size={batch_size}: there are {len(examples)} examples, too few for a batch")
+        first = examples[0]
+        self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), first)
+        self._drawn = 0
+        self._order: tuple[int, np.ndarray] = (-1, np.arange(0))
+
+    def draw(self) -> Drawn:
+        """The next batch, none of whose examples has been read yet. Raises StopIteration behind the last one."""
+        epoch, number = divmod(self._drawn, self._per_epoch)
+        if self._epochs is not None and epoch >= self._epochs:
+            raise StopIteration
+        if self._order[0] != epoch:
+            self._order = (epoch, self._order_of(epoch))
+        self._drawn += 1
+        numbers = self._order[1][number * self._size : (number + 1) * self._size]
+        return BatchByNumber(self._examples, numbers, self._shapes)
+
+    def position(self) -> Position:
+        """How far it is."""
+        return {"batches": self._drawn, "state": None}
+
+    def seek(self, position: Position) -> None:
+        """Go on from there; nothing is read for it."""
+        self._drawn = int(position["batches"])
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        count = len(self._examples)
+        return np.arange(count) if self._seed is None else np.random.default_rng((self._seed, epoch)).permutation(count)
+
+
+def _as_json(state: Any) -> Any:
+    return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+
+
+def _from_json(state: Any) -> Any:
+    is_bytes = isinstance(state, Mapping) and [*state] == ["base64"]
+    return base64.b64decode(state["base64"]) if is_bytes else state

@@ -1,0 +1,84 @@
+"""Where a compiled step keeps its state and computes with its batch, as trees that others can read.
+
+In: a compiled step. Out: `Places`, with a `PlacedLeaf` for each array of the state and a `PlacedBatch` for each of the batch.
+Several arguments that are state, or batch, are a tuple of trees. What can go wrong: the step has no state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from autopar.execution.batch_places import batch_tree
+from autopar.execution.one_mesh import CompiledStep
+from autopar.execution.pipeline import CompiledPipeline
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
+from autopar.program.boundary.static_values import reveal_static
+from autopar.program.step import Leaf, TracedStep, require_state
+from autopar.split_array import SplitSharding
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacedLeaf:
+    """Shape, type and place of an array of the state; `path` is the one that plans and errors name.
+
+    The `sharding` of an array that stages hold in pieces is a `SplitSharding`; one that no stage reads has none.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: NamedSharding | SplitSharding | None
+
+
+class Places:
+    """Where the arrays of a step go, under one plan; `name` is the step's."""
+
+    def __init__(self, name: str, plan: Plan | PipelinePlan, compiled: CompiledStep | CompiledPipeline) -> None:
+        self.name, self.plan, self._compiled = name, plan, compiled
+
+    @property
+    def state(self) -> Any:
+        """The state's tree, with a `PlacedLeaf` (path, shape, dtype, sharding) in the place of each array.
+
+        Raises ArgumentError if the step has no state.
+        """
+        return state_tree(self._compiled.traced, self._compiled.in_shardings, self.name)
+
+    @property
+    def batch(self) -> Any:
+        """The batch's tree, with a `PlacedBatch` (path, shape, dtype, places) in the place of each array.
+
+        In a pipeline an array has a place for each microbatch in each stage that reads it. `rows_here()` are the numbers of the
+        examples that devices of this process compute with.
+        """
+        return batch_tree(self._compiled.traced, self._compiled.batch_places)
+
+
+def state_tree(
+    traced: TracedStep,
+    shardings: Sequence[NamedSharding] | Mapping[int, NamedSharding | SplitSharding],
+    name: str,
+) -> Any:
+    """The state of a step, with a `PlacedLeaf` for each of its arrays. Raises ArgumentError if it has no state."""
+    require_state(traced, name)
+    places = dict(enumerate(shardings)) if not isinstance(shardings, Mapping) else shardings
+    numbers = jax.tree.unflatten(traced.in_tree, range(traced.in_tree.num_leaves))
+    positional, keywords = numbers
+    states = [one for one in (*positional, *keywords.values()) if _is_state(one, traced.inputs)]
+    trees = [jax.tree.map(lambda i: _placed(traced.inputs[i], places.get(i)), reveal_static(one)) for one in states]
+    return trees[0] if len(trees) == 1 else tuple(trees)
+
+
+def _is_state(numbers: Any, leaves: Sequence[Leaf]) -> bool:
+    """Whether an argument, given as the numbers of its leaves, is state."""
+    return any(leaves[i].role == "state" for i in jax.tree.leaves(numbers))
+
+
+def _placed(leaf: Leaf, sharding: NamedSharding | SplitSharding | None) -> PlacedLeaf:
+    return PlacedLeaf(leaf.path, leaf.given_shape, leaf.dtype, sharding)

@@ -1,0 +1,88 @@
+"""A state that is saved under one plan and restored under another is the same, bit for bit, and lies where the plan says."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+import autopar
+from autopar.split_array import SplitArray
+from tests.checkpoints.steps import WAYS, bits, laid_out, make_batch, make_state, planned
+
+step_of = functools.cache(planned)
+FAST = [("zero3", "4_stages"), ("3_stages", "data_parallel"), ("2_stages", "3_stages"), ("whole", "2_stages")]
+
+
+def saved_and_restored(folder, source, target):
+    state = make_state(3)
+    autopar.save(folder / "one", laid_out(step_of(source), state), step_of(source)).wait()
+    return state, autopar.restore(folder / "one", step_of(target))
+
+
+@pytest.mark.parametrize(("source", "target"), FAST)
+def test_a_state_goes_from_one_plan_to_another(tmp_path, source, target):
+    state, restored = saved_and_restored(tmp_path, source, target)
+    assert bits(restored) == bits(state)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    places = jax.tree.leaves(step_of(target).places().state)
+    for leaf, place in zip(jax.tree.leaves(restored), places, strict=True):
+        assert leaf.sharding == place.sharding, place.path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("source", "target"), [*itertools.product(WAYS, WAYS)])
+def test_every_plan_reads_what_every_other_wrote(tmp_path, source, target):
+    state, restored = saved_and_restored(tmp_path, source, target)
+    assert bits(restored) == bits(state)
+
+
+def test_a_step_goes_on_from_a_restored_state_as_if_nothing_had_been(tmp_path):
+    step = step_of("2_stages")
+    state, _ = step(laid_out(step, make_state()), make_batch(0))
+    autopar.save(tmp_path / "one", state, step)
+    state, loss = step(state, make_batch(1))  # takes the memory that is being saved
+    again, same_loss = step(autopar.restore(tmp_path / "one", step), make_batch(1))
+    assert bits(again) == bits(state)
+    assert float(loss) == float(same_loss)
+
+
+def test_no_two_devices_share_the_memory_of_a_restored_array(tmp_path):
+    _, restored = saved_and_restored(tmp_path, "whole", "data_parallel")
+    weights = restored["params"]["head"]
+    assert len({shard.data.unsafe_buffer_pointer() for shard in weights.addressable_shards}) == 8
+
+
+def test_orbax_alone_reads_a_checkpoint_and_writes_pieces_as_one_array(tmp_path):
+    step = step_of("2_stages")
+    state = laid_out(step, make_state())
+    assert isinstance(state["params"]["stack"], SplitArray)
+    autopar.save(tmp_path / "one", state, step).wait()
+    plain = ocp.StandardCheckpointer().restore(tmp_path / "one" / "state")
+    np.testing.assert_array_equal(plain["params"]["stack"], state["params"]["stack"])
+    np.testing.assert_array_equal(plain["momentum"]["head"], state["momentum"]["head"])
+
+
+def test_leaves_of_all_kinds_and_several_arguments_that_are_state(tmp_path):
+    def fun(params, rest, x):
+        return params - x.mean(), {**rest, "scale": rest["scale"] * 2}, x.sum()
+
+    rest = {
+        "scale": 1.0,  # weak
+        "empty": jnp.zeros((0, 3)),
+        "complex": jnp.ones(3, jnp.complex64) * 1j,
+        "none": None,
+        "list": [jnp.int8(3), jnp.arange(4, dtype=jnp.uint32)],
+        "a/b.c": jnp.ones(2, jnp.float16),
+    }
+    step = autopar.parallelize(fun, mesh_shape=(2,), donate_argnums=())
+    params, rest, _ = step(jnp.ones(4), rest, jnp.ones(8))
+    autopar.save(tmp_path / "one", (params, rest), step).wait()
+    restored = autopar.restore(tmp_path / "one", step)
+    assert bits(restored) == bits((params, rest))
+    assert restored[1]["scale"].weak_type
+    step(*restored, jnp.ones(8))
+    assert len(step._memory.programs.values()) == 1  # neither traced nor planned again

@@ -1,0 +1,253 @@
+"""Batches of `autopar.data.sharded` are those of the source, where the step wants them, and go on exactly where they were."""
+
+import functools
+import json
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+import autopar
+from autopar.data import sharded
+from autopar.data.feed import Feed
+from autopar.errors import ArgumentError
+from autopar.execution.batch_places import BatchLeaf
+from tests.checkpoints.steps import ROWS, WAYS, WIDTH, bits, laid_out, make_batch, make_state, planned
+
+step_of = functools.cache(planned)
+
+
+def batches(count=6):
+    return [make_batch(number) for number in range(count)]
+
+
+def forever():
+    number = 0
+    while True:
+        yield make_batch(number)
+        number += 1
+
+
+def losses(step, data, count=3):
+    """The losses of so many steps, and the state."""
+    state, found = laid_out(step, make_state()), []
+    for _ in range(count):
+        state, loss = step(state, next(data))
+        found.append(np.float32(loss).tobytes())
+    return found, bits(state)
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in {"zero3", "2_stages"} else pytest.mark.slow) for way in WAYS]
+)
+def test_a_step_makes_the_same_of_batches_that_were_laid_out(way):
+    step = step_of(way)
+    expected = losses(step, iter(batches()))
+    with_data = sharded(batches(), step)
+    assert losses(step, with_data) == expected
+    numbered = sharded(Examples(batches()), step, batch_size=ROWS)
+    assert losses(step, numbered) == expected
+
+
+class Examples:
+    """The rows of batches, one by one; notes which are read."""
+
+    def __init__(self, made):
+        self.rows = [{name: one[name][i] for name in one} for one in made for i in range(ROWS)]
+        self.read = []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, number):
+        self.read.append(number)
+        return self.rows[number]
+
+
+def test_microbatches_on_one_mesh_are_laid_out_as_the_step_takes_them():
+    step = autopar.parallelize(
+        lambda w, x: (w - (x @ w).sum() * w, (x @ w).mean()), mesh_shape=(2,), num_microbatches=4, donate_argnums=()
+    )
+    w, x = np.ones(4, np.float32), np.arange(64, dtype=np.float32).reshape(16, 4) / 64
+    step.plan(w, x)
+    assert step.last_plan().num_microbatches == 4
+    (leaf,) = sharded([x], step)
+    np.testing.assert_array_equal(np.asarray(leaf), x)
+    np.testing.assert_array_equal(step(w, leaf)[0], step(w, x)[0])
+    (place,) = step.places().batch.places
+    assert leaf.find(place.rows, place.sharding).shape[0] == 4
+
+
+def test_each_leaf_of_a_batch_lies_in_the_stages_that_read_it():
+    places = step_of("2_stages").places().batch
+    meshes = {
+        name: {device.id for one in leaf.places for device in one.sharding.device_set} for name, leaf in places.items()
+    }
+    assert meshes == {"x": {0, 1}, "y": {2, 3}}
+    assert [one.rows for one in places["x"].places] == [(0, 4), (4, 8)]
+    np.testing.assert_array_equal(places["y"].rows_here(), np.arange(ROWS))
+    leaf = next(sharded(batches(), step_of("2_stages")))["x"]
+    assert isinstance(leaf, BatchLeaf)
+    np.testing.assert_array_equal(leaf, make_batch(0)["x"])
+
+
+def test_a_batch_that_was_laid_out_for_another_step_is_moved():
+    batch = next(sharded(batches(), step_of("2_stages")))
+    step = step_of("data_parallel")
+    _, loss = step(laid_out(step, make_state()), batch)
+    _, expected = step(laid_out(step, make_state()), make_batch(0))
+    assert float(loss) == float(expected)
+
+
+def test_a_buffer_that_is_filled_again_does_not_reach_batches_that_were_made():
+    buffer = {"x": np.zeros((ROWS, WIDTH), np.float32), "y": np.zeros((ROWS, WIDTH), np.float32)}
+
+    def refilled():
+        for number in range(4):
+            buffer["x"][...] = number
+            yield buffer
+
+    seen = [float(np.asarray(batch["x"]).max()) for batch in sharded(refilled, step_of("zero3"))]
+    assert seen == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("make", [batches, lambda: forever, forever, lambda: Examples(batches())])
+def test_it_goes_on_behind_the_last_batch_that_was_handed_over(make):
+    options = {"batch_size": ROWS, "shuffle_seed": 3, "epochs": 2} if isinstance(make(), Examples) else {}
+    step = step_of("zero3")
+    whole = [bits(b["x"]) for b, _ in zip(sharded(make(), step, **options), range(6), strict=False)]
+    first = sharded(make(), step, **options)
+    seen = [bits(next(first)["x"]) for _ in range(2)]
+    position = json.loads(json.dumps(first.position()))
+    time.sleep(0.05)  # while more is drawn ahead
+    assert position["batches"] == 2
+    assert position == dict(first.position())
+    again = sharded(make(), step, **options)
+    again.seek(position)
+    seen += [bits(b["x"]) for b, _ in zip(again, range(4), strict=False)]
+    assert seen == whole
+    assert len(set(map(str, whole))) == 6
+
+
+def bits_of_x(data):
+    return [bits(batch["x"]) for batch in data]
+
+
+def test_an_iterator_with_a_state_of_its_own_goes_on_from_it():
+    class Counting:
+        def __init__(self):
+            self.number = 0
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            if self.number == 6:
+                raise StopIteration
+            self.number += 1
+            return make_batch(self.number - 1)
+
+        def get_state(self):
+            return bytes([self.number])
+
+        def set_state(self, state):
+            self.number = state[0]
+
+    data = sharded(Counting(), step_of("zero3"), prefetch=3)
+    next(data)
+    next(data)
+    position = json.loads(json.dumps(data.position()))
+    rest = bits_of_x(data)
+    again, source = None, Counting()
+    again = sharded(source, step_of("zero3"))
+    again.seek(position)
+    assert source.number == 2
+    assert bits_of_x(again) == rest
+    data.seek(position)  # backwards
+    assert bits_of_x(data) == rest
+
+
+def test_it_goes_on_after_close_and_ends_its_thread():
+    before = {*threading.enumerate()}
+    data = sharded(batches(), step_of("zero3"))
+    seen = bits_of_x([next(data), next(data)])
+    data.close()
+    assert {*threading.enumerate()} <= before
+    assert seen + bits_of_x(data) == bits_of_x(batches())
+    assert next(data, None) is None
+    gone = weakref.ref(data)
+    del data
+    assert gone() is None, "its thread keeps it"
+
+
+def test_grain_goes_on_from_its_state():
+    grain = pytest.importorskip("grain")
+    order = grain.MapDataset.source(Examples(batches()).rows).shuffle(seed=1).batch(ROWS)
+    data = sharded(order.to_iter_dataset(), step_of("zero3"))
+    next(data)
+    position = json.loads(json.dumps(data.position()))
+    rest = bits_of_x(data)
+    assert len(rest) == 5
+    again = sharded(order.to_iter_dataset(), step_of("zero3"))
+    again.seek(position)
+    assert bits_of_x(again) == rest
+    assert position["state"] is not None
+    by_number = sharded(
+        grain.MapDataset.source(Examples(batches()).rows).shuffle(seed=1), step_of("zero3"), batch_size=ROWS
+    )
+    assert len(bits_of_x(by_number)) == 6
+
+
+def test_an_error_of_the_source_comes_behind_the_batches_before_it():
+    def broken():
+        yield make_batch(0)
+        raise OSError("the disk is gone")
+
+    data = sharded(broken, step_of("zero3"), prefetch=4)
+    next(data)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(data)
+
+
+def test_a_smaller_batch_is_handed_over_as_it_is():
+    rest = {name: rows[:4] for name, rows in make_batch(9).items()}
+    step = planned("data_parallel")
+    state = laid_out(step, make_state())
+    data = sharded([make_batch(0), rest], step)
+    state, _ = step(state, next(data))
+    batch = next(data)
+    assert isinstance(batch["x"], np.ndarray)
+    np.testing.assert_array_equal(batch["x"], rest["x"])
+
+
+def test_arguments_that_cannot_be_used():
+    step = step_of("zero3")
+    with pytest.raises(ArgumentError, match="prefetch=0"):
+        sharded(batches(), step, prefetch=0)
+    with pytest.raises(ArgumentError, match="give batch_size"):
+        sharded(batches(), step, shuffle_seed=1)
+    with pytest.raises(ArgumentError, match="no len"):
+        sharded(iter(batches()), step, batch_size=2)
+    with pytest.raises(ArgumentError, match="too few"):
+        sharded(batches(), step, batch_size=100)
+    with pytest.raises(ArgumentError, match="planned"):
+        sharded(batches(), autopar.parallelize(lambda w, x: w))
+    used = sharded(forever(), step)
+    next(used)
+    with pytest.raises(ArgumentError, match="cannot go back"):
+        used.seek({"batches": 0, "state": None})
+    with pytest.raises(ArgumentError, match="ends after 6 batches"):
+        sharded(batches(), step).seek({"batches": 9, "state": None})
+
+
+def test_a_feed_makes_no_more_than_is_asked_for():
+    made = []
+    feed = Feed(lambda: made.append(1) or len(made), ahead=3)
+    time.sleep(0.1)
+    assert len(made) == 3
+    assert feed.take() == 1
+    time.sleep(0.1)
+    assert len(made) == 4
+    feed.stop()
