@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from autopar.errors import PlanError as PlanError
     from autopar.errors import RuleError as RuleError
     from autopar.errors import ScheduleError as ScheduleError
+    from autopar.errors import TrainingError as TrainingError
     from autopar.errors import UnsupportedProgramError as UnsupportedProgramError
     from autopar.execution.plain_jit import plain_jit as plain_jit
     from autopar.layouts.constraints import Replicated as Replicated
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from autopar.program.layer_boundary import layer_boundary as layer_boundary
     from autopar.rules.table import register_rule as register_rule
     from autopar.split_array import SplitArray as SplitArray
+    from autopar.training.run import Run as Run
 
 _MODULES = {
     "ArgumentError": "errors",
@@ -54,9 +56,11 @@ _MODULES = {
     "PlanError": "errors",
     "Replicated": "layouts.constraints",
     "RuleError": "errors",
+    "Run": "training.run",
     "ScheduleError": "errors",
     "Split": "layouts.constraints",
     "SplitArray": "split_array",
+    "TrainingError": "errors",
     "UnsupportedProgramError": "errors",
     "data_parallel": "layouts.constraints",
     "dot_product_attention": "attention.primitive",

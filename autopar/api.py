@@ -104,7 +104,7 @@ class ParallelStep:
         self._first: tuple[PyTree, ...] = ()
         functools.update_wrapper(self, signature.fun, updated=())
 
-    def __get__(self, owner: Any, kind: type | None = None) -> ParallelStep:
+    def __get__(self, owner: object, kind: type | None = None) -> ParallelStep:
         """The step as a method of an object, which is its first argument: a tree of arrays, or else static."""
         if owner is None:
             return self

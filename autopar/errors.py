@@ -64,6 +64,10 @@ class CheckpointError(AutoparError, RuntimeError):
     """A checkpoint could not be written, or cannot be restored: it is incomplete, damaged, or of another state."""
 
 
+class TrainingError(AutoparError, RuntimeError):
+    """A training run cannot go on: the loss of a step is no number, or far above those before it."""
+
+
 class AutoparWarning(UserWarning):
     """Something works, but not as well as it could; the message says how to improve it."""
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from autopar.errors import CheckpointError
+from autopar.files.checked import Fields
 
 VERSION = 1
-Position: TypeAlias = Mapping[str, Any]
+Position: TypeAlias = Fields
 """How far a source of batches was, as JSON."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedLeaf:
     """One array of the state as it was saved: its path in the state, shape, type, and whether the type is weak."""
 
@@ -50,15 +50,15 @@ class About:
     leaves: tuple[SavedLeaf, ...]
     number: int | None = None
     position: Position | None = None
-    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: Fields = dataclasses.field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The JSON value that is written."""
         content = dataclasses.asdict(self)
         return {"version": VERSION, "digest": _digest(content), "content": content}
 
     @classmethod
-    def from_json(cls, value: Any, where: object) -> About:
+    def from_json(cls, value: Fields, where: object) -> About:
         """What was written. Raises CheckpointError; `where` names the checkpoint."""
         try:
             if value["version"] != VERSION:

@@ -10,9 +10,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -20,6 +18,7 @@ from autopar.api import ParallelStep
 from autopar.arguments import check_limit
 from autopar.checkpoints.about import About
 from autopar.checkpoints.save import UNFINISHED, Positioned, Saving, complete_numbers, newest, read, save
+from autopar.files.checked import Fields
 from autopar.program.call import PyTree
 
 _LEAVING = ".removed"
@@ -30,7 +29,7 @@ _LEAVING = ".removed"
 class Restored:
     """A state that was restored, and what its checkpoint says: `about.number` steps had been made."""
 
-    state: Any
+    state: PyTree
     about: About
 
 
@@ -59,7 +58,7 @@ class Checkpoints:
         return complete_numbers(self.folder)
 
     def save(
-        self, number: int, state: PyTree, *, data: Positioned | None = None, notes: Mapping[str, Any] | None = None
+        self, number: int, state: PyTree, *, data: Positioned | None = None, notes: Fields | None = None
     ) -> Saving:
         """Write the state after so many steps, in the background; see `autopar.save`."""
         self.wait()

@@ -6,14 +6,14 @@ such as `params/0/w`. What can go wrong: the state is of another model; all diff
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from autopar.checkpoints.about import SavedLeaf
+from autopar.checkpoints.parts import Saved
 from autopar.errors import ArgumentError, CheckpointError
 from autopar.execution.published import PlacedLeaf
 from autopar.program.boundary.static_values import is_array_like
@@ -22,25 +22,39 @@ from autopar.split_array import SplitArray
 
 Name = tuple[str, ...]
 """A path as the keys along it."""
+Tree = dict[str, object]
+"""Arrays in dictionaries in dictionaries."""
 _SHOWN = 4
 
 
-def arrays_by_name(state: PyTree) -> dict[Name, Any]:
+def arrays_by_name(state: PyTree) -> dict[Name, Saved]:
     """The arrays of a state; numbers of Python become arrays, what is no array is left out."""
-    found: dict[Name, Any] = {}
+    found: dict[Name, Saved] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
-        name = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys) or ("state",)
-        if isinstance(leaf, PlacedLeaf | SplitArray | jax.Array):
-            found[name] = leaf
+        if isinstance(leaf, SplitArray | jax.Array):
+            found[_name(keys)] = leaf
         elif is_array_like(leaf):
-            found[name] = np.asarray(leaf, dtype_of(leaf))
+            found[_name(keys)] = np.asarray(leaf, dtype_of(leaf))
     return found
 
 
-def nested(arrays: Mapping[Name, Any]) -> dict[str, Any]:
+def places_by_name(tree: PyTree) -> dict[Name, PlacedLeaf]:
+    """The places of a state's arrays."""
+    return {
+        _name(keys): leaf
+        for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
+        if isinstance(leaf, PlacedLeaf)
+    }
+
+
+def _name(keys: Sequence[Hashable]) -> Name:
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in keys) or ("state",)
+
+
+def nested(arrays: Mapping[Name, object]) -> Tree:
     """The arrays as dictionaries in dictionaries, which orbax takes. Raises ArgumentError for two that orbax would name alike."""
     named: dict[str, Name] = {}
-    tree: dict[str, Any] = {}
+    tree: Tree = {}
     for name, array in arrays.items():
         other = named.setdefault(".".join(name), name)
         if other != name:
@@ -49,7 +63,9 @@ def nested(arrays: Mapping[Name, Any]) -> dict[str, Any]:
             )
         inner = tree
         for key in name[:-1]:
-            inner = inner.setdefault(key, {})
+            below = inner.setdefault(key, {})
+            assert isinstance(below, dict), f"{path_of(name)} lies below an array"
+            inner = below
         inner[name[-1]] = array
     return tree
 
@@ -59,15 +75,21 @@ def path_of(name: Name) -> str:
     return "/".join(name)
 
 
-def describe_leaf(name: Name, array: Any) -> SavedLeaf:
+def describe_leaf(name: Name, array: Saved) -> SavedLeaf:
     """An array as a checkpoint describes it."""
-    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
-    kind = str(jax.random.key_impl(array)) if is_key else None
-    weak = bool(getattr(array, "weak_type", False))
-    return SavedLeaf(path_of(name), tuple(array.shape), str(array.dtype), weak, kind)
+    key_kind = None
+    if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        key_kind = str(jax.random.key_impl(array))
+    return SavedLeaf(
+        path=path_of(name),
+        shape=tuple(array.shape),
+        dtype=str(array.dtype),
+        weak_type=bool(getattr(array, "weak_type", False)),
+        key_kind=key_kind,
+    )
 
 
-def refuse_other_state(arrays: Mapping[Name, Any], wanted: Mapping[Name, PlacedLeaf], step: str) -> None:
+def refuse_other_state(arrays: Mapping[Name, Saved], wanted: Mapping[Name, PlacedLeaf], step: str) -> None:
     """Raise ArgumentError if arrays are not the state of a step."""
     wrong = _differences([describe_leaf(name, array) for name, array in arrays.items()], wanted)
     if wrong:

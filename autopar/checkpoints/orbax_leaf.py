@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import warnings
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Awaitable, Sequence
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -22,6 +22,7 @@ from orbax.checkpoint import future, type_handlers
 
 from autopar.checkpoints.parts import (
     Index,
+    Saved,
     Wanted,
     chunk_shape,
     entries_wanted,
@@ -36,6 +37,7 @@ from autopar.events import reach
 from autopar.runtime.processes import absent
 from autopar.split_array import SplitArray, SplitSharding
 
+T = TypeVar("T")
 _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
 
 
@@ -52,7 +54,7 @@ class LeafRestoreArgs(type_handlers.RestoreArgs):  # type: ignore[misc]
 
     path: str
     shape: tuple[int, ...]
-    type: Any
+    type: np.dtype
     sharding: Sharding | SplitSharding | None
     key_kind: str | None = None
 
@@ -61,7 +63,7 @@ class LeafRestoreArgs(type_handlers.RestoreArgs):  # type: ignore[misc]
 class _Written:
     """The entries of one leaf in host memory, and where orbax wants them."""
 
-    info: Any
+    info: type_handlers.ParamInfo
     shape: tuple[int, ...]
     dtype: np.dtype
     chunk: tuple[int, ...]
@@ -82,7 +84,7 @@ class LeafHandler(type_handlers.TypeHandler):  # type: ignore[misc]
         """The type that orbax notes beside each leaf: to whoever reads it the leaf is an ordinary array."""
         return "jax.Array"
 
-    async def metadata(self, infos: Sequence[Any]) -> list[Any]:
+    async def metadata(self, infos: Sequence[type_handlers.ParamInfo]) -> list[ocp.metadata.ArrayMetadata]:
         """Shape and type of leaves on disk, as orbax shows them."""
         stores = await asyncio.gather(*(_open_to_read(info) for info in infos))
         return [
@@ -97,7 +99,10 @@ class LeafHandler(type_handlers.TypeHandler):  # type: ignore[misc]
         ]
 
     async def serialize(
-        self, values: Sequence[Any], infos: Sequence[Any], args: Sequence[Any] | None = None
+        self,
+        values: Sequence[Saved],
+        infos: Sequence[type_handlers.ParamInfo],
+        args: Sequence[type_handlers.SaveArgs] | None = None,
     ) -> list[future.Future]:
         """Copy the entries that this process writes to the host; the futures that are returned write them."""
         found = [parts_to_write(value, is_writer=self._is_writer) for value in values]
@@ -110,24 +115,28 @@ class LeafHandler(type_handlers.TypeHandler):  # type: ignore[misc]
         ]
         return [future.CommitFutureAwaitingContractedSignals(_write(written), name="autopar")] if written else []
 
-    async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> list[Any]:
+    async def deserialize(
+        self, infos: Sequence[type_handlers.ParamInfo], args: Sequence[LeafRestoreArgs] | None = None
+    ) -> list[Saved]:
         """Read each leaf as its `LeafRestoreArgs` say; each device of this process gets what it needs, and no more is read."""
         assert args is not None, "leaves are read with LeafRestoreArgs"
         room = _Room(TUNING.in_flight_bytes)
         return await _all_of([_read_leaf(info, arg, room) for info, arg in zip(infos, args, strict=True)])
 
 
-async def _all_of(work: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+async def _all_of(work: Sequence[Awaitable[T]]) -> list[T]:
     """The results of coroutines, all of which end before the first exception is raised: TensorStore answers their loop."""
     found = await asyncio.gather(*work, return_exceptions=True)
+    results = []
     for one in found:
         if isinstance(one, BaseException):
             raise one
-    return found
+        results.append(one)
+    return results
 
 
-def _written(value: Any, info: Any, parts: list[tuple[Index, np.ndarray]]) -> _Written:
-    extra, dtype = words_per_entry(value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype)
+def _written(value: Saved, info: type_handlers.ParamInfo, parts: list[tuple[Index, np.ndarray]]) -> _Written:
+    extra, dtype = words_per_entry(value.dtype)
     chunk = chunk_shape(value, most_bytes=TUNING.chunk_bytes)
     return _Written(info, (*np.shape(value), *extra), dtype, (*chunk, *extra), parts)
 
@@ -161,7 +170,7 @@ async def _write_leaf(one: _Written, transaction: ts.Transaction) -> None:
     await asyncio.gather(*(store[index].write(numbers) for index, numbers in one.parts if numbers.size))
 
 
-async def _open_to_read(info: Any) -> Any:
+async def _open_to_read(info: type_handlers.ParamInfo) -> ts.TensorStore:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         spec = type_handlers.get_json_tspec_read(info, use_ocdbt=True)
@@ -187,7 +196,7 @@ class _Room:
             self._changed.notify_all()
 
 
-async def _read_leaf(info: Any, arg: LeafRestoreArgs, room: _Room) -> Any:
+async def _read_leaf(info: type_handlers.ParamInfo, arg: LeafRestoreArgs, room: _Room) -> Saved:
     """A leaf where it belongs. Raises CheckpointError with its path."""
     extra, dtype = words_per_entry(arg.type)
     try:
@@ -209,7 +218,14 @@ async def _read_leaf(info: Any, arg: LeafRestoreArgs, room: _Room) -> Any:
 
 
 async def _read_array(
-    store: Any, arg: LeafRestoreArgs, room: _Room, *, shape: tuple[int, ...], dim: int, start: int, sharding: Sharding
+    store: ts.TensorStore,
+    arg: LeafRestoreArgs,
+    room: _Room,
+    *,
+    shape: tuple[int, ...],
+    dim: int,
+    start: int,
+    sharding: Sharding,
 ) -> jax.Array:
     """An array on one mesh: the entries from `start` along `dim` of a leaf."""
     arrays: list[jax.Array] = []
@@ -238,7 +254,7 @@ def _on_devices(numbers: np.ndarray, wanted: Wanted, key_kind: str | None) -> li
     return [jax.random.wrap_key_data(x, impl=key_kind) for x in arrays] if key_kind else arrays
 
 
-def registry_of(*, is_writer: bool) -> Any:
+def registry_of(*, is_writer: bool) -> type_handlers.TypeHandlerRegistry:
     """Orbax's registry with autopar's handler for every array."""
     handler = LeafHandler(is_writer=is_writer)
     return type_handlers.create_type_handler_registry(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from jax.sharding import Sharding
 from autopar.runtime.processes import is_global
 from autopar.split_array import SplitArray, SplitSharding
 
+Saved: TypeAlias = jax.Array | np.ndarray | SplitArray
+"""An array of a state: on devices, on the host of every process, or in pieces on several meshes."""
 Index: TypeAlias = tuple[slice, ...]
 """A range of entries along each dimension, from 0, without steps."""
 
@@ -49,11 +51,11 @@ class Part:
         return np.array(words, copy=True) if is_shared else np.asarray(words)
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: jax.Array) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key))
 
 
-def words_per_entry(dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
+def words_per_entry(dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:
     """(dimensions behind those of the array, type) in which a file holds entries of this type."""
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return (), np.dtype(dtype)
@@ -61,7 +63,7 @@ def words_per_entry(dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
     return tuple(words.shape), np.dtype(words.dtype)
 
 
-def parts_to_write(leaf: Any, *, is_writer: bool) -> list[Part]:
+def parts_to_write(leaf: Saved, *, is_writer: bool) -> list[Part]:
     """The entries of a leaf that this process writes; of equal copies the first alone.
 
     Args:
@@ -77,8 +79,7 @@ def parts_to_write(leaf: Any, *, is_writer: bool) -> list[Part]:
     if not is_global(leaf):
         if not is_writer:
             return []
-        whole = leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
-        return [Part(tuple(slice(0, size) for size in whole.shape), whole)]
+        return [Part(tuple(slice(0, size) for size in leaf.shape), leaf)]
     shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
     return [Part(_closed(shard.index, leaf.shape), shard.data) for shard in shards]
 
@@ -93,7 +94,7 @@ def _closed(index: Sequence[slice], shape: Sequence[int]) -> Index:
     return tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=False))
 
 
-def chunk_shape(leaf: Any, *, most_bytes: int) -> tuple[int, ...]:
+def chunk_shape(leaf: Saved, *, most_bytes: int) -> tuple[int, ...]:
     """The shape of the chunks of a leaf, without the words of a key; all processes find the same one."""
     shape = tuple(np.shape(leaf))
     if isinstance(leaf, SplitArray):
@@ -104,7 +105,7 @@ def chunk_shape(leaf: Any, *, most_bytes: int) -> tuple[int, ...]:
         sizes = list(leaf.sharding.shard_shape(shape))
     else:
         sizes = list(shape)
-    extra, dtype = words_per_entry(leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype)
+    extra, dtype = words_per_entry(leaf.dtype)
     sizes = [max(size, 1) for size in sizes]
     while sizes and math.prod((*sizes, *extra)) * dtype.itemsize > most_bytes and max(sizes) > 1:
         largest = sizes.index(max(sizes))

@@ -27,15 +27,18 @@ from autopar.checkpoints.leaves import (
     describe_leaf,
     nested,
     path_of,
+    places_by_name,
     refuse_other_checkpoint,
     refuse_other_state,
 )
 from autopar.checkpoints.orbax_leaf import LeafRestoreArgs, registry_of
+from autopar.checkpoints.parts import Saved
 from autopar.compat import undisturbed
 from autopar.errors import AutoparError, CheckpointError, warn
 from autopar.execution.calls import refuse_consumed
 from autopar.execution.published import PlacedLeaf, Places
 from autopar.execution.turns import RUNNING
+from autopar.files.checked import Fields
 from autopar.program.call import PyTree
 from autopar.runtime.meetings import group_of, refusing_together
 from autopar.runtime.processes import as_weak
@@ -84,7 +87,7 @@ def save(
     *,
     data: Positioned | None = None,
     number: int | None = None,
-    notes: Mapping[str, Any] | None = None,
+    notes: Fields | None = None,
 ) -> Saving:
     """Write a state, in the background; the step may take the state's memory as soon as this returns.
 
@@ -155,7 +158,7 @@ def restore(path: str | os.PathLike[str], step: ParallelStep, *, data: Positione
     return state
 
 
-def read(where: Path, step: ParallelStep) -> tuple[Any, About]:
+def read(where: Path, step: ParallelStep) -> tuple[PyTree, About]:
     """(the state of a checkpoint where the step wants it, what the checkpoint says about itself); raises as `restore` does."""
     group, processes = group_of(step.jax_devices), _processes_of(step)
     places = step.places()
@@ -163,7 +166,7 @@ def read(where: Path, step: ParallelStep) -> tuple[Any, About]:
     with undisturbed():
         with refusing_together(group):
             about = read_about(where)
-            wanted = arrays_by_name(tree)
+            wanted = places_by_name(tree)
             refuse_other_checkpoint(about.leaves, wanted, places.name, where)
         if group is not None:
             group.meet(f"restores {len(wanted)} arrays of {places.name} from {where}")
@@ -173,7 +176,7 @@ def read(where: Path, step: ParallelStep) -> tuple[Any, About]:
 
 def _read_arrays(
     where: Path, wanted: Mapping[Name, PlacedLeaf], saved: Mapping[str, SavedLeaf], processes: tuple[int, ...]
-) -> dict[Name, Any]:
+) -> dict[Name, Saved]:
     args = {
         name: LeafRestoreArgs(
             restore_type=jax.Array,
@@ -196,7 +199,7 @@ def _read_arrays(
     return {name: _as_saved(arrays[name], saved[path_of(name)]) for name in wanted}
 
 
-def _as_saved(array: Any, leaf: SavedLeaf) -> Any:
+def _as_saved(array: Saved, leaf: SavedLeaf) -> Saved:
     """The array with a weak type, if it had one: a step is planned for either."""
     if not leaf.weak_type:
         return array
@@ -205,9 +208,9 @@ def _as_saved(array: Any, leaf: SavedLeaf) -> Any:
     return as_weak(array) if isinstance(array, jax.Array) else array
 
 
-def _in_order(tree: PyTree, arrays: Mapping[Name, Any]) -> list[Any]:
+def _in_order(tree: PyTree, arrays: Mapping[Name, Saved]) -> list[Saved]:
     """The arrays in the order of a tree's leaves."""
-    return [arrays[name] for name in arrays_by_name(tree)]
+    return [arrays[name] for name in places_by_name(tree)]
 
 
 def read_about(where: Path) -> About:
@@ -249,11 +252,11 @@ def complete_numbers(folder: Path) -> list[int]:
     return sorted(int(one.name) for one in folder.iterdir() if one.name.isdecimal() and is_complete(one))
 
 
-def _checked(state: PyTree, places: Places) -> dict[Name, Any]:
+def _checked(state: PyTree, places: Places) -> dict[Name, Saved]:
     """The arrays of a state. Raises ArgumentError if they are not those of the step, or no longer exist."""
     arrays = arrays_by_name(state)
     refuse_consumed(places.name, map(path_of, arrays), list(arrays.values()))
-    refuse_other_state(arrays, arrays_by_name(places.state), places.name)
+    refuse_other_state(arrays, places_by_name(places.state), places.name)
     return arrays
 
 
@@ -265,10 +268,20 @@ def _refuse_existing(where: Path) -> None:
         )
 
 
-def _describe(places: Places, arrays: Mapping[Name, Any], **rest: Any) -> About:
+def _describe(
+    places: Places, arrays: Mapping[Name, Saved], *, number: int | None, position: Position | None, notes: Fields
+) -> About:
     plan = places.plan
     leaves = tuple(describe_leaf(name, array) for name, array in arrays.items())
-    return About(step=places.name, fingerprint=plan.fingerprint, plan=plan.to_json(), leaves=leaves, **rest)
+    return About(
+        step=places.name,
+        fingerprint=plan.fingerprint,
+        plan=plan.to_json(),
+        leaves=leaves,
+        number=number,
+        position=position,
+        notes=notes,
+    )
 
 
 def _processes_of(step: ParallelStep) -> tuple[int, ...]:

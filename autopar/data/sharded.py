@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from autopar.api import ParallelStep
 from autopar.arguments import check_limit
@@ -20,19 +21,20 @@ from autopar.data.feed import Feed
 from autopar.data.sources import Drawn, ExamplesByNumber, IteratedSource, NumberedSource, Position, Source
 from autopar.errors import ArgumentError
 from autopar.execution.batch_places import PlacedBatch, place
+from autopar.program.call import PyTree, dtype_of
 
-_Kind = tuple[Any, tuple[tuple[tuple[int, ...], str], ...]]
+_Kind = tuple[jax.tree_util.PyTreeDef, tuple[tuple[tuple[int, ...], str], ...]]
 """Structure, shapes and types of a batch."""
 
 
 class _Ready(NamedTuple):
     """A batch for the step, and how far the source was behind it."""
 
-    batch: Any
+    batch: PyTree
     position: Position
 
 
-class ShardedBatches(Iterator[Any]):
+class ShardedBatches(Iterator[PyTree]):
     """An iterator over batches on their devices; made by `sharded`. `position` and `seek` are what a checkpoint keeps of it."""
 
     def __init__(self, source: Source, step: ParallelStep, *, prefetch: int) -> None:
@@ -45,7 +47,7 @@ class ShardedBatches(Iterator[Any]):
     def __iter__(self) -> ShardedBatches:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> PyTree:
         self._learn()
         if self._feed is None:
             if dict(self._source.position()) != self._position:
@@ -98,7 +100,7 @@ def _make(source: Source, places: Mapping[_Kind, list[PlacedBatch]]) -> _Ready:
     return _Ready(_lay_out(drawn, places), source.position())
 
 
-def _lay_out(drawn: Drawn, known: Mapping[_Kind, list[PlacedBatch]]) -> Any:
+def _lay_out(drawn: Drawn, known: Mapping[_Kind, list[PlacedBatch]]) -> PyTree:
     """The batch on its devices, or on the host if no plan for its shapes is known."""
     leaves, structure = jax.tree.flatten(drawn.like)
     places = known.get((structure, tuple(map(_kind_of, leaves))))
@@ -127,13 +129,12 @@ class _Reader:
         return self._read[key][number]
 
 
-def _kind_of(leaf: Any) -> tuple[tuple[int, ...], str]:
-    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-    return tuple(np.shape(leaf)), str(jax.dtypes.canonicalize_dtype(dtype))
+def _kind_of(leaf: ArrayLike) -> tuple[tuple[int, ...], str]:
+    return tuple(np.shape(leaf)), str(dtype_of(leaf))
 
 
 def sharded(
-    source: Iterable[Any] | Callable[[], Iterable[Any]] | ExamplesByNumber,
+    source: Iterable[PyTree] | Callable[[], Iterable[PyTree]] | ExamplesByNumber,
     step: ParallelStep,
     *,
     prefetch: int = 2,

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import jax
 import numpy as np
 
 from autopar.errors import ArgumentError
+from autopar.files.checked import Fields
+from autopar.program.call import PyTree
 
-Position: TypeAlias = Mapping[str, Any]
+Position: TypeAlias = Fields
 """How far a source is, as JSON: `batches` that were drawn and, for iterators that have one, their own `state`."""
 
 
@@ -24,10 +26,10 @@ Position: TypeAlias = Mapping[str, Any]
 class Resumable(Protocol):
     """An iterator that knows its own state, as those of grain do."""
 
-    def get_state(self) -> Any:
+    def get_state(self) -> object:
         """Its state."""
 
-    def set_state(self, state: Any) -> None:
+    def set_state(self, state: object) -> None:
         """Go on from a state."""
 
 
@@ -38,7 +40,7 @@ class ExamplesByNumber(Protocol):
     def __len__(self) -> int:
         """How many there are."""
 
-    def __getitem__(self, number: int) -> Any:
+    def __getitem__(self, number: int) -> PyTree:
         """One of them."""
 
 
@@ -46,7 +48,7 @@ class Drawn(Protocol):
     """A batch that was drawn: the tree of its leaves' shapes and types, and how to get rows of it."""
 
     @property
-    def like(self) -> Any:
+    def like(self) -> PyTree:
         """The batch, or a tree of the same structure with a `jax.ShapeDtypeStruct` for each leaf."""
 
     def rows(self, numbers: np.ndarray) -> list[np.ndarray]:
@@ -56,7 +58,7 @@ class Drawn(Protocol):
 class WholeBatch:
     """A batch that is there as a whole."""
 
-    def __init__(self, batch: Any) -> None:
+    def __init__(self, batch: PyTree) -> None:
         self.like = batch
 
     def rows(self, numbers: np.ndarray) -> list[np.ndarray]:
@@ -67,7 +69,7 @@ class WholeBatch:
 class BatchByNumber:
     """A batch of examples that are read one by one, when they are asked for, and those alone."""
 
-    def __init__(self, examples: ExamplesByNumber, numbers: np.ndarray, shapes: Any) -> None:
+    def __init__(self, examples: ExamplesByNumber, numbers: np.ndarray, shapes: PyTree) -> None:
         """`numbers`: of the batch's examples. `shapes`: the tree of one example's leaves, with their shapes and types."""
         self._examples, self._numbers = examples, numbers
         self.like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(numbers), *x.shape), x.dtype), shapes)
@@ -94,7 +96,7 @@ class Source(Protocol):
 class IteratedSource:
     """What is iterated over: something that can be begun anew, a function that makes it, or a generator."""
 
-    def __init__(self, iterable: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
+    def __init__(self, iterable: Iterable[PyTree] | Callable[[], Iterable[PyTree]]) -> None:
         self._iterable = iterable
         self._is_anew = callable(iterable) or not isinstance(iterable, Iterator)
         self._iterator = self._begin()
@@ -138,7 +140,7 @@ class IteratedSource:
                     "it was given"
                 ) from None
 
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[PyTree]:
         return iter(self._iterable() if callable(self._iterable) else self._iterable)
 
 
@@ -182,10 +184,11 @@ class NumberedSource:
         return np.arange(count) if self._seed is None else np.random.default_rng((self._seed, epoch)).permutation(count)
 
 
-def _as_json(state: Any) -> Any:
+def _as_json(state: object) -> object:
     return {"base64": base64.b64encode(state).decode()} if isinstance(state, bytes) else state
 
 
-def _from_json(state: Any) -> Any:
-    is_bytes = isinstance(state, Mapping) and [*state] == ["base64"]
-    return base64.b64decode(state["base64"]) if is_bytes else state
+def _from_json(state: object) -> object:
+    if isinstance(state, Mapping) and [*state] == ["base64"]:
+        return base64.b64decode(state["base64"])
+    return state

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
 from autopar.errors import ArgumentError
 from autopar.program.boundary.static_values import reveal_static
+from autopar.program.call import PyTree
 from autopar.program.step import Leaf, TracedStep
 from autopar.runtime.processes import absent, is_here
 
@@ -62,7 +63,7 @@ class PlacedBatch:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     places: tuple[RowsPlace, ...]
 
     def rows_here(self) -> np.ndarray:
@@ -111,7 +112,7 @@ class BatchLeaf:
         return f"BatchLeaf({self.dtype}{list(self.shape)} for {self._like.path})"
 
 
-def batch_tree(traced: TracedStep, places: Mapping[int, Sequence[RowsPlace]]) -> Any:
+def batch_tree(traced: TracedStep, places: Mapping[int, Sequence[RowsPlace]]) -> PyTree:
     """The batch of a step, with a `PlacedBatch` for each of its arrays; a tuple of trees if several arguments are batch.
 
     Args:
@@ -120,7 +121,7 @@ def batch_tree(traced: TracedStep, places: Mapping[int, Sequence[RowsPlace]]) ->
     """
     positional, keywords = jax.tree.unflatten(traced.in_tree, range(traced.in_tree.num_leaves))
 
-    def is_batch(numbers: Any) -> bool:
+    def is_batch(numbers: PyTree) -> bool:
         return any(traced.inputs[i].role == "batch" for i in jax.tree.leaves(numbers))
 
     def placed(number: int) -> PlacedBatch:
@@ -145,7 +146,7 @@ def _rows(leaf: Leaf) -> Rows:
     return (0, leaf.given_shape[0]) if leaf.given_shape else None
 
 
-def place(like: PlacedBatch, read: Callable[[np.ndarray], np.ndarray], whole: Any = None) -> BatchLeaf:
+def place(like: PlacedBatch, read: Callable[[np.ndarray], np.ndarray], whole: ArrayLike | None = None) -> BatchLeaf:
     """Lay out one leaf of a batch, of which this process reads the examples that its devices need.
 
     Args:

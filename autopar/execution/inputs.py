@@ -167,11 +167,11 @@ def _array(one: _Placement, leaves: Sequence[ArrayLike]) -> ArrayLike:
     return leaf if one.rows is None else _slice(leaf, *one.rows)
 
 
-def _slice(leaf: Any, start: int, end: int) -> ArrayLike:
+def _slice(leaf: ArrayLike, start: int, end: int) -> ArrayLike:
     """Some examples of a batch leaf; of an array without a transfer from the host."""
     if isinstance(leaf, jax.Array):
         return jax.lax.slice_in_dim(without_explicit_axes(leaf), start, end)
-    rows: ArrayLike = leaf[start:end]
+    rows: np.ndarray = np.asarray(leaf)[start:end]
     return rows
 
 

@@ -7,10 +7,11 @@ Several arguments that are state, or batch, are a tuple of trees. What can go wr
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.execution.batch_places import batch_tree
@@ -19,7 +20,11 @@ from autopar.execution.pipeline import CompiledPipeline
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.boundary.static_values import reveal_static
+from autopar.program.call import PyTree
+from autopar.program.loops import LoopEquation
+from autopar.program.program import Equation
 from autopar.program.step import Leaf, TracedStep, require_state
+from autopar.rules.table import flops_of, rule_for
 from autopar.split_array import SplitSharding
 
 
@@ -32,7 +37,7 @@ class PlacedLeaf:
 
     path: str
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype
     sharding: NamedSharding | SplitSharding | None
 
 
@@ -43,7 +48,7 @@ class Places:
         self.name, self.plan, self._compiled = name, plan, compiled
 
     @property
-    def state(self) -> Any:
+    def state(self) -> PyTree:
         """The state's tree, with a `PlacedLeaf` (path, shape, dtype, sharding) in the place of each array.
 
         Raises ArgumentError if the step has no state.
@@ -51,7 +56,7 @@ class Places:
         return state_tree(self._compiled.traced, self._compiled.in_shardings, self.name)
 
     @property
-    def batch(self) -> Any:
+    def batch(self) -> PyTree:
         """The batch's tree, with a `PlacedBatch` (path, shape, dtype, places) in the place of each array.
 
         In a pipeline an array has a place for each microbatch in each stage that reads it. `rows_here()` are the numbers of the
@@ -59,12 +64,37 @@ class Places:
         """
         return batch_tree(self._compiled.traced, self._compiled.batch_places)
 
+    @property
+    def num_devices(self) -> int:
+        """The devices that the step runs on."""
+        compiled = self._compiled
+        meshes = [compiled.mesh] if isinstance(compiled, CompiledStep) else [one.device_mesh for one in compiled.stages]
+        return len({device for mesh in meshes for device in mesh.devices.flat})
+
+    @functools.cached_property
+    def flops(self) -> Mapping[str, float]:
+        """Floating-point operations of one step on all devices together, by the type of their results."""
+        found: dict[str, float] = {}
+        for eqn in self._compiled.traced.program.equations:
+            _add_flops(found, eqn, 1)
+        return found
+
+
+def _add_flops(found: dict[str, float], eqn: Equation, times: int) -> None:
+    """Add those of an equation that runs so often; of a loop those of its body."""
+    if isinstance(eqn, LoopEquation):
+        for inner in (inner for region in eqn.regions for inner in region.equations):
+            _add_flops(found, inner, times * max(eqn.loop.trips, 1))
+        return
+    dtype = str(eqn.outvars[0].aval.dtype) if eqn.outvars else "float32"
+    found[dtype] = found.get(dtype, 0.0) + times * flops_of(eqn, rule_for(eqn))
+
 
 def state_tree(
     traced: TracedStep,
     shardings: Sequence[NamedSharding] | Mapping[int, NamedSharding | SplitSharding],
     name: str,
-) -> Any:
+) -> PyTree:
     """The state of a step, with a `PlacedLeaf` for each of its arrays. Raises ArgumentError if it has no state."""
     require_state(traced, name)
     places = dict(enumerate(shardings)) if not isinstance(shardings, Mapping) else shardings
@@ -75,7 +105,7 @@ def state_tree(
     return trees[0] if len(trees) == 1 else tuple(trees)
 
 
-def _is_state(numbers: Any, leaves: Sequence[Leaf]) -> bool:
+def _is_state(numbers: PyTree, leaves: Sequence[Leaf]) -> bool:
     """Whether an argument, given as the numbers of its leaves, is state."""
     return any(leaves[i].role == "state" for i in jax.tree.leaves(numbers))
 

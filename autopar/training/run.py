@@ -1,0 +1,269 @@
+"""`Run`: a training loop that loses nothing when it is interrupted.
+
+In: a planned step, a source of batches, a folder. Out: the state after so many steps. It begins where the last complete
+checkpoint in the folder ends: there is one after every so many steps, after the last one, and when the run is asked to stop. On
+the same plan the result is bit for bit that of a run that was never interrupted. What can go wrong: the loss is no number; see
+`Guard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from autopar.api import ParallelStep
+from autopar.arguments import check_limit
+from autopar.checkpoints import Checkpoints
+from autopar.data import ShardedBatches, sharded
+from autopar.data.sources import Position
+from autopar.errors import ArgumentError, TrainingError
+from autopar.explain import standard_output
+from autopar.program.call import PyTree
+from autopar.training.guard import Guard
+from autopar.training.progress import Report, RunStep, Scale
+from autopar.training.stop import StopRequest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """How a run ended.
+
+    Attributes:
+        state: after the last step, on the devices.
+        number: how many steps have been made, over all interruptions.
+        loss: of the last step of this run; None if it made none.
+        stopped: the signal that ended it before its last step, such as `"SIGTERM"`; None if it came to its end.
+    """
+
+    state: Any
+    number: int
+    loss: float | None
+    stopped: str | None
+
+
+@dataclasses.dataclass
+class _Progress:
+    """Where a run is. `pending` is the loss of the last step, which nobody has read yet, and `behind` is behind its batch."""
+
+    state: PyTree
+    number: int
+    losses: deque[float]
+    pending: jax.Array | None = None
+    behind: Position = dataclasses.field(default_factory=dict)
+    skipped: set[int] = dataclasses.field(default_factory=set)
+    times_back: int = 0
+    saved: int = 0
+    loss: float | None = None
+    settled_at: float = 0.0
+
+
+class Run:
+    """A training run; see `train`. Every process that has devices of the step makes one, with the same arguments."""
+
+    def __init__(
+        self,
+        step: ParallelStep,
+        data: ShardedBatches | Iterable[PyTree] | Callable[[], Iterable[PyTree]],
+        checkpoint_dir: str | os.PathLike[str] | None,
+        *,
+        create_state: Callable[..., PyTree],
+        args: Sequence[PyTree] = (),
+        every: int | None = 100,
+        keep: int | None = 3,
+        resume: bool = True,
+        guard: Guard | None = None,
+        find_loss: Callable[[PyTree], jax.Array] | None = None,
+        on_step: Callable[[RunStep], None] | None = None,
+        console: Console | None = None,
+        tokens_per_batch: int | None = None,
+    ) -> None:
+        """A run of a step that has been planned, e.g. by `step.plan(shapes, batch)`.
+
+        Args:
+            step: a step `(state, batch) -> (state, ...)`.
+            data: batches, as `autopar.data.sharded` makes or takes them.
+            checkpoint_dir: the folder of the checkpoints, which is made if it is not there; None saves nothing.
+            create_state: makes the first state, `create_state(*args)`, as for `step.init_state`.
+            args: its arguments.
+            every: after how many steps the state is saved; None saves at the end, and when the run is stopped.
+            keep: how many checkpoints stay; None keeps all.
+            resume: whether to go on from the last checkpoint in the folder. Without it, a folder with checkpoints is refused.
+            guard: which losses are bad, and what is then done; by default a loss that is no number ends the run.
+            find_loss: the loss in what the step returns behind the state; by default that itself, or its `"loss"`.
+            on_step: gets each step once its loss is known.
+            console: where progress is shown; standard output by default. Only the first process shows it.
+            tokens_per_batch: for the rate; without it, examples are counted.
+
+        Raises:
+            ArgumentError: an argument cannot be used, or the step has not been planned.
+        """
+        self._step, self._create, self._args = step, create_state, tuple(args)
+        self._data = data if isinstance(data, ShardedBatches) else sharded(data, step)
+        self._every = check_limit("every", every)
+        self._checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, step, keep=keep)
+        self._resume, self._guard = resume, guard or Guard()
+        self._find_loss, self._on_step = find_loss or _usual_loss, on_step
+        self._scale = _scale_of(step, tokens_per_batch)
+        processes = sorted({device.process_index for device in step.jax_devices()})
+        self._several = len(processes) > 1
+        self._console = (console or standard_output()) if jax.process_index() == processes[0] else None
+        self._first_position = self._data.position()
+
+    def train(self, steps: int) -> Trained:
+        """Train until so many steps have been made, those of earlier runs in the same folder included.
+
+        SIGTERM and Ctrl-C end it after a step, with a checkpoint; a second one ends it at once, with the last complete one.
+
+        Args:
+            steps: how many, from the first state on.
+
+        Returns:
+            How it ended; the state is on the devices.
+
+        Raises:
+            TrainingError: a loss was bad, and the guard says to stop.
+            CheckpointError: a checkpoint cannot be written or restored.
+            ArgumentError: the data ended early, or there are checkpoints already and `resume` is off.
+        """
+        now = self._begin()
+        stop = StopRequest(several=self._several)
+        report = Report(self._console, self._scale, name=self._step.places().name, first=now.number, last=steps)
+        if now.number:
+            report.say(f"goes on from the checkpoint of step {now.number}")
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._data.close)
+            stack.enter_context(stop.listening())
+            stack.enter_context(report.showing())
+            now.settled_at = time.perf_counter()
+            is_stopped = self._make_steps(now, steps, stop, report)
+        self._save(now)
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+        return Trained(state=now.state, number=now.number, loss=now.loss, stopped=stop.name if is_stopped else None)
+
+    def _begin(self) -> _Progress:
+        """The first state, or that of the last checkpoint."""
+        known = self._checkpoints.numbers() if self._checkpoints is not None else []
+        if known and not self._resume:
+            assert self._checkpoints is not None
+            raise ArgumentError(
+                f"{self._checkpoints.folder} has checkpoints, of step {known[-1]} the last: go on from it with resume=True, or "
+                "name another folder"
+            )
+        if self._checkpoints is not None:
+            self._checkpoints.clear_unfinished()
+        return self._restored() if known else self._first()
+
+    def _first(self) -> _Progress:
+        self._data.seek(self._first_position)
+        return _Progress(self._step.init_state(self._create, *self._args), 0, deque(maxlen=self._guard.window))
+
+    def _restored(self) -> _Progress:
+        assert self._checkpoints is not None
+        found = self._checkpoints.restore(data=self._data)
+        losses = deque(map(float.fromhex, found.about.notes.get("losses", ())), maxlen=self._guard.window)
+        number = found.about.number or 0
+        return _Progress(found.state, number, losses, saved=number)
+
+    def _make_steps(self, now: _Progress, steps: int, stop: StopRequest, report: Report) -> bool:
+        """Make steps until all are made, or one of the processes is asked to stop; returns whether that is so."""
+        while True:
+            if now.number >= steps or stop.is_due(now.number):
+                if not self._settle(now, report):
+                    continue
+                return now.number < steps
+            batch = self._next_batch(now, steps)
+            state, *rest = self._step(now.state, batch)
+            launched = self._find_loss(rest[0] if len(rest) == 1 else rest)
+            if not self._settle(now, report):
+                continue
+            now.state, now.number = state, now.number + 1
+            now.pending, now.behind = launched, self._data.position()
+            if self._every is not None and now.number % self._every == 0 and self._settle(now, report):
+                self._save(now)
+
+    def _next_batch(self, now: _Progress, steps: int) -> PyTree:
+        while True:
+            try:
+                batch = next(self._data)
+            except StopIteration:
+                raise ArgumentError(
+                    f"the data ended after {self._data.position()['batches']} batches, and {steps} steps were asked for, of "
+                    f"which {now.number} are made: give more data, or an iterable without end"
+                ) from None
+            if int(self._data.position()["batches"]) not in now.skipped:
+                return batch
+
+    def _settle(self, now: _Progress, report: Report) -> bool:
+        """Wait for the loss of the step that is under way, and judge it; False if the run has gone back because of it."""
+        if now.pending is None:
+            return True
+        loss, now.pending = float(now.pending), None
+        wrong = self._guard.judge([*now.losses], loss)
+        if wrong is not None:
+            self._go_back(now, wrong, report)
+            return False
+        ended = time.perf_counter()
+        made = RunStep(now.number, loss, ended - now.settled_at)
+        now.loss, now.settled_at = loss, ended
+        now.losses.append(loss)
+        report.tell(made)
+        if self._on_step is not None:
+            self._on_step(made)
+        return True
+
+    def _go_back(self, now: _Progress, wrong: str, report: Report) -> None:
+        """From a bad step to the last checkpoint, or to the beginning. Raises TrainingError if the guard says to stop."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+        known = self._checkpoints.numbers() if self._checkpoints is not None else []
+        where = f"the checkpoint of step {known[-1]}" if known else "the first state"
+        if self._guard.action == "stop" or now.times_back >= self._guard.most:
+            raise TrainingError(
+                f"step {now.number} of {self._step.places().name}: {wrong}. The last good state is {where}. Lower the learning "
+                "rate or look at this batch; Guard(action='skip') goes on without it, and Guard(action='back') behind it."
+            )
+        bad, times_back, skipped = now.behind, now.times_back, now.skipped
+        report.say(f"step {now.number}: {wrong}; goes back to {where}")
+        again = self._restored() if known else self._first()
+        now.state, now.number, now.losses = again.state, again.number, again.losses
+        now.times_back, now.saved = times_back + 1, again.saved
+        if self._guard.action == "skip":
+            skipped.add(int(bad["batches"]))
+        else:
+            self._data.seek(bad)
+
+    def _save(self, now: _Progress) -> None:
+        """Save the state, whose loss is known to be good, if that has not been done."""
+        if self._checkpoints is not None and now.number != now.saved:
+            notes = {"losses": [loss.hex() for loss in now.losses]}
+            self._checkpoints.save(now.number, now.state, data=self._data, notes=notes)
+            now.times_back, now.saved = 0, now.number
+
+
+def _usual_loss(rest: PyTree) -> jax.Array:
+    """The loss in what a step returns behind the state."""
+    found = rest["loss"] if isinstance(rest, Mapping) and "loss" in rest else rest
+    if not isinstance(found, jax.Array) or found.shape != ():
+        raise ArgumentError(
+            "the step returns no scalar behind the state, and no mapping with a scalar 'loss': say where the loss is, with "
+            "find_loss=lambda rest: ..."
+        )
+    return found
+
+
+def _scale_of(step: ParallelStep, tokens_per_batch: int | None) -> Scale:
+    places = step.places()
+    sizes = [leaf.shape[0] for leaf in jax.tree.leaves(places.batch) if leaf.shape]
+    device, devices = step.cluster().device, places.num_devices
+    ideal_s = sum(flops / device.peak_of(dtype) for dtype, flops in places.flops.items()) / devices
+    count, noun = (max(sizes, default=1), "examples") if tokens_per_batch is None else (tokens_per_batch, "tokens")
+    return Scale(count=count, noun=noun, ideal_s=ideal_s or None)

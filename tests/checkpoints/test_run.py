@@ -1,0 +1,158 @@
+"""`autopar.Run` ends with the same bits however often it is interrupted, and does not go on from a bad loss."""
+
+import functools
+import io
+import os
+import signal
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+import autopar
+from autopar.checkpoints import Checkpoints
+from autopar.errors import ArgumentError, TrainingError
+from autopar.training import Guard
+from tests.checkpoints.steps import bits, make_batch, make_state, planned
+
+step_of = functools.cache(planned)
+STEPS = 9
+
+
+def forever():
+    number = 0
+    while True:
+        yield make_batch(number)
+        number += 1
+
+
+def run(folder, step=None, data=forever, **options):
+    options = {"every": 2, "keep": 2, "console": Console(file=io.StringIO()), **options}
+    return autopar.Run(step or step_of("zero3"), data, folder, create_state=make_state, **options)
+
+
+@functools.cache
+def uninterrupted():
+    """State and losses of a run that saves nothing."""
+    seen = []
+    found = run(None, on_step=lambda made: seen.append((made.number, made.loss))).train(STEPS)
+    assert (found.number, found.stopped, found.loss) == (STEPS, None, seen[-1][1])
+    return bits(found.state), dict(seen)
+
+
+def test_a_run_makes_the_steps_of_a_loop():
+    step, state, losses = step_of("zero3"), None, []
+    state = step.init_state(make_state)
+    for number in range(STEPS):
+        state, loss = step(state, make_batch(number))
+        losses.append(float(loss))
+    assert uninterrupted() == (bits(state), dict(enumerate(losses, 1)))
+
+
+def test_runs_one_after_the_other_end_as_one_does(tmp_path):
+    for steps in (1, 4, 5, STEPS):
+        found = run(tmp_path).train(steps)
+        assert found.number == steps
+    assert bits(found.state) == uninterrupted()[0]
+    assert Checkpoints(tmp_path, step_of("zero3")).numbers() == [8, 9]
+    again = run(tmp_path).train(STEPS)
+    assert (again.loss, bits(again.state)) == (None, uninterrupted()[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_after_a_step_with_a_checkpoint(tmp_path, number):
+    def interrupt(made):
+        if made.number == 3:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    found = run(tmp_path, on_step=interrupt).train(STEPS)
+    assert (found.stopped, 3 <= found.number < 6) == (number.name, True)
+    assert signal.getsignal(number) is before
+    assert Checkpoints(tmp_path, step_of("zero3")).numbers()[-1] == found.number
+    assert bits(run(tmp_path).train(STEPS).state) == uninterrupted()[0]
+
+
+def test_a_second_signal_ends_it_at_once(tmp_path):
+    def interrupt(made):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, on_step=interrupt).train(STEPS)
+    assert bits(run(tmp_path).train(STEPS).state) == uninterrupted()[0]
+
+
+def poisoned(at, value=np.nan):
+    """Batches of which one makes the loss bad."""
+
+    def batches():
+        for number, batch in enumerate(forever()):
+            yield {**batch, "y": batch["y"] + value} if number == at else batch
+
+    return batches
+
+
+def without(*gone):
+    def batches():
+        for number, batch in enumerate(forever()):
+            if number not in gone:
+                yield batch
+
+    return batches
+
+
+def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(tmp_path):
+    with pytest.raises(
+        TrainingError,
+        match=r"step 6 of scanned_step: the loss is nan\. The last good state is the checkpoint of step 4",
+    ):
+        run(tmp_path, data=poisoned(5)).train(STEPS)
+    assert Checkpoints(tmp_path, step_of("zero3")).numbers()[-1] == 4
+
+
+@pytest.mark.parametrize("at", [0, 5, 8])
+def test_skip_is_as_if_the_batch_had_not_been_there(tmp_path, at):
+    found = run(tmp_path / "a", data=poisoned(at), guard=Guard(action="skip")).train(STEPS)
+    expected = run(None, data=without(at)).train(STEPS)
+    assert (found.number, bits(found.state)) == (STEPS, bits(expected.state))
+
+
+def test_back_goes_on_behind_the_batch_and_the_checkpoint_stays_before_it(tmp_path):
+    found = run(tmp_path / "a", data=poisoned(5), guard=Guard(action="back")).train(STEPS)
+    expected = run(None, data=without(4, 5)).train(STEPS)  # the checkpoint is that of step 4
+    assert bits(found.state) == bits(expected.state)
+
+
+def test_a_spike_is_a_bad_loss_and_three_times_is_enough(tmp_path):
+    guard = Guard(action="back", spike=10, window=3)
+    found = run(tmp_path / "a", data=poisoned(5, 100.0), guard=guard).train(STEPS)
+    assert bits(found.state) == bits(run(None, data=without(4, 5)).train(STEPS).state)
+    always = lambda: ({**batch, "y": batch["y"] * np.nan} for batch in forever())  # noqa: E731
+    with pytest.raises(TrainingError, match="step 1 "):
+        run(tmp_path / "b", data=always, guard=Guard(action="back")).train(STEPS)
+
+
+def test_what_a_run_tells(tmp_path):
+    console = Console(file=io.StringIO(), width=150)
+    run(tmp_path, console=console, tokens_per_batch=128).train(2)
+    run(tmp_path, console=console, tokens_per_batch=128).train(3)
+    said = console.file.getvalue()
+    assert "scanned_step  step 1/2  loss " in said
+    assert "tokens/s" in said
+    assert "MFU" in said
+    assert " left" in said
+    assert "goes on from the checkpoint of step 2" in said
+
+
+def test_arguments_that_cannot_be_used(tmp_path):
+    run(tmp_path).train(1)
+    with pytest.raises(ArgumentError, match="has checkpoints, of step 1 the last"):
+        run(tmp_path, resume=False).train(2)
+    with pytest.raises(ArgumentError, match="the data ended after 1 batches, and 3 steps"):
+        run(tmp_path / "a", data=[make_batch(0)]).train(3)
+    with pytest.raises(ArgumentError, match="every=0"):
+        run(tmp_path, every=0)
+    with pytest.raises(ArgumentError, match="'later'"):
+        Guard(action="later")
+    with pytest.raises(ArgumentError, match="spike"):
+        Guard(spike=0.5)
