@@ -59,7 +59,7 @@ class LeafRestoreArgs(type_handlers.RestoreArgs):  # type: ignore[misc]
     key_kind: str | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Written:
     """The entries of one leaf in host memory, and where orbax wants them."""
 
@@ -138,7 +138,8 @@ async def _all_of(work: Sequence[Awaitable[T]]) -> list[T]:
 def _written(value: Saved, info: type_handlers.ParamInfo, parts: list[tuple[Index, np.ndarray]]) -> _Written:
     extra, dtype = words_per_entry(value.dtype)
     chunk = chunk_shape(value, most_bytes=TUNING.chunk_bytes)
-    return _Written(info, (*np.shape(value), *extra), dtype, (*chunk, *extra), parts)
+    shape = (*value.shape, *extra)
+    return _Written(info=info, shape=shape, dtype=dtype, chunk=(*chunk, *extra), parts=parts)
 
 
 async def _write(written: Sequence[_Written]) -> None:

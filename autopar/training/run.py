@@ -49,7 +49,7 @@ class Trained:
     stopped: str | None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(kw_only=True)
 class _Progress:
     """Where a run is. `pending` is the loss of the last step, which nobody has read yet, and `behind` is behind its batch."""
 
@@ -164,14 +164,15 @@ class Run:
 
     def _first(self) -> _Progress:
         self._data.seek(self._first_position)
-        return _Progress(self._step.init_state(self._create, *self._args), 0, deque(maxlen=self._guard.window))
+        state = self._step.init_state(self._create, *self._args)
+        return _Progress(state=state, number=0, losses=deque(maxlen=self._guard.window))
 
     def _restored(self) -> _Progress:
         assert self._checkpoints is not None
         found = self._checkpoints.restore(data=self._data)
         losses = deque(map(float.fromhex, found.about.notes.get("losses", ())), maxlen=self._guard.window)
         number = found.about.number or 0
-        return _Progress(found.state, number, losses, saved=number)
+        return _Progress(state=found.state, number=number, losses=losses, saved=number)
 
     def _make_steps(self, now: _Progress, steps: int, stop: StopRequest, report: Report) -> bool:
         """Make steps until all are made, or one of the processes is asked to stop; returns whether that is so."""
