@@ -235,6 +235,14 @@ def test_an_option_may_occur_twice_as_with_and_without_recomputation():
     assert chosen_of(choose_stages(problem_of(costs, options, (1, 2), 4, memory_bytes=5.0))) == [(0, 1, 1)]
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_the_choice_is_the_best_of_all_where_options_are_of_one_size(schedule):
+    options = submeshes(1, 2) * 2
+    for seed, memory in itertools.product(range(10), (math.inf, 12.0, 6.0)):
+        costs = table_of(np.random.default_rng(seed), 4, len(options), whole=seed % 2 == 1)
+        assert_best(problem_of(costs, options, (1, 2), 4, schedule, memory_bytes=memory))
+
+
 def equal_layers(layers, options, *, once_s=0.0):
     """One second per layer and device."""
     return CostTable.of(
