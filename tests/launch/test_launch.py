@@ -29,28 +29,32 @@ from tests.launch.launching import (
     [
         ("SIGKILL", r"worker 1 was ended by SIGKILL \(by the kernel if memory ran out"),
         ("SIGSTOP", r"worker 1 has stood still by SIGSTOP for 3 s; before: runs .*counting.py"),
-        ("raise", r"worker 1 ended with status 1: ValueError: broken on purpose \(.*counting.py:\d+\)"),
-        ("exit", r"worker 1 ended with status 7: it called sys.exit\(7\)"),
+        pytest.param(
+            "raise",
+            r"worker 1 ended with status 1: ValueError: broken on purpose \(.*counting.py:\d+\)",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("exit", r"worker 1 ended with status 7: it called sys.exit\(7\)", marks=pytest.mark.slow),
     ],
 )
 def test_a_job_that_loses_a_worker_starts_again_and_ends_as_if_nothing_had_happened(what, words, tmp_path):
-    status, said = run(tmp_path, "-n", "2", arguments=(150, what, 1, 5))
+    status, said = run(tmp_path, "-n", "2", arguments=(100, what, 1, 5))
     assert status == 0, said
     assert re.search(words, said), said
     assert (
         what == "SIGSTOP" or "worker 0 cannot go on without it, and is ended\n" in said
     )  # else it has ended meanwhile
     assert "2 workers start again from the last checkpoint (restart 1 of 10)" in said
-    assert results(tmp_path, 2) == uninterrupted(2, 150)
+    assert results(tmp_path, 2) == uninterrupted(2, 100)
     assert len(lines(tmp_path, "started")) == 4
     ends = {line for line in printed(tmp_path).splitlines() if "ends" in line}
-    assert ends == {f"[{rank}] ends with {state['x']!r}" for rank, state in enumerate(uninterrupted(2, 150))}
+    assert ends == {f"[{rank}] ends with {state['x']!r}" for rank, state in enumerate(uninterrupted(2, 100))}
 
 
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("kill@point:step 7,rank=1,attempt=0", "worker 1 was ended by SIGKILL"),
+        pytest.param("kill@point:step 7,rank=1,attempt=0", "worker 1 was ended by SIGKILL", marks=pytest.mark.slow),
         (
             "full@point,count=5,rank=0,attempt=0",
             "worker 0 ended with status 1: OSError: [Errno 28] No space left on device: 'step 4'",
@@ -106,7 +110,7 @@ def test_an_error_that_comes_twice_without_a_step_in_between_ends_the_job(tmp_pa
     assert len(lines(tmp_path, "started")) == 4
 
 
-@pytest.mark.parametrize(("what", "expected"), [("SIGKILL", 137), ("raise", 1), ("exit", 7)])
+@pytest.mark.parametrize(("what", "expected"), [("SIGKILL", 137), ("exit", 7)])
 def test_a_job_that_may_not_start_again_ends_with_the_status_of_what_failed(what, expected, tmp_path):
     status, said = run(tmp_path, "-n", "2", "--max-restarts", "0", arguments=(40, what, 1, 2))
     assert status == expected, said
@@ -149,7 +153,7 @@ def test_a_process_that_a_worker_has_left_behind_ends_with_the_job(tmp_path):
 
 def test_a_job_takes_another_size_while_it_runs(tmp_path):
     size = tmp_path / "size"
-    job = start(tmp_path, "-n", "2", "--size-file", size, arguments=(150,))
+    job = start(tmp_path, "-n", "2", "--size-file", size, arguments=(90,))
     for text, started, words in [
         ("3 2\n", 2, "the job is to have 3 workers with 2 devices each in place of 2 workers"),
         ("what", 5, "'what' is no size of a job: write how many workers"),
@@ -161,9 +165,10 @@ def test_a_job_takes_another_size_while_it_runs(tmp_path):
     status, said = end(job, tmp_path)
     assert status == 0, said
     assert [line.split()[2] for line in lines(tmp_path, "started")] == ["2"] * 2 + ["3"] * 3 + ["1"]
-    assert results(tmp_path, 1) == uninterrupted(1, 150)
+    assert results(tmp_path, 1) == uninterrupted(1, 90)
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_fewer_workers_if_it_may(tmp_path):
     job = start(tmp_path, "-n", "3", "--min-processes", "2", arguments=(60,), COUNTING_STEP_S="0.03")
     for attempt in range(2):
