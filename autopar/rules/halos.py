@@ -6,7 +6,8 @@ device's part; each device sends some of its last rows to the next one and of it
 the parts are shorter than the reach. Outside of the whole dimension are rows of padding.
 
 Parts line up if a device's windows begin as far from the first row that it holds as those of any other: if `stride * steps` is
-`dilation * size`. Other slides, as of a convolution without padding, are left whole. What can go wrong: padding that is not
+`dilation * size`. Where they do not, as in a convolution without padding, each device gets as many rows as any of them needs, and
+takes those that its windows look at. Rows with holes that do not line up are left whole. What can go wrong: padding that is not
 zero, as a maximum has; `fill` is its value.
 """
 
@@ -47,22 +48,50 @@ class Slide:
 
     @property
     def lines_up(self) -> bool:
-        """Whether the dimension may be divided together with the places of the window."""
+        """Whether the windows of each device begin equally far from the first row that it holds."""
         return self.steps > 1 and self.stride * self.steps == self.dilation * self.size
 
     @property
-    def reach(self) -> tuple[int, int]:
-        """Rows that a device needs before its own and after them."""
-        after = (self.span - 1 - self.low - self.stride) // self.dilation + 1
-        return max(0, self.low // self.dilation), max(0, after)
+    def may_be_divided(self) -> bool:
+        """Whether the dimension may be divided together with the places of the window."""
+        is_near = self.dilation == 1 and abs(self.stride * self.steps - self.size) < self.span
+        return self.lines_up or (self.steps > 1 and is_near)
+
+    def reach(self, ways: int) -> tuple[int, int]:
+        """Rows that one of so many devices needs before its own and after them, whichever it is."""
+        if self.lines_up:
+            after = (self.span - 1 - self.low - self.stride) // self.dilation + 1
+            return max(0, self.low // self.dilation), max(0, after)
+        first, last = -self.low, (ways - 1) * self.shift(ways) - self.low
+        return max(0, -min(first, last)), max(0, max(first, last) + self.rows(ways) - self.size // ways)
+
+    def rows(self, ways: int) -> int:
+        """Positions at which the windows of one of so many devices look."""
+        return self.stride * (self.steps // ways - 1) + self.span
+
+    def shift(self, ways: int) -> int:
+        """How much later in its rows than the device before it one of so many devices begins to look; rows have no holes."""
+        return (self.stride * self.steps - self.size) // ways
 
     def padding(self, ways: int) -> tuple[int, int]:
         """Positions to be padded around the rows that one of so many devices has with what it needs; negative ones are cut."""
-        before, after = self.reach
+        before, after = self.reach(ways)
         rows = self.size // ways + before + after
         low = self.low - before * self.dilation
-        needed = self.stride * (self.steps // ways - 1) + self.span
-        return low, needed - ((rows - 1) * self.dilation + 1) - low
+        return low, self.rows(ways) - ((rows - 1) * self.dilation + 1) - low
+
+
+def with_neighbours(
+    call: LocalCall, x: jax.Array, dim: int, factor: str, slide: Slide, *, fill: float | int | None = None
+) -> tuple[jax.Array, tuple[int, int]]:
+    """(the rows at which a device's windows look, the padding that these still need along the dimension)."""
+    ways = call.ways(factor)
+    reach = slide.reach(ways)
+    extended = extend(call, x, dim, factor, reach, fill=fill)
+    if slide.lines_up:
+        return extended, slide.padding(ways)
+    start = reach[0] - slide.low + call.shard_index(factor) * slide.shift(ways)
+    return lax.dynamic_slice_in_dim(extended, start, slide.rows(ways), axis=dim), (0, 0)
 
 
 def extend(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from autopar.layouts.mesh import Axes, LogicalMesh
 from autopar.rules.by_shape import Factors, linear_factors, linear_groups, shape_of
 from autopar.rules.exchanges import Division, Exchange
 from autopar.rules.factor_rule import Dim, FactorRule, make_rule
-from autopar.rules.halos import Slide, extend, sent
+from autopar.rules.halos import Slide, extend, sent, with_neighbours
 from autopar.rules.on_shard import LocalCall
 
 
@@ -60,7 +60,7 @@ def conv(eqn: JaxprEqn) -> FactorRule:
         else:
             left[a], right[b], out[z] = ((factors.new(s),) for s in (left_shape[a], right_shape[b], out_shape[z]))
             whole += [left[a][0], right[b][0], out[z][0]]
-            if _conv_slide(eqn, i).lines_up:
+            if _conv_slide(eqn, i).may_be_divided:
                 is_of_kernel = _is_of_kernel(eqn, i)
                 together.append((left[a][0], (right[b] if is_of_kernel else out[z])[0]))
                 reduced |= {right[b][0]: "sum"} if is_of_kernel else {}
@@ -107,8 +107,7 @@ def conv_local(call: LocalCall) -> Sequence[jax.Array]:
     padding = list(call.params["padding"])
     for dim, factor in _divided_dims(call.rule, call.factor_axes, 0).items():
         i = numbers.lhs_spec.index(dim) - 2
-        slide = _conv_slide(call.eqn, i)
-        left, padding[i] = extend(call, left, dim, factor, slide.reach), slide.padding(call.ways(factor))
+        left, padding[i] = with_neighbours(call, left, dim, factor, _conv_slide(call.eqn, i))
     changed = {"padding": tuple(padding), "feature_group_count": groups, "batch_group_count": batch_groups}
     return call.bind(left, right, **changed, out_sharding=None)
 
@@ -123,8 +122,8 @@ def _divided_dims(rule: FactorRule, axes: Mapping[str, Axes], operand: int) -> d
 def conv_divided(eqn: JaxprEqn, rule: FactorRule, axes: Mapping[str, Axes], mesh: LogicalMesh) -> Division:
     """Borders of the left operand."""
     numbers = eqn.params["dimension_numbers"]
-    slides = {dim: _conv_slide(eqn, i) for i, dim in enumerate(numbers.lhs_spec[2:])}
-    return Division(tuple(_borders(eqn, 0, rule, axes, mesh, {dim: slide.reach for dim, slide in slides.items()})))
+    reaches = {dim: _conv_slide(eqn, i).reach for i, dim in enumerate(numbers.lhs_spec[2:])}
+    return Division(tuple(_borders(eqn, 0, rule, axes, mesh, reaches)))
 
 
 def _borders(
@@ -133,17 +132,22 @@ def _borders(
     rule: FactorRule,
     axes: Mapping[str, Axes],
     mesh: LogicalMesh,
-    reaches: Mapping[int, tuple[int, int]],
+    reaches: Mapping[int, Callable[[int], tuple[int, int]]],
     *,
     fill: float | None = None,
 ) -> Iterator[Exchange]:
-    """What a device sends of one operand, by the reach along each dimension that may be divided."""
+    """What a device sends of one operand, by the reach along each dimension, a function of the number of its parts."""
     sizes, aval = dict(rule.sizes), eqn.invars[place].aval
     shape = [math.prod(sizes[f] // mesh.ways(axes.get(f, ())) for f in dim) for dim in rule.inputs[place]]
-    dims = _divided_dims(rule, axes, place)
+    divided = {d: (axes[f], mesh.ways(axes[f])) for d, f in _divided_dims(rule, axes, place).items()}
     return sent(
-        place, shape, itemsize_of(aval), {d: (axes[f], mesh.ways(axes[f]), reaches[d]) for d, f in dims.items()}
+        place, shape, itemsize_of(aval), {d: (names, ways, reaches[d](ways)) for d, (names, ways) in divided.items()}
     )
+
+
+def _always(reach: tuple[int, int]) -> Callable[[int], tuple[int, int]]:
+    """A reach that is the same in any number of parts."""
+    return lambda ways: reach
 
 
 def _window_is_point(params: Params, d: int) -> bool:
@@ -173,7 +177,7 @@ def reduce_window(eqn: JaxprEqn, *, linear: bool) -> FactorRule:
         is_point = _window_is_point(eqn.params, d)
         out.append((name,) if is_point else (factors.new(size),))
         whole += [] if is_point else [name, out[-1][0]]
-        together += [] if is_point or not _window_slide(eqn, d).lines_up else [(name, out[-1][0])]
+        together += [] if is_point or not _window_slide(eqn, d).may_be_divided else [(name, out[-1][0])]
     groups = linear_groups(eqn, (0,)) if linear else []
     return make_rule([tuple(operand)], [tuple(out)], factors.sizes, whole=whole, linear=groups, together=together)
 
@@ -182,8 +186,7 @@ def reduce_window_local(call: LocalCall) -> Sequence[jax.Array]:
     """The local windows, with the neighbours' borders; outside of the whole is what leaves the result as it is."""
     (x,), padding, fill = call.operands, list(call.params["padding"]), _outside(call.eqn)
     for dim, factor in _divided_dims(call.rule, call.factor_axes, 0).items():
-        slide = _window_slide(call.eqn, dim)
-        x, padding[dim] = extend(call, x, dim, factor, slide.reach, fill=fill), slide.padding(call.ways(factor))
+        x, padding[dim] = with_neighbours(call, x, dim, factor, _window_slide(call.eqn, dim), fill=fill)
     return call.bind(x, padding=tuple(padding))
 
 
@@ -293,8 +296,8 @@ def select_and_scatter_add_divided(
 ) -> Division:
     """Borders of the gradients and of what the windows look at."""
     found = {d: _scattered(eqn, d) for d in range(len(shape_of(eqn.invars[0])))}
-    windows = _borders(eqn, 0, rule, axes, mesh, {d: each.windows for d, each in found.items()})
-    reaches = {d: each.positions for d, each in found.items()}
+    windows = _borders(eqn, 0, rule, axes, mesh, {d: _always(each.windows) for d, each in found.items()})
+    reaches = {d: _always(each.positions) for d, each in found.items()}
     positions = _borders(eqn, 1, rule, axes, mesh, reaches, fill=_outside(eqn))
     return Division((*windows, *positions))
 
