@@ -221,11 +221,11 @@ class _PhaseProblem:
                 inside = inside + forbidding * np.array(
                     [_adds_terms(node.equation, s) for s in node.choices.strategies]
                 )
+            before = whole + self.tuning.prologue_bytes
             if node.equation is not None and entry_for(node.equation).once:
                 inside = inside + np.inf
-            costs.append(
-                np.array([*inside, whole + self.tuning.prologue_bytes, whole]) + self._exclude(node, len(inside))
-            )
+                before = before + forbidding * self.late_sums  # each stage does what comes before the loop
+            costs.append(np.array([*inside, before, whole]) + self._exclude(node, len(inside)))
         return costs
 
     def _exclude(self, node: Node, inside: int) -> np.ndarray:

@@ -69,6 +69,13 @@ class StageCut:
                     yield v, stage
 
 
+def first_call(eqn: Equation) -> Equation | None:
+    """The first operation of an equation, or inside of it, that calls Python once in a step; None if none does."""
+    if entry_for(eqn).once:
+        return eqn
+    return next((inner for region in eqn.regions for inner in region.walk() if entry_for(inner).once), None)
+
+
 def is_costly(eqn: Equation) -> bool:
     """Whether an equation must not be done twice: it is a loop, heavy, or random."""
     return bool(eqn.regions) or entry_for(eqn).heavy or entry_for(eqn).random

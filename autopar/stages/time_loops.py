@@ -16,7 +16,7 @@ from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.time_plan import Phase
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
-from autopar.rules.table import entry_for
+from autopar.stages.segments import first_call
 from autopar.stages.split_scans import SplitStep
 
 
@@ -42,13 +42,14 @@ def make_time_loop(
     traced: TracedStep, num_microbatches: int, *, known: Mapping[Equation, Phase] | None = None
 ) -> TimeLoop:
     """The step as prologue, body and epilogue. Raises ArgumentError, UnsupportedProgramError."""
-    for eqn in traced.program.walk():
-        if entry_for(eqn).once:
-            raise UnsupportedProgramError(
-                f"the step calls Python once, with {eqn.primitive.name} at {source_line(eqn)}, and pipeline stages have no "
-                "device that could do it for all. Use num_stages=1, or jax.debug.callback, or call it outside."
-            )
     plan = plan_phases(traced, num_microbatches, late_sums=True, known=known)
     if isinstance(plan, MixedExamples):
         raise not_cut(plan, num_microbatches)
+    for eqn in plan.of_phase("prologue"):
+        call = first_call(eqn)
+        if call is not None:
+            raise UnsupportedProgramError(
+                f"the step calls Python once, with {call.primitive.name} at {source_line(call)}, for what the microbatches of "
+                "pipeline stages need: each stage would call it. Use num_stages=1, or call it outside and pass on its results."
+            )
     return TimeLoop(traced, plan)

@@ -16,6 +16,7 @@ from autopar.compat import Var
 from autopar.microbatches.loop import TimeLoop
 from autopar.program.program import Equation, operands_of
 from autopar.program.task_name import TaskName
+from autopar.stages.segments import first_call
 
 SCALAR_BYTES = 8
 """Values of at most this size follow what they are computed from."""
@@ -125,6 +126,8 @@ class _UpdatePlacer:
         unknown = max((bytes_of(v) for v in operands_of(eqn) if self._known(v) is None), default=0.0)
         if known and max(known)[0] >= unknown:
             self.stage_of[eqn] = -max(known)[1]
+        elif first_call(eqn) is not None:  # only what has a place is done once
+            self.stage_of[eqn] = -max(known)[1] if known else 0
 
     def _follow_users(self) -> None:
         """Place large values that are made of leaves alone where they are used; small ones are computed anywhere."""

@@ -55,9 +55,14 @@ def make_step(calls):
 
 @pytest.mark.parametrize(
     "options",
-    [{"mesh_shape": (2, 2)}, {"mesh_shape": (4,), "num_microbatches": 4, "constraints": autopar.data_parallel()}],
-    ids=["mesh", "microbatches"],
+    [
+        {"mesh_shape": (2, 2)},
+        {"mesh_shape": (4,), "num_microbatches": 4, "constraints": autopar.data_parallel()},
+        {"mesh_shape": (2,), "num_stages": 2, "num_microbatches": 4},
+    ],
+    ids=["mesh", "microbatches", "stages"],
 )
+@pytest.mark.filterwarnings("ignore:.*of the forward work is one operation:autopar.AutoparWarning")
 def test_each_call_is_made_once_and_all_devices_get_its_results(options):
     calls = Calls()
     expected = jax.block_until_ready(jax.jit(make_step(calls))(W, X))
@@ -79,8 +84,15 @@ def scaled_by_python(w, x):
     return w - 0.1 * jax.grad(loss)(w)
 
 
+def scheduled_by_python(w, x):
+    scale = io_callback(lambda: np.float32(3), jax.ShapeDtypeStruct((), jnp.float32))
+    return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(x @ w) * scale @ w)))(w)
+
+
 def test_a_call_that_no_microbatch_and_no_stage_can_make_is_refused_at_its_line():
     with pytest.raises(UnsupportedProgramError, match=r"cut into 4 microbatches: io_callback at .*calls Python once"):
         autopar.parallelize(scaled_by_python, mesh_shape=(2,), num_microbatches=4).plan(W, X)
-    with pytest.raises(UnsupportedProgramError, match=r"calls Python once, with io_callback at .*scaled_by_python"):
+    with pytest.raises(UnsupportedProgramError, match=r"cut into 4 microbatches: io_callback at .*calls Python once"):
         autopar.parallelize(scaled_by_python, num_stages=2, num_microbatches=4).plan(W, X)
+    with pytest.raises(UnsupportedProgramError, match=r"calls Python once, with io_callback at .*scheduled_by_python"):
+        autopar.parallelize(scheduled_by_python, num_stages=2, num_microbatches=4).plan(W, X)
