@@ -213,6 +213,7 @@ EXAMPLES = {
         Example(lambda x: 4 / x, (X,)),
     ],
     "mul": [Example(lax.mul, (X, X)), Example(lambda x: x * 3, (X,)), Example(lambda x: x * jnp.inf, (X,))],
+    "mulhi": [Example(lax.mulhi, (jnp.arange(96).reshape(8, 12) << 20,) * 2)],
     "name": [Example(lambda x: checkpoint_name(x, "kept"), (X,))],
     "dot_general": [
         Example(lambda x, w: lax.dot_general(x, w, (((2,), (0,)), ((), ()))), (_TOKENS, floats(12, 16))),
