@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.models import BuiltModel, build
+from autopar.models.config import DTYPES
 
 
 def temporaries(model: BuiltModel, devices: int) -> tuple[int, int]:
@@ -45,9 +46,10 @@ def main() -> None:
     """Print a line for each number of devices."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=65_536)
-    seq = parser.parse_args().seq
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="that the model computes in")
+    given = parser.parse_args()
     sizes = {"batch": 1, "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 256, "sgd": True}
-    model = build("llama", **sizes, seq=seq, fused_attention=True)
+    model = build("llama", **sizes, seq=given.seq, dtype=given.dtype, fused_attention=True)
     warnings.simplefilter("ignore", autopar.AutoparWarning)
     alone = None
     for devices in (1, 2, 4, 8):

@@ -34,6 +34,7 @@ from rich.table import Table
 import autopar
 from autopar.compat import make_mesh
 from autopar.files.whole_file import save
+from autopar.models.config import DTYPES
 from autopar.models.registry import build
 from autopar.runtime.driver import Driver
 from autopar.schedules.chain import make_chain
@@ -54,7 +55,7 @@ def seconds(step: Callable[[Any, Any], Any], state: Any, batch: Any) -> tuple[fl
 
 def paired(options: argparse.Namespace) -> list[tuple[float, float]]:
     """(autopar's seconds, the hand-written step's) of every round."""
-    built = build("gpt", hidden=options.hidden, batch=options.batch, layers=2, dropout=0.0)
+    built = build("gpt", hidden=options.hidden, batch=options.batch, layers=2, dropout=0.0, dtype=options.dtype)
     mesh = make_mesh(np.array(jax.devices()), ("x",))
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
     by_hand = jax.jit(built.train_step, in_shardings=(whole, rows), out_shardings=(whole, whole), donate_argnums=0)
@@ -97,6 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="that the model computes in")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

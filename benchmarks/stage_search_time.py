@@ -39,6 +39,7 @@ from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.models import registry
+from autopar.models.config import DTYPES
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
 
@@ -80,7 +81,7 @@ def plan_once(layers: int, given: argparse.Namespace) -> dict[str, Any]:
     """Plan one depth; seconds by phase, and the stages."""
     width = {"hidden": given.hidden, "heads": given.hidden // HEAD}
     name = "gpt_scan" if given.scan else "gpt"
-    model = registry.build(name, layers=layers, batch=given.batch, **width, **SIZES)
+    model = registry.build(name, layers=layers, batch=given.batch, dtype=given.dtype, **width, **SIZES)
     state = jax.eval_shape(model.create_state, jax.eval_shape(lambda: jax.random.key(0)))
     machine = find_cluster(given.cluster)
     limit = int(machine.usable_memory_bytes) if math.isfinite(machine.usable_memory_bytes) else None
@@ -154,6 +155,7 @@ def main() -> None:
     parser.add_argument("--cluster", default="p3dn.24xlarge")
     parser.add_argument("--devices", type=int, default=64)
     parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="that the model computes in")
     parser.add_argument("--microbatches", type=int, default=64)
     parser.add_argument("--processes", type=int, default=available_cores(), help="default: one per core, %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
