@@ -48,9 +48,10 @@ def out_of_memory(
     best = min(failures, key=lambda f: f.bound_bytes if f.tried_bytes is None else f.tried_bytes)
     tried = [f.tried_bytes for f in failures if f.tried_bytes is not None]
     is_settled = all(f.is_settled for f in failures)
+    devices = "1 device" if best.mesh.size == 1 else f"{best.mesh.size} devices"
     lines = [
         f"no plan {'fits' if is_settled else 'was found that fits'} {bytes_text(memory_limit_bytes or 0)} per device on "
-        f"{best.mesh.size} devices: on mesh {best.mesh.shape} every plan needs at least {bytes_text(best.bound_bytes)} per "
+        f"{devices}: on mesh {best.mesh.shape} every plan needs at least {bytes_text(best.bound_bytes)} per "
         f"device; {_what_is_known(tried, is_settled)}. "
         f"A limit must leave room for {1 / TUNING.temporaries_margin - 1:.0%} more temporaries than predicted, which XLA may "
         "need. "

@@ -69,6 +69,7 @@ def test_a_neutral_element_changes_no_bit(monoid):
 
 
 MOVES = {
+    "mask": Move(kind="mask", axes=(0,), source=Layout(((),)), target=Layout(((),), ((0, "sum"),)), monoid="sum"),
     "all-gather": Move(kind="all-gather", axes=(0,), source=Layout(((0,),)), target=Layout(((),)), from_dim=0),
     "all-reduce": Move(
         kind="all-reduce", axes=(0,), source=Layout(((),), ((0, "sum"),)), target=Layout(((),)), monoid="sum"
@@ -96,6 +97,11 @@ def moved(value, kind):
     none, spec = PartitionSpec(), PartitionSpec("x")
     mapped = jax.shard_map(run, mesh=device_mesh((DEVICES,)), in_specs=none, out_specs=spec, check_vma=False)
     return np.asarray(jax.jit(mapped)(value))
+
+
+def test_moves_that_add_nothing_up_keep_the_sign_of_zero():
+    value = jnp.full((8, 8), -0.0)
+    assert all(np.signbit(moved(value, kind)).all() for kind in ("all-gather", "all-to-all", "mask"))
 
 
 @pytest.mark.parametrize("dtype", SHORT_INTEGERS)
