@@ -14,10 +14,19 @@ from pathlib import Path
 
 import jax
 
-from autopar.api import ParallelStep
 from autopar.arguments import check_limit
 from autopar.checkpoints.about import About
-from autopar.checkpoints.save import UNFINISHED, Positioned, Saving, complete_numbers, newest, read, save
+from autopar.checkpoints.save import (
+    UNFINISHED,
+    Positioned,
+    Saving,
+    StepWithPlan,
+    complete_numbers,
+    newest,
+    read,
+    save,
+    wait_for_saves,
+)
 from autopar.files.checked import Fields
 from autopar.program.call import PyTree
 
@@ -39,7 +48,7 @@ class Checkpoints:
     Every process makes the same calls.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], step: ParallelStep, *, keep: int | None = 3) -> None:
+    def __init__(self, folder: str | os.PathLike[str], step: StepWithPlan, *, keep: int | None = 3) -> None:
         """The checkpoints in a folder, which is made by the first save.
 
         Args:
@@ -75,14 +84,18 @@ class Checkpoints:
         return Restored(state, about)
 
     def wait(self) -> None:
-        """Wait until the save that is under way is complete, and remove what is not kept. Raises CheckpointError if it failed."""
-        last, self._last = self._last, None
-        if last is not None:
-            last.wait()
+        """Wait until the save of this process that is under way is complete, and remove what is not kept.
+
+        Raises CheckpointError if the save failed.
+        """
+        wait_for_saves(self.step)
+        if self._last is not None:
+            self._last = None
             self._remove_old()
 
     def clear_unfinished(self) -> None:
-        """Remove what processes left that ended while they saved; nobody may be writing to the folder."""
+        """Remove what processes left that ended while they saved; no other run may be writing to the folder."""
+        self.wait()
         if self._is_first() and self.folder.is_dir():
             for one in [*self.folder.glob(f"*{UNFINISHED}*"), *self.folder.glob(f"*{_LEAVING}")]:
                 shutil.rmtree(one, ignore_errors=True)

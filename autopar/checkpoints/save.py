@@ -19,7 +19,6 @@ from typing import Any, Protocol
 import jax
 import orbax.checkpoint as ocp
 
-from autopar.api import ParallelStep
 from autopar.checkpoints.about import About, Position, SavedLeaf
 from autopar.checkpoints.leaves import (
     Name,
@@ -60,6 +59,16 @@ class Positioned(Protocol):
         """Go on from there."""
 
 
+class StepWithPlan(Protocol):
+    """What is asked of a step: an `autopar.ParallelStep` that has been planned."""
+
+    def places(self) -> Places:
+        """Where its arrays go."""
+
+    def jax_devices(self) -> list[jax.Device]:
+        """The devices that it may run on."""
+
+
 class Saving:
     """A checkpoint that is being written."""
 
@@ -83,7 +92,7 @@ class Saving:
 def save(
     path: str | os.PathLike[str],
     state: PyTree,
-    step: ParallelStep,
+    step: StepWithPlan,
     *,
     data: Positioned | None = None,
     number: int | None = None,
@@ -131,7 +140,7 @@ def save(
     return Saving(where, processes)
 
 
-def restore(path: str | os.PathLike[str], step: ParallelStep, *, data: Positioned | None = None) -> Any:
+def restore(path: str | os.PathLike[str], step: StepWithPlan, *, data: Positioned | None = None) -> Any:
     """Read a state where the plan of a step wants it. Plan, devices, stages and processes may be others than when it was saved.
 
     Each device reads what it needs, and no process holds more than its part. Every process that has devices of the step calls it.
@@ -149,8 +158,7 @@ def restore(path: str | os.PathLike[str], step: ParallelStep, *, data: Positione
         CheckpointError: there is no complete checkpoint, it is damaged, or it holds another state; leaves are named by path.
     """
     where = Path(path).expanduser().absolute()
-    with _in_our_words(where, "restored"):
-        checkpointer_of(_processes_of(step)).wait_until_finished()
+    wait_for_saves(step)
     where = newest(where)
     state, about = read(where, step)
     if data is not None and about.position is not None:
@@ -158,7 +166,7 @@ def restore(path: str | os.PathLike[str], step: ParallelStep, *, data: Positione
     return state
 
 
-def read(where: Path, step: ParallelStep) -> tuple[PyTree, About]:
+def read(where: Path, step: StepWithPlan) -> tuple[PyTree, About]:
     """(the state of a checkpoint where the step wants it, what the checkpoint says about itself); raises as `restore` does."""
     group, processes = group_of(step.jax_devices), _processes_of(step)
     places = step.places()
@@ -211,6 +219,12 @@ def _as_saved(array: Saved, leaf: SavedLeaf) -> Saved:
 def _in_order(tree: PyTree, arrays: Mapping[Name, Saved]) -> list[Saved]:
     """The arrays in the order of a tree's leaves."""
     return [arrays[name] for name in places_by_name(tree)]
+
+
+def wait_for_saves(step: StepWithPlan) -> None:
+    """Wait until no save of this process is under way, whoever began it. Raises CheckpointError if the last one failed."""
+    with _in_our_words("the checkpoint before", "written"):
+        checkpointer_of(_processes_of(step)).wait_until_finished()
 
 
 def read_about(where: Path) -> About:
@@ -284,7 +298,7 @@ def _describe(
     )
 
 
-def _processes_of(step: ParallelStep) -> tuple[int, ...]:
+def _processes_of(step: StepWithPlan) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in step.jax_devices()}))
 
 
@@ -325,7 +339,7 @@ def _finish(checkpointer: ocp.AsyncCheckpointer) -> None:
 
 
 @contextlib.contextmanager
-def _in_our_words(where: Path, done: str) -> Iterator[None]:
+def _in_our_words(where: object, done: str) -> Iterator[None]:
     """A context that raises what fails in orbax as a CheckpointError."""
     try:
         yield

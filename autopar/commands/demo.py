@@ -81,6 +81,8 @@ def demo_options(options: argparse.Namespace) -> tuple[argparse.Namespace, argpa
         "schedule": "auto",
         "virtual_stages": 1,
         "timeline": None,
+        "save_every": None,
+        "resume": False,
         "verbose": 0,
         "full": False,
     }

@@ -110,6 +110,17 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=values.positive, default=100, metavar="N", help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, dropout and data; default %(default)s")
     parser.add_argument("--log", type=Path, metavar="FILE", help="write step, loss and seconds as CSV")
+    parser.add_argument(
+        "--save-every", type=values.positive, metavar="N", help="save the state every N steps, and when the run ends"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        default=Path("checkpoints"),
+        metavar="FOLDER",
+        help="where they are; default %(default)s",
+    )
     parser.add_argument("--compare-jit", action="store_true", help="run the same steps with jax.jit on one device")
     parser.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write the second step of a pipeline as a Chrome trace"

@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 
 from autopar.api import ParallelStep
+from autopar.checkpoints import Checkpoints
 from autopar.commands.devices import ask_for_virtual_devices, find_devices
 from autopar.commands.planning import plan_step, show_plan
 from autopar.commands.planning_options import count_devices, make_parallel
@@ -23,7 +24,8 @@ from autopar.commands.recording import Recorder
 from autopar.commands.subject import PyTree, Subject, build_model, find_shapes
 from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
-from autopar.commands.training_run import Observe, Record, Run, StopRequest, ignore, run_steps
+from autopar.commands.training_run import Keeper, Observe, Record, Run, StopRequest, ignore, run_steps
+from autopar.errors import ArgumentError
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline
 from autopar.explain import seconds_text, standard_output
@@ -87,10 +89,13 @@ def train_model(
     with live_line(options.verbose):
         compiled = _compile(step, shapes)
         recorder = Recorder.of(compiled, options.timeline, steps=run.steps) if options.timeline else None
-        state = step.init_state(run.built.create_state, jax.random.key(run.seed))
+        state, keeper = _first_state(run, step, options)
+    if keeper is not None and keeper.first:
+        _refuse_comparison(options, compare=compare, first=keeper.first)
+        run.console.print(f"goes on from the checkpoint of step {keeper.first}", markup=False, highlight=False)
     first_state = jax.device_get(state) if compare and reference is None else None
     with run.stop.listening():
-        record = run_steps(run, recorder or step, state, title=AUTOPAR, predicted_s=plan.step_s)
+        record = run_steps(run, recorder or step, state, title=AUTOPAR, predicted_s=plan.step_s, keeper=keeper)
         _summarise(run, plan, record)
         if recorder is not None:
             recorder.write(options.timeline, run.console)
@@ -99,6 +104,36 @@ def train_model(
         if compare and reference is not None and not run.stop.made:
             _compare(run, record, reference)
     return Outcome(record, reference, stopped=run.stop.made)
+
+
+def _first_state(run: Run, step: ParallelStep, options: argparse.Namespace) -> tuple[PyTree, Keeper | None]:
+    """The state to begin with, and what saves it; the last checkpoint's if the run is to go on from there and there is one."""
+    if options.save_every is None and not options.resume:
+        return step.init_state(run.built.create_state, jax.random.key(run.seed)), None
+    checkpoints = Checkpoints(options.checkpoints, step)
+    known = checkpoints.numbers()
+    if known and not options.resume:
+        raise ArgumentError(
+            f"{options.checkpoints} has checkpoints, of step {known[-1]} the last: go on from it with --resume, or name another "
+            "folder with --checkpoints"
+        )
+    if not known:
+        state = step.init_state(run.built.create_state, jax.random.key(run.seed))
+        return state, Keeper(checkpoints, options.save_every)
+    if known[-1] >= run.steps:
+        raise ArgumentError(
+            f"{options.checkpoints} has the state of step {known[-1]}, and --steps is {run.steps}: give more"
+        )
+    checkpoints.clear_unfinished()
+    return checkpoints.restore().state, Keeper(checkpoints, options.save_every, known[-1])
+
+
+def _refuse_comparison(options: argparse.Namespace, *, compare: bool, first: int) -> None:
+    """Raise ArgumentError if a run that goes on is to be compared, or timed, from its first step."""
+    if compare or options.timeline:
+        raise ArgumentError(
+            f"--compare-jit and --timeline are for runs from the first step, and this one goes on from step {first}"
+        )
 
 
 def _compile(step: ParallelStep, shapes: Subject) -> CompiledStep | CompiledPipeline:
@@ -110,8 +145,8 @@ def _compile(step: ParallelStep, shapes: Subject) -> CompiledStep | CompiledPipe
 
 
 def _summarise(run: Run, plan: Plan | PipelinePlan, record: Record) -> None:
-    done = len(record.losses)
-    stopped = "" if done == run.steps else f"stopped by Ctrl-C after {done} of {run.steps} steps: "
+    done = record.done
+    stopped = "" if done == run.steps else f"stopped by {run.stop.what} after {done} of {run.steps} steps: "
     ratio = record.median_s / plan.step_s if plan.step_s else float("inf")
     run.console.print(
         f"{stopped}first loss {record.losses[0]:.4f}, last loss {record.losses[-1]:.4f}; {run.rate(record.median_s)}; "

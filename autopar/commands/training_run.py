@@ -19,6 +19,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from autopar.checkpoints import Checkpoints
 from autopar.commands.subject import PyTree
 from autopar.errors import ArgumentError
 from autopar.explain import seconds_text
@@ -43,10 +44,16 @@ _PROGRESS = (
 
 @dataclasses.dataclass
 class Record:
-    """What a run has measured so far: the loss and the seconds of each step."""
+    """What a run has measured so far: the loss and the seconds of each step behind the `first` ones, which were made before."""
 
+    first: int = 0
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def done(self) -> int:
+        """The steps that are made, those of earlier runs included."""
+        return self.first + len(self.losses)
 
     @property
     def median_s(self) -> float:
@@ -59,24 +66,41 @@ class Record:
 
 
 class StopRequest:
-    """Whether Ctrl-C was pressed since `listening` began. A second Ctrl-C interrupts as usual."""
+    """Whether Ctrl-C was pressed, or SIGTERM came, since `listening` began. A second one interrupts as Ctrl-C usually does."""
 
     def __init__(self) -> None:
-        self.made = False
+        self.made, self.what = False, "Ctrl-C"
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Turn the first SIGINT into a request."""
-        before = signal.signal(signal.SIGINT, self._on_signal)
+        """Turn the first signal into a request."""
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.made:
             raise KeyboardInterrupt
-        self.made = True
+        self.made, self.what = True, "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+
+
+@dataclasses.dataclass(frozen=True)
+class Keeper:
+    """Saves the state every so many steps, and at the end; the run began with a checkpoint of the step `first`."""
+
+    checkpoints: Checkpoints
+    every: int | None
+    first: int = 0
+
+    def after(self, number: int, state: PyTree, *, is_last: bool) -> None:
+        """A step was made."""
+        if self.every is not None and (is_last or number % self.every == 0):
+            self.checkpoints.save(number, state)
+        if is_last:
+            self.checkpoints.wait()
 
 
 def ignore(title: str, step: int, loss: float, seconds: float) -> None:
@@ -133,14 +157,15 @@ def run_steps(
     *,
     title: str,
     predicted_s: float | None = None,
+    keeper: Keeper | None = None,
 ) -> Record:
     """Run the steps until they are done or Ctrl-C was pressed."""
-    record = Record()
+    record = Record(0 if keeper is None else keeper.first)
     predicted = "" if predicted_s is None else f", {seconds_text(predicted_s)} predicted"
     run.console.print()
     with Progress(*_PROGRESS, console=run.console, disable=not run.console.is_terminal) as progress:
-        task = progress.add_task(title, total=run.steps, report="")
-        for batch in run.batches():
+        task = progress.add_task(title, total=run.steps, completed=record.first, report="")
+        for batch in itertools.islice(run.batches(), record.first, None):
             started = time.perf_counter()
             state, metrics = step(state, batch)
             record.losses.append(float(metrics["loss"]))
@@ -148,9 +173,11 @@ def run_steps(
             times = f"{run.rate(record.median_s)}  {seconds_text(record.median_s)} per step{predicted}"
             report = f"loss {record.losses[-1]:.4f}  {times}"
             progress.update(task, advance=1, report=report)
-            run.observe(title, len(record.losses), record.losses[-1], record.seconds[-1])
-            if not run.console.is_terminal and _is_due(len(record.losses), run.steps):
-                run.console.print(f"{title}  step {len(record.losses)}/{run.steps}  {report}", markup=False)
+            run.observe(title, record.done, record.losses[-1], record.seconds[-1])
+            if not run.console.is_terminal and _is_due(record.done, run.steps):
+                run.console.print(f"{title}  step {record.done}/{run.steps}  {report}", markup=False)
+            if keeper is not None:
+                keeper.after(record.done, state, is_last=run.stop.made or record.done == run.steps)
             if run.stop.made:
                 break
     return record

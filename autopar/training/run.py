@@ -151,6 +151,8 @@ class Run:
 
     def _begin(self) -> _Progress:
         """The first state, or that of the last checkpoint."""
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
         known = self._checkpoints.numbers() if self._checkpoints is not None else []
         if known and not self._resume:
             assert self._checkpoints is not None

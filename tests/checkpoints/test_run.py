@@ -73,6 +73,20 @@ def test_a_signal_ends_it_after_a_step_with_a_checkpoint(tmp_path, number):
     assert bits(run(tmp_path).train(STEPS).state) == uninterrupted()[0]
 
 
+def test_a_run_that_ends_anywhere_without_a_word_goes_on_from_its_last_checkpoint(tmp_path):
+    for last in (1, 2, 4, 5, 8):
+
+        def end(made, last=last):
+            if made.number == last:
+                raise SystemExit
+
+        with pytest.raises(SystemExit):
+            run(tmp_path, on_step=end).train(STEPS)
+    (tmp_path / "9.orbax-checkpoint-tmp").mkdir()
+    assert bits(run(tmp_path).train(STEPS).state) == uninterrupted()[0]
+    assert sorted(os.listdir(tmp_path)) == ["8", "9"]
+
+
 def test_a_second_signal_ends_it_at_once(tmp_path):
     def interrupt(made):
         os.kill(os.getpid(), signal.SIGTERM)

@@ -173,3 +173,19 @@ def test_the_demo_as_make_demo_runs_it():
     assert process.returncode == 0, errors
     assert "2 stages x 4 devices (8 devices) on cluster cpu" in output
     assert output.count("largest difference from jax.jit on one device over 10 steps") == 2
+
+
+def test_a_run_that_goes_on_has_the_losses_of_one_that_was_not_interrupted(tmp_path, capsys):
+    def losses(*flags):
+        log = tmp_path / "losses.csv"
+        assert run("train", "mlp", *SMALL, "--devices", "2", *flags, "--log", log) == 0
+        return [row["loss"] for row in csv.DictReader(log.read_text().splitlines())]
+
+    keeping = ("--checkpoints", tmp_path / "kept", "--save-every", "2")
+    whole = losses("--steps", "5")
+    assert losses("--steps", "3", *keeping) == whole[:3]
+    assert sorted(os.listdir(tmp_path / "kept")) == ["2", "3"]
+    assert run("train", "mlp", *SMALL, "--devices", "2", "--steps", "5", *keeping) == 2
+    assert "go on from it with --resume" in capsys.readouterr().err
+    assert losses("--steps", "5", "--resume", *keeping) == whole[3:]
+    assert "goes on from the checkpoint of step 3" in capsys.readouterr().out

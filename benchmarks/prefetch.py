@@ -1,0 +1,92 @@
+"""How much of the input's time `autopar.data.sharded` hides behind the steps.
+
+    python benchmarks/prefetch.py [--steps 60] [--rounds 3]
+
+Input waits for a given share of a step's time, as a disk or a network would; the step is a computation on the devices. Steps with
+no input to wait for, with input in the loop, and with input ahead of it run in turn. Target: of input that takes 0.8 of a step,
+95 % is hidden.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import autopar
+from autopar.data import sharded
+
+WIDTH, ROWS, SHARE = 512, 512, 0.8
+
+
+def train_step(weights, batch):
+    """A few products of matrices."""
+
+    def loss_of(weights):
+        x = batch
+        for _ in range(8):
+            x = jnp.tanh(x @ weights)
+        return jnp.mean(x**2)
+
+    loss, gradient = jax.value_and_grad(loss_of)(weights)
+    return weights - 0.01 * gradient, loss
+
+
+def seconds_per_step(step, weights, batches, steps):
+    """(seconds, new weights); the first two steps do not count."""
+    for _ in range(2):
+        weights, loss = step(weights, next(batches))
+        float(loss)
+    began = time.perf_counter()
+    for _ in range(steps):
+        weights, loss = step(weights, next(batches))
+        float(loss)
+    return (time.perf_counter() - began) / steps, weights
+
+
+def main():
+    """See the module's text."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    step = autopar.parallelize(train_step, mesh_shape=(2,))
+    weights, batch = jnp.eye(WIDTH), np.ones((ROWS, WIDTH), np.float32)
+    step.plan(weights, batch)
+    weights = step.init_state(lambda given: given, weights)
+    ready = next(sharded([batch], step))
+    alone_s, weights = seconds_per_step(step, weights, itertools.repeat(ready), options.steps)
+
+    def slow():
+        while True:
+            time.sleep(SHARE * alone_s)
+            yield batch
+
+    found = {"alone": [], "in the loop": [], "ahead": []}
+    for _ in range(options.rounds):
+        for kind, made in found.items():
+            data = {
+                "alone": lambda: itertools.repeat(ready),
+                "in the loop": slow,
+                "ahead": lambda: sharded(slow, step),
+            }[kind]()
+            taken, weights = seconds_per_step(step, weights, data, options.steps)
+            made.append(taken)
+    alone, in_loop, ahead = (statistics.median(made) for made in found.values())
+    hidden = 1 - max(ahead - alone, 0) / (SHARE * alone_s)
+    print(
+        f"{alone * 1e3:.2f} ms per step, {in_loop * 1e3:.2f} ms with input in the loop, {ahead * 1e3:.2f} ms with input ahead"
+    )
+    print(f"of input that takes {SHARE:.1f} of a step, {hidden:.0%} is hidden (target 95 %)")
+    print(json.dumps({"alone_s": alone, "in_loop_s": in_loop, "ahead_s": ahead, "hidden": hidden}))
+
+
+if __name__ == "__main__":
+    main()
