@@ -110,7 +110,7 @@ def test_logits_come_from_the_input_table_only_if_tied(tied):
     assert tables == ([(256, 16)] if tied else [(16, 256), (256, 16)])
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.1])
+@pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_variants_have_the_same_loss_and_gradients(rate, small, loss_and_gradients, assert_close_to_scale):
     one = small("llama")
     config, params = dataclasses.replace(one.model.config, dropout=rate), one.first_state.params

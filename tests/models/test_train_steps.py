@@ -9,6 +9,7 @@ import pytest
 from autopar.models import MODELS, build
 from autopar.models.config import ModelConfig
 from autopar.models.objective import cross_entropy, squared_error
+from tests.models.conftest import SIZES
 
 CONFIG, DETAILED = ModelConfig(), ModelConfig(aux_metrics=True)
 
@@ -67,7 +68,7 @@ def test_squared_error_and_its_metrics():
 @pytest.mark.parametrize("name", MODELS)
 def test_training_reports_more_only_if_asked_to(name):
     def metrics_of(aux):
-        model = build(name, aux_metrics=aux, batch=16)
+        model = build(name, **SIZES[name] | {"batch": 16}, aux_metrics=aux)
         state = jax.eval_shape(model.create_state, jax.random.key(0))
         return jax.eval_shape(model.train_step, state, model.batch_shape())[1]
 

@@ -31,6 +31,7 @@ from autopar.program.from_jaxpr import program_of
 from autopar.rules import on_shard, table
 from autopar.rules.table import RULES, entry_for, has_rule, register_rule, rule_for
 from autopar.testing import run_with_random_strategies
+from tests.models.conftest import SIZES
 from tests.rules.examples import EXAMPLES
 from tests.zoo import ZOO
 
@@ -123,7 +124,7 @@ def primitives_of(fun, *args):
 
 @pytest.mark.parametrize("name", registry.MODELS)
 def test_every_primitive_of_a_model_has_a_rule(name):
-    model = registry.build(name)
+    model = registry.build(name, **SIZES[name])
     state = jax.eval_shape(model.create_state, jax.random.key(0))
     assert primitives_of(model.train_step, state, model.batch_shape()) <= KNOWN
 

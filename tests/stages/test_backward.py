@@ -19,6 +19,7 @@ from autopar.stages.backward import find_backward
 from autopar.stages.dependence import Dependence, takes_gradients
 from tests import pipeline_steps, zoo
 from tests.fast_part import on_the_diagonal
+from tests.models.conftest import SIZES
 from tests.oracles import assert_same_as_jit
 from tests.stages import handmade_steps, scanned_steps
 
@@ -47,7 +48,7 @@ def examples_of(module):
 @functools.cache
 def model_step(name, **sizes):
     """The train step of a model on shapes."""
-    model = build(name, **sizes)
+    model = build(name, **SIZES[name] | sizes)
     return traced((model.train_step, jax.eval_shape(model.create_state, jax.random.key(0)), model.batch_shape()))
 
 
@@ -91,7 +92,7 @@ def test_in_steps_that_are_hard_to_cut_backward_is_what_jax_transposed(module):
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [(name, {}) for name in TRAINED] + [(name, {"remat": True, "layers": 2}) for name in RECOMPUTING],
+    [(name, {}) for name in TRAINED] + [(name, {"remat": True}) for name in RECOMPUTING],
 )
 def test_in_the_models_backward_is_what_jax_transposed(name, sizes):
     step = model_step(name, **sizes)
