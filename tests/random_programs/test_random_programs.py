@@ -5,10 +5,12 @@ fast part runs the first of each kind: programs on every mesh, in which every fa
 way. A program that ends its process or hangs is named.
 """
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.in_processes import run
-from tests.random_programs.run import REFUSED
+from tests.random_programs.run import REFUSED, problem_of_results
 
 FAST = {"program": 24, "step": 13}
 PARTS, PER_PART = 10, 100
@@ -34,6 +36,21 @@ def test_random_programs_are_the_same_under_random_strategies():
 
 def test_random_steps_are_the_same_through_parallelize():
     assert_same(names("step", range(FAST["step"])))
+
+
+def test_a_nan_that_xla_drops_may_be_there_and_no_other():
+    def gradient_of_least(x, weights):
+        is_least = (x == x.min(0)).astype(x.dtype)
+        return weights / is_least.sum(0) * is_least
+
+    arguments = jnp.array([[1.0, jnp.nan], [2.0, 1.0]]), jnp.ones(2)
+    by_jit, one_by_one = jax.jit(gradient_of_least)(*arguments), gradient_of_least(*arguments)
+    assert not jnp.isnan(by_jit).any()
+    assert jnp.isnan(one_by_one).any()
+    for actual in (by_jit, one_by_one):
+        assert not problem_of_results(actual, gradient_of_least, arguments)
+    for actual in (one_by_one.at[1, 0].set(jnp.nan), one_by_one.at[0, 0].set(2.0), one_by_one.at[0, 1].set(1.0)):
+        assert problem_of_results(actual, gradient_of_least, arguments)
 
 
 @pytest.mark.slow
