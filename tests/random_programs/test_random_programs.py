@@ -12,7 +12,7 @@ import pytest
 from tests.in_processes import run
 from tests.random_programs.run import REFUSED, problem_of_results
 
-FAST = {"program": 24, "step": 13}
+FAST = {"program": 87, "step": 13}
 PARTS, PER_PART = 10, 100
 MOST_REFUSED = 0.25
 """Share of the steps that may be refused; more would mean that little is compared."""
