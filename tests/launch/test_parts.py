@@ -3,9 +3,11 @@
 import io
 import re
 import signal
+import subprocess
 
 import pytest
 
+from autopar.commands import parser
 from autopar.errors import ArgumentError
 from autopar.launch.endings import Ending, cause_of
 from autopar.launch.environment import with_virtual_devices
@@ -13,6 +15,7 @@ from autopar.launch.messages import Message, MessageReader
 from autopar.launch.output import PrefixedLines
 from autopar.launch.settings import Size
 from autopar.launch.size_file import parse_size
+from tests.launch.launching import ROOT
 
 KILLED = Ending(rank=2, kind="signal", at_s=3.0, status=signal.SIGKILL)
 ABORTED = Ending(rank=1, kind="signal", at_s=1.0, status=signal.SIGABRT)
@@ -82,3 +85,24 @@ def test_what_is_no_size_is_refused(text):
 def test_virtual_devices_replace_those_of_the_environment():
     before = "--xla_a=1 --xla_force_host_platform_device_count=8"
     assert with_virtual_devices(before, 2) == "--xla_a=1 --xla_force_host_platform_device_count=2"
+
+
+@pytest.mark.parametrize("name", ["launch.slurm", "launch.yaml"])
+def test_the_command_of_an_example_for_a_cluster_can_be_read(name):
+    text = (ROOT / "docs" / "examples" / name).read_text().replace("\\\n", " ")
+    if name.endswith(".slurm"):
+        assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    else:
+        text = "\n".join(container["args"][0] for container in containers(text))
+    (command,) = re.findall(r"exec autopar (launch [^'\n]*(?:\n +--[^'\n]*)*)", text.replace("'\"$first\"'", "first"))
+    words = [re.sub(r"\"?\$\w+\"?", "1", word).strip('"') for word in command.split()]
+    options = parser.read(words)
+    assert (options.processes, options.max_restarts, options.script) == (1, 0, ["train.py"])
+    assert re.fullmatch(r"[\w.-]+:12765", options.coordinator)
+
+
+def containers(text):
+    """The containers of a file of Kubernetes."""
+    yaml = pytest.importorskip("yaml")
+    jobs = [document for document in yaml.safe_load_all(text) if document["kind"] == "Job"]
+    return [container for job in jobs for container in job["spec"]["template"]["spec"]["containers"]]
