@@ -6,16 +6,18 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import UnsupportedProgramError
+from autopar.testing import run_with_random_strategies
 from tests.refusals import make_batch, make_state
 
 
-def test_a_step_that_xla_cannot_compile_because_every_argument_is_empty_says_so():
-    step = autopar.parallelize(lambda w, x: (w - x.T @ x @ w, (x @ w).sum()), batch_argnums=())
-    with pytest.raises(
-        UnsupportedProgramError, match=r"empty \(w \(0, 4\), x \(8, 0\)\).*Pass at least one argument with"
-    ):
-        step(jnp.zeros((0, 4)), jnp.zeros((8, 0)))
+def test_steps_and_functions_whose_arguments_are_all_empty_run():
+    def step(w, x):
+        return w - x.T @ x @ w, (x @ w).sum()
+
+    args = jnp.zeros((0, 4)), jnp.zeros((8, 0))
+    random = [run_with_random_strategies(step, *args, mesh_shape=(8,), seed=seed) for seed in range(2)]
+    for weights, total in (autopar.parallelize(step, batch_argnums=())(*args), *random):
+        assert (weights.shape, total) == ((0, 4), 0)
 
 
 def test_empty_arguments_beside_others_go_through():

@@ -24,7 +24,6 @@ from autopar.compat import (
     undisturbed,
     without_explicit_axes,
 )
-from autopar.errors import UnsupportedProgramError
 from autopar.events import StepRun, reach, running
 from autopar.execution.batch_places import BatchLeaf, RowsPlace, places_on_one_mesh
 from autopar.execution.calls import (
@@ -150,25 +149,13 @@ class CompiledStep:
 
     @functools.cached_property
     def executable(self) -> jax.stages.Compiled:
-        """XLA's executable, compiled ahead of time from shapes, under the settings of JAX under which the step was traced.
-
-        JAX 0.10 to 0.12 fail to compile some sharded programs whose arguments are all empty.
-        """
+        """XLA's executable, compiled ahead of time from shapes, under the settings of JAX under which the step was traced."""
         shapes = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.traced.inputs, self.in_shardings, strict=True)
         ]
-        try:
-            with undisturbed(), under(self._settings):
-                return self._run.lower(*shapes).compile()
-        except jax.errors.JaxRuntimeError as error:
-            if any(0 not in leaf.shape for leaf in self.traced.inputs):
-                raise
-            listed = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in self.traced.inputs[:4])
-            raise UnsupportedProgramError(
-                f"every argument of {self.signature.name} is empty ({listed}), and XLA compiles no sharded program for this one: "
-                "there is nothing to split. Pass at least one argument with elements, or call it with jax.jit."
-            ) from error
+        with undisturbed(), under(self._settings):
+            return self._run.lower(*shapes).compile()
 
     def as_text(self) -> str:
         """The optimised HLO."""
