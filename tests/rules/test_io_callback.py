@@ -73,6 +73,21 @@ def test_each_call_is_made_once_and_all_devices_get_its_results(options):
     assert len(wanted) == 6
 
 
+def test_what_the_updates_of_several_stages_need_is_asked_for_once():
+    calls = []
+
+    def step(weights, x):
+        rate = io_callback(lambda: np.float32(calls.append("rate") or 0.1), jax.ShapeDtypeStruct((), jnp.float32))
+        gradients = jax.grad(lambda weights: jnp.mean(jnp.tanh(jnp.tanh(x @ weights[0]) @ weights[1]) ** 2))(weights)
+        return [w - rate * g for w, g in zip(weights, gradients, strict=True)]
+
+    expected = jax.block_until_ready(jax.jit(step)([W, W], X))
+    parallel = autopar.parallelize(step, mesh_shape=(2,), num_stages=2, num_microbatches=4, donate_argnums=())
+    assert_trees_close(jax.block_until_ready(parallel([W, W], X)), expected)
+    jax.effects_barrier()
+    assert calls == ["rate"] * 2
+
+
 def scaled_by_python(w, x):
     def loss(w):
         hidden = x @ w
