@@ -106,6 +106,8 @@ class WorkerProcess:
             self.ending = self._end("stopped", now_s, status=number, silent_s=now_s - since_s, words=self.last.words)
         elif self._pipe in self._open and now_s - self.heard_s > silence_s + self._patience_s:
             self.ending = self._end("silent", now_s, silent_s=now_s - self.heard_s, words=self.last.words)
+        elif self._failed is not None and now_s - self._failed.at_s > TUNING.exit_s:
+            self.ending = self._end("exit", self._failed.at_s, status=1, words=self._failed.words)
         elif self._stalled is not None:
             self.ending = self._end("stalled", self._stalled.at_s, words=self._stalled.words)
 
@@ -144,12 +146,13 @@ class WorkerProcess:
             self._read(self._pipe)
         if self.ending is not None:
             return
-        if code < 0:
+        failed = self._failed
+        if failed is not None and code != 0:  # what ends a process while it exits after an error is not the cause
+            self.ending = self._end("exit", failed.at_s, status=max(code, 1), words=failed.words)
+        elif code < 0:
             self.ending = self._end("signal", now_s, status=-code, words=self.last.words)
         elif code > 0:
-            failed = self._failed
-            at_s, words = (now_s, "") if failed is None else (failed.at_s, failed.words)
-            self.ending = self._end("exit", at_s, status=code, words=words)
+            self.ending = self._end("exit", now_s, status=code)
         else:
             self.ending = self._end("done", now_s)
 

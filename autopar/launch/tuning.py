@@ -14,6 +14,7 @@ class Tuning:
         beat_s: A worker says this often that it lives; a line of a hundred bytes.
         stopped_s: A worker may stand still by a signal for so long, as under a debugger, before it counts as lost.
         start_s: How much later than others the first sign of a worker may come, while Python and its packages are loaded.
+        exit_s: A script that has failed may take so long to exit; JAX waits there for the others, and they for it.
         settle_s: After a first failure others are waited for this long, so that the cause is told from what follows of it.
         failure_grace_s: What survivors of a failure have to end by themselves. They cannot save: one of them is missing.
         drain_s: How long what ended workers have written is read, if a process that they left behind keeps it open.
@@ -24,6 +25,7 @@ class Tuning:
     beat_s: float = 0.5
     stopped_s: float = 3.0
     start_s: float = 60.0
+    exit_s: float = 2.0
     settle_s: float = 0.3
     failure_grace_s: float = 3.0
     drain_s: float = 1.0

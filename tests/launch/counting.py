@@ -3,6 +3,7 @@
 python counting.py FOLDER STEPS [WHAT RANK STEP]: WHAT happens once, in the first attempt, to worker RANK in step STEP.
 """
 
+import atexit
 import ctypes
 import json
 import os
@@ -38,6 +39,12 @@ def happens(state):
     if int(rank) != RANK or not is_due:
         return
     match what:
+        case "raise and stay":
+            atexit.register(time.sleep, 60)
+            raise ValueError("broken on purpose")
+        case "raise and abort":
+            atexit.register(os.abort)
+            raise ValueError("broken on purpose")
         case "raise" | "always raise":
             raise ValueError("broken on purpose")
         case "leave":

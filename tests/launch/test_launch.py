@@ -110,6 +110,15 @@ def test_an_error_that_comes_twice_without_a_step_in_between_ends_the_job(tmp_pa
     assert len(lines(tmp_path, "started")) == 4
 
 
+@pytest.mark.parametrize("what", ["raise and stay", "raise and abort"])
+def test_a_script_that_has_failed_is_known_before_its_process_has_ended(what, tmp_path):
+    began = time.monotonic()
+    status, said = run(tmp_path, "-n", "2", "--max-restarts", "0", arguments=(400, what, 1, 2))
+    assert status == 1
+    assert "worker 1 ended with status 1: ValueError: broken on purpose" in said
+    assert time.monotonic() - began < 30
+
+
 @pytest.mark.parametrize(("what", "expected"), [("SIGKILL", 137), ("exit", 7)])
 def test_a_job_that_may_not_start_again_ends_with_the_status_of_what_failed(what, expected, tmp_path):
     status, said = run(tmp_path, "-n", "2", "--max-restarts", "0", arguments=(40, what, 1, 2))
