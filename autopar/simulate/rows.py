@@ -35,6 +35,10 @@ NEEDED = (
 _MAY_BE_EMPTY = ("microbatch", "virtual_stages", "kv_heads")
 _NOT_OF_IMAGES = ("heads", "kv_heads", "ffn_hidden", "sequence_parallel", "ep")
 _DEFAULT_EXPERTS = 8
+LARGEST = 10**9
+"""Of any size; larger ones are slips."""
+MOST_LAYERS = 10_000
+"""Each layer is looked at; models have had some hundred."""
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 
 
@@ -154,7 +158,7 @@ class _Cells:
         self.cells = cells
         self._wrong: list[tuple[str, str]] = []
 
-    def whole(self, column: str, *, least: int = 1, empty: int | None = None) -> int:
+    def whole(self, column: str, *, least: int = 1, most: int = LARGEST, empty: int | None = None) -> int:
         text = self.cells.get(column, "")
         if not text and empty is not None:
             return empty
@@ -164,6 +168,9 @@ class _Cells:
             number = least - 1.0
         if not math.isfinite(number) or number != int(number) or number < least:
             self._wrong.append((column, f"is {text!r}: write a whole number of at least {least}"))
+            return max(1, least)
+        if number > most:
+            self._wrong.append((column, f"is {text!r}: write a whole number of at most {most:_}"))
             return max(1, least)
         return int(number)
 
@@ -224,7 +231,7 @@ def _transformer(reader: _Cells, family: str) -> TransformerShape:
     heads = reader.whole("heads")
     return TransformerShape(
         family=family,  # type: ignore[arg-type]
-        layers=reader.whole("layers"),
+        layers=reader.whole("layers", most=MOST_LAYERS),
         hidden=reader.whole("hidden"),
         heads=heads,
         kv_heads=reader.whole("kv_heads", empty=heads),

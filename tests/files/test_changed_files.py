@@ -182,7 +182,7 @@ def price_table(path) -> bool:
     return not wrong
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
 def test_changed_tables_are_priced_or_told_by_row_and_column(count, tmp_path):
     draw, told = random.Random(count), 0
     for _ in range(count):

@@ -21,6 +21,8 @@ BAD = [
     ),
     ({"cluster": "dgx-a900"}, "column 'cluster' is 'dgx-a900': no cluster preset 'dgx-a900'"),
     ({"hidden": ""}, "column 'hidden' is empty: it is needed to build the model and its plan; fill it in"),
+    ({"layers": "1e9"}, "column 'layers' is '1e9': write a whole number of at most 10_000"),
+    ({"vocab": "1e10"}, "column 'vocab' is '1e10': write a whole number of at most 1_000_000_000"),
     ({"hidden": "wide"}, "column 'hidden' is 'wide': write a whole number of at least 1"),
     ({"family": "rnn"}, "column 'family' is 'rnn': use one of gpt, llama, moe, t5, wide_resnet, bert"),
     ({"recompute": "some"}, "column 'recompute' is 'some': use one of none, selective, full"),
