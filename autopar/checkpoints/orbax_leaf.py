@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import warnings
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
@@ -232,7 +233,7 @@ async def _read_array(
     arrays: list[jax.Array] = []
     for wanted in entries_wanted(shape, sharding):
         index = shifted(wanted.index, dim, start)
-        read_bytes = store[index].size * store.dtype.numpy_dtype.itemsize
+        read_bytes = _bytes_of_chunks(store, index)
         await room.take(read_bytes)
         try:
             numbers = await store[index].read()
@@ -243,6 +244,13 @@ async def _read_array(
     if not arrays:
         return absent(shape, arg.type, sharding)
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _bytes_of_chunks(store: ts.TensorStore, index: Index) -> int:
+    """The size of the chunks that hold these entries: all of them is read."""
+    chunk = [int(size or 1) for size in store.chunk_layout.read_chunk.shape or ()]
+    counts = [-(-s.stop // size) - s.start // size for s, size in zip(index, chunk, strict=False)]
+    return math.prod((*counts, *chunk, int(store.dtype.numpy_dtype.itemsize)))
 
 
 def _on_devices(numbers: np.ndarray, wanted: Wanted, key_kind: str | None) -> list[jax.Array]:

@@ -11,10 +11,10 @@ class Tuning:
 
     # Most bytes of one chunk of a file. A device that reads a part of a chunk reads all of it, so larger ones cost memory and
     # time where a state is restored onto another layout; smaller ones cost a lookup each.
-    chunk_bytes: int = 2**23
-    # Most bytes that a restore reads ahead of the copy to the devices. More of them keep disks with a long way busy, and are the
-    # memory that a restore takes beside the state itself.
-    in_flight_bytes: int = 2**25
+    chunk_bytes: int = 2**20
+    # Most bytes of chunks that a restore has read and not yet copied to the devices. They are held three times: as read, decoded,
+    # and put together. More of them keep a disk with a long way busy, and are memory that a restore takes beside the state.
+    in_flight_bytes: int = 2**22
 
 
 TUNING = Tuning()
