@@ -37,8 +37,19 @@ def _describe(state: MeshState[A], whose: Callable[[int], str]) -> str:
         doing = "waits for"
     else:
         doing = "waits for its turn among the processes to perform"
-    name = _name(instruction, whose)
+    name = f"{_name(instruction, whose)}{_describe_sources(machine.instructions, position, whose)}"
     return f"{doing} {at}{name}{result}; state {machine.state}; latest events: {machine.history() or 'none'}"
+
+
+def _describe_sources(instructions: Sequence[Instruction], position: int, whose: Callable[[int], str]) -> str:
+    """From which meshes a task has what it reads: a transfer may be under way still when the task that reads it is launched."""
+    task = instructions[position]
+    if not isinstance(task, Run):
+        return ""
+    received = [i for i in instructions[:position] if isinstance(i, Receive) and i.value in task.reads]
+    meshes = sorted({receive.source_mesh for receive in received})
+    listed = " and ".join(f"mesh {mesh}{whose(mesh)}" for mesh in meshes)
+    return f", which reads what it receives from {listed}" if listed else ""
 
 
 def _name(instruction: Instruction, whose: Callable[[int], str]) -> str:

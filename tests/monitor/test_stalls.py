@@ -54,7 +54,8 @@ def test_a_task_that_stands_still_is_named_with_its_stage_and_whoever_waits_for_
         first,
     )
     assert re.fullmatch(
-        r"  mesh 1 of process 1 performs instruction \d+ of \d+, forward of stage 1, microbatch 0 \(forward1\); state running; "
+        r"  mesh 1 of process 1 performs instruction \d+ of \d+, forward of stage 1, microbatch 0 \(forward1\), "
+        r"which reads what it receives from mesh 0 of process 0; state running; "
         r"latest events: .*start \d+ \(for 0\.\d s\)",
         second,
     )
