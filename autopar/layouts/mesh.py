@@ -103,6 +103,14 @@ class Layout:
         return tuple(axis for axis, _ in self.partial)
 
     @property
+    def mixes_monoids(self) -> bool:
+        """Whether it is partial under several monoids, such as sum and min.
+
+        Then it matters which is combined first: where neutral elements of min are added up, integers wrap around.
+        """
+        return len({monoid for _, monoid in self.partial}) > 1
+
+    @property
     def sharded_axes(self) -> Axes:
         """The axes that shard some dimension."""
         return tuple(axis for axes in self.dims for axis in axes)

@@ -100,7 +100,10 @@ class Network:
 
 
 def all_layouts(shape: tuple[int, ...], mesh: LogicalMesh, monoids: tuple[str, ...]) -> tuple[Layout, ...]:
-    """Every layout of a value of `shape`, the replicated one first; axes of size 1 stay replicated."""
+    """Every layout of a value of `shape`, the replicated one first; axes of size 1 stay replicated.
+
+    None mixes monoids, see `Layout`.
+    """
     axes = [axis for axis, size in enumerate(mesh.shape) if size > 1]
     choices: list[tuple[int | str, ...]] = [("", *range(len(shape)), *monoids)] * len(axes)
     found: dict[Layout, None] = {}
@@ -109,7 +112,7 @@ def all_layouts(shape: tuple[int, ...], mesh: LogicalMesh, monoids: tuple[str, .
         on_dim = [[axis for axis, c in zip(axes, choice, strict=True) if c == dim] for dim in range(len(shape))]
         for dims in itertools.product(*(itertools.permutations(members) for members in on_dim)):
             layout = Layout(tuple(dims), partial)
-            if layout.fits(shape, mesh):
+            if layout.fits(shape, mesh) and not layout.mixes_monoids:
                 found[layout] = None
     return tuple(found)
 
@@ -136,8 +139,9 @@ def moves_from(layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh, monoid
                     kind="slice", axes=(axis,), source=layout, target=_with_dim(layout, dim, (*axes, axis)), to_dim=dim
                 )
         for monoid in monoids:
-            partial = tuple(sorted((*layout.partial, (axis, monoid))))
-            yield Move(kind="mask", axes=(axis,), source=layout, target=Layout(layout.dims, partial), monoid=monoid)
+            target = Layout(layout.dims, tuple(sorted((*layout.partial, (axis, monoid)))))
+            if not target.mixes_monoids:
+                yield Move(kind="mask", axes=(axis,), source=layout, target=target, monoid=monoid)
 
 
 def _reductions(layout: Layout, local: tuple[int, ...], mesh: LogicalMesh) -> Iterator[Move]:

@@ -150,3 +150,19 @@ def test_what_xla_joins_wrongly_stays_apart(name):
 def test_many_random_strategies_give_the_same_numbers(name):
     for mesh_shape in ((4,), (2, 2), (2, 4)):
         assert_same_numbers(name, range(8), mesh_shape)
+
+
+@pytest.mark.parametrize("seed", [0, 4, 7])
+def test_a_value_is_never_partial_under_two_monoids(seed):
+    """Neutral elements of min that are added up wrap around."""
+    x = jnp.arange(24, dtype=jnp.int32).reshape(6, 4) % 7
+
+    def least_and_sum(x):
+        least = jnp.min(x, axis=0)
+        for _ in range(4):
+            least = jnp.squeeze(jnp.expand_dims(least, 0), 0).reshape(2, 2).reshape(4)
+        return least, jnp.sum(x, axis=0)
+
+    found = run_with_random_strategies(least_and_sum, x, mesh_shape=(2, 2), seed=seed)
+    for one, expected in zip(found, least_and_sum(x), strict=True):
+        np.testing.assert_array_equal(one, expected)

@@ -10,7 +10,8 @@ Layouts follow:
 
 In: a factor rule and a mesh. Out: `ShardingStrategy` values in a fixed order, the replicated one first. Legal are only
 shards of equal size, and a minor factor of a compound dimension is sharded only if every factor before it is cut to
-single elements (else the shard would not be one block). What can go wrong: too many; the caller sees at most
+single elements (else the shard would not be one block), and no value is partial under two monoids. What can go wrong: too
+many; the caller sees at most
 (factors + groups + 1) ^ axes.
 """
 
@@ -118,6 +119,8 @@ def _strategy(
     outputs = tuple(
         Layout(_dims(operand, factor_axes), _partial(rule, jobs, operand, None)) for operand in rule.outputs
     )
+    if any(layout.mixes_monoids for layout in (*inputs, *outputs)):
+        return None
     ways = mesh.ways({axis for axes in factor_axes.values() for axis in axes})
     return ShardingStrategy(tuple(sorted(factor_axes.items())), inputs, outputs, ways)
 
