@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+os.environ["AUTOPAR_CACHE"] = "off"
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 import jax

@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 
+os.environ["AUTOPAR_CACHE"] = "off"
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
 
 import jax

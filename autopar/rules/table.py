@@ -169,7 +169,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "max": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "min": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "mul": PrimitiveRule(rule=pointwise.product, work=Work.POINTWISE),
-        "mulhi": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
+        "mulhi": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE, local=on_shard.high_halves),
         "name": PrimitiveRule(rule=pointwise.copy, work=Work.FREE),
         "ne": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "neg": PrimitiveRule(rule=pointwise.linear, work=Work.POINTWISE),

@@ -43,12 +43,13 @@ def test_a_step_is_reproducible_keeps_its_state_s_structure_and_learns(name):
     compiled, state, batch = compiled_example(name)
     jax.tree.map(np.testing.assert_array_equal, (state, batch), ZOO[name].__wrapped__()[1:])
     first = compiled(state, batch)
+    programs = compiled._cache_size()  # other tests may have run the step of the zoo on other arguments
     jax.tree.map(np.testing.assert_array_equal, first, compiled(state, batch))
     losses = []
     for _ in range(15):
         state, loss = compiled(state, batch)
         losses.append(float(loss))
-    assert compiled._cache_size() == 1
+    assert compiled._cache_size() == programs
     assert losses[-1] < 0.97 * losses[0], losses
 
 

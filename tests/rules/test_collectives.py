@@ -38,6 +38,7 @@ XLA_DOES_WORSE = {
     ("fft", 1): "as the other",
     ("igamma", 0): "runs until all elements have converged, and asks all devices",
     ("igammac", 0): "as igamma",
+    ("mulhi", 0): "has no such operation on several devices",
     ("random_gamma", 0): "runs until all elements are drawn, and asks all devices",
     ("top_k", 0): "gathers the other dimensions",
     ("triangular_solve", 0): "gathers right-hand sides",

@@ -166,3 +166,12 @@ def test_a_value_is_never_partial_under_two_monoids(seed):
     found = run_with_random_strategies(least_and_sum, x, mesh_shape=(2, 2), seed=seed)
     for one, expected in zip(found, least_and_sum(x), strict=True):
         np.testing.assert_array_equal(one, expected)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32])
+def test_the_high_halves_of_products_are_those_of_long_integers(dtype):
+    info, draw = np.iinfo(dtype), np.random.default_rng(0)
+    x, y = draw.integers(info.min, info.max, size=(2, 500), dtype=dtype, endpoint=True)
+    x[:4], y[:4] = [info.min, info.max, info.min, info.max], [info.min, info.max, info.max, 0]
+    (found,) = run_with_random_strategies(lambda x, y: (jax.lax.mulhi(x, y),), x, y, mesh_shape=(2, 2), seed=0)
+    np.testing.assert_array_equal(found, (x.astype(np.int64) * y.astype(np.int64) >> info.bits).astype(dtype))
