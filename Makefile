@@ -34,7 +34,7 @@ test-libraries: $(READY)
 	@$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["dependency-groups"]["libraries"], sep="\n")' \
 	  > $(VENV)/libraries.txt
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet --requirement $(VENV)/libraries.txt
-	$(PYTEST) tests/libraries tests/test_docs.py
+	$(PYTEST) tests/libraries tests/data_input tests/test_docs.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

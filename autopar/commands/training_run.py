@@ -17,12 +17,13 @@ from typing import TypeAlias
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from autopar.checkpoints import Checkpoints
 from autopar.commands.subject import PyTree
 from autopar.errors import ArgumentError
 from autopar.explain import seconds_text
+from autopar.explain.progress_bar import BAR_COLUMNS, REPORTS_WITHOUT_TERMINAL
 from autopar.models import BuiltModel
 from autopar.models.data import NumpyBatch
 
@@ -31,15 +32,6 @@ StepResult: TypeAlias = tuple[PyTree, Mapping[str, jax.Array]]
 TrainStep: TypeAlias = Callable[[PyTree, PyTree], StepResult]
 Observe: TypeAlias = Callable[[str, int, float, float], None]
 """Takes the title of a run, the number of a step, its loss and its seconds."""
-
-_REPORTS_WITHOUT_TERMINAL = 10
-_PROGRESS = (
-    TextColumn("{task.description}"),
-    BarColumn(bar_width=24),
-    MofNCompleteColumn(),
-    TextColumn("{task.fields[report]}"),
-    TimeRemainingColumn(),
-)
 
 
 @dataclasses.dataclass
@@ -163,7 +155,7 @@ def run_steps(
     record = Record(0 if keeper is None else keeper.first)
     predicted = "" if predicted_s is None else f", {seconds_text(predicted_s)} predicted"
     run.console.print()
-    with Progress(*_PROGRESS, console=run.console, disable=not run.console.is_terminal) as progress:
+    with Progress(*BAR_COLUMNS, console=run.console, disable=not run.console.is_terminal) as progress:
         task = progress.add_task(title, total=run.steps, completed=record.first, report="")
         for batch in itertools.islice(run.batches(), record.first, None):
             started = time.perf_counter()
@@ -185,5 +177,5 @@ def run_steps(
 
 def _is_due(done: int, steps: int) -> bool:
     """Whether to print a line after this step where there is no terminal for a progress bar."""
-    every = max(1, steps // _REPORTS_WITHOUT_TERMINAL)
+    every = max(1, steps // REPORTS_WITHOUT_TERMINAL)
     return done == 1 or done == steps or done % every == 0

@@ -111,9 +111,15 @@ class BestStages:
                 return
             together = waiting[: self._tuning.ways_at_once if self.outcomes else 1]
             together = [way for way in together if not self._promised_s(way) >= best_s < math.inf]
-            hoped_s = min(best_s, self._promised_s(together[-1]) or math.inf)
-            doubt = self._tuning.near if math.isinf(best_s) else self._tuning.worth
-            self._solve_all(together, hoped_s * (1 + doubt))
+            self._solve_all(together, self._hoped_s(together, best_s))
+
+    def _hoped_s(self, ways: Sequence[Timetable], best_s: float) -> float:
+        """Seconds below which to solve these timetables; any, if all have been given up, as what fits nowhere looks slow."""
+        if math.isfinite(best_s):
+            return min(best_s, self._promised_s(ways[-1]) or math.inf) * (1 + self._tuning.worth)
+        if self._current.issuperset(self.ways):
+            return math.inf
+        return (self._promised_s(ways[-1]) or math.inf) * (1 + self._tuning.near)
 
     def solve_rest(self) -> None:
         """Bring all timetables up to date that may be the best."""

@@ -13,18 +13,10 @@ from collections import deque
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from autopar.explain import seconds_text
-
-_REPORTS_WITHOUT_TERMINAL = 10
-_COLUMNS = (
-    TextColumn("{task.description}"),
-    BarColumn(bar_width=24),
-    MofNCompleteColumn(),
-    TextColumn("{task.fields[report]}"),
-    TimeRemainingColumn(),
-)
+from autopar.explain.progress_bar import BAR_COLUMNS, REPORTS_WITHOUT_TERMINAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +57,7 @@ class Report:
         if self._console is None or not self._console.is_terminal:
             yield
             return
-        with Progress(*_COLUMNS, console=self._console) as self._progress:
+        with Progress(*BAR_COLUMNS, console=self._console) as self._progress:
             self._task = self._progress.add_task(self._name, total=self._last, completed=self._first, report="")
             yield
 
@@ -95,5 +87,5 @@ class Report:
         return f"loss {step.loss:.4f}  {rate}, {seconds_text(usual_s)} per step{share}"
 
     def _is_due(self, number: int) -> bool:
-        every = max(1, (self._last - self._first) // _REPORTS_WITHOUT_TERMINAL)
+        every = max(1, (self._last - self._first) // REPORTS_WITHOUT_TERMINAL)
         return number in (self._first + 1, self._last) or number % every == 0

@@ -6,6 +6,7 @@ import signal
 import subprocess
 
 import pytest
+import yaml
 
 from autopar.commands import parser
 from autopar.errors import ArgumentError
@@ -103,6 +104,5 @@ def test_the_command_of_an_example_for_a_cluster_can_be_read(name):
 
 def containers(text):
     """The containers of a file of Kubernetes."""
-    yaml = pytest.importorskip("yaml")
     jobs = [document for document in yaml.safe_load_all(text) if document["kind"] == "Job"]
     return [container for job in jobs for container in job["spec"]["template"]["spec"]["containers"]]

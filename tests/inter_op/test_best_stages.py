@@ -1,0 +1,33 @@
+"""The search for the best stages of all timetables ends, also where what was given up as too slow fits nowhere."""
+
+import types
+
+from autopar.errors import OutOfMemoryError
+from autopar.inter_op import best_stages
+from autopar.inter_op.best_stages import BestStages, Unsolved
+from autopar.inter_op.dynamic_program.problem import SlowerStages
+from autopar.inter_op.timetables import Timetable
+from autopar.inter_op.tuning import TUNING
+from autopar.solver.budget import Budget
+
+WAYS = [Timetable(count, "1f1b") for count in (1, 2, 4, 8, 16, 32)]
+
+
+def test_timetables_that_were_given_up_and_fit_nowhere_are_told_after_a_few_rounds(monkeypatch):
+    asked = []
+
+    def fits_nowhere(problem, below_s, **options):
+        asked.append(below_s)
+        assert len(asked) < 100, "the search goes on for ever"
+        if below_s < float("inf"):
+            return SlowerStages(below_s)
+        raise OutOfMemoryError("nothing fits")
+
+    monkeypatch.setattr(best_stages, "choose_faster_stages", fits_nowhere)
+    costs = types.SimpleNamespace(impossible=set(), counts={4}, table=lambda *args, **options: None)
+    rules = types.SimpleNamespace(options=(), shares=(), num_stages=None, problem=lambda way, table: None)
+    stages = BestStages(costs, WAYS, rules, processes=1, budget=Budget(), tuning=TUNING)
+    stages.outcomes = {way: SlowerStages(1.0) for way in WAYS}
+    stages.solve_promising()
+    assert stages.choices == {}
+    assert all(isinstance(outcome, Unsolved) for outcome in stages.outcomes.values())
