@@ -59,6 +59,7 @@ from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.constraints import ConstraintsLike, as_constraints
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
+from autopar.plan_cache.key import digest_of_wishes
 from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments, leaf_paths_below
 from autopar.program.crossing import deliver
 from autopar.program.loops import LoopEquation
@@ -162,7 +163,8 @@ class ParallelStep:
     def places(self) -> Places:
         """Where the last plan keeps the state and computes with the batch, leaf by leaf; ArgumentError if there is no plan."""
         last = self._last()
-        return Places(self._signature.name, last.planned.plan, self._compile(last))
+        wishes = functools.partial(digest_of_wishes, self._settings)
+        return Places(self._signature.name, last.planned.plan, self._compile(last), wishes)
 
     def gather(self, tree: Any) -> Any:
         """Copy a tree of arrays that are split over devices or stages to ordinary arrays on one device.
@@ -384,10 +386,8 @@ def parallelize(
         uses_cache=check_switch("plan_cache", plan_cache),
         max_programs=check_limit("max_programs", max_programs),
     )
-    batch, static = (
-        check_open_positions("batch_argnums", batch_argnums),
-        check_positions("static_argnums", static_argnums),
-    )
+    batch = check_open_positions("batch_argnums", batch_argnums)
+    static = check_positions("static_argnums", static_argnums)
     static_names = check_names("static_argnames", static_argnames)
     donate = check_open_positions("donate_argnums", donate_argnums)
 

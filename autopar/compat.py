@@ -20,9 +20,11 @@ import jax
 import numpy as np
 from jax._src import core as private_core
 from jax._src import distributed as private_distributed
+from jax._src import dtypes as private_dtypes
 from jax._src import source_info_util as private_source_info
 from jax._src.api_util import InternalFloatingPointError
 from jax._src.random import core as private_random
+from jax._src.random import prng as private_prng
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
@@ -82,6 +84,8 @@ else:
 
 
 RECOMPUTED = "rematted_computation"
+_SCOPES_OF_JAX = frozenset({RECOMPUTED, "checkpoint", "while", "body", "cond", "closed_call"})
+"""Scopes that JAX opens by itself."""
 """The scope that JAX opens around what the backward pass computes again."""
 
 
@@ -110,7 +114,7 @@ def static_arguments(fun: object) -> tuple[int | str, ...]:
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """`file:line (function)` of the line of the user's model that an equation comes from; empty if JAX keeps none.
+    """`file:line (function)` of the line of the user's model that an equation comes from; empty if none asked for it.
 
     Where an installed library made the operation, it is the line that called the library from within the step. Where all of the
     step is a library's, it is the library's own.
@@ -124,7 +128,13 @@ def source_line(eqn: JaxprEqn) -> str:
             frame = private_source_info.raw_frame_to_frame(code, place)
             column = f":{frame.start_column}" if frame.start_column else ""
             return f"{frame.file_name}:{frame.start_line}{column} ({frame.function_name})"
-    return str(source_info_util.summarize(eqn.source_info))
+    line = str(source_info_util.summarize(eqn.source_info))
+    return "" if _is_autopars(line) else line
+
+
+def _is_autopars(text: str) -> bool:
+    """Whether a line is one of autopar's own."""
+    return _is_in(text, "") and not _is_in(text, "models")
 
 
 @functools.cache
@@ -197,6 +207,17 @@ def attributed_to(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
 def name_stack(eqn: JaxprEqn) -> str:
     """The named scopes around an equation, such as `transpose(jvp(block_0))`."""
     return str(eqn.source_info.name_stack)
+
+
+def module_path(eqn: JaxprEqn) -> str:
+    """The modules and named scopes that an equation comes from, outermost first, such as `GPT/block_0/ffn/up`; empty if none.
+
+    Methods, which flax writes behind a dot, JAX's transformations and the formula of an einsum are no part of it.
+    """
+    parts = eqn.source_info.name_stack.stack
+    names = [part.name for part in parts if not isinstance(part, private_source_info.Transform)]
+    inner = [one.partition(".")[0] for name in names for one in name.split("/") if "->" not in one]
+    return "/".join(name for name in inner if name and name not in _SCOPES_OF_JAX)
 
 
 def transformations(eqn: JaxprEqn) -> frozenset[str]:
@@ -313,9 +334,35 @@ def as_it_is_now(value: T) -> T:
     return cast(T, value.astype(dtype))
 
 
-def is_threefry_key(dtype: object) -> bool:
-    """Whether a random key's type is threefry's, which shows in nothing but its text, `key<fry>`."""
-    return "fry" in str(dtype)
+def introduce_arrays(kind: type, as_numpy: Callable[..., np.ndarray]) -> None:
+    """Let `jax.device_put` take arrays of a kind, which has `shape`, `dtype` and `weak_type`, by their copies on the host."""
+    private_core.pytype_aval_mappings[kind] = lambda x: jax.core.ShapedArray(x.shape, x.dtype, weak_type=x.weak_type)
+    private_dtypes.canonicalize_value_handlers[kind] = as_numpy
+
+
+THREEFRY = "threefry2x32"
+HASHES = (THREEFRY, "threefry4x32", "philox2x32", "philox4x32")
+"""Generators whose bits are hashes of a key and a position."""
+
+
+def generator_of(dtype: object) -> str:
+    """The name of the generator of a random key's type; empty for other types."""
+    return str(getattr(getattr(dtype, "_impl", None), "name", ""))
+
+
+def draw_words(eqn: JaxprEqn, *operands: jax.Array) -> jax.Array:
+    """What an equation that makes keys or draws bits gives for the words of its keys: words of keys, or bits."""
+    keys, draw = eqn.invars[0].aval, getattr(private_prng, f"{eqn.primitive.name}_impl_base")
+    if eqn.primitive.name == "random_seed":
+        return cast(jax.Array, draw(operands[0], impl=eqn.params["impl"]))
+    given = keys.shape if eqn.primitive.name == "random_fold_in" else len(keys.shape)
+    return cast(jax.Array, draw(keys.dtype._impl, *operands, given, **eqn.params))
+
+
+def hash_function(name: str) -> Callable[..., Sequence[jax.Array]]:
+    """The function of other operations that a hash of a generator stands for, by its primitive's name."""
+    module = importlib.import_module(f"jax._src.random.{name}")
+    return cast(Callable[..., Sequence[jax.Array]], getattr(module, f"_{name}_lowering"))
 
 
 def threefry_is_partitionable() -> bool:

@@ -18,13 +18,14 @@ import jax
 
 from autopar.arguments import Leader
 from autopar.cost_model.hardware import Cluster
-from autopar.errors import ArgumentError, AutoparError
+from autopar.errors import ArgumentError, AutoparError, OutOfMemoryError
 from autopar.inter_op.compare_timetables import plan_best_pipeline
 from autopar.inter_op.describe_pipeline import PlannedPipeline
 from autopar.inter_op.given_stages import plan_given_stages
 from autopar.inter_op.one_mesh import plan_on_one_mesh
 from autopar.inter_op.one_or_stages import plan_one_or_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes, restore_pipeline
+from autopar.intra_op.choices.least_work import find_flops
 from autopar.intra_op.request import PlannedStep
 from autopar.intra_op.restore import restore
 from autopar.layouts.mesh import LogicalMesh
@@ -61,22 +62,39 @@ def decide(settings: Settings, traced: TracedStep) -> Planned:
 
     Raises ArgumentError, ConstraintError, OutOfMemoryError, PlanError, UnsupportedProgramError.
     """
-    traced = mark_statistics(traced) if settings.batch_statistics == "microbatch" else traced
-    restore = functools.partial(_restore, settings, traced)
+    marked = mark_statistics(traced) if settings.batch_statistics == "microbatch" else traced
+    restore = functools.partial(_restore, settings, marked)
     if settings.plan is not None:
-        return restore(settings.plan)
-    search: Callable[[], Planned] = functools.partial(_search_timed, settings, traced)
-    return recall_or_search(settings, traced, search=search, restore=restore)
+        planned = restore(settings.plan)
+    else:
+        search: Callable[[], Planned] = functools.partial(_search_timed, settings, marked)
+        try:
+            planned = recall_or_search(settings, marked, search=search, restore=restore)
+        except OutOfMemoryError as error:
+            error.asked = settings, traced
+            raise
+    planned.plan.know_question(settings, traced)
+    return planned
 
 
 def _search_timed(settings: Settings, traced: TracedStep) -> Planned:
     """The best plan, with the seconds that all of the search took."""
     started = perf_counter()
     found = _search(settings, traced)
-    seconds = perf_counter() - started
+    flops, alone_s = _work_at_peak(settings, traced)
+    at_peak_s, seconds = alone_s / found.plan.num_devices, perf_counter() - started
     if isinstance(found, PlannedPipeline):
-        return dataclasses.replace(found, plan=dataclasses.replace(found.plan, planning_s=seconds))
-    return dataclasses.replace(found, plan=dataclasses.replace(found.plan, planning_s=seconds))
+        in_stages = dataclasses.replace(found.plan, planning_s=seconds, flops=flops, at_peak_s=at_peak_s)
+        return dataclasses.replace(found, plan=in_stages)
+    plan = dataclasses.replace(found.plan, planning_s=seconds, flops=flops, at_peak_s=at_peak_s)
+    return dataclasses.replace(found, plan=plan)
+
+
+def _work_at_peak(settings: Settings, traced: TracedStep) -> tuple[float, float]:
+    """Operations of a step's contractions, and the seconds that they would take at the peak of one device."""
+    request = make_request(settings)
+    alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
+    return find_flops(traced.program, alone)
 
 
 def _search(settings: Settings, traced: TracedStep) -> Planned:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import importlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _PASSED_OVER = ("autopar", "jax", "contextlib", "functools")
 """Packages whose lines a warning does not name. The user's line is the one that called them, perhaps through a decorator."""
@@ -33,11 +34,22 @@ class OutOfMemoryError(AutoparError, MemoryError):
 
     Attributes:
         needed_bytes: the lowest limit, per device, that one of the plans that were tried would fit; None if none was tried.
+        tensors: the largest that are alive together, in words.
+        asked: the settings and the step that were asked for; None where nobody planned a whole step.
     """
 
-    def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
+    def __init__(self, message: str, *, needed_bytes: int | None = None, tensors: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+        self.tensors = tuple(tensors)
+        self.asked: tuple[object, object] | None = None
+
+    def conflict(self) -> object:
+        """The smallest set of wishes that leave no plan within the memory, and what giving each up costs. Print the answer.
+
+        Nothing is estimated: this plans the step again without one wish or the other, which takes as many searches.
+        """
+        return importlib.import_module("autopar.why.report").why_not(self)
 
 
 class UnsupportedProgramError(AutoparError, TypeError):

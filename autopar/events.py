@@ -12,6 +12,7 @@ this process's and not a thread's, as each mesh has a thread of its own.
     waiting       for another process to say what it is about to do; the process
     heard         it has said it, or is not waited for any longer; the process
     gather        arrays are about to be brought to one device; how many
+    read          a checkpoint is about to be restored; its path
     write         a file is about to be written; its path
     replace       its content is written beside it, and is about to take its place
     written       it has

@@ -14,6 +14,7 @@ from autopar.files.checked import Fields
 from autopar.files.json_form import build, text_of
 from autopar.files.plan_file import VERSION, is_pipeline, load_plan
 from autopar.plan import Alternative, Plan, ValuePlan
+from autopar.presented.methods import Presented
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,8 @@ class TransferPlan:
     predicted_s: float
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PipelinePlan:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class PipelinePlan(Presented):
     """What was decided for a step in pipeline stages, and what that should cost.
 
     Attributes:
@@ -94,6 +95,8 @@ class PipelinePlan:
         not_compared: what it left out then, in words.
         lower_bound_s: under the cost model no plan on as many devices is faster, in stages or on one mesh, whatever its cuts,
             submeshes, microbatches, schedule and recomputation, and whatever the memory; 0: no bound is known.
+        flops: operations of the step's contractions and convolutions, on all devices together, each counted once; 0: not known.
+        at_peak_s: seconds per step that these would take at the devices' peak.
         version: of the JSON form.
     """
 
@@ -117,12 +120,19 @@ class PipelinePlan:
     ended_early: bool = False
     not_compared: tuple[str, ...] = ()
     lower_bound_s: float = 0.0
+    flops: float = 0.0
+    at_peak_s: float = 0.0
     version: int = VERSION
 
     @property
     def num_stages(self) -> int:
         """Number of stages; virtual ones count."""
         return len(self.stages)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all meshes."""
+        return sum(stage.plan.num_devices for stage in self.stages) // self.virtual_stages
 
     @property
     def recomputed_shares(self) -> tuple[float, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec
 from autopar.errors import PlanError
 from autopar.files.json_form import build, text_of
 from autopar.files.plan_file import VERSION, is_pipeline, load_plan
+from autopar.presented.methods import Presented
 
 WITHIN = "within"
 """The `CollectivePlan.overlap` of what devices exchange while an operation runs."""
@@ -88,7 +90,7 @@ class RegisteredRule:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CollectivePlan:
-    """One collective operation of the step.
+    """One collective operation of the step. `predicted_s` and `hidden_s` are those of one execution.
 
     Attributes:
         kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all` or `collective-permute`.
@@ -98,9 +100,14 @@ class CollectivePlan:
         count: times per step.
         operand: type and shape of the value, such as `float32[64,256]`.
         source: the line of the user's program that it comes from.
-        predicted_s: seconds of one execution.
+        predicted_s: seconds that it takes.
         overlap: the kind that says how much of it hides behind compute: `data_parallel`, `zero3`, `tensor`, `expert`, or `within`
             for one that is a part of an operation and runs beside its own work.
+        scope: the leaf that it moves, if it is an input's or an output's, or else the module that it comes from, such as
+            `block_3/ffn/up`; empty if the program names none.
+        hidden_s: seconds that hide behind compute, less those by which they slow it.
+        algorithm: the one that the prediction takes, the cheapest of the cluster's for these bytes.
+        link: the slowest link that it crosses.
     """
 
     kind: str
@@ -111,16 +118,21 @@ class CollectivePlan:
     source: str
     predicted_s: float
     overlap: str = "expert"
+    scope: str = ""
+    hidden_s: float = 0.0
+    algorithm: str = ""
+    link: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LiveTensor:
-    """One of the values alive at the predicted memory peak."""
+    """One of the values alive at the predicted memory peak; `scope`: the module that makes it, empty if none is named."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     bytes_per_device: int
+    scope: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,8 +181,8 @@ class Alternative:
     at_least_s: float | None = None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Plan(Presented):
     """What was decided for a step on one mesh, and what that should cost.
 
     Attributes:
@@ -209,6 +221,10 @@ class Plan:
         unlimited_s: about what the best plan without the memory limit would take, as far as that was searched.
         ended_early: whether planning ended before everything was compared, as its time was over or it was stopped.
         not_compared: what it left out then, in words.
+        memory_bytes: predicted bytes of one device over the step, the most of each of equal stretches of operations; () if not
+            known.
+        flops: operations of the step's contractions and convolutions, on all devices together, each counted once; 0: not known.
+        at_peak_s: seconds per step that these would take at the devices' peak.
         one_mesh_bound_s: where stages were open, the bound of plans on one mesh alone, not below `lower_bound_s`; else 0.
         version: of the JSON form.
     """
@@ -246,6 +262,9 @@ class Plan:
     not_compared: tuple[str, ...] = ()
     hidden_s: float = 0.0
     one_mesh_bound_s: float = 0.0
+    memory_bytes: tuple[int, ...] = ()
+    flops: float = 0.0
+    at_peak_s: float = 0.0
     version: int = VERSION
 
     @property
@@ -257,6 +276,11 @@ class Plan:
     def is_optimal(self) -> bool:
         """Whether it is proven that no plan of what was left open is faster, under the cost model."""
         return self.step_s <= self.lower_bound_s * (1 + 1e-6) + 1e-12
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the mesh."""
+        return math.prod(self.mesh_shape)
 
     def input(self, path: str) -> ValuePlan:
         """The input leaf with this path; PlanError names the nearest paths if there is none."""

@@ -3,9 +3,8 @@
 A `jax.Array` lies on one mesh; a stack of layers that several stages share cannot be one. A `SplitArray` holds one `jax.Array`
 for each range of layers. The functions below take leaves apart into such pieces and join them again.
 
-What can go wrong: JAX's own functions and transformations take JAX's own arrays alone, and say "Triggering __jax_array__()
-during abstractification"; arithmetic on a large array is slow, because it is assembled on the host each time. `step.gather`
-makes `jax.Array`s first.
+What can go wrong: JAX's own functions compute on one mesh, and refuse it with an ArgumentError; `jax.device_put` and
+`step.gather` make a `jax.Array` of it. Arithmetic on a large array is slow, because it is assembled on the host each time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from numpy.typing import DTypeLike
 
-from autopar.compat import without_explicit_axes
+from autopar.compat import introduce_arrays, without_explicit_axes
+from autopar.errors import ArgumentError
 
 A = TypeVar("A")
 
@@ -45,6 +45,14 @@ class SplitSharding:
     def device_set(self) -> set[jax.Device]:
         """All devices that hold a part."""
         return set().union(*(sharding.device_set for sharding in self.shardings))
+
+    @property
+    def _device_assignment(self) -> tuple[jax.Device, ...]:
+        """The one order of devices that `jax.jit` asks its arguments for (JAX 0.10 to 0.12)."""
+        raise ArgumentError(
+            "JAX computes on one mesh, in jax.jit and in functions such as jnp.sum, and a SplitArray lies on several: give it "
+            "step.gather(leaf), jax.device_put(leaf, device) or np.asarray(leaf), or compute in the step"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +120,7 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def weak_type(self) -> bool:
         """Whether its type yields to that of other operands, as a Python number's does."""
-        return all(piece.weak_type for piece in self.pieces)
+        return all(getattr(piece, "weak_type", False) for piece in self.pieces)  # keys have none
 
     @property
     def nbytes(self) -> int:
@@ -191,6 +199,16 @@ class SplitArray(np.lib.mixins.NDArrayOperatorsMixin):
         parts = zip(itertools.pairwise(self.bounds), self.pieces, strict=True)
         places = ", ".join(f"{a}:{b} {_place(piece)}" for (a, b), piece in parts)
         return f"SplitArray({self.dtype}{list(self.shape)}, dimension {self.dim}: {places})"
+
+
+def _on_host(array: SplitArray) -> np.ndarray:
+    """The whole array, for `jax.device_put`."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise ArgumentError(f"{array!r} holds keys, which have no NumPy array: step.gather makes a jax.Array of them")
+    return np.asarray(array)
+
+
+introduce_arrays(SplitArray, _on_host)
 
 
 def _place(piece: jax.Array) -> str:

@@ -119,13 +119,16 @@ def grow(step, state, batch, save, checkpoints, steps):
 
     for _ in range(10):
         _, state = stretch(step, state, batch, save)
-    before = measure()
-    for _ in range(steps // EVERY):
+    before, tenths = measure(), []
+    for number in range(1, steps // EVERY + 1):
         _, state = stretch(step, state, batch, save)
+        if number * 10 // (steps // EVERY) > len(tenths):
+            tenths.append(resident_bytes() >> 20)
     after = measure()
     grown = dict(zip(("memory_bytes", "threads", "files", "descriptors"), zip(before, after, strict=True), strict=True))
     print(f"over {steps} steps and {steps // EVERY} saves (before, after): {grown}")
-    return {"growth": grown}
+    print(f"memory after each tenth of them, in MiB: {tenths}; what glibc keeps settles after some saves")
+    return {"growth": grown, "tenths_mib": tenths}
 
 
 if __name__ == "__main__":

@@ -33,8 +33,8 @@ from jax.sharding import PartitionSpec
 from planning_ordinary import CASES, describe
 
 import autopar
+from autopar.commands.arguments.subject import Subject, find_subject
 from autopar.commands.parser import read
-from autopar.commands.subject import Subject, find_subject
 from autopar.files.whole_file import save
 
 SMALL = {

@@ -30,8 +30,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 from planning_ordinary import CASES, command_of, wait
 
 import autopar
+from autopar.commands.arguments.subject import find_subject
 from autopar.commands.parser import read
-from autopar.commands.subject import find_subject
 from autopar.files.whole_file import save
 
 STATUS = {signal.SIGINT: 130, signal.SIGTERM: 143}

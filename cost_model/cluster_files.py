@@ -69,6 +69,7 @@ def _cluster(fields: Fields, origin: str) -> Cluster:
         all_reduce_latency=compiler.get("all_reduce_latency", 1.0),
         call_s=compiler.get("call_s", 0.0),
         call_s_per_array=compiler.get("call_s_per_array", 0.0),
+        usd_per_device_hour=fields.get("usd_per_device_hour"),
     )
 
 
@@ -82,6 +83,8 @@ def cluster_to_json(cluster: Cluster, *, about: str, sources: Mapping[str, str])
     else:
         fields["device"] = _plain(cluster.device)
     fields["tiers"] = [_plain(tier) for tier in network]
+    if cluster.usd_per_device_hour is not None:
+        fields["usd_per_device_hour"] = cluster.usd_per_device_hour
     fields["overlap"] = {"hidden": dict(cluster.overlap.hidden), "interference": cluster.overlap.interference}
     fields["compiler"] = {
         "joint_reductions": cluster.joint_reductions,

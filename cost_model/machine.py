@@ -76,6 +76,7 @@ class Cluster:
         all_reduce_latency: The part of its latency that one of many all-reduces pays where the compiler merges them.
         call_s: Seconds of a call of a compiled step on the host.
         call_s_per_array: Seconds that each array adds to a call, in and out.
+        usd_per_device_hour: What a device costs, in US dollars per hour; None if unknown. No plan depends on it.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Cluster:
     all_reduce_latency: float = 1.0
     call_s: float = 0.0
     call_s_per_array: float = 0.0
+    usd_per_device_hour: float | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
     def uniform(

@@ -14,7 +14,9 @@ What is there when all tests are collected, JAX above all, stays; Python's colle
 
 import gc
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 
@@ -41,7 +43,12 @@ COLLECT_SELDOM = (50_000, 20, 50)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Compile quickly where the slow tests are left out; no test module has touched a device before this."""
+    """Compile quickly where the slow tests are left out; no test module has touched a device before this.
+
+    Ctrl-C works as in a terminal, also where the tests run in the background of a shell, whose processes ignore it.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr == "not slow" and "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
         os.environ["XLA_FLAGS"] += f" {QUICK_COMPILE}"
 

@@ -41,7 +41,10 @@ def plan_of(*inputs: ValuePlan, collectives: tuple[CollectivePlan, ...] = (), **
         comm_s=0.05,
         peak_bytes=3 * 2**30,
         memory_limit_bytes=12 * 2**30,
-        peak_tensors=(LiveTensor("small", (2,), "int8", 2), *(LiveTensor("logits", (16, 256), "float32", 16384),) * 2),
+        peak_tensors=(
+            LiveTensor(name="small", shape=(2,), dtype="int8", bytes_per_device=2),
+            *(LiveTensor(name="logits", shape=(16, 256), dtype="float32", bytes_per_device=16384),) * 2,
+        ),
         planning_s=1.5,
         lower_bound_s=0.15,
         allow_redundant_compute=False,

@@ -6,11 +6,15 @@ The search takes the ring by itself where a sequence is long and there are fewer
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.layouts.mesh import LogicalMesh
 from autopar.models import build
+from autopar.program.from_jaxpr import program_of
+from autopar.rules.table import entry_for, rule_for
 from tests.oracles import assert_predicted_bytes_are_real, assert_same_as_jit
 
 
@@ -96,3 +100,21 @@ def test_the_predicted_peak_counts_what_attention_needs_while_it_runs(devices):
     kept = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
     assert compiled.plan.peak_tensors[0].name.startswith("within attention_backward")
     assert 0.9 <= compiled.plan.peak_bytes / (kept + account.temp_size_in_bytes) <= 1.1
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_travels_around_the_ring_are_keys_and_values_and_queries_only_to_balance_causal_work(is_causal):
+    arrays = [jax.ShapeDtypeStruct((1, 64, heads, 4), jnp.float32) for heads in (4, 2, 2)]
+
+    def loss_of(*arrays):
+        return autopar.dot_product_attention(*arrays, is_causal=is_causal).sum()
+
+    program, _ = program_of(jax.make_jaxpr(jax.grad(loss_of, argnums=(0, 1, 2)))(*arrays))
+    forward, backward = (eqn for eqn in program.equations if "attention" in eqn.primitive.name)
+    for eqn, gradients in ((forward, set()), (backward, {len(backward.invars) + 1, len(backward.invars) + 2})):
+        rule = rule_for(eqn)
+        axes = {factor: (0,) for group in rule.together for factor in group}
+        sent = {one.value for one in entry_for(eqn).divided(eqn, rule, axes, LogicalMesh.of((8,))).exchanges}
+        around = {1, 2} | gradients
+        assert sent >= around
+        assert (sent == around) == (not is_causal)

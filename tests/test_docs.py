@@ -125,6 +125,15 @@ def test_parallelize_lists_every_argument_it_takes() -> None:
     assert listed == list(inspect.signature(autopar.parallelize).parameters)
 
 
+def test_each_framework_has_a_recipe_that_runs() -> None:
+    recipes = {page: page.read_text(encoding="utf-8") for page in (DOCS / "howto").glob("*.md")}
+    for framework in ("flax.linen", "flax.nnx", "equinox", "haiku", "keras", "transformers", "numpyro"):
+        found = [
+            page for page, text in recipes.items() if re.search(rf"^# .*{framework}|^## {framework}", text, re.M | re.I)
+        ]
+        assert any(printed_below(page) for page in found), framework
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
     missing = [name for name in autopar.__all__ if f"::: autopar.{name}\n" not in text]

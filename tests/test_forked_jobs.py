@@ -127,17 +127,21 @@ def test_a_search_over_stages_ends_with_the_plan_of_one_process():
     assert found[0] == found[1]
 
 
+TEXT = {"heads": 4, "seq": 8}
+
+
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        ("gpt_scan", {"layers": 2}),
-        pytest.param("gpt", {"layers": 2}, marks=pytest.mark.slow),
-        pytest.param("moe", {"layers": 2, "experts": 4, "group": 16}, marks=pytest.mark.slow),
+        ("mlp", {"layers": 2}),
+        pytest.param("gpt_scan", {"layers": 2, **TEXT}, marks=pytest.mark.slow),
+        pytest.param("gpt", {"layers": 2, **TEXT}, marks=pytest.mark.slow),
+        pytest.param("moe", {"layers": 2, "experts": 4, "group": 16, **TEXT}, marks=pytest.mark.slow),
     ],
-    ids=["gpt_scan", "gpt", "moe"],
+    ids=["mlp", "gpt_scan", "gpt", "moe"],
 )
 def test_stages_planned_side_by_side_are_those_of_one_process(name, sizes):
-    model = build(name, hidden=32, heads=4, seq=8, batch=16, sgd=True, **sizes)
+    model = build(name, hidden=32, batch=16, sgd=True, **sizes)
     state = jax.eval_shape(model.create_state, jax.random.key(0))
     wishes = {"num_stages": 2, "num_microbatches": 4, "schedule": "1f1b"}
     found = [planned(model.train_step, state, model.batch_shape(), processes, **wishes) for processes in (1, 3)]

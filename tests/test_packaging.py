@@ -23,7 +23,7 @@ LINKED = ("cost_model", "models", "runtime")
 
 def names_in_folder(folder: Path) -> set[str]:
     """Paths below `folder` of the files that belong in a package; links to folders are not followed."""
-    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix in {".json", ".py", ".typed"})
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix in {".j2", ".json", ".py", ".typed"})
     return {path.relative_to(folder).as_posix() for path in files}
 
 

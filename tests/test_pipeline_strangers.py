@@ -339,6 +339,16 @@ def test_a_sum_per_layer_that_two_updates_read_is_made_for_the_first():
     assert_same_as_jit(step, parallel, weights, batch(), steps=2, rtol_of_scale=2e-5)
 
 
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_mean_without_nans_of_sums_over_segments_through_which_no_gradient_goes_is_cut_into_stages(is_trained):
+    def loss_of(weights, batch):
+        h = through(weights, batch["x"])
+        sums = jax.ops.segment_sum(h, jnp.arange(EXAMPLES) % 4, num_segments=4)
+        return jnp.nanmean(lax.stop_gradient(sums)) + (jnp.mean(h**2) if is_trained else 0)
+
+    assert_same_as_jit(trained(loss_of), in_stages(trained(loss_of), schedule="gpipe"), layers(2), batch())
+
+
 def test_errors_that_only_pipelines_raise_are_public():
     assert issubclass(autopar.PipelineError, autopar.AutoparError)
     assert issubclass(autopar.ScheduleError, autopar.AutoparError)

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar.compat import make_mesh
+from autopar.errors import ArgumentError
 from autopar.split_array import (
     READS,
     LeafPieces,
@@ -113,6 +114,27 @@ def test_it_becomes_an_array_of_another_type_but_never_without_a_copy():
     np.testing.assert_array_equal(np.array(split(), copy=True), WHOLE)
     with pytest.raises(ValueError, match="an array in pieces is copied when it becomes one array"):
         np.array(split(), copy=False)
+
+
+@pytest.mark.parametrize("place", [None, on(5), jax.devices()[3]], ids=["anywhere", "sharding", "device"])
+def test_it_is_put_on_devices_as_an_ordinary_array(place):
+    put = jax.device_put({"w": split()}, place)["w"]
+    assert isinstance(put, jax.Array)
+    assert place is None or put.devices() == (place.device_set if isinstance(place, NamedSharding) else {place})
+    np.testing.assert_array_equal(put, WHOLE)
+    assert jax.eval_shape(lambda x: x, split()) == jax.ShapeDtypeStruct(WHOLE.shape, WHOLE.dtype)
+
+
+@pytest.mark.parametrize("compute", [jax.jit(lambda x: 2 * x), jnp.sum])
+def test_what_jax_computes_refuses_it_with_what_to_give_instead(compute):
+    with pytest.raises(ArgumentError, match=r"a SplitArray lies on several: give it step.gather\(leaf\)"):
+        compute(split())
+
+
+def test_keys_in_pieces_are_put_nowhere():
+    keys = SplitArray([jax.device_put(jax.random.split(jax.random.key(n), 2), on(n)) for n in range(2)])
+    with pytest.raises(ArgumentError, match="holds keys, which have no NumPy array"):
+        jax.device_put(keys)
 
 
 @pytest.mark.parametrize("save", [lambda x: pickle.loads(pickle.dumps(x)), copy.deepcopy])

@@ -2,10 +2,12 @@
 
 import collections
 import gc
+import os
 import threading
 import warnings
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -180,3 +182,26 @@ def test_of_many_shapes_a_step_keeps_the_last_and_says_so_once():
     assert step.last_plan() is step.plan(new_state(), jnp.ones((8, 8)))
     _, loss = step(step.init_state(new_state), jnp.ones((2, 8)))
     np.testing.assert_allclose(loss, train_step(new_state(), jnp.ones((2, 8)))[1], rtol=1e-5)
+
+
+def resident_mib():
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@WAYS
+@pytest.mark.filterwarnings("ignore:train_step was called with more than 2 sets")
+@pytest.mark.parametrize("count", [4, pytest.param(300, marks=pytest.mark.slow)])
+def test_a_loop_over_many_shapes_keeps_the_executables_of_a_few(options, count):
+    """Batches are made by NumPy: JAX keeps an executable of its own for each shape that `jnp.ones` makes."""
+    step = autopar.parallelize(train_step, max_programs=2, **options)
+    state, alive, resident = jax.tree.map(np.asarray, new_state()), [], []
+    for number in range(1, count + 1):
+        state, loss = step(state, np.ones((8 * number, 8), np.float32))
+        assert np.isfinite(loss)
+        if number == 3 or number == count or number % 50 == 0:
+            gc.collect()
+            alive.append(len(jax.devices()[0].client.live_executables()))
+            resident.append(resident_mib())
+    assert len({*alive}) == 1
+    if count > 100:
+        assert resident[-1] - resident[1] < 0.5 * count

@@ -38,6 +38,7 @@ class About:
         step: the name of the step.
         fingerprint: of its program.
         plan: what the `to_json` of its plan wrote.
+        wishes: a digest of what was asked of the plan; empty if nobody wrote it.
         leaves: the state's arrays.
         number: how many steps had been made; None if nobody counted.
         position: how far the source of batches was; None if there is none.
@@ -51,6 +52,7 @@ class About:
     number: int | None = None
     position: Position | None = None
     notes: Fields = dataclasses.field(default_factory=dict)
+    wishes: str = ""
 
     def to_json(self) -> dict[str, object]:
         """The JSON value that is written."""

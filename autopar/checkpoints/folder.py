@@ -1,7 +1,7 @@
 """A folder of numbered checkpoints, of which the last few are kept.
 
 In: a folder and a step. Out: `Checkpoints`, which saves and restores by number. What can go wrong: two jobs write to one folder;
-the second one finds a number taken, and says so.
+the second one finds it locked, or without `alone` a number taken, and says so.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import contextlib
 import dataclasses
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
 from autopar.arguments import check_limit
 from autopar.checkpoints.about import About
+from autopar.checkpoints.lock import locked
 from autopar.checkpoints.save import (
     UNFINISHED,
     Positioned,
@@ -23,12 +25,15 @@ from autopar.checkpoints.save import (
     StepWithPlan,
     complete_numbers,
     newest,
+    offer_of,
     read,
     save,
     wait_for_saves,
 )
 from autopar.files.checked import Fields
+from autopar.plan_cache.offered import offering
 from autopar.program.call import PyTree
+from autopar.runtime.meetings import group_of, refusing_together
 
 _LEAVING = ".removed"
 """How the name of a checkpoint ends while its files are removed."""
@@ -66,6 +71,11 @@ class Checkpoints:
         """The numbers of the complete checkpoints, ascending."""
         return complete_numbers(self.folder)
 
+    def plan(self, *args: PyTree) -> None:
+        """Plan the step: with the plan of the last checkpoint if the same is asked of it, else by a search."""
+        with offering(offer_of(self.folder)):
+            self.step.plan(*args)
+
     def save(
         self, number: int, state: PyTree, *, data: Positioned | None = None, notes: Fields | None = None
     ) -> Saving:
@@ -92,6 +102,18 @@ class Checkpoints:
         if self._last is not None:
             self._last = None
             self._remove_old()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """A context in which no other run has the folder. Raises CheckpointError in every process if one has it."""
+        group = group_of(self.step.jax_devices)
+        with contextlib.ExitStack() as stack:
+            with refusing_together(group):
+                if self._is_first():
+                    stack.enter_context(locked(self.folder))
+            if group is not None:
+                group.meet(f"keeps checkpoints in {self.folder}")
+            yield
 
     def clear_unfinished(self) -> None:
         """Remove what processes left that ended while they saved; no other run may be writing to the folder."""

@@ -34,10 +34,12 @@ from autopar.checkpoints.orbax_leaf import LeafRestoreArgs, registry_of
 from autopar.checkpoints.parts import Saved
 from autopar.compat import undisturbed
 from autopar.errors import AutoparError, CheckpointError, warn
+from autopar.events import reach
 from autopar.execution.calls import refuse_consumed
 from autopar.execution.published import PlacedLeaf, Places
 from autopar.execution.turns import RUNNING
 from autopar.files.checked import Fields
+from autopar.plan_cache.offered import Offer
 from autopar.program.call import PyTree
 from autopar.runtime.meetings import group_of, refusing_together
 from autopar.runtime.processes import as_weak
@@ -61,6 +63,9 @@ class Positioned(Protocol):
 
 class StepWithPlan(Protocol):
     """What is asked of a step: an `autopar.ParallelStep` that has been planned."""
+
+    def plan(self, *args: PyTree) -> object:
+        """Plan it."""
 
     def places(self) -> Places:
         """Where its arrays go."""
@@ -197,6 +202,7 @@ def _read_arrays(
         for name, leaf in wanted.items()
     }
     with _in_our_words(where, "restored"):
+        reach("read", where)
         found = checkpointer_of(processes).restore(
             where,
             args=ocp.args.Composite(
@@ -238,6 +244,19 @@ def read_about(where: Path) -> About:
             f"{where} is no complete checkpoint of autopar: {_first_line(error)}. Restore another one of its folder."
         ) from error
     return About.from_json(found.about, where)
+
+
+def offer_of(folder: Path) -> Offer | None:
+    """The plan of the last complete checkpoint in a folder, for a step that is about to be planned; None if there is none."""
+    numbers = complete_numbers(folder)
+    if not numbers:
+        return None
+    where = folder / str(numbers[-1])
+    try:
+        about = read_about(where)
+    except CheckpointError:  # it is told when the state is restored
+        return None
+    return Offer(about.plan, about.wishes, f"the checkpoint {where}")
 
 
 def newest(where: Path) -> Path:
@@ -291,6 +310,7 @@ def _describe(
         step=places.name,
         fingerprint=plan.fingerprint,
         plan=plan.to_json(),
+        wishes=places.wishes,
         leaves=leaves,
         number=number,
         position=position,

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from autopar.commands.printing import new_table
+from autopar.commands.terminal.printing import new_table
 from autopar.errors import ArgumentError, PlanError
 from autopar.explain import bytes_text, seconds_text, standard_output
 from autopar.plan_cache.entry import unpack

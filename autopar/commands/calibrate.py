@@ -18,8 +18,8 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from autopar.commands.calibration_report import describe_waiting, make_table, waiting_source, warn_if_busy
-from autopar.commands.devices import ask_for_virtual_devices, find_devices
+from autopar.commands.arguments.devices import ask_for_virtual_devices, find_devices
+from autopar.commands.terminal.calibration_report import describe_waiting, make_table, waiting_source, warn_if_busy
 from autopar.commands.whole_steps import measure_whole_steps
 from autopar.cost_model.calibration.cases import Case, Sample, cases_for
 from autopar.cost_model.calibration.clocks import keep_freed_memory

@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 from rich.console import Console
 
-from autopar.commands.planning_options import DEFAULT_DEVICES
+from autopar.commands.arguments.devices import DEFAULT_DEVICES
+from autopar.commands.parser import read
 from autopar.commands.training import INTERRUPTED, train_model
-from autopar.commands.training_run import Observe, Record, StopRequest, ignore
+from autopar.commands.training_run import Observe, Record, ignore
 from autopar.explain import standard_output
 
 LARGEST_DIFFERENCES: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}
@@ -21,7 +22,6 @@ def demo(
     parts: Sequence[argparse.Namespace],
     *,
     largest_difference: float | None = None,
-    stop: StopRequest | None = None,
     observe: Observe = ignore,
 ) -> int:
     """Train with autopar in each of the ways of `parts` and once without; 1 if a loss does not fall or runs disagree.
@@ -31,7 +31,6 @@ def demo(
     Args:
         parts: The options of each way.
         largest_difference: By how much the losses of two runs may differ; None: by what their type allows.
-        stop: What Ctrl-C sets.
         observe: Called after each step.
     """
     jax.config.update("jax_platforms", "cpu")
@@ -39,7 +38,7 @@ def demo(
     reference: Record | None = None
     for options in parts:
         standard_output().rule(options.title, align="left")
-        outcome = train_model(options, compare=True, reference=reference, stop=stop, observe=observe)
+        outcome = train_model(options, compare=True, reference=reference, observe=observe)
         reference = outcome.reference
         if outcome.stopped or reference is None:
             return INTERRUPTED
@@ -61,30 +60,8 @@ def _find_problems(record: Record, reference: Record, largest_difference: float)
 
 def demo_options(options: argparse.Namespace) -> tuple[argparse.Namespace, argparse.Namespace]:
     """The demo as two runs of `train`: the default GPT on 8 devices as one mesh, and as 2 stages of 4 devices."""
-    shared: dict[str, object] = {
-        "model": "gpt",
-        "sizes": {"dtype": options.dtype},
-        "steps": options.steps,
-        "seed": options.seed,
-        "devices": DEFAULT_DEVICES,
-        "mesh": None,
-        "memory_limit": None,
-        "cluster": "auto",
-        "constraint": [],
-        "batch_statistics": "batch",
-        "zero": None,
-        "data_parallel": False,
-        "allow_redundant_compute": False,
-        "planning_processes": 1,
-        "planning_seconds": 60.0,
-        "plan_cache": True,
-        "schedule": "auto",
-        "virtual_stages": 1,
-        "timeline": None,
-        "save_every": None,
-        "resume": False,
-        "verbose": 0,
-        "full": False,
-    }
-    one = argparse.Namespace(**shared, title="one mesh", stages=1, microbatches=None)
-    return one, argparse.Namespace(**shared, title="pipeline", stages=2, microbatches=4)
+    shared = ["train", "gpt", f"--dtype={options.dtype}", f"--steps={options.steps}", f"--seed={options.seed}"]
+    one = read([*shared, f"--devices={DEFAULT_DEVICES}", "--stages=1"])
+    two = read([*shared, f"--devices={DEFAULT_DEVICES}", "--stages=2", "--microbatches=4"])
+    one.title, two.title = "one mesh", "pipeline"
+    return one, two

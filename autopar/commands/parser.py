@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import NoReturn
 
 import autopar
-from autopar.commands import values
-from autopar.commands.checks import check_folder, check_readable, check_simulate
+from autopar.commands.arguments import values
+from autopar.commands.arguments.checks import check_folder, check_readable, check_simulate
+from autopar.commands.compare_options import add_diff, add_rank
+from autopar.commands.machine_options import add_calibrate, add_collectives, add_doctor
 from autopar.cost_model.cores import available_cores
 from autopar.errors import ArgumentError
 from autopar.launch.command import add_launch
 
-_WITH_MODEL = ("plan", "train")
+_WITH_MODEL = ("plan", "train", "rank")
 _MODEL_HELP = (
     "a model, named right after the command: mlp, gpt, gpt_scan, moe, wide_resnet, bert, t5, llama, unet or densenet; "
     "its sizes are flags, see `%(prog)s gpt --help`"
@@ -40,10 +42,13 @@ class _Parser(argparse.ArgumentParser):
 
 def read(argv: list[str]) -> argparse.Namespace:
     """Read the options of a command line; ArgumentError says what cannot be used."""
+    explained = len(argv) > 1 and argv[0] == "explain" and values.is_model(argv[1])
+    argv = ["plan", *argv[1:]] if explained else argv
     named = len(argv) > 1 and argv[0] in _WITH_MODEL and not argv[1].startswith("-")
     model = argv[1] if named else None
     parser = _make_parser(model)
     options, unknown = parser.parse_known_args(argv)
+    options.command = "explain" if explained else options.command
     if unknown:
         raise ArgumentError(_describe_unknown(unknown[0], options, model))
     sizes = {name.removeprefix("size_"): value for name, value in vars(options).items() if name.startswith("size_")}
@@ -68,10 +73,23 @@ def _make_parser(model: str | None) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     for name, help_text, add in (
         ("plan", "find a plan for a step, without any device, and print it", _add_plan),
-        ("calibrate", "measure the devices at hand and write a cluster file for `--cluster`", _add_calibrate),
-        ("show", "print a plan that `plan -o` wrote", _add_show),
+        (
+            "explain",
+            "print a plan that `plan -o` wrote, or write its report as a page of HTML; with a model for the file, plan it",
+            _add_explain,
+        ),
+        ("show", "print a plan that `plan -o` wrote, as `explain` does", _add_explain),
+        ("diff", "say what differs between two plans that `plan -o` wrote", add_diff),
+        (
+            "rank",
+            "plan a step on several clusters and numbers of devices, and compare time, memory and price",
+            _add_rank,
+        ),
         ("train", "train a model on real data under a plan", _add_train),
         ("simulate", "predict published runs, or a saved plan on another cluster, and compare", _add_simulate),
+        ("calibrate", "measure the devices at hand and write a cluster file for `--cluster`", add_calibrate),
+        ("collectives", "price every algorithm of each collective on a cluster, and say which wins", add_collectives),
+        ("doctor", "look whether autopar, JAX and the devices at hand work, and how they are priced", add_doctor),
         ("launch", "run a script in several processes, watch them, and start them again when one is lost", add_launch),
         ("cache", "list or remove the plans that are kept on disk for later runs", _add_cache),
         (
@@ -92,21 +110,45 @@ def _make_parser(model: str | None) -> argparse.ArgumentParser:
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=_PLAN_HELP)
-    _add_planning(parser, processes=available_cores())
+    _add_planning(parser, on_each_core=True)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan as JSON")
-    parser.add_argument("--full", action="store_true", help="give each leaf and collective a row")
+    _add_report(parser)
+    parser.add_argument(
+        "--leaf",
+        metavar="PATH",
+        help="why this leaf has its layout, such as state/params/block_0/ffn/up/kernel, instead of the report: what decides, and "
+        "what each other layout would cost, tried",
+    )
+    parser.add_argument(
+        "--conflict",
+        action="store_true",
+        help="if nothing fits the memory: which wishes conflict, and ways out with prices",
+    )
     parser.set_defaults(run=_run_plan)
 
 
-def _add_show(parser: argparse.ArgumentParser) -> None:
+def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=Path, help="a plan in JSON")
-    parser.add_argument("--full", action="store_true", help="give each leaf and collective a row")
-    parser.set_defaults(run=_run_show)
+    _add_report(parser)
+    parser.set_defaults(run=_run_explain)
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--full", action="store_true", help="give each leaf, collective and stage a row")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the report as one page that needs nothing else"
+    )
+
+
+def _add_rank(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=_PLAN_HELP)
+    _add_planning(parser, on_each_core=True, many=True)
+    add_rank(parser)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=_MODEL_HELP)
-    _add_planning(parser, processes=1)
+    _add_planning(parser, on_each_core=False)
     parser.add_argument("--steps", type=values.positive, default=100, metavar="N", help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, dropout and data; default %(default)s")
     parser.add_argument("--log", type=Path, metavar="FILE", help="write step, loss and seconds as CSV")
@@ -163,20 +205,11 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run_demo)
 
 
-def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-o", "--output", type=Path, default=Path("cluster.json"), metavar="FILE", help="default %(default)s"
-    )
-    parser.add_argument(
-        "--seconds", type=values.positive, default=100, metavar="N", help="how long to take; default %(default)s"
-    )
-    parser.add_argument("--devices", type=values.positive, metavar="N", help="how many; default: all, of a CPU 8")
-    parser.set_defaults(run=_run_calibrate)
-
-
-def _add_planning(parser: argparse.ArgumentParser, *, processes: int) -> None:
+def _add_planning(parser: argparse.ArgumentParser, *, on_each_core: bool, many: bool = False) -> None:
+    """Add the options of planning; those that name one machine not where there are `many`."""
     group = parser.add_argument_group("planning")
-    group.add_argument("--devices", type=values.positive, metavar="N", help="how many; default 8")
+    if not many:
+        _add_machine(group)
     group.add_argument(
         "--mesh",
         type=values.mesh_shapes,
@@ -186,13 +219,6 @@ def _add_planning(parser: argparse.ArgumentParser, *, processes: int) -> None:
     )
     group.add_argument(
         "--memory-limit", type=values.byte_count, metavar="SIZE", help="per device, such as 16GB or 16GiB"
-    )
-    group.add_argument(
-        "--cluster",
-        type=values.cluster,
-        default="auto",
-        metavar="NAME|FILE",
-        help="what the machine can do: a preset, or a file as `calibrate` writes it; an unknown name lists the presets",
     )
     group.add_argument(
         "--constraint",
@@ -207,20 +233,48 @@ def _add_planning(parser: argparse.ArgumentParser, *, processes: int) -> None:
         "--zero", type=int, choices=(1, 2, 3), help="split optimizer state (1), gradients (2), parameters (3)"
     )
     group.add_argument("--data-parallel", action="store_true", help="split the batch over all axes, and nothing else")
-    group.add_argument("--allow-redundant-compute", action="store_true", help="let devices repeat contractions")
-    _add_search(parser, processes=processes)
+    _add_allowed(group)
+    _add_search(parser, on_each_core=on_each_core)
     _add_pipeline(parser)
 
 
-def _add_search(parser: argparse.ArgumentParser, *, processes: int) -> None:
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--devices", type=values.positive, metavar="N", help="how many; default 8")
+    group.add_argument(
+        "--cluster",
+        type=values.cluster,
+        default="auto",
+        metavar="NAME|FILE",
+        help="what the machine can do: a preset, or a file as `calibrate` writes it; an unknown name lists the presets",
+    )
+
+
+def _add_allowed(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--allow-redundant-compute", action="store_true", help="let devices repeat contractions")
+    group.add_argument(
+        "--collectives",
+        type=values.names,
+        metavar="KINDS",
+        help="the only kinds that the plan may use, such as all-reduce,all-gather; default: all",
+    )
+    group.add_argument(
+        "--recompute",
+        choices=("auto", "none", "layer", "named"),
+        default="auto",
+        help="forward work that the backward pass repeats, of layers or all but what checkpoint_name names; default: what "
+        "the memory needs",
+    )
+
+
+def _add_search(parser: argparse.ArgumentParser, *, on_each_core: bool) -> None:
     group = parser.add_argument_group("search")
     group.add_argument(
         "--planning-processes",
         type=values.positive,
-        default=processes,
+        default=available_cores() if on_each_core else 1,
         metavar="N",
         help="processes that plan layers and stages side by side; default: "
-        + ("%(default)s" if processes == 1 else "one for each core"),
+        + ("one for each core" if on_each_core else "1"),
     )
     group.add_argument(
         "--planning-seconds",
@@ -302,19 +356,15 @@ def _add_sizes(parser: argparse.ArgumentParser, model: str) -> None:
 
 def _run_plan(options: argparse.Namespace) -> int:
     check_folder(options.output)
+    check_folder(options.html)
     from autopar.commands.planning import plan
 
     return plan(options)
 
 
-def _run_calibrate(options: argparse.Namespace) -> int:
-    from autopar.commands.calibrate import calibrate
-
-    return calibrate(options)
-
-
-def _run_show(options: argparse.Namespace) -> int:
+def _run_explain(options: argparse.Namespace) -> int:
     check_readable(options.file)
+    check_folder(options.html)
     from autopar.commands.planning import show_file
 
     return show_file(options)

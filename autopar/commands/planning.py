@@ -1,4 +1,4 @@
-"""`plan`: find a plan without devices, print it, and write it to a file. `show`: print a plan from a file.
+"""`plan`: find a plan without devices, print it, write it to a file. `explain`, `show`: print a plan of a file, or write a page.
 
 The report of a pipeline holds a picture of its schedule if that is short.
 """
@@ -6,27 +6,27 @@ The report of a pipeline holds a picture of its schedule if that is short.
 from __future__ import annotations
 
 import argparse
+import atexit
+import gc
 from pathlib import Path
 
 from rich.console import Console
 
 from autopar.api import ParallelStep
+from autopar.commands.arguments.subject import Subject, find_subject
 from autopar.commands.planning_options import FOR_PIPELINES, count_devices, make_parallel
-from autopar.commands.subject import Subject, find_subject
 from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
-from autopar.errors import ArgumentError, AutoparError, PlanError
-from autopar.explain import TEXT_WIDTH, show, standard_output
+from autopar.errors import ArgumentError, AutoparError, OutOfMemoryError, PlanError
+from autopar.explain import standard_output
 from autopar.files.whole_file import save
-from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from autopar.progress import enter
-from autopar.schedules.grid import draw_grid
-from autopar.simulate.plan_overlap import overlap_of, overlap_table, own_cluster
+from autopar.reports.report import html, show
 
-_LONGEST_BACKWARD = 3
-"""Columns of the picture that a backward may take."""
+NOTHING_FITS = 1
+"""The exit status where no plan fits and what conflicts is printed."""
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -38,13 +38,24 @@ def plan(options: argparse.Namespace) -> int:
         subject = find_subject(options.model, options.sizes)
         step = make_parallel(subject.step, count, options)
         with interruptible(step.stop_planning) as interruption:
-            found = plan_step(step, subject, options)
+            try:
+                found = plan_step(step, subject, options)
+            except OutOfMemoryError as error:
+                if not options.conflict:
+                    raise
+                standard_output().print(str(error.conflict()), markup=False, highlight=False, soft_wrap=True)
+                return NOTHING_FITS
+    atexit.register(gc.freeze)  # or the interpreter looks for garbage in all that was planned before it ends
     if output is not None:
         save(output, found.to_json())
     console = standard_output()
-    show_plan(found, console, full=options.full)
+    if options.leaf is None:
+        show(found, console, full=options.full)
+    else:
+        console.print(str(found.why(options.leaf)), markup=False, highlight=False, soft_wrap=True)
     if output is not None:
         console.print(f"\nplan written to {output}", markup=False, highlight=False)
+    write_page(found, options.html, console)
     interruption.finish()
     return 0
 
@@ -60,7 +71,10 @@ def plan_step(step: ParallelStep, subject: Subject, options: argparse.Namespace)
 def show_file(options: argparse.Namespace) -> int:
     """Print the plan in a file that `plan -o` wrote."""
     try:
-        show_plan(read_plan(options.file), standard_output(), full=options.full)
+        found, console = read_plan(options.file), standard_output()
+        if options.html is None or options.full:
+            show(found, console, full=options.full)
+        write_page(found, options.html, console)
     except AutoparError:
         raise
     except ValueError as error:  # the plan's mesh is none that its cluster has
@@ -68,33 +82,11 @@ def show_file(options: argparse.Namespace) -> int:
     return 0
 
 
-def show_plan(plan: Plan | PipelinePlan, console: Console, *, full: bool) -> None:
-    """Print a plan; a pipeline's with a picture of its schedule, if that is not too wide."""
-    picture = draw_schedule(plan) if isinstance(plan, PipelinePlan) else ""
-    show(plan, console, full=full, schedule_grid=picture)
-    cluster = own_cluster(plan)
-    if cluster is not None:
-        console.print()
-        console.print(overlap_table(overlap_of(plan, cluster)))
-
-
-def draw_schedule(plan: PipelinePlan) -> str:
-    """Draw the schedule, a forward as one column and the rest in proportion; nothing if a line would be too long."""
-    if plan.num_microbatches > TEXT_WIDTH:
-        return ""
-    schedule = schedule_of(plan)
-    columns = dict.fromkeys(schedule.kinds, 1)
-    if "backward" in columns:
-        columns["backward"] = _backward_columns(plan)
-    picture = draw_grid(schedule, columns)
-    return picture if max(map(len, picture.splitlines())) <= TEXT_WIDTH else ""
-
-
-def _backward_columns(plan: PipelinePlan) -> int:
-    """How many forwards a backward takes, in whole numbers."""
-    forward_s = sum(stage.forward_s for stage in plan.stages)
-    backward_s = sum(stage.backward_s for stage in plan.stages)
-    return max(1, min(_LONGEST_BACKWARD, round(backward_s / forward_s))) if forward_s else 1
+def write_page(plan: Plan | PipelinePlan, path: Path | None, console: Console) -> None:
+    """Write the report of a plan as HTML, if a file is named. Raises ArgumentError if what draws it is missing."""
+    if path is not None:
+        html(plan, path)
+        console.print(f"report written to {path}", markup=False, highlight=False)
 
 
 def read_plan(path: Path) -> Plan | PipelinePlan:

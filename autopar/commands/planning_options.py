@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Literal
 import jax
 
 from autopar.api import ParallelStep, parallelize
-from autopar.commands.values import MeshShape, layout, mesh_size
+from autopar.commands.arguments.devices import DEFAULT_DEVICES
+from autopar.commands.arguments.values import MeshShape, layout, mesh_size
 from autopar.errors import ArgumentError
 from autopar.layouts.constraints import Constraints, data_parallel, zero1, zero2, zero3
 
 if TYPE_CHECKING:
-    from autopar.commands.values import Layout
+    from autopar.commands.arguments.values import Layout
 
-DEFAULT_DEVICES = 8
 FOR_PIPELINES = (
     "--schedule and --virtual-stages are for pipelines, and this plan has one mesh: ask for two or more --stages"
 )
@@ -37,11 +37,13 @@ def make_parallel(
         constraints=_constraints(options),
         cluster=options.cluster,
         allow_redundant_compute=options.allow_redundant_compute,
+        collectives=options.collectives,
         num_stages=options.stages or "auto",
         num_microbatches=options.microbatches or "auto",
         batch_statistics=options.batch_statistics,
         schedule=options.schedule,
         virtual_stages=options.virtual_stages or "auto",
+        recompute=options.recompute,
         planning_processes=options.planning_processes,
         planning_seconds=options.planning_seconds,
         plan_cache=options.plan_cache,

@@ -6,15 +6,15 @@ recorded step is slower than the others.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
 import jax
 from rich.console import Console
 
-from autopar.commands.subject import PyTree
-from autopar.commands.training_run import StepResult
 from autopar.errors import ArgumentError
+from autopar.events import Moment, StepRun, observing
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline
 from autopar.explain.units import percent_text, seconds_text
@@ -26,7 +26,7 @@ RECORDED_STEP = 2
 
 @dataclasses.dataclass
 class Recorder:
-    """A pipeline that records its call number `recorded`; `calls` counts them."""
+    """Has a pipeline record its call number `recorded`; `calls` counts them."""
 
     pipeline: CompiledPipeline
     recorded: int
@@ -43,11 +43,17 @@ class Recorder:
             raise ArgumentError(f"cannot write {path}: there is no folder {path.parent}")
         return cls(compiled, min(RECORDED_STEP, steps))
 
-    def __call__(self, state: PyTree, batch: PyTree) -> StepResult:
-        """Run one step."""
+    def recording(self) -> contextlib.AbstractContextManager[None]:
+        """A context around the calls."""
+        return observing(self._on_moment)
+
+    def _on_moment(self, moment: Moment) -> None:
+        if moment.kind != "step" or not isinstance(moment.about, StepRun):
+            return
         self.calls += 1
-        result: StepResult = self.pipeline.run(jax.tree.leaves((state, batch)), record=self.calls == self.recorded)
-        return result
+        if self.calls == self.recorded:
+            jax.block_until_ready(list(moment.values or ()))  # what the call before still computes is none of its own
+            moment.about.wants_timeline = True
 
     def write(self, path: Path, console: Console) -> None:
         """Write the trace, if the run came so far."""

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar.commands.printing import print_json
 from autopar.commands.simulate_plan import simulate_plan
 from autopar.commands.simulate_tables import (
     SHOWN_KINDS,
@@ -26,6 +25,7 @@ from autopar.commands.simulate_tables import (
     print_summary,
 )
 from autopar.commands.terminal.live_line import live_line
+from autopar.commands.terminal.printing import print_json
 from autopar.cost_model.overlap import overlap_ratio
 from autopar.explain import standard_output
 from autopar.files.whole_file import save

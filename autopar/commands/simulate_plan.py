@@ -12,7 +12,7 @@ import dataclasses
 from rich.console import Console
 
 from autopar.commands.planning import read_plan
-from autopar.commands.printing import new_table, print_json
+from autopar.commands.terminal.printing import new_table, print_json
 from autopar.cost_model.hardware import Cluster, find_cluster
 from autopar.errors import ArgumentError
 from autopar.explain import standard_output
@@ -54,6 +54,10 @@ def _print_plan(console: Console, found: RepricedPlan, cluster: Cluster) -> None
             f"{kind.count:,.0f}",
         )
         table.add_row(*cells)
+    if len(found.communication) > 1:
+        planned_s = sum(kind.planned_s for kind in found.communication)
+        here_s = sum(kind.seconds for kind in found.communication)
+        table.add_row("communication", seconds_text(planned_s), seconds_text(here_s), "", "")
     if found.planned_hidden_s or found.hidden_s:
         parts = (found.planned_hidden_s, found.hidden_s)
         hidden = [f"-{seconds_text(seconds)}" if seconds else seconds_text(0.0) for seconds in parts]

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autopar.commands.printing import new_table
+from autopar.commands.terminal.printing import new_table
 from autopar.cost_model.overlap import Kind, overlap_ratio
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.simulate.error_summary import GIGA, ErrorSummary, PricedRow

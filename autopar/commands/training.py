@@ -10,32 +10,34 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
+import autopar
 from autopar.api import ParallelStep
 from autopar.checkpoints import Checkpoints
-from autopar.commands.devices import ask_for_virtual_devices, find_devices
-from autopar.commands.planning import plan_step, show_plan
+from autopar.commands.arguments.devices import ask_for_virtual_devices, find_devices
+from autopar.commands.arguments.subject import PyTree, Subject, build_model, find_shapes
+from autopar.commands.planning import plan_step
 from autopar.commands.planning_options import count_devices, make_parallel
 from autopar.commands.recording import Recorder
-from autopar.commands.subject import PyTree, Subject, build_model, find_shapes
 from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
-from autopar.commands.training_run import Keeper, Observe, Record, Run, StopRequest, ignore, run_steps
+from autopar.commands.training_run import AUTOPAR, Observe, Record, Training, ignore, run_jit
 from autopar.errors import ArgumentError
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline
 from autopar.explain import seconds_text, standard_output
+from autopar.explain.training_progress import RunStep
 from autopar.files.loss_log import LossLog
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
+from autopar.reports.report import show
 
 INTERRUPTED = 130
-AUTOPAR, JIT = "autopar", "jax.jit"
-"""Titles of the two runs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,16 +49,15 @@ class Outcome:
     stopped: bool
 
 
-def train(options: argparse.Namespace, *, stop: StopRequest | None = None, observe: Observe = ignore) -> int:
+def train(options: argparse.Namespace, *, observe: Observe = ignore) -> int:
     """Run the command; 0, or 130 after Ctrl-C.
 
     Args:
         options: Those of the command line.
-        stop: What Ctrl-C sets.
         observe: Called after each step.
     """
     with _open_log(options.log, observe) as log:
-        outcome = train_model(options, compare=options.compare_jit, stop=stop, observe=log)
+        outcome = train_model(options, compare=options.compare_jit, observe=log)
     return INTERRUPTED if outcome.stopped else 0
 
 
@@ -65,75 +66,97 @@ def train_model(
     *,
     compare: bool,
     reference: Record | None = None,
-    stop: StopRequest | None = None,
     observe: Observe = ignore,
 ) -> Outcome:
     """Plan, train, and report; compare with `reference` or, without one, with a run of `jax.jit`."""
     asked = count_devices(options)
     ask_for_virtual_devices(asked)
-    run = Run(
+    training = Training(
         built=build_model(options.model, options.sizes),
         steps=options.steps,
         seed=options.seed,
         console=standard_output(),
-        stop=stop or StopRequest(),
         observe=observe,
     )
-    run.check_data()
+    training.check_data()
     devices = find_devices(options.devices if options.mesh is None else asked)
-    step, shapes = make_parallel(run.built.train_step, devices, options), find_shapes(run.built)
+    step, shapes = make_parallel(training.built.train_step, devices, options), find_shapes(training.built)
     with live_line(options.verbose), interruptible(step.stop_planning) as interruption:
         plan = plan_step(step, shapes, options)
-    show_plan(plan, run.console, full=options.full)
+    show(plan, training.console, full=options.full)
     interruption.finish()
     with live_line(options.verbose):
         compiled = _compile(step, shapes)
-        recorder = Recorder.of(compiled, options.timeline, steps=run.steps) if options.timeline else None
-        state, keeper = _first_state(run, step, options)
-    if keeper is not None and keeper.first:
-        _refuse_comparison(options, compare=compare, first=keeper.first)
-        run.console.print(f"goes on from the checkpoint of step {keeper.first}", markup=False, highlight=False)
-    first_state = jax.device_get(state) if compare and reference is None else None
-    with run.stop.listening():
-        record = run_steps(run, recorder or step, state, title=AUTOPAR, predicted_s=plan.step_s, keeper=keeper)
-        _summarise(run, plan, record)
-        if recorder is not None:
-            recorder.write(options.timeline, run.console)
-        if compare and reference is None and not run.stop.made:
-            reference = _run_jit(run, first_state)
-        if compare and reference is not None and not run.stop.made:
-            _compare(run, record, reference)
-    return Outcome(record, reference, stopped=run.stop.made)
+    recorder = Recorder.of(compiled, options.timeline, steps=training.steps) if options.timeline else None
+    first = _first_number(options, step)
+    if first and (compare or recorder is not None):
+        raise ArgumentError(
+            f"--compare-jit and --timeline are for runs from the first step, and this one goes on from step {first}"
+        )
+    first_state = _first_state(training, step) if compare and reference is None else None
+    record = Record(first)
+    with contextlib.nullcontext() if recorder is None else recorder.recording():
+        stopped = _run(training, step, options, record, first_state)
+    _summarise(training, plan, record, stopped)
+    if recorder is not None:
+        recorder.write(options.timeline, training.console)
+    if compare and reference is None and stopped is None:
+        reference = run_jit(training, first_state)
+    if compare and reference is not None and stopped is None:
+        _compare(training, record, reference)
+    return Outcome(record, reference, stopped=stopped is not None or (compare and reference is None))
 
 
-def _first_state(run: Run, step: ParallelStep, options: argparse.Namespace) -> tuple[PyTree, Keeper | None]:
-    """The state to begin with, and what saves it; the last checkpoint's if the run is to go on from there and there is one."""
+def _first_number(options: argparse.Namespace, step: ParallelStep) -> int:
+    """After how many steps the run begins. Raises ArgumentError if the folder of its checkpoints does not fit the options."""
     if options.save_every is None and not options.resume:
-        return step.init_state(run.built.create_state, jax.random.key(run.seed)), None
-    checkpoints = Checkpoints(options.checkpoints, step)
-    known = checkpoints.numbers()
-    if known and not options.resume:
+        return 0
+    known = Checkpoints(options.checkpoints, step).numbers()
+    if not known:
+        return 0
+    if not options.resume:
         raise ArgumentError(
             f"{options.checkpoints} has checkpoints, of step {known[-1]} the last: go on from it with --resume, or name another "
             "folder with --checkpoints"
         )
-    if not known:
-        state = step.init_state(run.built.create_state, jax.random.key(run.seed))
-        return state, Keeper(checkpoints, options.save_every)
-    if known[-1] >= run.steps:
+    if known[-1] >= options.steps:
         raise ArgumentError(
-            f"{options.checkpoints} has the state of step {known[-1]}, and --steps is {run.steps}: give more"
+            f"{options.checkpoints} has the state of step {known[-1]}, and --steps is {options.steps}: give more"
         )
-    checkpoints.clear_unfinished()
-    return checkpoints.restore().state, Keeper(checkpoints, options.save_every, known[-1])
+    return known[-1]
 
 
-def _refuse_comparison(options: argparse.Namespace, *, compare: bool, first: int) -> None:
-    """Raise ArgumentError if a run that goes on is to be compared, or timed, from its first step."""
-    if compare or options.timeline:
-        raise ArgumentError(
-            f"--compare-jit and --timeline are for runs from the first step, and this one goes on from step {first}"
-        )
+def _first_state(training: Training, step: ParallelStep) -> PyTree:
+    """The state with which both of two runs that are compared begin, on the host."""
+    return jax.device_get(step.init_state(training.built.create_state, jax.random.key(training.seed)))
+
+
+def _run(
+    training: Training, step: ParallelStep, options: argparse.Namespace, record: Record, first_state: PyTree | None
+) -> str | None:
+    """Train; returns what stopped the run before its last step, if something did."""
+
+    def note(made: RunStep) -> None:
+        record.add(made)
+        training.observe(AUTOPAR, made)
+
+    keeps = options.save_every is not None or options.resume
+    run = autopar.Run(
+        step,
+        training.batches,
+        options.checkpoints if keeps else None,
+        create_state=training.built.create_state if first_state is None else lambda given: given,
+        args=(jax.random.key(training.seed) if first_state is None else first_state,),
+        every=options.save_every,
+        keep=None if options.save_every is None else 3,
+        on_step=note,
+        console=training.console,
+        tokens_per_batch=training.tokens_per_batch,
+        name=AUTOPAR,
+    )
+    training.console.print()
+    stopped = run.train(training.steps).stopped
+    return "Ctrl-C" if stopped == signal.SIGINT.name else stopped
 
 
 def _compile(step: ParallelStep, shapes: Subject) -> CompiledStep | CompiledPipeline:
@@ -144,12 +167,14 @@ def _compile(step: ParallelStep, shapes: Subject) -> CompiledStep | CompiledPipe
     return compiled
 
 
-def _summarise(run: Run, plan: Plan | PipelinePlan, record: Record) -> None:
-    done = record.done
-    stopped = "" if done == run.steps else f"stopped by {run.stop.what} after {done} of {run.steps} steps: "
+def _summarise(training: Training, plan: Plan | PipelinePlan, record: Record, stopped: str | None) -> None:
+    if not record.losses:
+        training.console.print(f"stopped by {stopped} before the first step")
+        return
+    words = "" if stopped is None else f"stopped by {stopped} after {record.done} of {training.steps} steps: "
     ratio = record.median_s / plan.step_s if plan.step_s else float("inf")
-    run.console.print(
-        f"{stopped}first loss {record.losses[0]:.4f}, last loss {record.losses[-1]:.4f}; {run.rate(record.median_s)}; "
+    training.console.print(
+        f"{words}first loss {record.losses[0]:.4f}, last loss {record.losses[-1]:.4f}; {training.scale.rate(record.median_s)}; "
         f"median step {seconds_text(record.median_s)} measured, {seconds_text(plan.step_s)} predicted "
         f"(measured/predicted {ratio:.2f})",
         markup=False,
@@ -157,22 +182,9 @@ def _summarise(run: Run, plan: Plan | PipelinePlan, record: Record) -> None:
     )
 
 
-def _run_jit(run: Run, first_state: PyTree) -> Record | None:
-    """Run the same steps with `jax.jit` on one device; None if Ctrl-C was pressed meanwhile."""
-    on_one_device = jax.device_put(first_state, jax.devices()[0])
-    with run.console.status("compiling for jax.jit"):
-        lowered = jax.jit(run.built.train_step, donate_argnums=0).lower(on_one_device, run.built.batch_shape())
-        reference = lowered.compile()
-    serial = run_steps(run, reference, on_one_device, title=JIT)
-    if len(serial.losses) < run.steps:
-        run.console.print(f"comparison stopped by Ctrl-C after {len(serial.losses)} of {run.steps} steps")
-        return None
-    return serial
-
-
-def _compare(run: Run, record: Record, reference: Record) -> None:
-    run.console.print(
-        f"largest difference from jax.jit on one device over {run.steps} steps: {record.difference(reference):.1e} in the "
+def _compare(training: Training, record: Record, reference: Record) -> None:
+    training.console.print(
+        f"largest difference from jax.jit on one device over {training.steps} steps: {record.difference(reference):.1e} in the "
         f"loss; jax.jit takes {seconds_text(reference.median_s)} per step",
         markup=False,
         highlight=False,
@@ -187,9 +199,9 @@ def _open_log(path: Path | None, observe: Observe) -> Iterator[Observe]:
         return
     with contextlib.closing(LossLog(path)) as log:
 
-        def write(title: str, step: int, loss: float, seconds: float) -> None:
+        def write(title: str, step: RunStep) -> None:
             if title == AUTOPAR:
-                log.add(step, loss, seconds)
-            observe(title, step, loss, seconds)
+                log.add(step.number, step.loss, step.seconds)
+            observe(title, step)
 
         yield write

@@ -1,37 +1,28 @@
-"""A training run: its steps, what it measures of them, and how Ctrl-C ends it.
-
-Ctrl-C lets the running step finish, and the run ends with its summary; a second Ctrl-C ends it at once.
-"""
+"""A training run as the command line sees it: its data, what it measures of its steps, and the same steps under `jax.jit`."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from types import FrameType
+from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 import jax
 from rich.console import Console
-from rich.progress import Progress
 
-from autopar.checkpoints import Checkpoints
-from autopar.commands.subject import PyTree
+from autopar.commands.arguments.subject import PyTree
+from autopar.commands.terminal.interruption import interruptible
 from autopar.errors import ArgumentError
-from autopar.explain import seconds_text
-from autopar.explain.progress_bar import BAR_COLUMNS, REPORTS_WITHOUT_TERMINAL
+from autopar.explain.training_progress import Report, RunStep, Scale
 from autopar.models import BuiltModel
 from autopar.models.data import NumpyBatch
 
-StepResult: TypeAlias = tuple[PyTree, Mapping[str, jax.Array]]
-"""The new state, and metrics with "loss"."""
-TrainStep: TypeAlias = Callable[[PyTree, PyTree], StepResult]
-Observe: TypeAlias = Callable[[str, int, float, float], None]
-"""Takes the title of a run, the number of a step, its loss and its seconds."""
+Observe: TypeAlias = Callable[[str, RunStep], None]
+"""Takes the title of a run and a step that it has made."""
+AUTOPAR, JIT = "autopar", "jax.jit"
+"""Titles of the two runs."""
 
 
 @dataclasses.dataclass
@@ -41,6 +32,11 @@ class Record:
     first: int = 0
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def add(self, step: RunStep) -> None:
+        """A step was made."""
+        self.losses.append(step.loss)
+        self.seconds.append(step.seconds)
 
     @property
     def done(self) -> int:
@@ -57,50 +53,12 @@ class Record:
         return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
 
 
-class StopRequest:
-    """Whether Ctrl-C was pressed, or SIGTERM came, since `listening` began. A second one interrupts as Ctrl-C usually does."""
-
-    def __init__(self) -> None:
-        self.made, self.what = False, "Ctrl-C"
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Turn the first signal into a request."""
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.made:
-            raise KeyboardInterrupt
-        self.made, self.what = True, "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-
-
-@dataclasses.dataclass(frozen=True)
-class Keeper:
-    """Saves the state every so many steps, and at the end; the run began with a checkpoint of the step `first`."""
-
-    checkpoints: Checkpoints
-    every: int | None
-    first: int = 0
-
-    def after(self, number: int, state: PyTree, *, is_last: bool) -> None:
-        """A step was made."""
-        if self.every is not None and (is_last or number % self.every == 0):
-            self.checkpoints.save(number, state)
-        if is_last:
-            self.checkpoints.wait()
-
-
-def ignore(title: str, step: int, loss: float, seconds: float) -> None:
+def ignore(title: str, step: RunStep) -> None:
     """Observe nothing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class Training:
     """A training run.
 
     Attributes:
@@ -108,7 +66,6 @@ class Run:
         steps: How many steps to run.
         seed: That of the data.
         console: Where to report.
-        stop: Whether Ctrl-C was pressed.
         observe: Called after each step.
     """
 
@@ -116,7 +73,6 @@ class Run:
     steps: int
     seed: int
     console: Console
-    stop: StopRequest = dataclasses.field(default_factory=StopRequest)
     observe: Observe = ignore
 
     def batches(self) -> Iterator[NumpyBatch]:
@@ -133,49 +89,37 @@ class Run:
         self.batches()
 
     @property
-    def noun(self) -> str:
-        """What a batch is counted in."""
-        return "tokens" if self.built.tokens_per_batch > self.built.config.batch else "examples"
+    def tokens_per_batch(self) -> int | None:
+        """How many there are, if the model is fed with text; other batches are counted in examples."""
+        return self.built.tokens_per_batch if self.built.tokens_per_batch > self.built.config.batch else None
 
-    def rate(self, seconds: float) -> str:
-        """Tokens or examples per second."""
-        return f"{self.built.tokens_per_batch / seconds:,.0f} {self.noun}/s"
+    @property
+    def scale(self) -> Scale:
+        """What one step amounts to, whoever makes it."""
+        return Scale(count=self.built.tokens_per_batch, noun="tokens" if self.tokens_per_batch else "examples")
 
 
-def run_steps(
-    run: Run,
-    step: TrainStep,
-    state: PyTree,
-    *,
-    title: str,
-    predicted_s: float | None = None,
-    keeper: Keeper | None = None,
-) -> Record:
-    """Run the steps until they are done or Ctrl-C was pressed."""
-    record = Record(0 if keeper is None else keeper.first)
-    predicted = "" if predicted_s is None else f", {seconds_text(predicted_s)} predicted"
-    run.console.print()
-    with Progress(*BAR_COLUMNS, console=run.console, disable=not run.console.is_terminal) as progress:
-        task = progress.add_task(title, total=run.steps, completed=record.first, report="")
-        for batch in itertools.islice(run.batches(), record.first, None):
-            started = time.perf_counter()
-            state, metrics = step(state, batch)
-            record.losses.append(float(metrics["loss"]))
-            record.seconds.append(time.perf_counter() - started)
-            times = f"{run.rate(record.median_s)}  {seconds_text(record.median_s)} per step{predicted}"
-            report = f"loss {record.losses[-1]:.4f}  {times}"
-            progress.update(task, advance=1, report=report)
-            run.observe(title, record.done, record.losses[-1], record.seconds[-1])
-            if not run.console.is_terminal and _is_due(record.done, run.steps):
-                run.console.print(f"{title}  step {record.done}/{run.steps}  {report}", markup=False)
-            if keeper is not None:
-                keeper.after(record.done, state, is_last=run.stop.made or record.done == run.steps)
-            if run.stop.made:
-                break
+def run_jit(training: Training, first_state: PyTree) -> Record | None:
+    """Make the same steps with `jax.jit` on one device; None if Ctrl-C was pressed meanwhile."""
+    record = Record()
+    report = Report(training.console, training.scale, name=JIT, first=0, last=training.steps)
+    with interruptible(lambda: True) as interruption:
+        state = jax.device_put(first_state, jax.devices()[0])
+        with training.console.status("compiling for jax.jit"):
+            lowered = jax.jit(training.built.train_step, donate_argnums=0).lower(state, training.built.batch_shape())
+            step = lowered.compile()
+        training.console.print()
+        with report.showing():
+            for number, batch in enumerate(training.batches(), 1):
+                started = time.perf_counter()
+                state, metrics = step(state, batch)
+                made = RunStep(number, float(metrics["loss"]), time.perf_counter() - started)
+                record.add(made)
+                report.tell(made)
+                training.observe(JIT, made)
+                if interruption.number is not None:
+                    break
+    if record.done < training.steps:
+        training.console.print(f"comparison stopped by Ctrl-C after {record.done} of {training.steps} steps")
+        return None
     return record
-
-
-def _is_due(done: int, steps: int) -> bool:
-    """Whether to print a line after this step where there is no terminal for a progress bar."""
-    every = max(1, steps // REPORTS_WITHOUT_TERMINAL)
-    return done == 1 or done == steps or done % every == 0

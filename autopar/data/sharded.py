@@ -9,22 +9,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from autopar.api import ParallelStep
 from autopar.arguments import check_limit
 from autopar.data.feed import Feed
 from autopar.data.sources import Drawn, ExamplesByNumber, IteratedSource, NumberedSource, Position, Source
 from autopar.errors import ArgumentError
 from autopar.execution.batch_places import PlacedBatch, place
+from autopar.execution.published import Places
 from autopar.program.call import PyTree, dtype_of
 
 _Kind = tuple[jax.tree_util.PyTreeDef, tuple[tuple[tuple[int, ...], str], ...]]
 """Structure, shapes and types of a batch."""
+
+
+class PlannedStep(Protocol):
+    """What is asked of a step: an `autopar.ParallelStep` that has been planned."""
+
+    def places(self) -> Places:
+        """Where its arrays go."""
 
 
 class _Ready(NamedTuple):
@@ -37,7 +44,7 @@ class _Ready(NamedTuple):
 class ShardedBatches(Iterator[PyTree]):
     """An iterator over batches on their devices; made by `sharded`. `position` and `seek` are what a checkpoint keeps of it."""
 
-    def __init__(self, source: Source, step: ParallelStep, *, prefetch: int) -> None:
+    def __init__(self, source: Source, step: PlannedStep, *, prefetch: int) -> None:
         self._source, self._step, self._prefetch = source, step, prefetch
         self._places: dict[_Kind, list[PlacedBatch]] = {}
         self._position = dict(source.position())
@@ -135,7 +142,7 @@ def _kind_of(leaf: ArrayLike) -> tuple[tuple[int, ...], str]:
 
 def sharded(
     source: Iterable[PyTree] | Callable[[], Iterable[PyTree]] | ExamplesByNumber,
-    step: ParallelStep,
+    step: PlannedStep,
     *,
     prefetch: int = 2,
     batch_size: int | None = None,

@@ -8,6 +8,7 @@ is which rows it reads. What can go wrong: a generator cannot go back; ArgumentE
 from __future__ import annotations
 
 import base64
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, TypeAlias, runtime_checkable
 
@@ -142,6 +143,24 @@ class IteratedSource:
 
     def _begin(self) -> Iterator[PyTree]:
         return iter(self._iterable() if callable(self._iterable) else self._iterable)
+
+
+def peek(
+    data: Iterable[PyTree] | Callable[[], Iterable[PyTree]],
+) -> tuple[PyTree, Iterable[PyTree] | Callable[[], Iterable[PyTree]]]:
+    """(The first batch, the data, which still begins with it). Raises ArgumentError if there is none."""
+    iterator = iter(data() if callable(data) else data)
+    state = iterator.get_state() if isinstance(iterator, Resumable) else None
+    try:
+        first = next(iterator)
+    except StopIteration:
+        raise ArgumentError("the data has no batch to plan the step for") from None
+    if iterator is not data:
+        return first, data
+    if not isinstance(iterator, Resumable):
+        return first, itertools.chain([first], iterator)
+    iterator.set_state(state)
+    return first, data
 
 
 class NumberedSource:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -44,8 +44,16 @@ class PlacedLeaf:
 class Places:
     """Where the arrays of a step go, under one plan; `name` is the step's."""
 
-    def __init__(self, name: str, plan: Plan | PipelinePlan, compiled: CompiledStep | CompiledPipeline) -> None:
-        self.name, self.plan, self._compiled = name, plan, compiled
+    def __init__(
+        self, name: str, plan: Plan | PipelinePlan, compiled: CompiledStep | CompiledPipeline, wishes: Callable[[], str]
+    ) -> None:
+        """`wishes`: gives a digest of what was asked of the plan."""
+        self.name, self.plan, self._compiled, self._wishes = name, plan, compiled, wishes
+
+    @property
+    def wishes(self) -> str:
+        """A digest of what was asked of the plan: cluster, devices, options and constraints, not the step."""
+        return self._wishes()
 
     @property
     def state(self) -> PyTree:

@@ -22,12 +22,12 @@ MOST_ROWS = 10
 _LISTED = 6
 
 
-def compared_table(plan: Plan | PipelinePlan, *, full: bool = False) -> Table:
+def compared_table(plan: Plan | PipelinePlan, *, full: bool = False, most_rows: int = MOST_ROWS) -> Table:
     """One row per way that was compared, fastest first; no rows if none was."""
     columns = ("stages", "microbatches", "schedule", "recompute", "step", "")
     table = new_table("Compared (~: estimated, >: at least)", *columns, numbers=("stages", "microbatches", "step"))
     rows = sorted(plan.compared, key=_seconds)
-    for one in rows if full else rows[:MOST_ROWS]:
+    for one in rows if full else rows[:most_rows]:
         table.add_row(
             "-" if one.num_stages is None else str(one.num_stages),
             str(one.num_microbatches),
@@ -36,8 +36,8 @@ def compared_table(plan: Plan | PipelinePlan, *, full: bool = False) -> Table:
             _step_text(one),
             _verdict(one, plan),
         )
-    if not full and len(rows) > MOST_ROWS:
-        table.add_row("", "", f"... {len(rows) - MOST_ROWS} more", "", "", "slower, or not possible")
+    if not full and len(rows) > most_rows:
+        table.add_row("", "", f"... {len(rows) - most_rows} more", "", "", "slower, or not possible")
     return table
 
 

@@ -10,5 +10,7 @@ BAR_COLUMNS = (
     TimeRemainingColumn(),
 )
 """Of the bar; its task has a field `report`."""
+BAR_CHARACTERS = 24 + 1 + 7 + 4
+"""What the bar, the slash, the time and the gaps between columns take."""
 REPORTS_WITHOUT_TERMINAL = 10
 """Lines that a run prints where there is no terminal."""

@@ -7,7 +7,6 @@ may import: a caller that has it hands it in.
 from __future__ import annotations
 
 import io
-import math
 import os
 from collections.abc import Iterable
 
@@ -17,13 +16,17 @@ from rich.text import Text
 
 from autopar.explain.bound import proof_text
 from autopar.explain.compared import compared_table, repeated_text, what_is_missing, why_chosen
-from autopar.explain.pipeline import mesh_text, pipeline_findings, pipeline_header, pipeline_tables, schedule_title
+from autopar.explain.figures import figures_of
+from autopar.explain.pipeline import pipeline_findings, pipeline_header, schedule_title
+from autopar.explain.stages import mesh_text, pipeline_tables
 from autopar.explain.strategies import findings, traffic
-from autopar.explain.tables import tables
-from autopar.explain.units import bytes_text, percent_text, seconds_text
+from autopar.explain.tables import kinds_table, tables, time_table
+from autopar.explain.units import bytes_text, mfu_text, percent_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 
+MOST_COMPARED = 5
+"""Rows of what was compared beside the tables of a pipeline."""
 TEXT_WIDTH = 160
 """Columns of a report that goes to no terminal."""
 
@@ -65,7 +68,10 @@ def standard_output() -> Console:
 def _show_pipeline(plan: PipelinePlan, console: Console, schedule_grid: str, *, full: bool) -> None:
     console.print(Text(pipeline_header(plan), style="bold"))
     _print_sentences(console, (*what_is_missing(plan), *why_chosen(plan), *pipeline_findings(plan)))
-    _print_tables(console, (*pipeline_tables(plan), compared_table(plan, full=full)))
+    every = [item for stage in plan.stages for item in stage.plan.collectives]
+    moved = kinds_table("Collectives per step, of all stages", every)
+    compared = compared_table(plan, full=full, most_rows=MOST_COMPARED)
+    _print_tables(console, (time_table(plan), *pipeline_tables(plan, full=full), moved, compared))
     if schedule_grid:
         console.print()
         console.print(Text(schedule_title(plan, schedule_grid), style="bold"))
@@ -89,16 +95,21 @@ def _print_tables(console: Console, printed: Iterable[Table]) -> None:
             console.print(table)
 
 
+def header(plan: Plan | PipelinePlan) -> str:
+    """Where a plan runs, its predictions, and what is proven of it."""
+    return pipeline_header(plan) if isinstance(plan, PipelinePlan) else _header(plan)
+
+
 def _header(plan: Plan) -> str:
     cut = f", in {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
     again = f", backward repeats {repeated_text(plan)}" if plan.recompute else ""
-    limit = plan.memory_limit_bytes
+    limit, mfu = plan.memory_limit_bytes, mfu_text(figures_of(plan).mfu)
     of_limit = f" of {bytes_text(limit)} ({percent_text(plan.peak_bytes, limit)})" if limit else ", no limit"
     step = f"{seconds_text(plan.step_s)} = {seconds_text(plan.compute_s)} compute + {seconds_text(plan.comm_s)} communication"
     hidden = f" - {seconds_text(plan.hidden_s)} of it hidden behind compute" if plan.hidden_s > 0 else ""
     lines = (
-        f"mesh {mesh_text(plan)} ({math.prod(plan.mesh_shape)} devices) on cluster {plan.cluster}{cut}{again}",
-        f"predicted step {step}{hidden}; peak memory {bytes_text(plan.peak_bytes)} per device{of_limit}",
+        f"mesh {mesh_text(plan)} ({plan.num_devices} devices) on cluster {plan.cluster}{cut}{again}",
+        f"predicted step {step}{hidden}; peak memory {bytes_text(plan.peak_bytes)} per device{of_limit}{mfu}",
         f"planned in {seconds_text(plan.planning_s)}, {proof_text(plan)}",
     )
     return "\n".join(lines)

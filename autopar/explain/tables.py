@@ -7,26 +7,36 @@ a model of 48 layers prints as one of two does. With `full`, each has a row of i
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+import re
 from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
+from autopar.explain.figures import KINDS, parts_of, seconds_of
 from autopar.explain.paths import axes_text, layout_text, path_patterns, shape_text, source_text
 from autopar.explain.units import bytes_text, seconds_text
-from autopar.plan import Candidate, CollectivePlan, Plan, ValuePlan
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Candidate, CollectivePlan, LiveTensor, Plan, ValuePlan
+
+MOST_COLLECTIVES = 16
+"""So many rows has the table of collectives unless all are asked for."""
 
 
 def tables(plan: Plan, *, full: bool) -> tuple[Table, ...]:
     """Every table of the report; some may have no rows."""
     return (
-        _state_table(plan, full),
-        _boundary_table(plan, full),
+        time_table(plan),
+        *layout_tables(plan, full=full),
         _collectives_table(plan, full),
-        _peak_table(plan),
-        _candidates_table(plan),
+        peak_table(plan),
+        candidates_table(plan),
     )
+
+
+def layout_tables(plan: Plan, *, full: bool = False) -> tuple[Table, Table]:
+    """The layouts of the state, and of the batch, of what other stages send and of the results."""
+    return _state_table(plan, full), _boundary_table(plan, full)
 
 
 def new_table(title: str, *columns: str, numbers: Sequence[str] = ()) -> Table:
@@ -101,47 +111,158 @@ def _same_place(state: ValuePlan, output: ValuePlan) -> bool:
 
 
 def _collectives_table(plan: Plan, full: bool) -> Table:
-    columns = ("kind", "axes", "times", "bytes each", "bytes in all", "predicted", "operand", "from")
-    table = new_table("Collectives per step", *columns, numbers=columns[2:6])
-    alike: dict[object, list[CollectivePlan]] = {}
-    for number, item in enumerate(plan.collectives):
-        key = number if full else (item.kind, item.axes, item.bytes, item.source)
-        alike.setdefault(key, []).append(item)
-    for group in alike.values():
+    return collectives_table("Collectives per step", plan.collectives, full=full)
+
+
+def collectives_table(title: str, collectives: Sequence[CollectivePlan], *, full: bool = False) -> Table:
+    """Collectives with what they take and where they come from; equal ones of one line share a row."""
+    columns = ("kind", "axes", "times", "bytes each", "bytes in all", "predicted", "hidden", "operand", "from")
+    table = new_table(title, *columns, numbers=columns[2:7])
+    groups = group_collectives(collectives, full=full)
+    shown = groups if full or len(groups) <= MOST_COLLECTIVES + 1 else longest_first(groups)[:MOST_COLLECTIVES]
+    for group in shown:
         table.add_row(*map(Text, _collective_cells(group)))
-    if plan.collectives:
+    if len(shown) < len(groups):
+        rest = [item for group in longest_first(groups)[len(shown) :] for item in group]
+        cells = _collective_cells(rest)
+        table.add_row(
+            *map(Text, (f"{len(groups) - len(shown)} more", "", cells[2], "", *cells[4:7], "", "each takes less"))
+        )
+    if collectives:
         table.add_section()
-        times, size, seconds = _totals(plan.collectives)
-        table.add_row(*map(Text, ("all", "", f"{times:,.0f}", "", bytes_text(size), seconds_text(seconds), "", "")))
+        times, size, seconds, hidden_s = _totals(collectives)
+        sums = (f"{times:,.0f}", "", bytes_text(size), seconds_text(seconds), hidden_text(hidden_s))
+        table.add_row(*map(Text, ("all", "", *sums, "", "")))
     return table
 
 
-def _totals(collectives: Sequence[CollectivePlan]) -> tuple[float, float, float]:
-    """(times, bytes, seconds) per step of all of them together."""
+def links_table(collectives: Sequence[CollectivePlan]) -> Table:
+    """Collectives with their algorithms and links, what of them hides and what the step waits for; the longest first."""
+    columns = (
+        "kind",
+        "axes",
+        "for",
+        "algorithm",
+        "link",
+        "times",
+        "bytes each",
+        "predicted",
+        "hidden",
+        "waited for",
+        "from",
+    )
+    table = new_table("Collectives per step", *columns, numbers=columns[5:10])
+    for group in longest_first(group_collectives(collectives)):
+        first, (times, _, seconds, hidden_s) = group[0], _totals(group)
+        words = (first.kind, axes_text(first.axes), KINDS[first.overlap], first.algorithm or "-", first.link or "-")
+        sums = (f"{times:,.0f}", bytes_text(first.bytes), seconds_text(seconds), hidden_text(hidden_s))
+        where = where_text([item.scope for item in group], first.source)
+        table.add_row(*map(Text, (*words, *sums, seconds_text(seconds - hidden_s), where)))
+    if collectives:
+        times, _, seconds, hidden_s = _totals(collectives)
+        total = (f"{times:,.0f}", "", seconds_text(seconds), hidden_text(hidden_s), seconds_text(seconds - hidden_s))
+        table.add_row(*map(Text, ("all", "", "", "", "", *total, "")))
+    return table
+
+
+def longest_first(groups: Sequence[list[CollectivePlan]]) -> list[list[CollectivePlan]]:
+    """Groups of collectives, those first that take the most seconds per step."""
+    return sorted(groups, key=lambda group: -seconds_of(group)[0])
+
+
+def kinds_table(title: str, collectives: Sequence[CollectivePlan]) -> Table:
+    """Collectives by kind, axes and what they are for."""
+    columns = ("kind", "axes", "for", "times", "bytes in all", "predicted", "hidden")
+    table = new_table(title, *columns, numbers=columns[3:])
+    alike: dict[object, list[CollectivePlan]] = {}
+    for item in collectives:
+        alike.setdefault((item.kind, item.axes, item.overlap), []).append(item)
+    for group in longest_first(list(alike.values())):
+        first, (times, size, seconds, hidden_s) = group[0], _totals(group)
+        sums = (f"{times:,.0f}", bytes_text(size), seconds_text(seconds), hidden_text(hidden_s))
+        table.add_row(*map(Text, (first.kind, axes_text(first.axes), KINDS[first.overlap], *sums)))
+    if collectives:
+        table.add_section()
+        times, size, seconds, hidden_s = _totals(collectives)
+        table.add_row("all", "", "", f"{times:,.0f}", bytes_text(size), seconds_text(seconds), hidden_text(hidden_s))
+    return table
+
+
+def group_collectives(collectives: Sequence[CollectivePlan], *, full: bool = False) -> list[list[CollectivePlan]]:
+    """Equal collectives of one line together; each alone with `full`."""
+    alike: dict[object, list[CollectivePlan]] = {}
+    for number, item in enumerate(collectives):
+        key = number if full else (item.kind, item.axes, item.bytes, item.source)
+        alike.setdefault(key, []).append(item)
+    return list(alike.values())
+
+
+def where_text(scopes: Sequence[str], source: str) -> str:
+    """The modules of operations and the line of the program; the line with its function where no module is named."""
+    named = [str(pattern) for pattern in path_patterns(scope for scope in scopes if scope)]
+    if not named:
+        return source_text(source)
+    more = f", and {len(named) - 2} more" if len(named) > 2 else ""
+    line = re.sub(r":(\d+)(:\d+)? \(.*\)$", r":\1", source_text(source))
+    return f"{', '.join(named[:2])}{more}, {line}" if line else f"{', '.join(named[:2])}{more}"
+
+
+def hidden_text(seconds: float) -> str:
+    """Seconds that hide; - if none do."""
+    return seconds_text(seconds) if seconds else "-"
+
+
+def _totals(collectives: Sequence[CollectivePlan]) -> tuple[float, float, float, float]:
+    """(times, bytes, seconds, hidden seconds) per step of all of them together."""
     return (
         sum(item.count for item in collectives),
         sum(item.count * item.bytes for item in collectives),
-        sum(item.count * item.predicted_s for item in collectives),
+        *seconds_of(collectives),
     )
 
 
 def _collective_cells(group: Sequence[CollectivePlan]) -> tuple[str, ...]:
-    times, size, seconds = _totals(group)
+    times, size, seconds, hidden_s = _totals(group)
     first = group[0]
-    figures = (f"{times:,.0f}", bytes_text(first.bytes), bytes_text(size), seconds_text(seconds))
+    sums = (f"{times:,.0f}", bytes_text(first.bytes), bytes_text(size), seconds_text(seconds), hidden_text(hidden_s))
     operands = list(dict.fromkeys(item.operand for item in group))
     more = f", and {len(operands) - 2} more" if len(operands) > 2 else ""
-    return (first.kind, axes_text(first.axes), *figures, ", ".join(operands[:2]) + more, source_text(first.source))
+    where = where_text([item.scope for item in group], first.source)
+    return (first.kind, axes_text(first.axes), *sums, ", ".join(operands[:2]) + more, where)
 
 
-def _peak_table(plan: Plan) -> Table:
+def peak_table(plan: Plan) -> Table:
     """Tensors alive at the peak, those of equal name and shape in one row, the largest first."""
-    columns = ("value", "times", "shape", "dtype", "each per device")
-    table = new_table("Largest at the memory peak", *columns, numbers=("times", "each per device"))
-    alike = Counter(plan.peak_tensors)
-    for tensor in sorted(alike, key=lambda tensor: -tensor.bytes_per_device):
-        cells = (shape_text(tensor.shape), tensor.dtype, bytes_text(tensor.bytes_per_device))
-        table.add_row(*map(Text, (tensor.name, str(alike[tensor]), *cells)))
+    columns = ("value", "times", "shape", "dtype", "each per device", "from")
+    names = columns if any(tensor.scope for tensor in plan.peak_tensors) else columns[:-1]
+    table = new_table("Largest at the memory peak", *names, numbers=("times", "each per device"))
+    for group in group_tensors(plan.peak_tensors):
+        first = group[0]
+        cells = (first.name, str(len(group)), shape_text(first.shape), first.dtype, bytes_text(first.bytes_per_device))
+        where = ", ".join(map(str, path_patterns(tensor.scope for tensor in group if tensor.scope)))
+        table.add_row(*map(Text, (*cells, where)[: len(names)]))
+    return table
+
+
+def group_tensors(tensors: Sequence[LiveTensor]) -> list[list[LiveTensor]]:
+    """Tensors of equal name and shape together, the largest first."""
+    alike: dict[object, list[LiveTensor]] = {}
+    for tensor in tensors:
+        alike.setdefault(dataclasses.replace(tensor, scope=""), []).append(tensor)
+    return sorted(alike.values(), key=lambda group: -group[0].bytes_per_device)
+
+
+def time_table(plan: Plan | PipelinePlan) -> Table:
+    """The parts of a step; what it waits for adds up to the step."""
+    hides = isinstance(plan, Plan) and bool(plan.collectives)
+    columns = ("part", "seconds", "hidden", "waited for") if hides else ("part", "seconds")
+    table = new_table("Time of the step", *columns, numbers=columns[1:])
+    for part in parts_of(plan):
+        cells = (part.name, seconds_text(part.seconds), hidden_text(part.hidden_s), seconds_text(part.waited_s))
+        table.add_row(*map(Text, cells[: len(columns)]))
+    table.add_section()
+    end = ("step", "", "", seconds_text(plan.step_s)) if hides else ("step", seconds_text(plan.step_s))
+    table.add_row(*map(Text, end))
     return table
 
 
@@ -153,7 +274,8 @@ def _candidate_text(candidate: Candidate) -> str:
     )
 
 
-def _candidates_table(plan: Plan) -> Table:
+def candidates_table(plan: Plan) -> Table:
+    """The logical meshes that were compared."""
     table = new_table("Meshes compared", "mesh", "predicted step", "", numbers=("predicted step",))
     for candidate in plan.candidates:
         step = _candidate_text(candidate)

@@ -36,6 +36,11 @@ def _three_digits(number: float) -> str:
     return f"{rounded:,.{decimals}f}"
 
 
+def mfu_text(mfu: float | None) -> str:
+    """The part of the devices' peak that a step reaches, as the end of a line; empty if not known."""
+    return "" if mfu is None else f"; MFU {mfu:.1%}"
+
+
 def percent_text(part: float, whole: float) -> str:
     """`part` as a share of `whole`: 12%; 0% and 100% only if that is exact."""
     if not whole or part in (0, whole):

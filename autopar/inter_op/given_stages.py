@@ -25,6 +25,7 @@ from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.pipeline_plan import PipelinePlan
 from autopar.program.step import TracedStep
+from autopar.solver.budget import LateError
 
 
 def plan_given_stages(
@@ -38,8 +39,7 @@ def plan_given_stages(
     if nodes == 1 and not _may_gain(equal.plan, devices, sum(1 for _ in traced.program.walk()), tuning):
         return equal
     if request.budget.is_over:
-        left = (*equal.plan.not_compared, "stages of unequal work")
-        return dataclasses.replace(equal, plan=dataclasses.replace(equal.plan, ended_early=True, not_compared=left))
+        return _tell_what_is_left(equal)
     try:
         found = search_pipeline(
             traced,
@@ -52,11 +52,19 @@ def plan_given_stages(
         )
     except (ConstraintError, OutOfMemoryError, UnsupportedProgramError):
         return equal
+    except LateError:
+        return _tell_what_is_left(equal)
     if isinstance(found, OneStage) or found.pipeline.plan.step_s >= equal.plan.step_s:
         return equal
     plan = found.pipeline.plan
     seconds = equal.plan.planning_s + plan.planning_s
     return dataclasses.replace(found.pipeline, plan=dataclasses.replace(plan, planning_s=seconds))
+
+
+def _tell_what_is_left(equal: PlannedPipeline) -> PlannedPipeline:
+    """The plan, which says that the clock has ended the search for others."""
+    left = (*equal.plan.not_compared, "stages of unequal work")
+    return dataclasses.replace(equal, plan=dataclasses.replace(equal.plan, ended_early=True, not_compared=left))
 
 
 def _may_gain(plan: PipelinePlan, devices: int, equations: int, tuning: Tuning) -> bool:

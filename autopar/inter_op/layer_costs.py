@@ -20,7 +20,7 @@ import numpy as np
 from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.inter_op.dynamic_program.problem import CostTable
 from autopar.inter_op.dynamic_program.submeshes import Submesh
-from autopar.inter_op.plan_stages import Planner, plan_program
+from autopar.inter_op.plan_stage import Planner, plan_program
 from autopar.inter_op.planned_layers import LayerFigures, PlannedLayers
 from autopar.inter_op.timetables import latency_share, seconds_at
 from autopar.inter_op.tuning import TUNING, Tuning

@@ -22,7 +22,7 @@ from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, war
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.compare_meshes import Beaten, SharedSearch
 from autopar.intra_op.memory import tuning as memory_tuning
-from autopar.intra_op.planner import plan_way
+from autopar.intra_op.planner import is_far_too_large, plan_way
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.microbatches.counts import cut_into_microbatches, loop_over_microbatches, microbatch_counts
 from autopar.microbatches.mixing import MixedExamples
@@ -63,9 +63,9 @@ def plan_on_one_mesh(
     least = 1 if num_microbatches == "auto" else num_microbatches
     counts = microbatch_counts(traced) if num_microbatches == "auto" else (num_microbatches,)
     step, repeated = _recompute_as_asked(traced, recompute)
-    first = attempts.plan(cut_into_microbatches(step, least), repeated)
+    first = attempts.plan_first(cut_into_microbatches(step, least), repeated)
     if first is None and state_is_too_large(traced, request, devices):
-        raise attempts.errors[0]
+        raise attempts.errors[0] if attempts.errors else attempts.error_of_smallest()
     if not attempts.is_dear() or (isinstance(first, Beaten) and first.step_s is None):
         return attempts.best()
     excess = attempts.excess
@@ -208,6 +208,14 @@ class _Attempts:
         report(Progress(best_s=min(one.plan.step_s for one in self._found)), is_news=True)
         return self._found[-1]
 
+    def plan_first(self, step: TracedStep, repeated: Repeated | None) -> PlannedStep | Beaten | None:
+        """As `plan`; what is known to be far too large without a plan is noted as such."""
+        if not is_far_too_large(step, self._request, self._shared):
+            return self.plan(step, repeated)
+        self._smallest = (step, repeated)
+        self._compared.append(Alternative(num_stages=1, num_microbatches=step.microbatches, **_fields(repeated)))
+        return None
+
     def is_dear(self) -> bool:
         """Whether nothing fits so far, or the memory limit costs much of the step's time."""
         if not self._found:
@@ -215,13 +223,23 @@ class _Attempts:
         least_s = min(one.plan.unlimited_s for one in self._found)
         return self._shared.best_s > (1 + self._tuning.dear) * least_s
 
+    def error_of_smallest(self) -> OutOfMemoryError | ConstraintError:
+        """Why nothing fits, of the way that needs the least memory."""
+        assert self._smallest is not None, "there is a way that does not fit"
+        self._plan_smallest_at_any_cost(*self._smallest)
+        return self.errors[-1]
+
+    def _plan_smallest_at_any_cost(self, step: TracedStep, repeated: Repeated | None) -> None:
+        """Every way has failed at little cost: the last one again."""
+        self._shared.has_other_ways = False
+        self.plan(step, repeated)
+
     def best(self) -> PlannedStep | Slower:
         """The fastest way, with all that was compared in its plan. If none fits, raises the error that needs the least memory."""
         if not self._found and self._has_beaten:
             return Slower(tuple(self._compared))
         if not self._found and self._smallest is not None and self._shared.has_other_ways:
-            self._shared.has_other_ways = False  # every way has failed at little cost: the last one again, at any cost
-            self.plan(*self._smallest)
+            self._plan_smallest_at_any_cost(*self._smallest)
         if not self._found:
             raise min(self.errors, key=_needed_bytes) from None
         best = min(self._found, key=lambda one: one.plan.step_s)

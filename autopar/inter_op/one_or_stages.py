@@ -19,6 +19,7 @@ as products that are too thin to be efficient there; such a step stays on one me
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 
@@ -34,6 +35,7 @@ from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.microbatches.counts import microbatch_counts
 from autopar.plan import Alternative, Plan
 from autopar.program.step import TracedStep
+from autopar.solver.budget import LateError
 
 REPEATED_FORWARD = 4 / 3
 """Work of a step that does forward work again in backward, over that of one that keeps it: forward is a third of the latter."""
@@ -148,10 +150,11 @@ def _plan_mesh_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
     equations = sum(1 for _ in comparison.traced.program.walk())
     if not stages_may_pay(one.plan, together_s + moving_s, most, equations, comparison.tuning):
         return one
-    if comparison.request.budget.is_over:
-        left = (*one.plan.not_compared, "pipeline stages")
-        return dataclasses.replace(one, plan=dataclasses.replace(one.plan, ended_early=True, not_compared=left))
-    return _faster(one, comparison.search_stages(beat_s=one.plan.step_s / (1 + comparison.tuning.worth)))
+    if not comparison.request.budget.is_over:
+        with contextlib.suppress(LateError):
+            return _faster(one, comparison.search_stages(beat_s=one.plan.step_s / (1 + comparison.tuning.worth)))
+    left = (*one.plan.not_compared, "pipeline stages")
+    return dataclasses.replace(one, plan=dataclasses.replace(one.plan, ended_early=True, not_compared=left))
 
 
 def repeated_s(assignment: Assignment) -> float:

@@ -10,26 +10,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, cast
+from collections.abc import Mapping, Sequence
+from typing import cast
 
-from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.errors import ArgumentError
 from autopar.forked_jobs import run_side_by_side
+from autopar.inter_op.plan_stage import (
+    KnownStages,
+    PlannedWithin,
+    Planner,
+    StageJob,
+    StagePlanning,
+    plan_program,
+)
 from autopar.inter_op.stage_seconds import Staged, StagedStage, price_stage
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.choices.allowed_values import allowed_inputs, allowed_outputs
-from autopar.intra_op.lowering.assignment import Assignment
-from autopar.intra_op.planner import plan_step
-from autopar.intra_op.request import PlannedStep, PlanRequest, logical_meshes
+from autopar.intra_op.request import PlanRequest, logical_meshes
 from autopar.intra_op.restore import restore
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.loop import TimeLoop
-from autopar.plan import Plan, ValuePlan
+from autopar.plan import Plan
 from autopar.program.step import TracedStep
 from autopar.progress import enter
 from autopar.schedules.in_flight import InFlight
-from autopar.solver.budget import Budget
 from autopar.stages.chain import forward_chain
 from autopar.stages.cut import cut_stages, place_stages
 from autopar.stages.even_cuts import choose_cuts
@@ -38,21 +43,8 @@ from autopar.stages.recompute_stages import recompute_in_backward
 from autopar.stages.scan_stacks import ScanCuts, cuts_for_stages
 from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep, split_scans
-from autopar.stages.tasks.equal_stages import find_equal_stages, match_senders
-from autopar.stages.tasks.ports import Port, StagePorts
 from autopar.stages.tasks.stage_program import StageProgram, program_of_stage
 from autopar.stages.time_loops import make_divided_loop
-
-Planner: TypeAlias = Callable[[StageProgram, PlanRequest], PlannedStep]
-"""Plans the program of a stage, or of a layer as if it were one, on the best of the request's meshes.
-
-Raises ConstraintError, OutOfMemoryError.
-"""
-
-
-def plan_program(program: StageProgram, request: PlanRequest) -> PlannedStep:
-    """The `Planner` in use: the intra-operator pass."""
-    return plan_step(program.step, request)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +53,7 @@ class StageRequest:
 
     `in_flight`: None stands for one microbatch at a time. `cuts`, `scan_cuts`, and `split` with its `loop`: what is known of them
     already. `shares`, `keeps_named`: see `Staged`. `homes`: the stages of leaves by path, as far as they are known.
-    `following`: what is taken over from another step.
+    `following`: what is taken over from another step. `known`: stages that were planned before, which are not planned again.
     """
 
     meshes: tuple[tuple[LogicalMesh, ...], ...]
@@ -76,6 +68,7 @@ class StageRequest:
     split: SplitStep | None = None
     homes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     following: Following | None = None
+    known: KnownStages = dataclasses.field(default_factory=KnownStages)
 
 
 def split_devices(devices: int, meshes: int) -> tuple[tuple[LogicalMesh, ...], ...]:
@@ -110,15 +103,15 @@ def plan_stages(
     if cuts is None and wanted.following is None:
         cuts = choose_cuts(forward_chain(loop), wanted.num_stages)
     cut = _cut(loop, cuts or (), wanted)
-    planning = _Planning(planner, wanted.in_flight, tuning.memory_rounds)
+    planning = StagePlanning(planner, wanted.in_flight, tuning.memory_rounds, wanted.known)
     enter(f"planning {wanted.num_stages} stages")
-    jobs = [_job_of(program_of_stage(cut, stage), wanted, request, tuning) for stage in range(wanted.num_stages)]
-    kinds = find_equal_stages([job.program.ports for job in jobs])
-    leaders = _plan_leaders(planning, jobs, kinds, processes=request.processes)
+    programs = [program_of_stage(cut, stage) for stage in range(wanted.num_stages)]
+    jobs = [_job_of(program, wanted, request, tuning) for program in programs]
+    leaders = _plan_leaders(planning, jobs, processes=request.processes)
     stages: list[StagedStage] = []
     for number, job in enumerate(jobs):
-        alike = [stages[other] for other in range(number) if kinds[other] == kinds[number]]
-        stages.append(leaders.get(number) or planning.plan_like(job, alike) or planning.plan(job))
+        alike = [stages[other] for other in range(number) if jobs[other].kind == job.kind]
+        stages.append(leaders.get(number) or planning.plan_like(job, alike) or planning.plan(job).stage)
     return _staged(wanted, cut, cuts or (), stages, split)
 
 
@@ -162,15 +155,7 @@ def _cut(loop: TimeLoop, cuts: tuple[int, ...], wanted: StageRequest) -> StageCu
     return recompute_in_backward(cut, wanted.shares, keeps_named=wanted.keeps_named) if any(wanted.shares) else cut
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _StageJob:
-    """A stage to plan: its program, and its own meshes, constraints and memory limit."""
-
-    program: StageProgram
-    request: PlanRequest
-
-
-def _job_of(program: StageProgram, wanted: StageRequest, request: PlanRequest, tuning: Tuning) -> _StageJob:
+def _job_of(program: StageProgram, wanted: StageRequest, request: PlanRequest, tuning: Tuning) -> StageJob:
     rules = tuple(dataclasses.replace(rule, must_match=False) for rule in request.constraints.rules)
     layouts = wanted.following.layouts[program.stage] if wanted.following is not None else ()
     meshes = wanted.meshes[program.stage % len(wanted.meshes)]
@@ -179,109 +164,31 @@ def _job_of(program: StageProgram, wanted: StageRequest, request: PlanRequest, t
     own = dataclasses.replace(
         request, meshes=meshes, constraints=constraints, processes=1, tuning=content
     )  # forks do not fork
-    return _StageJob(program, own)
+    return StageJob(program, wanted.known.kind_of(program.ports), own)
 
 
-def _plan_leaders(
-    planning: _Planning, jobs: Sequence[_StageJob], kinds: Sequence[int], *, processes: int
-) -> dict[int, StagedStage]:
+def _plan_leaders(planning: StagePlanning, jobs: Sequence[StageJob], *, processes: int) -> dict[int, StagedStage]:
     """The first stage of each kind on each choice of meshes, planned side by side; under constraints, every stage.
 
     A fork sends the plan alone, which is small; this process restores the assignment from it.
     """
     leaders: dict[tuple[int, int | tuple[LogicalMesh, ...]], int] = {}
     for number, job in enumerate(jobs):
-        leaders.setdefault((kinds[number], number if job.request.constraints.rules else job.request.meshes), number)
-    numbers = list(leaders.values())
+        leaders.setdefault((job.kind, number if job.request.constraints.rules else job.request.meshes), number)
+    known = {number: planning.find_known(jobs[number]) for number in leaders.values()}
+    numbers = [number for number, stage in known.items() if stage is None]
 
-    def restore_sent(place: int, plan: object) -> StagedStage:
-        return planning.restore(jobs[numbers[place]], cast(Plan, plan))
+    def restore_sent(place: int, sent: object) -> PlannedWithin:
+        return planning.restore(jobs[numbers[place]], *cast(tuple[Plan, int | None], sent))
 
-    stages = run_side_by_side(
+    found = run_side_by_side(
         [functools.partial(planning.plan, jobs[number]) for number in numbers],
         processes=processes,
         weights=[len(jobs[n].program.step.inputs) * jobs[n].request.meshes[0].size for n in numbers],
-        pack=lambda stage: stage.plan,
+        pack=lambda planned: (planned.stage.plan, planned.room),
         unpack=restore_sent,
     )
-    return dict(zip(numbers, stages, strict=True))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Planning:
-    """How each stage is planned. `memory_rounds`: see `Tuning`."""
-
-    planner: Planner
-    in_flight: InFlight | None
-    memory_rounds: int
-
-    def plan(self, job: _StageJob) -> StagedStage:
-        """Plan one stage within what its microbatches in flight leave of the memory. Raises OutOfMemoryError."""
-        program, limit = job.program, job.request.memory_limit_bytes
-        count = 1 if self.in_flight is None else self.in_flight.microbatches[program.stage]
-        room, stage = limit, None
-        for _ in range(self.memory_rounds):
-            try:
-                planned = self.planner(program, dataclasses.replace(job.request, memory_limit_bytes=room))
-            except OutOfMemoryError as error:
-                if stage is not None:
-                    break
-                raise OutOfMemoryError(
-                    f"stage {program.stage} of {program.cut.num_stages}, with {count} microbatches in flight: {error}"
-                ) from None
-            plan = dataclasses.replace(planned.plan, memory_limit_bytes=limit)
-            overlap = job.request.cluster.overlap
-            stage = price_stage(program, plan, planned.assignment, self.in_flight, overlap=overlap)
-            if limit is None or stage.peak_bytes <= limit:
-                return stage
-            room = limit - (stage.peak_bytes - stage.memory.peak_bytes)
-            if room <= 0:
-                break
-        assert stage is not None
-        raise OutOfMemoryError(
-            f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is "
-            f"{limit:,}: {count} microbatches in flight keep {stage.memory.each_text(self.in_flight)}. Use more microbatches, "
-            "fewer stages, more devices, or the 1f1b schedule, which keeps less."
-        )
-
-    def plan_like(self, job: _StageJob, planned: Sequence[StagedStage]) -> StagedStage | None:
-        """The plan of an earlier stage that equals this one, if it fits here too."""
-        limit = job.request.memory_limit_bytes
-        for stage in planned:
-            senders = match_senders(stage.program.ports, job.program.ports)
-            if senders is None or stage.mesh not in job.request.meshes:
-                continue
-            memory = stage.memory.move_to(job.program.stage, senders)
-            peak_bytes = memory.peak_bytes if self.in_flight is None else memory.with_in_flight(self.in_flight)
-            if limit is None or peak_bytes <= limit:
-                plan = _rename_leaves(stage.plan, job.program.ports)
-                return dataclasses.replace(
-                    stage,
-                    program=job.program,
-                    plan=plan,
-                    assign=functools.partial(_assign, job, plan),
-                    memory=memory,
-                    peak_bytes=peak_bytes,
-                )
-        return None
-
-    def restore(self, job: _StageJob, plan: Plan) -> StagedStage:
-        """The stage that a plan describes."""
-        return price_stage(job.program, plan, _assign(job, plan), self.in_flight, overlap=job.request.cluster.overlap)
-
-
-def _assign(job: _StageJob, plan: Plan) -> Assignment:
-    request = dataclasses.replace(job.request, budget=Budget())  # what was found counts, however late it is
-    return restore(job.program.step, plan, request).assignment
-
-
-def _rename_leaves(plan: Plan, ports: StagePorts) -> Plan:
-    """The plan of an equal stage, with the names of these inputs and outputs; constants keep theirs."""
-
-    def rename(values: Sequence[ValuePlan], named: Sequence[Port]) -> tuple[ValuePlan, ...]:
-        paths = [*map(ports.path, named), *(value.path for value in values[len(named) :])]
-        return tuple(dataclasses.replace(value, path=path) for value, path in zip(values, paths, strict=True))
-
-    return dataclasses.replace(
-        plan, inputs=rename(plan.inputs, ports.inputs), outputs=rename(plan.outputs, ports.outputs)
-    )
+    for number, planned in zip(numbers, found, strict=True):
+        planning.known.keep(jobs[number], planned)
+    new = {number: planned.stage for number, planned in zip(numbers, found, strict=True)}
+    return {number: stage for number in leaders.values() if (stage := known[number] or new.get(number)) is not None}

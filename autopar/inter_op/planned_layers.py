@@ -24,7 +24,7 @@ from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.dynamic_program.problem import ChosenStage
 from autopar.inter_op.dynamic_program.submeshes import machine_shape
-from autopar.inter_op.plan_stages import Planner, plan_program
+from autopar.inter_op.plan_stage import Planner, plan_program
 from autopar.inter_op.stage_seconds import StagedStage, price_stage
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.memory import tuning as memory_tuning

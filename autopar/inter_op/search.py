@@ -20,7 +20,7 @@ from autopar.inter_op.dynamic_program.choose_stages import may_fit
 from autopar.inter_op.dynamic_program.problem import ChosenStage, Manual, StageChoice
 from autopar.inter_op.dynamic_program.submeshes import machine_shape, submeshes
 from autopar.inter_op.layer_costs import LayerCosts
-from autopar.inter_op.plan_stages import Planner, plan_program
+from autopar.inter_op.plan_stage import Planner, plan_program
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
@@ -71,6 +71,7 @@ def search_stages(
     num_stages: int | None = None,
     shares: Sequence[float] = (0.0,),
     beat_s: float | None = None,
+    budget: Budget | None = None,
     tuning: Tuning = TUNING,
     planner: Planner = plan_program,
 ) -> Found | NotFaster:
@@ -84,6 +85,7 @@ def search_stages(
         num_stages: the number of meshes, if it is given.
         shares: of its forward work, what the backward pass of a stage may do again; each stage gets one of them.
         beat_s: seconds of the step on one mesh, which several stages have to beat; one stage is then no candidate.
+        budget: when to look no further; that of the request, which the layers have, unless it is given.
         tuning: how long to look.
         planner: how a layer is planned.
 
@@ -100,16 +102,10 @@ def search_stages(
     rules = StageRules(
         options=options, shares=tuple(shares), shape=shape, limit_bytes=limit_bytes, num_stages=num_stages
     )
-    stages = BestStages(costs, timetables, rules, processes=request.processes, budget=request.budget, tuning=tuning)
-    search = _StageSearch(
-        costs=costs,
-        stages=stages,
-        rules=rules,
-        beat_s=math.inf if beat_s is None else beat_s,
-        budget=request.budget,
-        tuning=tuning,
-    )
-    return search.run()
+    own = budget or request.budget
+    stages = BestStages(costs, timetables, rules, processes=request.processes, budget=own, tuning=tuning)
+    to_beat_s = math.inf if beat_s is None else beat_s
+    return _StageSearch(costs=costs, stages=stages, rules=rules, beat_s=to_beat_s, budget=own, tuning=tuning).run()
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -22,6 +22,7 @@ from autopar.inter_op.plan_pipeline import (
     share_memory,
     timetable_of,
 )
+from autopar.inter_op.plan_stage import KnownStages
 from autopar.inter_op.plan_stages import StageRequest
 from autopar.inter_op.search import Found, NotFaster, search_stages
 from autopar.inter_op.tuning import TUNING, Tuning
@@ -73,20 +74,21 @@ def search_pipeline(
     """The best pipeline with as many stages as pay. Raises what `plan_pipeline` raises.
 
     `num_stages`: the number of meshes, if it is given. `beat_s`: seconds of the step on one mesh, or in other stages; the search
-    ends when these do not promise to take less.
+    ends when these do not promise to take less, and raises LateError when the clock ends it.
     """
     started = time.perf_counter()
+    request = dataclasses.replace(request, has_fallback=beat_s is not None)
     tables = wishes.timetables(traced, num_stages or max(2, machine_shape(request.cluster, devices)[0]), tuning)
     split = split_scans(traced, every_layer(traced))
-    hurried = dataclasses.replace(request, budget=request.budget.part(tuning.searched))
     found = search_stages(
         make_loops(split, tables[0].microbatches),
-        hurried,
+        request,
         devices=devices,
         timetables=tables,
         num_stages=num_stages,
         shares={"auto": tuning.recomputed_shares, "none": (0.0,)}.get(wishes.recompute, (1.0,)),
         beat_s=beat_s,
+        budget=request.budget.part(tuning.searched),
         tuning=tuning,
     )
     if isinstance(found, NotFaster):
@@ -94,6 +96,8 @@ def search_pipeline(
     if len(found.sizes) == 1:
         return OneStage()
     compared, one_stage_s = found.compared, found.one_stage_s
+    if request.has_fallback:
+        request.budget.require_time()
     found, first = _plan_best_number(traced, split, found, wishes, request, tuning)
     planned = {found.timetable: first, **plan_in_other_schedules(first, found.timetable, tables, request)}
     best = min(planned.values(), key=lambda one: one.plan.step_s)
@@ -117,14 +121,15 @@ def _plan_best_number(
     tuning: Tuning,
 ) -> tuple[Found, PlannedPipeline]:
     """The chosen stages, planned; or other numbers of them, if these take longer than promised and those promise less."""
-    best = found, _plan_found(traced, split, found, wishes, request, tuning)
+    known = KnownStages()
+    best = found, _plan_found(traced, split, found, wishes, request, tuning, known)
     for other in found.others[: tuning.second_looks]:
         to_beat_s = best[1].plan.step_s
         is_as_promised = to_beat_s <= (1 + tuning.worth) * found.choice.step_s
         if is_as_promised or other.choice.step_s * (1 + tuning.worth) >= to_beat_s or request.budget.is_over:
             break
         try:
-            planned = _plan_found(traced, split, other, wishes, request, tuning)
+            planned = _plan_found(traced, split, other, wishes, request, tuning, known)
         except OutOfMemoryError:
             continue
         if planned.plan.step_s < to_beat_s:
@@ -139,8 +144,9 @@ def _plan_found(
     wishes: PipelineWishes,
     request: PlanRequest,
     tuning: Tuning,
+    known: KnownStages,
 ) -> PlannedPipeline:
-    """The chosen stages, planned as wholes in the chosen timetable."""
+    """The chosen stages, planned as wholes in the chosen timetable; `known`: those that were planned before."""
     schedule = schedule_for(found.timetable, len(found.sizes) // found.timetable.virtual_stages)
     split, loop, cuts = rejoin_scans(split, found.loop, found.cuts)
     wanted = StageRequest(
@@ -152,6 +158,7 @@ def _plan_found(
         loop=loop,
         split=split,
         shares=found.shares,
+        known=known,
     )
     of_stage = share_memory(request, schedule)
     staged = plan_with_recomputation(traced, wanted, of_stage, wishes.recompute, tuning=tuning)

@@ -30,7 +30,7 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Candidate
 from autopar.program.step import TracedStep
 from autopar.progress import Progress, report
-from autopar.solver.budget import Budget, Flag, LateError
+from autopar.solver.budget import SECONDS_PER_UNIT, Budget, Flag, LateError
 from autopar.solver.outcomes import CutOff, NotSearched, Unfinished, Unreachable
 
 Ended: TypeAlias = NothingFits | CutOff | NotSearched | Unreachable | Unfinished
@@ -118,7 +118,7 @@ class MeshComparison:
     def run(self) -> PlannedStep | Beaten:
         """The best plan, with all that was compared."""
         self.shared.excess = math.inf
-        self._note_first()
+        self.note_first()
         meshes = waiting = _distinct(self.request, is_free=not asks_for_layouts(self.traced.program))
         together = self.request.processes if self.is_large else 1
         while waiting:
@@ -149,7 +149,7 @@ class MeshComparison:
         )
         return dataclasses.replace(planned, plan=plan)
 
-    def _note_first(self) -> None:
+    def note_first(self) -> None:
         """If this is the first way, note its work."""
         shared, request = self.shared, self.request
         if shared.is_bounded and shared.first is None:
@@ -249,8 +249,17 @@ class MeshComparison:
         return left if math.isfinite(left) else None
 
     def _search(self, mesh: LogicalMesh) -> _Looked | None:
-        """What is found on a mesh; None if the time was over before there was anything."""
+        """What is found on a mesh; None if the time was over before there was anything.
+
+        Raises LateError instead if the caller has another plan to fall back on, and there is none here.
+        """
         shared, request = self.shared, self.request
+        if request.has_fallback and math.isinf(shared.best_s):
+            request.budget.require_time()
+            looked = self._search_in_time(mesh, request)
+            if not isinstance(looked.outcome, PlannedStep):
+                request.budget.require_time()  # the clock may be why there is no plan
+            return looked
         if math.isinf(shared.best_s):  # a plan late is better than none, and one in another way better than a late one
             work = request.tuning.first_work if shared.has_other_ways else math.inf
             late = request.budget.clocked(work=work, once=self._has_plan) if self._is_hurried else Budget(work=work)
@@ -270,13 +279,14 @@ class MeshComparison:
             request.budget.require_time()
             at_least_s = search.at_least_s
         bound_s = max(at_least_s, evenly_divided_s)
-        is_beaten = bound_s >= (1 - self.worth) * shared.best_s
+        is_beaten, most_work = bound_s >= (1 - self.worth) * shared.best_s, math.inf
         if self._is_optional(mesh) and math.isfinite(shared.best_s):
             search_s = request.tuning.search_s_per_equation * self.equations - request.tuning.quick_s
             gain_s = shared.best_s - bound_s
             is_small_gain = self.is_large and gain_s < request.tuning.least_gain * shared.best_s
             is_beaten = is_beaten or is_small_gain or not self._repays(gain_s, search_s)
-        outcome = None if is_beaten else search.plan(shared.best_s)
+            most_work = (request.tuning.quick_s + request.tuning.repaid_in_steps * gain_s) / SECONDS_PER_UNIT
+        outcome = None if is_beaten else search.plan(shared.best_s, most_work=most_work)
         if isinstance(outcome, PlannedStep):
             self._has_plan.lift()
             self._is_planned_here = True

@@ -7,25 +7,32 @@ cost and memory models. What can go wrong: an assignment that is not of this cho
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import cast
 
 from autopar.avals import itemsize_of
-from autopar.compat import source_line
+from autopar.compat import Var, module_path, source_line
 from autopar.content import digest_of
+from autopar.cost_model.algorithms import Kind as CollectiveKind
 from autopar.cost_model.hardware import Cluster
+from autopar.cost_model.overlap import Kind
 from autopar.intra_op.choices.graph import StrategyGraph
-from autopar.intra_op.choices.overlap import find_needs, hide, kind_of, windows
+from autopar.intra_op.choices.overlap import find_needs, hide, kind_of, window, windows
 from autopar.intra_op.choices.within import hop_s
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.named_strategies import name_strategies
-from autopar.intra_op.lowering.planned_moves import planned_moves
-from autopar.intra_op.memory.model import MemoryModel
+from autopar.intra_op.lowering.planned_moves import PlannedMove, planned_moves
+from autopar.intra_op.memory.model import MemoryModel, Resident
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS
 from autopar.plan import WITHIN, CollectivePlan, LiveTensor, Plan, RegisteredRule, ValuePlan
+from autopar.program.program import Atom, fan_out_p
 from autopar.program.step import Leaf, TracedStep
 from autopar.rules.table import digest_registered
 from autopar.solver.outcomes import Chosen
+
+MEMORY_POINTS = 96
+"""Stretches of the step in which a plan tells its memory."""
 
 
 def describe_plan(
@@ -67,17 +74,67 @@ def describe_plan(
         comm_s=comm_s,
         peak_bytes=peak,
         memory_limit_bytes=memory_limit_bytes,
-        peak_tensors=tuple(LiveTensor(t.name, t.shape, t.dtype, t.bytes) for t in tensors[:10]),
+        peak_tensors=tuple(map(_live_tensor, tensors[:10])),
         planning_s=0.0,
         lower_bound_s=0.0,
         allow_redundant_compute=allow_redundant_compute,
         copy_span=assignment.copy_span,
         num_microbatches=traced.microbatches,
+        memory_bytes=memory.over_step(choice.numbers, copy_span=assignment.copy_span, points=MEMORY_POINTS),
     )
-    moved, overlap = list(windows(plan)), cluster.overlap
-    hidden_s = sum(item.hidden_s for item in hide(moved, compute_s=compute_s, overlap=overlap).values())
-    hidden_s += sum(item.count * item.predicted_s for item in within) - waited_s
-    return dataclasses.replace(plan, hidden_s=hidden_s)
+    return _named_below_the_root(_with_details(plan, cluster, waited_s), traced)
+
+
+def _live_tensor(tensor: Resident) -> LiveTensor:
+    return LiveTensor(
+        name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, bytes_per_device=tensor.bytes, scope=tensor.scope
+    )
+
+
+def _with_details(plan: Plan, cluster: Cluster, waited_s: float) -> Plan:
+    """The plan with what hides of its communication; its collectives tell their algorithm and the slowest link they cross.
+
+    `waited_s`: seconds for which operations wait for collectives within them.
+    """
+    waiting = hide(windows(plan), compute_s=plan.compute_s, overlap=cluster.overlap)
+    within_s = sum(item.count * item.predicted_s for item in plan.collectives if item.overlap == WITHIN)
+    hidden_s = sum(item.hidden_s for item in waiting.values()) + within_s - waited_s
+    hidden_within = (within_s - waited_s) / within_s if within_s else 0.0
+    costs = cluster.mesh_costs(plan.mesh_shape)
+
+    def detailed(item: CollectivePlan) -> CollectivePlan:
+        axes = tuple(plan.axis_names.index(name) for name in item.axes)
+        levels = costs.levels(axes)
+        slowest = min(levels, key=lambda level: level.rank_bytes_per_s, default=None)
+        part = hidden_within
+        if item.overlap != WITHIN:
+            kind = cast(Kind, item.overlap)
+            way = kind, window(kind, item.kind, times=item.count, microbatches=plan.num_microbatches)
+            part = waiting[way].hidden_s / waiting[way].total_s if waiting[way].total_s else 0.0
+        return dataclasses.replace(
+            item,
+            hidden_s=part * item.predicted_s,
+            algorithm=costs.best(cast(CollectiveKind, item.kind), item.bytes, axes).algorithm,
+            link=slowest.tier if slowest is not None else "",
+        )
+
+    return dataclasses.replace(plan, hidden_s=hidden_s, collectives=tuple(map(detailed, plan.collectives)))
+
+
+def _named_below_the_root(plan: Plan, traced: TracedStep) -> Plan:
+    """The plan whose modules are named as below the model itself, if all modules of the step are: flax names the model too."""
+    paths = {path for eqn in traced.program.walk() if (path := module_path(eqn))}
+    roots = {path.partition("/")[0] for path in paths}
+    if len(roots) != 1 or len(paths) == 1:
+        return plan
+    (root,) = roots
+
+    def below(scope: str) -> str:
+        return scope.removeprefix(root).removeprefix("/") if scope in paths else scope
+
+    collectives = (dataclasses.replace(item, scope=below(item.scope)) for item in plan.collectives)
+    tensors = (dataclasses.replace(item, scope=below(item.scope)) for item in plan.peak_tensors)
+    return dataclasses.replace(plan, collectives=tuple(collectives), peak_tensors=tuple(tensors))
 
 
 def figures_of(cluster: Cluster) -> str:
@@ -105,7 +162,7 @@ def collectives_of(
     traced: TracedStep, graph: StrategyGraph, assignment: Assignment
 ) -> tuple[tuple[CollectivePlan, ...], float]:
     """(collectives in program order, seconds of changes of layout without communication)."""
-    plans, local_s, needs = [], 0.0, find_needs(traced)
+    plans, local_s, needs, names = [], 0.0, find_needs(traced), _leaf_names(traced)
     for planned in planned_moves(assignment):
         shape, itemsize = tuple(planned.aval.shape), itemsize_of(planned.aval)
         each = graph.spaces.network.seconds(planned.move, shape, itemsize)
@@ -122,9 +179,30 @@ def collectives_of(
                     source=source_line(planned.equation) if planned.equation is not None else "output",
                     predicted_s=each,
                     overlap=kind_of(needs.of(planned.atom), planned.move.kind),
+                    scope=_name_of(planned, names),
                 )
             )
     return tuple(plans), local_s
+
+
+def _leaf_names(traced: TracedStep) -> dict[Atom, str]:
+    """The paths of the step's inputs and outputs, by their variables and other names of these."""
+    program = traced.program
+    outputs = zip(program.outvars, traced.outputs, strict=True)
+    names: dict[Atom, str] = {v: leaf.path for v, leaf in outputs if isinstance(v, Var)}
+    names |= {v: leaf.path for v, leaf in zip(program.invars, traced.inputs, strict=True)}
+    for eqn in program.equations:
+        given = eqn.invars[0] if eqn.primitive is fan_out_p else None
+        if isinstance(given, Var) and given in names:
+            names |= dict.fromkeys(eqn.outvars, names[given])
+    return names
+
+
+def _name_of(planned: PlannedMove, names: Mapping[Atom, str]) -> str:
+    """The leaf that a move brings elsewhere, or the module that asks for it."""
+    if isinstance(planned.atom, Var) and planned.atom in names:
+        return names[planned.atom]
+    return "" if planned.equation is None else module_path(planned.equation)
 
 
 def exchanges_of(graph: StrategyGraph, numbers: Sequence[int]) -> tuple[tuple[CollectivePlan, ...], float]:
@@ -159,6 +237,7 @@ def exchanges_of(graph: StrategyGraph, numbers: Sequence[int]) -> tuple[tuple[Co
                     source=source_line(eqn),
                     predicted_s=hop_s(exchange, graph.spaces.network),
                     overlap=WITHIN,
+                    scope=module_path(eqn),
                 )
             )
     return tuple(plans), waits_s

@@ -112,32 +112,37 @@ class MeshSearch:
                 return constant_s + bound_s
         return constant_s
 
-    def plan(self, cutoff_s: float) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
-        """The best plan within the memory; only plans that take less than `cutoff_s` matter.
+    def plan(
+        self, cutoff_s: float, *, most_work: float = math.inf
+    ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
+        """The best plan within the memory; only plans that take less than `cutoff_s` matter, which are worth so much work.
 
         The search takes it that there is compute enough for all communication that can hide behind it. If a plan's step is much
         longer than that, the mesh is searched again for as much as that plan hides, and the faster plan counts.
         """
-        found = self._plan(cutoff_s)
+        most_work = min(most_work, self.request.tuning.mesh_work)
+        found = self._plan(cutoff_s, most_work)
         if not isinstance(found, PlannedStep) or self.exposure is None or self._is_narrowed:
             return found
         narrowed = self.exposure.narrowed(found.plan, self.request.cluster.overlap, least=self.request.tuning.narrowed)
         if narrowed is None or self.request.budget.is_over:
             return found
         try:
-            again = MeshSearch(self.traced, self.mesh, self.request, narrowed)._plan(cutoff_s)
+            again = MeshSearch(self.traced, self.mesh, self.request, narrowed)._plan(cutoff_s, most_work)
         except LateError:
             return found
         if isinstance(again, PlannedStep) and again.plan.step_s < found.plan.step_s:
             return again
         return found
 
-    def _plan(self, cutoff_s: float) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
+    def _plan(
+        self, cutoff_s: float, most_work: float
+    ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         request, limit = self.request, self.request.memory_limit_bytes
         problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
-        free = choose(dataclasses.replace(problem, budget=request.budget.hurried(work=request.tuning.mesh_work)))
+        free = choose(dataclasses.replace(problem, budget=request.budget.hurried(work=most_work)))
         if isinstance(free, Unfinished) and not request.budget.is_over:
-            free = choose(dataclasses.replace(problem, budget=request.budget.limit(work=request.tuning.mesh_work)))
+            free = choose(dataclasses.replace(problem, budget=request.budget.limit(work=most_work)))
         if isinstance(free, DoesNotFit):
             raise AssertionError("a problem without memory rows fits")
         if problem.ties is None and isinstance(free, Chosen | CutOff | NotSearched):
@@ -151,7 +156,7 @@ class MeshSearch:
         if bound > limit:
             return NothingFits(mesh=self.mesh, bound_bytes=bound, tried_bytes=None, tensors=tensors, is_settled=True)
         if math.isfinite(cutoff_s):  # there is a plan to fall back on
-            problem = dataclasses.replace(problem, budget=request.budget.limit(work=request.tuning.mesh_work))
+            problem = dataclasses.replace(problem, budget=request.budget.limit(work=most_work))
         problem = dataclasses.replace(problem, proof=request.tuning.limited_gap)
         match choose_within_limit(problem, self.memory, limit, free=free, tuning=request.tuning):
             case Fits(choice, copy_span, unlimited_s):
@@ -183,6 +188,29 @@ class MeshSearch:
         )
         part = unlimited_s / choice.seconds if choice.seconds > 0 else 1.0
         return PlannedStep(self.traced, dataclasses.replace(plan, unlimited_s=plan.step_s * part), assignment)
+
+
+def least_excess(traced: TracedStep, request: PlanRequest) -> float:
+    """How many times the memory that is left for temporaries they take at least: evenly divided among all devices.
+
+    It takes a second for a program of 10,000 equations, a tenth of what the search on a mesh takes to find out.
+    """
+    limit, mesh = request.memory_limit_bytes, max(request.meshes, key=lambda one: one.size)
+    assert limit is not None, "there is no excess without a limit"
+    graph = StrategyGraph(
+        program=traced.program,
+        mesh=mesh,
+        nodes=(),
+        costs=(),
+        edges={},
+        uses=(),
+        outputs=(),
+        joins={},
+        sources={},
+        spaces=request.catalogues.of(mesh, request.cluster, request.options).spaces,
+    )
+    kept, temporaries = _memory_model(traced, graph).evenly_divided_parts()
+    return temporaries / (limit - kept) if kept < limit else math.inf
 
 
 def graph_for(

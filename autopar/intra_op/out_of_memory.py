@@ -62,7 +62,8 @@ def out_of_memory(
     ]
     if is_constrained:
         lines.append("Constraints are in force; those that keep leaves replicated cost memory on every device.")
-    return OutOfMemoryError("\n".join(lines), needed_bytes=min(tried, default=None))
+    tensors = [f"{bytes_text(t.bytes)} {t.name}" for t in best.tensors[:6]]
+    return OutOfMemoryError("\n".join(lines), needed_bytes=min(tried, default=None), tensors=tensors)
 
 
 def _what_is_known(tried: Sequence[int], is_settled: bool) -> str:

@@ -12,6 +12,7 @@ import time
 from autopar.errors import warn
 from autopar.intra_op.choices.allowed_values import fitting_meshes
 from autopar.intra_op.compare_meshes import Beaten, MeshComparison, SharedSearch
+from autopar.intra_op.mesh_search import least_excess
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.program.step import TracedStep
 
@@ -37,6 +38,25 @@ def plan_way(traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> 
         return planned
     plan = dataclasses.replace(planned.plan, planning_s=time.perf_counter() - started)
     return dataclasses.replace(planned, plan=plan)
+
+
+def is_far_too_large(traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> bool:
+    """Whether a large step needs so much memory, however it is divided, that it is not planned where there are other ways.
+
+    `shared`: gets the work of the step if this is the first way, and how many times its temporaries exceed what is left for them.
+    """
+    if request.memory_limit_bytes is None or not shared.has_other_ways:
+        return False
+    request = dataclasses.replace(request, meshes=fitting_meshes(traced, request.meshes))
+    comparison = MeshComparison(traced, request, shared)
+    if not comparison.is_large:
+        return False
+    excess = request.tuning.undivided * least_excess(traced, request)
+    if excess <= request.tuning.far:
+        return False
+    comparison.note_first()
+    shared.excess = excess
+    return True
 
 
 def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None:

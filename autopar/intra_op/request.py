@@ -34,6 +34,7 @@ class PlanRequest:
         processes: how many processes may plan at once.
         tuning: the planner's tuned numbers.
         budget: when the search ends with the best plan that it has.
+        has_fallback: whether there is a plan of another kind: LateError then ends a search that the clock leaves without one.
     """
 
     meshes: tuple[LogicalMesh, ...]
@@ -45,6 +46,7 @@ class PlanRequest:
     processes: int = 1
     tuning: Tuning = TUNING
     budget: Budget = dataclasses.field(default_factory=Budget, compare=False, repr=False)
+    has_fallback: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -31,21 +31,25 @@ class Tuning:
     """Seconds per equation that the bound of such a mesh takes, as that condition assumes (`benchmarks/planner_time.py`)."""
     search_s_per_equation: float = 2e-3
     """And its plan: 1.3 to 6.4 ms in small programs, where it never paid (`benchmarks/small_programs.py`)."""
-    quick_s: float = 2.0
-    """A search on such a mesh that takes no longer than this need not be repaid."""
+    quick_s: float = 0.5
+    """A search on such a mesh that takes no longer than this need not be repaid, and none goes on for longer than this and what
+    it may repay: 14 operations under half of their memory took eight seconds (`benchmarks/small_programs.py`)."""
     far: float = 1.25
     """If the temporaries take this many times the memory that is left for them, other meshes are not tried, but other ways to
     run the step, such as more microbatches."""
+    undivided: float = 1.02
+    """How many times more temporaries a plan without a limit has than if all were divided evenly: 1.005 to 1.02 for BERT and GPT
+    (`benchmarks/planning_ordinary.py --tight`). If that is far too much, one microbatch is not planned."""
     large: int = 2000
     """Meshes are planned side by side, by several processes, for programs of so many equations."""
-    mesh_work: float = 1e9
-    """Units of work (`solver/budget.py`) that the choice on one mesh may take without a memory limit, about five seconds. What is
+    mesh_work: float = 2.5e9
+    """Units of work (`solver/budget.py`) that the choice on one mesh may take without a memory limit, about ten seconds. What is
     open then is a gap in the plan (`benchmarks/planning_ordinary.py`, unet)."""
     bounded_pairs: int = 3_000_000
     """Up to so many pairs of choices the steps on a mesh are bounded by dual ascent on the whole problem, which takes a second.
     Beyond, ascent on layers does it, whose bound is a third lower for a GPT of 4 layers (`benchmarks/planner_time.py`)."""
-    bound_work: float = 3e8
-    """Units of work (`solver/budget.py`) for that, a second or less. GPT and BERT of the command line are then within 3 % of
+    bound_work: float = 7e8
+    """Units of work (`solver/budget.py`) for that, three seconds or less. GPT and BERT of the command line are then within 3 % of
     their bound, and take a quarter longer to plan; with a third of it they are within 17 and 21 %."""
     quick_pairs: int = 200_000
     """Beyond so many pairs that ascent ends after `solver.tuning.Tuning.quick_sweeps`, which takes a fifth of the time that it
@@ -56,7 +60,7 @@ class Tuning:
     narrowed: float = 0.01
     """A mesh is searched again where the plan's step waits for this part of itself more than the search took for granted, as
     there is too little compute to hide communication behind (`benchmarks/small_programs.py`)."""
-    first_work: float = 2e9
+    first_work: float = 5e9
     """Units of work that the search on one mesh may take before there is a first plan, where the step may be run in other ways,
     such as more microbatches (`benchmarks/planning_ordinary.py --tight`)."""
     limited_gap: float | None = None

@@ -19,7 +19,7 @@ def perform_move(move: Move, array: jax.Array, mesh: LogicalMesh) -> jax.Array:
     """One move on this device's shard."""
     if array.dtype == jnp.bool_ and move.monoid == "sum":  # one term at most is true, and XLA adds numbers only
         return perform_move(move, array.astype(jnp.uint8), mesh).astype(jnp.bool_)
-    if _is_shorter_than_a_byte(array):
+    if is_shorter_than_a_byte(array):
         return perform_move(move, array.astype(jnp.int8), mesh).astype(array.dtype)
     names = mesh.names(move.axes)
     result: jax.Array
@@ -45,7 +45,7 @@ def perform_move(move: Move, array: jax.Array, mesh: LogicalMesh) -> jax.Array:
     return result
 
 
-def _is_shorter_than_a_byte(array: jax.Array) -> bool:
+def is_shorter_than_a_byte(array: jax.Array) -> bool:
     """Whether it holds integers of two or four bits, which XLA's CPU collectives count as packed, and end the process."""
     return bool(jnp.issubdtype(array.dtype, jnp.integer) and jnp.iinfo(array.dtype).bits < 8)
 

@@ -40,7 +40,12 @@ def not_cut(why: MixedExamples, count: int) -> UnsupportedProgramError:
 
 
 def plan_phases(
-    traced: TracedStep, count: int, *, late_sums: bool = False, known: Mapping[Equation, Phase] | None = None
+    traced: TracedStep,
+    count: int,
+    *,
+    late_sums: bool = False,
+    known: Mapping[Equation, Phase] | None = None,
+    like: TimePlan | None = None,
 ) -> TimePlan | MixedExamples:
     """As `plan_time`. Raises ArgumentError if the number divides no leaf of the batch, or not all that must be cut.
 
@@ -50,7 +55,7 @@ def plan_phases(
     uneven = [leaf for leaf in leaves if leaf.shape[0] % count]
     if leaves and len(uneven) == len(leaves):
         raise ArgumentError(_does_not_divide(traced, count, uneven))
-    plan = plan_time(traced, count, late_sums=late_sums, known=known)
+    plan = plan_time(traced, count, late_sums=late_sums, known=known, like=like)
     if uneven and isinstance(plan, MixedExamples):
         raise ArgumentError(_does_not_divide(traced, count, uneven))
     return plan

@@ -49,6 +49,7 @@ from autopar.microbatches.tuning import TUNING, Tuning
 from autopar.program.opened.statistic import batch_statistic_p
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
+from autopar.rules.factor_rule import FactorRule
 from autopar.rules.table import entry_for, flops_of
 from autopar.solver.outcomes import Chosen
 from autopar.solver.problem import ChoiceProblem, Costs
@@ -62,6 +63,7 @@ def plan_time(
     *,
     late_sums: bool = False,
     known: Mapping[Equation, Phase] | None = None,
+    like: TimePlan | None = None,
     tuning: Tuning = TUNING,
 ) -> TimePlan | MixedExamples:
     """The phases of a step, or why it has none.
@@ -70,9 +72,12 @@ def plan_time(
         late_sums: terms are added up only after the loop, each in an accumulator of its own. Pipeline stages need this, because
             they may hold different terms of one sum, such as the gradient of a tied weight.
         known: phases of outermost equations that are not to be searched.
+        like: a plan of the same step with the same `late_sums`, taken over if this number can divide what it divides.
     """
     step = _facts_of(traced)
-    plan = phases_of(traced, microbatches, late_sums=late_sums, known=known, tuning=tuning)
+    plan = None if like is None else in_another_number(like, microbatches, step.rules, tuning)
+    if plan is None:
+        plan = phases_of(traced, microbatches, late_sums=late_sums, known=known, tuning=tuning)
     mixed = find_mixing(traced, plan, step.examples, allowed=tuning.little)
     if mixed is None and microbatches > 1:
         mixed = find_mixing(traced, plan, step.loosely, allowed=tuning.few)
@@ -107,6 +112,37 @@ def phases_of(
     )
 
 
+def in_another_number(plan: TimePlan, microbatches: int, rules: RuleBook, tuning: Tuning = TUNING) -> TimePlan | None:
+    """A plan with the same phases and layouts for another number of microbatches, if that divides all that the plan divides.
+
+    The phases weigh what is moved per microbatch against what stays in memory, which a number hardly changes.
+    """
+    if 1 in (plan.microbatches, microbatches):  # one microbatch divides nothing
+        return None
+    made, mesh = plan.assignment, LogicalMesh((microbatches,), ("time",))
+    strategies: dict[Equation, ShardingStrategy] = {}
+    known: dict[tuple[int, int], ShardingStrategy | None] = {}
+    for eqn, strategy in made.strategies.items():
+        key = id(strategy), id(made.rules[eqn])
+        if key not in known:
+            known[key] = _divided_among(strategy, made.rules[eqn], plan.microbatches, microbatches)
+        found = known[key]
+        if found is None:
+            return None
+        strategies[eqn] = found
+    spaces = Catalogue(mesh, _machine(tuning), _OPTIONS, rules).spaces
+    assignment = dataclasses.replace(made, mesh=mesh, spaces=spaces, strategies=strategies, seconds=())
+    return TimePlan(microbatches, plan.phases, assignment)
+
+
+def _divided_among(strategy: ShardingStrategy, rule: FactorRule, before: int, now: int) -> ShardingStrategy | None:
+    """A strategy for another number of microbatches; None if that does not divide its factors, or makes one element of one."""
+    sizes = [size for factor, axes in strategy.factor_axes if axes and (size := dict(rule.sizes).get(factor))]
+    if any(size % now or (size == now) != (size == before) for size in sizes):
+        return None
+    return dataclasses.replace(strategy, ways=now) if strategy.ways == before else strategy
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _StepFacts:
     """What holds of a step in any number of microbatches: its rules, and the factors that count examples, see `examples.py`."""
@@ -116,6 +152,7 @@ class _StepFacts:
     loosely: Mapping[Equation, frozenset[str]]
 
 
+_OPTIONS = PlannerOptions(allow_redundant_compute=True, kinds=frozenset())
 _FACTS: weakref.WeakKeyDictionary[TracedStep, _StepFacts] = weakref.WeakKeyDictionary()
 
 
@@ -131,18 +168,21 @@ def _facts_of(traced: TracedStep) -> _StepFacts:
 def _graph_over_time(traced: TracedStep, microbatches: int, rules: RuleBook, tuning: Tuning) -> StrategyGraph:
     """The strategies of the step on a mesh of microbatches, on which every input and output of the step is whole."""
     mesh = LogicalMesh((microbatches,), ("time",))
-    machine = Cluster.uniform((0.0,), (0.0,), flops_per_s=tuning.flops_per_byte, memory_bytes_per_s=1.0)
-    options = PlannerOptions(allow_redundant_compute=True, kinds=frozenset())
+    machine = _machine(tuning)
     program = traced.program
     return build_graph(
         program,
         mesh,
         machine,
-        options,
+        _OPTIONS,
         input_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.invars],
         output_layouts=[(Layout.replicated(len(v.aval.shape)),) for v in program.outvars],
-        catalogue=Catalogue(mesh, machine, options, rules),
+        catalogue=Catalogue(mesh, machine, _OPTIONS, rules),
     )
+
+
+def _machine(tuning: Tuning) -> Cluster:
+    return Cluster.uniform((0.0,), (0.0,), flops_per_s=tuning.flops_per_byte, memory_bytes_per_s=1.0)
 
 
 class _PhaseProblem:

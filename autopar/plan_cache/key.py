@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from autopar.compat import source_line, transformations
+from autopar.compat import module_path, source_line, transformations
 from autopar.content import digest_of
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
@@ -52,9 +52,14 @@ def list_sources(traced: TracedStep) -> tuple[str, ...]:
 
 
 def _describe_step(traced: TracedStep) -> object:
-    """The step. Of the lines of its source only those count that are equal: a plan's lines can be brought up to date."""
+    """The step. Of the lines of its source only those count that are equal: a plan's lines can be brought up to date.
+
+    The modules that its operations come from stand in a plan.
+    """
     numbers = {source: number for number, source in enumerate(list_sources(traced))}
-    equations = [(numbers[source_line(eqn)], sorted(transformations(eqn))) for eqn in traced.program.walk()]
+    equations = [
+        (numbers[source_line(eqn)], sorted(transformations(eqn)), module_path(eqn)) for eqn in traced.program.walk()
+    ]
     leaves = (traced.inputs, traced.outputs, traced.state_of_output, traced.microbatches)
     return traced.fingerprint, equations, leaves, [_describe_constant(value) for value in traced.constants]
 
@@ -62,6 +67,11 @@ def _describe_step(traced: TracedStep) -> object:
 def _describe_constant(value: jax.typing.ArrayLike) -> object:
     """A constant by its value; a large one, which is slow to copy from its devices, by shape and type, as planning sees it."""
     return jax.typeof(value).str_short() if getattr(value, "nbytes", 0) > LARGE_BYTES else value
+
+
+def digest_of_wishes(settings: Settings) -> str:
+    """What is asked of a plan, whatever the step: the cluster, devices, options, constraints, and the settings of JAX."""
+    return digest_of((_describe_wishes(settings), settings.batch_statistics))
 
 
 def _describe_wishes(settings: Settings) -> object:

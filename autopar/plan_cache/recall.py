@@ -19,6 +19,7 @@ from autopar.plan import Plan
 from autopar.plan_cache.entry import Entry
 from autopar.plan_cache.folder import cache_folder
 from autopar.plan_cache.key import key_of, list_sources
+from autopar.plan_cache.offered import take_offer
 from autopar.program.step import TracedStep
 from autopar.progress import LOGGER, enter
 from autopar.settings import Settings, count_devices
@@ -39,7 +40,7 @@ def recall_or_search(
     search: Callable[[], P],
     restore: Callable[[Plan | PipelinePlan], P],
 ) -> P:
-    """The step with the plan that the cache has for it, or the one that a search finds, which is then kept.
+    """The step with the plan that is offered or that the cache has for it, or the one that a search finds, which is then kept.
 
     Args:
         settings: what is asked for.
@@ -50,6 +51,9 @@ def recall_or_search(
     Raises:
         AutoparError: what the search raises.
     """
+    offered = take_offer(settings, restore)
+    if offered is not None:
+        return offered
     folder = cache_folder() if settings.uses_cache else None
     key = None if folder is None else key_of(settings, traced)
     if folder is None or key is None:

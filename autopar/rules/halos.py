@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.layouts.mesh import Axes
+from autopar.layouts.perform import is_shorter_than_a_byte
 from autopar.rules.exchanges import Exchange
 from autopar.rules.on_shard import LocalCall
 
@@ -104,7 +105,8 @@ def extend(
     def receive(rows: jax.Array, distance: int) -> jax.Array:
         """The same of the device at a distance."""
         pairs = [(ranks[i], ranks[i - distance]) for i in range(ways) if 0 <= i - distance < ways]
-        sent: jax.Array = lax.ppermute(rows, names, pairs) if pairs else jnp.zeros_like(rows)
+        bytes_ = rows.astype(jnp.int8) if is_shorter_than_a_byte(rows) else rows
+        sent: jax.Array = lax.ppermute(bytes_, names, pairs).astype(x.dtype) if pairs else jnp.zeros_like(rows)
         if fill is None:
             return sent
         is_inside = jnp.logical_and(index + distance >= 0, index + distance < ways)

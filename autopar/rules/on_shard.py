@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compat import HAVE_SHARDING, JaxprEqn, Params, draw_gammas
+from autopar.compat import HAVE_SHARDING, JaxprEqn, Literal, Params, Var, draw_gammas, hash_function
 from autopar.layouts.mesh import Axes, LogicalMesh
 from autopar.rules.factor_rule import FactorRule
 
@@ -101,7 +101,25 @@ def identity(call: LocalCall) -> Sequence[jax.Array]:
 
 def high_halves(call: LocalCall) -> Sequence[jax.Array]:
     """The high halves of products of integers, by products of half-words: XLA has no such operation on several devices."""
-    a, b = call.operands
+    return (_multiply_high(*call.operands),)
+
+
+def hash_of_words(call: LocalCall) -> Sequence[jax.Array]:
+    """A generator's hash by the operations that it stands for, of which XLA lacks `mulhi` on several devices."""
+    jaxpr = jax.make_jaxpr(hash_function(call.eqn.primitive.name))(*call.operands).jaxpr
+    known: dict[object, jax.Array] = dict(zip(jaxpr.invars, call.operands, strict=True))
+
+    def read(atom: Var | Literal) -> jax.Array:
+        return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else known[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = map(read, eqn.invars)
+        is_high = eqn.primitive.name == "mulhi"
+        known[eqn.outvars[0]] = _multiply_high(*operands) if is_high else eqn.primitive.bind(*operands, **eqn.params)
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _multiply_high(a: jax.Array, b: jax.Array) -> jax.Array:
     info = jnp.iinfo(a.dtype)
     words, half = jnp.dtype(f"uint{info.bits}"), info.bits // 2
     x, y = (jax.lax.bitcast_convert_type(one, words) for one in (a, b))
@@ -111,7 +129,8 @@ def high_halves(call: LocalCall) -> Sequence[jax.Array]:
     high = high_x * high_y + (cross >> half) + (other >> half) + (carried >> half)
     if info.min < 0:  # a negative number is 2^bits below the word that stands for it
         high -= jnp.where(a < 0, y, 0) + jnp.where(b < 0, x, 0)
-    return (jax.lax.bitcast_convert_type(high.astype(words), a.dtype),)
+    product: jax.Array = jax.lax.bitcast_convert_type(high.astype(words), a.dtype)
+    return product
 
 
 def observe(call: LocalCall) -> Sequence[jax.Array]:
@@ -152,16 +171,6 @@ def iota(call: LocalCall) -> Sequence[jax.Array]:
 def iota_2x32(call: LocalCall) -> Sequence[jax.Array]:
     """Row-major global positions of this shard's elements, as two words each."""
     return _counters(call, call.params["shape"])
-
-
-def slice_(call: LocalCall) -> Sequence[jax.Array]:
-    """A sharded dimension is taken whole: its limit is the local size."""
-    (dims,) = call.rule.inputs
-    limits = tuple(
-        call.local_size(dim) if call.is_sharded(dim) else limit
-        for dim, limit in zip(dims, call.params["limit_indices"], strict=True)
-    )
-    return call.bind(*call.operands, limit_indices=limits)
 
 
 def dynamic_slice(call: LocalCall) -> Sequence[jax.Array]:

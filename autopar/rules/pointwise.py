@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.avals import is_opaque
-from autopar.compat import JaxprEqn, Literal, Var, is_threefry_key, threefry_is_partitionable
+from autopar.compat import THREEFRY, JaxprEqn, Literal, Var, generator_of, threefry_is_partitionable
 from autopar.rules.by_shape import Factors, everything_whole, keep_dimensions, linear_groups, shape_of
 from autopar.rules.factor_rule import FactorRule, Operand, make_rule
 
@@ -131,14 +131,15 @@ def random_bits(eqn: JaxprEqn) -> FactorRule:
     factors = Factors()
     out = tuple(factors.operand(shape_of(eqn.outvars[0])))
     key = eqn.invars[0].aval
-    is_per_position = key.shape == () and is_threefry_key(key.dtype) and threefry_is_partitionable()
+    is_per_position = key.shape == () and generator_of(key.dtype) == THREEFRY and threefry_is_partitionable()
     inputs = [tuple(factors.operand(key.shape))]
     return make_rule(inputs, [out], factors.sizes, whole=() if is_per_position else list(factors.sizes))
 
 
 def random_gamma(eqn: JaxprEqn) -> FactorRule:
-    """., a b -> a b: every element of the result has a key and a parameter of its own."""
+    """., a b -> a b: with threefry every element has a key and a parameter of its own; other generators run whole."""
     factors = Factors()
     out = tuple(factors.operand(shape_of(eqn.outvars[0])))
     keys = tuple(factors.operand(shape_of(eqn.invars[0])))
-    return make_rule([keys, out], [out], factors.sizes, whole=list(factors.sizes) if keys else ())
+    is_by_element = not keys and generator_of(eqn.invars[0].aval.dtype) == THREEFRY
+    return make_rule([keys, out], [out], factors.sizes, whole=() if is_by_element else list(factors.sizes))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar.compat import JaxprEqn, Literal
+from autopar.compat import JaxprEqn
 from autopar.rules.by_shape import Factors, everything_whole, keep_dimensions, linear_groups, shape_of
 from autopar.rules.factor_rule import Dim, FactorRule, make_rule
 
@@ -127,20 +127,6 @@ def rev(eqn: JaxprEqn) -> FactorRule:
     """a b -> a c | whole: b c | linear: 0 | any: b are the reversed dimensions."""
     rank = len(shape_of(eqn.invars[0]))
     return keep_dimensions(eqn, [d not in eqn.params["dimensions"] for d in range(rank)])
-
-
-def slice_(eqn: JaxprEqn) -> FactorRule:
-    """a b -> a c | whole: b c | linear: 0 | any: dimensions taken from end to end may be sharded."""
-    sizes = zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)
-    return keep_dimensions(eqn, [given == taken for given, taken in sizes])
-
-
-def pad(eqn: JaxprEqn) -> FactorRule:
-    """a b, . -> a c | whole: b c | linear: 0 where the padding is zero, or 0 1: then the padding is partial as well."""
-    value = eqn.invars[1]
-    is_zero = isinstance(value, Literal) and value.val == 0
-    kept = [tuple(config) == (0, 0, 0) for config in eqn.params["padding_config"]]
-    return keep_dimensions(eqn, kept, linear=[(0,) if is_zero else (0, 1)], any_monoid=False)
 
 
 def concatenate(eqn: JaxprEqn) -> FactorRule:

@@ -32,6 +32,7 @@ from autopar.errors import RuleError
 from autopar.rules import (
     attention,
     by_shape,
+    cuts,
     flops,
     indexing,
     matrices,
@@ -183,7 +184,9 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "optimization_barrier": PrimitiveRule(rule=pointwise.copy, work=Work.FREE, barrier=True),
         "or": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "ormqr": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
-        "pad": PrimitiveRule(rule=reshaping.pad, work=Work.MOVE),
+        "pad": PrimitiveRule(rule=cuts.pad, work=Work.MOVE, local=cuts.pad_local, divided=cuts.pad_divided),
+        "philox2x32": PrimitiveRule(rule=pointwise.nonlinear, work=Work.RANDOM, local=on_shard.hash_of_words),
+        "philox4x32": PrimitiveRule(rule=pointwise.nonlinear, work=Work.RANDOM, local=on_shard.hash_of_words),
         "pmax": PrimitiveRule(rule=reductions.over_batch_max, work=Work.REDUCTION),
         "pmin": PrimitiveRule(rule=reductions.over_batch_min, work=Work.REDUCTION),
         "polygamma": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -255,7 +258,9 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "sign": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "sin": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "sinh": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
-        "slice": PrimitiveRule(rule=reshaping.slice_, work=Work.MOVE, local=on_shard.slice_, picks=True),
+        "slice": PrimitiveRule(
+            rule=cuts.slice_, work=Work.MOVE, local=cuts.slice_local, picks=True, divided=cuts.slice_divided
+        ),
         "sort": PrimitiveRule(rule=reductions.sort, flops=flops.of_sort),
         "split": PrimitiveRule(rule=reshaping.split, work=Work.MOVE),
         "sqrt": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
@@ -269,6 +274,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "tan": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "tanh": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "threefry2x32": PrimitiveRule(rule=pointwise.nonlinear, work=Work.RANDOM),
+        "threefry4x32": PrimitiveRule(rule=pointwise.nonlinear, work=Work.RANDOM),
         "tile": PrimitiveRule(rule=reshaping.tile, work=Work.FREE, local=on_shard.tile),
         "top_k": PrimitiveRule(rule=reductions.top_k, flops=flops.of_sort),
         "transpose": PrimitiveRule(rule=reshaping.transpose, work=Work.MOVE, permutation=reshaping.permutation_of),

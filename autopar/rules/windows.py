@@ -105,14 +105,14 @@ def conv_local(call: LocalCall) -> Sequence[jax.Array]:
     if batch_groups > 1:
         batch_groups = left.shape[numbers.lhs_spec[0]] // call.out_shape()[numbers.out_spec[0]]
     padding = list(call.params["padding"])
-    for dim, factor in _divided_dims(call.rule, call.factor_axes, 0).items():
+    for dim, factor in divided_dims(call.rule, call.factor_axes, 0).items():
         i = numbers.lhs_spec.index(dim) - 2
         left, padding[i] = with_neighbours(call, left, dim, factor, _conv_slide(call.eqn, i))
     changed = {"padding": tuple(padding), "feature_group_count": groups, "batch_group_count": batch_groups}
     return call.bind(left, right, **changed, out_sharding=None)
 
 
-def _divided_dims(rule: FactorRule, axes: Mapping[str, Axes], operand: int) -> dict[int, str]:
+def divided_dims(rule: FactorRule, axes: Mapping[str, Axes], operand: int) -> dict[int, str]:
     """The dimensions of an operand that are divided together with others, each with its factor."""
     exchanged = {factor for group in rule.together for factor in group}
     names = {d: dim[0] for d, dim in enumerate(rule.inputs[operand]) if dim}
@@ -123,10 +123,10 @@ def conv_divided(eqn: JaxprEqn, rule: FactorRule, axes: Mapping[str, Axes], mesh
     """Borders of the left operand."""
     numbers = eqn.params["dimension_numbers"]
     reaches = {dim: _conv_slide(eqn, i).reach for i, dim in enumerate(numbers.lhs_spec[2:])}
-    return Division(tuple(_borders(eqn, 0, rule, axes, mesh, reaches)))
+    return Division(tuple(borders(eqn, 0, rule, axes, mesh, reaches)))
 
 
-def _borders(
+def borders(
     eqn: JaxprEqn,
     place: int,
     rule: FactorRule,
@@ -139,10 +139,9 @@ def _borders(
     """What a device sends of one operand, by the reach along each dimension, a function of the number of its parts."""
     sizes, aval = dict(rule.sizes), eqn.invars[place].aval
     shape = [math.prod(sizes[f] // mesh.ways(axes.get(f, ())) for f in dim) for dim in rule.inputs[place]]
-    divided = {d: (axes[f], mesh.ways(axes[f])) for d, f in _divided_dims(rule, axes, place).items()}
-    return sent(
-        place, shape, itemsize_of(aval), {d: (names, ways, reaches[d](ways)) for d, (names, ways) in divided.items()}
-    )
+    divided = {d: (axes[f], mesh.ways(axes[f])) for d, f in divided_dims(rule, axes, place).items()}
+    reached = {d: (names, ways, reaches[d](ways)) for d, (names, ways) in divided.items()}
+    return sent(place, shape, itemsize_of(aval), reached, fill=fill)
 
 
 def _always(reach: tuple[int, int]) -> Callable[[int], tuple[int, int]]:
@@ -185,7 +184,7 @@ def reduce_window(eqn: JaxprEqn, *, linear: bool) -> FactorRule:
 def reduce_window_local(call: LocalCall) -> Sequence[jax.Array]:
     """The local windows, with the neighbours' borders; outside of the whole is what leaves the result as it is."""
     (x,), padding, fill = call.operands, list(call.params["padding"]), _outside(call.eqn)
-    for dim, factor in _divided_dims(call.rule, call.factor_axes, 0).items():
+    for dim, factor in divided_dims(call.rule, call.factor_axes, 0).items():
         x, padding[dim] = with_neighbours(call, x, dim, factor, _window_slide(call.eqn, dim), fill=fill)
     return call.bind(x, padding=tuple(padding))
 
@@ -206,7 +205,7 @@ def _outside(eqn: JaxprEqn) -> float | int | None:
 def reduce_window_divided(eqn: JaxprEqn, rule: FactorRule, axes: Mapping[str, Axes], mesh: LogicalMesh) -> Division:
     """Borders of the operand."""
     reaches = {d: _window_slide(eqn, d).reach for d in range(len(shape_of(eqn.invars[0])))}
-    return Division(tuple(_borders(eqn, 0, rule, axes, mesh, reaches, fill=_outside(eqn))))
+    return Division(tuple(borders(eqn, 0, rule, axes, mesh, reaches, fill=_outside(eqn))))
 
 
 def reduce_window_sum(eqn: JaxprEqn) -> FactorRule:
@@ -278,7 +277,7 @@ def _scattered(eqn: JaxprEqn, d: int) -> _Scattered:
 def select_and_scatter_add_local(call: LocalCall) -> Sequence[jax.Array]:
     """Gradients of all windows that look at local positions, of which the local positions are kept."""
     (source, x), padding, kept = call.operands, list(call.params["padding"]), list[tuple[int, int, int]]()
-    for dim, factor in _divided_dims(call.rule, call.factor_axes, 1).items():
+    for dim, factor in divided_dims(call.rule, call.factor_axes, 1).items():
         found, size = _scattered(call.eqn, dim), x.shape[dim]
         (windows,) = call.rule.inputs[0][dim]
         source = extend(call, source, dim, windows, found.windows)
@@ -296,9 +295,9 @@ def select_and_scatter_add_divided(
 ) -> Division:
     """Borders of the gradients and of what the windows look at."""
     found = {d: _scattered(eqn, d) for d in range(len(shape_of(eqn.invars[0])))}
-    windows = _borders(eqn, 0, rule, axes, mesh, {d: _always(each.windows) for d, each in found.items()})
+    windows = borders(eqn, 0, rule, axes, mesh, {d: _always(each.windows) for d, each in found.items()})
     reaches = {d: _always(each.positions) for d, each in found.items()}
-    positions = _borders(eqn, 1, rule, axes, mesh, reaches, fill=_outside(eqn))
+    positions = borders(eqn, 1, rule, axes, mesh, reaches, fill=_outside(eqn))
     return Division((*windows, *positions))
 
 

@@ -1,8 +1,9 @@
 """The named schedules: what each is called, in which order its meshes work, and what the planner has to know of it.
 
-A new schedule is one entry of `NAMED_SCHEDULES`, its name in `ScheduleName`, and a function that yields the tasks of one
-mesh in order. `tests/schedules/test_schedules.py` draws it into `tests/golden/schedules.txt` and checks that it is complete
-and free of deadlock, and that the entry's facts are those that counting gives.
+A new schedule is one entry of `NAMED_SCHEDULES`, its name in `ScheduleName` and in `autopar/files/plan.schema.json`, and a
+function that yields the tasks of one mesh in order. `tests/schedules/test_schedules.py` draws it into
+`tests/golden/schedules.txt` and checks that it is complete and free of deadlock, and that the entry's facts are those that
+counting gives.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from autopar.cost_model.hardware import PRESETS, Cluster
 from autopar.cost_model.overlap import Communication, Kind
 from autopar.intra_op.choices.overlap import hide, window
 from autopar.pipeline_plan import PipelinePlan
-from autopar.plan import CollectivePlan, Plan
+from autopar.plan import WITHIN, CollectivePlan, Plan
 from autopar.simulate.closed_forms.schedule_time import pipeline_s
 
 
@@ -80,6 +80,7 @@ def _one_mesh(plan: Plan, cluster: Cluster, before: Cluster) -> RepricedPlan:
     planned_compute_s = plan.step_s + plan.hidden_s - sum(kind.planned_s for kind in kinds)
     compute_s = planned_compute_s * scale
     hidden_s = sum(item.hidden_s for item in communication_of(plan, cluster, compute_s=compute_s))
+    hidden_s += _hidden_within_s(plan, costs)
     return RepricedPlan(
         cluster=cluster.name,
         planned_for=before.name,
@@ -180,10 +181,23 @@ def _of_kind(kind: str, plan: Plan, costs: MeshCosts) -> RepricedKind:
     )
 
 
+def _hidden_within_s(plan: Plan, costs: MeshCosts) -> float:
+    """Seconds of collectives within operations that hide there: the part that was planned to."""
+    within = [item for item in plan.collectives if item.overlap == WITHIN and item.predicted_s]
+    return sum(
+        item.count * collective_s(item, plan.axis_names, costs) * item.hidden_s / item.predicted_s for item in within
+    )
+
+
 def communication_of(plan: Plan, cluster: Cluster, *, compute_s: float) -> list[Communication]:
-    """Seconds of a plan's collectives on a cluster, and those that its step waits for, beside so many seconds of compute."""
+    """Seconds of a plan's collectives on a cluster, and those that its step waits for, beside so many seconds of compute.
+
+    Those within operations are left out: they run beside the operation's own work (`_hidden_within_s`).
+    """
     costs, found = cluster.mesh_costs(plan.mesh_shape), []
     for item in plan.collectives:
+        if item.overlap == WITHIN:
+            continue
         kind = cast(Kind, item.overlap)
         part = window(kind, item.kind, times=item.count, microbatches=plan.num_microbatches)
         found.append((kind, part, item.count * collective_s(item, plan.axis_names, costs)))

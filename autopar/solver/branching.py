@@ -23,9 +23,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar.solver.budget import CALL
 from autopar.solver.dual_ascent import ROUNDING, Ascent
 from autopar.solver.followers import follow
 from autopar.solver.local_search import Moves
+from autopar.solver.memory_prices import WORK_PER_ENTRY
 from autopar.solver.memory_rows import SpanRows
 from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, Unfinished, Unreachable
 from autopar.solver.presolve import Reduced
@@ -84,7 +86,9 @@ def shrink(problem: ChoiceProblem, left: Left, upper_s: float) -> Shrunk | None:
     shrunk: Shrunk | None = Shrunk(problem.restrict(left), np.arange(len(left)), left)
     size = np.inf
     while shrunk is not None and shrunk.problem.spans.least().max(initial=-np.inf) <= problem.limit_bytes:
-        before, size = size, sum(len(cost) for cost in shrunk.problem.costs.nodes.values())
+        costs = shrunk.problem.costs
+        problem.budget.spend(CALL * (len(costs.nodes) + len(costs.edges)))
+        before, size = size, sum(len(cost) for cost in costs.nodes.values())
         if size == before:
             return shrunk
         shrunk = _drop_unfit(_follow(forbid_above(shrunk.problem, upper_s), shrunk))
@@ -97,7 +101,7 @@ def forbid_above(problem: ChoiceProblem, upper_s: float) -> ChoiceProblem:
     A cost x is one if x - (the least of its node or edge) + (the sum of the least of all nodes and edges) > upper_s.
     """
     costs = problem.costs
-    problem.budget.spend(costs.pairs)
+    problem.budget.spend(costs.pairs + CALL * (len(costs.nodes) + len(costs.edges)))
     least = sum(float(values.min()) for values in (*costs.nodes.values(), *costs.edges.values()))
     slack = upper_s - least + ROUNDING * abs(upper_s)
     if not np.isfinite(slack) or slack < 0:
@@ -127,9 +131,11 @@ def _drop_unfit(shrunk: Shrunk | None) -> Shrunk | None:
     if shrunk is None:
         return None
     problem = shrunk.problem
-    fit = problem.spans.find_fitting(problem.limit_bytes, [len(cost) for cost in problem.costs.nodes.values()])
-    if all(each.all() for each in fit):
+    first = np.cumsum([0, *(len(cost) for cost in problem.costs.nodes.values())])
+    is_fit = problem.spans.find_fitting(problem.limit_bytes, first)
+    if is_fit.all():
         return shrunk
+    fit = np.split(is_fit, first[1:-1])
     if not all(each.any() for each in fit):
         return None
     left = [np.flatnonzero(each) for each in fit]
@@ -174,6 +180,7 @@ class _Bounding:
         """One sweep at these prices, which are kept with the messages if the bound is the best; the bound."""
         self.ascent.given = self.cost + self.paid(prices)
         self.ascent.sweep()
+        self.budget.spend(WORK_PER_ENTRY * len(self.spans.used) + len(prices))
         bound = self.ascent.lower() - float(prices @ self.room) + self.reduced.constant
         if bound > self.lower:
             self.lower, self.prices = bound, prices
@@ -289,12 +296,13 @@ class Branching:
     def _pick(self, part: Part) -> tuple[int | None, float]:
         """The node whose open choices differ most in what they pay for memory, and by how many seconds; None: none differs."""
         best, most = None, -1.0
+        paid_before = np.concatenate([[0.0], np.cumsum(part.prices)])
         for v, levels in self.levels.items():
             each = np.unique(levels.level_of[part.left[v]])
             if len(each) > 1:
                 used = levels.used[each]
                 width = used.max(axis=0) - used.min(axis=0)
-                paid = float(part.prices[levels.low : levels.high] @ width) / (self.problem.limit_bytes or 1.0)
+                paid = float(np.diff(paid_before[levels.cuts]) @ width) / (self.problem.limit_bytes or 1.0)
                 best, most = (v, paid) if paid > most else (best, most)
         return best, most
 

@@ -1,8 +1,10 @@
 """What a search may still spend: seconds, units of work, and patience.
 
 In: limits. Out: whether to go on. Every search asks its `Budget` often and hands over the best that it has when the budget is
-over. One unit of work is one entry of a cost matrix that is looked at once. Units are counted the same on every machine, so two
-runs with equal `work` and no limit of seconds end at the same place. What can go wrong: a search that does not ask runs on.
+over. One unit of work is one entry of a cost matrix that is looked at once; what takes longer, such as array operations on what
+is small (`CALL`), counts as so many entries. Units are counted the same on every machine, so two runs with equal `work` and no
+limit of seconds end at the same place. What can go wrong: a search that does not ask runs on; work that is not counted makes
+equal units of two problems unequal seconds (`benchmarks/iopddl.py` prints nanoseconds per unit).
 """
 
 from __future__ import annotations
@@ -10,6 +12,11 @@ from __future__ import annotations
 import math
 import mmap
 import time
+
+SECONDS_PER_UNIT = 4e-9
+"""What a unit of work takes on a core of today, roughly: to compare work with what it may save, never to end it."""
+CALL = 1_000.0
+"""Units of work of a few array operations beside their entries, or of a step of a loop in Python: some microseconds."""
 
 
 class LateError(Exception):

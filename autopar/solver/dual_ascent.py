@@ -31,6 +31,8 @@ from autopar.solver.tuning import TUNING, Tuning
 
 ROUNDING = 1e-9
 """A choice is ruled out only if it is worse by more than this part of the value to beat."""
+LAYING_OUT = 10.0
+"""To lay an objective out takes as long as so many looks at all edges."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -127,10 +129,11 @@ class Ascent:
         each = [1.0] * len(costs.edges) if weights is None else [weights[pair] for pair in costs.edges]
         self.board = Board.of(self.flat, np.array(each, dtype=float))
         self.messages = np.zeros(len(self.board.place_of))
+        budget.spend(LAYING_OUT * self.board.work)
 
     def sweep(self) -> None:
         """Once up and once down."""
-        self.budget.spend(2 * len(self.flat.value))
+        self.budget.spend(2 * self.board.work)
         for level in self.board.levels:
             level.shift(self.messages, self.given, True)
         for level in self.board.levels[::-1]:
@@ -142,7 +145,7 @@ class Ascent:
         A sweep down has brought to each node what the higher ones imply, so where the bound is tight this order meets it; the
         opposite order rarely does.
         """
-        self.budget.spend(len(self.flat.value))
+        self.budget.spend(1.5 * self.board.work)
         choice = argmin_of_parts(self.given, self.flat.first[:-1])
         for level in self.board.levels:
             level.decode(self.messages, self.given, choice)
@@ -152,6 +155,7 @@ class Ascent:
         """The bound."""
         if not len(self.given):
             return 0.0
+        self.budget.spend(self.board.work)
         costs = self.board.costs(self.messages, self.given)
         total = float(np.minimum.reduceat(costs, self.flat.first[:-1]).sum())
         if not len(self.messages):
@@ -162,6 +166,7 @@ class Ascent:
         """By how much each choice raises the bound (places,)."""
         if not len(self.given):
             return np.zeros(0)
+        self.budget.spend(self.board.work)
         costs, least = self.board.costs(self.messages, self.given), self.board.least(self.messages)
         rise: np.ndarray = costs - np.repeat(np.minimum.reduceat(costs, self.flat.first[:-1]), self.flat.sizes)
         if len(least):

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.solver.budget import Budget
+from autopar.solver.budget import CALL, Budget
 from autopar.solver.memory_rows import SpanRows, Spans
 from autopar.solver.outcomes import Numbers, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs
@@ -113,7 +113,7 @@ class _Leaders:
             waiting.discard(v)
             alive = np.isfinite(self.cost[v])
             for matrix in self.near[v].values():
-                self.budget.spend(matrix.size)
+                self.budget.spend(matrix.size + CALL)
                 alive &= np.isfinite(matrix).any(axis=1)
             if not alive.any():
                 return False
@@ -139,7 +139,7 @@ class _Leaders:
             if u not in self.near or v not in self.near[u]:
                 continue
             matrix = self.near[u][v]
-            self.budget.spend(matrix.size)
+            self.budget.spend(matrix.size + CALL)
             possible = np.isfinite(matrix)
             if (np.count_nonzero(possible, axis=1) == 1).all() and self._is_worth_it(u, v):
                 around = self._merge(u, v, possible.argmax(axis=1))
@@ -163,7 +163,7 @@ class _Leaders:
         around = self.near.pop(v)
         for w, other in around.items():
             del self.near[w][v]
-            self.budget.spend(len(f) * other.shape[1])
+            self.budget.spend(len(f) * other.shape[1] + CALL)
             self._add_edge(u, w, other[f])
         return [w for w in around if w in self.near[u]]
 

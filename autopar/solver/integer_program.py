@@ -101,6 +101,7 @@ def solve_program(program: Program, limits: Limits, start: np.ndarray | None = N
     highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
     options: dict[str, bool | int | float] = {
         "output_flag": False,
+        "log_to_console": False,  # or HiGHS 1.16 says its name on standard output, in front of what --json prints
         "threads": 1,
         "random_seed": 0,
         "mip_detect_symmetry": False,  # HiGHS does so on the side, and whether it is ready in time decided which optimum came

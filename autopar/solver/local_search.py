@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autopar.solver.budget import Budget
+from autopar.solver.budget import CALL, Budget
 from autopar.solver.memory_rows import Spans
 from autopar.solver.problem import Costs, FlatCosts
 
@@ -33,7 +33,7 @@ def improve_choice(choice: Mapping[int, int], costs: Costs, budget: Budget | Non
         for v in pending:
             if budget.is_over:
                 return best
-            budget.spend(len(costs.nodes[v]) * (1 + len(near[v])))
+            budget.spend((len(costs.nodes[v]) + CALL) * (1 + len(near[v])))
             total = costs.nodes[v] + sum(m[:, best[w]] for w, m in near[v])
             p = int(np.argmin(total))
             if np.isfinite(total[p]) and total[best[v]] - total[p] > WORTH_IT * abs(total[p]):
@@ -84,10 +84,12 @@ class Moves:
     def repair(self, choice: np.ndarray, paid: np.ndarray, budget: Budget, *, most_moves: int) -> np.ndarray | None:
         """Change nodes until memory fits, those first that take least cost for the bytes that they free; None if that fails.
 
-        `paid` are prices that each place pays besides its cost, so that a node does not leave one row for another (places,).
+        It has failed where the same choice comes again: all that follows would be the same. `paid` are prices that each place
+        pays besides its cost, so that a node does not leave one row for another (places,).
         """
         choice, node_of = choice.copy(), self.flat.node_of
         used = self.spans.used_by(choice)
+        met, seen = 0, {0}  # a choice by the places that it has left and taken
         for _ in range(most_moves):
             over = np.maximum(used - self.limit, 0.0)
             if not over.any():
@@ -106,7 +108,12 @@ class Moves:
             ratio = np.where(is_useful, np.maximum(cost, 0.0) / np.where(is_useful, freed, 1.0), np.inf)
             ratio = np.where(is_useful & (cost <= 0), cost - 1.0, ratio)
             best = int(np.argmin(ratio))
-            self._move(choice, used, int(node_of[best]), best - int(self.first[node_of[best]]))
+            v = int(node_of[best])
+            met ^= hash((int(taken[v]),)) ^ hash((best,))
+            if met in seen:
+                break
+            seen.add(met)
+            self._move(choice, used, v, best - int(self.first[v]))
         return None
 
     def improve(self, choice: np.ndarray, budget: Budget) -> np.ndarray:
@@ -114,12 +121,13 @@ class Moves:
         choice, node_of = choice.copy(), self.flat.node_of
         used = self.spans.used_by(choice)
         while not budget.is_over:
-            budget.spend(len(self.place))
+            budget.spend(2 * len(self.place))
             cost = self.costs(choice)
             gain = np.repeat(cost[self.first[:-1] + choice], self.flat.sizes) - cost
             (better,) = np.nonzero(gain > WORTH_IT * np.abs(cost))
             better = better[np.argsort(-gain[better], kind="stable")]
             touched: set[int] = set()
+            budget.spend(2 * CALL * len(better))
             for place in better.tolist():
                 v = int(node_of[place])
                 p = place - int(self.first[v])

@@ -27,6 +27,8 @@ from autopar.solver.outcomes import Numbers, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.search import Found
 
+WORK_PER_ENTRY = 5.0
+"""Units of work that a sweep takes beside its messages for each entry of the spans: their prices, and what a choice uses."""
 Solve = Callable[[Costs], Found | Unreachable | Unfinished]
 """The search without memory."""
 
@@ -198,6 +200,7 @@ class PricedAscent:
             paid = self.spans.price(self.prices / self.problem.limit_bytes, self.moves.first)
             self.ascent.given = self.cost + paid
             self.ascent.sweep()
+            self.budget.spend(WORK_PER_ENTRY * len(self.spans.used) + len(self.prices))
             before, bound = self.lower, self._bound()
             self.lower = max(self.lower, bound)
             choice = self.ascent.decode()

@@ -14,6 +14,9 @@ from typing import overload
 
 import numpy as np
 
+ROUNDING = 1e-12
+"""What exceeds its room by at most this part of the limit counts as rounding where choices are ruled out."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MemoryRow:
@@ -43,14 +46,12 @@ class Levels:
     """What one node uses in all its spans together.
 
     Attributes:
-        low: its first row.
-        high: the row after its last.
-        used: the different ways in which its choices use rows, bytes, a float array (levels, high - low).
+        cuts: the rows at which what it uses changes, and the row after its last, ascending ints (parts + 1,).
+        used: the different ways in which its choices use the rows of each part, bytes, a float array (levels, parts).
         level_of: which of them each choice is, ints (choices,).
     """
 
-    low: int
-    high: int
+    cuts: np.ndarray
     used: np.ndarray
     level_of: np.ndarray
 
@@ -195,29 +196,40 @@ class Spans:
             spans_of.setdefault(v, []).append(i)
         levels = {}
         for v, of in spans_of.items():
-            low, high = int(self.begin[of].min()), int(self.end[of].max())
-            used = np.zeros((sizes[v], high - low))
-            for i in of:
-                rows = slice(int(self.begin[i]) - low, int(self.end[i]) - low)
-                used[:, rows] += self.used[self.first[i] : self.first[i + 1], None]
+            begin, end = self.begin[of], self.end[of]
+            cuts = np.unique(np.concatenate([begin, end]))
+            used = np.zeros((sizes[v], len(cuts) - 1))
+            lows, highs = np.searchsorted(cuts, begin).tolist(), np.searchsorted(cuts, end).tolist()
+            for i, low, high in zip(of, lows, highs, strict=True):
+                used[:, low:high] += self.used[self.first[i] : self.first[i + 1], None]
             different, level_of = np.unique(used, axis=0, return_inverse=True)
-            levels[v] = Levels(low, high, different, level_of.ravel())
+            levels[v] = Levels(cuts, different, level_of.ravel())
         return levels
 
-    def find_fitting(self, limit_bytes: float, sizes: Sequence[int]) -> list[np.ndarray]:
-        """Which choices of each node fit beside the least of all others, bools (choices,); `sizes` as in `find_levels`."""
-        room = limit_bytes - self.least()
-        fit = [np.ones(size, dtype=bool) for size in sizes]
-        for v, levels in self.find_levels(sizes).items():
-            spans = np.flatnonzero(self.node == v)
-            own = np.zeros(levels.high - levels.low)
-            for i in spans.tolist():
-                own[self.begin[i] - levels.low : self.end[i] - levels.low] += self.used[
-                    self.first[i] : self.first[i + 1]
-                ].min()
-            is_fit = np.all(levels.used - own <= room[levels.low : levels.high], axis=1)
-            fit[v] = is_fit[levels.level_of]
-        return fit
+    def find_fitting(self, limit_bytes: float, first_place: np.ndarray) -> np.ndarray:
+        """Which choices fit beside the least of all other nodes, bools (places,), given the first place of each node.
+
+        What a choice uses is added up over its node's spans, from each row at which it changes to the next.
+        """
+        spans = self.beyond_least()
+        nodes, rows = len(first_place) - 1, len(self.fixed) + 1
+        begin, end = spans.node * rows + spans.begin, spans.node * rows + spans.end
+        cuts = np.unique(np.concatenate([begin, end]))
+        first_cut = np.searchsorted(cuts // rows, np.arange(nodes + 1))
+        place, node = spans.places(first_place), np.repeat(np.arange(nodes), np.diff(first_place))
+        counts = np.diff(first_cut)[node]
+        first_cell = np.cumsum(counts) - counts  # of each place: a cell for each cut of its node
+        cells = int(counts.sum())
+        used = np.zeros(cells)
+        for at, sign in ((begin, 1.0), (end, -1.0)):
+            cut = np.repeat(np.searchsorted(cuts, at) - first_cut[spans.node], np.diff(spans.first))
+            used += sign * np.bincount(first_cell[place] + cut, spans.used, cells)
+        used = np.cumsum(used)
+        room = _least_between(limit_bytes - spans.fixed, cuts % rows) + ROUNDING * abs(limit_bytes)
+        cut_of = np.arange(cells) - np.repeat(first_cell - first_cut[node], counts)
+        is_fit = np.ones(len(node), dtype=bool)
+        is_fit[np.repeat(np.arange(len(node)), counts)[used > room[cut_of]]] = False
+        return is_fit
 
     def at(self, t: int) -> MemoryRow:
         """One row."""
@@ -242,6 +254,20 @@ class Spans:
         return Spans(
             fixed=self.fixed[kept], node=self.node[left], begin=begin[left], end=end[left], first=first, used=used
         )
+
+
+def _least_between(values: np.ndarray, cuts: np.ndarray) -> np.ndarray:
+    """The least of the values from each cut up to the next, infinite where that does not come later, a float array (cuts,)."""
+    least = np.full(len(cuts), np.inf)
+    (ascending,) = np.nonzero(np.diff(cuts) > 0)
+    width = cuts[ascending + 1] - cuts[ascending]
+    level, reach = values, 1
+    while len(ascending) and reach <= width.max():
+        (here,) = np.nonzero((width >= reach) & (width < 2 * reach))
+        at = ascending[here]
+        least[at] = np.minimum(level[cuts[at]], level[cuts[at + 1] - reach])
+        level, reach = np.minimum(level[:-reach], level[reach:]), 2 * reach
+    return least
 
 
 def find_peaks(used: np.ndarray, limit_bytes: float) -> np.ndarray:

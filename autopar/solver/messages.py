@@ -12,6 +12,7 @@ import dataclasses
 
 import numpy as np
 
+from autopar.solver.budget import CALL
 from autopar.solver.problem import FlatCosts
 
 
@@ -118,6 +119,12 @@ class Board:
         for level in self.levels:
             least[level.rows] = level.least(messages)
         return np.asarray(least - messages)
+
+    @property
+    def work(self) -> float:
+        """Units of work of a look at all edges from both ends; rows, choices and levels cost time beside their entries."""
+        entries, rows, choices = len(self.flat.value), len(self.place_of), len(self.flat.cost)
+        return entries + 4.0 * rows + 10.0 * choices + CALL * len(self.levels)
 
     def edge_parts(self) -> np.ndarray:
         """The first message of each end, edge after edge, ints (2 edges,)."""

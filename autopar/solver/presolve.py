@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from autopar.solver.budget import Budget
+from autopar.solver.budget import CALL, Budget
 from autopar.solver.problem import Costs
 
 Scope = tuple[int, ...]
@@ -195,6 +195,7 @@ class _Reducer:
 
     def _eliminate(self, u: int) -> set[int]:
         """Remove a node of degree 0, 1 or 2; return the nodes whose surroundings changed."""
+        self.budget.spend(CALL)
         neighbours = sorted(self.near[u])
         entries = tuple((v, self.near[u][v], self.choices[v]) for v in neighbours)
         self.steps.append(_Step(u, self.choices[u], self.cost[u], entries))
@@ -258,7 +259,8 @@ class _Reducer:
     def _find_beaten(self, v: int) -> np.ndarray:
         """beaten[p', p]: whether p is never worse than p' and, if v stays, uses no more memory; bools (choices, choices)."""
         cost = self.cost[v]
-        self.budget.spend(len(cost) * sum(matrix.size for matrix in self.near[v].values()))
+        sizes = [matrix.size for matrix in self.near[v].values()]
+        self.budget.spend(len(cost) * sum(sizes) + 2 * CALL * (1 + len(sizes)))
         with np.errstate(invalid="ignore"):
             excess = cost[:, None] - cost[None, :]
             for matrix in self.near[v].values():

@@ -197,12 +197,12 @@ class FlatCosts:
             value=_join([matrix.ravel() for matrix in costs.edges.values()]),
         )
 
-    @property
+    @functools.cached_property
     def sizes(self) -> np.ndarray:
         """The number of choices of each node, ints (nodes,)."""
         return np.diff(self.first)
 
-    @property
+    @functools.cached_property
     def node_of(self) -> np.ndarray:
         """The node of each place, ints (places,)."""
         return np.repeat(np.arange(len(self.numbers)), self.sizes)

@@ -34,7 +34,8 @@ def choose_within_memory(
     """
     reduced = reduce_problem(problem)
     pairs, tuning = reduced.costs.pairs, problem.tuning
-    is_direct = pairs <= tuning.memory_pairs and not problem.is_quick
+    most_pairs = tuning.direct_pairs if np.isfinite(problem.cutoff_s) else tuning.memory_pairs
+    is_direct = pairs <= most_pairs and not problem.is_quick
     if is_direct and (pairs <= tuning.tiny_pairs or find_order(reduced.costs, tuning.entries) is None):
         gap = tuning.exact_gap if pairs <= tuning.direct_pairs else tuning.program_gap
         limited = dataclasses.replace(problem, budget=problem.budget.part(tuning.direct_share))
@@ -83,7 +84,8 @@ def _solve_after(
     limited = problem
     if isinstance(found, Chosen) and tuning.good_enough > 0:
         limited = dataclasses.replace(problem, budget=problem.budget.limit(work=tuning.direct_work))
-    solved = _solve_directly(limited, reduced, gap=tuning.exact_gap, node_limit=tuning.memory_nodes)
+    start = found.numbers if isinstance(found, Chosen) else None
+    solved = _solve_directly(limited, reduced, gap=tuning.exact_gap, node_limit=tuning.memory_nodes, start=start)
     if not isinstance(found, Chosen):
         return solved
     if not isinstance(solved, Chosen):

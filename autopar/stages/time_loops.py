@@ -13,7 +13,7 @@ from autopar.errors import UnsupportedProgramError
 from autopar.microbatches.counts import not_cut, plan_phases
 from autopar.microbatches.loop import TimeLoop
 from autopar.microbatches.mixing import MixedExamples
-from autopar.microbatches.time_plan import Phase
+from autopar.microbatches.time_plan import Phase, TimePlan
 from autopar.program.program import Equation
 from autopar.program.step import TracedStep
 from autopar.stages.segments import first_call
@@ -35,14 +35,24 @@ def make_divided_loop(split: SplitStep, num_microbatches: int) -> TimeLoop:
 def make_loops(split: SplitStep, usual: int) -> Callable[[int], TimeLoop]:
     """A function from a number of microbatches to the loop of a divided step, with the phases of `usual` microbatches."""
     first = make_divided_loop(split, usual)
-    return lambda count: first if count == usual else make_time_loop(split.step, count, known=first.plan.phases)
+
+    def loop_of(count: int) -> TimeLoop:
+        if count == usual:
+            return first
+        return make_time_loop(split.step, count, known=first.plan.phases, like=first.plan)
+
+    return loop_of
 
 
 def make_time_loop(
-    traced: TracedStep, num_microbatches: int, *, known: Mapping[Equation, Phase] | None = None
+    traced: TracedStep,
+    num_microbatches: int,
+    *,
+    known: Mapping[Equation, Phase] | None = None,
+    like: TimePlan | None = None,
 ) -> TimeLoop:
     """The step as prologue, body and epilogue. Raises ArgumentError, UnsupportedProgramError."""
-    plan = plan_phases(traced, num_microbatches, late_sums=True, known=known)
+    plan = plan_phases(traced, num_microbatches, late_sums=True, known=known, like=like)
     if isinstance(plan, MixedExamples):
         raise not_cut(plan, num_microbatches)
     for eqn in plan.of_phase("prologue"):

@@ -36,6 +36,7 @@ KINDS = (
     "waiting",
     "heard",
     "gather",
+    "read",
     "write",
     "replace",
     "written",

@@ -1,6 +1,6 @@
 """`Run`: a training loop that loses nothing when it is interrupted.
 
-In: a planned step, a source of batches, a folder. Out: the state after so many steps. It begins where the last complete
+In: a step, a source of batches, a folder. Out: the state after so many steps. It begins where the last complete
 checkpoint in the folder ends: there is one after every so many steps, after the last one, and when the run is asked to stop. On
 the same plan the result is bit for bit that of a run that was never interrupted. What can go wrong: the loss is no number; see
 `Guard`.
@@ -14,22 +14,48 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from rich.console import Console
 
-from autopar.api import ParallelStep
 from autopar.arguments import check_limit
 from autopar.checkpoints import Checkpoints
+from autopar.cost_model.hardware import Cluster
 from autopar.data import ShardedBatches, sharded
-from autopar.data.sources import Position
-from autopar.errors import ArgumentError, TrainingError
+from autopar.data.sources import Position, peek
+from autopar.errors import ArgumentError, PlanError, TrainingError
+from autopar.execution.published import Places
 from autopar.explain import standard_output
+from autopar.explain.training_progress import Report, RunStep, Scale
 from autopar.program.call import PyTree
 from autopar.training.guard import Guard
-from autopar.training.progress import Report, RunStep, Scale
 from autopar.training.stop import StopRequest
+
+
+class RunnableStep(Protocol):
+    """What is asked of a step: an `autopar.ParallelStep`."""
+
+    def __call__(self, state: PyTree, batch: PyTree, /) -> tuple[PyTree, ...]:
+        """Make a step."""
+
+    def init_state(self, create_fn: Callable[..., PyTree], /, *args: PyTree) -> PyTree:
+        """The first state where the plan wants it."""
+
+    def plan(self, *args: PyTree) -> object:
+        """Plan it."""
+
+    def last_plan(self) -> object:
+        """Raises PlanError if it has not been planned."""
+
+    def places(self) -> Places:
+        """Where its arrays go."""
+
+    def jax_devices(self) -> list[jax.Device]:
+        """The devices that it may run on."""
+
+    def cluster(self) -> Cluster:
+        """The cluster that its devices make up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +96,7 @@ class Run:
 
     def __init__(
         self,
-        step: ParallelStep,
+        step: RunnableStep,
         data: ShardedBatches | Iterable[PyTree] | Callable[[], Iterable[PyTree]],
         checkpoint_dir: str | os.PathLike[str] | None,
         *,
@@ -84,11 +110,13 @@ class Run:
         on_step: Callable[[RunStep], None] | None = None,
         console: Console | None = None,
         tokens_per_batch: int | None = None,
+        name: str | None = None,
     ) -> None:
-        """A run of a step that has been planned, e.g. by `step.plan(shapes, batch)`.
+        """A run of a step.
 
         Args:
-            step: a step `(state, batch) -> (state, ...)`.
+            step: a step `(state, batch) -> (state, ...)`. One without a plan is planned for the first batch; by that of the last
+                checkpoint, without a search, if cluster, devices, options and constraints are the same.
             data: batches, as `autopar.data.sharded` makes or takes them.
             checkpoint_dir: the folder of the checkpoints, which is made if it is not there; None saves nothing.
             create_state: makes the first state, `create_state(*args)`, as for `step.init_state`.
@@ -101,21 +129,33 @@ class Run:
             on_step: gets each step once its loss is known.
             console: where progress is shown; standard output by default. Only the first process shows it.
             tokens_per_batch: for the rate; without it, examples are counted.
+            name: of the run where it tells of itself; by default that of the step.
 
-        Raises:
-            ArgumentError: an argument cannot be used, or the step has not been planned.
+        Raises ArgumentError if an argument cannot be used.
         """
         self._step, self._create, self._args = step, create_state, tuple(args)
-        self._data = data if isinstance(data, ShardedBatches) else sharded(data, step)
         self._every = check_limit("every", every)
         self._checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, step, keep=keep)
+        self._data = data if isinstance(data, ShardedBatches) else sharded(self._plan(data), step)
         self._resume, self._guard = resume, guard or Guard()
         self._find_loss, self._on_step = find_loss or _usual_loss, on_step
-        self._scale = _scale_of(step, tokens_per_batch)
+        self._scale, self._name = _scale_of(step, tokens_per_batch), name or step.places().name
         processes = sorted({device.process_index for device in step.jax_devices()})
         self._several = len(processes) > 1
         self._console = (console or standard_output()) if jax.process_index() == processes[0] else None
         self._first_position = self._data.position()
+
+    def _plan(
+        self, data: Iterable[PyTree] | Callable[[], Iterable[PyTree]]
+    ) -> Iterable[PyTree] | Callable[[], Iterable[PyTree]]:
+        """Plan the step if nobody has; returns the data, of which nothing is drawn."""
+        try:
+            self._step.last_plan()
+        except PlanError:
+            first, data = peek(data)
+            plan = self._step.plan if self._checkpoints is None else self._checkpoints.plan
+            plan(jax.eval_shape(self._create, *self._args), first)
+        return data
 
     def train(self, steps: int) -> Trained:
         """Train until so many steps have been made, those of earlier runs in the same folder included.
@@ -130,12 +170,17 @@ class Run:
 
         Raises:
             TrainingError: a loss was bad, and the guard says to stop.
-            CheckpointError: a checkpoint cannot be written or restored.
+            CheckpointError: a checkpoint cannot be written or restored, or another run writes to the folder.
             ArgumentError: the data ended early, or there are checkpoints already and `resume` is off.
         """
+        alone = contextlib.nullcontext() if self._checkpoints is None else self._checkpoints.alone()
+        with alone:
+            return self._train(steps)
+
+    def _train(self, steps: int) -> Trained:
         now = self._begin()
         stop = StopRequest(several=self._several)
-        report = Report(self._console, self._scale, name=self._step.places().name, first=now.number, last=steps)
+        report = Report(self._console, self._scale, name=self._name, first=now.number, last=steps)
         if now.number:
             report.say(f"goes on from the checkpoint of step {now.number}")
         with contextlib.ExitStack() as stack:
@@ -174,6 +219,8 @@ class Run:
         found = self._checkpoints.restore(data=self._data)
         losses = deque(map(float.fromhex, found.about.notes.get("losses", ())), maxlen=self._guard.window)
         number = found.about.number or 0
+        if found.about.position is None:  # saved by a loop without `data`: each of its steps took a batch
+            self._data.seek({"batches": number, "state": None})
         return _Progress(state=found.state, number=number, losses=losses, saved=number)
 
     def _make_steps(self, now: _Progress, steps: int, stop: StopRequest, report: Report) -> bool:
@@ -263,10 +310,10 @@ def _usual_loss(rest: PyTree) -> jax.Array:
     return found
 
 
-def _scale_of(step: ParallelStep, tokens_per_batch: int | None) -> Scale:
+def _scale_of(step: RunnableStep, tokens_per_batch: int | None) -> Scale:
     places = step.places()
     sizes = [leaf.shape[0] for leaf in jax.tree.leaves(places.batch) if leaf.shape]
     device, devices = step.cluster().device, places.num_devices
     ideal_s = sum(flops / device.peak_of(dtype) for dtype, flops in places.flops.items()) / devices
     count, noun = (max(sizes, default=1), "examples") if tokens_per_batch is None else (tokens_per_batch, "tokens")
-    return Scale(count=count, noun=noun, ideal_s=ideal_s or None)
+    return Scale(count=count, noun=noun, ideal_s=ideal_s or None, predicted_s=places.plan.step_s)

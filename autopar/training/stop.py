@@ -23,22 +23,27 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Whether a run is to stop. `name` is that of the signal that this process got."""
+    """Whether a run is to stop. `name` is that of the signal that this process, or another one, got."""
 
     def __init__(self, *, several: bool) -> None:
         """`several`: whether other processes run the same."""
         self.name: str | None = None
+        self._own: str | None = None
         self._service: Coordination | None = coordination() if several else None
         self._key = f"autopar/stop/{next(_RUNS)}"
         self._at: int | None = None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """A context in which the first signal is a request; a second one ends the process. Threads get no signals."""
+        """A context in which the first signal is a request; a second one ends the process. Threads get no signals.
+
+        A signal that is ignored stays ignored, as shells want of commands in the background.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._on_signal) for number in heard}
         try:
             yield
         finally:
@@ -55,9 +60,9 @@ class StopRequest:
 
     def _agreed(self, service: Coordination, number: int) -> int | None:
         """Before which step all stop, if any process has asked for it."""
-        if self.name is not None:
+        if self._own is not None:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first, and its word counts
-                service.key_value_set_bytes(f"{self._key}/at", f"{number + 1} {self.name}".encode())
+                service.key_value_set_bytes(f"{self._key}/at", f"{number + 1} {self._own}".encode())
         for _, said in service.key_value_dir_get_bytes(f"{self._key}/"):
             at, _, name = said.decode().partition(" ")
             self.name = self.name or name
@@ -65,6 +70,7 @@ class StopRequest:
         return None
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.name is not None:
+        if self._own is not None:
             raise KeyboardInterrupt
-        self.name = signal.Signals(number).name
+        self._own = signal.Signals(number).name
+        self.name = self.name or self._own

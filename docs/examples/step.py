@@ -3,7 +3,6 @@ import jax.numpy as jnp
 import optax
 
 import autopar
-from autopar.explain import show
 
 optimizer = optax.adamw(1e-3)
 

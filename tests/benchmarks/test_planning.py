@@ -81,7 +81,7 @@ def test_hand_plans_are_fixed_as_they_say_and_the_open_plan_is_as_fast(load, cap
 
 def test_megatron_splits_what_it_can_and_leaves_the_rest_whole(load):
     script = load("hand_plans")
-    from autopar.commands.subject import find_subject
+    from autopar.commands.arguments.subject import find_subject
 
     subject = find_subject("moe", {"layers": 2, "hidden": 32, "heads": 2, "experts": 4, "vocab": 257})
     globs = {glob.removeprefix("state/params/"): spec for glob, spec in script.megatron(subject, 2).items()}
@@ -93,7 +93,7 @@ def test_megatron_splits_what_it_can_and_leaves_the_rest_whole(load):
 
 def test_a_plan_that_does_not_fit_is_shown_as_such_and_a_faster_hand_plan_is_told(load):
     script = load("hand_plans")
-    from autopar.commands.subject import Subject
+    from autopar.commands.arguments.subject import Subject
 
     subject = Subject(lambda w, x: w - (x @ w).sum(), jnp.ones((64, 64)), jnp.ones((64, 64)))
     row, text = script.plan("tight", subject, {"devices": 2, "cluster": "cpu", "memory_limit_bytes": 64})

@@ -1,6 +1,7 @@
 """A run that may be killed at any moment: `python -m tests.checkpoints.killed_run FOLDER RANK COUNT PORT`.
 
-Says `step N` after each step; writes the digest of its last state and the last loss to FOLDER/end.RANK when it comes to its end.
+Says `step N` after each step. Writes to FOLDER/end.RANK, when it comes to its end, the digest of its last state, the last loss,
+the number of steps that are made and the signal that stopped it.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ def train(folder):
     )
     found = run.train(STEPS)
     held = jax.tree.map(np.asarray, {"params": step.gather(found.state["params"])})
-    return hashlib.sha256(repr(sorted(bits(held).items())).encode()).hexdigest(), found.loss
+    return hashlib.sha256(repr(sorted(bits(held).items())).encode()).hexdigest(), found
 
 
 def main():
@@ -49,8 +50,9 @@ def main():
     folder, (rank, count, port) = Path(sys.argv[1]), map(int, sys.argv[2:])
     if count > 1:
         jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=count, process_id=rank)
-    digest, loss = train(folder / "run")
-    (folder / f"end.{rank}").write_text(f"{digest} {float(loss).hex()}" if loss is not None else f"{digest} -")
+    digest, found = train(folder / "run")
+    loss = "-" if found.loss is None else float(found.loss).hex()
+    (folder / f"end.{rank}").write_text(f"{digest} {loss} {found.number} {found.stopped}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -90,3 +91,30 @@ def check(folder, kills, count):
 @pytest.mark.parametrize(("kills", "count"), [(3, 1), (70, 1), (25, 2), (5, 4)])
 def test_a_run_that_is_killed_a_hundred_times_ends_as_one_that_is_not(tmp_path, kills, count):
     check(tmp_path, kills, count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_process_gets_a_signal_and_both_save_the_same_step_and_end(tmp_path, rank):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    whole.mkdir()
+    stopped.mkdir()
+    ends(whole, 2, None)
+    processes = start(stopped, 2)
+    for process in processes:
+        assert next(line for line in process.stdout if line.startswith("step 3"))
+    processes[rank].send_signal(signal.SIGTERM)
+    for process in processes:
+        process.communicate(timeout=LIMIT_S)
+    said = "".join((stopped / f"{rank}.txt").read_text()[-3000:] for rank in range(2))
+    assert [process.returncode for process in processes] == [0, 0], said
+    found = [(stopped / f"end.{rank}").read_text().split() for rank in range(2)]
+    assert found[0] == found[1]
+    assert found[0][3] == "SIGTERM"
+    number = int(found[0][2])
+    assert 3 < number < STEPS
+    assert max(int(path.name) for path in (stopped / "run").iterdir()) == number
+    ends(stopped, 2, None)
+    assert [(stopped / f"end.{rank}").read_text() for rank in range(2)] == [
+        (whole / f"end.{rank}").read_text() for rank in range(2)
+    ]

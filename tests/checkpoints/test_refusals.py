@@ -128,10 +128,13 @@ def test_what_cannot_be_written_is_told_and_leaves_nothing(tmp_path):
     assert autopar.save(tmp_path / "one", laid_out(step, make_state()), step).wait().is_dir()
 
 
-def test_a_checkpoint_of_a_later_version_is_told_as_such(copied):
+@pytest.mark.parametrize("version", [0, 99])
+def test_a_checkpoint_of_another_version_is_told_as_such(copied, version):
     path = copied / "about" / "metadata"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 99}))
-    with pytest.raises(CheckpointError, match="version 99"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": version}))
+    with pytest.raises(
+        CheckpointError, match=f"version {version} of autopar's checkpoints, this is autopar with version 1"
+    ):
         autopar.restore(copied, step_of("zero3"))
 
 

@@ -6,10 +6,13 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 
 import autopar
+from autopar.checkpoints import register_with_orbax
 from autopar.split_array import SplitArray
 from tests.checkpoints.steps import WAYS, bits, laid_out, make_batch, make_state, planned
 
@@ -66,6 +69,21 @@ def test_orbax_alone_reads_a_checkpoint_and_writes_pieces_as_one_array(tmp_path)
     np.testing.assert_array_equal(plain["momentum"]["head"], state["momentum"]["head"])
 
 
+def test_orbax_alone_writes_pieces_as_one_array_once_it_knows_them(tmp_path):
+    step, state = step_of("2_stages"), make_state()
+    held = {"stack": laid_out(step, state)["params"]["stack"], "count": state["count"]}
+    assert isinstance(held["stack"], SplitArray)
+    register_with_orbax()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "one", held)
+    plain = ocp.StandardCheckpointer().restore(
+        tmp_path / "one", {"stack": state["params"]["stack"], "count": state["count"]}
+    )
+    assert bits(plain) == bits({"stack": state["params"]["stack"], "count": state["count"]})
+    again = ocp.StandardCheckpointer().restore(tmp_path / "one")
+    np.testing.assert_array_equal(again["stack"], held["stack"])
+
+
 def test_leaves_of_all_kinds_and_several_arguments_that_are_state(tmp_path):
     def fun(params, rest, x):
         return params - x.mean(), {**rest, "scale": rest["scale"] * 2}, x.sum()
@@ -86,3 +104,49 @@ def test_leaves_of_all_kinds_and_several_arguments_that_are_state(tmp_path):
     assert restored[1]["scale"].weak_type
     step(*restored, jnp.ones(8))
     assert len(step._memory.programs.values()) == 1  # neither traced nor planned again
+
+
+class Perceptron(nnx.Module):
+    """Parameters, running statistics, and a key with its count for dropout."""
+
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 4, rngs=rngs)
+        self.norm, self.dropout = nnx.BatchNorm(16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(nnx.tanh(self.norm(self.up(x)))))
+
+
+def change_objects(model, optimizer, x):
+    loss, gradients = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
+    optimizer.update(model, gradients)
+    return loss
+
+
+def make_objects(seed):
+    model = Perceptron(nnx.Rngs(seed))
+    return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+
+def state_of(objects):
+    return bits([nnx.state(one) for one in objects])
+
+
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_objects_of_nnx_that_a_step_changes_are_saved_and_updated_from_what_is_restored(tmp_path, stages):
+    x, objects, others = jnp.arange(64.0).reshape(8, 8) / 64, make_objects(0), make_objects(1)
+    source = autopar.parallelize(change_objects, mesh_shape=(2,))
+    loss = source(*objects, x)
+    autopar.save(tmp_path / "one", objects, source)
+    expected = state_of(objects)
+    assert source(*objects, x) != loss
+    target = source
+    if stages > 1:
+        options = {"mesh_shape": (1,), "num_microbatches": 2, "batch_statistics": "microbatch"}
+        target = autopar.parallelize(change_objects, num_stages=stages, **options)
+        target.plan(*others, x)
+    for one, state in zip(others, autopar.restore(tmp_path / "one", target), strict=True):
+        nnx.update(one, state)
+    assert state_of(others) == expected
+    target(*others, x)
+    assert (state_of(others) == state_of(objects)) == (target is source)

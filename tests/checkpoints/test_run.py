@@ -13,7 +13,7 @@ import autopar
 from autopar.checkpoints import Checkpoints
 from autopar.errors import ArgumentError, TrainingError
 from autopar.training import Guard
-from tests.checkpoints.steps import bits, make_batch, make_state, planned
+from tests.checkpoints.steps import bits, make_batch, make_state, planned, scanned_step
 
 step_of = functools.cache(planned)
 STEPS = 9
@@ -158,12 +158,57 @@ def test_what_a_run_tells(tmp_path):
     assert "goes on from the checkpoint of step 2" in said
 
 
+def unplanned(**options):
+    return autopar.parallelize(scanned_step, **{"mesh_shape": (2,), "constraints": autopar.zero3(), **options})
+
+
+def generated():
+    yield from forever()
+
+
+@pytest.mark.parametrize(
+    "data", [forever, [make_batch(n) for n in range(STEPS)], generated()], ids=["function", "list", "generator"]
+)
+def test_a_step_that_has_not_been_planned_is_planned_for_the_first_batch(data, tmp_path):
+    assert run(None, unplanned(), data).train(2).loss == run(None, two_devices()).train(2).loss
+
+
+@functools.cache
+def two_devices():
+    step = unplanned()
+    step.plan(make_state(), make_batch())
+    return step
+
+
+def test_a_run_that_goes_on_takes_the_plan_of_its_checkpoint_without_a_search(tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    run(tmp_path, two_devices()).train(4)
+    with monkeypatch.context() as patch:
+        patch.setattr("autopar.decide._search", lambda settings, traced: pytest.fail("it searches"))
+        again = run(tmp_path, step := unplanned()).train(6)
+    assert step.last_plan() == two_devices().last_plan()
+    assert f"the plan is that of the checkpoint {tmp_path / '4'}" in caplog.text
+    assert bits(again.state) == bits(run(None, two_devices()).train(6).state)
+
+
+@pytest.mark.parametrize(
+    "other", [{"mesh_shape": (4,)}, {"constraints": autopar.data_parallel()}, {"memory_limit_bytes": 2**30}]
+)
+def test_where_another_plan_is_asked_for_it_is_searched(other, tmp_path, caplog):
+    caplog.set_level("INFO")
+    run(tmp_path, two_devices(), every=None).train(1)
+    assert run(tmp_path, unplanned(**other)).train(2).number == 2
+    assert "the plan is that of the checkpoint" not in caplog.text
+
+
 def test_arguments_that_cannot_be_used(tmp_path):
     run(tmp_path).train(1)
     with pytest.raises(ArgumentError, match="has checkpoints, of step 1 the last"):
         run(tmp_path, resume=False).train(2)
     with pytest.raises(ArgumentError, match="the data ended after 1 batches, and 3 steps"):
         run(tmp_path / "a", data=[make_batch(0)]).train(3)
+    with pytest.raises(ArgumentError, match="the data has no batch to plan the step for"):
+        run(None, unplanned(), data=[])
     with pytest.raises(ArgumentError, match="every=0"):
         run(tmp_path, every=0)
     with pytest.raises(ArgumentError, match="'later'"):

@@ -6,6 +6,8 @@ import jax
 import pytest
 
 import autopar
+from autopar.models import build
+from autopar.split_array import SplitArray
 from tests.checkpoints.steps import bits
 from tests.zoo import ZOO
 
@@ -29,10 +31,19 @@ STAGES = {
 }
 
 
+def scanned():
+    """A GPT whose layers are one stack under a scan, which stages divide."""
+    model = build("gpt_scan", layers=4, hidden=32, heads=4, seq=8, batch=16)
+    return model.train_step, model.create_state(jax.random.key(0)), next(model.data(0))
+
+
+MODELS = {**ZOO, "gpt_scan": scanned}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_state_of_the_zoo_goes_from_every_plan_to_every_other(name, tmp_path):
-    fun, state, batch = ZOO[name]()
+    fun, state, batch = MODELS[name]()
     steps = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", autopar.AutoparWarning)  # of what a model is not made for
@@ -41,7 +52,11 @@ def test_a_state_of_the_zoo_goes_from_every_plan_to_every_other(name, tmp_path):
             steps[way].plan(state, batch)
     expected = bits(state)
     for source, step in steps.items():
-        autopar.save(tmp_path / source, step.init_state(lambda given: given, state), step).wait()
+        held = step.init_state(lambda given: given, state)
+        assert any(isinstance(leaf, SplitArray) for leaf in jax.tree.leaves(held)) == (
+            name == "gpt_scan" and source in STAGES
+        )
+        autopar.save(tmp_path / source, held, step).wait()
         for target in steps:
             assert bits(autopar.restore(tmp_path / source, steps[target])) == expected, (source, target)
     assert len(jax.tree.leaves(state)) > 4

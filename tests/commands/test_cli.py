@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 
 import pytest
 
 import autopar
+from autopar.commands import parser
 from autopar.explain import explain
 from autopar.plan import Plan
+from autopar.schedules.schedules import SCHEDULES
 from tests.commands.command_line import ROOT, SMALL, planned, run, start
 
 # --- plan and show ----------------------------------------------------------------------------------------------------
@@ -19,15 +22,12 @@ def test_plan_prints_the_plan_that_it_writes_and_show_prints_it_again(tmp_path, 
     plan = planned(tmp_path)
     printed = capsys.readouterr().out
     assert plan.mesh_shape in {(8,), (2, 4), (4, 2)}
-    report, overlap = printed.split("\n\nOverlap with compute", 1)
+    report, end = printed.rsplit("\n\n", 1)
     assert [line.rstrip() for line in report.splitlines()] == explain(plan).splitlines()
-    assert "data parallel" in overlap
-    assert printed.endswith(f"plan written to {tmp_path / 'plan.json'}\n")
+    assert end == f"plan written to {tmp_path / 'plan.json'}\n"
     assert run("show", tmp_path / "plan.json", "--full") == 0
     shown = capsys.readouterr().out
-    report, again = shown.split("\n\nOverlap with compute", 1)
-    assert [line.rstrip() for line in report.splitlines()] == explain(plan, full=True).splitlines()
-    assert overlap.startswith(again.rstrip("\n"))
+    assert [line.rstrip() for line in shown.splitlines()] == explain(plan, full=True).splitlines()
 
 
 def test_plan_needs_no_devices(tmp_path):
@@ -48,6 +48,52 @@ def test_plan_takes_sizes_mesh_and_limits_from_its_flags(tmp_path):
     assert (plan.memory_limit_bytes, plan.cluster) == (2**20, "h200")
     assert plan.input("state/params/Dense_1/kernel").shape == (16, 24)
     assert plan.input("batch/inputs").shape == (16, 16)
+
+
+def test_plan_uses_only_the_collectives_it_may_and_repeats_the_work_it_is_told_to(tmp_path):
+    flags = ("--collectives", "all-reduce, all-gather", "--recompute", "layer")
+    plan = planned(tmp_path, "--mesh", "4", "--zero", "2", "--layers", "4", "--batch", "1024", *flags)
+    assert {one.kind for one in plan.collectives} <= {"all-reduce", "all-gather"}
+    assert plan.recompute
+
+
+NOT_FLAGS = {
+    "fun": "MODEL",
+    "batch_argnums": "a model's step takes state and batch",
+    "donate_argnums": "a model's step returns its state",
+    "static_argnums": "a model's step has none",
+    "static_argnames": "a model's step has none",
+    "plan": "`show` and `simulate` read plans",
+    "follow": "there is one step",
+    "max_programs": "there is one program",
+}
+FLAGS = {
+    "mesh_shape": "mesh",
+    "constraints": "constraint",
+    "memory_limit_bytes": "memory_limit",
+    "plan_cache": "plan_cache",
+}
+
+
+def test_the_command_line_has_a_flag_for_whatever_parallelize_leaves_open():
+    options = vars(parser.read(["plan", "mlp"]))
+    asked = {
+        FLAGS.get(name, name.removeprefix("num_"))
+        for name in signature(autopar.parallelize).parameters
+        if name not in NOT_FLAGS
+    }
+    assert asked <= options.keys()
+
+
+def test_a_plan_is_shown_also_where_a_shell_says_that_it_has_no_columns(tmp_path, capsys, monkeypatch):
+    plan = planned(tmp_path)
+    capsys.readouterr()
+    monkeypatch.setenv("COLUMNS", "0")
+    assert run("show", tmp_path / "plan.json") == 0
+    shown = capsys.readouterr().out
+    assert [line.rstrip() for line in shown.partition("\n\nOverlap with compute")[0].splitlines()] == explain(
+        plan
+    ).splitlines()
 
 
 def test_plan_obeys_constraints_of_which_the_last_that_matches_holds(tmp_path):
@@ -246,7 +292,7 @@ def test_what_is_found_out_before_planning_is_one_line(capsys):
         ("--help", "train a model on real data under a plan"),
         ("plan --help", "module:function"),
         ("plan moe --help", "--capacity-factor FLOAT"),
-        ("plan gpt --help", "--schedule {auto,1f1b,gpipe,inference,interleaved,zb-h1}"),
+        ("plan gpt --help", f"--schedule {{auto,{','.join(sorted(SCHEDULES))}}}"),
         ("train gpt --help", "--timeline FILE"),
         ("train wide_resnet --help", "--imagenet-stem, --no-imagenet-stem"),
     ],

@@ -11,9 +11,10 @@ import time
 import pytest
 from rich.console import Console
 
-from autopar.commands import demo, devices, training
+from autopar.commands import demo, training
+from autopar.commands.arguments import devices
 from autopar.commands.parser import read
-from autopar.commands.training_run import Run, StopRequest
+from autopar.commands.training_run import Training
 from autopar.models import build
 from tests.commands.command_line import SMALL, run, start
 
@@ -48,7 +49,7 @@ def test_the_same_seed_trains_the_same_way_and_another_one_does_not(tmp_path):
 
 def test_text_is_counted_in_tokens_and_other_data_in_examples():
     rates = {
-        name: Run(built=build(name), steps=1, seed=0, console=Console()).rate(0.5)
+        name: Training(built=build(name), steps=1, seed=0, console=Console()).scale.rate(0.5)
         for name in ("gpt", "moe", "mlp", "wide_resnet", "t5")
     }
     assert rates == {
@@ -60,10 +61,10 @@ def test_text_is_counted_in_tokens_and_other_data_in_examples():
     }
 
 
-@pytest.mark.parametrize("flags", ["--devices 4", "--stages 2 --mesh 2 --microbatches 2"])
-def test_ctrl_c_lets_the_running_step_finish_and_ends_with_a_summary(flags):
+def test_ctrl_c_lets_the_running_step_finish_and_ends_with_a_summary():
     """In a process of its own, which also shows that the command makes its virtual devices itself."""
-    process = start("train", "mlp", *SMALL, *flags.split(), "--steps", "1000000", PYTHONUNBUFFERED="1")
+    flags = "--stages 2 --mesh 2 --microbatches 2 --steps 1000000"
+    process = start("train", "mlp", *SMALL, *flags.split(), PYTHONUNBUFFERED="1")
     try:
         lines = list(itertools.takewhile(lambda line: "step 1/1000000" not in line, process.stdout))
         assert any("(4 devices)" in line for line in lines)
@@ -77,14 +78,22 @@ def test_ctrl_c_lets_the_running_step_finish_and_ends_with_a_summary(flags):
     assert re.search(r"stopped by Ctrl-C after \d+ of 1000000 steps: first loss \S+, last loss", output)
 
 
-def stop_in(wanted):
-    """Arguments of a command that gets Ctrl-C in the first step of the run of this title."""
-    stop = StopRequest()
+def stop_in(wanted, number=signal.SIGINT):
+    """Ctrl-C, or another signal, comes in the first step of the run of this title."""
 
-    def observe(title, step, loss, seconds):
-        stop.made = title == wanted
+    def observe(title, step):
+        if title == wanted and step.number == 1:
+            signal.raise_signal(number)
 
-    return {"stop": stop, "observe": observe}
+    return {"observe": observe}
+
+
+def test_sigterm_saves_and_ends_a_run_after_a_step(capsys, tmp_path):
+    keeping = ("--checkpoints", tmp_path / "kept", "--save-every", "1000")
+    options = read([*map(str, ("train", "mlp", *SMALL, "--devices", "2", "--steps", "1000", *keeping))])
+    assert training.train(options, **stop_in("autopar", signal.SIGTERM)) == 130
+    done = re.search(r"stopped by SIGTERM after (\d) of 1000 steps: first loss", capsys.readouterr().out)
+    assert os.listdir(tmp_path / "kept") == [done[1]]
 
 
 def test_ctrl_c_during_the_comparison_leaves_it_out_with_status_130(capsys):
@@ -105,17 +114,6 @@ def test_ctrl_c_outside_of_a_run_ends_with_a_line_and_status_130(monkeypatch, ca
     plan.write_text("{}")
     assert run("show", str(plan)) == 130
     assert capsys.readouterr().err == "autopar: stopped by Ctrl-C\n"
-
-
-def test_a_second_ctrl_c_interrupts_at_once_and_the_usual_handler_comes_back():
-    usual = signal.getsignal(signal.SIGINT)
-    stop = StopRequest()
-    with stop.listening():
-        signal.raise_signal(signal.SIGINT)
-        assert stop.made
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is usual
 
 
 def test_the_users_flags_for_xla_are_kept(monkeypatch):
@@ -151,14 +149,11 @@ def test_the_demo_succeeds_if_the_loss_falls_as_it_does_with_jit(capsys):
     assert printed.err == ""
 
 
-def test_the_demo_fails_if_the_loss_does_not_fall(capsys):
-    assert demo.demo(small_demo(learning_rate=1e4)[:1]) == 1
-    assert "autopar demo: one mesh: the loss did not fall" in capsys.readouterr().err
-
-
-def test_the_demo_fails_if_the_two_runs_differ(capsys):
-    assert demo.demo(small_demo()[1:], largest_difference=-1.0) == 1
-    assert "autopar demo: pipeline: the losses differ by" in capsys.readouterr().err
+def test_the_demo_fails_if_the_loss_does_not_fall_or_two_runs_differ(capsys):
+    assert demo.demo(small_demo(learning_rate=1e4)[1:], largest_difference=-1.0) == 1
+    told = capsys.readouterr().err
+    assert "autopar demo: pipeline: the loss did not fall" in told
+    assert "autopar demo: pipeline: the losses differ by" in told
 
 
 def test_ctrl_c_in_the_first_part_of_the_demo_ends_it_with_status_130(capsys):

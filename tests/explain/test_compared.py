@@ -48,8 +48,8 @@ def test_the_fastest_comes_first_and_what_was_not_planned_is_marked():
 
 def test_many_rows_are_cut_short_unless_all_are_asked_for():
     rows = [way(2, 2**n, "1f1b", estimate_s=float(n)) for n in range(1, 13)]
-    assert "... 3 more" in explain(compared(*rows))
-    assert "... 3 more" not in explain(compared(*rows), full=True)
+    assert "... 8 more" in explain(compared(*rows))
+    assert "... 8 more" not in explain(compared(*rows), full=True)
 
 
 def test_where_nothing_else_fits_the_report_says_so_and_where_nothing_was_compared_nothing():

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from autopar.cost_model.hardware import PRESETS
 from autopar.explain import TEXT_WIDTH, bytes_text, explain, seconds_text, show, standard_output
 from autopar.explain.paths import layout_text, path_patterns, source_text
 from autopar.explain.units import percent_text
 from autopar.plan import Candidate
+from autopar.simulate.reprice import reprice
 from tests.plan_examples import (
     BATCH,
     collective,
@@ -207,9 +209,9 @@ def test_equal_collectives_of_one_line_share_a_row_and_all_are_summed():
     items.append(collective("all-gather", "y", operand="float32[9]", source="m.py:99"))
     rows = rows_of(explain(plan_of(BATCH, collectives=tuple(items))), "Collectives per step")
     assert rows == [
-        ["all-reduce", "x", "6", "1.0 KiB", "6.0 KiB", "6.00 ms", "float32[7]", "m.py:7"],
-        ["all-gather", "y", "1", "1.0 KiB", "1.0 KiB", "1.00 ms", "float32[9]", "m.py:99"],
-        ["all", "7", "7.0 KiB", "7.00 ms"],
+        ["all-reduce", "x", "6", "1.0 KiB", "6.0 KiB", "6.00 ms", "-", "float32[7]", "m.py:7"],
+        ["all-gather", "y", "1", "1.0 KiB", "1.0 KiB", "1.00 ms", "-", "float32[9]", "m.py:99"],
+        ["all", "7", "7.0 KiB", "7.00 ms", "-"],
     ]
 
 
@@ -279,3 +281,14 @@ def test_a_report_outside_of_a_terminal_is_as_wide_as_asked_for_and_never_of_no_
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
     assert standard_output().width == width
+
+
+def test_the_parts_of_a_step_are_the_same_in_header_tables_and_simulation():
+    items = collective("all-reduce", "x", count=3), collective("all-gather", "y", count=2)
+    plan = plan_of(BATCH, collectives=items, comm_s=sum(one.count * one.predicted_s for one in items))
+    priced = reprice(plan, PRESETS[plan.cluster])
+    assert priced.planned_step_s == plan.step_s == pytest.approx(plan.compute_s + plan.comm_s - plan.hidden_s)
+    assert priced.planned_compute_s == pytest.approx(plan.compute_s)
+    assert sum(kind.planned_s for kind in priced.communication) == pytest.approx(plan.comm_s)
+    header = explain(plan).splitlines()[1]
+    assert f"{seconds_text(plan.compute_s)} compute + {seconds_text(plan.comm_s)} communication" in header

@@ -74,6 +74,7 @@ def test_the_header_of_a_pipeline_states_stages_schedule_bubble_and_memory():
         "2 stages x 8 devices (16 devices) on cluster cpu\n"
         "4 microbatches, schedule 1f1b\n"
         "predicted step 20.0 ms, bubble 25.0%; peak memory 3.0 GiB per device of 12.0 GiB (25%)\n"
+        "compute 100 ms on the slowest stage; communication 100 ms in all stages\n"
         "planned in 1.50 s, not proven optimal: no bound on the best plan is known\n"
     )
     bounded = explain(pipeline_of(*two_stages(), lower_bound_s=0.016))
@@ -143,8 +144,21 @@ def test_what_crosses_is_summed_by_the_pass_that_reads_it():
 def test_the_table_of_stages_says_where_what_lives():
     rows = rows_of(explain(pipeline_of(*two_stages())), "Stages (forward and backward per microbatch)")
     assert rows == [
-        ["0", "0", "0-7", "x=2, y=4", "2", "block_{0,1}", "1.00 ms", "2.00 ms", "500 us", "2", "3.0 GiB"],
-        ["1", "1", "8-15", "x=2, y=4", "3", "block_{2,3}, norm", "1.00 ms", "2.00 ms", "500 us", "1", "2.0 GiB"],
+        ["0", "0", "0-7", "x=2, y=4", "2", "block_{0,1}", "1.00 ms", "2.00 ms", "500 us", "100 ms", "2", "3.0 GiB"],
+        [
+            "1",
+            "1",
+            "8-15",
+            "x=2, y=4",
+            "3",
+            "block_{2,3}, norm",
+            "1.00 ms",
+            "2.00 ms",
+            "500 us",
+            "100 ms",
+            "1",
+            "2.0 GiB",
+        ],
     ]
 
 

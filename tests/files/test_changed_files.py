@@ -13,11 +13,11 @@ from rich.console import Console
 
 import autopar
 from autopar import AutoparError
-from autopar.commands.planning import show_plan
 from autopar.commands.simulate import price_row
 from autopar.cost_model.cluster_files import ClusterFileError, load_cluster
 from autopar.cost_model.json_files import schema_at, violations
 from autopar.files.checked import PLAN_SCHEMA
+from autopar.reports.report import show
 from autopar.rules.notation import parse
 from autopar.simulate.error_summary import PricedRow
 from autopar.simulate.rows import Row, RowError, read_table
@@ -106,7 +106,7 @@ def bounded(use) -> bool:
 
 def use_plan(text):
     plan = autopar.plan_from_json(text)
-    show_plan(plan, Console(file=io.StringIO(), width=160), full=True)
+    show(plan, Console(file=io.StringIO(), width=160), full=True)
     autopar.parallelize(train_step, plan=plan, devices=8).plan(make_state(), make_batch())
 
 

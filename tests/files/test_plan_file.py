@@ -10,6 +10,7 @@ import autopar
 from autopar import PipelinePlan, Plan, PlanError
 from autopar.pipeline_plan import StagePlan, TransferPlan
 from autopar.plan import Alternative
+from autopar.schedules.schedules import SCHEDULES
 from tests.plan_examples import BATCH, collective, leaf, plan_of
 from tests.test_plan import CONSTRAINTS, MESH, make_batch, make_state, train_step
 
@@ -197,6 +198,13 @@ def test_a_pipeline_with_a_part_that_is_none_is_refused_by_the_name_of_the_field
     for read in (PipelinePlan.from_json, autopar.plan_from_json):
         with pytest.raises(PlanError, match=f"not a plan of version 2: .*{words}"):
             read(text)
+
+
+def test_a_pipeline_has_one_of_the_schedules_that_there_are():
+    for name in SCHEDULES:
+        assert PipelinePlan.from_json(changed(PIPELINE, schedule=name)).schedule == name
+    with pytest.raises(PlanError, match=r"schedule is .2f2b.; one of .*'1f1b'.* is expected"):
+        PipelinePlan.from_json(changed(PIPELINE, schedule="2f2b"))
 
 
 def test_a_pipeline_with_a_stage_planned_by_another_version_says_to_plan_again():

@@ -9,7 +9,7 @@ import pytest
 from autopar.cost_model.hardware import preset
 from autopar.errors import ConstraintError
 from autopar.inter_op.layer_costs import LayerCosts
-from autopar.inter_op.plan_stages import plan_program
+from autopar.inter_op.plan_stage import plan_program
 from autopar.inter_op.planned_layers import PlannedLayers
 from autopar.stages.time_loops import make_time_loop
 from tests.inter_op.test_search import request_on, traced_step

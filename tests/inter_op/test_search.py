@@ -12,7 +12,8 @@ import autopar
 from autopar.cost_model.hardware import preset
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.plan_pipeline import PipelineWishes
-from autopar.inter_op.plan_stages import StageRequest, plan_program, plan_stages
+from autopar.inter_op.plan_stage import plan_program
+from autopar.inter_op.plan_stages import StageRequest, plan_stages
 from autopar.inter_op.planned_layers import PlannedLayers
 from autopar.inter_op.search import search_stages
 from autopar.inter_op.search_pipeline import search_pipeline

@@ -14,7 +14,7 @@ from autopar.intra_op.request import logical_meshes
 from autopar.intra_op.restore import restore
 from autopar.intra_op.tuning import Tuning
 from autopar.layouts.mesh import LogicalMesh
-from autopar.solver.budget import Budget, LateError
+from autopar.solver.budget import SECONDS_PER_UNIT, Budget, LateError
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
 
 EVERY = Tuning(worth=-1.0, repaid_in_steps=10**12)
@@ -158,3 +158,22 @@ def test_the_bound_is_one_over_all_meshes_and_numbers_of_microbatches():
             ways = {"num_microbatches": count, "recompute": "none", "devices": 8}
             plan = plan_on_one_mesh(step, dataclasses.replace(free, meshes=(mesh,)), **ways).plan
             assert bound_s <= plan.step_s * (1 + 1e-9)
+
+
+def test_a_mesh_beside_a_plan_takes_hardly_more_work_than_it_may_repay(monkeypatch):
+    """An operation ends before the budget is asked again, and a search may be repeated within the limit and narrowed."""
+    taken, real = {}, MeshSearch.plan
+
+    def plan(self, cutoff_s, *, most_work=math.inf):
+        before = self.request.budget.spent
+        found = real(self, cutoff_s, most_work=most_work)
+        taken[self.mesh.shape] = (most_work, self.request.budget.spent - before)
+        return found
+
+    monkeypatch.setattr(MeshSearch, "plan", plan)
+    free = plan_step(*question()).plan
+    tuning = Tuning(quick_s=0.05, repaid_in_steps=1, search_s_per_equation=0.0, bound_s_per_equation=0.0, worth=-1.0)
+    plan_step(*question(limit=int(0.8 * free.peak_bytes), tuning=tuning))
+    most, spent = taken[2, 2, 2]
+    assert most == pytest.approx(0.05 / SECONDS_PER_UNIT, rel=0.1)
+    assert most / 10 < spent < 5 * most

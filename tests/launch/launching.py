@@ -77,10 +77,10 @@ def is_gone(folder, limit_s=10.0):
     return wait_until(lambda: not processes_of(folder), limit_s)
 
 
-def wait_until(holds, limit_s=20.0):
+def wait_until(holds, limit_s=20.0, pause_s=0.01):
     ends = time.monotonic() + limit_s
     while not holds() and time.monotonic() < ends:
-        time.sleep(0.01)
+        time.sleep(pause_s)
     return holds()
 
 

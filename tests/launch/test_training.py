@@ -1,16 +1,13 @@
 """Trainings over processes go on after faults with the losses of an uninterrupted run, and name what stood still."""
 
-import os
-import random
 import re
-import signal
 import time
 
 import jax
 import numpy as np
 import pytest
 
-from tests.launch.launching import HERE, end, lines, processes_of, run, start, wait_until
+from tests.launch.launching import HERE, end, lines, run, start, wait_until
 from tests.launch.training_step import batch, init_state, train_step
 
 pytestmark = pytest.mark.slow
@@ -82,30 +79,6 @@ def test_a_training_goes_on_after_a_fault_as_if_nothing_had_happened(way, fault,
     assert re.search(words, said), said
     assert "restart 1 of 10" in said
     check(losses(tmp_path), reference)
-
-
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_training_that_is_killed_at_random_moments_loses_an_interval_at_most(count, seed, reference, tmp_path):
-    chance = random.Random(100 * count + seed)
-    options = ("-n", str(count), "--devices-per-process", str(4 // count))
-    job = start(tmp_path, *options, script=TRAINING, arguments=(STEPS, "mesh"), TRAINING_PAUSE_S="0.2")
-    for kills in range(2):
-        assert wait_until(lambda: len(attempts(tmp_path)) > kills, LIMIT_S)  # noqa: B023
-        time.sleep(chance.uniform(0, 2))
-        workers = [pid for pid, words in processes_of(tmp_path).items() if b"autopar.launch.worker" in words]
-        if workers:
-            os.kill(chance.choice(workers), signal.SIGKILL)
-    status, said = end(job, tmp_path, LIMIT_S)
-    assert status == 0, said
-    found = losses(tmp_path)
-    check(found, reference)
-    assert all(len(one) <= 1 + said.count("start again") for one in found.values())
-
-
-def attempts(folder):
-    """Those that have made a step."""
-    return {line.split()[0] for line in lines(folder, "losses")}
 
 
 def test_a_job_goes_on_with_eight_four_six_and_eight_devices(reference, tmp_path):

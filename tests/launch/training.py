@@ -1,8 +1,9 @@
 """A training for tests of `autopar launch`: python training.py FOLDER STEPS mesh|stages. It resumes from what it has saved.
 
-Each step's loss goes to FOLDER/losses with the attempt and the number of devices.
+Each step's loss goes to FOLDER/losses with the attempt and the number of devices, and a digest of the last state to FOLDER/end.
 """
 
+import hashlib
 import itertools
 import os
 import sys
@@ -14,6 +15,7 @@ import autopar.launch
 autopar.launch.join()
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 from training_step import batch, init_state, train_step  # noqa: E402
 
 import autopar  # noqa: E402
@@ -38,4 +40,9 @@ step.plan(jax.eval_shape(init_state), batch(0))
 run = autopar.Run(
     step, lambda: map(batch, itertools.count()), FOLDER / "states", create_state=init_state, every=EVERY, on_step=note
 )
-run.train(STEPS)
+trained = run.train(STEPS)
+if trained.stopped is None:
+    whole = jax.tree.map(np.asarray, step.gather(trained.state))
+    digest = hashlib.sha256(b"".join(leaf.tobytes() for leaf in jax.tree.leaves(whole))).hexdigest()
+    if jax.process_index() == 0:
+        (FOLDER / "end").write_text(digest)

@@ -14,6 +14,7 @@ from tests.random_programs.writer import Value, Writer, fit
 
 FAMILIES = {"operations": OPERATIONS, "control": CONTROL}
 MESHES = ((2, 2), (3, 2), (8,), (2, 2, 2))
+LONG_EVERY = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +46,16 @@ def drawn_arguments(rng):
     return [*map(jnp.asarray, floats), jnp.asarray(rng.integers(-20, 20, size=sizes(2)), jnp.int32)]
 
 
+def is_long(number):
+    """Whether the program of a number has 10 to 30 operations, instead of 1 to 6."""
+    return number % LONG_EVERY == LONG_EVERY - 1
+
+
 def random_program(number):
     """The program of a number: 3 to 30 equations, or as many operations; every third one with its gradient."""
     rng = np.random.default_rng((1, number))
     arguments = drawn_arguments(rng)
-    count = int(rng.integers(10, 31)) if number % 12 == 11 else int(rng.integers(1, 7))
+    count = int(rng.integers(10, 31)) if is_long(number) else int(rng.integers(1, 7))
     gradient = bool(number % 3 == 2)
     used = []
 

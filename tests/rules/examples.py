@@ -248,7 +248,10 @@ EXAMPLES = {
     ],
     "not": [Example(lax.bitwise_not, (truths(8, 12),))],
     "optimization_barrier": [Example(lax.optimization_barrier, (X,))],
-    "pad": [Example(lambda x: lax.pad(x, jnp.float32(0), ((0, 0, 0), (1, 3, 0))), (X,))],
+    "pad": [
+        Example(lambda x: lax.pad(x, jnp.float32(0), ((0, 0, 0), (1, 3, 0))), (X,)),
+        Example(lambda x: lax.pad(x, jnp.float32(0), ((1, -1, 0), (0, 1, 1))), (X,)),
+    ],
     "pmax": [Example(lambda x: jax.vmap(lambda v: lax.pmax(v, "batch"), axis_name="batch", out_axes=None)(x), (CUBE,))],
     "pmin": [Example(lambda x: jax.vmap(lambda v: lax.pmin(v, "batch"), axis_name="batch", out_axes=None)(x), (CUBE,))],
     "psum": [Example(lambda x: jax.vmap(lambda v: lax.psum(v, "batch"), axis_name="batch", out_axes=None)(x), (CUBE,))],
@@ -306,7 +309,10 @@ EXAMPLES = {
     "schur": [Example(lambda x: lax.linalg.schur(x, compute_schur_vectors=False), (MATRICES,))],
     "select_and_scatter_add": [_max_pool_gradient(), _max_pool_gradient(span=3), _max_pool_gradient(span=3, stride=1)],
     "select_n": [Example(lax.select_n, (truths(8, 12), X, X * 2))],
-    "slice": [Example(lambda x: lax.slice(x, (0, 2), (8, 10)), (X,))],
+    "slice": [
+        Example(lambda x: lax.slice(x, (0, 2), (8, 10)), (X,)),
+        Example(lambda x: lax.slice(x, (1, 1), (8, 11), (2, 1)), (X,)),
+    ],
     "sort": [Example(lambda x, y: lax.sort((x, y), dimension=1, num_keys=1), (X, integers(8, 12)))],
     "split": [Example(lambda x: lax.split(x, (4, 8), axis=1), (X,))],
     "squeeze": [Example(lambda x: lax.squeeze(x, (1,)), (floats(8, 1, 12),))],

@@ -1,6 +1,6 @@
 """Oracle 3: a rule's promise holds. No collective is needed but those that its partial results stand for.
 
-Twice, for every strategy of every example in `primitive_examples.py`:
+Twice, for every strategy of every example in `examples.py`:
 
 - our lowering: the operation on local shards, under `shard_map`, holds no collective but what its row says that devices
   exchange within it, and what the devices hold is the result in the layout that the strategy promises: tiles in place,

@@ -1,6 +1,6 @@
 """The rule table: what every rule says, that no model falls back, and how a user adds one.
 
-`golden/rules.txt` holds one line per example of `examples.py`: shapes and the printed rule. After a change that
+`golden/rules.txt` holds three lines per example of `examples.py`: shapes, the printed rule, and the work. After a change that
 is meant, write it anew with `AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/rules/test_table.py -k golden`, and read the
 difference.
 """
@@ -29,7 +29,7 @@ from autopar.errors import AutoparWarning, RuleError
 from autopar.models import registry
 from autopar.program.from_jaxpr import program_of
 from autopar.rules import on_shard, table
-from autopar.rules.table import RULES, entry_for, has_rule, register_rule, rule_for
+from autopar.rules.table import RULES, entry_for, flops_of, has_rule, register_rule, rule_for
 from autopar.testing import run_with_random_strategies
 from tests.models.conftest import SIZES
 from tests.rules.examples import EXAMPLES
@@ -57,12 +57,15 @@ WITHOUT_EXAMPLE = {
     "one_minus_square": "inside derivatives of tanh only, on newer JAX",
     "ormqr": "inside products with the Q of a factorization only",
     "polygamma": "inside derivatives of digamma only",
+    "philox2x32": "test_generators.py has it",
+    "philox4x32": "test_generators.py has it",
     "polynomial": "inside derivatives of erf and erfc only, on newer JAX",
     "random_clone": "checks the reuse of keys only",
     "random_gamma_grad": "inside derivatives of gamma samples only",
     "regularized_incomplete_beta": "three operands alike",
     "scatter_mul": "another name of scatter-mul",
     "select_and_gather_add": "inside derivatives of derivatives of pooling only",
+    "threefry4x32": "test_generators.py has it",
     "with_memory_space_constraint": "names a memory",
 }
 WITHOUT_EXAMPLE |= dict.fromkeys(
@@ -93,7 +96,8 @@ def golden_lines():
         for example in EXAMPLES[name]:
             eqn = example.equation(name)
             shapes = " -> ".join(shown([v.aval for v in side]) for side in (eqn.invars, eqn.outvars))
-            yield f"{name}: {shapes}\n    {rule_for(eqn)}"
+            rule = rule_for(eqn)
+            yield f"{name}: {shapes}\n    {rule}\n    {entry_for(eqn).work.value}, {flops_of(eqn, rule):.0f} flops"
 
 
 def test_every_rule_is_as_in_the_golden_file():

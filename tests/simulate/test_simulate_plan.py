@@ -137,5 +137,5 @@ def test_a_tensor_parallel_plan_hides_what_its_cluster_lets_it(plan_file, capsys
     assert 0 < ratios["tensor"] <= 0.5
     assert main(["show", str(plan_file)]) == 0
     text = capsys.readouterr().out
-    assert "Overlap with compute" in text
+    assert "Time of the step" in text
     assert "tensor parallel" in text

@@ -6,7 +6,9 @@ programs, sweeps with prices.
 """
 
 import dataclasses
+import functools
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from autopar.solver.branching import Branching, Part, choose_by_branching, shrink
 from autopar.solver.budget import Budget
 from autopar.solver.followers import follow
+from autopar.solver.local_search import Moves
 from autopar.solver.memory_prices import PricedAscent
 from autopar.solver.memory_rows import MemoryRow, SpanRows, Spans
 from autopar.solver.outcomes import Chosen, DoesNotFit, Unfinished, Unreachable
@@ -53,10 +56,16 @@ def random_problem(random: np.random.Generator, tuning: Tuning) -> ChoiceProblem
     return ChoiceProblem(costs=Costs.of(costs, edges), rows=given, limit_bytes=limit, proof=0.0, tuning=tuning)
 
 
+@functools.cache
+def all_choices(sizes: tuple[int, ...]) -> np.ndarray:
+    """Every choice of nodes of so many choices each, ints (all choices, nodes)."""
+    return np.stack([axis.ravel() for axis in np.meshgrid(*map(np.arange, sizes), indexing="ij")], axis=1)
+
+
 def best_of(problem: ChoiceProblem) -> tuple[float, float]:
     """The least objective within memory, and without, over all choices."""
     nodes = list(problem.costs.nodes.values())
-    every = np.stack([axis.ravel() for axis in np.meshgrid(*(np.arange(len(c)) for c in nodes), indexing="ij")], axis=1)
+    every = all_choices(tuple(map(len, nodes)))
     value = sum(cost[every[:, v]] for v, cost in enumerate(nodes))
     for (u, v), matrix in problem.costs.edges.items():
         value = value + matrix[every[:, u], every[:, v]]
@@ -96,7 +105,7 @@ def test_the_optimum_is_that_of_brute_force_and_nothing_is_ruled_out_that_is_pos
 
 
 @settings(max_examples=3)
-@given(st.integers(0, 2**32 - 1), st.integers(0, 3_000))
+@given(st.integers(0, 2**32 - 1), st.integers(0, 60_000))
 def test_a_budget_or_a_quick_answer_is_legal_and_the_same_twice(seed: int, work: int) -> None:
     random = np.random.default_rng(seed)
     for number in range(20):
@@ -148,6 +157,41 @@ def test_spans_say_what_the_rows_say_and_needed_rows_say_all(seed: int) -> None:
 
 @settings(max_examples=4)
 @given(st.integers(0, 2**32 - 1))
+def test_a_repair_fits_or_ends_before_it_comes_to_the_same_choice_again(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(25):
+        problem = random_problem(random, TUNINGS[0])
+        moves, budget = Moves(problem.costs, problem.spans, problem.limit_bytes), Budget()
+        sizes = moves.flat.sizes
+        prices = random.uniform(0, 3, int(sizes.sum()))
+        found = moves.repair(random.integers(0, sizes), prices, budget, most_moves=10_000)
+        assert found is None or problem.fits(found.tolist())
+        assert budget.spent <= math.prod(sizes.tolist()) * (len(moves.place) + len(moves.spans.used))
+
+
+@settings(max_examples=4)
+@given(st.integers(0, 2**32 - 1))
+def test_what_fits_beside_the_least_of_all_others_is_what_each_row_says(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(25):
+        problem = random_problem(random, TUNINGS[0])
+        sizes = [len(cost) for cost in problem.costs.nodes.values()]
+        if problem.least_bytes() <= problem.limit_bytes:
+            fit = problem.spans.find_fitting(problem.limit_bytes, np.cumsum([0, *sizes]))
+            expected = [least_with(problem, v, p) <= problem.limit_bytes for v, n in enumerate(sizes) for p in range(n)]
+            assert fit.tolist() == expected
+
+
+def least_with(problem: ChoiceProblem, v: int, p: int) -> float:
+    """Bytes that no choice of the other nodes can avoid in some row if node v takes p."""
+    return max(
+        (row.least() + row.bytes_of[v][p] - row.bytes_of[v].min() for row in problem.rows if v in row.bytes_of),
+        default=-np.inf,
+    )
+
+
+@settings(max_examples=4)
+@given(st.integers(0, 2**32 - 1))
 def test_sweeps_with_prices_bound_from_below_and_choose_what_fits(seed: int) -> None:
     random = np.random.default_rng(seed)
     for _ in range(15):
@@ -184,7 +228,7 @@ def test_branching_finds_the_optimum_or_proves_that_nothing_fits(seed: int) -> N
 
 
 @settings(max_examples=4)
-@given(st.integers(0, 2**32 - 1), st.integers(0, 3_000))
+@given(st.integers(0, 2**32 - 1), st.integers(0, 60_000))
 def test_branching_cut_short_leaves_a_bound_and_what_is_better_than_the_choice_known(seed: int, work: int) -> None:
     random = np.random.default_rng(seed)
     for number in range(40):
@@ -257,3 +301,14 @@ def dense_problem(random: np.random.Generator) -> ChoiceProblem:
     limit = max(row.least() for row in rows) + 1.0
     tuning = dataclasses.replace(Tuning(), good_enough=0.0)
     return ChoiceProblem(costs=Costs.of(costs, edges), rows=rows, limit_bytes=limit, tuning=tuning)
+
+
+def test_what_a_node_uses_takes_room_for_what_changes_and_not_for_every_row() -> None:
+    rows = 10**6
+    spans = Spans.join(
+        [(0, 0, rows, np.array([0.0, 1.0, 1.0])), (0, 10, 20, np.array([2.0, 2.0, 2.0]))], np.zeros(rows)
+    )
+    levels = spans.find_levels([3])[0]
+    assert levels.cuts.tolist() == [0, 10, 20, rows]
+    assert levels.used.tolist() == [[0.0, 2.0, 0.0], [1.0, 3.0, 1.0]]
+    assert levels.level_of.tolist() == [0, 1, 1]

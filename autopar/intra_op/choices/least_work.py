@@ -15,9 +15,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Iterator, Sequence
 
+from autopar.avals import dtype_name
 from autopar.intra_op.choices.catalogue import Catalogue
 from autopar.program.loops import LoopEquation
 from autopar.program.program import Equation, Program
+from autopar.rules.table import entry_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,17 @@ def find_work(program: Program, catalogue: Catalogue, *, among: Container[Equati
         divided_s += trips * each_s
         launches_s += trips * launch_s
     return Work(divided_s, launches_s)
+
+
+def find_flops(program: Program, catalogue: Catalogue) -> tuple[float, float]:
+    """(floating-point operations of a program's contractions and convolutions, their seconds at one device's peak)."""
+    flops = at_peak_s = 0.0
+    for eqn, trips in _run(program.equations, 1.0):
+        if entry_for(eqn).heavy:
+            each = trips * catalogue.rules.flops(eqn)
+            flops += each
+            at_peak_s += each / catalogue.cluster.device.peak_of(dtype_name(eqn.invars[0].aval.dtype))
+    return flops, at_peak_s
 
 
 def _run(equations: Sequence[Equation], trips: float) -> Iterator[tuple[Equation, float]]:

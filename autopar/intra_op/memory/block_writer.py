@@ -13,7 +13,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 
 from autopar.avals import Aval, dtype_name, is_opaque, itemsize_of
-from autopar.compat import Literal, Var
+from autopar.compat import Literal, Var, module_path
 from autopar.intra_op.choices.graph import Source
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 from autopar.intra_op.xla_cpu import table as xla_cpu
@@ -54,11 +54,15 @@ class Values:
         self.values.append(value)
         return len(self.values) - 1
 
-    def add_shard(self, aval: Aval, layout: Layout, key: tuple[int, int, bool] | None, name: str) -> int:
+    def add_shard(
+        self, aval: Aval, layout: Layout, key: tuple[int, int, bool] | None, name: str, scope: str = ""
+    ) -> int:
         """The number of a new value that is a device's shard in a layout."""
         size = layout.local_bytes(aval.shape, itemsize_of(aval), self.mesh)
         shape, dtype = tuple(aval.shape), dtype_name(aval.dtype)
-        return self.add(Value(name=name, shape=shape, dtype=dtype, bytes=size, key=key, itemsize=itemsize_of(aval)))
+        return self.add(
+            Value(name=name, shape=shape, dtype=dtype, bytes=size, key=key, itemsize=itemsize_of(aval), scope=scope)
+        )
 
     def add_like(self, value: int, *, factor: int = 1) -> int:
         """The number of a new value like another one, or so many times as large."""
@@ -67,9 +71,8 @@ class Values:
 
     def add_var(self, var: Var, layout: Layout, maker: Equation) -> Held:
         """A new value for a variable that an equation makes."""
-        return Held(
-            self.add_shard(var.aval, layout, self.key(var), f"{maker.primitive.name} {tuple(var.aval.shape)}"), layout
-        )
+        name = f"{maker.primitive.name} {tuple(var.aval.shape)}"
+        return Held(self.add_shard(var.aval, layout, self.key(var), name, module_path(maker)), layout)
 
     def key(self, var: Var) -> tuple[int, int, bool] | None:
         """The (node, output, stacked) of the strategy graph whose choice decides a variable's layout."""
@@ -124,7 +127,7 @@ class BlockWriter:
         made_from = self.values.values[value]
         for move in path:
             name = f"{'moved' if move.kind in LOCAL_KINDS else move.kind} {made_from.name}"
-            new = self.values.add_shard(aval, move.target, made_from.key, name)
+            new = self.values.add_shard(aval, move.target, made_from.key, name, made_from.scope)
             group = (move.axes, move.monoid, dtype_name(aval.dtype)) if move.kind == "all-reduce" else None
             if move.kind in LOCAL_KINDS:
                 self.emit(Kind.CHEAP, (value,), (new,))

@@ -31,7 +31,8 @@ class Kind(enum.Enum):
 class Value:
     """A value of one device; `key` is the (node, output, stacked) of the strategy graph whose layout decides its size.
 
-    `is_copy`: it needs memory only as far as its layout is larger than the smallest, in which it is there anyway.
+    `is_copy`: it needs memory only as far as its layout is larger than the smallest, in which it is there anyway. `scope`: the
+    module that makes it.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Value:
     key: tuple[int, int, bool] | None
     itemsize: int
     is_copy: bool = False
+    scope: str = ""
 
     @property
     def elements(self) -> int:

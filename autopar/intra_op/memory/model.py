@@ -45,6 +45,16 @@ class Resident:
     dtype: str
     bytes: int
     is_kept: bool
+    scope: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Peak:
+    """Bytes of a device at the peak, the tensors alive then, largest first, and the bytes of temporaries at every step."""
+
+    bytes: int
+    tensors: tuple[Resident, ...]
+    totals: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +82,24 @@ class MemoryModel:
         self.tuning = tuning
         self.streams = streams or Streams()
         self._bytes: dict[tuple[int, int, bool, tuple[int, ...]], np.ndarray] = {}
-        self._latest: tuple[Hashable, tuple[int, tuple[Resident, ...]]] | None = None
+        self._latest: tuple[Hashable, _Peak] | None = None
 
     def peak(self, choice: Sequence[int], *, copy_span: int | None = None) -> tuple[int, tuple[Resident, ...]]:
         """(bytes per device, the tensors alive then, largest first) of a finished choice; `copy_span` as in `spmd.assign`.
 
         The latest is kept, because the choice that a search accepts is the one that is described next.
         """
+        found = self._latest_peak(choice, copy_span)
+        return found.bytes, found.tensors
+
+    def over_step(self, choice: Sequence[int], *, copy_span: int | None = None, points: int) -> tuple[int, ...]:
+        """Bytes per device of a finished choice over the step, as the most of each of so many stretches of operations."""
+        found = self._latest_peak(choice, copy_span)
+        kept = sum(t.bytes for t in found.tensors if t.is_kept)
+        stretches = np.array_split(found.totals, min(points, len(found.totals)))
+        return tuple(kept + int(stretch.max()) for stretch in stretches)
+
+    def _latest_peak(self, choice: Sequence[int], copy_span: int | None) -> _Peak:
         key = (tuple(choice), copy_span)
         if self._latest is None or self._latest[0] != key:
             program = self._program(assign(self.graph, choice, copy_span=copy_span))
@@ -133,12 +154,20 @@ class MemoryModel:
         held = [*layouts, (eqn.outvars[0], strategy.outputs[0])]
         return sum(la.local_bytes(v.aval.shape, itemsize_of(v.aval), self.graph.mesh) for v, la in held)
 
+    def evenly_divided_parts(self) -> tuple[int, int]:
+        """As `parts`, if every value were divided evenly among all devices and never gathered; of no choice are both less."""
+        program, devices = self._whole, self.graph.mesh.size
+        sizes = [0 if v.is_copy else v.bytes // devices for v in program.values]
+        peak = self._peak(program, self._whole_footprint, sizes).bytes
+        kept = sum(sizes[v] for v in self._kept(program))
+        return kept, math.ceil((peak - kept) / self.tuning.temporaries_margin)
+
     def least(self) -> tuple[int, tuple[Resident, ...]]:
         """The peak if every value could take its smallest layout, and the largest tensors even so."""
-        return self._least
+        return self._least.bytes, self._least.tensors
 
     @functools.cached_property
-    def _least(self) -> tuple[int, tuple[Resident, ...]]:
+    def _least(self) -> _Peak:
         program = self._whole
         sizes = [int(self._sizes(v).min()) for v in program.values]
         return self._peak(program, self._whole_footprint, sizes)
@@ -215,19 +244,18 @@ class MemoryModel:
         outputs = frozenset(v for v in program.outputs if v >= 0)
         return footprint_of(program.block, program.values, elsewhere=outputs)
 
-    def _peak(
-        self, program: DeviceProgram, footprint: Footprint, sizes: Sequence[int]
-    ) -> tuple[int, tuple[Resident, ...]]:
+    def _peak(self, program: DeviceProgram, footprint: Footprint, sizes: Sequence[int]) -> _Peak:
         totals = _totals(footprint, sizes)
         worst = int(np.argmax(totals))
         alive = [(v, True) for v in self._kept(program)]
         alive += [(s.value, False) for s in footprint.spans if s.first <= worst <= s.last]
         tensors = [
-            Resident(name=v.name, shape=v.shape, dtype=v.dtype, bytes=sizes[n], is_kept=is_kept)
+            Resident(name=v.name, shape=v.shape, dtype=v.dtype, bytes=sizes[n], is_kept=is_kept, scope=v.scope)
             for n, is_kept in alive
             for v in (program.values[n],)
         ]
-        return sum(t.bytes for t in tensors), tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
+        largest_first = tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
+        return _Peak(bytes=sum(t.bytes for t in tensors), tensors=largest_first, totals=totals)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

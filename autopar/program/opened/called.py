@@ -7,7 +7,7 @@ which raises what JAX raises; a call that is to stay one, such as a kernel, whic
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from autopar import compat
 from autopar.compat import JaxprEqn
+from autopar.program.opened.generators import draws_as_hashes
 
 T = TypeVar("T")
 
@@ -76,7 +77,10 @@ def called_by(eqn: JaxprEqn) -> Any:
     if eqn.primitive.name in CALLS:
         return eqn.params[CALLS[eqn.primitive.name]]
     if eqn.primitive.name in COMPOSITES or compat.is_defined_by_equinox(eqn.primitive):
-        return _trace_composite(eqn)
+        return _trace(eqn, functools.partial(compat.implementation_of(eqn.primitive), **eqn.params))
+    drawing = draws_as_hashes(eqn)
+    if drawing is not None:
+        return _trace(eqn, drawing)
     if eqn.primitive.name == "while" and _conditions_of(eqn):
         return _trace_with_one_condition(eqn)
     platforms = eqn.params.get("branches_platforms")
@@ -90,11 +94,11 @@ def operands_of(closed: Any, operands: Sequence[T]) -> Sequence[T]:
     return operands[len(operands) - len(compat.open_jaxpr(closed).invars) :]
 
 
-def _trace_composite(eqn: JaxprEqn) -> Any:
-    """The jaxpr of a composite's own implementation, with the user's line at each of its operations."""
+def _trace(eqn: JaxprEqn, implementation: Callable[..., object]) -> Any:
+    """The jaxpr of what an equation does, with the user's line at each of its operations."""
     given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
     with compat.attributed_to(eqn):
-        return jax.make_jaxpr(functools.partial(compat.implementation_of(eqn.primitive), **eqn.params))(*given)
+        return jax.make_jaxpr(implementation)(*given)
 
 
 def _conditions_of(eqn: JaxprEqn) -> tuple[int, ...]:
@@ -126,9 +130,7 @@ def _trace_with_one_condition(eqn: JaxprEqn) -> Any:
         carried: Sequence[jax.Array] = jax.lax.while_loop(lambda v: jnp.any(going(v)), body, list(operands[last:]))
         return carried
 
-    given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in eqn.invars]
-    with compat.attributed_to(eqn):
-        return jax.make_jaxpr(run)(*given)
+    return _trace(eqn, run)
 
 
 def _chosen(condition: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:

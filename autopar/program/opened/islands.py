@@ -51,8 +51,9 @@ def _open_island(eqn: JaxprEqn) -> object:
 
 
 def _draws_from_others(eqn: JaxprEqn) -> bool:
-    """Whether an operation draws random bits with keys that are not threefry's."""
-    return eqn.primitive.name == "random_bits" and not compat.is_threefry_key(eqn.invars[0].aval.dtype)
+    """Whether an operation draws random bits that are no hashes of a key and a position."""
+    drawn = eqn.primitive.name == "random_bits"
+    return drawn and compat.generator_of(eqn.invars[0].aval.dtype) not in compat.HASHES
 
 
 def _refusal(eqn: JaxprEqn, inner: JaxprEqn | None, reason: str) -> UnsupportedProgramError:

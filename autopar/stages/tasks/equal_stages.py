@@ -1,6 +1,6 @@
 """Stages whose programs differ by the names of their leaves and the values of literals alone, found before they are traced.
 
-In: the programs of all stages. Out: for each stage the first one that it equals, and how the stages that send to the one
+In: what goes into a stage and comes out of it. Out: a key that equal stages share, and how the stages that send to the one
 correspond to those that send to the other. What can go wrong: nothing is lost where two equal stages are told apart; they are
 planned twice. Two stages that are taken for equal and are not would get one plan; restoring it compares the programs.
 """
@@ -19,10 +19,9 @@ from autopar.stages.segments import Segment
 from autopar.stages.tasks.ports import Port, StagePorts
 
 
-def find_equal_stages(stages: Sequence[StagePorts]) -> tuple[int, ...]:
-    """For each stage the number of the first one that it equals."""
-    first: dict[Hashable, int] = {}
-    return tuple(first.setdefault(_Key(stage).make(), number) for number, stage in enumerate(stages))
+def key_of_stage(stage: StagePorts) -> Hashable:
+    """The same for equal stages, also of a step that is cut in several ways."""
+    return _Key(stage).make()
 
 
 def match_senders(one: StagePorts, other: StagePorts) -> Mapping[int, int] | None:

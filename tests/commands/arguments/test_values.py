@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from autopar.commands import devices, values
+from autopar.commands.arguments import devices, values
 from autopar.errors import ArgumentError
 from autopar.layouts.constraints import Replicated, Split
 

@@ -1,7 +1,7 @@
 """What a run tells of itself while it goes on: a bar in a terminal, a line now and then elsewhere.
 
-In: each step's loss and seconds. Out: the step, its loss, tokens or examples per second, the share of the devices' peak that the
-step's arithmetic takes (MFU), and the time that is left.
+In: each step's loss and seconds. Out: the step, its loss, tokens or examples per second, measured and predicted seconds, the
+share of the devices' peak that the step's arithmetic takes (MFU), and the time that is left.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from autopar.explain import seconds_text
-from autopar.explain.progress_bar import BAR_COLUMNS, REPORTS_WITHOUT_TERMINAL
+from autopar.explain.progress_bar import BAR_CHARACTERS, BAR_COLUMNS, REPORTS_WITHOUT_TERMINAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +36,17 @@ class Scale:
         count: tokens, or examples, of its batch.
         noun: which of the two.
         ideal_s: seconds that its arithmetic takes on all devices at their peak; None if that is not known.
+        predicted_s: seconds that the plan says it takes; None if there is no plan.
     """
 
     count: int
     noun: str
-    ideal_s: float | None
+    ideal_s: float | None = None
+    predicted_s: float | None = None
+
+    def rate(self, seconds: float) -> str:
+        """Tokens or examples per second."""
+        return f"{self.count / seconds:,.0f} {self.noun}/s" if seconds else ""
 
 
 class Report:
@@ -64,8 +70,9 @@ class Report:
     def tell(self, step: RunStep) -> None:
         """A step was made."""
         self._seconds.append(step.seconds)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step.number, report=self.line(step))
+        if self._progress is not None and self._console is not None:
+            report = self.line(step, self._room(self._console))
+            self._progress.update(self._task, completed=step.number, report=report)
         elif self._console is not None and self._is_due(step.number):
             left = seconds_text((self._last - step.number) * statistics.median(self._seconds))
             self._console.print(
@@ -79,12 +86,20 @@ class Report:
         if self._console is not None:
             self._console.print(f"{self._name}  {words}", markup=False, highlight=False)
 
-    def line(self, step: RunStep) -> str:
-        """The step's loss, and what the last steps took."""
-        usual_s = statistics.median(self._seconds)
-        rate = f"{self._scale.count / usual_s:,.0f} {self._scale.noun}/s" if usual_s else ""
-        share = f", MFU {self._scale.ideal_s / usual_s:.1%}" if self._scale.ideal_s and usual_s else ""
-        return f"loss {step.loss:.4f}  {rate}, {seconds_text(usual_s)} per step{share}"
+    def line(self, step: RunStep, most: int | None = None) -> str:
+        """The step's loss, and what the last steps took: as many of these as so many characters hold."""
+        usual_s, scale = statistics.median(self._seconds), self._scale
+        taken = [scale.rate(usual_s), f"{seconds_text(usual_s)} per step"]
+        if scale.predicted_s is not None:
+            taken.append(f"{seconds_text(scale.predicted_s)} predicted")
+        if scale.ideal_s and usual_s:
+            taken.append(f"MFU {scale.ideal_s / usual_s:.1%}")
+        lines = [f"loss {step.loss:.4f}  {', '.join(taken[:count])}" for count in range(len(taken), 0, -1)]
+        return next((line for line in lines if most is None or len(line) <= most), f"loss {step.loss:.4f}")
+
+    def _room(self, console: Console) -> int:
+        """The characters that a terminal has beside the bar, the name, the count and the time that is left."""
+        return console.width - BAR_CHARACTERS - len(self._name) - 2 * len(str(self._last))
 
     def _is_due(self, number: int) -> bool:
         every = max(1, (self._last - self._first) // REPORTS_WITHOUT_TERMINAL)

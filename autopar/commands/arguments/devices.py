@@ -11,9 +11,9 @@ import os
 
 import jax
 
-from autopar.commands.planning_options import DEFAULT_DEVICES
 from autopar.errors import ArgumentError
 
+DEFAULT_DEVICES = 8
 _FLAG = "--xla_force_host_platform_device_count"
 
 

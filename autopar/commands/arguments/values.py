@@ -6,6 +6,7 @@ import argparse
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from autopar.errors import ArgumentError
@@ -37,6 +38,13 @@ def model_entry(name: str) -> ModelEntry:
             f"no model {name!r}: the models are {', '.join(MODELS)}; for a step of your own give module:function"
         )
     return MODELS[name]
+
+
+def is_model(name: str) -> bool:
+    """Whether a word names a model, or a step as module:function, and no file."""
+    from autopar.models import MODELS
+
+    return not Path(name).exists() and (name in MODELS or ":" in name)
 
 
 def byte_count(text: str) -> int:
@@ -79,6 +87,21 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Whole numbers of at least 1, with commas between them."""
+    return tuple(positive(word) for word in text.split(","))
+
+
+def byte_counts(text: str) -> tuple[int, ...]:
+    """Sizes in bytes, with commas between them."""
+    return tuple(byte_count(word) for word in text.split(","))
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Words with commas between them."""
+    return tuple(word.strip() for word in text.split(","))
+
+
 def seconds(text: str) -> float | None:
     """A positive number of seconds, or none for no limit."""
     if text.strip().lower() == "none":
@@ -102,6 +125,14 @@ def cluster(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text
+
+
+def clusters(text: str) -> tuple[str, ...]:
+    """Presets and files, with commas between them; each once."""
+    found = tuple(dict.fromkeys(cluster(word) for word in names(text)))
+    if "auto" in found:
+        raise argparse.ArgumentTypeError("auto is no cluster to compare with others: name presets or files")
+    return found
 
 
 def constraint(text: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from typing import TypeAlias
 
 import jax
 
-from autopar.commands.values import model_entry
+from autopar.commands.arguments.values import model_entry
 from autopar.errors import ArgumentError
 from autopar.models import MODELS, BuiltModel, build
 

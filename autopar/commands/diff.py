@@ -1,0 +1,208 @@
+"""`diff`: what differs between two saved plans, and what that costs.
+
+In: two plans as `plan -o` writes them, of one mesh or of stages. Out: the decisions, the predictions, the layouts of leaves and
+the collectives that differ. What can go wrong: the plans are for different programs; that is said first, and the leaves that both
+have are compared all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from autopar.commands.planning import read_plan
+from autopar.commands.terminal.printing import new_table, print_json
+from autopar.explain import standard_output
+from autopar.explain.paths import layout_text, path_patterns
+from autopar.explain.units import bytes_text, seconds_text
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import CollectivePlan, Plan, ValuePlan
+
+_MOST_ROWS = 20
+"""So many leaves, and so many collectives, are listed unless all are asked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Something that differs: its name, and what it is in either plan, as text; empty where a plan has none."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What differs between two plans.
+
+    Attributes:
+        same_program: whether both are for the same program.
+        decisions: meshes, stages, microbatches and the like.
+        predictions: seconds and bytes, of either plan also where they agree.
+        leaves: leaves whose layout, or whose stages, differ.
+        collectives: seconds per step and bytes by kind and axes, where they differ.
+    """
+
+    same_program: bool
+    decisions: tuple[Change, ...]
+    predictions: tuple[Change, ...]
+    leaves: tuple[Change, ...]
+    collectives: tuple[Change, ...]
+
+
+def diff(options: argparse.Namespace) -> int:
+    """Run `diff`; 0, whatever differs."""
+    found = compare(read_plan(options.before), read_plan(options.after))
+    if options.json:
+        print_json(dataclasses.asdict(found))
+    else:
+        _print(standard_output(), found, options)
+    return 0
+
+
+def compare(before: Plan | PipelinePlan, after: Plan | PipelinePlan) -> Difference:
+    """Compare two plans."""
+    return Difference(
+        same_program=before.fingerprint == after.fingerprint,
+        decisions=tuple(_changes(_decisions(before), _decisions(after))),
+        predictions=tuple(_changes(_predictions(before), _predictions(after), also_equal=True)),
+        leaves=tuple(_changes(_leaves(before), _leaves(after))),
+        collectives=tuple(_changes(_collectives(before), _collectives(after))),
+    )
+
+
+def _changes(before: dict[str, str], after: dict[str, str], *, also_equal: bool = False) -> Iterator[Change]:
+    for name in {**before, **after}:
+        old, new = before.get(name, ""), after.get(name, "")
+        if also_equal or old != new:
+            yield Change(name, old, new)
+
+
+def _stage_plans(plan: Plan | PipelinePlan) -> list[tuple[str, Plan]]:
+    """The plans of one mesh, each with the name of its stage; one mesh has none."""
+    if isinstance(plan, Plan):
+        return [("", plan)]
+    return [(f"stage {stage.stage}", stage.plan) for stage in plan.stages]
+
+
+def _decisions(plan: Plan | PipelinePlan) -> dict[str, str]:
+    """What was decided, by name."""
+    limit = plan.memory_limit_bytes
+    decided = {
+        "cluster": plan.cluster,
+        "devices": str(_count_devices(plan)),
+        "memory limit": bytes_text(limit) if limit else "none",
+        "stages": str(len(_stage_plans(plan))),
+        "microbatches": str(plan.num_microbatches),
+        "recompute": "yes" if plan.recompute else "no",
+    }
+    if isinstance(plan, PipelinePlan):
+        decided |= {"schedule": plan.schedule, "virtual stages": str(plan.virtual_stages), "cuts": _words(plan.cuts)}
+    return decided | {"mesh": "; ".join(_mesh_texts(plan))}
+
+
+def _mesh_texts(plan: Plan | PipelinePlan) -> Iterator[str]:
+    """Yield the logical meshes; of stages in a row that have the same one, once."""
+    for mesh, group in itertools.groupby(_stage_plans(plan), key=lambda pair: _mesh_text(pair[1])):
+        names = [name for name, _ in group]
+        yield f"{mesh} in {_stage_names(names)}" if names[0] else mesh
+
+
+def _stage_names(names: Sequence[str]) -> str:
+    """Stages in a row as words: stage 3, or stages 3 to 7."""
+    if len(names) == 1:
+        return names[0]
+    first, last = (name.removeprefix("stage ") for name in (names[0], names[-1]))
+    return f"stages {first} to {last}"
+
+
+def _mesh_text(plan: Plan) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in zip(plan.axis_names, plan.mesh_shape, strict=True))
+
+
+def _count_devices(plan: Plan | PipelinePlan) -> int:
+    if isinstance(plan, Plan):
+        return math.prod(plan.mesh_shape)
+    meshes = {stage.mesh: math.prod(stage.plan.mesh_shape) for stage in plan.stages}
+    return sum(meshes.values())
+
+
+def _predictions(plan: Plan | PipelinePlan) -> dict[str, str]:
+    """What it should cost, by name."""
+    found = {"step": seconds_text(plan.step_s), "peak memory per device": bytes_text(plan.peak_bytes)}
+    if isinstance(plan, PipelinePlan):
+        return found | {"bubble": f"{plan.bubble:.1%}"}
+    parts = {"compute": plan.compute_s, "communication": plan.comm_s, "hidden behind compute": plan.hidden_s}
+    return found | {name: seconds_text(seconds) for name, seconds in parts.items()}
+
+
+def _leaves(plan: Plan | PipelinePlan) -> dict[str, str]:
+    """The layouts of the step's state and batch, by path; with their stages where there are several."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name, part in _stage_plans(plan):
+        for value in part.inputs:
+            if not value.from_forward and value.role in ("state", "batch"):
+                found[value.path].append(f"{_layout_text(value)}{f' in {name}' if name else ''}")
+    return {path: "; ".join(dict.fromkeys(layouts)) for path, layouts in found.items()}
+
+
+def _layout_text(value: ValuePlan) -> str:
+    return f"{layout_text(value.spec)}, {bytes_text(value.bytes_per_device)}"
+
+
+def _collectives(plan: Plan | PipelinePlan) -> dict[str, str]:
+    """Seconds, bytes and times by kind and axes; of stages per microbatch, as their plans have them."""
+    groups: dict[str, list[CollectivePlan]] = defaultdict(list)
+    for name, part in _stage_plans(plan):
+        for one in part.collectives:
+            groups[f"{one.kind} over {_words(one.axes)}{f' in {name}' if name else ''}"].append(one)
+    return {name: _collectives_text(ones) for name, ones in groups.items()}
+
+
+def _collectives_text(ones: Sequence[CollectivePlan]) -> str:
+    seconds, count = sum(one.count * one.predicted_s for one in ones), sum(one.count for one in ones)
+    return f"{seconds_text(seconds)}, {bytes_text(sum(one.count * one.bytes for one in ones))}, {count:,.0f} times"
+
+
+def _words(things: Sequence[object]) -> str:
+    return ", ".join(map(str, things))
+
+
+def _join_alike(changes: Sequence[Change]) -> list[Change]:
+    """Leaves that change alike as one, with a pattern of their paths for a name."""
+    alike: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for change in changes:
+        alike[change.before, change.after].append(change.name)
+    return [Change(str(pattern), *key) for key, paths in alike.items() for pattern in path_patterns(paths)]
+
+
+def _print(console: Console, found: Difference, options: argparse.Namespace) -> None:
+    before, after = str(options.before), str(options.after)
+    if not found.same_program:
+        console.print("The plans are for different programs.\n", markup=False)
+    sections = (
+        ("Decisions", found.decisions),
+        ("Predictions", found.predictions),
+        ("Leaves", found.leaves if options.full else _join_alike(found.leaves)),
+        ("Collectives: seconds, bytes, times", found.collectives),
+    )
+    for title, changes in sections:
+        if not changes:
+            continue
+        table = new_table(title, "", before, after, words=("", before, after))
+        listed = len(changes) if options.full else _MOST_ROWS
+        for change in changes[:listed]:
+            table.add_row(*map(Text, (change.name, change.before or "-", change.after or "-")))
+        if len(changes) > listed:
+            table.add_row(f"... {len(changes) - listed} more, see --full", "", "")
+        console.print(table)
+        console.print()
+    if not (found.decisions or found.leaves or found.collectives):
+        console.print("The plans decide the same.", markup=False)

@@ -1,0 +1,150 @@
+"""`rank`: plan one step on several clusters and numbers of devices, and compare time, memory and price.
+
+In: the step and lists of clusters and numbers of devices. Out: a row per combination, fastest first, and which of them is the
+fastest, needs the fewest device-seconds, and costs least where the cluster files state a price. What can go wrong: nothing fits
+on a cluster. Its row says so, and the others are planned all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from autopar.commands.arguments.subject import Subject, find_subject
+from autopar.commands.planning import plan_step
+from autopar.commands.planning_options import make_parallel
+from autopar.commands.terminal.live_line import live_line
+from autopar.commands.terminal.printing import new_table, print_json
+from autopar.cost_model.hardware import find_cluster
+from autopar.errors import AutoparError
+from autopar.explain import standard_output
+from autopar.explain.units import bytes_text, percent_text, seconds_text
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
+from autopar.progress import enter
+
+NOTHING_FITS = 1
+_HOUR_S = 3600.0
+_STEPS_OF_PRICE = 1000
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """One cluster with a number of its devices, and what the best plan on them should cost.
+
+    Attributes:
+        cluster: the name of the preset, or the path of the file.
+        devices: how many.
+        step_s: predicted seconds per step; None if there is no plan, like all below but `reason`.
+        device_s: device-seconds per step.
+        peak_bytes: predicted peak memory of one device.
+        memory_bytes: what a device has for programs, or the limit that was asked for.
+        usd_per_1000_steps: the price, if the cluster file states one for a device and hour.
+        way: the plan in a few words.
+        reason: why there is no plan.
+    """
+
+    cluster: str
+    devices: int
+    step_s: float | None = None
+    device_s: float | None = None
+    peak_bytes: int | None = None
+    memory_bytes: int | None = None
+    usd_per_1000_steps: float | None = None
+    way: str = ""
+    reason: str = ""
+
+
+def rank(options: argparse.Namespace) -> int:
+    """Run `rank`; 0 if the step fits at least one of the clusters."""
+    with live_line(options.verbose):
+        enter("building the model")
+        subject = find_subject(options.model, options.sizes)
+        pairs = [(cluster, count) for cluster in options.clusters for count in dict.fromkeys(options.devices)]
+        rows = sorted((_plan_on(subject, cluster, count, options) for cluster, count in pairs), key=_seconds)
+    if options.json:
+        print_json({"model": options.model, "rows": [dataclasses.asdict(row) for row in rows]})
+    else:
+        console = standard_output()
+        console.print(make_table(rows))
+        for sentence in describe_best(rows):
+            console.print(f"- {sentence}", markup=False, highlight=False)
+    return 0 if any(row.step_s is not None for row in rows) else NOTHING_FITS
+
+
+def _plan_on(subject: Subject, cluster: str, count: int, options: argparse.Namespace) -> Ranked:
+    """Plan for one cluster and number of devices."""
+    enter(f"{count} devices of {cluster}")
+    asked = argparse.Namespace(**{**vars(options), "cluster": cluster})
+    try:
+        found = plan_step(make_parallel(subject.step, count, asked), subject, asked)
+    except AutoparError as error:
+        return Ranked(cluster=cluster, devices=count, reason=str(error))
+    device_s, price = found.step_s * count, find_cluster(cluster).usd_per_device_hour
+    return Ranked(
+        cluster=cluster,
+        devices=count,
+        step_s=found.step_s,
+        device_s=device_s,
+        peak_bytes=found.peak_bytes,
+        memory_bytes=found.memory_limit_bytes,
+        usd_per_1000_steps=None if price is None else _STEPS_OF_PRICE * device_s / _HOUR_S * price,
+        way=_way(found),
+    )
+
+
+def _way(plan: Plan | PipelinePlan) -> str:
+    """A plan in a few words."""
+    parts = f", {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
+    if isinstance(plan, PipelinePlan):
+        return f"{plan.num_stages} stages{parts}, {plan.schedule}"
+    return f"mesh {' x '.join(map(str, plan.mesh_shape))}{parts}"
+
+
+def _seconds(row: Ranked) -> float:
+    return float("inf") if row.step_s is None else row.step_s
+
+
+def make_table(rows: Sequence[Ranked]) -> Table:
+    """A row for each combination, fastest first; prices only where there are any."""
+    priced = any(row.usd_per_1000_steps is not None for row in rows)
+    columns = ["cluster", "devices", "step", "device-seconds", "memory", "plan"]
+    if priced:
+        columns.insert(4, f"USD / {_STEPS_OF_PRICE:,} steps")
+    table = new_table("Fastest first", *columns, words=("cluster", "plan"))
+    for row in rows:
+        if row.step_s is None or row.device_s is None or row.peak_bytes is None:
+            cells = ["-", "-", "-", f"no plan: {row.reason}"]
+        else:
+            cells = [seconds_text(row.step_s), f"{row.device_s:.4g}", _memory_text(row), row.way]
+        if priced:
+            cells.insert(2, "-" if row.usd_per_1000_steps is None else f"{row.usd_per_1000_steps:,.2f}")
+        table.add_row(*map(Text, (row.cluster, str(row.devices), *cells)))
+    return table
+
+
+def _memory_text(row: Ranked) -> str:
+    assert row.peak_bytes is not None
+    if not row.memory_bytes:
+        return bytes_text(row.peak_bytes)
+    return f"{bytes_text(row.peak_bytes)} ({percent_text(row.peak_bytes, row.memory_bytes)})"
+
+
+def describe_best(rows: Sequence[Ranked]) -> Iterator[str]:
+    """Say which combination is best, in each respect that is known."""
+    kinds: tuple[tuple[str, Callable[[Ranked], float | None]], ...] = (
+        ("fastest", lambda row: row.step_s),
+        ("fewest device-seconds per step", lambda row: row.device_s),
+        ("cheapest", lambda row: row.usd_per_1000_steps),
+    )
+    for words, figure in kinds:
+        known = [(value, row) for row in rows if (value := figure(row)) is not None]
+        if known:
+            best = min(known, key=lambda pair: pair[0])[1]
+            yield f"{words}: {best.devices} devices of {best.cluster}"
+    if all(row.step_s is None for row in rows):
+        yield "the step fits none of them: more devices, or --memory-limit and --recompute, may help"

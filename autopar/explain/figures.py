@@ -1,0 +1,136 @@
+"""The figures of a plan that every form of its report shows: one place computes them, so that they agree.
+
+In: a plan. Out: `Figures`, and the parts of which its step is the sum. Compute of a pipeline is that of its slowest stage, as
+stages work side by side; communication is that of all stages and of the transfers between them. What can go wrong: a plan that
+was written before collectives told what of them hides; its parts by kind are then left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from autopar.pipeline_plan import PipelinePlan, StagePlan
+from autopar.plan import WITHIN, CollectivePlan, Plan
+
+ONCE = ("update", "weights")
+"""Transfers that a pipeline makes once per step."""
+KINDS: Mapping[str, str] = {
+    "data_parallel": "data parallel",
+    "zero3": "ZeRO-3",
+    "tensor": "tensor parallel",
+    "expert": "expert parallel",
+    WITHIN: "within operations",
+}
+"""What `CollectivePlan.overlap` is called."""
+_CLOSE = 1e-6
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Figures:
+    """Seconds per step and bytes per device.
+
+    Attributes:
+        step_s: of the whole step.
+        compute_s: of compute; of a pipeline on the stage that computes longest.
+        comm_s: of all collectives and transfers.
+        hidden_s: what of it hides behind compute, less those by which it slows that; of a pipeline without transfers.
+        peak_bytes: at the peak of the fullest device.
+        mfu: model FLOP utilization, the part of the devices' peak that the step's contractions reach; None if not known.
+    """
+
+    step_s: float
+    compute_s: float
+    comm_s: float
+    hidden_s: float
+    peak_bytes: int
+    mfu: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of a step: seconds in all, those of them that hide behind compute, and those by which the step is longer."""
+
+    name: str
+    seconds: float
+    hidden_s: float
+    waited_s: float
+
+
+def figures_of(plan: Plan | PipelinePlan) -> Figures:
+    """The figures of a plan."""
+    mfu = plan.at_peak_s / plan.step_s if plan.at_peak_s and plan.step_s else None
+    if isinstance(plan, Plan):
+        compute_s, comm_s, hidden_s = plan.compute_s, plan.comm_s, plan.hidden_s
+    else:
+        sent_s = sum(item.count * item.predicted_s for item in plan.transfers)
+        compute_s = max(stage.plan.compute_s for stage in plan.stages)
+        comm_s = sum(stage.plan.comm_s for stage in plan.stages) + sent_s
+        hidden_s = sum(stage.plan.hidden_s for stage in plan.stages)
+    return Figures(
+        step_s=plan.step_s,
+        compute_s=compute_s,
+        comm_s=comm_s,
+        hidden_s=hidden_s,
+        peak_bytes=plan.peak_bytes,
+        mfu=mfu,
+    )
+
+
+def parts_of(plan: Plan | PipelinePlan) -> tuple[Part, ...]:
+    """The parts of a step; the seconds that it waits for them add up to the step."""
+    return _parts_of_stages(plan) if isinstance(plan, PipelinePlan) else _parts_of_mesh(plan)
+
+
+def meshes_of(plan: PipelinePlan) -> dict[int, list[StagePlan]]:
+    """The stages of each mesh, in the meshes' order."""
+    stages: dict[int, list[StagePlan]] = {}
+    for stage in sorted(plan.stages, key=lambda stage: (stage.mesh, stage.stage)):
+        stages.setdefault(stage.mesh, []).append(stage)
+    return stages
+
+
+def work_of(plan: PipelinePlan) -> dict[int, float]:
+    """Seconds of work per microbatch of each mesh."""
+    return {mesh: sum(one.forward_s + one.backward_s for one in stages) for mesh, stages in meshes_of(plan).items()}
+
+
+def mesh_name(plan: PipelinePlan, mesh: int) -> str:
+    """A mesh by its stages: stage 1, or mesh 1 (stages 1 and 3)."""
+    numbers = [str(stage.stage) for stage in meshes_of(plan)[mesh]]
+    return f"stage {numbers[0]}" if len(numbers) == 1 else f"mesh {mesh} (stages {' and '.join(numbers)})"
+
+
+def seconds_of(collectives: Sequence[CollectivePlan]) -> tuple[float, float]:
+    """(seconds, hidden seconds) per step of all of them together."""
+    return sum(c.count * c.predicted_s for c in collectives), sum(c.count * c.hidden_s for c in collectives)
+
+
+def _parts_of_mesh(plan: Plan) -> tuple[Part, ...]:
+    parts = [Part("compute", plan.compute_s, 0.0, plan.compute_s)]
+    if abs(seconds_of(plan.collectives)[1] - plan.hidden_s) <= _CLOSE * plan.step_s:
+        for kind, name in KINDS.items():
+            some = [item for item in plan.collectives if item.overlap == kind]
+            seconds, hidden_s = seconds_of(some)
+            parts += [Part(name, seconds, hidden_s, seconds - hidden_s)] if some else []
+    elif plan.collectives:
+        parts.append(Part("communication", plan.comm_s, plan.hidden_s, plan.comm_s - plan.hidden_s))
+    return tuple(parts)
+
+
+def _parts_of_stages(plan: PipelinePlan) -> tuple[Part, ...]:
+    """The work of the busiest mesh, its waiting, what fills the pipeline, and what happens once per step."""
+    work = work_of(plan)
+    most = max(work, key=lambda mesh: work[mesh])
+    busy_s = plan.num_microbatches * work[most]
+    fill_s = sum(item.predicted_s for item in plan.transfers if item.what not in ONCE)
+    sent_s = max((item.predicted_s for item in plan.transfers if item.what in ONCE), default=0.0)
+    last = max(plan.stages, key=lambda stage: stage.once_s)
+    found = (
+        (f"work of {mesh_name(plan, most)}, the busiest", busy_s),
+        ("bubble", plan.bubble * busy_s),
+        ("transfers of the first microbatch", fill_s),
+        (f"once per step, such as the update, on stage {last.stage}", last.once_s),
+        ("transfers once per step", sent_s),
+    )
+    return tuple(Part(name, seconds, 0.0, seconds) for name, seconds in found if seconds or name == "bubble")

@@ -1,0 +1,186 @@
+"""One stage, planned within the memory that its microbatches in flight leave.
+
+In: a `StageJob`. Out: a `StagedStage`: planned, or taken from an equal stage. What was planned in one memory is known
+(`KnownStages`) to whoever plans other stages of the same step: the same stage in the same memory is not planned again. What can
+go wrong: a stage that does not fit is named with its bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias
+
+from autopar.errors import OutOfMemoryError
+from autopar.inter_op.stage_seconds import StagedStage, price_stage
+from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.planner import plan_step
+from autopar.intra_op.request import PlannedStep, PlanRequest
+from autopar.intra_op.restore import restore
+from autopar.plan import Plan, ValuePlan
+from autopar.schedules.in_flight import InFlight
+from autopar.solver.budget import Budget
+from autopar.stages.tasks.equal_stages import key_of_stage, match_senders
+from autopar.stages.tasks.ports import Port, StagePorts
+from autopar.stages.tasks.stage_program import StageProgram
+
+Planner: TypeAlias = Callable[[StageProgram, PlanRequest], PlannedStep]
+"""Plans the program of a stage, or of a layer as if it were one, on the best of the request's meshes.
+
+Raises ConstraintError, OutOfMemoryError.
+"""
+
+
+def plan_program(program: StageProgram, request: PlanRequest) -> PlannedStep:
+    """The `Planner` in use: the intra-operator pass."""
+    return plan_step(program.step, request)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageJob:
+    """A stage to plan: its program, a number that equal stages share, and its own meshes, constraints and memory limit."""
+
+    program: StageProgram
+    kind: int
+    request: PlanRequest
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlannedWithin:
+    """A planned stage, and the bytes per device within which its program was planned; None without a limit."""
+
+    stage: StagedStage
+    room: int | None
+
+
+class KnownStages:
+    """Stages of one step that have been planned, by what decides their plan."""
+
+    def __init__(self) -> None:
+        """Nothing is known yet."""
+        self._kinds: dict[Hashable, int] = {}
+        self._stages: dict[Hashable, StagedStage] = {}
+
+    def kind_of(self, ports: StagePorts) -> int:
+        """A number that equal stages share, and others do not."""
+        return self._kinds.setdefault((ports.microbatches, key_of_stage(ports)), len(self._kinds))
+
+    def find(self, job: StageJob, room: int | None) -> StagedStage | None:
+        """The plan of an equal stage within the same bytes, if one was made; of no stage under constraints, which name leaves."""
+        stage = self._stages.get(self._key(job, room))
+        return None if stage is None or job.request.constraints.rules else _move(stage, job)
+
+    def keep(self, job: StageJob, planned: PlannedWithin) -> None:
+        """Note a stage that was planned."""
+        self._stages[self._key(job, planned.room)] = planned.stage
+
+    def _key(self, job: StageJob, room: int | None) -> Hashable:
+        return job.kind, job.request.meshes, job.request.memory_limit_bytes, room
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StagePlanning:
+    """How each stage is planned. `memory_rounds`: see `Tuning`."""
+
+    planner: Planner
+    in_flight: InFlight | None
+    memory_rounds: int
+    known: KnownStages
+
+    def plan(self, job: StageJob) -> PlannedWithin:
+        """Plan one stage within what its microbatches in flight leave of the memory. Raises OutOfMemoryError."""
+        program, limit = job.program, job.request.memory_limit_bytes
+        count = 1 if self.in_flight is None else self.in_flight.microbatches[program.stage]
+        room, stage = limit, None
+        for _ in range(self.memory_rounds):
+            try:
+                stage = self._plan_within(job, room)
+            except OutOfMemoryError as error:
+                if stage is not None:
+                    break
+                raise OutOfMemoryError(
+                    f"stage {program.stage} of {program.cut.num_stages}, with {count} microbatches in flight: {error}"
+                ) from None
+            if limit is None or stage.peak_bytes <= limit:
+                return PlannedWithin(stage, room)
+            room = limit - (stage.peak_bytes - stage.memory.peak_bytes)
+            if room <= 0:
+                break
+        assert stage is not None
+        raise OutOfMemoryError(
+            f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is "
+            f"{limit:,}: {count} microbatches in flight keep {stage.memory.each_text(self.in_flight)}. Use more microbatches, "
+            "fewer stages, more devices, or the 1f1b schedule, which keeps less."
+        )
+
+    def _plan_within(self, job: StageJob, room: int | None) -> StagedStage:
+        """The stage within so many bytes, however many its microbatches in flight take beside them."""
+        known = self.known.find(job, room)
+        if known is not None:
+            return self._in_flight(known)
+        limit, overlap = job.request.memory_limit_bytes, job.request.cluster.overlap
+        planned = self.planner(job.program, dataclasses.replace(job.request, memory_limit_bytes=room))
+        plan = dataclasses.replace(planned.plan, memory_limit_bytes=limit)
+        return price_stage(job.program, plan, planned.assignment, self.in_flight, overlap=overlap)
+
+    def find_known(self, job: StageJob) -> StagedStage | None:
+        """What planning a stage would come to, if that is known at once."""
+        known = self.known.find(job, job.request.memory_limit_bytes)
+        return None if known is None else self._if_it_fits(known, job)
+
+    def plan_like(self, job: StageJob, planned: Sequence[StagedStage]) -> StagedStage | None:
+        """The plan of an earlier stage that equals this one, if it fits here too."""
+        for stage in planned:
+            moved = _move(stage, job) if stage.mesh in job.request.meshes else None
+            fitting = None if moved is None else self._if_it_fits(moved, job)
+            if fitting is not None:
+                return fitting
+        return None
+
+    def _if_it_fits(self, stage: StagedStage, job: StageJob) -> StagedStage | None:
+        limit, stage = job.request.memory_limit_bytes, self._in_flight(stage)
+        return stage if limit is None or stage.peak_bytes <= limit else None
+
+    def _in_flight(self, stage: StagedStage) -> StagedStage:
+        """A stage with as many microbatches as are in flight at its place."""
+        memory = stage.memory
+        peak_bytes = memory.peak_bytes if self.in_flight is None else memory.with_in_flight(self.in_flight)
+        return dataclasses.replace(stage, peak_bytes=peak_bytes)
+
+    def restore(self, job: StageJob, plan: Plan, room: int | None) -> PlannedWithin:
+        """The stage that a plan describes."""
+        overlap = job.request.cluster.overlap
+        return PlannedWithin(price_stage(job.program, plan, _assign(job, plan), self.in_flight, overlap=overlap), room)
+
+
+def _move(stage: StagedStage, job: StageJob) -> StagedStage | None:
+    """A planned stage in the place of one that equals it; None if the stages that send to the two do not correspond."""
+    senders = match_senders(stage.program.ports, job.program.ports)
+    if senders is None:
+        return None
+    plan = _rename_leaves(stage.plan, job.program.ports)
+    return dataclasses.replace(
+        stage,
+        program=job.program,
+        plan=plan,
+        assign=functools.partial(_assign, job, plan),
+        memory=stage.memory.move_to(job.program.stage, senders),
+    )
+
+
+def _assign(job: StageJob, plan: Plan) -> Assignment:
+    request = dataclasses.replace(job.request, budget=Budget())  # what was found counts, however late it is
+    return restore(job.program.step, plan, request).assignment
+
+
+def _rename_leaves(plan: Plan, ports: StagePorts) -> Plan:
+    """The plan of an equal stage, with the names of these inputs and outputs; constants keep theirs."""
+
+    def rename(values: Sequence[ValuePlan], named: Sequence[Port]) -> tuple[ValuePlan, ...]:
+        paths = [*map(ports.path, named), *(value.path for value in values[len(named) :])]
+        return tuple(dataclasses.replace(value, path=path) for value, path in zip(values, paths, strict=True))
+
+    return dataclasses.replace(
+        plan, inputs=rename(plan.inputs, ports.inputs), outputs=rename(plan.outputs, ports.outputs)
+    )

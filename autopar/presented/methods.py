@@ -1,0 +1,68 @@
+"""The methods by which a plan shows itself, for `Plan` and `PipelinePlan` to inherit.
+
+In: a plan. Out: text on standard output, text, HTML. What can go wrong: `autopar.reports` imports plans, so it is loaded by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from types import ModuleType
+from typing import ClassVar
+
+
+class Presented:
+    """A plan that can be printed, shown in full, written as a page, and asked."""
+
+    _asked: ClassVar[tuple[object, object] | None] = None
+    """The settings and the step that it was planned for; each plan may have its own. No part of its value."""
+
+    def know_question(self, settings: object, traced: object) -> None:
+        """Remember what the plan is the answer to, for `why`."""
+        object.__setattr__(self, "_asked", (settings, traced))
+
+    def __getstate__(self) -> dict[str, object]:
+        """What copies and pickles hold: the plan without its question."""
+        return {name: value for name, value in vars(self).items() if name != "_asked"}
+
+    def __repr__(self) -> str:
+        """One line: where it runs and what it should cost."""
+        return str(_reports().line(self))
+
+    def __str__(self) -> str:
+        """A page of at most 40 lines; `show` prints all."""
+        return str(_reports().page(self))
+
+    def show(self, *, full: bool = False) -> None:
+        """Print the report, as `autopar plan` does; `full` gives each leaf, collective and stage a row."""
+        _reports().show(self, full=full)
+
+    def html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The report as one page of HTML that needs nothing else; also written to `path`, if that is given.
+
+        Raises ArgumentError if jinja2 or matplotlib is missing: `pip install 'autopar[report]'` brings them.
+        """
+        return str(_reports().html(self, path))
+
+    def why(self, path: str) -> object:
+        """Why a leaf has its layout: what each other one would cost, and what decides. Print the answer.
+
+        Each price is that of a plan, found under one more constraint on the same meshes: this searches as often as the leaf has
+        other layouts.
+
+        Args:
+            path: of the leaf, such as `state/params/block_3/ffn/up/kernel`.
+
+        Raises:
+            PlanError: the plan has no such leaf, or is from a file and knows no step.
+        """
+        return importlib.import_module("autopar.why.report").why(self, self._asked, path)
+
+    def _repr_html_(self) -> str | None:
+        """The page, for notebooks; None without the packages that draw it, and the notebook shows the line."""
+        page: str | None = _reports().notebook(self)
+        return page
+
+
+def _reports() -> ModuleType:
+    return importlib.import_module("autopar.reports.report")

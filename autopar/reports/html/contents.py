@@ -1,0 +1,232 @@
+"""What stands on a page: sections of sentences, tables and charts.
+
+In: a plan. Out: `Section`s for the template. Tables are those of the terminal's report, so that every figure is the same. What
+can go wrong: a plan of an earlier version, which knows nothing of memory over the step; that chart is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+
+from rich.table import Column, Table
+
+from autopar.explain.compared import compared_table, what_is_missing, why_chosen
+from autopar.explain.figures import ONCE, figures_of, meshes_of, parts_of
+from autopar.explain.pipeline import pipeline_findings
+from autopar.explain.stages import group_stages, mesh_text, pipeline_tables, range_text, stages_text
+from autopar.explain.strategies import findings
+from autopar.explain.tables import candidates_table, layout_tables, links_table, peak_table, time_table
+from autopar.explain.units import bytes_text, percent_text, seconds_text
+from autopar.inter_op.describe_pipeline import simulate_stages
+from autopar.inter_op.plan_pipeline import schedule_of
+from autopar.pipeline_plan import PipelinePlan, StagePlan
+from autopar.plan import Plan
+from autopar.reports.html import charts
+from autopar.schedules.instructions import Run
+
+MOST_CELLS = 512
+"""Devices that are drawn one by one."""
+MOST_BLOCKS = 6000
+"""Pieces of work that the picture of a pipeline may have."""
+_WORDS = ("from", "leaf", "what lives there", "value", "operand", "")
+"""Columns that hold long texts."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cells:
+    """A table as text: its title, the columns with the class of each in the style, and the rows."""
+
+    title: str
+    columns: tuple[tuple[str, str], ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    """A part of the page; `folded` tables are shown when somebody opens them. `devices`: (name, series, cells) of each stage."""
+
+    title: str
+    sentences: tuple[str, ...] = ()
+    charts: tuple[str, ...] = ()
+    tables: tuple[Cells, ...] = ()
+    folded: tuple[tuple[str, tuple[Cells, ...]], ...] = ()
+    devices: tuple[tuple[str, int, tuple[str, ...]], ...] = ()
+
+
+def key_figures(plan: Plan | PipelinePlan) -> list[tuple[str, str, str]]:
+    """(name, figure, what it is a part of) of what a reader looks for first."""
+    figures, limit = figures_of(plan), plan.memory_limit_bytes
+    of_limit = f"{percent_text(figures.peak_bytes, limit)} of {bytes_text(limit)}" if limit else "no limit"
+    in_stages = isinstance(plan, PipelinePlan)
+    found = [
+        ("step", seconds_text(figures.step_s), "predicted"),
+        ("compute", seconds_text(figures.compute_s), "on the slowest stage" if in_stages else "per step"),
+        ("communication", seconds_text(figures.comm_s), f"{seconds_text(figures.hidden_s)} of it hidden"),
+        ("peak memory", bytes_text(figures.peak_bytes), of_limit),
+    ]
+    if isinstance(plan, PipelinePlan):
+        found.append(("bubble", f"{plan.bubble:.1%}", "of the busiest mesh's work"))
+    if figures.mfu is not None:
+        found.append(("MFU", f"{figures.mfu:.1%}", "of the devices' peak"))
+    return found
+
+
+def sections(plan: Plan | PipelinePlan) -> list[Section]:
+    """Every section of the page, in order."""
+    said = pipeline_findings(plan) if isinstance(plan, PipelinePlan) else findings(plan)
+    found = [
+        Section(
+            title="The devices", sentences=tuple(said), devices=tuple(_devices(plan)), tables=_cells(*_stages(plan))
+        ),
+        _time(plan),
+        *_pipeline(plan),
+        _memory(plan),
+        _layouts(plan),
+        _alternatives(plan),
+    ]
+    return [one for one in found if one.sentences or one.charts or one.tables or one.folded]
+
+
+def _stages(plan: Plan | PipelinePlan) -> Sequence[Table]:
+    return pipeline_tables(plan) if isinstance(plan, PipelinePlan) else ()
+
+
+def _devices(plan: Plan | PipelinePlan) -> Iterator[tuple[str, int, tuple[str, ...]]]:
+    """For each mesh its stages, a colour, and its devices by their places along the axes."""
+    if plan.num_devices > MOST_CELLS:
+        return
+    if isinstance(plan, Plan):
+        yield f"mesh {mesh_text(plan)}", 0, tuple(_places(plan))
+        return
+    for mesh, stages in meshes_of(plan).items():
+        first = stages[0]
+        cells = tuple(str(first.first_device + number) for number in range(first.plan.num_devices))
+        name = stages_text(sorted(stage.stage for stage in stages))
+        yield f"{name}: {mesh_text(first.plan)}", mesh % len(charts.SERIES), cells
+
+
+def _places(plan: Plan) -> Iterator[str]:
+    for place in itertools.product(*(range(size) for size in plan.mesh_shape)):
+        yield " ".join(f"{axis}{number}" for axis, number in zip(plan.axis_names, place, strict=True))
+
+
+def _time(plan: Plan | PipelinePlan) -> Section:
+    parts = parts_of(plan)
+    legend = [part.name for part in parts]
+    drawn = [charts.stacked_bars("step", [("step", [part.waited_s for part in parts])], legend)]
+    stages = plan.stages if isinstance(plan, PipelinePlan) else ()
+    if stages:
+        groups = group_stages(plan) if isinstance(plan, PipelinePlan) else []
+        rows = [(stages_text([stage.stage for stage in group]), _stage_seconds(group[0])) for group in groups]
+        drawn.append(charts.stacked_bars("stages", rows, ("compute", "communication that is waited for")))
+    every = (
+        plan.collectives if isinstance(plan, Plan) else [item for stage in stages for item in stage.plan.collectives]
+    )
+    return Section(
+        title="The time of a step",
+        charts=tuple(drawn),
+        tables=_cells(time_table(plan)),
+        folded=((f"All {len(every)} collectives: algorithm, link, and what of them hides", _cells(links_table(every))),)
+        if every
+        else (),
+    )
+
+
+def _stage_seconds(stage: StagePlan) -> tuple[float, float]:
+    return stage.plan.compute_s, max(0.0, stage.plan.comm_s - stage.plan.hidden_s)
+
+
+def _pipeline(plan: Plan | PipelinePlan) -> Iterator[Section]:
+    """The schedule by the predicted clock."""
+    if not isinstance(plan, PipelinePlan) or 2 * plan.num_stages * plan.num_microbatches > MOST_BLOCKS:
+        return
+    done = simulate_stages(schedule_of(plan), [(stage.forward_s, stage.backward_s) for stage in plan.stages])
+    rows: list[tuple[str, list[charts.Block]]] = [(f"mesh {mesh}", []) for mesh in range(done.timeline.num_meshes)]
+    kinds: list[str] = []
+    for span in done.timeline.spans:
+        if isinstance(span.instruction, Run) and span.end_s > span.start_s:
+            kind = span.instruction.kind
+            kinds += [kind] if kind not in kinds else []
+            rows[span.instruction.mesh][1].append((span.start_s, span.end_s - span.start_s, kinds.index(kind)))
+    fill_s = sum(item.predicted_s for item in plan.transfers if item.what not in ONCE)
+    for mesh, stages in meshes_of(plan).items():
+        once_s = sum(stage.once_s for stage in stages)
+        rows[mesh][1].append((done.makespan_s + fill_s, once_s, len(kinds)))
+    sentence = (
+        f"The work of {plan.num_microbatches} microbatches by the predicted clock. Before the update, the transfers that fill "
+        f"the pipeline add {seconds_text(fill_s)}."
+    )
+    legend = [*(kind.replace("_", " ") for kind in kinds), "once per step"]
+    yield Section(title="The pipeline", sentences=(sentence,), charts=(charts.gantt("pipeline", rows, legend),))
+
+
+def _memory(plan: Plan | PipelinePlan) -> Section:
+    limit = plan.memory_limit_bytes
+    if isinstance(plan, Plan):
+        over_step = (charts.area("memory", plan.memory_bytes, limit=limit),) if plan.memory_bytes else ()
+        return Section(title="Memory", charts=over_step, tables=_cells(peak_table(plan)))
+    rows = [(f"mesh {mesh}", [float(stage.peak_bytes) for stage in stages]) for mesh, stages in meshes_of(plan).items()]
+    legend = (
+        ["peak per device"]
+        if plan.virtual_stages == 1
+        else [f"stage {n + 1} of the mesh" for n in range(plan.virtual_stages)]
+    )
+    drawn = [charts.stacked_bars("memory", rows, legend, limit=limit, bytes_=True)]
+    groups = group_stages(plan)
+    first = groups[0][0].plan
+    if first.memory_bytes:
+        drawn.append(charts.area("one-microbatch", first.memory_bytes))
+    folded = [(_filling_text(group), _cells(peak_table(group[0].plan))) for group in groups]
+    sentence = f"The second picture is {stages_text([0])} over its own step, with one microbatch in flight."
+    sentences = (sentence,) if len(drawn) > 1 else ()
+    return Section(title="Memory", sentences=sentences, charts=tuple(drawn), folded=tuple(folded))
+
+
+def _filling_text(group: Sequence[StagePlan]) -> str:
+    flying = range_text([stage.microbatches_in_flight for stage in group], str)
+    return (
+        f"{stages_text([stage.stage for stage in group])}: what fills the peak of one microbatch, of {flying} in flight"
+    )
+
+
+def _layouts(plan: Plan | PipelinePlan) -> Section:
+    sentence = (
+        "A layout has an entry for each dimension: the mesh axes that split it, or -. What is not split over an axis is repeated "
+        "along it."
+    )
+    if isinstance(plan, Plan):
+        return Section(title="The layouts", sentences=(sentence,), tables=_cells(*layout_tables(plan)))
+    folded = tuple(
+        (
+            f"{stages_text([stage.stage for stage in group])}, mesh {mesh_text(group[0].plan)}",
+            _cells(*layout_tables(group[0].plan)),
+        )
+        for group in group_stages(plan)
+    )
+    return Section(title="The layouts", sentences=(sentence,), folded=folded)
+
+
+def _alternatives(plan: Plan | PipelinePlan) -> Section:
+    tables = [compared_table(plan, full=True)]
+    if isinstance(plan, Plan):
+        tables.append(candidates_table(plan))
+    sentences = (*what_is_missing(plan), *why_chosen(plan))
+    return Section(title="What else was compared", sentences=sentences, tables=_cells(*tables))
+
+
+def _style(column: Column) -> str:
+    """Numbers are set to the right; words may be folded."""
+    return "number" if column.justify == "right" else "words" if column.header in _WORDS else "short"
+
+
+def _cells(*tables: Table) -> tuple[Cells, ...]:
+    """Tables that have rows, as text."""
+    found = []
+    for table in tables:
+        if table.row_count:
+            columns = tuple((str(column.header), _style(column)) for column in table.columns)
+            rows = zip(*([str(cell) for cell in column.cells] for column in table.columns), strict=True)
+            found.append(Cells(str(table.title), columns, tuple(rows)))
+    return tuple(found)

@@ -1,0 +1,72 @@
+"""A plan as a line, as a page and as the full report of a terminal.
+
+In: a plan. Out: text, or text on a console. What can go wrong: a schedule that is too wide for a line; its picture is left out.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from autopar.explain import page as pages
+from autopar.explain import report
+from autopar.explain.report import TEXT_WIDTH
+from autopar.files.whole_file import save
+from autopar.inter_op.plan_pipeline import schedule_of
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
+from autopar.reports.html import page as html_page
+from autopar.schedules.grid import draw_grid
+
+_LONGEST_BACKWARD = 3
+"""Columns of the picture that a backward may take."""
+
+
+def line(plan: Plan | PipelinePlan) -> str:
+    """A plan in one line."""
+    return pages.line(plan)
+
+
+def page(plan: Plan | PipelinePlan) -> str:
+    """A plan in at most `explain.page.MOST_LINES` lines."""
+    return pages.page(plan)
+
+
+def show(plan: Plan | PipelinePlan, console: Console | None = None, *, full: bool = False) -> None:
+    """Print the full report; of a pipeline with a picture of its schedule, if that is not too wide."""
+    picture = draw_schedule(plan) if isinstance(plan, PipelinePlan) else ""
+    report.show(plan, console, full=full, schedule_grid=picture)
+
+
+def html(plan: Plan | PipelinePlan, path: str | os.PathLike[str] | None = None) -> str:
+    """A plan as a page of HTML, also written to `path`, if that is given. Raises ArgumentError, see `html.page`."""
+    text = html_page.page(plan)
+    if path is not None:
+        save(Path(path), text)
+    return text
+
+
+def notebook(plan: Plan | PipelinePlan) -> str | None:
+    """The page in a frame, for notebooks; None if what draws it is not installed."""
+    return html_page.notebook(plan)
+
+
+def draw_schedule(plan: PipelinePlan) -> str:
+    """Draw the schedule, a forward as one column and the rest in proportion; nothing if a line would be too long."""
+    if plan.num_microbatches > TEXT_WIDTH:
+        return ""
+    schedule = schedule_of(plan)
+    columns = dict.fromkeys(schedule.kinds, 1)
+    if "backward" in columns:
+        columns["backward"] = _backward_columns(plan)
+    picture = draw_grid(schedule, columns)
+    return picture if max(map(len, picture.splitlines())) <= TEXT_WIDTH else ""
+
+
+def _backward_columns(plan: PipelinePlan) -> int:
+    """How many forwards a backward takes, in whole numbers."""
+    forward_s = sum(stage.forward_s for stage in plan.stages)
+    backward_s = sum(stage.backward_s for stage in plan.stages)
+    return max(1, min(_LONGEST_BACKWARD, round(backward_s / forward_s))) if forward_s else 1

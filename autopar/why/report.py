@@ -1,0 +1,132 @@
+"""Answers as text.
+
+In: an answer. Out: sentences and a table, and the answer itself, which prints as that. What can go wrong: nothing was asked
+that a plan of a file could answer; PlanError says what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+from rich.console import Console
+from rich.text import Text
+
+from autopar.errors import OutOfMemoryError, PlanError
+from autopar.explain.paths import layout_text, path_patterns, shape_text
+from autopar.explain.report import TEXT_WIDTH
+from autopar.explain.tables import new_table
+from autopar.explain.units import bytes_text, seconds_text
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
+from autopar.program.step import TracedStep
+from autopar.settings import Settings
+from autopar.why.conflict import Conflict, find_conflict
+from autopar.why.leaf import LayoutPrice, LeafAnswer, why_leaf
+from autopar.why.question import Question
+
+_FROM_A_FILE = (
+    "this plan is data alone, from a file or changed by hand: parallelize(step, plan=plan).plan(state, batch) gives one that "
+    "knows its step and can be asked"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Why:
+    """Why a leaf has its layout; prints as text."""
+
+    answer: LeafAnswer
+
+    def __str__(self) -> str:
+        """The answer as text."""
+        return leaf_text(self.answer)
+
+    def __repr__(self) -> str:
+        """The same, for interactive use."""
+        return str(self)
+
+
+def why(plan: Plan | PipelinePlan, asked: tuple[object, object] | None, path: str) -> Why:
+    """Why a leaf of a plan has its layout. Raises PlanError if the plan knows no step, or has no such leaf."""
+    if asked is None:
+        raise PlanError(_FROM_A_FILE)
+    settings, traced = asked
+    assert isinstance(settings, Settings)
+    assert isinstance(traced, TracedStep)
+    return Why(why_leaf(Question(settings, traced, plan), path))
+
+
+@dataclasses.dataclass(frozen=True)
+class WhyNot:
+    """Why nothing fits the memory; prints as text."""
+
+    answer: Conflict
+
+    def __str__(self) -> str:
+        """The answer as text."""
+        return conflict_text(self.answer)
+
+    def __repr__(self) -> str:
+        """The same, for interactive use."""
+        return str(self)
+
+
+def why_not(error: OutOfMemoryError) -> WhyNot:
+    """Why nothing fits the memory. Raises PlanError if the error knows no step."""
+    if error.asked is None:
+        raise PlanError("the error knows no step: it has to come from parallelize")
+    settings, traced = error.asked
+    assert isinstance(settings, Settings)
+    assert isinstance(traced, TracedStep)
+    return WhyNot(find_conflict(settings, traced, error))
+
+
+def conflict_text(conflict: Conflict) -> str:
+    """An answer as text: what conflicts, what fills the memory, and the ways out with their prices."""
+    limit = f"{bytes_text(conflict.limit_bytes)} per device"
+    lines = [f"No plan fits {limit}, whatever is given up."]
+    if conflict.wishes:
+        lines = [f"No plan fits {limit} and keeps:", *(f"  {wish}" for wish in conflict.wishes)]
+    lines += ["The largest tensors that are alive together:", *(f"  {tensor}" for tensor in conflict.tensors)]
+    table = new_table("What would do, tried", "instead", "step", "peak", numbers=("step", "peak"))
+    for one in conflict.relaxations:
+        figures = (
+            ("not enough", "") if one.step_s is None else (seconds_text(one.step_s), bytes_text(one.peak_bytes or 0))
+        )
+        table.add_row(*map(Text, (one.words, *figures)))
+    stream = io.StringIO()
+    Console(file=stream, width=TEXT_WIDTH, color_system=None).print(table)
+    return "\n".join([*lines, "", *(line.rstrip() for line in stream.getvalue().splitlines())])
+
+
+def leaf_text(answer: LeafAnswer) -> str:
+    """An answer as text: what the leaf has, what decides, and the prices of the others."""
+    leaf = answer.leaf
+    lines = [
+        f"{leaf.path}, {leaf.dtype}{shape_text(leaf.shape)}: {layout_text(leaf.spec)}, "
+        f"{bytes_text(leaf.bytes_per_device)} per device",
+        f"What decides: {answer.decides}.",
+    ]
+    table = new_table(
+        "The layouts it could have", "layout", "step", "more", "peak", "what it adds", numbers=("step", "more", "peak")
+    )
+    figures = (seconds_text(answer.step_s), "", bytes_text(answer.peak_bytes))
+    table.add_row(*map(Text, (layout_text(leaf.spec), *figures, "chosen")))
+    for other in answer.others:
+        table.add_row(*map(Text, _cells(other, answer)))
+    stream = io.StringIO()
+    Console(file=stream, width=TEXT_WIDTH, color_system=None).print(table)
+    more = f"{answer.not_tried} more layouts were not tried" if answer.not_tried else ""
+    return "\n".join([*lines, "", *(line.rstrip() for line in stream.getvalue().splitlines()), *filter(None, [more])])
+
+
+def _cells(other: LayoutPrice, answer: LeafAnswer) -> tuple[str, ...]:
+    if other.step_s is None or other.peak_bytes is None:
+        return layout_text(other.spec), "-", "", "", other.problem
+    more_s = other.step_s - answer.step_s
+    share = f"{seconds_text(abs(more_s))} ({abs(more_s) / answer.step_s:.1%})"
+    more = "0 s" if abs(more_s) <= 1e-9 * answer.step_s else f"{'-' if more_s < 0 else ''}{share}"
+    moved = [str(pattern) for pattern in path_patterns(other.moves)]
+    follow = f"{', '.join(moved[:2])}{', ...' if len(moved) > 2 else ''} lie otherwise too" if moved else ""
+    adds = "; ".join(filter(None, [*other.adds, follow]))
+    return layout_text(other.spec), seconds_text(other.step_s), more, bytes_text(other.peak_bytes), adds

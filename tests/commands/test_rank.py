@@ -1,0 +1,76 @@
+"""`rank`: its rows are what `plan` finds for each cluster and number of devices, in order, with their prices."""
+
+import json
+
+import pytest
+
+from autopar.cost_model.cluster_files import cluster_to_json
+from autopar.cost_model.hardware import find_cluster
+from tests.commands.command_line import SMALL, planned, run
+
+CLUSTERS, DEVICES = ("p3.16xlarge", "dgx-h100"), (2, 4)
+
+
+def ranked(capsys, *argv):
+    capsys.readouterr()
+    status = run("rank", "mlp", *SMALL, *argv, "--json")
+    return status, json.loads(capsys.readouterr().out)["rows"]
+
+
+def test_rows_are_the_plans_of_each_pair_fastest_first(capsys, tmp_path):
+    status, rows = ranked(capsys, "--clusters", ",".join(CLUSTERS), "--devices", "2,4,2")
+    assert status == 0
+    assert sorted((row["cluster"], row["devices"]) for row in rows) == sorted((c, d) for c in CLUSTERS for d in DEVICES)
+    assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
+    for row in rows:
+        plan = planned(tmp_path, "--cluster", row["cluster"], "--devices", str(row["devices"]))
+        assert (row["step_s"], row["peak_bytes"]) == (plan.step_s, plan.peak_bytes)
+        assert row["device_s"] == plan.step_s * row["devices"]
+        assert row["usd_per_1000_steps"] is None
+
+
+def with_price(tmp_path, name, usd):
+    """A cluster file of a preset that states a price."""
+    preset = find_cluster(name)
+    file = tmp_path / f"{name}-{usd}.json"
+    fields = cluster_to_json(preset, about="a preset with a price", sources={})
+    file.write_text(json.dumps({**fields, "usd_per_device_hour": usd}))
+    assert find_cluster(str(file)).usd_per_device_hour == usd
+    assert find_cluster(str(file)).fingerprint() == preset.fingerprint()
+    return str(file)
+
+
+def test_the_cheapest_is_that_of_the_prices_in_the_files(capsys, tmp_path):
+    dear, cheap = with_price(tmp_path, "dgx-h100", 36.0), with_price(tmp_path, "dgx-h100", 3.6)
+    _, rows = ranked(capsys, "--clusters", f"{dear},{cheap}", "--devices", "2")
+    prices = {row["cluster"]: row["usd_per_1000_steps"] for row in rows}
+    assert prices[cheap] == pytest.approx(1000 * rows[0]["device_s"] * 3.6 / 3600)
+    assert prices[dear] == pytest.approx(10 * prices[cheap])
+    assert run("rank", "mlp", *SMALL, "--clusters", f"{dear},{cheap}", "--devices", "2") == 0
+    printed = capsys.readouterr().out.replace("\n", "")
+    assert "USD / 1,000 steps" in printed
+    assert f"cheapest: 2 devices of {cheap}" in printed
+
+
+def test_where_nothing_fits_the_row_says_why_and_the_status_that_none_does(capsys):
+    status, rows = ranked(capsys, "--clusters", "dgx-h100", "--devices", "2", "--memory-limit", "1KiB")
+    assert status == 1
+    assert rows[0]["step_s"] is None
+    assert "memory" in rows[0]["reason"]
+    assert run("rank", "mlp", *SMALL, "--clusters", "dgx-h100", "--devices", "2", "--memory-limit", "1KiB") == 1
+    assert "fits none of them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ((), "--clusters"),
+        (("--clusters", "dgx-h99"), "nearest: dgx-h200, dgx-h100"),
+        (("--clusters", "auto"), "auto is no cluster"),
+        (("--clusters", "dgx-h100", "--devices", "2,none"), "'none' is not a whole number"),
+        (("--clusters", "dgx-h100", "--cluster", "dgx-h100"), "did you mean --clusters"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(argv, words, capsys):
+    assert run("rank", "mlp", *argv) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,159 @@
+"""A plan says the same of itself in every form: one line, one page, the report, its JSON, and `simulate --plan`."""
+
+import dataclasses
+import json
+
+import jax
+import pytest
+
+import autopar
+from autopar.__main__ import main
+from autopar.cost_model.hardware import preset
+from autopar.explain import explain, seconds_text
+from autopar.explain.figures import figures_of, parts_of
+from autopar.explain.units import bytes_text
+from autopar.models.registry import build
+from autopar.plan import WITHIN, CollectivePlan
+from tests.explain.test_pipelines import TRANSFERS, pipeline_of, stage_of, two_stages
+from tests.plan_examples import BATCH, collective, layer_stack, plan_of, rows_of
+
+MODES = {
+    "one mesh": {"devices": 4, "mesh_shape": (2, 2)},
+    "stages": {"devices": 4, "num_stages": 2, "num_microbatches": 4, "mesh_shape": (2,)},
+}
+
+
+@pytest.fixture(scope="module", params=MODES)
+def planned(request):
+    model = build("gpt", layers=2, hidden=64, heads=4, batch=16, seq=32, vocab=256)
+    state = jax.eval_shape(lambda: model.create_state(jax.random.key(0)))
+    step = autopar.parallelize(model.train_step, cluster="dgx-a100-80gb", plan_cache=False, **MODES[request.param])
+    return step.plan(state, model.batch_shape())
+
+
+def simulated(plan, tmp_path, capsys) -> tuple[str, dict]:
+    """What `simulate --plan` prints and says in JSON, on the plan's own cluster."""
+    path = tmp_path / "plan.json"
+    path.write_text(plan.to_json(), encoding="utf-8")
+    command = ["simulate", "--plan", str(path), "--cluster", plan.cluster]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    return text, json.loads(capsys.readouterr().out)
+
+
+def test_compute_communication_and_memory_agree_in_header_tables_json_and_simulate(planned, tmp_path, capsys):
+    figures, text, page = figures_of(planned), explain(planned), str(planned)
+    printed, priced = simulated(planned, tmp_path, capsys)
+    sums = priced["communication"]
+    assert priced["planned_compute_s"] == pytest.approx(figures.compute_s, rel=1e-9)
+    assert sum(kind["planned_s"] for kind in sums) == pytest.approx(figures.comm_s, rel=1e-9)
+    assert sum(kind["seconds"] for kind in sums) == pytest.approx(figures.comm_s, rel=1e-9)
+    assert priced["planned_hidden_s"] == pytest.approx(figures.hidden_s, rel=1e-9, abs=1e-15)
+    assert (priced["planned_step_s"], priced["peak_bytes"]) == (figures.step_s, figures.peak_bytes)
+    shown = {row[0]: row[1:] for row in rows_of(f"\n{printed}", printed.splitlines()[0])}
+    compute, comm = seconds_text(figures.compute_s), seconds_text(figures.comm_s)
+    assert shown["compute"][:2] == [compute, compute]
+    assert shown["communication"] == [comm, comm]
+    assert shown["step"][0] == seconds_text(figures.step_s)
+    for form in (text, page):
+        header = " ".join(form.split("\n- ")[0].split())
+        assert f"predicted step {seconds_text(figures.step_s)}" in header
+        assert f"peak memory {bytes_text(figures.peak_bytes)} per device" in header
+        assert f"{compute} compute" in header or f"compute {compute} on the slowest stage" in header
+        assert f"{comm} communication" in header or f"communication {comm} in all stages" in header
+        assert rows_of(form, "Time of the step")[-1][-1] == seconds_text(figures.step_s)
+    assert bytes_text(figures.peak_bytes) in printed
+    again = autopar.plan_from_json(planned.to_json())
+    assert (figures_of(again), explain(again)) == (figures, text)
+
+
+def test_the_parts_of_a_step_add_up_to_it_and_its_collectives_to_its_communication(planned):
+    links = {tier.name for tier in preset(planned.cluster).tiers}
+    assert sum(part.waited_s for part in parts_of(planned)) == pytest.approx(planned.step_s, rel=1e-9)
+    for plan in [planned] if isinstance(planned, autopar.Plan) else [stage.plan for stage in planned.stages]:
+        assert sum(c.count * c.predicted_s for c in plan.collectives) == pytest.approx(plan.comm_s, rel=1e-9)
+        assert sum(c.count * c.hidden_s for c in plan.collectives) == pytest.approx(plan.hidden_s, rel=1e-9, abs=1e-15)
+        assert max(plan.memory_bytes) == plan.peak_bytes
+        assert all(c.algorithm and c.link in links for c in plan.collectives)
+
+
+def test_the_flops_of_a_step_are_those_of_its_products_and_the_mfu_their_part_of_the_peak(planned):
+    tokens, hidden, vocab, seq = 16 * 32, 64, 256, 32
+    forward = 2 * (2 * tokens * 12 * hidden**2 + 2 * 2 * tokens * seq * hidden) + 2 * tokens * hidden * vocab
+    assert planned.flops == pytest.approx(3 * forward, rel=1e-9)
+    assert figures_of(planned).mfu == pytest.approx(planned.at_peak_s / planned.step_s)
+    assert figures_of(dataclasses.replace(planned, at_peak_s=0.0)).mfu is None
+
+
+def test_operations_are_named_by_their_modules_and_by_the_leaves_they_move(planned):
+    plans = [planned] if isinstance(planned, autopar.Plan) else [stage.plan for stage in planned.stages]
+    scopes = {item.scope for plan in plans for item in plan.collectives}
+    leaves = {value.path for plan in plans for value in (*plan.inputs, *plan.outputs)}
+    modules = {scope for scope in scopes if scope not in leaves}
+    assert any(scope.startswith("block_") for scope in modules), scopes
+    assert not [scope for scope in modules if scope.startswith("GPT")]
+    sources = {item.source for plan in plans for item in plan.collectives}
+    assert not [source for source in sources if "/autopar/" in source and "/models/" not in source]
+
+
+def test_a_page_and_a_line_of_any_plan_are_short(planned):
+    many = plan_of(
+        *layer_stack(64), BATCH, collectives=tuple(collective("all-reduce", "x", source=f"m:{n}") for n in range(99))
+    )
+    wide = pipeline_of(
+        *(stage_of(n, *layer_stack(n + 1), forward_s=1e-3 * (n + 1)) for n in range(64)), transfers=TRANSFERS
+    )
+    for plan in (planned, many, wide):
+        assert str(plan).count("\n") < 40
+        assert max(map(len, str(plan).splitlines())) < 180
+        assert "plan.show() prints the whole report" in str(plan)
+        assert repr(plan).startswith(f"<{type(plan).__name__}: ")
+        assert "\n" not in repr(plan)
+
+
+def test_show_prints_what_autopar_plan_prints(planned, tmp_path, capsys):
+    planned.show()
+    shown = capsys.readouterr().out
+    path = tmp_path / "plan.json"
+    path.write_text(planned.to_json(), encoding="utf-8")
+    assert main(["show", str(path)]) == 0
+    assert capsys.readouterr().out == shown
+
+
+def test_sixteen_equal_stages_are_a_row_and_fit_sixty_lines():
+    stages = [
+        stage_of(n, *layer_stack(2), BATCH, peak_bytes=(20 - n) * 2**30, microbatches_in_flight=16 - n)
+        for n in range(16)
+    ]
+    sent = tuple(dataclasses.replace(TRANSFERS[0], source=n, target=n + 1) for n in range(15))
+    back = tuple(dataclasses.replace(TRANSFERS[1], source=n + 1, target=n) for n in range(15))
+    plan = pipeline_of(*stages, transfers=(*sent, *back), num_microbatches=16)
+    text = explain(plan)
+    assert text.count("\n") <= 60
+    rows = rows_of(text, "Stages (forward and backward per microbatch)")
+    assert [row[0] for row in rows] == ["0 to 15"]
+    assert rows[0][-2:] == ["16 to 1", "20.0 GiB to 5.0 GiB"]
+    crossing = rows_of(text, "Transfers between meshes per step")
+    assert crossing[0][:4] == ["stages 0 to 14", "stages 1 to 15", "forward", "60"]
+    assert crossing[1][:4] == ["stages 1 to 15", "stages 0 to 14", "backward", "60"]
+    assert crossing[2][:2] == ["all", "120"]
+    assert len(rows_of(explain(plan, full=True), "Stages (forward and backward per microbatch)")) == 16
+
+
+def test_stages_that_differ_have_rows_of_their_own():
+    rows = rows_of(explain(pipeline_of(*two_stages(forward_s=2e-3))), "Stages (forward and backward per microbatch)")
+    assert [row[0] for row in rows] == ["0", "1"]
+
+
+def test_what_hides_within_operations_is_a_part_of_the_step_on_every_cluster(tmp_path, capsys):
+    item = CollectivePlan(
+        kind="collective-permute", axes=("x",), bytes=2**20, count=4, operand="float32[7]", source="m.py:7",
+        predicted_s=1e-3, hidden_s=0.75e-3, overlap=WITHIN,
+    )  # fmt: skip
+    plan = plan_of(BATCH, collectives=(item,), comm_s=4e-3, hidden_s=3e-3, cluster="dgx-h100", memory_limit_bytes=None)
+    assert [(part.name, part.hidden_s) for part in parts_of(plan)] == [("compute", 0.0), ("within operations", 3e-3)]
+    _, priced = simulated(plan, tmp_path, capsys)
+    seconds = priced["communication"][0]["seconds"]
+    assert priced["hidden_s"] == pytest.approx(0.75 * seconds)
+    assert priced["step_s"] == pytest.approx(plan.compute_s + 0.25 * seconds)

@@ -1,0 +1,78 @@
+"""A step that is far too large however it is divided is not planned in one microbatch, and the plan stays the same."""
+
+import dataclasses
+import math
+
+import pytest
+
+from autopar.errors import OutOfMemoryError
+from autopar.inter_op import one_mesh
+from autopar.inter_op.one_mesh import plan_on_one_mesh
+from autopar.intra_op import planner
+from autopar.intra_op.compare_meshes import SharedSearch
+from autopar.intra_op.planner import plan_way
+from autopar.layouts.mesh import LogicalMesh
+from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
+
+WAYS = []
+"""Numbers of microbatches that were planned."""
+
+
+@pytest.fixture
+def traced():
+    return traced_step(*arguments(32, batch=4096))
+
+
+@pytest.fixture(autouse=True)
+def noted(monkeypatch):
+    WAYS.clear()
+
+    def noting(step, request, shared):
+        WAYS.append(step.microbatches)
+        return plan_way(step, request, shared)
+
+    monkeypatch.setattr(one_mesh, "plan_way", noting)
+
+
+def request_for(limit, *, large):
+    request = dataclasses.replace(request_on(two_nodes(), limit), meshes=(LogicalMesh.of((4,)),))
+    return dataclasses.replace(request, tuning=dataclasses.replace(request.tuning, large=large))
+
+
+def planned(traced, limit, *, large):
+    found = plan_on_one_mesh(
+        traced, request_for(limit, large=large), num_microbatches="auto", recompute="none", devices=4
+    )
+    return found.plan, tuple(WAYS)
+
+
+def test_temporaries_that_are_divided_evenly_are_nearly_those_of_a_plan_without_a_limit(traced):
+    limit = 200_000
+    request = dataclasses.replace(request_for(limit, large=0), meshes=(LogicalMesh.of((4,)),))
+    shared = SharedSearch(has_other_ways=True)
+    with pytest.raises(OutOfMemoryError):
+        plan_way(traced, request, shared)
+    least = planner.least_excess(traced, request)
+    assert 1 < least <= shared.excess * (1 + 1e-6)
+    assert math.isclose(least, shared.excess, rel_tol=0.1)
+
+
+@pytest.mark.parametrize("limit", [220_000, 300_000])
+def test_one_microbatch_is_left_out_where_it_cannot_fit_and_the_plan_is_the_same(traced, limit):
+    usual, all_ways = planned(traced, limit, large=10**6)
+    WAYS.clear()
+    large, ways = planned(traced, limit, large=0)
+    assert all_ways[0] == 1
+    assert ways == all_ways[1:]
+    assert (large.step_s, large.num_microbatches) == (usual.step_s, usual.num_microbatches)
+    assert large.lower_bound_s <= usual.lower_bound_s
+    assert [one.num_microbatches for one in large.compared] == [one.num_microbatches for one in usual.compared]
+
+
+def test_where_it_may_fit_one_microbatch_is_planned_first(traced):
+    assert planned(traced, 10**8, large=0)[1] == (1,)
+
+
+def test_a_state_that_is_too_large_is_told_by_its_tensors(traced):
+    with pytest.raises(OutOfMemoryError, match="every plan needs at least"):
+        planned(traced, 2000, large=0)

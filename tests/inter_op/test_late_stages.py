@@ -1,0 +1,73 @@
+"""When the clock ends a search for stages that another plan is compared with, that plan is handed over at once."""
+
+import dataclasses
+import math
+
+import pytest
+
+from autopar.errors import OutOfMemoryError
+from autopar.inter_op import one_or_stages, search_pipeline
+from autopar.inter_op.one_or_stages import plan_one_or_stages
+from autopar.inter_op.plan_pipeline import PipelineWishes
+from autopar.inter_op.search import search_stages
+from autopar.intra_op.planner import plan_step
+from autopar.layouts.mesh import LogicalMesh
+from autopar.solver.budget import Budget, LateError
+from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
+
+WISHES = PipelineWishes(num_stages=1, num_microbatches=4)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    return traced_step(*arguments(256))
+
+
+def request_until(budget):
+    return dataclasses.replace(request_on(two_nodes()), meshes=(LogicalMesh.of((4,)),), budget=budget)
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("stages are planned as wholes although the time is over")
+
+
+def test_stages_that_the_clock_leaves_unplanned_end_the_search(traced, monkeypatch):
+    """A signal comes while layers are planned; with nothing to fall back on the stages are planned all the same."""
+
+    def stopping(loop_of, request, **options):
+        found = search_stages(loop_of, request, **options)
+        request.budget.stop()
+        return found
+
+    monkeypatch.setattr(search_pipeline, "search_stages", stopping)
+    options = {"devices": 4, "num_stages": 2}
+    found = search_pipeline.search_pipeline(traced, WISHES, request_until(Budget()), **options)
+    assert isinstance(found, search_pipeline.SearchedPipeline)
+    monkeypatch.setattr(search_pipeline, "plan_with_recomputation", refuse)
+    with pytest.raises(LateError):
+        search_pipeline.search_pipeline(traced, WISHES, request_until(Budget()), beat_s=math.inf, **options)
+
+
+def test_the_plan_on_one_mesh_is_handed_over_and_says_what_was_left(traced, monkeypatch):
+    def late(*args, **kwargs):
+        raise LateError
+
+    monkeypatch.setattr(one_or_stages, "_is_for_one_mesh", lambda comparison: True)
+    monkeypatch.setattr(one_or_stages, "stages_may_pay", lambda *args: True)
+    monkeypatch.setattr(one_or_stages, "search_pipeline", late)
+    plan = plan_one_or_stages(traced, WISHES, request_until(Budget()), devices=4).plan
+    assert plan.ended_early
+    assert plan.not_compared[-1] == "pipeline stages"
+
+
+def test_a_step_with_something_to_fall_back_on_is_not_planned_late(traced):
+    request = request_until(Budget(seconds=0))
+    with pytest.raises(LateError):
+        plan_step(traced, dataclasses.replace(request, has_fallback=True))
+    assert plan_step(traced, request).plan.step_s > 0
+
+
+def test_a_search_that_the_clock_did_not_end_fails_as_usual(traced):
+    request = dataclasses.replace(request_until(Budget()), has_fallback=True, memory_limit_bytes=10)
+    with pytest.raises(OutOfMemoryError):
+        plan_step(traced, request)

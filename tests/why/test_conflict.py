@@ -1,0 +1,90 @@
+"""Why nothing fits: the wishes that are named leave no plan, each of them is needed for that, and each way out has its price."""
+
+import jax
+import pytest
+
+import autopar
+from autopar.__main__ import main
+from autopar.errors import OutOfMemoryError, PlanError
+from tests.why.test_leaf import SETTINGS, shapes, train_step
+
+WHOLE = {"state/params/*": autopar.Replicated()}
+
+
+def plan(**changes):
+    return autopar.parallelize(train_step, **{**SETTINGS, **changes}).plan(*shapes())
+
+
+def conflict_of(**changes):
+    with pytest.raises(OutOfMemoryError) as caught:
+        plan(**changes)
+    return caught.value.conflict()
+
+
+def prices(conflict) -> dict[str, float | None]:
+    return {one.words: one.step_s for one in conflict.answer.relaxations}
+
+
+def test_the_constraint_that_leaves_no_plan_is_named_and_the_one_that_does_not_matter_is_not():
+    given = {"mesh_shape": (4,), "num_microbatches": 1, "recompute": "none"}
+    innocent = {"batch/y": autopar.Replicated()}
+    with pytest.raises(OutOfMemoryError) as caught:
+        plan(**given, constraints=[WHOLE, innocent], memory_limit_bytes=2000)
+    least = plan(**given, constraints=innocent, memory_limit_bytes=2**40)
+    assert caught.value.needed_bytes is None or caught.value.needed_bytes > 2000
+    limit = int(least.peak_bytes * 1.3)
+    answer = conflict_of(**given, constraints=[WHOLE, innocent], memory_limit_bytes=limit)
+    (wish,) = answer.answer.wishes
+    assert wish == "the constraint 'state/params/*': Replicated(axes=None)"
+    found = prices(answer)
+    without = plan(**given, constraints=innocent, memory_limit_bytes=limit)
+    assert found[f"without {wish}"] == pytest.approx(without.step_s, rel=1e-9)
+    (memory,) = (words for words in found if words.startswith("memory_limit_bytes="))
+    more = int(memory.partition("=")[2].partition(" ")[0].replace("_", ""))
+    granted = plan(**given, constraints=[WHOLE, innocent], memory_limit_bytes=more)
+    assert found[memory] == pytest.approx(granted.step_s, rel=1e-9)
+    assert f"No plan fits {limit / 1024:.1f} KiB per device and keeps:\n  {wish}" in str(answer)
+    assert "state/params/layer_0/up" in str(answer)
+
+
+@pytest.mark.slow
+def test_two_wishes_conflict_that_could_each_be_kept():
+    """Half of the parameters may be whole, whichever, and not all of them."""
+    given = {"mesh_shape": (4,), "num_microbatches": 1, "recompute": "none"}
+    halves = [{f"state/params/*/{name}": autopar.Replicated()} for name in ("up", "down")]
+    one = max(plan(**given, constraints=half).peak_bytes for half in halves)
+    limit = (one + plan(**given, constraints=halves).peak_bytes) // 2
+    answer = conflict_of(**given, constraints=halves, memory_limit_bytes=limit)
+    names = [f"the constraint 'state/params/*/{name}': Replicated(axes=None)" for name in ("up", "down")]
+    assert answer.answer.wishes == tuple(names)
+    found = prices(answer)
+    for name, other in zip(names, reversed(halves), strict=True):
+        granted = plan(**given, constraints=other, memory_limit_bytes=limit)
+        assert found[f"without {name}"] == pytest.approx(granted.step_s, rel=1e-9)
+
+
+def test_where_no_wish_is_to_blame_more_devices_and_more_memory_are_tried():
+    answer = conflict_of(memory_limit_bytes=20_000)
+    assert answer.answer.wishes == ()
+    assert "No plan fits 19.5 KiB per device, whatever is given up." in str(answer)
+    found = prices(answer)
+    assert "devices=8" in found
+    (memory,) = (words for words in found if words.startswith("memory_limit_bytes="))
+    assert found[memory] is not None
+    if found["devices=8"] is None:
+        assert "not enough" in str(answer)
+
+
+def test_an_error_of_nobodys_step_has_no_conflict():
+    with pytest.raises(PlanError, match="has to come from parallelize"):
+        OutOfMemoryError("no").conflict()
+
+
+def test_the_command_line_prints_the_conflict_where_it_is_asked_for(capsys):
+    model = ["mlp", "--layers", "1", "--hidden", "32", "--devices", "2", "--no-plan-cache", "--memory-limit", "4KB"]
+    assert main(["plan", *model, "--conflict"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("No plan fits 3.9 KiB per device, whatever is given up.")
+    assert "What would do, tried" in out
+    assert main(["plan", *model]) == 2
+    assert jax.device_count() == 8
