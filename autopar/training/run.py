@@ -104,6 +104,7 @@ class Run:
         args: Sequence[PyTree] = (),
         every: int | None = 100,
         keep: int | None = 3,
+        wait_for_saves: bool = False,
         resume: bool = True,
         guard: Guard | None = None,
         find_loss: Callable[[PyTree], jax.Array] | None = None,
@@ -115,14 +116,14 @@ class Run:
         """A run of a step.
 
         Args:
-            step: a step `(state, batch) -> (state, ...)`. One without a plan is planned for the first batch; by that of the last
-                checkpoint, without a search, if cluster, devices, options and constraints are the same.
+            step: a step `(state, batch) -> (state, ...)`. If it has no plan, it gets that of the last checkpoint, or a new one.
             data: batches, as `autopar.data.sharded` makes or takes them.
             checkpoint_dir: the folder of the checkpoints, which is made if it is not there; None saves nothing.
             create_state: makes the first state, `create_state(*args)`, as for `step.init_state`.
             args: its arguments.
             every: after how many steps the state is saved; None saves at the end, and when the run is stopped.
             keep: how many checkpoints stay; None keeps all.
+            wait_for_saves: whether steps wait until a checkpoint is complete: then a kill costs `every` steps at most.
             resume: whether to go on from the last checkpoint in the folder. Without it, a folder with checkpoints is refused.
             guard: which losses are bad, and what is then done; by default a loss that is no number ends the run.
             find_loss: the loss in what the step returns behind the state; by default that itself, or its `"loss"`.
@@ -134,15 +135,14 @@ class Run:
         Raises ArgumentError if an argument cannot be used.
         """
         self._step, self._create, self._args = step, create_state, tuple(args)
-        self._every = check_limit("every", every)
+        self._every, self._wait_for_saves = check_limit("every", every), wait_for_saves
         self._checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, step, keep=keep)
         self._data = data if isinstance(data, ShardedBatches) else sharded(self._plan(data), step)
         self._resume, self._guard = resume, guard or Guard()
         self._find_loss, self._on_step = find_loss or _usual_loss, on_step
         self._scale, self._name = _scale_of(step, tokens_per_batch), name or step.places().name
-        processes = sorted({device.process_index for device in step.jax_devices()})
-        self._several = len(processes) > 1
-        self._console = (console or standard_output()) if jax.process_index() == processes[0] else None
+        self._several, is_first = _place_among_processes(step)
+        self._console = (console or standard_output()) if is_first else None
         self._first_position = self._data.position()
 
     def _plan(
@@ -296,6 +296,8 @@ class Run:
         if self._checkpoints is not None and now.number != now.saved:
             notes = {"losses": [loss.hex() for loss in now.losses]}
             self._checkpoints.save(now.number, now.state, data=self._data, notes=notes)
+            if self._wait_for_saves:
+                self._checkpoints.wait()
             now.times_back, now.saved = 0, now.number
 
 
@@ -308,6 +310,12 @@ def _usual_loss(rest: PyTree) -> jax.Array:
             "find_loss=lambda rest: ..."
         )
     return found
+
+
+def _place_among_processes(step: RunnableStep) -> tuple[bool, bool]:
+    """Whether several processes have devices of the step, and whether this is the first of them."""
+    processes = sorted({device.process_index for device in step.jax_devices()})
+    return len(processes) > 1, jax.process_index() == processes[0]
 
 
 def _scale_of(step: RunnableStep, tokens_per_batch: int | None) -> Scale:

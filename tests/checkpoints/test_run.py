@@ -201,6 +201,15 @@ def test_where_another_plan_is_asked_for_it_is_searched(other, tmp_path, caplog)
     assert "the plan is that of the checkpoint" not in caplog.text
 
 
+def test_no_step_begins_before_a_checkpoint_is_complete_if_that_is_asked_for(tmp_path):
+    known, kept = Checkpoints(tmp_path, step_of("zero3")), {}
+    found = run(
+        tmp_path, keep=None, wait_for_saves=True, on_step=lambda made: kept.update({made.number: known.numbers()})
+    )
+    assert bits(found.train(STEPS).state) == uninterrupted()[0]
+    assert kept == {number: list(range(2, number, 2)) for number in range(1, STEPS + 1)}
+
+
 def test_arguments_that_cannot_be_used(tmp_path):
     run(tmp_path).train(1)
     with pytest.raises(ArgumentError, match="has checkpoints, of step 1 the last"):

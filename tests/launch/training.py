@@ -38,7 +38,13 @@ if WAY == "stages":
 step = autopar.parallelize(train_step, **sizes)
 step.plan(jax.eval_shape(init_state), batch(0))
 run = autopar.Run(
-    step, lambda: map(batch, itertools.count()), FOLDER / "states", create_state=init_state, every=EVERY, on_step=note
+    step,
+    lambda: map(batch, itertools.count()),
+    FOLDER / "states",
+    create_state=init_state,
+    every=EVERY,
+    wait_for_saves="TRAINING_WAITS" in os.environ,
+    on_step=note,
 )
 trained = run.train(STEPS)
 if trained.stopped is None:
