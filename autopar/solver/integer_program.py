@@ -98,10 +98,8 @@ def solve_program(program: Program, limits: Limits, start: np.ndarray | None = N
         limits: when to end.
         start: a solution to begin with, a float array (columns,); one that breaks a row does no harm.
     """
-    highs: Any = highspy.Highs()  # type: ignore[no-untyped-call]
+    highs: Any = _QuietHighs()  # type: ignore[no-untyped-call]
     options: dict[str, bool | int | float] = {
-        "output_flag": False,
-        "log_to_console": False,  # or HiGHS 1.16 says its name on standard output, in front of what --json prints
         "threads": 1,
         "random_seed": 0,
         "mip_detect_symmetry": False,  # HiGHS does so on the side, and whether it is ready in time decided which optimum came
@@ -118,6 +116,20 @@ def solve_program(program: Program, limits: Limits, start: np.ndarray | None = N
     highs.cbMipInterrupt += watch.look
     highs.run()
     return _read_ended(highs, bool(program.is_integer.any()), watch.looks)
+
+
+class _QuietHighs(highspy.Highs):  # type: ignore[misc]
+    """HiGHS without its output.
+
+    HiGHS 1.16 says its name on standard output, in front of what `--json` prints, as soon as its callbacks are enabled, which its
+    constructor does; so it has to be silenced before that.
+    """
+
+    def enableCallbacks(self) -> None:
+        """Called by the constructor."""
+        self.setOptionValue("output_flag", False)
+        self.setOptionValue("log_to_console", False)
+        super().enableCallbacks()
 
 
 def _pass_model(highs: Any, program: Program) -> None:
