@@ -98,7 +98,7 @@ def solve_program(program: Program, limits: Limits, start: np.ndarray | None = N
         limits: when to end.
         start: a solution to begin with, a float array (columns,); one that breaks a row does no harm.
     """
-    highs: Any = _QuietHighs()  # type: ignore[no-untyped-call]
+    highs: Any = _QuietHighs()
     options: dict[str, bool | int | float] = {
         "threads": 1,
         "random_seed": 0,
@@ -129,7 +129,7 @@ class _QuietHighs(highspy.Highs):  # type: ignore[misc]
         """Called by the constructor."""
         self.setOptionValue("output_flag", False)
         self.setOptionValue("log_to_console", False)
-        super().enableCallbacks()
+        super().enableCallbacks()  # type: ignore[no-untyped-call]
 
 
 def _pass_model(highs: Any, program: Program) -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from autopar.cost_model.hardware import preset
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op.plan_stage import KnownStages, plan_program
+from autopar.inter_op.plan_stage import KnownStages, PlannedWithin, StageJob, plan_program
 from autopar.inter_op.plan_stages import StageRequest, plan_stages
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.request import PlanRequest
-from autopar.layouts.constraints import Constraints
+from autopar.layouts.constraints import Constraints, Replicated, Rule
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.trace import trace
@@ -97,6 +97,26 @@ def test_on_other_meshes_or_within_other_memory_nothing_is_known(traced, ends, o
     again, count = planned(traced, ends[:2], known, **other)
     assert count == first
     assert figures(again) == figures(planned(traced, ends[:2], KnownStages(), **other)[0])
+
+
+def test_what_is_known_holds_within_the_same_room_and_without_constraints(traced, ends):
+    """Other bytes beside the microbatches in flight may allow a faster plan; constraints name the leaves of one stage alone."""
+    known = KnownStages()
+    staged, _ = planned(traced, ends[:1], known)
+    stage = staged.stages[0]
+    request = PlanRequest(
+        meshes=(LINE,),
+        cluster=preset("cpu"),
+        memory_limit_bytes=10**9,
+        constraints=Constraints(),
+        options=PlannerOptions(),
+    )
+    job = StageJob(stage.program, known.kind_of(stage.program.ports), request)
+    known.keep(job, PlannedWithin(stage, 10**6))
+    assert known.find(job, 10**6) is not None
+    assert known.find(job, 10**7) is None
+    rules = Constraints((Rule(glob="*", layout=Replicated()),))
+    assert known.find(dataclasses.replace(job, request=dataclasses.replace(request, constraints=rules)), 10**6) is None
 
 
 @pytest.mark.parametrize("share", [0.7, 0.85, 0.95, 1.0])
