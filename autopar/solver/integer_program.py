@@ -98,7 +98,7 @@ def solve_program(program: Program, limits: Limits, start: np.ndarray | None = N
         limits: when to end.
         start: a solution to begin with, a float array (columns,); one that breaks a row does no harm.
     """
-    highs: Any = _QuietHighs()
+    highs: Any = _QuietHighs()  # type: ignore[no-untyped-call]
     options: dict[str, bool | int | float] = {
         "threads": 1,
         "random_seed": 0,
@@ -118,7 +118,7 @@ def solve_program(program: Program, limits: Limits, start: np.ndarray | None = N
     return _read_ended(highs, bool(program.is_integer.any()), watch.looks)
 
 
-class _QuietHighs(highspy.Highs):  # type: ignore[misc]
+class _QuietHighs(highspy.Highs):
     """HiGHS without its output.
 
     HiGHS 1.16 says its name on standard output, in front of what `--json` prints, as soon as its callbacks are enabled, which its

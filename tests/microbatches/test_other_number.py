@@ -70,6 +70,15 @@ def test_a_number_that_does_not_divide_the_examples_is_planned():
     assert in_another_number(first, 3, first.assignment.rules) is None
 
 
+def test_microbatches_of_one_example_are_planned():
+    """A dimension of one element is no longer divided, whatever the number from which the plan would be taken over."""
+    traced = traced_step("metrics")
+    rules = (first := plan_time(traced, 4)).assignment.rules
+    assert in_another_number(first, 2, rules) is not None
+    assert in_another_number(first, pipeline_steps.ROWS, rules) is None
+    assert in_another_number(plan_time(traced, pipeline_steps.ROWS), 4, rules) is None
+
+
 def test_the_loops_of_other_numbers_have_the_phases_of_the_usual_one():
     loop_of = make_loops(split_scans(traced_step("metrics"), ()), 4)
     assert loop_of(4) is loop_of(4)
