@@ -9,7 +9,7 @@ data ranks' samples and adds the gradients to accumulators:
 
 so that values and their gradients enter and leave in one layout, as between the layers of a stack. The plan is stated on the
 leaves: samples split over the data (and expert) axes, tokens over the tensor axis under sequence parallelism, matrices as in
-Megatron, experts over theirs; with ZeRO 1 and more gradients, with ZeRO 3 parameters too, over the data axis. Nothing inside the
+Megatron, experts over theirs; with ZeRO 2 and more gradients, with ZeRO 3 parameters too, over the data axis. Nothing inside the
 part is stated.
 What can go wrong: a size that `models/` cannot take; the error names the column.
 """
@@ -325,7 +325,7 @@ def _constraints(part: Part, state: Mapping[str, PyTree], axes: Mapping[str, int
     between = PartitionSpec(samples, *rest) if moved else SplitBatch(samples, PartitionSpec(*rest))
     rules = [Rule(glob=f"state/{place}/*", layout=between, must_match=False) for place in ("taken", "given")]
     rules.append(Rule(glob="state/ids/*", layout=SplitBatch(samples), must_match=False))
-    for place, since in (("params", 3), ("grads", 1)):
+    for place, since in (("params", 3), ("grads", 2)):
         for path, leaf in jax.tree_util.tree_flatten_with_path(state[place])[0]:
             name = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
             matrix = _matrix_spec(name, leaf.shape, axes)

@@ -207,13 +207,13 @@ def exchanges_of(
 ) -> tuple[tuple[tuple[Exchange, int], ...], float]:
     """Collectives of a microbatch as the plan prices them, and the bytes of gradients that are reduced over data ranks.
 
-    Sums over data ranks are gradients. A gather over them of what has a parameter's shape is the other half of such a sum, or
-    ZeRO 3's. Sums of biases and norms over tensor ranks that have tokens of their own are gradients as well; they come once a
-    step, and no framework counts them.
+    Sums over data ranks are gradients. What else moves and has a parameter's shape is the other half of such a sum, a shard of
+    gradients that changes places, or ZeRO 3's gather: the closed form says when these happen. Sums of biases and norms over
+    tensor ranks that have tokens of their own are gradients as well; they come once a step, and no framework counts them.
 
     A heuristic: a plan names the type of a collective's operand and not the leaf behind it. An activation that has the shape
-    of a parameter, say hidden by hidden, counts as one where it is gathered over data ranks; anything that is summed over them
-    counts as a gradient; and what is no larger than the largest bias or norm counts as one of these.
+    of a parameter, say hidden by hidden, counts as one; anything that is summed over data ranks counts as a gradient; and what
+    is no larger than the largest bias or norm counts as one of these.
     """
     shapes = {",".join(map(str, leaf.shape)) for leaf in gradients}
     widest = max((leaf.size * leaf.dtype.itemsize for leaf in gradients if len(leaf.shape) == 1), default=0)
@@ -224,7 +224,7 @@ def exchanges_of(
         of_parameter = item.operand.partition("[")[2].rstrip("]") in shapes
         if over_data and item.kind in ("all-reduce", "reduce-scatter"):
             reduced += item.bytes * item.count
-        elif item.bytes > widest and not (over_data and of_parameter):
+        elif item.bytes > widest and not of_parameter:
             group: Group = "expert" if EXPERT in item.axes else "data" if DATA in item.axes else "tensor"
             exchange = Exchange(
                 kind=_KINDS[item.kind], group=group, full_bytes=float(item.bytes), seconds=float(item.predicted_s)

@@ -81,6 +81,7 @@ class PartPlanner:
             ahead, behind = attention_core(part.shape, part.split)
             times = 2 if part.kind == "decoder" else 1
             forward, backward = (*forward, *ahead * times), (*backward, *behind * times)
+            again = ahead * times if part.split.recompute == "full" else ()
         elif selective:
             again = (Timed(self._seconds(planned.scores, convolutions)),)
         work = dataclasses.replace(closed, forward=forward, backward=backward, recomputed=again)

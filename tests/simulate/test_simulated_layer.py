@@ -68,6 +68,36 @@ def test_a_planned_layer_under_sequence_parallelism_communicates_as_megatron_doe
     assert found == listed(block_work(SHAPE, split))
 
 
+@pytest.mark.parametrize("zero_stage", [1, 2])
+def test_shards_of_gradients_that_change_places_are_no_work_of_a_microbatch(zero_stage):
+    """The tensor ranks' collectives alone, as without ZeRO; when gradients meet, the closed form says."""
+    split = dataclasses.replace(SPLIT, sequence_parallel=True)
+    assert exchanged(planned("plain", split, zero_stage=zero_stage)) == listed(block_work(SHAPE, split))
+
+
+def test_all_of_a_layer_again_has_the_kernel_of_fused_attention_again():
+    """Four passes of the whole layer in plan and closed form: the kernel's forward products run twice, its backward once."""
+    split = dataclasses.replace(SPLIT, fused_attention=True, recompute="full")
+    part, fused = Part("plain", SHAPE, split, DATA), dataclasses.replace(job(split), fused_attention=True)
+    closed = block_work(SHAPE, split)
+    work = PartPlanner().timing(CLUSTER, fused)(part, closed)
+    batches = [op.batch * split.tensor_ranks for op in _compute(work) if isinstance(op, MatrixProduct)]
+    assert batches == [2 * SAMPLES * 32, 2 * SAMPLES * 32, 5 * SAMPLES * 32]
+    assert sorted(batches) == sorted(op.batch * TENSOR for op in _compute(closed) if _is_kernel(op))
+
+
+def _is_kernel(operation: object) -> bool:
+    return isinstance(operation, MatrixProduct) and operation.batch > 1
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_what_full_recomputation_keeps_is_a_layers_input_as_it_is_split(sequence_parallel):
+    split = dataclasses.replace(SPLIT, recompute="full", sequence_parallel=sequence_parallel)
+    expected = BOUNDARY / (TENSOR if sequence_parallel else 1)
+    assert block_work(SHAPE, split).kept_bytes == expected
+    assert planned("plain", split).kept_bytes == pytest.approx(expected, rel=0.01)
+
+
 def test_without_it_each_sum_is_an_all_reduce():
     """Tokens are not split between tensor ranks even where that would be faster: the row's plan says so."""
     found = exchanged(planned("plain", SPLIT))

@@ -6,7 +6,7 @@ stages per device, m microbatches, L layers. For elements of two bytes and a pla
     nothing recomputed                     s b h (10 + 24/t + 5 a s/(h t)), for t = 1 s b h (34 + 5 a s/h)
     sequence parallel                      (s b h/t) (34 + 5 a s/h)
     selective: the scores are not kept     the same without 5 a s/h
-    full: only the layer's input           2 s b h
+    full: only the layer's input           2 s b h, with sequence parallelism 2 s b h/t
 
 in parts: QKV input 2, queries and keys 4, values 2, input of the output product 2, dropout mask 1, both norms 4;
 feed-forward input 2, its first result 8 and the activation 8, dropout mask 1 (times s b h); softmax 2, its dropout 2 and
@@ -49,7 +49,7 @@ def layer_activation_bytes(shape: ActivationShape) -> float:
     """Bytes that one block keeps for its backward pass, on one device, for one microbatch."""
     e, tokens, h, t = shape.element_bytes, shape.seq_len * shape.samples, shape.hidden, shape.tensor_ranks
     if shape.recompute == "full":
-        return e * tokens * h
+        return e * tokens * h / (t if shape.sequence_parallel else 1)
     kv = (shape.kv_heads or shape.heads) / shape.heads
     # Repeated on every rank unless the tokens are split: both inputs and both norms (e each), and two dropout masks.
     outer = (2 * e + 1) * h * (shape.attentions + 1)
