@@ -38,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.commands.calibrate import calibrate_to_file
+from autopar.commands.machine.calibrate import calibrate_to_file
 from autopar.cost_model.calibration.clocks import keep_freed_memory, step_clock, undisturbed_s
 from autopar.cost_model.calibration.fit_waiting import remove_waiting
 from autopar.cost_model.hardware import Cluster, load_cluster

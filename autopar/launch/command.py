@@ -28,7 +28,6 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="what each worker runs, and its arguments"
     )
-    parser.set_defaults(run=launch)
 
 
 def _add_restarts(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 import autopar
 from autopar import AutoparError
-from autopar.commands.simulate import price_row
+from autopar.commands.simulated.simulate import price_row
 from autopar.cost_model.cluster_files import ClusterFileError, load_cluster
 from autopar.cost_model.json_files import schema_at, violations
 from autopar.files.checked import PLAN_SCHEMA

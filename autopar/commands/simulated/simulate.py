@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar.commands.simulate_plan import simulate_plan
-from autopar.commands.simulate_tables import (
+from autopar.commands.simulated.simulate_plan import simulate_plan
+from autopar.commands.simulated.simulate_tables import (
     SHOWN_KINDS,
     make_closed_form_table,
     make_parts_table,

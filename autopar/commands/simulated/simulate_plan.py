@@ -11,7 +11,7 @@ import dataclasses
 
 from rich.console import Console
 
-from autopar.commands.planning import read_plan
+from autopar.commands.plans.plan import read_plan
 from autopar.commands.terminal.printing import new_table, print_json
 from autopar.cost_model.hardware import Cluster, find_cluster
 from autopar.errors import ArgumentError

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from autopar.commands.planning import read_plan
+from autopar.commands.plans.plan import read_plan
 from autopar.commands.terminal.printing import new_table, print_json
 from autopar.explain import standard_output
 from autopar.explain.paths import layout_text, path_patterns

@@ -11,10 +11,10 @@ import time
 import pytest
 from rich.console import Console
 
-from autopar.commands import demo, training
 from autopar.commands.arguments import devices
 from autopar.commands.parser import read
-from autopar.commands.training_run import Training
+from autopar.commands.training import demo, train
+from autopar.commands.training.training_run import Training
 from autopar.models import build
 from tests.commands.command_line import SMALL, run, start
 
@@ -91,14 +91,14 @@ def stop_in(wanted, number=signal.SIGINT):
 def test_sigterm_saves_and_ends_a_run_after_a_step(capsys, tmp_path):
     keeping = ("--checkpoints", tmp_path / "kept", "--save-every", "1000")
     options = read([*map(str, ("train", "mlp", *SMALL, "--devices", "2", "--steps", "1000", *keeping))])
-    assert training.train(options, **stop_in("autopar", signal.SIGTERM)) == 130
+    assert train.train(options, **stop_in("autopar", signal.SIGTERM)) == 130
     done = re.search(r"stopped by SIGTERM after (\d) of 1000 steps: first loss", capsys.readouterr().out)
     assert os.listdir(tmp_path / "kept") == [done[1]]
 
 
 def test_ctrl_c_during_the_comparison_leaves_it_out_with_status_130(capsys):
     options = read(["train", "mlp", *SMALL, "--devices", "2", "--steps", "3", "--compare-jit"])
-    assert training.train(options, **stop_in("jax.jit")) == 130
+    assert train.train(options, **stop_in("jax.jit")) == 130
     printed = capsys.readouterr().out
     assert "first loss" in printed
     assert "comparison stopped by Ctrl-C after 1 of 3 steps" in printed
@@ -109,7 +109,7 @@ def test_ctrl_c_outside_of_a_run_ends_with_a_line_and_status_130(monkeypatch, ca
     def interrupted(path):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autopar.commands.planning.read_plan", interrupted)
+    monkeypatch.setattr("autopar.commands.plans.plan.read_plan", interrupted)
     plan = tmp_path / "plan.json"
     plan.write_text("{}")
     assert run("show", str(plan)) == 130

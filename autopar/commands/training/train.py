@@ -21,12 +21,12 @@ from autopar.api import ParallelStep
 from autopar.checkpoints import Checkpoints
 from autopar.commands.arguments.devices import ask_for_virtual_devices, find_devices
 from autopar.commands.arguments.subject import PyTree, Subject, build_model, find_shapes
-from autopar.commands.planning import plan_step
-from autopar.commands.planning_options import count_devices, make_parallel
-from autopar.commands.recording import Recorder
+from autopar.commands.plans.parallel import count_devices, make_parallel
+from autopar.commands.plans.plan import plan_step
 from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
-from autopar.commands.training_run import AUTOPAR, Observe, Record, Training, ignore, run_jit
+from autopar.commands.training.recording import Recorder
+from autopar.commands.training.training_run import AUTOPAR, Observe, Record, Training, ignore, run_jit
 from autopar.errors import ArgumentError
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.commands.arguments.devices import ask_for_virtual_devices, find_devices
-from autopar.commands.terminal.calibration_report import describe_waiting, make_table, waiting_source, warn_if_busy
-from autopar.commands.whole_steps import measure_whole_steps
+from autopar.commands.machine.calibration_report import describe_waiting, make_table, waiting_source, warn_if_busy
+from autopar.commands.machine.whole_steps import measure_whole_steps
 from autopar.cost_model.calibration.cases import Case, Sample, cases_for
 from autopar.cost_model.calibration.clocks import keep_freed_memory
 from autopar.cost_model.calibration.fit_cluster import Calibrated, MeasuredDevices, fit_cluster, slow_down

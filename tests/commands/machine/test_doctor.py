@@ -5,7 +5,7 @@ import json
 import jax
 import pytest
 
-from autopar.commands import doctor as module
+from autopar.commands.machine import doctor as module
 from tests.commands.command_line import run
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from autopar.commands import recording
+from autopar.commands.training import recording
 from autopar.explain import explain
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.reports.report import draw_schedule

@@ -10,12 +10,17 @@ from rich.console import Console
 
 from autopar.commands.arguments.devices import DEFAULT_DEVICES
 from autopar.commands.parser import read
-from autopar.commands.training import INTERRUPTED, train_model
-from autopar.commands.training_run import Observe, Record, ignore
+from autopar.commands.training.train import INTERRUPTED, train_model
+from autopar.commands.training.training_run import Observe, Record, ignore
 from autopar.explain import standard_output
 
 LARGEST_DIFFERENCES: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}
 """By how much the losses of two runs may differ, by the type that the model computes in."""
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command; returns its exit status."""
+    return demo(demo_options(options))
 
 
 def demo(

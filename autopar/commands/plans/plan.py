@@ -14,7 +14,7 @@ from rich.console import Console
 
 from autopar.api import ParallelStep
 from autopar.commands.arguments.subject import Subject, find_subject
-from autopar.commands.planning_options import FOR_PIPELINES, count_devices, make_parallel
+from autopar.commands.plans.parallel import FOR_PIPELINES, count_devices, make_parallel
 from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
 from autopar.errors import ArgumentError, AutoparError, OutOfMemoryError, PlanError

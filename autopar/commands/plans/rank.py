@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.commands.arguments.subject import Subject, find_subject
-from autopar.commands.planning import plan_step
-from autopar.commands.planning_options import make_parallel
+from autopar.commands.plans.parallel import make_parallel
+from autopar.commands.plans.plan import plan_step
 from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import new_table, print_json
 from autopar.cost_model.hardware import find_cluster

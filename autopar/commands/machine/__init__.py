@@ -1,0 +1,1 @@
+"""What measures and describes machines: `calibrate`, `collectives`, `doctor`."""

@@ -1,0 +1,14 @@
+"""The arguments of `cache`."""
+
+from __future__ import annotations
+
+import argparse
+
+HELP = "list or remove the plans that are kept on disk for later runs"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `cache`."""
+    parser.add_argument(
+        "action", choices=("list", "clear", "path"), help="list the plans, remove them all, or print where they are"
+    )

@@ -1,0 +1,21 @@
+"""The arguments of `calibrate`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from autopar.commands.arguments import values
+
+HELP = "measure the devices at hand and write a cluster file for `--cluster`"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `calibrate`."""
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path("cluster.json"), metavar="FILE", help="default %(default)s"
+    )
+    parser.add_argument(
+        "--seconds", type=values.positive, default=100, metavar="N", help="how long to take; default %(default)s"
+    )
+    parser.add_argument("--devices", type=values.positive, metavar="N", help="how many; default: all, of a CPU 8")

@@ -1,0 +1,38 @@
+"""The arguments of `plan`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from autopar.commands.arguments.checks import check_folder
+from autopar.commands.parsers.explain import add_report
+from autopar.commands.parsers.planning import add_planning
+from autopar.commands.parsers.sizes import STEPS_HELP
+
+HELP = "find a plan for a step, without any device, and print it"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plan`."""
+    parser.add_argument("model", metavar="MODEL", help=STEPS_HELP)
+    add_planning(parser, on_each_core=True)
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the plan as JSON")
+    add_report(parser)
+    parser.add_argument(
+        "--leaf",
+        metavar="PATH",
+        help="why this leaf has its layout, such as state/params/block_0/ffn/up/kernel, instead of the report: what decides, and "
+        "what each other layout would cost, tried",
+    )
+    parser.add_argument(
+        "--conflict",
+        action="store_true",
+        help="if nothing fits the memory: which wishes conflict, and ways out with prices",
+    )
+    parser.set_defaults(check=_check)
+
+
+def _check(options: argparse.Namespace) -> None:
+    check_folder(options.output)
+    check_folder(options.html)

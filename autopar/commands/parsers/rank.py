@@ -1,0 +1,28 @@
+"""The arguments of `rank`."""
+
+from __future__ import annotations
+
+import argparse
+
+from autopar.commands.arguments import values
+from autopar.commands.parsers.planning import add_planning
+from autopar.commands.parsers.sizes import STEPS_HELP
+
+HELP = "plan a step on several clusters and numbers of devices, and compare time, memory and price"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `rank`."""
+    parser.add_argument("model", metavar="MODEL", help=STEPS_HELP)
+    add_planning(parser, on_each_core=True, many=True)
+    parser.add_argument(
+        "--clusters",
+        type=values.clusters,
+        required=True,
+        metavar="NAMES|FILES",
+        help="presets or cluster files, such as p4d.24xlarge,dgx-h100; a file may state `usd_per_device_hour`",
+    )
+    parser.add_argument(
+        "--devices", type=values.numbers, default=(8,), metavar="N,...", help="how many of each; default 8"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -1,0 +1,1 @@
+"""What finds, prints and compares plans: `plan`, `explain`, `diff`, `rank`, `cache`."""

@@ -1,0 +1,1 @@
+"""What prices published runs and saved plans on clusters that one need not own: `simulate`."""

@@ -1,0 +1,77 @@
+"""The commands of `autopar`, a line for each.
+
+A new command is a file of its flags in `parsers/`, a file that does what it is for in the folder of its kin, and a line here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping
+
+from autopar.commands.parsers import (
+    cache,
+    calibrate,
+    collectives,
+    demo,
+    diff,
+    doctor,
+    explain,
+    plan,
+    rank,
+    simulate,
+    train,
+)
+from autopar.launch.command import add_launch
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """One command.
+
+    Attributes:
+        about: What it does, in a line of the help.
+        add: Adds its flags to a parser. They may have a default `check`, a function of the options that raises ArgumentError.
+        target: The function that runs it, of the options to an exit status, as `module:function`. It is imported when it is
+            called, because it imports JAX.
+        takes_model: Whether MODEL stands right after the command, with flags for its sizes.
+    """
+
+    about: str
+    add: Callable[[argparse.ArgumentParser], None]
+    target: str
+    takes_model: bool = False
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Check the options, and run the command; returns the exit status."""
+        if options.check is not None:
+            options.check(options)
+        return int(self.find()(options))
+
+    def find(self) -> Callable[[argparse.Namespace], int]:
+        """Import the function that runs the command."""
+        module, _, function = self.target.partition(":")
+        found: Callable[[argparse.Namespace], int] = getattr(importlib.import_module(module), function)
+        return found
+
+
+COMMANDS: Mapping[str, Command] = {
+    "plan": Command(plan.HELP, plan.add, "autopar.commands.plans.plan:plan", takes_model=True),
+    "explain": Command(explain.HELP, explain.add, "autopar.commands.plans.plan:show_file"),
+    "show": Command(explain.HELP_OF_SHOW, explain.add, "autopar.commands.plans.plan:show_file"),
+    "diff": Command(diff.HELP, diff.add, "autopar.commands.plans.diff:diff"),
+    "rank": Command(rank.HELP, rank.add, "autopar.commands.plans.rank:rank", takes_model=True),
+    "train": Command(train.HELP, train.add, "autopar.commands.training.train:train", takes_model=True),
+    "simulate": Command(simulate.HELP, simulate.add, "autopar.commands.simulated.simulate:simulate"),
+    "calibrate": Command(calibrate.HELP, calibrate.add, "autopar.commands.machine.calibrate:calibrate"),
+    "collectives": Command(collectives.HELP, collectives.add, "autopar.commands.machine.collectives:collectives"),
+    "doctor": Command(doctor.HELP, doctor.add, "autopar.commands.machine.doctor:doctor"),
+    "launch": Command(
+        "run a script in several processes, watch them, and start them again when one is lost",
+        add_launch,
+        "autopar.launch.command:launch",
+    ),
+    "cache": Command(cache.HELP, cache.add, "autopar.commands.plans.cache:cache"),
+    "demo": Command(demo.HELP, demo.add, "autopar.commands.training.demo:run"),
+}
