@@ -167,7 +167,7 @@ class ParallelStep:
         return Places(self._signature.name, last.planned.plan, self._compile(last), wishes)
 
     def gather(self, tree: Any) -> Any:
-        """Copy a tree of arrays that are split over devices or stages to ordinary arrays on one device.
+        """Copy `tree`, whose arrays are split over devices or stages, to ordinary arrays on one device.
 
         Where several processes have the devices, all of them call it, and each gets every array, on a device of its own.
         """

@@ -140,7 +140,7 @@ class PipelinePlan(Presented):
         return tuple(stage.recomputed_share for stage in self.stages)
 
     def transfer_s(self, transfer: TransferPlan, cluster: Cluster) -> float:
-        """Predicted seconds of one of its transfers on a cluster, whichever it was planned for."""
+        """Predicted seconds of one of its transfers, `transfer`, on a `cluster`, whichever it was planned for."""
         ends = (math.prod(self.stages[end].plan.mesh_shape) for end in (transfer.source, transfer.target))
         return cluster.transfer_s(transfer.bytes, meshes=self.num_stages // self.virtual_stages, devices=min(ends))
 
@@ -151,7 +151,7 @@ class PipelinePlan(Presented):
         return max(sum(s.peak_bytes for s in self.stages if s.mesh == mesh) for mesh in meshes)
 
     def input(self, path: str) -> ValuePlan:
-        """The input leaf with this path, as the first stage has it that reads it or a piece of it; PlanError if there is none."""
+        """The input leaf `path`, as the first stage has it that reads it or a piece of it; PlanError if there is none."""
         for stage in self.stages:
             for value in stage.plan.inputs:
                 if _is_or_has(path, value.path):
@@ -159,7 +159,7 @@ class PipelinePlan(Presented):
         raise PlanError(f"no leaf {path!r} on any of the {len(self.stages)} stages")
 
     def stage_of(self, path: str) -> int:
-        """The stage where a leaf, or its first piece, lives; PlanError if there is no such leaf."""
+        """The number of the stage where the leaf `path`, or its first piece, lives; PlanError if there is no such leaf."""
         for stage in self.stages:
             if any(_is_or_has(path, leaf) for leaf in stage.leaves):
                 return stage.stage
@@ -171,7 +171,7 @@ class PipelinePlan(Presented):
 
     @classmethod
     def from_json(cls, text: str) -> PipelinePlan:
-        """A plan from the text that `to_json` wrote.
+        """A plan from the `text` that `to_json` wrote.
 
         Raises:
             PlanError: the text is not such a plan, or one of another version.
@@ -184,6 +184,12 @@ class PipelinePlan(Presented):
 
 def plan_from_json(text: str) -> Plan | PipelinePlan:
     """A plan of either kind from the text that its `to_json` wrote.
+
+    Args:
+        text: JSON, as a file of `autopar plan -o` holds it.
+
+    Returns:
+        A plan that equals the one that was written.
 
     Raises:
         PlanError: the text is not a plan, or a plan of another version.

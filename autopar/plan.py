@@ -283,11 +283,11 @@ class Plan(Presented):
         return math.prod(self.mesh_shape)
 
     def input(self, path: str) -> ValuePlan:
-        """The input leaf with this path; PlanError names the nearest paths if there is none."""
+        """The input leaf with this `path`; PlanError names the nearest paths if there is none."""
         return _find(self.inputs, path)
 
     def output(self, path: str) -> ValuePlan:
-        """The output leaf with this path; PlanError names the nearest paths if there is none."""
+        """The output leaf with this `path`; PlanError names the nearest paths if there is none."""
         return _find(self.outputs, path)
 
     def partition_specs(self) -> Mapping[str, PartitionSpec]:

@@ -1,15 +1,17 @@
-"""Write what the pages show of the command line, docs/output/*.txt, a plan's picture, docs/images/plan.svg, and docs/coverage.md.
+"""Write what the pages show of the command line, docs/output/*.txt, a plan's picture, docs/images/plan.svg, docs/coverage.md, and
+the outputs of the notebooks in docs/notebooks, with their pages.
 
-    python docs/generate.py            # all of it, half a minute
+    python docs/generate.py            # all of it, two minutes
     python docs/generate.py --check    # exit status 1 if a file differs from what the commands print today
 
-In: the commands below. Out: exactly what they print, but for the folders in front of the example models' files; `--check` ignores
-how long planning took, which differs from run to run. The picture holds its text as text and refers to no other host.
+In: the commands below. Out: exactly what they print, of reports on pages of docs/concepts some parts; `--check` ignores how long
+planning took, which differs from run to run. The picture holds its text as text and refers to no other host.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -21,6 +23,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from docs.notebook import pages
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -35,6 +40,25 @@ COMMANDS = {
     "launch_help": "autopar launch --help",
 }
 """The text of docs/output/NAME.txt, in this order, in one folder that holds docs/examples/runs.csv."""
+GPT = "--layers 2 --hidden 512 --heads 8 --seq 256 --batch 64 --dropout 0"
+A100 = "--cluster dgx-a100-80gb --devices 8 --mesh 8"
+BY_EXPERT = " ".join(f'--constraint "state/params/*/moe/{name}=x,-,-"' for name in ("up", "down"))
+CONCEPTS = {
+    "collectives": "autopar collectives --cluster dgx-h100 --mesh 2,8 --bytes 1KiB,64MiB",
+    "data_parallel": f"autopar plan gpt {GPT} {A100} --data-parallel",
+    "expert_parallel": f'autopar plan moe {GPT} {A100} --constraint "batch/*=x,-" {BY_EXPERT}',
+    "pipeline_parallel": "autopar plan gpt --layers 4 --hidden 512 --heads 8 --seq 256 --batch 32 --dropout 0 "
+    "--cluster p3.16xlarge --devices 8 --stages 4 --mesh 2 --microbatches 8 --schedule 1f1b",
+    "rank": f"autopar rank gpt {GPT} --stages 1 --clusters p3.16xlarge,p4d.24xlarge,dgx-h100 --devices 8",
+    "sequence_parallel": "autopar plan llama --layers 2 --hidden 512 --heads 8 --seq 8192 --batch 1 --fused-attention "
+    f'{A100} --constraint "batch/*=-,x" --collectives collective-permute,all-reduce',
+    "tensor_parallel": f"autopar plan gpt --layers 2 --hidden 1024 --heads 16 --seq 256 --batch 4 --dropout 0 {A100} "
+    '--constraint "batch/*=replicated" --collectives all-reduce',
+    "zero3": f"autopar plan gpt {GPT} {A100} --zero 3",
+}
+"""The commands of docs/concepts; of a plan's report docs/output/NAME.txt has the parts that `SHOWN` names."""
+SHOWN = ("Time of the step", "Collectives per step", "Stages", "Transfers", "Schedule")
+MOST_ROWS = 8
 PICTURE = (
     "autopar plan gpt --layers 4 --hidden 1024 --heads 16 --seq 512 --batch 32 --dropout 0 "
     "--devices 8 --cluster p3.16xlarge --stages 2 --microbatches 4"
@@ -43,6 +67,7 @@ PICTURE_COLUMNS = 118
 TEXT_COLUMNS = 124
 HELP_COLUMNS = 90
 
+NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 COVERAGE = "import docs.coverage; print(docs.coverage.page(), end='')"
 
 FONT = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
@@ -54,7 +79,7 @@ def run(command: str, folder: Path, **environment: str) -> str:
     """What a command prints."""
     program, *arguments = shlex.split(command)
     assert program == "autopar", command
-    settings = {**os.environ, "AUTOPAR_CACHE": "off", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), **environment}
+    settings = {**os.environ, "AUTOPAR_CACHE": "off", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(folder), **environment}
     done = subprocess.run(
         [sys.executable, "-m", "autopar", *arguments],
         cwd=folder,
@@ -65,13 +90,24 @@ def run(command: str, folder: Path, **environment: str) -> str:
     )
     if done.returncode:
         raise SystemExit(f"{command}: {done.stderr}")
-    return re.sub(r"\S+(?=autopar/models/)", "", done.stdout)
+    return done.stdout
 
 
 def text_of(command: str, folder: Path) -> str:
     """A command's output, as wide as the pages."""
     columns = HELP_COLUMNS if "--help" in command else TEXT_COLUMNS
     return "\n".join(line.rstrip() for line in run(command, folder, COLUMNS=str(columns)).splitlines()) + "\n"
+
+
+def excerpt(report: str) -> str:
+    """The head of a report and the parts that `SHOWN` names, each cut after so many lines; `...` stands for what is left out."""
+    head, *parts = report.rstrip("\n").split("\n\n")
+    shown = [head]
+    for part in parts:
+        title, *lines = part.splitlines()
+        if title.startswith(SHOWN):
+            shown.append("\n".join([title, *lines[:MOST_ROWS], *["..."][: len(lines) > MOST_ROWS]]))
+    return "\n\n".join(shown) + "\n"
 
 
 def picture(folder: Path) -> str:
@@ -86,19 +122,26 @@ def picture(folder: Path) -> str:
     return re.sub(r"\s*<!-- Generated with Rich .*?-->", "", svg)
 
 
-def coverage() -> str:
-    """The page of primitives and harnesses, made by a process of its own: JAX is of no use to the rest."""
+def python(*arguments: str, given: str = "") -> str:
+    """What a process of its own prints, for JAX is of no use to the rest."""
     done = subprocess.run(
-        [sys.executable, "-c", COVERAGE],
+        [sys.executable, *arguments],
         cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "AUTOPAR_CACHE": "off", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        input=given,
         capture_output=True,
         text=True,
         check=False,
     )
     if done.returncode:
-        raise SystemExit(f"docs/coverage.py: {done.stderr}")
+        raise SystemExit(f"{arguments[-1]}: {done.stderr}")
     return done.stdout
+
+
+def notebook(path: Path) -> dict[Path, str]:
+    """A notebook with its outputs, and its page."""
+    executed = python(str(DOCS / "notebook.py"), given=path.read_text(encoding="utf-8"))
+    return {path: executed, **pages(path, json.loads(executed))}
 
 
 def files() -> dict[Path, str]:
@@ -106,8 +149,14 @@ def files() -> dict[Path, str]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copy(DOCS / "examples" / "runs.csv", folder)
+        (folder / "autopar").symlink_to(ROOT / "autopar")  # so that paths of files are relative, and lines break alike
         texts = {DOCS / "output" / f"{name}.txt": text_of(command, folder) for name, command in COMMANDS.items()}
-        return {**texts, DOCS / "images" / "plan.svg": picture(folder), DOCS / "coverage.md": coverage()}
+        texts |= {
+            DOCS / "output" / f"{name}.txt": excerpt(text_of(command, folder)) for name, command in CONCEPTS.items()
+        }
+        for path in NOTEBOOKS:
+            texts |= notebook(path)
+        return {**texts, DOCS / "images" / "plan.svg": picture(folder), DOCS / "coverage.md": python("-c", COVERAGE)}
 
 
 def main() -> int:

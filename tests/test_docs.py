@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import os
 import re
 import shlex
@@ -17,6 +18,7 @@ import pytest
 
 import autopar
 from autopar.commands import parser
+from docs import generate
 from tests.pages import (
     NEEDS_HARDWARE,
     PAGES,
@@ -106,6 +108,21 @@ def test_other_commands_that_a_page_shows_are_there() -> None:
             assert words[1] in targets, (page, line)
         scripts = [word for word in words if re.fullmatch(r"[\w/.]+\.(py|csv)|\.ci/run", word) and "/" in word]
         assert all((ROOT / script).exists() for script in scripts), (page, line)
+
+
+def test_an_output_below_a_command_is_that_of_this_command() -> None:
+    pattern = r"```console\n\$ (autopar .*)\n```\n\n```text\n--8<-- \"docs/output/(\w+)\.txt\""
+    found = [pair for page in PAGES for pair in re.findall(pattern, page.read_text(encoding="utf-8"))]
+    shown = {name: command for command, name in found}
+    assert shown.items() <= {**generate.COMMANDS, **generate.CONCEPTS}.items()
+    assert generate.CONCEPTS.keys() <= shown.keys()
+
+
+def test_the_page_of_a_notebook_is_the_notebook() -> None:
+    assert generate.NOTEBOOKS
+    for path in generate.NOTEBOOKS:
+        for page, text in generate.pages(path, json.loads(path.read_text(encoding="utf-8"))).items():
+            assert page.read_text(encoding="utf-8") == text, name_of(page)
 
 
 @pytest.mark.slow

@@ -126,6 +126,9 @@ def data_parallel(axis: str | Sequence[str] | None = None) -> Constraints:
     Args:
         axis: the mesh axes, as one name or several; None stands for all axes.
 
+    Returns:
+        Constraints for `parallelize(constraints=...)`, alone or in a list with others.
+
     Raises:
         ConstraintError: `axis` is no name of a mesh axis, or names one twice.
     """
@@ -147,6 +150,9 @@ def zero1(axis: str | Sequence[str] | None = None, *, optimizer: str | None = No
         axis: the mesh axes, as one name or several; None stands for all axes.
         optimizer: a glob of the paths of the optimizer's leaves; see `zero2`.
 
+    Returns:
+        Constraints for `parallelize(constraints=...)`, alone or in a list with others.
+
     Raises:
         ConstraintError: `axis` is no name of a mesh axis, or names one twice; once planned, no leaf is the optimizer's.
     """
@@ -164,6 +170,9 @@ def zero2(axis: str | Sequence[str] | None = None, *, optimizer: str | None = No
         optimizer: a glob of the paths of the optimizer's leaves, such as `state/optimizer/*`. None stands for the leaves of the
             state that the step updates from gradients and that the loss does not read; of leaves that it does not update from
             gradients, for those that match `*opt_state*`.
+
+    Returns:
+        Constraints for `parallelize(constraints=...)`, alone or in a list with others.
 
     Raises:
         ConstraintError: `axis` is no name of a mesh axis, or names one twice; once planned, no leaf is the optimizer's.
@@ -184,6 +193,9 @@ def zero3(
         optimizer: a glob of the paths of the optimizer's leaves; see `zero2`.
         params: a glob of the paths of the parameters. None stands for the leaves of the state that the loss reads and that the
             step updates from gradients; of leaves that it does not update from gradients, for those that match `*params*`.
+
+    Returns:
+        Constraints for `parallelize(constraints=...)`, alone or in a list with others.
 
     Raises:
         ConstraintError: `axis` is no name of a mesh axis, or names one twice; once planned, no leaf is a parameter, or no leaf
