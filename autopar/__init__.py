@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from autopar.errors import ScheduleError as ScheduleError
     from autopar.errors import TrainingError as TrainingError
     from autopar.errors import UnsupportedProgramError as UnsupportedProgramError
+    from autopar.errors import VerificationError as VerificationError
     from autopar.execution.plain_jit import plain_jit as plain_jit
     from autopar.layouts.constraints import Replicated as Replicated
     from autopar.layouts.constraints import Split as Split
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from autopar.rules.table import register_rule as register_rule
     from autopar.split_array import SplitArray as SplitArray
     from autopar.training.run import Run as Run
+    from autopar.verification import Verification as Verification
 
 _MODULES = {
     "ArgumentError": "errors",
@@ -62,6 +64,8 @@ _MODULES = {
     "SplitArray": "split_array",
     "TrainingError": "errors",
     "UnsupportedProgramError": "errors",
+    "Verification": "verification",
+    "VerificationError": "errors",
     "data_parallel": "layouts.constraints",
     "dot_product_attention": "attention.primitive",
     "layer_boundary": "program.layer_boundary",

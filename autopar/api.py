@@ -54,6 +54,7 @@ from autopar.execution.published import Places
 from autopar.execution.recent import Recent
 from autopar.execution.state import create_sharded, gather_to_one
 from autopar.execution.turns import RUNNING, Turn
+from autopar.explain.inspected import Inspected
 from autopar.gc_pause import pause_full_collections
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.constraints import ConstraintsLike, as_constraints
@@ -93,7 +94,7 @@ class _Memory:
     making: Turn = dataclasses.field(default_factory=Turn)
 
 
-class ParallelStep:
+class ParallelStep(Inspected):
     """A step that plans itself for its arguments and runs on all devices; made by `parallelize`.
 
     It is called like the function that it was made of, which stays available as `__wrapped__`.
@@ -102,7 +103,6 @@ class ParallelStep:
     def __init__(self, signature: CallSignature, settings: Settings) -> None:
         self._signature, self._settings = signature, settings
         self._memory = _Memory(Recent(settings.max_programs))
-        self._first: tuple[PyTree, ...] = ()
         functools.update_wrapper(self, signature.fun, updated=())
 
     def __get__(self, owner: object, kind: type | None = None) -> ParallelStep:

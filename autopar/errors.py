@@ -64,6 +64,10 @@ class PlanError(AutoparError, ValueError):
     """A plan does not belong to the program or the devices it is used with."""
 
 
+class VerificationError(AutoparError, RuntimeError):
+    """A compiled program does something else than its plan says."""
+
+
 class ScheduleError(AutoparError, ValueError):
     """A pipeline schedule, or a list of instructions made from one, cannot be executed as it is."""
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.hlo.census import collectives
+from autopar.hlo.census import collectives
 
 SCALAR_BYTES = 8
 LEAST_SCALE = 1e-4

@@ -60,6 +60,7 @@ class CompiledStep:
     def __init__(self, signature: CallSignature, planned: PlannedStep, devices: Sequence[jax.Device]) -> None:
         self.signature, self.traced, self.plan = signature, planned.traced, planned.plan
         traced, assignment = planned.traced, planned.assignment
+        self.assignment = assignment
         self._settings, self._compiling = program_settings_here(), threading.Lock()
         self.mesh = device_mesh(assignment.mesh, devices)
         specs = [partition_spec(layout, assignment.mesh) for layout in assignment.inputs]
@@ -150,12 +151,17 @@ class CompiledStep:
     @functools.cached_property
     def executable(self) -> jax.stages.Compiled:
         """XLA's executable, compiled ahead of time from shapes, under the settings of JAX under which the step was traced."""
+        with undisturbed(), under(self._settings):
+            return self.lower().compile()
+
+    def lower(self) -> jax.stages.Lowered:
+        """The program as it is given to XLA, under the same settings."""
         shapes = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.traced.inputs, self.in_shardings, strict=True)
         ]
         with undisturbed(), under(self._settings):
-            return self._run.lower(*shapes).compile()
+            return self._run.lower(*shapes)
 
     def as_text(self) -> str:
         """The optimised HLO."""

@@ -44,6 +44,7 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.program.call import CallSignature, PyTree
 from autopar.program.crossing import deliver
 from autopar.program.step import TracedStep
+from autopar.program.task_name import TaskName
 from autopar.runtime.driver import Driver
 from autopar.runtime.meetings import group_of, refusing_together
 from autopar.runtime.processes import absent_like
@@ -125,19 +126,19 @@ class CompiledPipeline:
         self._settings = program_settings_here()
         self.traced, self._split = split_step.whole, split_step
         self._donated = tuple(i for i, leaf in enumerate(split_step.step.inputs) if leaf.donated)
-        self._tasks = make_pipeline_tasks(stages, split_backward="weight_gradient" in schedule.kinds)
-        self.tasks = self._tasks.by_name
-        self._links = link_tasks(self._tasks, schedule)
-        self._numbers = {key: self._output_numbers(items) for key, items in self._links.outputs.items()}
+        self.pipeline_tasks = make_pipeline_tasks(stages, split_backward="weight_gradient" in schedule.kinds)
+        self.tasks = self.pipeline_tasks.by_name
+        self.links = link_tasks(self.pipeline_tasks, schedule)
+        self._numbers = {key: self._output_numbers(items) for key, items in self.links.outputs.items()}
         self._inputs = StepInputs(
-            split_step.step, self._tasks, self._links.given, num_microbatches=schedule.num_microbatches
+            split_step.step, self.pipeline_tasks, self.links.given, num_microbatches=schedule.num_microbatches
         )
         self.instructions = emit(
             schedule,
-            self._links.specs,
-            inputs=self._links.inputs,
-            outputs=tuple(self._links.outputs),
-            consumable=tuple(self._links.given),
+            self.links.specs,
+            inputs=self.links.inputs,
+            outputs=tuple(self.links.outputs),
+            consumable=tuple(self.links.given),
         )
         self._processes = PipelineProcesses.of(self.stages)
         if self._processes.are_several:
@@ -148,8 +149,8 @@ class CompiledPipeline:
         self._words = "" if self._group is None else describe_run(signature.name, self.traced)
         self._driver = Driver(
             self.instructions,
-            self._links.callables,
-            Transfers(self._links.targets, self._shapes_in, several_processes=self._processes.are_several),
+            self.links.callables,
+            Transfers(self.links.targets, self._shapes_in, several_processes=self._processes.are_several),
             part=self._part,
             watch=None if self._watch is None else self._watch.look,
             lines=self._lines_of,
@@ -228,7 +229,7 @@ class CompiledPipeline:
     def _results(self, found: Mapping[tuple[int, Value], Sequence[Any]]) -> list[Any]:
         """The outputs of the divided step; those of stages elsewhere without shards."""
         flat: list[Any] = [None] * len(self._split.step.outputs)
-        for (mesh, value), items in self._links.outputs.items():
+        for (mesh, value), items in self.links.outputs.items():
             arrays = found.get((mesh, value))
             if arrays is None:
                 shapes = [self._inputs.shape_of(item, mesh) for item in items]
@@ -248,7 +249,7 @@ class CompiledPipeline:
 
     def _shapes_in(self, slot: str, mesh: int) -> list[jax.ShapeDtypeStruct]:
         """Shapes and shardings of a slot's arrays on a mesh."""
-        return [self._inputs.shape_of(item, mesh) for item in self._links.groups[slot].items]
+        return [self._inputs.shape_of(item, mesh) for item in self.links.groups[slot].items]
 
     def _standing(self) -> list[str]:
         """Where each mesh of this process is."""
@@ -261,10 +262,19 @@ class CompiledPipeline:
         """The lines of the user's program that a task comes from."""
         return next((one.lines() for name, one in self.tasks.items() if str(name) == task), "")
 
+    def executables(self) -> dict[TaskName, jax.stages.Compiled]:
+        """XLA's executable of every task, compiled under the settings of JAX under which the step was traced."""
+        with undisturbed(), under(self._settings):
+            return {name: task.executable for name, task in self.tasks.items()}
+
+    def lowered_texts(self) -> dict[TaskName, str]:
+        """Every task as it is given to XLA."""
+        with undisturbed(), under(self._settings):
+            return {name: str(task.lower().as_text()) for name, task in self.tasks.items()}
+
     def as_text(self) -> str:
         """The optimised HLO of every task, under its name."""
-        with undisturbed(), under(self._settings):
-            return "\n\n".join(f"// {name}\n{task.as_text()}" for name, task in self.tasks.items())
+        return "\n\n".join(f"// {name}\n{executable.as_text()}" for name, executable in self.executables().items())
 
     def timeline(self) -> Timeline:
         """The timeline of the last run with `record=True`."""

@@ -9,6 +9,7 @@ both take it from the same `PlacedRef`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Set
 from typing import Any, TypeVar
 
@@ -55,9 +56,19 @@ class StageTask:
         found = list(dict.fromkeys(filter(None, map(source_line, self.equations))))
         return " to ".join(dict.fromkeys((found[0], found[-1]))) if found else ""
 
+    def lower(self) -> jax.stages.Lowered:
+        """The program as it is given to XLA."""
+        lowered: jax.stages.Lowered = self.run.lower(*self.shapes)
+        return lowered
+
+    @functools.cached_property
+    def executable(self) -> jax.stages.Compiled:
+        """XLA's executable, compiled from shapes to be looked at."""
+        return self.lower().compile()
+
     def as_text(self) -> str:
         """The optimised HLO."""
-        return str(self.run.lower(*self.shapes).compile().as_text())
+        return str(self.executable.as_text())
 
 
 def make_stage_tasks(

@@ -18,6 +18,7 @@ Fields: TypeAlias = Mapping[str, Any]
 
 FOLDER = Path(__file__).resolve().parent
 PLAN_SCHEMA, ENTRY_SCHEMA = FOLDER / "plan.schema.json", FOLDER / "cache_entry.schema.json"
+VERIFICATION_SCHEMA = FOLDER / "verification.schema.json"
 
 
 def load_text(text: str, what: str) -> object:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.hlo.census import Collective, collectives, mesh_axes_of
+from autopar.hlo.census import Collective, collectives, mesh_axes_of
 
 NAMES = ("a", "b", "c")
 WHOLE = P()
@@ -385,7 +385,7 @@ def test_groups_that_cut_an_axis_have_no_mesh_axes():
 
 
 def test_a_collective_sums_its_operands():
-    collective = Collective("all-reduce", (4, 8), ((0, 1), (2, 3)), count=3)
+    collective = Collective(kind="all-reduce", operand_bytes=(4, 8), groups=((0, 1), (2, 3)), count=3)
     assert (collective.operands, collective.bytes, collective.group_size) == (2, 12, 2)
 
 

@@ -28,7 +28,7 @@ from typing import Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
-from tests.hlo.text import Instruction, parse_module, runs_per_step, split_at_commas
+from autopar.hlo.text import Instruction, parse_module, runs_per_step, split_at_commas
 
 Kind = Literal[
     "all-gather",
@@ -45,7 +45,7 @@ Groups = tuple[tuple[int, ...], ...]
 Devices = npt.NDArray[np.int64]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Collective:
     """One collective instruction; see the module's text for what its bytes mean.
 
@@ -135,13 +135,13 @@ def _collective(instruction: Instruction, kind: Kind, num_devices: int, count: i
     groups = _connected(pairs) if kind == "collective-permute" else _groups(instruction.attributes, num_devices)
     op_name = re.search(r'op_name="([^"]*)"', instruction.attributes)
     return Collective(
-        kind,
-        _operand_bytes(instruction, kind, max(map(len, groups), default=1)),
-        groups,
-        count,
-        op_name[1] if op_name else "",
-        pairs,
-        exact,
+        kind=kind,
+        operand_bytes=_operand_bytes(instruction, kind, max(map(len, groups), default=1)),
+        groups=groups,
+        count=count,
+        op_name=op_name[1] if op_name else "",
+        pairs=pairs,
+        count_is_exact=exact,
     )
 
 

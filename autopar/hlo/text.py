@@ -1,9 +1,9 @@
 """The text of an HLO module as computations and instructions, and how often each computation runs.
 
-In: what `jax.stages.Compiled.as_text()` gives, one instruction a line. Out: `Computation`s by name, and for each the
-number of times it runs when the program runs once, from the trip counts of the loops around it. Types are kept as
-bytes, for that is what the census needs. What can go wrong: a loop whose trip count XLA does not state and whose
-condition is not a plain counter; it is taken to run once and reported as not exact.
+In: what `jax.stages.Compiled.as_text()` gives, one instruction a line. Out: `Computation`s by name, and for each the number
+of times it runs when the program runs once, from the trip counts of the loops around it. Types are kept as bytes and
+dimensions. What can go wrong: a loop whose trip count XLA does not state and whose condition is not a plain counter; it is
+taken to run once and reported as not exact.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from collections.abc import Iterator
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A type: an array's bytes, or a tuple's members."""
+    """A type: an array's bytes and dimensions, or a tuple's members."""
 
     bytes: int = 0
     members: tuple[Shape, ...] | None = None
+    dims: tuple[int, ...] = ()
 
     def arrays(self) -> Iterator[int]:
         """The bytes of each array, tuples flattened."""
@@ -29,7 +30,7 @@ class Shape:
             yield from member.arrays()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Instruction:
     """One line of a computation; `arguments` is the text between the opcode's brackets, `attributes` all after it."""
 
@@ -99,7 +100,13 @@ def _parse_instruction(line: str) -> Instruction | None:
     words = [_WORD.search(argument.strip()) for argument in split_at_commas(arguments)]
     operands = tuple(word[1] for word in words if word)
     return Instruction(
-        definition[2], shape, opcode[1], operands, arguments, line[close + 1 :], is_root=definition[1] is not None
+        name=definition[2],
+        shape=shape,
+        opcode=opcode[1],
+        operands=operands,
+        arguments=arguments,
+        attributes=line[close + 1 :],
+        is_root=definition[1] is not None,
     )
 
 
@@ -116,8 +123,8 @@ def _parse_shape(line: str, position: int) -> tuple[Shape, int]:
     array = _ARRAY.match(line, position)
     if array is None:
         raise ValueError(f"cannot read the type at {line[position : position + 40]!r} in {line.strip()[:120]!r}")
-    dims = [int(dim.strip(" <=")) for dim in array[2].split(",") if dim.strip()]
-    return Shape(math.ceil(math.prod(dims) * _bits(array[1]) / 8)), array.end()
+    dims = tuple(int(dim.strip(" <=")) for dim in array[2].split(",") if dim.strip())
+    return Shape(math.ceil(math.prod(dims) * _bits(array[1]) / 8), dims=dims), array.end()
 
 
 def _after(skipped: re.Pattern[str], line: str, position: int) -> int:

@@ -1,0 +1,136 @@
+"""A verification as a table: what differs first, then what is explained, then what matches.
+
+In: a `Verification`. Out: text of at most `MOST_LINES` lines. Equal rows of several stages are one row. What can go wrong: more
+rows than there is room for; the last line tells how many are left out, and how many of these differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autopar.explain.tables import new_table
+from autopar.explain.units import bytes_text
+from autopar.verification import Verification, VerifiedRow
+
+MOST_LINES, _WIDTH = 40, 118
+_ORDER = ("differs", "unknown", "explained", "matches")
+_COLUMNS = ("where", "what", "planned", "compiled", "verdict", "note")
+_CUT_SHORT = ("what", "note")
+"""Columns whose cells may lose their ends."""
+
+
+def page(verification: Verification) -> str:
+    """The verification in at most `MOST_LINES` lines."""
+    lines = [headline(verification), ""]
+    rows = _merged(sorted(verification.rows, key=lambda row: _ORDER.index(row.verdict)))
+    room = MOST_LINES - len(lines) - 2
+    shown, left = (rows, []) if len(rows) <= room else (rows[: room - 1], rows[room - 1 :])
+    lines += _lines_of(_table("", shown))
+    if left:
+        bad = sum(row.verdict == "differs" for _, row in left)
+        lines.append(f"... and {len(left)} more rows, {bad} of them different")
+    return "\n".join(lines[:MOST_LINES])
+
+
+def headline(verification: Verification) -> str:
+    """Whether plan and program agree, in one line."""
+    counts = {verdict: sum(row.verdict == verdict for row in verification.rows) for verdict in _ORDER}
+    where = f"{verification.num_devices} {verification.platform} devices, JAX {verification.jax_version}"
+    said = ", ".join(
+        f"{count} {'match' if verdict == 'matches' else verdict}" for verdict, count in counts.items() if count
+    )
+    start = "Verified" if verification.ok else "NOT AS PLANNED"
+    return f"{start}: {verification.step} as compiled for {where}: {said}"
+
+
+def verified_table(verification: Verification) -> Table:
+    """The rows as a table of a report."""
+    rows = _merged(sorted(verification.rows, key=lambda row: _ORDER.index(row.verdict)))
+    return _table("Verified against the compiled program", rows)
+
+
+def _table(title: str, rows: Sequence[tuple[str, VerifiedRow]]) -> Table:
+    table = new_table(title, *_COLUMNS, numbers=("planned", "compiled"))
+    for where, row in rows:
+        planned, compiled = _figures(row)
+        table.add_row(*map(Text, (where, row.what, planned, compiled, row.verdict, row.note)))
+    return table
+
+
+def _figures(row: VerifiedRow) -> tuple[str, str]:
+    """Both figures as text; to the byte where people would read the same."""
+    short = {"bytes": bytes_text, "flops": _flops_text, "error": _error_text}[row.unit]
+    planned, compiled = ("-" if one is None else short(one) for one in (row.planned, row.compiled))
+    if row.unit != "error" and planned == compiled and row.planned != row.compiled:
+        return f"{row.planned:,.0f}", f"{row.compiled:,.0f}"
+    return (f"<= {planned}" if row.unit == "error" and row.planned is not None else planned), compiled
+
+
+def _flops_text(flops: float) -> str:
+    for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if flops >= scale:
+            return f"{flops / scale:,.2f} {unit}FLOP"
+    return f"{flops:,.0f} FLOP"
+
+
+def _error_text(error: float) -> str:
+    return f"{error:.1e}" if error else "0"
+
+
+def _merged(rows: Sequence[VerifiedRow]) -> list[tuple[str, VerifiedRow]]:
+    """Rows with where they hold; rows of several stages that are equal otherwise are one."""
+    found: dict[VerifiedRow, list[int]] = {}
+    for row in _without_matching_values(rows):
+        found.setdefault(dataclasses.replace(row, stage=None), []).extend([] if row.stage is None else [row.stage])
+    return [(_where(row, stages), row) for row, stages in found.items()]
+
+
+def _without_matching_values(rows: Sequence[VerifiedRow]) -> Iterator[VerifiedRow]:
+    """The rows with one for all results of a type that match: the one that is nearest to what is allowed."""
+    alike: dict[str, list[VerifiedRow]] = {}
+    for row in rows:
+        if row.topic == "values" and row.verdict == "matches":
+            alike.setdefault(row.note.partition(",")[0], []).append(row)
+        else:
+            yield row
+    for kind, several in alike.items():
+        worst = max(several, key=lambda row: (row.compiled or 0.0) / (row.planned or 1.0))
+        number = f"all {len(several)} results" if len(several) > 1 else several[0].what
+        yield dataclasses.replace(worst, what=f"{number} of {kind}", note="the nearest to its limit")
+
+
+def _where(row: VerifiedRow, stages: Sequence[int]) -> str:
+    if not stages:
+        return row.topic
+    word = "mesh" if row.topic == "memory" else "stage"
+    listed = f"{word} {stages[0]}" if len(stages) == 1 else f"{word}s {', '.join(map(str, _ranges(stages)))}"
+    return listed.replace("meshs", "meshes")
+
+
+def _ranges(numbers: Sequence[int]) -> list[str]:
+    """Whole numbers in order as texts, neighbours as `0 to 3`."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+
+
+def _lines_of(table: Table) -> list[str]:
+    """The table as lines, one for each row."""
+    for column in table.columns:
+        column.no_wrap, column.overflow = True, "ellipsis"
+        if column.header not in _CUT_SHORT:
+            column.min_width = max(len(str(cell)) for cell in (column.header, *column.cells))
+    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
+    console.print(table)
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]

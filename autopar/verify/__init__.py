@@ -1,0 +1,1 @@
+"""Compiled programs against their plan: collectives, transfers, memory, arithmetic, values."""

@@ -1,0 +1,81 @@
+"""The operations of compiled products and convolutions beside those of the plan's strategies, on all devices together.
+
+In: the parts of a step. Out: one row. What the plan says follows from its strategies: an operation that is divided into w
+parts takes 1 / w of its operations on each device, so one that devices repeat counts once for each; what backward makes again
+counts again.
+
+    planned = sum of flops(equation) / ways(strategy) * times per step * devices
+
+What can go wrong: XLA makes a product of very few elements as sums, leaves out one whose result is not needed, or does not
+multiply the zeros of a dilated image. It may do that much less than was planned, `LEFT_OUT`, and never more than `TOLERANCE`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from autopar.intra_op.lowering.assignment import Assignment
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
+from autopar.program.loops import LoopEquation
+from autopar.rules.table import entry_for, flops_of
+from autopar.verification import Verdict, VerifiedRow
+from autopar.verify.programs import PlannedPart
+
+TOLERANCE = 0.02
+"""By this share of what was planned the compiled programs may compute less, or more."""
+LEFT_OUT = 0.1
+"""By this share they may compute less: of convolutions that are strided backwards XLA does not multiply the zeros."""
+
+
+def rows(parts: Sequence[PlannedPart], plan: Plan | PipelinePlan) -> Iterator[VerifiedRow]:
+    """One row for all parts; none if the step has no contractions."""
+    planned = sum(_planned(part.assignment) for part in parts)
+    programs = [program for part in parts for program in part.programs]
+    compiled = sum(one.arithmetic.flops * one.times * one.num_devices for one in programs)
+    unknown = list(dict.fromkeys(name for one in programs for name in one.arithmetic.unknown))
+    if not planned and not compiled:
+        return
+    verdict: Verdict = "differs"
+    note = f"more than {TOLERANCE:.0%} apart"
+    if math.isclose(planned, compiled, rel_tol=1e-9):
+        verdict, note = "matches", _repeats(planned, plan)
+    elif abs(planned - compiled) <= TOLERANCE * planned:
+        verdict, note = "matches", f"within {TOLERANCE:.0%}"
+    elif 0 <= planned - compiled <= LEFT_OUT * planned:
+        verdict, note = (
+            "explained",
+            "XLA leaves out zeros that a convolution puts between pixels, and what nothing needs",
+        )
+    elif unknown:
+        verdict, note = "unknown", f"calls of libraries whose operations are not known: {', '.join(unknown)}"
+    elif not all(one.arithmetic.is_exact for one in programs):
+        verdict, note = "unknown", "in a loop whose length XLA does not know"
+    yield VerifiedRow(
+        topic="arithmetic",
+        what="products and convolutions",
+        unit="flops",
+        planned=planned,
+        compiled=compiled,
+        verdict=verdict,
+        note=note,
+    )
+
+
+def _repeats(planned: float, plan: Plan | PipelinePlan) -> str:
+    """How much of it is work that is done more than once."""
+    if not plan.flops or planned <= plan.flops * (1 + 1e-9):
+        return "each once"
+    return f"{planned / plan.flops - 1:.0%} is done again, or by several devices"
+
+
+def _planned(assignment: Assignment) -> float:
+    """Operations per step of all devices of a mesh."""
+    total = 0.0
+    for eqn, _, trips in assignment.seconds:
+        if isinstance(eqn, LoopEquation) or not entry_for(eqn).heavy:
+            continue
+        axes = {axis for _, several in dict(assignment.strategies[eqn].factor_axes).items() for axis in several}
+        total += flops_of(eqn, assignment.rules[eqn]) / assignment.mesh.ways(axes) * trips
+    return total * assignment.mesh.size

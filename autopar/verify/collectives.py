@@ -1,0 +1,92 @@
+"""The collectives of compiled programs beside those of the plan: by kind and mesh axes, bytes per device and step.
+
+In: a part of a step with its plan and its programs. Out: a row for each kind along each set of axes. XLA combines collectives
+and splits them as it likes, so bytes are compared on the whole. What can go wrong: a collective in a loop of which XLA does
+not know the length; its row says so, and is no difference.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+from autopar.plan import CollectivePlan, Plan
+from autopar.verification import Verdict, VerifiedRow
+from autopar.verify.programs import PlannedPart
+
+Way = tuple[str, tuple[str, ...] | None]
+"""A kind of collective and the names of its axes in the mesh's order; None: groups that are no whole axes."""
+_SUMS = ("all-reduce", "reduce-scatter")
+_SHORT = ("bfloat16", "float16", "int16", "uint16")
+_WIDENED = "XLA on CPUs adds 16-bit numbers up in 32 bits, and sends these"
+
+
+@dataclasses.dataclass
+class _Tally:
+    """Bytes of one way; `widened`: with 16-bit sums in 32 bits."""
+
+    bytes: float = 0
+    widened: float = 0
+    values: float = 0
+    is_exact: bool = True
+
+
+def rows(part: PlannedPart, *, platform: str) -> Iterator[VerifiedRow]:
+    """A row for each way in which the plan or the programs communicate."""
+    planned, compiled = _planned(part.plan), _compiled(part)
+    for way in sorted({*planned, *compiled}, key=str):
+        said, done = planned.get(way, _Tally()), compiled.get(way, _Tally())
+        verdict: Verdict = "differs"
+        note = f"{said.values:g} planned, {done.values:g} compiled"
+        if said.bytes == done.bytes:
+            verdict, note = "matches", f"{said.values:g} values"
+        elif said.widened == done.bytes and platform == "cpu":
+            verdict, note = "explained", _WIDENED
+        elif not done.is_exact:
+            verdict, note = "unknown", "in a loop whose length XLA does not know"
+        yield VerifiedRow(
+            topic="collectives",
+            what=_name(way),
+            unit="bytes",
+            planned=said.bytes,
+            compiled=done.bytes,
+            verdict=verdict,
+            stage=part.stage,
+            note=note,
+        )
+
+
+def _name(way: Way) -> str:
+    kind, axes = way
+    return f"{kind} over {'parts of axes' if axes is None else ' and '.join(axes)}"
+
+
+def _planned(plan: Plan) -> Mapping[Way, _Tally]:
+    found: dict[Way, _Tally] = collections.defaultdict(_Tally)
+    for one in plan.collectives:
+        axes = tuple(name for name in plan.axis_names if name in one.axes)
+        tally = found[one.kind, axes]
+        size = one.bytes * one.count
+        tally.bytes += size
+        tally.widened += 2 * size if _is_widened(one) else size
+        tally.values += one.count
+    return found
+
+
+def _is_widened(one: CollectivePlan) -> bool:
+    return one.kind in _SUMS and one.operand.partition("[")[0] in _SHORT
+
+
+def _compiled(part: PlannedPart) -> Mapping[Way, _Tally]:
+    found: dict[Way, _Tally] = collections.defaultdict(_Tally)
+    for program in part.programs:
+        for one in program.collectives:
+            axes = one.mesh_axes(part.plan.mesh_shape)
+            if axes == ():  # groups of one device
+                continue
+            tally = found[one.kind, None if axes is None else tuple(part.plan.axis_names[axis] for axis in axes)]
+            tally.bytes += one.bytes * one.count * program.times
+            tally.values += one.operands * one.count * program.times
+            tally.is_exact = tally.is_exact and one.count_is_exact
+    return found

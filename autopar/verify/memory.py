@@ -1,0 +1,166 @@
+"""The peak memory of compiled programs, by XLA's own account, beside the predicted one.
+
+In: a compiled step and its parts. Out: a row for the arguments of each program on one mesh, and one for the peak of each
+mesh. On one mesh the account of XLA is
+
+    arguments + results - results in the place of donated arguments + temporaries.
+
+In a pipeline every task is a program of its own. What lies on a mesh between tasks follows from the instructions that the
+driver executes; the peak is the most of that together with the temporaries of the task that runs.
+
+Tolerance: arguments and results are exact, but for the table of pointers that XLA's CPU runtime counts as a result, 8 bytes
+each. For temporaries the model is no compiler: XLA may need up to 1 / 0.85 of what is predicted, the margin that a memory
+limit leaves, or less by as much as `SPARE`. Every buffer begins at a multiple of 64 bytes, which `ALIGNMENT` allows for in
+programs of few bytes. In stages the plan also counts what would be there if other meshes were infinitely fast, and the stage
+as one program, so that it may be above by `SPARE_IN_STAGES` of all. The model is one of XLA's CPU compiler: others fuse more,
+and that they need less is explained, not matched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax.sharding import Sharding
+
+from autopar.avals import itemsize_of
+from autopar.execution.contents import Made, Passed
+from autopar.execution.one_mesh import CompiledStep
+from autopar.execution.pipeline import CompiledPipeline
+from autopar.intra_op.memory.tuning import TUNING
+from autopar.program.task_name import TaskName
+from autopar.schedules.instructions import Free, Receive, Run, Value
+from autopar.verification import Verdict, VerifiedRow
+from autopar.verify.programs import Account, PlannedPart
+
+SPARE = 0.25
+"""By this share of XLA's temporaries the plan may be above them."""
+SPARE_IN_STAGES = 0.16
+"""By this share of the whole the plan of a stage may be above it."""
+ALIGNMENT = 4096
+"""Bytes that do not count: of alignment, of pointers, of scalars."""
+
+
+def rows(
+    compiled: CompiledStep | CompiledPipeline, parts: Sequence[PlannedPart], *, platform: str
+) -> Iterator[VerifiedRow]:
+    """The rows of one mesh, or one for each mesh of a pipeline."""
+    if any(program.memory is None for part in parts for program in part.programs):
+        yield VerifiedRow(
+            topic="memory",
+            what="peak",
+            unit="bytes",
+            planned=compiled.plan.peak_bytes,
+            compiled=None,
+            verdict="unknown",
+            note="the platform gives no account of memory",
+        )
+    elif isinstance(compiled, CompiledStep):
+        yield from _rows_of_step(compiled, platform)
+    else:
+        yield from _rows_of_pipeline(compiled, platform)
+
+
+def _rows_of_step(compiled: CompiledStep, platform: str) -> Iterator[VerifiedRow]:
+    account, plan = compiled.memory_analysis(), compiled.plan
+    planned_arguments = sum(value.bytes_per_device for value in plan.inputs)
+    arguments = account.argument_size_in_bytes
+    is_close = abs(arguments - planned_arguments) <= 16 * len(plan.inputs)
+    fewer = arguments < planned_arguments
+    yield VerifiedRow(
+        topic="memory",
+        what="arguments",
+        unit="bytes",
+        planned=planned_arguments,
+        compiled=arguments,
+        verdict="matches" if is_close else "explained" if fewer else "differs",
+        note="" if is_close else "XLA leaves out arguments that nothing reads" if fewer else "",
+    )
+    kept = arguments + account.output_size_in_bytes - account.alias_size_in_bytes
+    yield _peak_row(plan.peak_bytes, kept, account.temp_size_in_bytes, mesh=None, platform=platform)
+
+
+def _rows_of_pipeline(compiled: CompiledPipeline, platform: str) -> Iterator[VerifiedRow]:
+    for mesh in range(compiled.schedule.num_meshes):
+        planned = sum(stage.peak_bytes for stage in compiled.plan.stages if stage.mesh == mesh)
+        kept, temporaries = _LiveBytes(compiled, mesh).peak()
+        yield _peak_row(planned, kept, temporaries, mesh=mesh, platform=platform)
+
+
+def _peak_row(planned: int, kept: int, temporaries: int, *, mesh: int | None, platform: str) -> VerifiedRow:
+    """The row of a peak, of which XLA's account has parts that are there anyway, and temporaries."""
+    compiled = kept + temporaries
+    least = kept + temporaries * TUNING.temporaries_margin
+    most = max(compiled + temporaries * SPARE, 0 if mesh is None else compiled * (1 + SPARE_IN_STAGES))
+    verdict: Verdict = "matches" if least - ALIGNMENT <= planned <= most + ALIGNMENT else "differs"
+    note = f"{planned / compiled - 1:+.1%}; {least / compiled - 1:+.0%} to {most / compiled - 1:+.0%} allowed"
+    if verdict == "differs" and planned > most and platform != "cpu":
+        verdict, note = "explained", f"{planned / compiled - 1:+.1%}: the plan counts as XLA's CPU compiler does"
+    return VerifiedRow(
+        topic="memory",
+        what="peak",
+        unit="bytes",
+        planned=planned,
+        compiled=compiled,
+        verdict=verdict,
+        stage=mesh,
+        note=note,
+    )
+
+
+class _LiveBytes:
+    """What lies on a device of one mesh while the driver executes the instructions of a step."""
+
+    def __init__(self, compiled: CompiledPipeline, mesh: int) -> None:
+        self.compiled, self.mesh = compiled, mesh
+        self.tasks, self.links = compiled.pipeline_tasks, compiled.links
+        accounts = {n: e.memory_analysis() for n, e in compiled.executables().items() if self._is_here(n)}
+        self.temporaries = {str(name): _extra_bytes(name, account) for name, account in accounts.items()}
+
+    def _is_here(self, name: TaskName) -> bool:
+        return self.tasks.mesh_of(name.stage) == self.mesh
+
+    def peak(self) -> tuple[int, int]:
+        """(bytes of arrays, bytes of temporaries) at the moment when both together are most.
+
+        What an update returns takes the place of the leaves that it is given, of which the instructions know nothing.
+        """
+        there = {value: self._bytes(value) for home, value in self.compiled.instructions.inputs if home == self.mesh}
+        peak = sum(there.values()), 0
+        for instruction in self.compiled.instructions.of(self.mesh):
+            if isinstance(instruction, Run):
+                there |= {value: self._bytes(value) for value in instruction.writes}
+                peak = max(peak, (sum(there.values()), self.temporaries.get(instruction.task, 0)), key=sum)
+                gone = {instruction.reads[place] for place in instruction.donated} - {*instruction.writes}
+                there = {value: size for value, size in there.items() if value not in gone}
+            elif isinstance(instruction, Receive):
+                there[instruction.value] = self._bytes(instruction.value)
+            elif isinstance(instruction, Free):
+                del there[instruction.value]
+        return peak
+
+    def _bytes(self, value: Value) -> int:
+        """What the arrays of a slot take on one device: as their maker makes them, or as their reader is given them."""
+        group = self.links.groups[value.name]
+        source = group.content.source if isinstance(group.content, Passed) else None
+        if isinstance(group.content, Passed) and not isinstance(source, Made):
+            reader = self.tasks.by_name[group.content.readers[0]]
+            shapes = dict(zip(reader.reads, reader.shapes, strict=True))
+            given = [shapes[ref] for _, ref in group.items]
+            return sum(_bytes_of(shape[0] if isinstance(shape, list) else shape) for shape in given)
+        made = [self.tasks.maker_of(item).results[item[1]] for item in group.items]
+        if isinstance(source, Made) and self.tasks.mesh_of(source.task.stage) != self.mesh:
+            return sum(map(_bytes_of, made, self.links.targets[value.name]))
+        return sum(map(_bytes_of, made))
+
+
+def _extra_bytes(name: TaskName, account: Account | None) -> int:
+    """Temporaries of a task, less what its results take of donated arguments where the instructions count both."""
+    assert account is not None, "the caller has asked for it"
+    return int(account.temp_size_in_bytes - (0 if name.in_loop else account.alias_size_in_bytes))
+
+
+def _bytes_of(shape: jax.ShapeDtypeStruct, sharding: Sharding | None = None) -> int:
+    """Bytes per device."""
+    return math.prod((sharding or shape.sharding).shard_shape(shape.shape)) * itemsize_of(shape)

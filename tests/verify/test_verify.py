@@ -1,0 +1,187 @@
+"""A compiled step does what its plan says; where it does not, a verification says which figure is wrong, and by how much."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.files.checked import VERIFICATION_SCHEMA, check_fields
+from autopar.intra_op.lowering import per_device
+from autopar.intra_op.memory.model import MemoryModel
+from autopar.layouts.perform import perform_move
+from autopar.verification import Verification, VerifiedRow
+from tests.libraries.modes import MODES
+from tests.verify.steps import arguments, step_in, train_step
+from tests.zoo import ZOO
+
+
+def parallel(**options):
+    return autopar.parallelize(train_step, **options)
+
+
+def rows_of(verification, topic):
+    return [row for row in verification.rows if row.topic == topic]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_compiled_as_it_is_planned_in_every_mode(mode):
+    found = step_in(mode).verify(*arguments())
+    assert found.check() is found
+    assert {"memory", "arithmetic"} <= {row.topic for row in found.rows}
+    assert all(row.verdict == "matches" for row in rows_of(found, "collectives")), str(found)
+    assert rows_of(found, "collectives") or mode == "default"
+    assert bool(rows_of(found, "transfers")) == (mode == "stages")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_is_compiled_as_it_is_planned_in_every_mode(name, mode):
+    step, state, batch = ZOO[name]()
+    found = autopar.parallelize(step, **MODES[mode]).verify(state, batch, values=True)
+    assert found.ok, str(found)
+    assert not [row for row in found.rows if row.verdict == "unknown"], str(found)
+
+
+@pytest.mark.parametrize("mode", ["zero3", "stages"])
+def test_values_are_those_of_one_device_and_the_arguments_are_not_consumed(mode):
+    state, batch = arguments()
+    found = step_in(mode).verify(state, batch, values=True)
+    compared = rows_of(found, "values")
+    assert [row.what for row in compared][-1] == "output/1"
+    assert len(compared) == 1 + len(jax.tree.leaves(state))
+    assert found.ok, str(found)
+    assert all(0 < row.planned <= 1e-3 for row in compared)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((state, batch)))
+
+
+def test_what_devices_do_again_is_told():
+    step = parallel(mesh_shape=(1,), num_stages=2, num_microbatches=2, recompute="layer")
+    (row,) = rows_of(step.verify(*arguments()), "arithmetic")
+    assert row.planned == row.compiled > step.last_plan().flops
+    assert "is done again" in row.note
+
+
+# --- lowering broken on purpose ---------------------------------------------------------------------------------------
+
+
+def test_a_collective_over_a_wrong_axis_is_noticed(monkeypatch):
+    def wrong(move, array, mesh):
+        if move.kind == "all-reduce" and move.axes == (0,):
+            move = dataclasses.replace(move, axes=(1,))
+        return perform_move(move, array, mesh)
+
+    monkeypatch.setattr(per_device, "perform_move", wrong)
+    step = parallel(mesh_shape={"data": 2, "model": 2}, constraints=autopar.data_parallel("data"))
+    found = step.verify(*arguments(), values=True)
+    assert not found.ok
+    differing = {row.what: row for row in found.differing}
+    over_data = [row for what, row in differing.items() if row.topic == "collectives" and what.endswith("over data")]
+    assert over_data
+    assert all(row.compiled < row.planned for row in over_data)
+    assert [row for row in found.differing if row.topic == "values"]
+    with pytest.raises(autopar.VerificationError, match=r"train_step is not what its plan says in .* all-reduce over"):
+        found.check()
+    assert str(found).splitlines()[0].startswith("NOT AS PLANNED")
+    assert "differs" in str(found).splitlines()[3]
+
+
+def test_an_additional_all_gather_is_noticed(monkeypatch):
+    def more(move, array, mesh):
+        array = perform_move(move, array, mesh)
+        if move.kind == "all-gather" and array.ndim == 2:
+            parts = jax.lax.all_gather(array, mesh.axis_names[0])
+            array = array + 0 * parts.sum(0)
+        return array
+
+    monkeypatch.setattr(per_device, "perform_move", more)
+    found = parallel(mesh_shape=(8,), constraints=autopar.zero3()).verify(*arguments())
+    gathers = [row for row in found.differing if row.what == "all-gather over x"]
+    assert len(gathers) == 1
+    assert gathers[0].compiled > gathers[0].planned
+
+
+def test_a_peak_that_is_counted_too_low_is_noticed(monkeypatch):
+    counted = MemoryModel._peak
+
+    def less(self, program, footprint, sizes):
+        found = counted(self, program, footprint, sizes)
+        temporaries = sum(tensor.bytes for tensor in found.tensors if not tensor.is_kept)
+        return dataclasses.replace(found, bytes=found.bytes - temporaries // 2)
+
+    monkeypatch.setattr(MemoryModel, "_peak", less)
+    state, batch = arguments()
+    many = jax.tree.map(lambda x: jnp.tile(x, (64, 1)), batch)
+    found = parallel(mesh_shape=(2,), num_microbatches=1, recompute="none").verify(state, many)
+    assert [(row.topic, row.what) for row in found.differing] == [("memory", "peak")]
+    assert found.differing[0].planned < found.differing[0].compiled
+
+
+def test_work_that_every_device_does_is_noticed(monkeypatch):
+    """The plan of one mesh with the program of another, where all devices do everything."""
+    step = parallel(mesh_shape=(2,))
+    compiled = step.compile(*arguments())
+    whole = parallel(devices=jax.devices()[:1]).compile(*arguments())
+    monkeypatch.setattr(compiled, "executable", whole.executable)
+    (row,) = rows_of(step.verify(*arguments()), "arithmetic")
+    assert (row.verdict, row.compiled) == ("differs", 2 * row.planned)
+
+
+# --- what a verification is -------------------------------------------------------------------------------------------
+
+
+def row(number=0, **fields):
+    given = {
+        "topic": "collectives",
+        "what": f"all-gather over x{number}",
+        "unit": "bytes",
+        "planned": 1.0,
+        "compiled": 2.0,
+    }
+    return VerifiedRow(**{**given, "verdict": "differs", **fields})
+
+
+def verification(*rows):
+    return Verification(
+        step="train_step", fingerprint="f", platform="cpu", num_devices=8, jax_version="0", rows=tuple(rows)
+    )
+
+
+def test_a_verification_goes_to_json_and_back_and_keeps_its_schema():
+    found = step_in("stages").verify(*arguments())
+    assert Verification.from_json(found.to_json()) == found
+    check_fields(json.loads(found.to_json()), VERIFICATION_SCHEMA, "a verification")
+    with pytest.raises(autopar.PlanError, match="not a verification of version 1"):
+        Verification.from_json(found.to_json().replace('"matches"', '"fits"'))
+
+
+def test_it_prints_as_at_most_40_lines_with_what_differs_first():
+    text = str(verification(*(row(n, verdict="matches", compiled=1.0) for n in range(50)), row(99)))
+    lines = text.splitlines()
+    assert len(lines) <= 40
+    assert "over x99" in lines[3]
+    assert lines[-1] == "... and 16 more rows, 0 of them different"
+    assert "1 differs, 50 match" in lines[0]
+
+
+def test_equal_stages_are_one_row():
+    rows = [row(verdict="matches", compiled=1.0, stage=stage) for stage in (0, 1, 2, 5)]
+    lines = str(verification(*rows)).splitlines()
+    assert len(lines) == 4
+    assert lines[-1].startswith("stages 0 to 2, 5")
+
+
+def test_figures_that_read_the_same_are_given_to_the_byte():
+    text = str(verification(row(planned=10_000_000.0, compiled=10_000_001.0)))
+    assert "10,000,000" in text
+    assert "10,000,001" in text
+
+
+def test_values_need_arrays():
+    state, batch = jax.eval_shape(lambda: arguments())
+    assert step_in("zero3").verify(state, batch).ok
+    with pytest.raises(autopar.ArgumentError, match="to compare values train_step needs arrays"):
+        step_in("zero3").verify(state, batch, values=True)
