@@ -33,6 +33,9 @@ class StagePlan:
         peak_bytes: predicted peak memory of one device with all microbatches in flight; `plan.peak_bytes` counts one.
         plan: layouts and collectives of the stage's programs, on its mesh.
         recomputed_share: the part of its forward work, from the beginning, that its backward repeats; 0 to 1.
+        state_bytes: what of the peak is weights and the optimizer's state, and inputs that lie there for the whole step.
+        sum_bytes: what of it is sums over microbatches, such as gradients.
+        microbatch_bytes: what each microbatch in flight keeps between forward and backward.
     """
 
     stage: int
@@ -46,6 +49,19 @@ class StagePlan:
     peak_bytes: int
     plan: Plan
     recomputed_share: float = 0.0
+    state_bytes: int = 0
+    sum_bytes: int = 0
+    microbatch_bytes: int = 0
+
+    @property
+    def working_bytes(self) -> int:
+        """What is left of the peak: what tasks need while they run, and what they hand to each other."""
+        return max(0, self.peak_bytes - self.state_bytes - self.sum_bytes - self.flying_bytes)
+
+    @property
+    def flying_bytes(self) -> int:
+        """What all microbatches in flight keep."""
+        return self.microbatch_bytes * self.microbatches_in_flight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -167,6 +167,7 @@ class Alternative:
         step_s: predicted seconds per step, if it was planned.
         estimate_s: estimated seconds per step, if it was not.
         at_least_s: seconds per step that it exceeds by that estimate, if it was given up before the best stages were known.
+        peak_bytes: predicted peak memory of one device, if it was planned.
     """
 
     num_stages: int | None
@@ -179,6 +180,7 @@ class Alternative:
     step_s: float | None = None
     estimate_s: float | None = None
     at_least_s: float | None = None
+    peak_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

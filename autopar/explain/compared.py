@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from autopar.explain.tables import new_table
-from autopar.explain.units import seconds_text
+from autopar.explain.units import bytes_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Alternative, Plan
 
@@ -24,8 +24,10 @@ _LISTED = 6
 
 def compared_table(plan: Plan | PipelinePlan, *, full: bool = False, most_rows: int = MOST_ROWS) -> Table:
     """One row per way that was compared, fastest first; no rows if none was."""
-    columns = ("stages", "microbatches", "schedule", "recompute", "step", "")
-    table = new_table("Compared (~: estimated, >: at least)", *columns, numbers=("stages", "microbatches", "step"))
+    columns = ("stages", "microbatches", "schedule", "recompute", "step", "peak", "")
+    table = new_table(
+        "Compared (~: estimated, >: at least)", *columns, numbers=("stages", "microbatches", "step", "peak")
+    )
     rows = sorted(plan.compared, key=_seconds)
     for one in rows if full else rows[:most_rows]:
         table.add_row(
@@ -34,10 +36,11 @@ def compared_table(plan: Plan | PipelinePlan, *, full: bool = False, most_rows: 
             _schedule_text(one),
             _recomputed_text(one),
             _step_text(one),
+            "-" if one.peak_bytes is None else bytes_text(one.peak_bytes),
             _verdict(one, plan),
         )
     if not full and len(rows) > most_rows:
-        table.add_row("", "", f"... {len(rows) - most_rows} more", "", "", "slower, or not possible")
+        table.add_row("", "", f"... {len(rows) - most_rows} more", "", "", "", "slower, or not possible")
     return table
 
 

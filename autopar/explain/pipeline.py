@@ -14,7 +14,8 @@ from collections.abc import Iterator
 
 from autopar.explain.bound import proof_text
 from autopar.explain.figures import figures_of, mesh_name, meshes_of, work_of
-from autopar.explain.stages import runs_of_equals, stages_text
+from autopar.explain.memory import knows_parts
+from autopar.explain.sentences import group_sentences
 from autopar.explain.strategies import findings, names_text, traffic
 from autopar.explain.units import bytes_text, mfu_text, percent_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan, StagePlan
@@ -68,12 +69,14 @@ def _repeated_text(plan: PipelinePlan) -> str:
 
 def pipeline_findings(plan: PipelinePlan) -> tuple[str, ...]:
     """What the bubble costs, which mesh is the bottleneck, what crosses, and what each stage does with its mesh."""
-    sentences = [_bubble_text(plan), _bottleneck_text(plan), _once_text(plan), _memory_text(plan), *_crossing(plan)]
-    said = [(one, (*findings(_as_a_step(one)), *traffic(one.plan), *_borrowed(one, plan))) for one in plan.stages]
-    for run in runs_of_equals(said, lambda one: one[1]):
-        name = stages_text([stage.stage for stage, _ in run])
-        sentences += [f"{name}: {text}" for text in run[0][1]]
-    return tuple(sentences)
+    memory = () if knows_parts(plan) else (_memory_text(plan),)  # its table says it otherwise
+    sentences = [_bubble_text(plan), _bottleneck_text(plan), *memory, *_crossing(plan)]
+    said = [
+        (one.stage, text)
+        for one in plan.stages
+        for text in (*findings(_as_a_step(one)), *traffic(one.plan), *_borrowed(one, plan))
+    ]
+    return (*sentences, *group_sentences(said))
 
 
 def schedule_title(plan: PipelinePlan, grid: str) -> str:
@@ -122,14 +125,6 @@ def _bottleneck_text(plan: PipelinePlan) -> str:
     return (
         f"{mesh_name(plan, most)} is the bottleneck: {seconds_text(work[most])} of work per microbatch{times} "
         f"{mesh_name(plan, least)} with {seconds_text(work[least])}"
-    )
-
-
-def _once_text(plan: PipelinePlan) -> str:
-    longest = max(plan.stages, key=lambda stage: stage.once_s)
-    return (
-        f"what happens once per step, such as the update, takes {seconds_text(longest.once_s)} on stage {longest.stage}, "
-        "where it takes longest"
     )
 
 

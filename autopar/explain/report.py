@@ -17,6 +17,7 @@ from rich.text import Text
 from autopar.explain.bound import proof_text
 from autopar.explain.compared import compared_table, repeated_text, what_is_missing, why_chosen
 from autopar.explain.figures import figures_of
+from autopar.explain.memory import memory_table
 from autopar.explain.pipeline import pipeline_findings, pipeline_header, schedule_title
 from autopar.explain.stages import mesh_text, pipeline_tables
 from autopar.explain.strategies import findings, traffic
@@ -71,7 +72,9 @@ def _show_pipeline(plan: PipelinePlan, console: Console, schedule_grid: str, *, 
     every = [item for stage in plan.stages for item in stage.plan.collectives]
     moved = kinds_table("Collectives per step, of all stages", every)
     compared = compared_table(plan, full=full, most_rows=MOST_COMPARED)
-    _print_tables(console, (time_table(plan), *pipeline_tables(plan, full=full), moved, compared))
+    stages, transfers = pipeline_tables(plan, full=full)
+    memory = memory_table(plan, full=full)
+    _print_tables(console, (time_table(plan), stages, memory, transfers, moved, compared))
     if schedule_grid:
         console.print()
         console.print(Text(schedule_title(plan, schedule_grid), style="bold"))

@@ -23,6 +23,9 @@ from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import Plan
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
+MOST_TRANSFERS = 5
+"""So many groups of transfers have rows of their own; more are grouped by what they are for."""
 
 
 def pipeline_tables(plan: PipelinePlan, *, full: bool = False) -> tuple[Table, ...]:
@@ -134,7 +137,7 @@ def _stage_table(plan: PipelinePlan, full: bool) -> Table:
     return table
 
 
-def range_text(values: Sequence[int], text: Callable[[int], str]) -> str:
+def range_text(values: Sequence[N], text: Callable[[N], str]) -> str:
     """The largest and the smallest of values, or the one that all have."""
     most, least = text(max(values)), text(min(values))
     return most if most == least else f"{most} to {least}"
@@ -171,7 +174,10 @@ def _patterns(names: Iterable[str]) -> list[str]:
 def _transfer_table(plan: PipelinePlan, full: bool) -> Table:
     numbers = ("times", "bytes each", "bytes in all", "predicted each", "predicted in all")
     table = new_table("Transfers between meshes per step", "from", "to", "for", *numbers, numbers=numbers)
-    for group in [[one] for one in plan.transfers] if full else group_transfers(plan):
+    groups = [[one] for one in plan.transfers] if full else group_transfers(plan)
+    if not full and len(groups) > MOST_TRANSFERS:
+        groups = _by_use(plan.transfers)
+    for group in groups:
         ends = (sorted({t.source for t in group}), sorted({t.target for t in group}))
         table.add_row(*map(stages_text, ends), *map(Text, _transfer_cells(group)))
     if plan.transfers:
@@ -179,6 +185,14 @@ def _transfer_table(plan: PipelinePlan, full: bool) -> Table:
         count, size, seconds = _transfer_sums(plan.transfers)
         table.add_row("all", "", "", str(count), "", bytes_text(size), "", seconds_text(seconds))
     return table
+
+
+def _by_use(transfers: Sequence[TransferPlan]) -> list[list[TransferPlan]]:
+    """Transfers that are for the same, whatever their sizes, the ones forward and the ones backward apart."""
+    alike: dict[Hashable, list[TransferPlan]] = {}
+    for one in transfers:
+        alike.setdefault((one.what, one.source < one.target), []).append(one)
+    return list(alike.values())
 
 
 def _transfer_sums(transfers: Sequence[TransferPlan]) -> tuple[int, int, float]:
@@ -196,8 +210,8 @@ def _transfer_cells(transfers: Sequence[TransferPlan]) -> tuple[str, ...]:
     return (
         "shared weights" if first.what == "weights" else first.what,
         str(count),
-        bytes_text(first.bytes),
+        range_text([one.bytes for one in transfers], bytes_text),
         bytes_text(size),
-        seconds_text(first.predicted_s),
+        range_text([one.predicted_s for one in transfers], seconds_text),
         seconds_text(seconds),
     )

@@ -101,6 +101,9 @@ def _describe_stage(
         peak_bytes=stage.peak_bytes,
         plan=stage.plan,
         recomputed_share=share,
+        state_bytes=stage.memory.kept_bytes,
+        sum_bytes=stage.memory.accumulator_bytes,
+        microbatch_bytes=stage.memory.residual_bytes,
     )
 
 

@@ -203,7 +203,7 @@ class _Attempts:
             estimate_s = planned.at_least_s if planned.step_s is None else None
             self._compared.append(replace(row, step_s=planned.step_s, estimate_s=estimate_s))
             return planned
-        self._compared.append(replace(row, step_s=planned.plan.step_s))
+        self._compared.append(replace(row, step_s=planned.plan.step_s, peak_bytes=planned.plan.peak_bytes))
         self._found.append(replace(planned, plan=replace(planned.plan, **_fields(repeated))))
         report(Progress(best_s=min(one.plan.step_s for one in self._found)), is_news=True)
         return self._found[-1]

@@ -194,6 +194,7 @@ def _faster(one: PlannedStep, found: SearchedPipeline | OneStage) -> PlannedStep
             num_microbatches=one.plan.num_microbatches,
             recompute=one.plan.recompute,
             step_s=one.plan.step_s,
+            peak_bytes=one.plan.peak_bytes,
         ),
     )
     if isinstance(found, SearchedPipeline) and found.pipeline.plan.step_s < one.plan.step_s:

@@ -176,6 +176,7 @@ def alternative_of(plan: PipelinePlan) -> Alternative:
         virtual_stages=plan.virtual_stages,
         recompute=plan.recompute,
         step_s=plan.step_s,
+        peak_bytes=plan.peak_bytes,
     )
 
 

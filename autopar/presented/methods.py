@@ -33,9 +33,18 @@ class Presented:
         """A page of at most 40 lines; `show` prints all."""
         return str(_reports().page(self))
 
-    def show(self, *, full: bool = False) -> None:
-        """Print the report, as `autopar plan` does; `full` gives each leaf, collective and stage a row."""
+    def show(self, *, full: bool = False, classic: bool = False, what_if: bool = False) -> None:
+        """Print the report, as `autopar plan` does.
+
+        Args:
+            full: each leaf, collective and stage has a row.
+            classic: add what `classic()` returns, which plans five more times.
+            what_if: add what `what_if()` returns, which plans two or three more times.
+        """
         _reports().show(self, full=full)
+        for asked, answer in ((classic, self.classic), (what_if, self.what_if)):
+            if asked:
+                _reports().say(f"\n{answer()}")
 
     def html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The report as one page of HTML that needs nothing else; also written to `path`, if that is given.
@@ -57,6 +66,26 @@ class Presented:
             PlanError: the plan has no such leaf, or is from a file and knows no step.
         """
         return importlib.import_module("autopar.why.report").why(self, self._asked, path)
+
+    def classic(self) -> object:
+        """The classic plans beside this one: data parallel, ZeRO-2, ZeRO-3, tensor parallel, a pipeline. Print the answer.
+
+        Each is the best of its kind for the same step on as many devices, planned with the same limits: this searches five times.
+
+        Raises:
+            PlanError: the plan is from a file and knows no step.
+        """
+        return importlib.import_module("autopar.why.classic").classic(self, self._asked)
+
+    def what_if(self) -> object:
+        """What 1 GiB more memory, and twice the bandwidth of each kind of link, would buy. Print the answer.
+
+        Each price is that of the best plan on the better machine: this searches once for each.
+
+        Raises:
+            PlanError: the plan is from a file and knows no step.
+        """
+        return importlib.import_module("autopar.why.what_if").what_if(self, self._asked)
 
     def _repr_html_(self) -> str | None:
         """The page, for notebooks; None without the packages that draw it, and the notebook shows the line."""

@@ -40,6 +40,11 @@ def show(plan: Plan | PipelinePlan, console: Console | None = None, *, full: boo
     report.show(plan, console, full=full, schedule_grid=picture)
 
 
+def say(text: str) -> None:
+    """Print text as it is."""
+    report.standard_output().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def html(plan: Plan | PipelinePlan, path: str | os.PathLike[str] | None = None) -> str:
     """A plan as a page of HTML, also written to `path`, if that is given. Raises ArgumentError, see `html.page`."""
     text = html_page.page(plan)

@@ -23,12 +23,8 @@ from autopar.program.step import TracedStep
 from autopar.settings import Settings
 from autopar.why.conflict import Conflict, find_conflict
 from autopar.why.leaf import LayoutPrice, LeafAnswer, why_leaf
+from autopar.why.priced import FROM_A_FILE
 from autopar.why.question import Question
-
-_FROM_A_FILE = (
-    "this plan is data alone, from a file or changed by hand: parallelize(step, plan=plan).plan(state, batch) gives one that "
-    "knows its step and can be asked"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +45,7 @@ class Why:
 def why(plan: Plan | PipelinePlan, asked: tuple[object, object] | None, path: str) -> Why:
     """Why a leaf of a plan has its layout. Raises PlanError if the plan knows no step, or has no such leaf."""
     if asked is None:
-        raise PlanError(_FROM_A_FILE)
+        raise PlanError(FROM_A_FILE)
     settings, traced = asked
     assert isinstance(settings, Settings)
     assert isinstance(traced, TracedStep)

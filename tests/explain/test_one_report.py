@@ -141,6 +141,43 @@ def test_sixteen_equal_stages_are_a_row_and_fit_sixty_lines():
     assert len(rows_of(explain(plan, full=True), "Stages (forward and backward per microbatch)")) == 16
 
 
+def test_eight_stages_of_unequal_layers_fit_sixty_lines_with_the_picture_of_their_schedule():
+    counts = (4, 5, 6, 7, 8, 5, 6, 7)
+    stages = [
+        stage_of(
+            n,
+            *(dataclasses.replace(one, path=one.path.replace("block_", f"block_{n}")) for one in layer_stack(count)),
+            dataclasses.replace(BATCH, from_forward=n > 0),
+            forward_s=1e-3 * count,
+            microbatches_in_flight=8 - n,
+            peak_bytes=(20 - n) * 2**30,
+            state_bytes=count * 2**30,
+            microbatch_bytes=count * 2**20,
+        )
+        for n, count in enumerate(counts)
+    ]
+    stages = [
+        dataclasses.replace(
+            one, plan=dataclasses.replace(one.plan, collectives=(collective("all-reduce", "x"),) * count)
+        )
+        for one, count in zip(stages, counts, strict=True)
+    ]
+    sent = tuple(
+        dataclasses.replace(one, source=n, target=m, bytes=one.bytes + n)
+        for one in TRANSFERS
+        for n, m in [(n, n + 1) if one.source < one.target else (n + 1, n) for n in range(7)]
+    )
+    text = explain(pipeline_of(*stages, transfers=sent, num_microbatches=16), schedule_grid="mesh 0 | F0\n" * 8)
+    assert text.count("\n") <= 60
+    assert len(rows_of(text, "Stages (forward and backward per microbatch)")) == 8
+    assert "- stages 0 to 7: collectives over x: 4 to 8 all-reduce, 4.0 KiB to 8.0 KiB" in text
+    assert [row[0] for row in rows_of(text, "Memory at the peak")] == ["0", "1 to 7"]
+    assert len(rows_of(explain(pipeline_of(*stages), full=True), "Memory at the peak")) == 8
+    crossing = rows_of(text, "Transfers between meshes per step")
+    assert [row[2] for row in crossing[:-1]] == ["forward", "backward", "update", "shared weights"]
+    assert crossing[2][3:5] == ["7", "10 B to 4 B"]
+
+
 def test_stages_that_differ_have_rows_of_their_own():
     rows = rows_of(explain(pipeline_of(*two_stages(forward_s=2e-3))), "Stages (forward and backward per microbatch)")
     assert [row[0] for row in rows] == ["0", "1"]

@@ -63,8 +63,8 @@ def stacked_bars(
     return _both(name, draw, height=0.9 + 0.3 * len(rows), legend=legend)
 
 
-def area(name: str, values: Sequence[float], *, limit: float | None = None) -> str:
-    """Bytes over the step."""
+def area(name: str, values: Sequence[float], *, limit: float | None = None, of: str = "step's operations") -> str:
+    """Bytes over the step; `of`: what the axis below counts hundredths of."""
 
     def draw(axes: Axes) -> None:
         steps = [100 * number / max(len(values) - 1, 1) for number in range(len(values))]
@@ -72,7 +72,7 @@ def area(name: str, values: Sequence[float], *, limit: float | None = None) -> s
         axes.set_ylim(bottom=0)
         axes.set_xlim(0, 100)
         axes.yaxis.set_major_locator(_binary_ticks(max(values)))
-        axes.set_xlabel("% of the step's operations")
+        axes.set_xlabel(f"% of the {of}")
         axes.yaxis.set_major_formatter(lambda value, _: bytes_text(max(value, 0)))
         axes.grid(axis="y", linewidth=0.5)
         if limit is not None and limit < 3 * max(values):

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from autopar.explain.compared import compared_table, what_is_missing, why_chosen
 from autopar.explain.figures import ONCE, figures_of, meshes_of, parts_of
+from autopar.explain.memory import PARTS, knows_parts, memory_table, parts_of_peak
 from autopar.explain.pipeline import pipeline_findings
 from autopar.explain.stages import group_stages, mesh_text, pipeline_tables, range_text, stages_text
 from autopar.explain.strategies import findings
@@ -24,6 +25,7 @@ from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
 from autopar.reports.html import charts
+from autopar.reports.html.pipeline_memory import memory_over_step
 from autopar.schedules.instructions import Run
 
 MOST_CELLS = 512
@@ -167,21 +169,45 @@ def _memory(plan: Plan | PipelinePlan) -> Section:
     if isinstance(plan, Plan):
         over_step = (charts.area("memory", plan.memory_bytes, limit=limit),) if plan.memory_bytes else ()
         return Section(title="Memory", charts=over_step, tables=_cells(peak_table(plan)))
+    if knows_parts(plan):
+        return _memory_of_parts(plan)
     rows = [(f"mesh {mesh}", [float(stage.peak_bytes) for stage in stages]) for mesh, stages in meshes_of(plan).items()]
     legend = (
         ["peak per device"]
         if plan.virtual_stages == 1
         else [f"stage {n + 1} of the mesh" for n in range(plan.virtual_stages)]
     )
-    drawn = [charts.stacked_bars("memory", rows, legend, limit=limit, bytes_=True)]
-    groups = group_stages(plan)
-    first = groups[0][0].plan
-    if first.memory_bytes:
-        drawn.append(charts.area("one-microbatch", first.memory_bytes))
-    folded = [(_filling_text(group), _cells(peak_table(group[0].plan))) for group in groups]
-    sentence = f"The second picture is {stages_text([0])} over its own step, with one microbatch in flight."
-    sentences = (sentence,) if len(drawn) > 1 else ()
-    return Section(title="Memory", sentences=sentences, charts=tuple(drawn), folded=tuple(folded))
+    drawn = charts.stacked_bars("memory", rows, legend, limit=limit, bytes_=True)
+    return Section(title="Memory", charts=(drawn,), folded=_filling(plan))
+
+
+def _memory_of_parts(plan: PipelinePlan) -> Section:
+    """What each mesh's peak consists of, and the fullest mesh over the step."""
+    limit, meshes = plan.memory_limit_bytes, meshes_of(plan)
+    peaks = {mesh: sum(stage.peak_bytes for stage in stages) for mesh, stages in meshes.items()}
+    rows = [
+        (f"mesh {mesh}", [float(sum(sizes)) for sizes in zip(*map(parts_of_peak, stages), strict=True)])
+        for mesh, stages in meshes.items()
+    ]
+    drawn = [charts.stacked_bars("memory", rows, PARTS, limit=limit, bytes_=True)]
+    sentences = []
+    if 2 * plan.num_stages * plan.num_microbatches <= MOST_BLOCKS:
+        fullest = max(peaks, key=lambda mesh: peaks[mesh])
+        values = memory_over_step(plan, fullest)
+        drawn.append(charts.area("memory-over-step", values, limit=limit, of="time of the work on microbatches"))
+        sentences = [f"The second picture is a device of mesh {fullest}, the fullest, over the step."]
+    return Section(
+        title="Memory",
+        sentences=tuple(sentences),
+        charts=tuple(drawn),
+        tables=_cells(memory_table(plan)),
+        folded=_filling(plan),
+    )
+
+
+def _filling(plan: PipelinePlan) -> tuple[tuple[str, tuple[Cells, ...]], ...]:
+    """The largest tensors of each group of stages."""
+    return tuple((_filling_text(group), _cells(peak_table(group[0].plan))) for group in group_stages(plan))
 
 
 def _filling_text(group: Sequence[StagePlan]) -> str:

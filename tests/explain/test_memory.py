@@ -1,0 +1,39 @@
+"""The report of a pipeline says what fills each stage's peak: the parts add up to it."""
+
+import pytest
+
+from autopar.explain import explain
+from autopar.explain.memory import parts_of_peak
+from tests.explain.test_pipelines import pipeline_of, stage_of
+from tests.plan_examples import rows_of
+from tests.why.test_leaf import MODES, planned
+
+GIB = 2**30
+TITLE = "Memory at the peak"
+
+
+def with_parts(number: int, **changes):
+    parts = {"state_bytes": GIB, "sum_bytes": GIB // 2, "microbatch_bytes": GIB // 4, "microbatches_in_flight": 4}
+    return stage_of(number, **{"peak_bytes": 3 * GIB, **parts, **changes})
+
+
+def test_the_parts_of_a_peak_are_told_and_equal_stages_share_a_row():
+    rows = rows_of(explain(pipeline_of(*(with_parts(n, microbatches_in_flight=4 - n) for n in range(3)))), TITLE)
+    assert [row[:6] for row in rows] == [
+        ["0 to 2", "3.0 GiB", "1.0 GiB", "512.0 MiB", "1.0 GiB to 512.0 MiB", "1.0 GiB to 512.0 MiB"]
+    ]
+    assert rows[0][6] == "2 x logits, float32(16, 256)"
+
+
+def test_a_plan_that_does_not_know_the_parts_has_no_such_table():
+    assert TITLE not in explain(pipeline_of(stage_of(0), stage_of(1)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+def test_the_parts_of_planned_stages_add_up_to_their_peaks(schedule):
+    plan = planned(**MODES["stages"] | {"schedule": schedule})
+    for stage in plan.stages:
+        assert sum(parts_of_peak(stage)) == stage.peak_bytes
+        assert min(parts_of_peak(stage)) > 0
+        here = sum(value.bytes_per_device for value in stage.plan.inputs if value.path in stage.leaves)
+        assert stage.state_bytes >= here

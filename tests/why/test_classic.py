@@ -1,0 +1,127 @@
+"""The classic plans and better machines: each price is that of the plan that its words ask for."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import autopar
+from autopar.cost_model.hardware import preset
+from autopar.errors import PlanError
+from autopar.layouts.constraints import SplitBatch
+from autopar.why.what_if import MORE_BYTES, reached_tiers
+
+SETTINGS = {"devices": 4, "cluster": "p3.16xlarge", "plan_cache": False}
+OPTIMIZER = optax.adam(1e-3)
+
+
+def train_step(state, batch):
+    def loss_of(params):
+        hidden = jax.nn.relu(batch["x"] @ params["up"])
+        return jnp.mean((hidden @ params["down"] - batch["y"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
+    updates, opt_state = OPTIMIZER.update(gradients, state["opt_state"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+
+
+def shapes():
+    sizes = {"up": (64, 4096), "down": (4096, 64)}
+    params = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    state = {"params": params, "opt_state": jax.eval_shape(OPTIMIZER.init, params)}
+    return state, {name: jax.ShapeDtypeStruct((4096, 64), jnp.float32) for name in ("x", "y")}
+
+
+def planned(**changes):
+    return autopar.parallelize(train_step, **{**SETTINGS, **changes}).plan(*shapes())
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return planned()
+
+
+@pytest.fixture(scope="module")
+def classic(plan):
+    return plan.classic()
+
+
+@pytest.mark.filterwarnings("ignore:.* of the forward work is one operation")
+def test_each_classic_plan_costs_what_it_costs_when_its_arguments_are_given(plan, classic):
+    line = {"mesh_shape": {"data": 4}}
+    by_hand = {
+        "data parallel": {**line, "constraints": autopar.data_parallel()},
+        "ZeRO-2": {**line, "constraints": autopar.zero2()},
+        "ZeRO-3": {**line, "constraints": autopar.zero3()},
+        "tensor parallel, 4 ways": {"mesh_shape": {"model": 4}, "constraints": {"batch/*": SplitBatch(())}},
+        "pipeline of 4 stages": {"num_stages": 4, "schedule": "1f1b", "virtual_stages": 1},
+    }
+    rows = {row.name: row for row in classic.rows}
+    assert list(rows) == list(by_hand)
+    for name, arguments in by_hand.items():
+        try:
+            other = planned(**arguments)
+        except autopar.AutoparError:
+            assert rows[name].step_s is None
+            continue
+        assert other.step_s == pytest.approx(rows[name].step_s, rel=1e-9)
+        assert other.peak_bytes == rows[name].peak_bytes
+        assert other.step_s >= plan.step_s * (1 - 1e-9)
+
+
+def test_tensor_parallel_devices_have_the_same_examples(classic):
+    tensor = next(row for row in classic.rows if row.name.startswith("tensor"))
+    forced = planned(mesh_shape={"model": 4}, constraints={"batch/*": SplitBatch(())})
+    assert forced.step_s == tensor.step_s
+    assert all(value.spec == ((), ()) for value in forced.inputs if value.role == "batch")
+    assert forced.input("state/params/up").spec == ((), ("model",))
+    assert forced.input("state/params/down").spec == (("model",), ())
+
+
+def test_each_better_machine_costs_what_a_plan_under_that_cluster_costs(plan):
+    memory, link = plan.what_if().rows
+    assert memory.name == "1 GiB more memory per device"
+    assert planned(memory_limit_bytes=plan.memory_limit_bytes + MORE_BYTES).step_s == memory.step_s
+    assert link.name == "2x bandwidth of NVLink2"
+    machine = preset("p3.16xlarge")
+    tier = machine.tiers[0]
+    twice = dataclasses.replace(
+        tier, bytes_per_s=2 * tier.bytes_per_s, fallback_bytes_per_s=2 * tier.fallback_bytes_per_s
+    )
+    faster = dataclasses.replace(machine, tiers=(twice, *machine.tiers[1:]))
+    assert planned(cluster=faster).step_s == link.step_s
+    assert link.step_s < plan.step_s
+
+
+def test_more_memory_buys_what_the_limit_takes():
+    free = planned(num_stages=1)
+    tight = planned(num_stages=1, memory_limit_bytes=free.peak_bytes // 2)
+    memory = tight.what_if().rows[0]
+    assert tight.peak_bytes <= free.peak_bytes // 2
+    assert memory.step_s == pytest.approx(free.step_s, rel=1e-9)
+    assert memory.step_s < tight.step_s
+
+
+@pytest.mark.parametrize(("devices", "tiers"), [(1, []), (2, [0]), (8, [0]), (9, [0, 1]), (64, [0, 1])])
+def test_only_links_between_the_devices_are_asked_about(devices, tiers):
+    assert reached_tiers(preset("p3.16xlarge"), devices) == tiers
+
+
+def test_show_adds_what_is_asked_for(plan, classic, capsys):
+    plan.show(what_if=True)
+    text = capsys.readouterr().out
+    assert text.endswith(f"\n{plan.what_if()}\n")
+    assert "\nWhat a better machine would buy, planned on it\n" in text
+    lines = str(classic).splitlines()
+    assert lines[0] == "The classic plans, each planned on as many devices"
+    assert lines[2].startswith("this plan ")
+    assert [line.split("  ")[0] for line in lines[3:]] == [row.name for row in classic.rows]
+
+
+def test_one_device_has_nothing_to_compare_and_a_file_knows_no_step(plan):
+    assert str(planned(devices=1).classic()) == "One device: there is nothing to compare with."
+    for question in (autopar.plan_from_json(plan.to_json()).classic, autopar.plan_from_json(plan.to_json()).what_if):
+        with pytest.raises(PlanError, match="this plan is data alone, from a file"):
+            question()
