@@ -22,6 +22,7 @@ from autopar.commands.parsers import (
     rank,
     simulate,
     train,
+    verify,
 )
 from autopar.launch.command import add_launch
 
@@ -62,6 +63,7 @@ COMMANDS: Mapping[str, Command] = {
     "show": Command(explain.HELP_OF_SHOW, explain.add, "autopar.commands.plans.plan:show_file"),
     "diff": Command(diff.HELP, diff.add, "autopar.commands.plans.diff:diff"),
     "rank": Command(rank.HELP, rank.add, "autopar.commands.plans.rank:rank", takes_model=True),
+    "verify": Command(verify.HELP, verify.add, "autopar.commands.plans.verify:verify", takes_model=True),
     "train": Command(train.HELP, train.add, "autopar.commands.training.train:train", takes_model=True),
     "simulate": Command(simulate.HELP, simulate.add, "autopar.commands.simulated.simulate:simulate"),
     "calibrate": Command(calibrate.HELP, calibrate.add, "autopar.commands.machine.calibrate:calibrate"),

@@ -267,10 +267,10 @@ class CompiledPipeline:
         with undisturbed(), under(self._settings):
             return {name: task.executable for name, task in self.tasks.items()}
 
-    def lowered_texts(self) -> dict[TaskName, str]:
-        """Every task as it is given to XLA."""
+    def lower(self, name: TaskName) -> jax.stages.Lowered:
+        """A task as it is given to XLA."""
         with undisturbed(), under(self._settings):
-            return {name: str(task.lower().as_text()) for name, task in self.tasks.items()}
+            return self.tasks[name].lower()
 
     def as_text(self) -> str:
         """The optimised HLO of every task, under its name."""

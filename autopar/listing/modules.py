@@ -25,4 +25,4 @@ def texts_of(compiled: CompiledStep | CompiledPipeline, *, optimized: bool) -> T
         return Texts({compiled.signature.name: str(text)})
     if optimized:
         return Texts({str(name): str(one.as_text()) for name, one in compiled.executables().items()})
-    return Texts({str(name): text for name, text in compiled.lowered_texts().items()})
+    return Texts({str(name): str(compiled.lower(name).as_text()) for name in compiled.tasks})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -33,13 +34,17 @@ class Account(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CompiledProgram:
-    """One executable: its name, the stage that it is of (None on one mesh), and how often a step runs it."""
+    """One executable: its name, the stage that it is of (None on one mesh), and how often a step runs it.
+
+    `lower`: gives the program as XLA is given it.
+    """
 
     name: str
     stage: int | None
     times: int
     executable: jax.stages.Compiled
     num_devices: int
+    lower: Callable[[], jax.stages.Lowered]
 
     @functools.cached_property
     def text(self) -> str:
@@ -50,6 +55,11 @@ class CompiledProgram:
     def collectives(self) -> tuple[Collective, ...]:
         """What it communicates in one run."""
         return collectives(self.text, num_devices=self.num_devices)
+
+    @functools.cached_property
+    def given_collectives(self) -> tuple[Collective, ...]:
+        """What XLA is given to communicate in one run, before it makes equal operations one."""
+        return collectives(str(self.lower().as_text(dialect="hlo")), num_devices=self.num_devices)
 
     @functools.cached_property
     def arithmetic(self) -> Arithmetic:
@@ -82,6 +92,7 @@ def parts_of(compiled: CompiledStep | CompiledPipeline) -> tuple[PlannedPart, ..
             times=1,
             executable=compiled.executable,
             num_devices=compiled.plan.num_devices,
+            lower=compiled.lower,
         )
         return (PlannedPart(stage=None, plan=compiled.plan, assignment=compiled.assignment, programs=(program,)),)
     runs = collections.Counter(one.task for one in _instructions(compiled) if isinstance(one, Run))
@@ -92,6 +103,7 @@ def parts_of(compiled: CompiledStep | CompiledPipeline) -> tuple[PlannedPart, ..
             times=runs[str(name)],
             executable=executable,
             num_devices=compiled.stages[name.stage].assignment.mesh.size,
+            lower=functools.partial(compiled.lower, name),
         )
         for name, executable in compiled.executables().items()
     ]

@@ -37,6 +37,11 @@ def arguments():
     return state, {"x": normal(BATCH, WIDTH), "y": normal(BATCH, WIDTH)}
 
 
+def shapes():
+    """The shapes of these."""
+    return jax.eval_shape(lambda *given: given, *arguments())
+
+
 @functools.cache
 def step_in(mode):
     """The step in one of the modes of the corpus."""

@@ -1,0 +1,32 @@
+"""The arguments of `verify`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from autopar.commands.arguments.checks import check_folder
+from autopar.commands.parsers.planning import add_planning
+from autopar.commands.parsers.sizes import STEPS_HELP
+
+HELP = "compile a step, and hold what is compiled against the plan: collectives, memory, operations, values"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `verify`."""
+    parser.add_argument("model", metavar="MODEL", help=STEPS_HELP)
+    add_planning(parser, on_each_core=True)
+    parser.add_argument(
+        "--values", action="store_true", help="also run one step, and compare its results with jax.jit on one device"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the compiled modules, as XLA prints them")
+    parser.add_argument(
+        "--program", type=Path, metavar="FILE", help="write what each device runs, as text with its collectives"
+    )
+    parser.set_defaults(check=_check)
+
+
+def _check(options: argparse.Namespace) -> None:
+    check_folder(options.hlo)
+    check_folder(options.program)

@@ -1,0 +1,69 @@
+"""`verify`: plan a step, compile it for the devices at hand, and compare the compiled programs with the plan.
+
+Without accelerators it compiles for virtual CPU devices. The exit status is 1 if something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import jax
+import numpy as np
+
+from autopar.api import ParallelStep
+from autopar.commands.arguments.devices import ask_for_virtual_devices, find_devices
+from autopar.commands.arguments.subject import PyTree, Subject, build_model, find_subject
+from autopar.commands.plans.parallel import count_devices, make_parallel
+from autopar.commands.plans.plan import plan_step
+from autopar.commands.terminal.interruption import interruptible
+from autopar.commands.terminal.live_line import live_line
+from autopar.errors import ArgumentError
+from autopar.explain import standard_output
+from autopar.files.whole_file import save
+from autopar.progress import enter
+
+DIFFERS = 1
+"""The exit status where a compiled program is not what was planned."""
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Plan, compile and compare; write the programs where files are named."""
+    asked = count_devices(options)
+    ask_for_virtual_devices(asked)
+    devices = find_devices(options.devices if options.mesh is None else asked)
+    with live_line(options.verbose):
+        enter("building the model")
+        subject = find_subject(options.model, options.sizes)
+        given = _arguments(options, subject) if options.values else (subject.state, subject.batch)
+        step = make_parallel(subject.step, devices, options)
+        with interruptible(step.stop_planning) as interruption:
+            plan_step(step, subject, options)
+        enter("compiling")
+        found = step.verify(*given, values=options.values)
+    interruption.finish()
+    console = standard_output()
+    console.print(found.to_json() if options.json else str(found), markup=False, highlight=False, soft_wrap=True)
+    _write(options, step, subject)
+    return 0 if found.ok else DIFFERS
+
+
+def _arguments(options: argparse.Namespace, subject: Subject) -> tuple[PyTree, PyTree]:
+    """State and batch as arrays: of a model its own, of the user's step what was given. Raises ArgumentError for shapes."""
+    if ":" not in options.model:
+        built = build_model(options.model, options.sizes)
+        batch = next(iter(built.data(0)))
+        return built.create_state(jax.random.key(0)), jax.tree.map(np.asarray, batch)
+    leaves = jax.tree.leaves((subject.state, subject.batch))
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise ArgumentError(
+            f"--values runs the step, and {options.model}() returns shapes: let it return arrays, or leave --values out"
+        )
+    return subject.state, subject.batch
+
+
+def _write(options: argparse.Namespace, step: ParallelStep, subject: Subject) -> None:
+    """Write the modules and the program to the files that are named."""
+    if options.hlo is not None:
+        save(options.hlo, str(step.hlo(subject.state, subject.batch)))
+    if options.program is not None:
+        save(options.program, step.program(subject.state, subject.batch))
