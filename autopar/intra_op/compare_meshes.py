@@ -179,8 +179,8 @@ class MeshComparison:
         """Whether to look at a mesh at all; notes it as a candidate if not."""
         best_s, bound_s, tuning = self.shared.best_s, self._bound_s(mesh), self.request.tuning
         is_settled = self._is_beaten(mesh)
-        if self._is_optional(mesh) and not is_settled and math.isinf(best_s):
-            is_settled = bool(self.failures) and self.shared.has_other_ways  # rather in more microbatches
+        if self._is_optional(mesh) and math.isinf(best_s):
+            is_settled = is_settled or self._is_rather_left()
         elif self._is_optional(mesh) and not is_settled:
             gain_s = best_s - bound_s
             may_help = self.more_axes_help or self.equations <= tuning.bounded
@@ -189,6 +189,11 @@ class MeshComparison:
         if is_settled:
             self.candidates.append(Candidate(mesh.shape, None, bound_s))
         return not is_settled
+
+    def _is_rather_left(self) -> bool:
+        """Whether an optional mesh is left, as nothing has fitted: for other ways, or as it will not help, which is no proof."""
+        is_far = self.shared.excess > self.request.tuning.far and not all(each.is_settled for each in self.failures)
+        return bool(self.failures) and (self.shared.has_other_ways or is_far)
 
     def _is_optional(self, mesh: LogicalMesh) -> bool:
         """Whether a mesh has so many axes that it is only worth looking at if it may save much."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from autopar.intra_op.lowering.assignment import copy_span_of
 from autopar.intra_op.memory.model import MemoryModel
 from autopar.intra_op.tuning import TUNING, Tuning
@@ -131,8 +133,9 @@ class _LimitSearch:
     def run(self, copy_span: int | None, *, rounds: int) -> Outcome | TooLarge:
         """The best choice found; `TooLarge` if all that were tried are; the solver's outcome that ended the search.
 
-        The rows' limit is lowered by what a choice's peak is above the limit, twice as far each time, and halfway back where no
-        choice keeps the rows. Where nothing keeps even the first limit of the rows, there is nothing to repeat.
+        The rows' limit is lowered by what a choice's peak is above the limit, twice as far each time, and below what the rows say
+        of that choice, which would be found again; and halfway back where no choice keeps the rows. Where nothing keeps even the
+        first limit of the rows, there is nothing to repeat.
         """
         row_limit, too_low = self.highest_bytes, 0.0
         least: int | None = None
@@ -149,6 +152,7 @@ class _LimitSearch:
             if required <= self.limit_bytes:
                 return found
             least = required if least is None else min(least, required)
-            row_limit = max(row_limit - (required - self.limit_bytes) * 2**number, (too_low + row_limit) / 2)
+            lower = max(row_limit - (required - self.limit_bytes) * 2**number, (too_low + row_limit) / 2)
+            row_limit = min(lower, float(self.problem.spans.used_by(np.asarray(found.numbers)).max()) - 1.0)
         assert least is not None, "the first round returns or finds a choice"
         return TooLarge(least, is_settled=False)

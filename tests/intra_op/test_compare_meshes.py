@@ -6,14 +6,16 @@ import math
 import pytest
 
 from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh
-from autopar.intra_op.compare_meshes import Beaten, SharedSearch
+from autopar.intra_op.compare_meshes import Beaten, MeshComparison, SharedSearch
 from autopar.intra_op.lowering.named_strategies import choose_by_name
 from autopar.intra_op.mesh_search import MeshSearch
+from autopar.intra_op.out_of_memory import NothingFits
 from autopar.intra_op.planner import plan_step, plan_way
 from autopar.intra_op.request import logical_meshes
 from autopar.intra_op.restore import restore
 from autopar.intra_op.tuning import Tuning
 from autopar.layouts.mesh import LogicalMesh
+from autopar.plan import Candidate
 from autopar.solver.budget import SECONDS_PER_UNIT, Budget, LateError
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
 
@@ -73,6 +75,19 @@ def test_what_a_way_has_proven_is_known_to_the_next():
     assert shared.at_least_s[LogicalMesh.of(first.plan.mesh_shape)] <= first.plan.step_s
     assert set(shared.at_least_s) <= set(request.meshes)
     assert isinstance(plan_way(step, request, shared), Beaten)
+
+
+@pytest.mark.parametrize(
+    ("excess", "is_settled", "is_looked_at"), [(2.0, False, False), (1.1, False, True), (2.0, True, True)]
+)
+def test_a_mesh_of_many_axes_is_left_where_the_others_need_far_more_memory(excess, is_settled, is_looked_at):
+    """But where it is proven that nothing fits the others, it is to be proven of all."""
+    step, request = question(limit=10**6)
+    line = LogicalMesh.of((8,))
+    comparison = MeshComparison(step, request, SharedSearch(excess=excess))
+    comparison.candidates.append(Candidate(line.shape, None))
+    comparison.failures.append(NothingFits(mesh=line, bound_bytes=1, tried_bytes=2, tensors=(), is_settled=is_settled))
+    assert comparison._may_win(LogicalMesh.of((2, 2, 2))) == is_looked_at
 
 
 def test_when_the_time_is_over_the_first_plan_says_what_was_not_compared():

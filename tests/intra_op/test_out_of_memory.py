@@ -68,6 +68,19 @@ def test_peaks_above_the_rows_do_not_settle_it():
     assert 30 < found.tried_bytes < 70
 
 
+def test_a_choice_that_is_too_large_by_what_the_rows_leave_out_is_not_found_again():
+    """What is fast takes much more than the rows say, which are far below the limit."""
+    problem, rows = fast_or_small()
+
+    class Much(Memory):
+        def required(self, choice, *, copy_span=None):
+            return super().required(choice) + (0 if all(choice) else 2000)
+
+    found = choose_within_limit(problem, Much(rows), 1000)
+    assert isinstance(found, Fits)
+    assert found.choice.numbers == (1, 1, 1, 1)
+
+
 def test_an_integer_program_that_ends_early_does_not_settle_it():
     """Subsets of one exact size fit, which a single node of branch and bound does not find."""
     random = np.random.default_rng(0)

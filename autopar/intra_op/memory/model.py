@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence, Set
 
 import numpy as np
 
@@ -30,8 +30,9 @@ from autopar.intra_op.memory.device_operations import Value
 from autopar.intra_op.memory.device_program import DeviceProgram, device_program
 from autopar.intra_op.memory.footprint import Footprint, footprint_of
 from autopar.intra_op.memory.tuning import TUNING, Tuning
-from autopar.intra_op.xla_cpu.table import Making, making_of
-from autopar.program.program import Equation, Program
+from autopar.intra_op.xla_cpu.table import Making, can_move_sums, making_of
+from autopar.program.loops import Filled, Goes, LoopEquation
+from autopar.program.program import Atom, Equation, Program
 from autopar.rules.table import entry_for
 from autopar.solver.problem import MemoryRow
 
@@ -135,7 +136,8 @@ class MemoryModel:
 
     def bound(self) -> int:
         """Bytes per device below which `required` is for no choice: least inputs and results, and the least that one operation
-        takes at once: what it makes, and what is handed to it if something else made that."""
+        takes at once: what it makes, and what is handed to it if something else made that; of a loop, what it carries; of a
+        scatter, where it is not added to anything, its result."""
         program = self._whole
         kept = sum(int(self._sizes(program.values[v]).min()) for v in self._kept(program))
         there = _there_anyway(self.graph.program)
@@ -146,6 +148,8 @@ class MemoryModel:
                 continue
             made = [i for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v not in there]
             most = max(most, min(self._together(eqn, made, s) for s in node.choices.strategies))
+        for together in sure_buffers(self.graph.program, there):
+            most = max(most, sum(self._least_of(v) for v in together))
         return kept + math.ceil(most / self.tuning.temporaries_margin)
 
     def _together(self, eqn: Equation, operands: Sequence[int], strategy: ShardingStrategy) -> int:
@@ -153,6 +157,18 @@ class MemoryModel:
         layouts = {(eqn.invars[i], strategy.inputs[i]) for i in operands}
         held = [*layouts, (eqn.outvars[0], strategy.outputs[0])]
         return sum(la.local_bytes(v.aval.shape, itemsize_of(v.aval), self.graph.mesh) for v, la in held)
+
+    def _least_of(self, var: Var) -> int:
+        """Bytes of a variable of the program in its smallest layout."""
+        source = self.graph.sources.get(var)
+        if source is None:
+            return 0
+        size = math.prod(var.aval.shape) * itemsize_of(var.aval)
+        key = (source.node, source.output, source.stacked)
+        value = Value(
+            name="", shape=tuple(var.aval.shape), dtype="", bytes=size, key=key, itemsize=itemsize_of(var.aval)
+        )
+        return int(self._sizes(value).min())
 
     def evenly_divided_parts(self) -> tuple[int, int]:
         """As `parts`, if every value were divided evenly among all devices and never gathered; of no choice are both less."""
@@ -278,6 +294,40 @@ def _row(name: str, entries: Iterable[_Counted]) -> MemoryRow:
         else:
             by_node[entry.node] = entry.sizes
     return MemoryRow(name, by_node, fixed)
+
+
+def sure_buffers(program: Program, there: Set[Var]) -> list[list[Var]]:
+    """Variables that have buffers of their own whatever is chosen, in lists of those that are alive together.
+
+    `there`: those that take no memory of their own, to begin with. What is written in the place of such a value is left out; and
+    so is a scatter that XLA may move into a sum, onto the buffer of the other summand.
+    """
+    there, summed, found = set(there), set[Var](), list[list[Var]]()
+
+    def is_there(atom: Atom) -> bool:
+        return not isinstance(atom, Literal) and atom in there
+
+    for eqn in reversed(program.equations):
+        if can_move_sums(eqn) or (_is_name(eqn) and eqn.outvars[0] in summed):
+            summed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    for eqn in program.equations:
+        if isinstance(eqn, LoopEquation) and eqn.branch_number is None:
+            starts = eqn.operands_to(Filled.CARRY)
+            ends = zip(starts, eqn.results_from(Goes.CARRY), strict=True)
+            found.append([after for before, after in ends if not is_there(before) and after not in there])
+        elif making_of(eqn) is Making.IN_PLACE:
+            (result,) = eqn.outvars
+            if is_there(eqn.invars[0]):
+                there.add(result)
+            elif result not in there and result not in summed:
+                found.append([result])
+        elif _is_name(eqn) and is_there(eqn.invars[0]):
+            there.update(eqn.outvars)
+    return found
+
+
+def _is_name(eqn: Equation) -> bool:
+    return making_of(eqn) in (Making.NAME, Making.SAME) and bool(eqn.invars)
 
 
 def _there_anyway(program: Program) -> set[Var]:
