@@ -6,13 +6,15 @@ import math
 import pytest
 
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op import one_or_stages, search_pipeline
+from autopar.inter_op import given_stages, one_or_stages, search_pipeline
 from autopar.inter_op.one_or_stages import plan_one_or_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.search import search_stages
+from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.planner import plan_step
 from autopar.layouts.mesh import LogicalMesh
 from autopar.solver.budget import Budget, LateError
+from autopar.solver.outcomes import Unfinished
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
 
 WISHES = PipelineWishes(num_stages=1, num_microbatches=4)
@@ -71,3 +73,27 @@ def test_a_search_that_the_clock_did_not_end_fails_as_usual(traced):
     request = dataclasses.replace(request_until(Budget()), has_fallback=True, memory_limit_bytes=10)
     with pytest.raises(OutOfMemoryError):
         plan_step(traced, request)
+
+
+def test_a_search_that_the_clock_ends_without_a_plan_is_late_and_does_not_fail(traced, monkeypatch):
+    budget = Budget()
+
+    def end(search, cutoff_s, **options):
+        budget.stop()
+        return Unfinished()
+
+    monkeypatch.setattr(MeshSearch, "plan", end)
+    with pytest.raises(LateError):
+        plan_step(traced, dataclasses.replace(request_until(budget), has_fallback=True))
+
+
+def test_given_stages_are_handed_over_and_say_what_was_left(traced, monkeypatch):
+    def late(*args, **kwargs):
+        raise LateError
+
+    monkeypatch.setattr(given_stages, "search_pipeline", late)
+    wishes = dataclasses.replace(WISHES, num_stages=2)
+    plan = given_stages.plan_given_stages(traced, wishes, request_until(Budget()), devices=4).plan
+    assert plan.num_stages == 2
+    assert plan.ended_early
+    assert plan.not_compared[-1] == "stages of unequal work"
