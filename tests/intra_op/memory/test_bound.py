@@ -1,0 +1,69 @@
+"""The bound on memory counts what has a buffer whatever is chosen, and is one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.cost_model.hardware import PRESETS
+from autopar.intra_op.choices.graph import build_graph
+from autopar.intra_op.choices.options import PlannerOptions
+from autopar.intra_op.memory.model import MemoryModel
+from autopar.layouts.mesh import LogicalMesh
+from autopar.program.from_jaxpr import program_of
+
+FLOAT = 4
+SQUARE = jax.ShapeDtypeStruct((64, 64), np.float32)
+
+
+def looked_up(state, batch):
+    """A step with the gradient of a lookup, which is read twice."""
+    grad = jax.grad(lambda table: jnp.sum(jnp.tanh(table[batch]) ** 2))(state)
+    return state - jnp.tanh(grad) * grad
+
+
+def added_up(state, batch):
+    """A step that adds up gradients in a loop."""
+    grad = jax.grad(lambda table, row: jnp.sum(jnp.tanh(table * row) ** 2))
+
+    def body(sums, row):
+        one, two = sums
+        each = grad(state, row)
+        return (one + each, two + each * each), None
+
+    (one, two), _ = jax.lax.scan(body, (jnp.zeros_like(state), jnp.zeros_like(state)), batch)
+    return state - one / jnp.sqrt(two)
+
+
+def added_to_a_lookup(state, batch):
+    """XLA adds the gradient of a lookup onto the other summand."""
+    grad = jax.grad(lambda table: jnp.sum(jnp.tanh(table[batch]) ** 2))(state)
+    return jnp.tanh(jnp.tanh(state) + grad)
+
+
+@pytest.mark.parametrize(
+    ("step", "batch", "held"),
+    [
+        (looked_up, jax.ShapeDtypeStruct((8,), np.int32), 1),
+        (added_up, jax.ShapeDtypeStruct((4, 64), np.float32), 2),
+        (added_to_a_lookup, jax.ShapeDtypeStruct((8,), np.int32), 0),
+    ],
+)
+def test_what_is_scattered_and_what_loops_carry_counts_in_the_bound(step, batch, held):
+    """`held`: of the state's size, what is there at once beside the state, which its result takes the place of."""
+    program, _ = program_of(jax.make_jaxpr(step)(SQUARE, batch))
+    graph = build_graph(
+        program,
+        LogicalMesh.of((4,)),
+        PRESETS["cpu"],
+        PlannerOptions(),
+        input_layouts=[None] * 2,
+        output_layouts=[None],
+    )
+    memory = MemoryModel(graph, input_names=["state", "batch"], aliased_outputs=frozenset({0}))
+    rng = np.random.default_rng(0)
+    choices = [[int(rng.integers(len(node.choices.strategies))) for node in graph.nodes] for _ in range(20)]
+    quarter, few = 64 * 64 * FLOAT // 4, 2000
+    least = quarter + held * quarter / memory.tuning.temporaries_margin
+    assert least <= memory.bound() <= least + few
+    assert memory.bound() <= min(memory.required(choice) for choice in choices)
