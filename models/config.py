@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
+OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "adafactor", "lion", "lamb", "rmsprop")
+"""Of optax; `momentum` is SGD with 0.9 of it."""
 DTYPES = ("float32", "bfloat16", "float16")
 PARAM_DTYPES = ("float32", "bfloat16")
 """Weights in float16 would lose their updates, and the optimizer's epsilon would be 0."""
@@ -18,7 +20,8 @@ class ModelConfig:
     """What every train step needs: examples per batch, the optimiser with clipping of the global norm, its reports.
 
     Attributes:
-        sgd: plain stochastic gradient descent in place of AdamW, with the same decay of weights.
+        optimizer: of optax, with decay of weights where it has one: all but adam and rmsprop.
+        sgd: the same as the optimizer sgd.
         dtype: the type that the model computes in. float16 scales its loss and skips updates with infinities.
         param_dtype: the type of the weights and of the optimizer's statistics.
         aux_metrics: training reports, as evaluation does, how good the outputs are, and both the loss of each example.
@@ -31,6 +34,7 @@ class ModelConfig:
     learning_rate: float = 1e-3
     weight_decay: float = 0.01
     clip_norm: float = 1.0
+    optimizer: str = field(default="adamw", metadata={"choices": OPTIMIZERS})
     sgd: bool = False
     aux_metrics: bool = False
     dtype: str = field(default="float32", metadata={"choices": DTYPES})
@@ -51,6 +55,8 @@ class ModelConfig:
         yield from self._not_positive("batch", "learning_rate", "clip_norm")
         if self.weight_decay < 0:
             yield f"weight_decay is {self.weight_decay}, but must be 0 or more"
+        if self.sgd and self.optimizer not in ("adamw", "sgd"):
+            yield f"sgd is set and optimizer is {self.optimizer!r}: give only one"
         for sized in fields(self):
             choices = sized.metadata.get("choices")
             if choices and getattr(self, sized.name) not in choices:

@@ -264,7 +264,10 @@ class DenseNetConfig(DropoutConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class WideResNetConfig(ModelConfig):
-    """Sizes of the network; `depth` counts layers with weights; `imagenet_stem` starts with 7x7/2 and a max pool."""
+    """Sizes of the network; `depth` counts layers with weights; `imagenet_stem` starts with 7x7/2 and a max pool.
+
+    `narrow_entry`: only the 3x3 convolution of a block is widened, not the 1x1 before it.
+    """
 
     image_size: int = 16
     channels: int = 1
@@ -273,6 +276,7 @@ class WideResNetConfig(ModelConfig):
     base_channels: int = 16
     width_factor: int = 2
     imagenet_stem: bool = False
+    narrow_entry: bool = False
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()

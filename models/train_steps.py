@@ -1,4 +1,4 @@
-"""A model's loss -> pure train and evaluation steps over one frozen state (AdamW or SGD, clipping, dropout, BatchNorm).
+"""A model's loss -> pure train and evaluation steps over one frozen state (an optimizer of optax, clipping, dropout, BatchNorm).
 
 `train_step(state, batch)` returns a state of the same structure, shapes and dtypes as the one it was given, so the
 state may be donated. The step is a pure function: the dropout key of a step is `fold_in(state.dropout_key,
@@ -57,11 +57,28 @@ class Steps(NamedTuple):
 
 
 def optimizer(config: ModelConfig) -> optax.GradientTransformation:
-    """AdamW, or SGD with decay of weights, after clipping by the global norm of all gradients."""
+    """The config's optimizer after clipping by the global norm of all gradients.
+
+    Adafactor is told the decay of a step, which optax does not multiply by the learning rate there.
+    """
+    rate, decay = config.learning_rate, config.weight_decay
     clip = optax.clip_by_global_norm(config.clip_norm)
-    if config.sgd:
-        return optax.chain(clip, optax.add_decayed_weights(config.weight_decay), optax.sgd(config.learning_rate))
-    return optax.chain(clip, optax.adamw(config.learning_rate, weight_decay=config.weight_decay))
+    match "sgd" if config.sgd else config.optimizer:
+        case "sgd":
+            return optax.chain(clip, optax.add_decayed_weights(decay), optax.sgd(rate))
+        case "momentum":
+            return optax.chain(clip, optax.add_decayed_weights(decay), optax.sgd(rate, momentum=0.9))
+        case "adam":
+            return optax.chain(clip, optax.adam(rate))
+        case "adafactor":
+            return optax.chain(clip, optax.adafactor(rate, weight_decay_rate=rate * decay))
+        case "lion":
+            return optax.chain(clip, optax.lion(rate, weight_decay=decay))
+        case "lamb":
+            return optax.chain(clip, optax.lamb(rate, weight_decay=decay))
+        case "rmsprop":
+            return optax.chain(clip, optax.rmsprop(rate))
+    return optax.chain(clip, optax.adamw(rate, weight_decay=decay))
 
 
 def make_steps(config: ModelConfig, objective: Objective) -> Steps:

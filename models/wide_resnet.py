@@ -2,8 +2,9 @@
 
 Stage i = 0, 1, ... has channels c = 2^i * base_channels: a block is 1x1 to width_factor * c, 3x3 (the first one of a
 later stage with stride 2), 1x1 to 4 c, each followed by BatchNorm, plus the input (projected 1x1 where the shape
-changes). This is the widening of Zagoruyko and Komodakis (2016) for bottlenecks. BatchNorm normalises over the whole
-batch and keeps running means and variances, which evaluation uses. Images are (batch, height, width, channels).
+changes). This is the widening of Zagoruyko and Komodakis (2016) for bottlenecks; with `narrow_entry` the first 1x1 gives c.
+BatchNorm normalises over the whole batch and keeps running means and variances, which evaluation uses. Images are (batch,
+height, width, channels).
 """
 
 from functools import partial
@@ -56,7 +57,8 @@ class WideResNet(nn.Module):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1
                 name = f"stage_{stage}_block_{block}"
-                x = Bottleneck(channels, self.config.width_factor * channels, stride, name=name)(x, train)
+                entry = channels if self.config.narrow_entry else None
+                x = Bottleneck(channels, self.config.width_factor * channels, stride, entry, name=name)(x, train)
         return nn.Dense(self.config.classes, name="head")(x.mean(axis=(1, 2)))
 
     def _stem(self, images: jax.Array, train: bool) -> jax.Array:

@@ -37,7 +37,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     if unknown:
         raise ArgumentError(_describe_unknown(unknown[0], options, model))
     sizes = {name.removeprefix("size_"): value for name, value in vars(options).items() if name.startswith("size_")}
-    options.sizes = sizes
+    options.sizes = {**getattr(options, "published", {}), **sizes}
     return options
 
 

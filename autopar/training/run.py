@@ -139,7 +139,7 @@ class Run:
         self._checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, step, keep=keep)
         self._data = data if isinstance(data, ShardedBatches) else sharded(self._plan(data), step)
         self._resume, self._guard = resume, guard or Guard()
-        self._find_loss, self._on_step = find_loss or _usual_loss, on_step
+        self._find_loss, self._on_step = find_loss or usual_loss, on_step
         self._scale, self._name = _scale_of(step, tokens_per_batch), name or step.places().name
         self._several, is_first = _place_among_processes(step)
         self._console = (console or standard_output()) if is_first else None
@@ -301,7 +301,7 @@ class Run:
             now.times_back, now.saved = 0, now.number
 
 
-def _usual_loss(rest: PyTree) -> jax.Array:
+def usual_loss(rest: PyTree) -> jax.Array:
     """The loss in what a step returns behind the state."""
     found = rest["loss"] if isinstance(rest, Mapping) and "loss" in rest else rest
     if not isinstance(found, jax.Array) or found.shape != ():

@@ -176,6 +176,23 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
         ),
         ("plan --hidden 2 gpt", "plan, without MODEL right after plan, has no argument '--hidden'"),
         ("plan gpt extra", "plan gpt has no argument 'extra'"),
+        (
+            "plan gpt --size 40B",
+            "argument --size: no size '40B' of gpt: the published ones are 125M, 350M, 760M, 1.3B,",
+        ),
+        ("plan mlp --size 1B", "plan mlp has no argument '--size'; "),
+        ("plan mlp --sgd --optimizer lion", "sgd is set and optimizer is 'lion': give only one"),
+        ("plan mlp --optimizer adm", "argument --optimizer: invalid choice: 'adm'"),
+        ("plan mlp --nodes 2", "--nodes needs --cluster, which says how many devices a machine has; or give --devices"),
+        ("plan mlp --nodes 2 --cluster cpu", "cluster cpu joins any number of devices and has no machines to count"),
+        (
+            "plan mlp --nodes 2 --cluster dgx-h100 --devices 8",
+            "--nodes 2 of dgx-h100 have 16 devices and --devices is 8",
+        ),
+        (
+            "plan mlp --nodes 1 --cluster dgx-h100 --mesh 4",
+            "--mesh has 4 devices and --nodes 1 have 8: make them agree",
+        ),
         ("plan gpt --layers two", "argument --layers: 'two' is not a whole number"),
         ("plan gpt --dropout x", "argument --dropout: 'x' is not a number"),
         ("plan gpt --heads 3", "hidden is 128 and heads is 3, but heads must divide hidden"),
@@ -223,7 +240,6 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
         ("show nosuch.json", "cannot read nosuch.json: No such file or directory"),
         ("show .", "cannot read .: Is a directory"),
         ("train gtp", "no model 'gtp'"),
-        ("train my.module:step", "'my.module:step' is a step without data: train takes mlp, gpt"),
         ("train mlp --steps 0", "argument --steps: '0' is not a whole number of at least 1"),
         ("train mlp --seed x", "argument --seed: invalid int value: 'x'"),
         ("train mlp --mesh 2 --devices 4", "--mesh has 2 devices and --devices is 4"),
@@ -289,7 +305,7 @@ def test_what_is_found_out_before_planning_is_one_line(capsys):
     ("command", "words"),
     [
         ("--version", "autopar "),
-        ("--help", "train a model on real data under a plan"),
+        ("--help", "train a model on real data, or your own step, under a plan"),
         ("plan --help", "module:function"),
         ("plan moe --help", "--capacity-factor FLOAT"),
         ("plan gpt --help", f"--schedule {{auto,{','.join(sorted(SCHEDULES))}}}"),
@@ -351,3 +367,14 @@ def test_every_public_name_is_there_when_it_is_used_and_others_are_told():
     assert {*autopar.__all__} <= {*dir(autopar)}
     with pytest.raises(AttributeError, match=r"module 'autopar' has no attribute 'paralelize'"):
         autopar.paralelize  # noqa: B018
+
+
+def test_a_published_size_stands_for_its_fields_and_flags_override_it():
+    sizes = parser.read(["plan", "gpt", "--layers", "2", "--size", "39b"]).sizes
+    assert (sizes["hidden"], sizes["layers"], sizes["dtype"], sizes["batch"]) == (8192, 2, "float16", 1024)
+    assert parser.read(["train", "llama", "--size", "405B"]).sizes["ffn"] == 53248
+
+
+def test_nodes_are_as_many_devices_as_the_cluster_has_in_each(tmp_path):
+    plan = planned(tmp_path, "--nodes", "2", "--cluster", "dgx-h100", "--data-parallel", "--stages", "1")
+    assert plan.num_devices == 16

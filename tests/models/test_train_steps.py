@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from autopar.models import MODELS, build
-from autopar.models.config import ModelConfig
+from autopar.models.config import OPTIMIZERS, ModelConfig
 from autopar.models.objective import cross_entropy, squared_error
 from tests.models.conftest import SIZES
 
@@ -78,10 +78,23 @@ def test_training_reports_more_only_if_asked_to(name):
     assert (detailed["example_loss"].shape, detailed[quality].shape) == ((16,), ())
 
 
-@pytest.mark.parametrize("sgd", [True, False])
-def test_an_update_is_that_of_the_optimiser_after_clipping_by_the_norm_of_all_gradients(sgd, jit):
+RULES = {
+    "adamw": optax.adamw(0.5, weight_decay=0.1),
+    "adam": optax.adam(0.5),
+    "sgd": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.5)),
+    "momentum": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.5, momentum=0.9)),
+    "adafactor": optax.adafactor(0.5, weight_decay_rate=0.05),
+    "lion": optax.lion(0.5, weight_decay=0.1),
+    "lamb": optax.lamb(0.5, weight_decay=0.1),
+    "rmsprop": optax.rmsprop(0.5),
+}
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "--sgd"])
+def test_an_update_is_that_of_the_optimiser_after_clipping_by_the_norm_of_all_gradients(optimizer, jit):
     sizes = {"layers": 1, "hidden": 8, "inputs": 4, "outputs": 3, "batch": 6}
-    model = build("mlp", **sizes, sgd=sgd, clip_norm=0.01, weight_decay=0.1, learning_rate=0.5)
+    chosen = {"sgd": True} if optimizer == "--sgd" else {"optimizer": optimizer}
+    model = build("mlp", **sizes, **chosen, clip_norm=0.01, weight_decay=0.1, learning_rate=0.5)
     state, batch = jit(model.create_state)(jax.random.key(0)), next(model.data(0))
     gradients = jit(jax.grad(lambda params: model.eval_step(state.replace(params=params), batch)["loss"]))(state.params)
     norm = np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(gradients)))
@@ -89,10 +102,10 @@ def test_an_update_is_that_of_the_optimiser_after_clipping_by_the_norm_of_all_gr
     clipped = jax.tree.map(lambda gradient: gradient * 0.01 / norm, gradients)
     new_state, metrics = jit(model.train_step)(state, batch)
     assert sorted(metrics) == ["loss"]
-    if sgd:
+    if optimizer == "--sgd":
         expected = jax.tree.map(lambda p, g: p - 0.5 * (g + 0.1 * p), state.params, clipped)
     else:
-        rule = optax.adamw(0.5, weight_decay=0.1)
+        rule = RULES[optimizer]
         updates, _ = rule.update(clipped, rule.init(state.params), state.params)
         expected = optax.apply_updates(state.params, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), new_state.params, expected)

@@ -1,28 +1,23 @@
-"""What a command is about: a train step with the shapes of its arguments, found by name.
+"""What a command is about: a train step with the shapes of its arguments, found by name, and what it is trained with.
 
-MODEL is a name in the registry, at the sizes that flags give, or `module:function`, where `function()` returns
-(train_step, state_shapes, batch_shapes): a step `(state, batch) -> (state, anything)` and two trees of arrays or
-`jax.ShapeDtypeStruct`s. Shapes are all that is needed: nothing here touches a device.
+MODEL is a name in the registry, at the sizes that flags give, or `module:function`, which `own_step` calls. Shapes are all that
+planning needs: it touches no device.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import inspect
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 import jax
 
+from autopar.commands.arguments.own_step import OwnStep, PyTree, import_step
 from autopar.commands.arguments.values import model_entry
 from autopar.errors import ArgumentError
-from autopar.models import MODELS, BuiltModel, build
+from autopar.models import BuiltModel, build
 
-PyTree: TypeAlias = object
-"""A tree of arrays or of shapes."""
+Sizes: TypeAlias = Mapping[str, int | float | str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +29,32 @@ class Subject:
     batch: PyTree
 
 
-def build_model(model: str, sizes: Mapping[str, int | float | str]) -> BuiltModel:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """A step with what it is trained with.
+
+    Attributes:
+        subject: The step, and shapes.
+        create_state: Makes the first state, `create_state(*args)`.
+        args: Its arguments.
+        batches: Begins the batches; the same ones each time.
+        tokens_per_batch: How many there are, if the step is fed with text; other batches are counted in examples.
+    """
+
+    subject: Subject
+    create_state: Callable[..., PyTree]
+    args: tuple[PyTree, ...]
+    batches: Callable[[], Iterable[PyTree]]
+    tokens_per_batch: int | None = None
+
+    @property
+    def examples_per_batch(self) -> int:
+        """The length of the batch's longest first dimension."""
+        return max((leaf.shape[0] for leaf in jax.tree.leaves(self.subject.batch) if leaf.shape), default=1)
+
+
+def build_model(model: str, sizes: Sizes) -> BuiltModel:
     """Build a model of the registry; ArgumentError says which sizes cannot work."""
-    if ":" in model:
-        raise ArgumentError(
-            f"{model!r} is a step without data: train takes {', '.join(MODELS)}; `autopar plan` can plan your own step"
-        )
     model_entry(model)
     try:
         return build(model, **sizes)
@@ -53,35 +68,29 @@ def find_shapes(built: BuiltModel) -> Subject:
     return Subject(built.train_step, state, built.batch_shape())
 
 
-def find_subject(model: str, sizes: Mapping[str, int | float | str]) -> Subject:
+def find_subject(model: str, sizes: Sizes) -> Subject:
     """Find the step that MODEL names."""
-    return _import_step(model) if ":" in model else find_shapes(build_model(model, sizes))
+    return _shapes_of(import_step(model)) if ":" in model else find_shapes(build_model(model, sizes))
 
 
-def _import_step(target: str) -> Subject:
-    """Call a user's `module:function`; the current folder is searched first, as `python -m` does."""
-    module_name, _, function_name = target.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ArgumentError(f"cannot find {target!r}: {error}; give an importable module:function") from None
-    if not callable(function) or _required_parameters(function):
-        raise ArgumentError(f"{target!r} must be a function without required arguments; it is {function!r}")
-    returned = function()
-    if not isinstance(returned, tuple) or len(returned) != 3 or not callable(returned[0]):
-        raise ArgumentError(
-            f"{target}() returned {type(returned).__name__}; it must return (train_step, state_shapes, batch_shapes), "
-            "the shapes as trees of arrays or jax.ShapeDtypeStruct"
-        )
-    return Subject(*returned)
+def find_trainee(model: str, sizes: Sizes, seed: int) -> Trainee:
+    """Find the step that MODEL names, and what to train it with; a seed is for models of the registry.
+
+    Raises ArgumentError if a step of the user's own comes with shapes alone.
+    """
+    if ":" in model:
+        own = import_step(model)
+        create_state, args = own.first_state()
+        return Trainee(subject=_shapes_of(own), create_state=create_state, args=args, batches=own.batches())
+    built = build_model(model, sizes)
+    return Trainee(
+        subject=find_shapes(built),
+        create_state=built.create_state,
+        args=(jax.random.key(seed),),
+        batches=lambda: built.data(seed),
+        tokens_per_batch=built.tokens_per_batch if built.tokens_per_batch > built.config.batch else None,
+    )
 
 
-def _required_parameters(function: Callable[..., object]) -> list[str]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # It is built into the interpreter: nothing is known.
-        return []
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is p.empty and p.kind not in variadic]
+def _shapes_of(own: OwnStep) -> Subject:
+    return Subject(own.step, own.state_shapes(), own.batch_shapes())

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from autopar import Replicated, Split
     from autopar.models import ModelEntry
+    from autopar.models.published_sizes import Sizes
 
     Layout: TypeAlias = PartitionSpec | Replicated | Split
 
@@ -163,6 +164,20 @@ def layout(spec: str) -> Layout:
         return Split(tuple(spec.removeprefix("split:").split("+")) if ":" in spec else None)
     entries = (None if entry == "-" else tuple(entry.split("+")) for entry in spec.split(","))
     return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry for entry in entries))
+
+
+def published_size(model: str) -> Callable[[str], Sizes]:
+    """Make a reader for the name of a model's published size, such as 39B."""
+
+    def read(text: str) -> Sizes:
+        from autopar.models.published_sizes import find_size
+
+        try:
+            return find_size(model, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def size_reader(kind: type) -> Callable[[str], int | float | str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
 import platform
@@ -21,6 +22,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from autopar.commands.arguments.devices import ask_for_virtual_devices, find_devices
 from autopar.commands.machine.calibration_report import describe_waiting, make_table, waiting_source, warn_if_busy
 from autopar.commands.machine.whole_steps import measure_whole_steps
+from autopar.commands.terminal.printing import print_json
 from autopar.cost_model.calibration.cases import Case, Sample, cases_for
 from autopar.cost_model.calibration.clocks import keep_freed_memory
 from autopar.cost_model.calibration.fit_cluster import Calibrated, MeasuredDevices, fit_cluster, slow_down
@@ -41,7 +43,11 @@ def calibrate(options: argparse.Namespace) -> int:
     keep_freed_memory()
     if options.devices is not None or jax.config.jax_platforms in (None, "", "cpu"):  # type: ignore[attr-defined]
         ask_for_virtual_devices(options.devices or 8)
-    calibrate_to_file(options.output, seconds=options.seconds, count=options.devices, console=Console())
+    console = Console(stderr=options.json)
+    found = calibrate_to_file(options.output, seconds=options.seconds, count=options.devices, console=console)
+    if options.json:
+        cluster = json.loads(options.output.read_text(encoding="utf-8"))
+        print_json({"file": str(options.output), "errors": dict(found.errors), "cluster": cluster})
     return 0
 
 

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from autopar.commands.arguments import values
+from autopar.commands.parsers.printed import add_json
 
 HELP = "measure the devices at hand and write a cluster file for `--cluster`"
 
@@ -19,3 +20,4 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=values.positive, default=100, metavar="N", help="how long to take; default %(default)s"
     )
     parser.add_argument("--devices", type=values.positive, metavar="N", help="how many; default: all, of a CPU 8")
+    add_json(parser)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from autopar.commands.arguments import values
+from autopar.commands.parsers.printed import add_json
 
 HELP = "price every algorithm of each collective on a cluster, and say which wins"
 _SIZES = (2**10, 2**16, 2**20, 2**24, 2**28)
@@ -27,4 +28,4 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="SIZES",
         help="of the larger side on a device; default 1KiB,64KiB,1MiB,16MiB,256MiB",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_json(parser, "tables")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from autopar.commands.arguments import values
+from autopar.commands.parsers.printed import add_json
 
 HELP = "train a small GPT on 8 virtual CPU devices, on one mesh and as a pipeline, and compare with jax.jit on one"
 
@@ -19,3 +20,4 @@ def add(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="that the model computes in; default %(default)s",
     )
+    add_json(parser)

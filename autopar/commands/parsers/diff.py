@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from autopar.commands.arguments.checks import check_readable
+from autopar.commands.parsers.printed import add_json
 
 HELP = "say what differs between two plans that `plan -o` wrote"
 
@@ -15,7 +16,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="BEFORE", type=Path, help="a plan in JSON")
     parser.add_argument("after", metavar="AFTER", type=Path, help="another one")
     parser.add_argument("--full", action="store_true", help="list every leaf and every collective that differs")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_json(parser, "tables")
     parser.set_defaults(check=_check)
 
 

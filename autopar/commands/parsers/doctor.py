@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from autopar.commands.arguments import values
+from autopar.commands.parsers.printed import add_json
 
 HELP = "look whether autopar, JAX and the devices at hand work, and how they are priced"
 
@@ -12,4 +13,4 @@ HELP = "look whether autopar, JAX and the devices at hand work, and how they are
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `doctor`."""
     parser.add_argument("--devices", type=values.positive, metavar="N", help="how many; default: all, of a CPU 8")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser, "a table")

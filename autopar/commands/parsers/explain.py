@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from autopar.commands.arguments.checks import check_folder, check_readable
+from autopar.commands.parsers.printed import add_json
 
 HELP = "print a plan that `plan -o` wrote, or write its report as a page of HTML; with a model for the file, plan it"
 HELP_OF_SHOW = "print a plan that `plan -o` wrote, as `explain` does"
@@ -15,6 +16,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `explain`."""
     parser.add_argument("file", metavar="FILE", type=Path, help="a plan in JSON")
     add_report(parser)
+    add_json(parser, "a report")
     parser.set_defaults(check=_check)
 
 

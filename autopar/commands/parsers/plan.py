@@ -8,6 +8,7 @@ from pathlib import Path
 from autopar.commands.arguments.checks import check_folder
 from autopar.commands.parsers.explain import add_report
 from autopar.commands.parsers.planning import add_planning
+from autopar.commands.parsers.printed import add_json
 from autopar.commands.parsers.sizes import STEPS_HELP
 
 HELP = "find a plan for a step, without any device, and print it"
@@ -30,6 +31,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="if nothing fits the memory: which wishes conflict, and ways out with prices",
     )
+    add_json(parser, "a report")
     parser.set_defaults(check=_check)
 
 

@@ -44,6 +44,9 @@ def add_planning(parser: argparse.ArgumentParser, *, on_each_core: bool, many: b
 def _add_machine(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--devices", type=values.positive, metavar="N", help="how many; default 8")
     group.add_argument(
+        "--nodes", type=values.positive, metavar="N", help="machines of --cluster, each with all of its devices"
+    )
+    group.add_argument(
         "--cluster",
         type=values.cluster,
         default="auto",

@@ -6,7 +6,9 @@ import argparse
 
 from autopar.commands.arguments import values
 from autopar.commands.parsers.planning import add_planning
+from autopar.commands.parsers.printed import add_json
 from autopar.commands.parsers.sizes import STEPS_HELP
+from autopar.errors import ArgumentError
 
 HELP = "plan a step on several clusters and numbers of devices, and compare time, memory and price"
 
@@ -22,7 +24,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES|FILES",
         help="presets or cluster files, such as p4d.24xlarge,dgx-h100; a file may state `usd_per_device_hour`",
     )
+    parser.add_argument("--devices", type=values.numbers, metavar="N,...", help="how many of each; default 8")
     parser.add_argument(
-        "--devices", type=values.numbers, default=(8,), metavar="N,...", help="how many of each; default 8"
+        "--nodes", type=values.numbers, metavar="N,...", help="how many machines of each, in place of --devices"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(check=_check)
+    add_json(parser, "a table")
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.devices is not None and options.nodes is not None:
+        raise ArgumentError("--devices and --nodes say the same in two ways: give only one")

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from autopar.commands.arguments.checks import check_simulate
+from autopar.commands.parsers.printed import add_json
 
 HELP = "predict published runs, or a saved plan on another cluster, and compare"
 
@@ -22,5 +23,5 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", type=Path, metavar="FILE", help="a plan that `plan -o` wrote, to price on --cluster")
     parser.add_argument("--cluster", metavar="NAME|FILE", help="a preset or a cluster file, for --plan")
     parser.add_argument("--planned-for", metavar="NAME|FILE", help="the cluster of the plan, if it is no preset")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    add_json(parser, "tables")
     parser.set_defaults(check=check_simulate)

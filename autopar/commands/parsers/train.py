@@ -7,14 +7,15 @@ from pathlib import Path
 
 from autopar.commands.arguments import values
 from autopar.commands.parsers.planning import add_planning
-from autopar.commands.parsers.sizes import MODELS_HELP
+from autopar.commands.parsers.printed import add_json
+from autopar.commands.parsers.sizes import TRAINED_HELP
 
-HELP = "train a model on real data under a plan"
+HELP = "train a model on real data, or your own step, under a plan"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `train`."""
-    parser.add_argument("model", metavar="MODEL", help=MODELS_HELP)
+    parser.add_argument("model", metavar="MODEL", help=TRAINED_HELP)
     add_planning(parser, on_each_core=False)
     parser.add_argument("--steps", type=values.positive, default=100, metavar="N", help="default %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="of parameters, dropout and data; default %(default)s")
@@ -35,3 +36,4 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--timeline", type=Path, metavar="FILE", help="write the second step of a pipeline as a Chrome trace"
     )
     parser.add_argument("--full", action="store_true", help="give each leaf and collective of the plan a row")
+    add_json(parser)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from autopar.commands.arguments.checks import check_folder
 from autopar.commands.parsers.planning import add_planning
+from autopar.commands.parsers.printed import add_json
 from autopar.commands.parsers.sizes import STEPS_HELP
 
 HELP = "compile a step, and hold what is compiled against the plan: collectives, memory, operations, values"
@@ -19,7 +20,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--values", action="store_true", help="also run one step, and compare its results with jax.jit on one device"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser, "a table")
     parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the compiled modules, as XLA prints them")
     parser.add_argument(
         "--program", type=Path, metavar="FILE", help="write what each device runs, as text with its collectives"

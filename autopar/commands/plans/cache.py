@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 
-from autopar.commands.terminal.printing import new_table
+from autopar.commands.terminal.printing import new_table, print_json
 from autopar.errors import ArgumentError, PlanError
 from autopar.explain import bytes_text, seconds_text, standard_output
 from autopar.plan_cache.entry import unpack
@@ -19,13 +19,34 @@ def cache(options: argparse.Namespace) -> int:
     if folder is None:
         raise ArgumentError(f"there is no plan cache: {VARIABLE} is {OFF!r}, or this user has no home folder")
     match options.action:
+        case "list" if options.json:
+            print_json(_document(folder))
         case "list":
             _list(folder)
         case "clear":
-            _clear(folder)
+            _clear(folder, as_json=options.json)
+        case _ if options.json:
+            print_json({"folder": str(folder.path)})
         case _:
             sys.stdout.write(f"{folder.path}\n")
     return 0
+
+
+def _document(folder: CacheFolder) -> dict[str, object]:
+    """The plans of a folder as data."""
+    plans = []
+    for file in folder.files():
+        searched, subject = _describe(file)
+        plans.append(
+            {
+                "key": file.key,
+                "last_used_s_ago": max(0.0, time.time() - file.used_at),
+                "bytes": file.size_bytes,
+                "searched": searched,
+                "plan": subject,
+            }
+        )
+    return {"folder": str(folder.path), "limit_bytes": folder.limit_bytes, "plans": plans}
 
 
 def _list(folder: CacheFolder) -> None:
@@ -46,12 +67,15 @@ def _list(folder: CacheFolder) -> None:
     )
 
 
-def _clear(folder: CacheFolder) -> None:
+def _clear(folder: CacheFolder, *, as_json: bool) -> None:
     try:
         count = folder.clear()
     except OSError as error:
         raise ArgumentError(f"cannot remove the plans in {folder.path}: {error.strerror}") from None
-    sys.stdout.write(f"{count} plans removed from {folder.path}\n")
+    if as_json:
+        print_json({"folder": str(folder.path), "removed": count})
+    else:
+        sys.stdout.write(f"{count} plans removed from {folder.path}\n")
 
 
 def _describe(file: StoredFile) -> tuple[str, str]:

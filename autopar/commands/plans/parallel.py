@@ -11,6 +11,7 @@ import jax
 from autopar.api import ParallelStep, parallelize
 from autopar.commands.arguments.devices import DEFAULT_DEVICES
 from autopar.commands.arguments.values import MeshShape, layout, mesh_size
+from autopar.cost_model.hardware import find_cluster
 from autopar.errors import ArgumentError
 from autopar.layouts.constraints import Constraints, data_parallel, zero1, zero2, zero3
 
@@ -67,15 +68,34 @@ def _constraints(options: argparse.Namespace) -> list[Constraints | Mapping[str,
 
 def count_devices(options: argparse.Namespace) -> int:
     """Count the devices that are asked for; ArgumentError if --devices, --mesh and --stages disagree."""
+    asked = options.devices
+    if options.nodes is not None:
+        asked = count_devices_of_nodes(options.nodes, options.cluster)
+        if options.devices not in (None, asked):
+            raise ArgumentError(
+                f"--nodes {options.nodes} of {options.cluster} have {asked} devices and --devices is {options.devices}: make "
+                "them agree, or give only one"
+            )
     in_meshes = _count_devices_of_meshes(options.mesh, options.stages)
     if in_meshes is None:
-        return options.devices or DEFAULT_DEVICES
-    if options.devices is not None and options.devices != in_meshes:
+        return asked or DEFAULT_DEVICES
+    if asked is not None and asked != in_meshes:
         meshes = "--mesh has" if len(options.mesh) == 1 and not options.stages else "the meshes of all stages have"
-        raise ArgumentError(
-            f"{meshes} {in_meshes} devices and --devices is {options.devices}: make them agree, or give only one"
-        )
+        flag = f"--devices is {asked}" if options.nodes is None else f"--nodes {options.nodes} have {asked}"
+        raise ArgumentError(f"{meshes} {in_meshes} devices and {flag}: make them agree, or give only one")
     return in_meshes
+
+
+def count_devices_of_nodes(nodes: int, cluster: str) -> int:
+    """Count the devices of so many machines of a cluster. Raises ArgumentError if it does not say how many one has."""
+    if cluster == "auto":
+        raise ArgumentError("--nodes needs --cluster, which says how many devices a machine has; or give --devices")
+    per_node = find_cluster(cluster).devices_per_node
+    if per_node is None:
+        raise ArgumentError(
+            f"cluster {cluster} joins any number of devices and has no machines to count: give --devices"
+        )
+    return nodes * per_node
 
 
 def _count_devices_of_meshes(meshes: Sequence[MeshShape] | None, stages: int | None) -> int | None:

@@ -14,9 +14,11 @@ from rich.console import Console
 
 from autopar.api import ParallelStep
 from autopar.commands.arguments.subject import Subject, find_subject
+from autopar.commands.plans.document import conflict_document, leaf_document, plan_document
 from autopar.commands.plans.parallel import FOR_PIPELINES, count_devices, make_parallel
 from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
+from autopar.commands.terminal.printing import print_json, reports
 from autopar.errors import ArgumentError, AutoparError, OutOfMemoryError, PlanError
 from autopar.explain import standard_output
 from autopar.files.whole_file import save
@@ -43,21 +45,31 @@ def plan(options: argparse.Namespace) -> int:
             except OutOfMemoryError as error:
                 if not options.conflict:
                     raise
-                standard_output().print(str(error.conflict()), markup=False, highlight=False, soft_wrap=True)
+                if options.json:
+                    print_json(conflict_document(error))
+                else:
+                    standard_output().print(str(error.conflict()), markup=False, highlight=False, soft_wrap=True)
                 return NOTHING_FITS
     atexit.register(gc.freeze)  # or the interpreter looks for garbage in all that was planned before it ends
     if output is not None:
         save(output, found.to_json())
-    console = standard_output()
-    if options.leaf is None:
-        show(found, console, full=options.full)
-    else:
-        console.print(str(found.why(options.leaf)), markup=False, highlight=False, soft_wrap=True)
+    console = reports(as_json=options.json)
+    _print(found, options, console)
     if output is not None:
         console.print(f"\nplan written to {output}", markup=False, highlight=False)
     write_page(found, options.html, console)
     interruption.finish()
     return 0
+
+
+def _print(found: Plan | PipelinePlan, options: argparse.Namespace, console: Console) -> None:
+    """Print the plan, or why a leaf has its layout."""
+    if options.json:
+        print_json(plan_document(found) if options.leaf is None else leaf_document(found, options.leaf))
+    elif options.leaf is None:
+        show(found, console, full=options.full)
+    else:
+        console.print(str(found.why(options.leaf)), markup=False, highlight=False, soft_wrap=True)
 
 
 def plan_step(step: ParallelStep, subject: Subject, options: argparse.Namespace) -> Plan | PipelinePlan:
@@ -71,8 +83,10 @@ def plan_step(step: ParallelStep, subject: Subject, options: argparse.Namespace)
 def show_file(options: argparse.Namespace) -> int:
     """Print the plan in a file that `plan -o` wrote."""
     try:
-        found, console = read_plan(options.file), standard_output()
-        if options.html is None or options.full:
+        found, console = read_plan(options.file), reports(as_json=options.json)
+        if options.json:
+            print_json(plan_document(found))
+        elif options.html is None or options.full:
             show(found, console, full=options.full)
         write_page(found, options.html, console)
     except AutoparError:

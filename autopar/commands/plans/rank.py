@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from autopar.commands.arguments.devices import DEFAULT_DEVICES
 from autopar.commands.arguments.subject import Subject, find_subject
-from autopar.commands.plans.parallel import make_parallel
+from autopar.commands.plans.parallel import count_devices_of_nodes, make_parallel
 from autopar.commands.plans.plan import plan_step
 from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import new_table, print_json
@@ -64,7 +65,7 @@ def rank(options: argparse.Namespace) -> int:
     with live_line(options.verbose):
         enter("building the model")
         subject = find_subject(options.model, options.sizes)
-        pairs = [(cluster, count) for cluster in options.clusters for count in dict.fromkeys(options.devices)]
+        pairs = [(cluster, count) for cluster in options.clusters for count in _counts(cluster, options)]
         rows = sorted((_plan_on(subject, cluster, count, options) for cluster, count in pairs), key=_seconds)
     if options.json:
         print_json({"model": options.model, "rows": [dataclasses.asdict(row) for row in rows]})
@@ -74,6 +75,14 @@ def rank(options: argparse.Namespace) -> int:
         for sentence in describe_best(rows):
             console.print(f"- {sentence}", markup=False, highlight=False)
     return 0 if any(row.step_s is not None for row in rows) else NOTHING_FITS
+
+
+def _counts(cluster: str, options: argparse.Namespace) -> list[int]:
+    """The numbers of devices of a cluster that are compared, each once."""
+    counts = options.devices or (DEFAULT_DEVICES,)
+    if options.nodes is not None:
+        counts = [count_devices_of_nodes(nodes, cluster) for nodes in options.nodes]
+    return list(dict.fromkeys(counts))
 
 
 def _plan_on(subject: Subject, cluster: str, count: int, options: argparse.Namespace) -> Ranked:

@@ -12,7 +12,8 @@ import numpy as np
 
 from autopar.api import ParallelStep
 from autopar.commands.arguments.devices import ask_for_virtual_devices, find_devices
-from autopar.commands.arguments.subject import PyTree, Subject, build_model, find_subject
+from autopar.commands.arguments.own_step import PyTree
+from autopar.commands.arguments.subject import Subject, find_subject, find_trainee
 from autopar.commands.plans.parallel import count_devices, make_parallel
 from autopar.commands.plans.plan import plan_step
 from autopar.commands.terminal.interruption import interruptible
@@ -30,11 +31,11 @@ def verify(options: argparse.Namespace) -> int:
     """Plan, compile and compare; write the programs where files are named."""
     asked = count_devices(options)
     ask_for_virtual_devices(asked)
-    devices = find_devices(options.devices if options.mesh is None else asked)
+    devices = find_devices(options.devices if options.mesh is None and options.nodes is None else asked)
     with live_line(options.verbose):
         enter("building the model")
         subject = find_subject(options.model, options.sizes)
-        given = _arguments(options, subject) if options.values else (subject.state, subject.batch)
+        given = _arguments(options) if options.values else (subject.state, subject.batch)
         step = make_parallel(subject.step, devices, options)
         with interruptible(step.stop_planning) as interruption:
             plan_step(step, subject, options)
@@ -47,18 +48,14 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if found.ok else DIFFERS
 
 
-def _arguments(options: argparse.Namespace, subject: Subject) -> tuple[PyTree, PyTree]:
-    """State and batch as arrays: of a model its own, of the user's step what was given. Raises ArgumentError for shapes."""
-    if ":" not in options.model:
-        built = build_model(options.model, options.sizes)
-        batch = next(iter(built.data(0)))
-        return built.create_state(jax.random.key(0)), jax.tree.map(np.asarray, batch)
-    leaves = jax.tree.leaves((subject.state, subject.batch))
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        raise ArgumentError(
-            f"--values runs the step, and {options.model}() returns shapes: let it return arrays, or leave --values out"
-        )
-    return subject.state, subject.batch
+def _arguments(options: argparse.Namespace) -> tuple[PyTree, PyTree]:
+    """State and batch as arrays, the first ones that `train` would take. Raises ArgumentError for shapes."""
+    try:
+        trainee = find_trainee(options.model, options.sizes, 0)
+    except ArgumentError as error:
+        raise ArgumentError(f"--values runs the step, and {error}; or leave --values out") from None
+    batch = next(iter(trainee.batches()))
+    return trainee.create_state(*trainee.args), jax.tree.map(np.asarray, batch)
 
 
 def _write(options: argparse.Namespace, step: ParallelStep, subject: Subject) -> None:

@@ -6,12 +6,20 @@ import json
 import sys
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
+
+from autopar.explain import standard_output
 
 
 def print_json(value: object) -> None:
     """Print one JSON document on standard output."""
     sys.stdout.write(json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def reports(*, as_json: bool) -> Console:
+    """Where a command tells what goes on: standard output, or standard error if that is for one JSON document."""
+    return Console(stderr=True) if as_json else standard_output()
 
 
 def new_table(title: str, *columns: str, words: Sequence[str]) -> Table:

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from autopar.commands.arguments.devices import DEFAULT_DEVICES
 from autopar.commands.parser import read
+from autopar.commands.terminal.printing import print_json, reports
 from autopar.commands.training.train import INTERRUPTED, train_model
 from autopar.commands.training.training_run import Observe, Record, ignore
-from autopar.explain import standard_output
 
 LARGEST_DIFFERENCES: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 2e-2, "float16": 5e-3}
 """By how much the losses of two runs may differ, by the type that the model computes in."""
@@ -20,12 +20,13 @@ LARGEST_DIFFERENCES: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 2e-2, "
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
-    return demo(demo_options(options))
+    return demo(demo_options(options), as_json=options.json)
 
 
 def demo(
     parts: Sequence[argparse.Namespace],
     *,
+    as_json: bool = False,
     largest_difference: float | None = None,
     observe: Observe = ignore,
 ) -> int:
@@ -35,21 +36,26 @@ def demo(
 
     Args:
         parts: The options of each way.
+        as_json: Print one JSON document.
         largest_difference: By how much the losses of two runs may differ; None: by what their type allows.
         observe: Called after each step.
     """
     jax.config.update("jax_platforms", "cpu")
     problems: list[str] = []
+    documents: list[dict[str, object]] = []
     reference: Record | None = None
     for options in parts:
-        standard_output().rule(options.title, align="left")
+        reports(as_json=as_json).rule(options.title, align="left")
         outcome = train_model(options, compare=True, reference=reference, observe=observe)
         reference = outcome.reference
+        documents.append({"title": options.title, "model": options.model, **outcome.document()})
         if outcome.stopped or reference is None:
             return INTERRUPTED
         allowed = largest_difference or LARGEST_DIFFERENCES[options.sizes.get("dtype", "float32")]
         found = _find_problems(outcome.record, reference, allowed)
         problems += [f"{options.title}: {problem}" for problem in found]
+    if as_json:
+        print_json({"parts": documents, "problems": problems})
     for problem in problems:
         Console(stderr=True).print(f"autopar demo: {problem}", markup=False)
     return 1 if problems else 0
@@ -69,4 +75,5 @@ def demo_options(options: argparse.Namespace) -> tuple[argparse.Namespace, argpa
     one = read([*shared, f"--devices={DEFAULT_DEVICES}", "--stages=1"])
     two = read([*shared, f"--devices={DEFAULT_DEVICES}", "--stages=2", "--microbatches=4"])
     one.title, two.title = "one mesh", "pipeline"
+    one.json = two.json = options.json
     return one, two

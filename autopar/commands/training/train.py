@@ -1,4 +1,4 @@
-"""`train`: train a model of the registry on real data under a plan.
+"""`train`: train a model of the registry on real data, or a step of the user's own, under a plan.
 
 A run prints the plan, then each step's loss, tokens per second, and measured against predicted step time; after Ctrl-C the exit
 status is 130. The comparison runs the same steps from the same first state, undecorated, on one device. What can go wrong there
@@ -20,17 +20,19 @@ import autopar
 from autopar.api import ParallelStep
 from autopar.checkpoints import Checkpoints
 from autopar.commands.arguments.devices import ask_for_virtual_devices, find_devices
-from autopar.commands.arguments.subject import PyTree, Subject, build_model, find_shapes
+from autopar.commands.arguments.own_step import PyTree
+from autopar.commands.arguments.subject import Subject, find_trainee
 from autopar.commands.plans.parallel import count_devices, make_parallel
 from autopar.commands.plans.plan import plan_step
 from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
+from autopar.commands.terminal.printing import print_json, reports
 from autopar.commands.training.recording import Recorder
 from autopar.commands.training.training_run import AUTOPAR, Observe, Record, Training, ignore, run_jit
 from autopar.errors import ArgumentError
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline
-from autopar.explain import seconds_text, standard_output
+from autopar.explain import seconds_text
 from autopar.explain.training_progress import RunStep
 from autopar.files.loss_log import LossLog
 from autopar.pipeline_plan import PipelinePlan
@@ -40,13 +42,45 @@ from autopar.reports.report import show
 INTERRUPTED = 130
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The result of a run. `reference` is what `jax.jit` made of the same steps, if they were compared to the end."""
+    """The result of a run.
 
+    Attributes:
+        plan: What it ran by.
+        record: Its losses and seconds.
+        reference: What `jax.jit` made of the same steps, if they were compared to the end.
+        stopped_by: What stopped the run before its last step; None if it came to its end.
+        is_compared: Whether a comparison that was asked for came to its end.
+    """
+
+    plan: Plan | PipelinePlan
     record: Record
     reference: Record | None
-    stopped: bool
+    stopped_by: str | None
+    is_compared: bool
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run, or its comparison, was stopped."""
+        return self.stopped_by is not None or not self.is_compared
+
+    def document(self) -> dict[str, object]:
+        """The run as JSON; of a run without a step the median is None."""
+        both = self.record.losses and self.reference is not None
+        return {
+            "step_s": self.plan.step_s,
+            **_document(self.record),
+            "first_step": self.record.first + 1,
+            "stopped_by": self.stopped_by,
+            "jit": None if self.reference is None else _document(self.reference),
+            "largest_difference": self.record.difference(self.reference) if both and self.reference else None,
+        }
+
+
+def _document(record: Record) -> dict[str, object]:
+    measured = {"losses": record.losses, "seconds": record.seconds}
+    return {**measured, "median_step_s": record.median_s if record.seconds else None}
 
 
 def train(options: argparse.Namespace, *, observe: Observe = ignore) -> int:
@@ -58,6 +92,8 @@ def train(options: argparse.Namespace, *, observe: Observe = ignore) -> int:
     """
     with _open_log(options.log, observe) as log:
         outcome = train_model(options, compare=options.compare_jit, observe=log)
+    if options.json:
+        print_json({"model": options.model, **outcome.document()})
     return INTERRUPTED if outcome.stopped else 0
 
 
@@ -72,27 +108,24 @@ def train_model(
     asked = count_devices(options)
     ask_for_virtual_devices(asked)
     training = Training(
-        built=build_model(options.model, options.sizes),
+        trainee=find_trainee(options.model, options.sizes, options.seed),
         steps=options.steps,
-        seed=options.seed,
-        console=standard_output(),
+        console=reports(as_json=options.json),
         observe=observe,
     )
     training.check_data()
-    devices = find_devices(options.devices if options.mesh is None else asked)
-    step, shapes = make_parallel(training.built.train_step, devices, options), find_shapes(training.built)
+    devices = find_devices(options.devices if options.mesh is None and options.nodes is None else asked)
+    shapes = training.trainee.subject
+    step = make_parallel(shapes.step, devices, options)
     with live_line(options.verbose), interruptible(step.stop_planning) as interruption:
         plan = plan_step(step, shapes, options)
-    show(plan, training.console, full=options.full)
+    if not options.json:
+        show(plan, training.console, full=options.full)
     interruption.finish()
     with live_line(options.verbose):
         compiled = _compile(step, shapes)
     recorder = Recorder.of(compiled, options.timeline, steps=training.steps) if options.timeline else None
-    first = _first_number(options, step)
-    if first and (compare or recorder is not None):
-        raise ArgumentError(
-            f"--compare-jit and --timeline are for runs from the first step, and this one goes on from step {first}"
-        )
+    first = _first_number(options, step, whole=compare or recorder is not None)
     first_state = _first_state(training, step) if compare and reference is None else None
     record = Record(first)
     with contextlib.nullcontext() if recorder is None else recorder.recording():
@@ -104,11 +137,20 @@ def train_model(
         reference = run_jit(training, first_state)
     if compare and reference is not None and stopped is None:
         _compare(training, record, reference)
-    return Outcome(record, reference, stopped=stopped is not None or (compare and reference is None))
+    return Outcome(
+        plan=plan,
+        record=record,
+        reference=reference,
+        stopped_by=stopped,
+        is_compared=not compare or reference is not None,
+    )
 
 
-def _first_number(options: argparse.Namespace, step: ParallelStep) -> int:
-    """After how many steps the run begins. Raises ArgumentError if the folder of its checkpoints does not fit the options."""
+def _first_number(options: argparse.Namespace, step: ParallelStep, *, whole: bool) -> int:
+    """After how many steps the run begins. Raises ArgumentError if the folder of its checkpoints does not fit the options.
+
+    With `whole` it has to begin with the first one.
+    """
     if options.save_every is None and not options.resume:
         return 0
     known = Checkpoints(options.checkpoints, step).numbers()
@@ -123,12 +165,16 @@ def _first_number(options: argparse.Namespace, step: ParallelStep) -> int:
         raise ArgumentError(
             f"{options.checkpoints} has the state of step {known[-1]}, and --steps is {options.steps}: give more"
         )
+    if whole:
+        raise ArgumentError(
+            f"--compare-jit and --timeline are for runs from the first step, and this one goes on from step {known[-1]}"
+        )
     return known[-1]
 
 
 def _first_state(training: Training, step: ParallelStep) -> PyTree:
     """The state with which both of two runs that are compared begin, on the host."""
-    return jax.device_get(step.init_state(training.built.create_state, jax.random.key(training.seed)))
+    return jax.device_get(step.init_state(training.trainee.create_state, *training.trainee.args))
 
 
 def _run(
@@ -145,8 +191,8 @@ def _run(
         step,
         training.batches,
         options.checkpoints if keeps else None,
-        create_state=training.built.create_state if first_state is None else lambda given: given,
-        args=(jax.random.key(training.seed) if first_state is None else first_state,),
+        create_state=training.trainee.create_state if first_state is None else lambda given: given,
+        args=training.trainee.args if first_state is None else (first_state,),
         every=options.save_every,
         keep=None if options.save_every is None else 3,
         on_step=note,

@@ -12,12 +12,12 @@ from typing import TypeAlias
 import jax
 from rich.console import Console
 
-from autopar.commands.arguments.subject import PyTree
+from autopar.commands.arguments.own_step import PyTree
+from autopar.commands.arguments.subject import Trainee
 from autopar.commands.terminal.interruption import interruptible
 from autopar.errors import ArgumentError
 from autopar.explain.training_progress import Report, RunStep, Scale
-from autopar.models import BuiltModel
-from autopar.models.data import NumpyBatch
+from autopar.training.run import usual_loss
 
 Observe: TypeAlias = Callable[[str, RunStep], None]
 """Takes the title of a run and a step that it has made."""
@@ -62,27 +62,25 @@ class Training:
     """A training run.
 
     Attributes:
-        built: The model.
+        trainee: The step and its data.
         steps: How many steps to run.
-        seed: That of the data.
         console: Where to report.
         observe: Called after each step.
     """
 
-    built: BuiltModel
+    trainee: Trainee
     steps: int
-    seed: int
     console: Console
     observe: Observe = ignore
 
-    def batches(self) -> Iterator[NumpyBatch]:
-        """The first batches of the seed, the same ones each time; ArgumentError if there is no such data."""
-        endless = self.built.data(self.seed)
+    def batches(self) -> Iterator[PyTree]:
+        """The first batches, the same ones each time; ArgumentError if there is no such data."""
+        endless = iter(self.trainee.batches())
         try:
-            first = next(endless)
+            first = list(itertools.islice(endless, 1))
         except (ImportError, RuntimeError, ValueError) as error:
             raise ArgumentError(str(error)) from None
-        return itertools.islice(itertools.chain([first], endless), self.steps)
+        return itertools.islice(itertools.chain(first, endless), self.steps)
 
     def check_data(self) -> None:
         """Raise ArgumentError if there is no such data, before anything is planned or compiled."""
@@ -91,29 +89,34 @@ class Training:
     @property
     def tokens_per_batch(self) -> int | None:
         """How many there are, if the model is fed with text; other batches are counted in examples."""
-        return self.built.tokens_per_batch if self.built.tokens_per_batch > self.built.config.batch else None
+        return self.trainee.tokens_per_batch
 
     @property
     def scale(self) -> Scale:
         """What one step amounts to, whoever makes it."""
-        return Scale(count=self.built.tokens_per_batch, noun="tokens" if self.tokens_per_batch else "examples")
+        tokens = self.trainee.tokens_per_batch
+        if tokens is not None:
+            return Scale(count=tokens, noun="tokens")
+        return Scale(count=self.trainee.examples_per_batch, noun="examples")
 
 
 def run_jit(training: Training, first_state: PyTree) -> Record | None:
     """Make the same steps with `jax.jit` on one device; None if Ctrl-C was pressed meanwhile."""
     record = Record()
+    subject = training.trainee.subject
     report = Report(training.console, training.scale, name=JIT, first=0, last=training.steps)
     with interruptible(lambda: True) as interruption:
         state = jax.device_put(first_state, jax.devices()[0])
         with training.console.status("compiling for jax.jit"):
-            lowered = jax.jit(training.built.train_step, donate_argnums=0).lower(state, training.built.batch_shape())
+            lowered = jax.jit(subject.step, donate_argnums=0).lower(state, subject.batch)
             step = lowered.compile()
         training.console.print()
         with report.showing():
             for number, batch in enumerate(training.batches(), 1):
                 started = time.perf_counter()
-                state, metrics = step(state, batch)
-                made = RunStep(number, float(metrics["loss"]), time.perf_counter() - started)
+                state, *rest = step(state, batch)
+                loss = float(usual_loss(rest[0] if len(rest) == 1 else rest))
+                made = RunStep(number, loss, time.perf_counter() - started)
                 record.add(made)
                 report.tell(made)
                 training.observe(JIT, made)

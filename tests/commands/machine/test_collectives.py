@@ -1,15 +1,12 @@
 """`collectives`: its seconds are those of the cost model, and the winner is the cheapest that may be chosen."""
 
-import json
-
 from autopar.cost_model.hardware import find_cluster
 from tests.commands.command_line import run
+from tests.commands.documents import document
 
 
 def rows_of(capsys, *argv):
-    capsys.readouterr()
-    assert run("collectives", *argv, "--json") == 0
-    return json.loads(capsys.readouterr().out)["rows"]
+    return document(capsys, "collectives", *argv)["rows"]
 
 
 def test_rows_are_what_the_cost_model_says_of_every_set_of_axes(capsys):

@@ -1,18 +1,15 @@
 """`doctor`: all is well here, and what is broken on purpose is found and named."""
 
-import json
-
 import jax
 import pytest
 
 from autopar.commands.machine import doctor as module
 from tests.commands.command_line import run
+from tests.commands.documents import document
 
 
 def findings(capsys, status):
-    capsys.readouterr()
-    assert run("doctor", "--devices", "4", "--json") == status
-    return {one["name"]: one for one in json.loads(capsys.readouterr().out)["findings"]}
+    return {one["name"]: one for one in document(capsys, "doctor", "--devices", "4", status=status)["findings"]}
 
 
 def test_here_all_is_well(capsys):

@@ -1,10 +1,9 @@
 """`diff`: equal plans decide the same, and what differs is what the plans say."""
 
-import json
-
 import pytest
 
 from tests.commands.command_line import SMALL, planned, run
+from tests.commands.documents import document
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +22,7 @@ def files(tmp_path_factory):
 
 
 def differences(capsys, before, after):
-    capsys.readouterr()
-    assert run("diff", before, after, "--json") == 0
-    return json.loads(capsys.readouterr().out)
+    return document(capsys, "diff", before, after)
 
 
 def test_a_plan_decides_the_same_as_itself(files, capsys):

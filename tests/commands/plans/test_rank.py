@@ -7,19 +7,17 @@ import pytest
 from autopar.cost_model.cluster_files import cluster_to_json
 from autopar.cost_model.hardware import find_cluster
 from tests.commands.command_line import SMALL, planned, run
+from tests.commands.documents import document
 
 CLUSTERS, DEVICES = ("p3.16xlarge", "dgx-h100"), (2, 4)
 
 
-def ranked(capsys, *argv):
-    capsys.readouterr()
-    status = run("rank", "mlp", *SMALL, *argv, "--json")
-    return status, json.loads(capsys.readouterr().out)["rows"]
+def ranked(capsys, *argv, status=0):
+    return document(capsys, "rank", "mlp", *SMALL, *argv, status=status)["rows"]
 
 
 def test_rows_are_the_plans_of_each_pair_fastest_first(capsys, tmp_path):
-    status, rows = ranked(capsys, "--clusters", ",".join(CLUSTERS), "--devices", "2,4,2")
-    assert status == 0
+    rows = ranked(capsys, "--clusters", ",".join(CLUSTERS), "--devices", "2,4,2")
     assert sorted((row["cluster"], row["devices"]) for row in rows) == sorted((c, d) for c in CLUSTERS for d in DEVICES)
     assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
     for row in rows:
@@ -42,7 +40,7 @@ def with_price(tmp_path, name, usd):
 
 def test_the_cheapest_is_that_of_the_prices_in_the_files(capsys, tmp_path):
     dear, cheap = with_price(tmp_path, "dgx-h100", 36.0), with_price(tmp_path, "dgx-h100", 3.6)
-    _, rows = ranked(capsys, "--clusters", f"{dear},{cheap}", "--devices", "2")
+    rows = ranked(capsys, "--clusters", f"{dear},{cheap}", "--devices", "2")
     prices = {row["cluster"]: row["usd_per_1000_steps"] for row in rows}
     assert prices[cheap] == pytest.approx(1000 * rows[0]["device_s"] * 3.6 / 3600)
     assert prices[dear] == pytest.approx(10 * prices[cheap])
@@ -53,8 +51,7 @@ def test_the_cheapest_is_that_of_the_prices_in_the_files(capsys, tmp_path):
 
 
 def test_where_nothing_fits_the_row_says_why_and_the_status_that_none_does(capsys):
-    status, rows = ranked(capsys, "--clusters", "dgx-h100", "--devices", "2", "--memory-limit", "1KiB")
-    assert status == 1
+    rows = ranked(capsys, "--clusters", "dgx-h100", "--devices", "2", "--memory-limit", "1KiB", status=1)
     assert rows[0]["step_s"] is None
     assert "memory" in rows[0]["reason"]
     assert run("rank", "mlp", *SMALL, "--clusters", "dgx-h100", "--devices", "2", "--memory-limit", "1KiB") == 1
@@ -68,9 +65,19 @@ def test_where_nothing_fits_the_row_says_why_and_the_status_that_none_does(capsy
         (("--clusters", "dgx-h99"), "nearest: dgx-h200, dgx-h100"),
         (("--clusters", "auto"), "auto is no cluster"),
         (("--clusters", "dgx-h100", "--devices", "2,none"), "'none' is not a whole number"),
+        (
+            ("--clusters", "dgx-h100", "--devices", "2", "--nodes", "1"),
+            "--devices and --nodes say the same in two ways",
+        ),
+        (("--clusters", "cpu", "--nodes", "1"), "cluster cpu joins any number of devices and has no machines to count"),
         (("--clusters", "dgx-h100", "--cluster", "dgx-h100"), "did you mean --clusters"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(argv, words, capsys):
     assert run("rank", "mlp", *argv) == 2
     assert words in capsys.readouterr().err
+
+
+def test_nodes_are_as_many_devices_as_each_cluster_has_in_one(capsys):
+    rows = ranked(capsys, "--clusters", "dgx-h100,dgx2-v100-32gb", "--nodes", "1", "--data-parallel")
+    assert {row["cluster"]: row["devices"] for row in rows} == {"dgx-h100": 8, "dgx2-v100-32gb": 16}

@@ -12,11 +12,12 @@ import pytest
 from rich.console import Console
 
 from autopar.commands.arguments import devices
+from autopar.commands.arguments.subject import find_trainee
 from autopar.commands.parser import read
 from autopar.commands.training import demo, train
 from autopar.commands.training.training_run import Training
-from autopar.models import build
 from tests.commands.command_line import SMALL, run, start
+from tests.commands.documents import document
 
 
 def test_train_reports_each_loss_and_agrees_with_jit(tmp_path, capsys):
@@ -37,6 +38,15 @@ def test_train_reports_each_loss_and_agrees_with_jit(tmp_path, capsys):
     assert last < first
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "adafactor", "lion"])
+def test_an_optimizer_of_optax_trains_as_under_jit(optimizer, capsys):
+    sizes = ("--layers", "1", "--hidden", "128", "--inputs", "128", "--batch", "16")  # adafactor factors from 128 on
+    flags = ("--mesh", "2", "--zero", "3", "--steps", "3", "--compare-jit")
+    found = document(capsys, "train", "mlp", *sizes, "--optimizer", optimizer, *flags)
+    assert found["largest_difference"] < 1e-5
+    assert len(set(found["losses"])) == 3
+
+
 def test_the_same_seed_trains_the_same_way_and_another_one_does_not(tmp_path):
     losses = []
     for number, seed in enumerate("001"):
@@ -49,7 +59,7 @@ def test_the_same_seed_trains_the_same_way_and_another_one_does_not(tmp_path):
 
 def test_text_is_counted_in_tokens_and_other_data_in_examples():
     rates = {
-        name: Training(built=build(name), steps=1, seed=0, console=Console()).scale.rate(0.5)
+        name: Training(trainee=find_trainee(name, {}, 0), steps=1, console=Console()).scale.rate(0.5)
         for name in ("gpt", "moe", "mlp", "wide_resnet", "t5")
     }
     assert rates == {
@@ -130,7 +140,7 @@ def test_the_users_flags_for_xla_are_kept(monkeypatch):
 
 def small_demo(**sizes: float) -> list[argparse.Namespace]:
     """The demo's options, for one mesh and for a pipeline, with a model that takes a second."""
-    parts = demo.demo_options(argparse.Namespace(steps=6, seed=0, dtype="float32"))
+    parts = demo.demo_options(argparse.Namespace(steps=6, seed=0, dtype="float32", json=False))
     sizes = {"layers": 1, "hidden": 16, "inputs": 16, "batch": 16, "learning_rate": 0.01, **sizes}
     return [argparse.Namespace(**(vars(options) | {"model": "mlp", "sizes": sizes})) for options in parts]
 

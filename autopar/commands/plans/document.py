@@ -1,0 +1,41 @@
+"""A plan, and answers about it, as the JSON that commands print.
+
+In: a plan, an answer. Out: dictionaries as `commands/schemas/plan.schema.json` says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+from autopar.errors import OutOfMemoryError
+from autopar.pipeline_plan import PipelinePlan
+from autopar.plan import Plan
+
+
+def plan_document(plan: Plan | PipelinePlan) -> dict[str, object]:
+    """What was decided and predicted, and the plan itself as `plan -o` writes it."""
+    stages = [stage.plan for stage in plan.stages] if isinstance(plan, PipelinePlan) else [plan]
+    return {
+        "cluster": plan.cluster,
+        "devices": plan.num_devices,
+        "stages": len(stages),
+        "meshes": [dict(zip(one.axis_names, one.mesh_shape, strict=True)) for one in stages],
+        "microbatches": plan.num_microbatches,
+        "schedule": plan.schedule if isinstance(plan, PipelinePlan) else None,
+        "step_s": plan.step_s,
+        "peak_bytes": plan.peak_bytes,
+        "memory_limit_bytes": plan.memory_limit_bytes,
+        "planning_s": plan.planning_s,
+        "plan": json.loads(plan.to_json()),
+    }
+
+
+def leaf_document(plan: Plan | PipelinePlan, path: str) -> dict[str, object]:
+    """Why a leaf has its layout. Raises PlanError for a leaf that the plan does not have."""
+    return {"why": dataclasses.asdict(plan.why(path).answer)}  # type: ignore[attr-defined]
+
+
+def conflict_document(error: OutOfMemoryError) -> dict[str, object]:
+    """Why nothing fits, and what to give up."""
+    return {"conflict": dataclasses.asdict(error.conflict().answer)}  # type: ignore[attr-defined]
