@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from autopar.layouts.constraints import zero1 as zero1
     from autopar.layouts.constraints import zero2 as zero2
     from autopar.layouts.constraints import zero3 as zero3
+    from autopar.measuring.recorder import record as record
     from autopar.pipeline_plan import PipelinePlan as PipelinePlan
     from autopar.pipeline_plan import plan_from_json as plan_from_json
     from autopar.plan import Plan as Plan
     from autopar.program.layer_boundary import layer_boundary as layer_boundary
+    from autopar.recording.run import RecordedRun as RecordedRun
     from autopar.rules.table import register_rule as register_rule
     from autopar.split_array import SplitArray as SplitArray
     from autopar.training.run import Run as Run
@@ -56,6 +58,7 @@ _MODULES = {
     "PipelinePlan": "pipeline_plan",
     "Plan": "plan",
     "PlanError": "errors",
+    "RecordedRun": "recording.run",
     "Replicated": "layouts.constraints",
     "RuleError": "errors",
     "Run": "training.run",
@@ -72,6 +75,7 @@ _MODULES = {
     "parallelize": "api",
     "plain_jit": "execution.plain_jit",
     "plan_from_json": "pipeline_plan",
+    "record": "measuring.recorder",
     "register_rule": "rules.table",
     "restore": "checkpoints.save",
     "save": "checkpoints.save",

@@ -101,7 +101,7 @@ class ParallelStep(Inspected):
     """
 
     def __init__(self, signature: CallSignature, settings: Settings) -> None:
-        self._signature, self._settings = signature, settings
+        self.signature, self._settings = signature, settings
         self._memory = _Memory(Recent(settings.max_programs))
         functools.update_wrapper(self, signature.fun, updated=())
 
@@ -121,7 +121,7 @@ class ParallelStep(Inspected):
         """
         call = self._bind(args, kwargs)
         leaves, _ = call.flatten()
-        refuse_tracers(self._signature.name, leaves)
+        refuse_tracers(self.signature.name, leaves)
         with undisturbed():
             return deliver(call, self._compile(self._plan(call)).run(leaves))
 
@@ -151,11 +151,11 @@ class ParallelStep(Inspected):
         """
         last = self._last()
         traced = last.planned.traced
-        require_state(traced, self._signature.name)
-        require_state_like(traced, jax.eval_shape(create_fn, *args), self._signature.name)
+        require_state(traced, self.signature.name)
+        require_state_like(traced, jax.eval_shape(create_fn, *args), self.signature.name)
         shardings = self._compile(last).in_shardings
         of_state = [shardings[i] for i, leaf in enumerate(traced.inputs) if leaf.role == "state"]
-        with RUNNING.take(self._signature.name):
+        with RUNNING.take(self.signature.name):
             self._meet("makes the state", args)
             return create_sharded(create_fn, args, of_state)
 
@@ -164,21 +164,21 @@ class ParallelStep(Inspected):
         """Where the last plan keeps the state and computes with the batch, leaf by leaf; ArgumentError if there is no plan."""
         last = self._last()
         wishes = functools.partial(digest_of_wishes, self._settings)
-        return Places(self._signature.name, last.planned.plan, self._compile(last), wishes)
+        return Places(self.signature.name, last.planned.plan, self._compile(last), wishes)
 
     def gather(self, tree: Any) -> Any:
         """Copy `tree`, whose arrays are split over devices or stages, to ordinary arrays on one device.
 
         Where several processes have the devices, all of them call it, and each gets every array, on a device of its own.
         """
-        with RUNNING.take(self._signature.name), undisturbed():
+        with RUNNING.take(self.signature.name), undisturbed():
             self._meet(f"gathers {len(jax.tree.leaves(tree))} arrays", tree)
             return gather_to_one(tree, self.jax_devices())
 
     def last_plan(self) -> Plan | PipelinePlan:
         """The plan that was made or used last; PlanError if there is none."""
         if self._memory.last is None:
-            raise PlanError(f"{self._signature.name} has not been planned yet; call it, or .plan(...)")
+            raise PlanError(f"{self.signature.name} has not been planned yet; call it, or .plan(...)")
         return self._memory.last.planned.plan
 
     def stop_planning(self) -> bool:
@@ -204,14 +204,14 @@ class ParallelStep(Inspected):
         """What was planned or used last. Raises ArgumentError if there is nothing."""
         if self._memory.last is None:
             raise ArgumentError(
-                f"where the arrays of {self._signature.name} go is known once it is planned: call {self._signature.name}.plan("
+                f"where the arrays of {self.signature.name} go is known once it is planned: call {self.signature.name}.plan("
                 "state, batch) first, with arrays or shapes, e.g. state = jax.eval_shape(create_fn, *args)"
             )
         return self._memory.last
 
     def _meet(self, words: str, given: PyTree) -> None:
         """Wait until all processes that have devices of the step are about to do the same with what they are given."""
-        group, name = group_of(self.jax_devices), self._signature.name
+        group, name = group_of(self.jax_devices), self.signature.name
         with refusing_together(group):
             refuse_consumed(name, leaf_paths_below("given", given), jax.tree.leaves(given))
         if group is not None:
@@ -219,14 +219,14 @@ class ParallelStep(Inspected):
 
     def _bind(self, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]) -> BoundArguments:
         """A call's arguments, after the object that the step is a method of."""
-        return bind_arguments(self._signature, (*self._first, *args), kwargs)
+        return bind_arguments(self.signature, (*self._first, *args), kwargs)
 
     def _plan(self, call: BoundArguments, *, is_use: bool = True) -> _Program:
         """Trace and plan the step for such a call, once; `is_use`: it is about to run, nobody just looks at the plan."""
         key = key_of(call)
         program = self._memory.programs.find(key, is_use=is_use)
         if program is None:
-            with self._memory.making.take(self._signature.name):
+            with self._memory.making.take(self.signature.name):
                 program = self._memory.programs.find(key) or self._make(key, call)
         self._memory.last = program
         return program
@@ -236,14 +236,14 @@ class ParallelStep(Inspected):
         with pause_full_collections():
             enter("tracing")
             with refusing_together(group_of(self.jax_devices)):
-                traced = trace(self._signature, call, axis_names(self._settings))
+                traced = trace(self.signature, call, axis_names(self._settings))
             warn_of_operations([eqn for eqn in traced.program.walk() if not isinstance(eqn, LoopEquation)])
             program = _Program(self._decide(traced), dict(key.settings))
         programs = self._memory.programs
         programs.keep(key, program)
         if programs.dropped == 1:
             warn(
-                f"{self._signature.name} was called with more than {programs.limit} sets of shapes, types and static values, and "
+                f"{self.signature.name} was called with more than {programs.limit} sets of shapes, types and static values, and "
                 "from now on lets go of the program that was not used for longest: a call that needs it again plans and compiles "
                 "again. Pad batches to a few sizes, or raise max_programs."
             )
@@ -251,7 +251,7 @@ class ParallelStep(Inspected):
 
     def _decide(self, traced: TracedStep) -> Planned:
         """The plan for a traced step, sought while its clock runs."""
-        shared = meet_to_plan(self._settings, traced, self._signature.name)
+        shared = meet_to_plan(self._settings, traced, self.signature.name)
         settings = start_clock(self._settings)
         self._memory.clock = settings.budget
         report(Progress(phase="planning", seconds_left=settings.budget.seconds_left), is_news=True)
@@ -259,18 +259,18 @@ class ParallelStep(Inspected):
             return decide_together(settings, traced, shared)
         except (ArgumentError, ConstraintError) as error:
             earlier = [kept.planned for kept in self._memory.programs.values()]
-            return decide_for_fewer_examples(settings, traced, self._signature.name, earlier=earlier, error=error)
+            return decide_for_fewer_examples(settings, traced, self.signature.name, earlier=earlier, error=error)
         finally:
             self._memory.clock = None
 
     def _compile(self, program: _Program) -> CompiledStep | CompiledPipeline:
         """The step compiled by a plan, once, under the settings of JAX under which it was planned."""
         if program.compiled is None:
-            with self._memory.making.take(self._signature.name):
+            with self._memory.making.take(self.signature.name):
                 if program.compiled is None:
                     enter("compiling")
                     with under(program.settings):
-                        program.compiled = compile_planned(self._signature, program.planned, self.jax_devices())
+                        program.compiled = compile_planned(self.signature, program.planned, self.jax_devices())
         return program.compiled
 
 

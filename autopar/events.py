@@ -46,12 +46,14 @@ class Moment:
 
 @dataclass(kw_only=True, eq=False)
 class StepRun:
-    """One call of a step. All but the last two are as they were when the step began.
+    """One call of a step. All but `wants_timeline` and `timeline` are as they were when the step began.
 
     Attributes:
         name: the step's.
         plan: a `Plan` or a `PipelinePlan`.
         standing: says where each mesh of this process is, a line for each, which stays the same while the mesh stands still.
+        compiled: what runs, a `CompiledStep` or a `CompiledPipeline`.
+        is_first: its programs run for the first time, and those of a pipeline are compiled meanwhile.
         wants_timeline: an observer of its beginning sets it, and a pipeline then waits for each task and measures it.
         timeline: what was measured, a `Timeline`.
     """
@@ -59,6 +61,8 @@ class StepRun:
     name: str
     plan: object
     standing: Callable[[], list[str]]
+    compiled: object = None
+    is_first: bool = False
     wants_timeline: bool = False
     timeline: object = None
 

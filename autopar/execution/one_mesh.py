@@ -77,6 +77,7 @@ class CompiledStep:
             )
         )
         self._donated = tuple(i for i, leaf in enumerate(traced.inputs) if leaf.donated)
+        self._is_new = True
         self._accepted: list[object] = [object()] * len(traced.inputs)
         self._run = jax.jit(
             keep_weak_types(map_over_mesh(assignment, self.mesh), [leaf.weak_type for leaf in traced.outputs]),
@@ -100,7 +101,7 @@ class CompiledStep:
             if self._group is not None:
                 self._group.meet(self._words)
             leaves, name = list(leaves), self.signature.name
-            run = StepRun(name=name, plan=self.plan, standing=list)
+            run = StepRun(name=name, plan=self.plan, standing=list, compiled=self, is_first=self._is_new)
             with running(run, leaves):
                 arrays = copy_repeated([*leaves, *self._constants], self._donated)
                 placed = [
@@ -109,6 +110,7 @@ class CompiledStep:
                 ]
                 with telling_what_is_left(name, self.traced.input_paths(), leaves), checked_for_nans(name):
                     found = executable(*placed, *self._constants)
+            self._is_new = False
             reach("launched", run, found)
         return jax.tree_util.tree_unflatten(self.traced.out_tree, found)
 

@@ -123,7 +123,7 @@ class CompiledPipeline:
     ) -> None:
         self.signature, self.plan = signature, plan
         self.stages, self.schedule = tuple(stages), schedule
-        self._settings = program_settings_here()
+        self._settings, self._is_new = program_settings_here(), True
         self.traced, self._split = split_step.whole, split_step
         self._donated = tuple(i for i, leaf in enumerate(split_step.step.inputs) if leaf.donated)
         self.pipeline_tasks = make_pipeline_tasks(stages, split_backward="weight_gradient" in schedule.kinds)
@@ -185,15 +185,26 @@ class CompiledPipeline:
                 refuse_consumed(self.signature.name, self.traced.input_paths(), leaves)
             if self._group is not None:
                 self._group.meet(self._words)
-            leaves, run = list(leaves), StepRun(name=self.signature.name, plan=self.plan, standing=self._standing)
+            leaves, run = list(leaves), self._make_run()
             with telling_what_is_left(self.signature.name, self.traced.input_paths(), leaves):
                 if self._watch is None:
                     with running(run, leaves):
                         flat = self._results(self._drive(run, leaves, record=record))
                 else:
                     flat = self._run_with_others(run, leaves, self._watch, record=record)
+            self._is_new = False
             reach("launched", run, flat)
         return jax.tree.unflatten(self.traced.out_tree, join_leaves(flat, self._split.outputs))
+
+    def _make_run(self) -> StepRun:
+        """A call that is about to begin."""
+        return StepRun(
+            name=self.signature.name,
+            plan=self.plan,
+            standing=self._standing,
+            compiled=self,
+            is_first=self._is_new,
+        )
 
     def _run_with_others(self, run: StepRun, leaves: list[Given], watch: Watch, *, record: bool) -> list[Any]:
         """The same where other processes have stages; scalars come to each of them, and a failure is told to all."""

@@ -102,6 +102,12 @@ def collectives(hlo_text: str, *, num_devices: int) -> tuple[Collective, ...]:
     return tuple(found)
 
 
+def collective_of(instruction: Instruction, *, num_devices: int) -> Collective | None:
+    """The collective that one instruction performs or starts, as if it ran once; None for others."""
+    kind = _kind_of(instruction)
+    return None if kind is None else _collective(instruction, kind, num_devices, 1, True)
+
+
 def mesh_axes_of(groups: Sequence[Sequence[int]], mesh_shape: Sequence[int]) -> tuple[int, ...] | None:
     """The axes of a logical mesh (row-major device order) whose coordinates vary inside each group.
 

@@ -51,7 +51,7 @@ def arithmetic(hlo_text: str) -> Arithmetic:
     for computation in module.values():
         times, exact = runs.get(computation.name, (0, True))
         for instruction in computation.instructions.values() if times else ():
-            each = _flops(instruction, computation)
+            each = flops_of(instruction, computation)
             if each is None:
                 unknown[_target(instruction)] = None
             elif each:
@@ -59,7 +59,7 @@ def arithmetic(hlo_text: str) -> Arithmetic:
     return Arithmetic(flops, is_exact, tuple(unknown))
 
 
-def _flops(instruction: Instruction, computation: Computation) -> float | None:
+def flops_of(instruction: Instruction, computation: Computation) -> float | None:
     """Those of one instruction; None if it is a library call that is not known."""
     if instruction.opcode == "dot":
         return _of_product(instruction, computation, _LISTED)

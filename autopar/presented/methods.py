@@ -33,25 +33,31 @@ class Presented:
         """A page of at most 40 lines; `show` prints all."""
         return str(_reports().page(self))
 
-    def show(self, *, full: bool = False, classic: bool = False, what_if: bool = False) -> None:
+    def show(
+        self, *, full: bool = False, classic: bool = False, what_if: bool = False, recorded: object = None
+    ) -> None:
         """Print the report, as `autopar plan` does.
 
         Args:
             full: each leaf, collective and stage has a row.
             classic: add what `classic()` returns, which plans five more times.
             what_if: add what `what_if()` returns, which plans two or three more times.
+            recorded: a `RecordedRun` of the plan; what was measured is printed beside what is predicted.
         """
         _reports().show(self, full=full)
         for asked, answer in ((classic, self.classic), (what_if, self.what_if)):
             if asked:
                 _reports().say(f"\n{answer()}")
+        if recorded is not None:
+            _reports().say(f"\n{_reports().measured_text(self, recorded)}")
 
-    def html(self, path: str | os.PathLike[str] | None = None) -> str:
+    def html(self, path: str | os.PathLike[str] | None = None, *, recorded: object = None) -> str:
         """The report as one page of HTML that needs nothing else; also written to `path`, if that is given.
 
-        Raises ArgumentError if jinja2 or matplotlib is missing: `pip install 'autopar[report]'` brings them.
+        `recorded`: a `RecordedRun` of the plan, whose step is drawn beside the predicted one. Raises ArgumentError if jinja2 or
+        matplotlib is missing: `pip install 'autopar[report]'` brings them.
         """
-        return str(_reports().html(self, path))
+        return str(_reports().html(self, path, recorded=recorded))
 
     def why(self, path: str) -> object:
         """Why a leaf has its layout: what each other one would cost, and what decides. Print the answer.

@@ -6,7 +6,9 @@ In: a plan. Out: text, or text on a console. What can go wrong: a schedule that 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -17,8 +19,13 @@ from autopar.files.whole_file import save
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
+from autopar.recording.run import RecordedRun
+from autopar.reports import measured
 from autopar.reports.html import page as html_page
 from autopar.schedules.grid import draw_grid
+
+if TYPE_CHECKING:
+    from autopar.reports.html.contents import Section
 
 _LONGEST_BACKWARD = 3
 """Columns of the picture that a backward may take."""
@@ -45,12 +52,27 @@ def say(text: str) -> None:
     report.standard_output().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def html(plan: Plan | PipelinePlan, path: str | os.PathLike[str] | None = None) -> str:
+def measured_text(plan: Plan | PipelinePlan, recorded: RecordedRun) -> str:
+    """What a recorded run of the plan measured. Raises ArgumentError if it is of another plan."""
+    return measured.measured_text(plan, recorded.data)
+
+
+def html(
+    plan: Plan | PipelinePlan, path: str | os.PathLike[str] | None = None, *, recorded: RecordedRun | None = None
+) -> str:
     """A plan as a page of HTML, also written to `path`, if that is given. Raises ArgumentError, see `html.page`."""
-    text = html_page.page(plan)
+    text = html_page.page(plan, () if recorded is None else _measured_sections(plan, recorded))
     if path is not None:
         save(Path(path), text)
     return text
+
+
+def _measured_sections(plan: Plan | PipelinePlan, recorded: RecordedRun) -> Sequence[Section]:
+    """The sections of a recorded run, drawn by packages that may be missing."""
+    html_page.require_packages()
+    from autopar.reports.measured_page import measured_sections
+
+    return list(measured_sections(measured.of_plan(plan, recorded.data)))
 
 
 def notebook(plan: Plan | PipelinePlan) -> str | None:

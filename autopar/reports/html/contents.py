@@ -247,6 +247,11 @@ def _style(column: Column) -> str:
     return "number" if column.justify == "right" else "words" if column.header in _WORDS else "short"
 
 
+def cells_of(*tables: Table) -> tuple[Cells, ...]:
+    """Tables that have rows, as text, for sections that others write."""
+    return _cells(*tables)
+
+
 def _cells(*tables: Table) -> tuple[Cells, ...]:
     """Tables that have rows, as text."""
     found = []

@@ -1,0 +1,141 @@
+"""One call under JAX's profiler: when each operation ran on each device.
+
+In: what the profiler writes. Out: `Seen`s, one per execution of an operation. On CPU the profiler has an event per operation in
+the line of the thread that ran it, with the operation's name, its program and the device; an operation that goes on in other
+threads has another event at its end. On GPUs and TPUs the devices have planes of their own. What can go wrong: a profiler that
+runs already, or a platform whose events name no operations; `NothingSeen` says so in words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import jax
+
+_DEVICE_PLANE = "/device:"
+_WHOLE_LINE = "XLA Ops"
+"""The line of a device's plane that has all operations, where there is one."""
+_END = "end: "
+
+
+class _Event(Protocol):
+    """What the profiler writes of a moment."""
+
+    name: str
+    start_ns: float
+    duration_ns: float
+    stats: Iterable[tuple[str, object]]
+
+
+class _Line(Protocol):
+    """The events of a thread or a stream."""
+
+    name: str
+    events: Iterable[_Event]
+
+
+class _Plane(Protocol):
+    """The lines of the host or a device."""
+
+    name: str
+    lines: Iterable[_Line]
+
+
+class NothingSeen(Exception):
+    """The profiler told nothing; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen:
+    """One execution: the operation, the module that it belongs to, the number of the device, start and end in seconds."""
+
+    name: str
+    module: str
+    device: int
+    start_s: float
+    end_s: float
+
+
+class Profile:
+    """A session of the profiler around one call."""
+
+    def __init__(self) -> None:
+        """Begin. Raises NothingSeen if the profiler cannot."""
+        self._folder = tempfile.TemporaryDirectory(prefix="autopar-")
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        try:
+            jax.profiler.start_trace(self._folder.name, profiler_options=options)
+        except RuntimeError as error:
+            self._folder.cleanup()
+            raise NothingSeen(f"JAX's profiler could not be started: {error}") from None
+
+    def end(self) -> list[Seen]:
+        """Stop, and return what was seen. Raises NothingSeen."""
+        with self._folder:
+            try:
+                jax.profiler.stop_trace()
+            except RuntimeError as error:
+                raise NothingSeen(f"JAX's profiler did not write what it saw: {error}") from None
+            found = [one for path in Path(self._folder.name).rglob("*.xplane.pb") for one in read_profile(path)]
+        if not found:
+            raise NothingSeen("JAX's profiler names no operations on this platform")
+        return found
+
+
+def read_profile(path: Path) -> list[Seen]:
+    """Every execution of an operation in a file of the profiler."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # jaxlib 0.12 warns of a type of its own
+        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        on_devices = [plane for plane in planes if plane.name.startswith(_DEVICE_PLANE)]
+        found = [one for plane in on_devices for one in _of_device(plane)]
+        return found or [one for plane in planes for one in _of_threads(plane)]
+
+
+def _of_device(plane: _Plane) -> Iterator[Seen]:
+    number = int("".join(filter(str.isdigit, plane.name.split(" ")[0].rsplit(":", 1)[-1])) or 0)
+    lines = list(plane.lines)
+    for line in [line for line in lines if line.name == _WHOLE_LINE] or lines:
+        for event in line.events:
+            stats = dict(event.stats)
+            name = stats.get("hlo_op")
+            if name is not None:
+                start_s = event.start_ns * 1e-9
+                module = str(stats.get("hlo_module", ""))
+                yield Seen(
+                    name=str(name),
+                    module=module,
+                    device=number,
+                    start_s=start_s,
+                    end_s=start_s + event.duration_ns * 1e-9,
+                )
+
+
+def _of_threads(plane: _Plane) -> list[Seen]:
+    """Operations in the lines of threads; each lasts until the event that marks its end, if that comes later."""
+    begun: list[tuple[Seen, object]] = []
+    ends: dict[object, float] = {}
+    for line in plane.lines:
+        for event in line.events:
+            stats = dict(event.stats)
+            start_s = event.start_ns * 1e-9
+            if event.name.startswith(_END):
+                ends[stats.get("_c")] = start_s
+            elif "hlo_op" in stats:
+                device = stats.get("device_ordinal", 0)
+                assert isinstance(device, int)
+                seen = Seen(
+                    name=str(stats["hlo_op"]),
+                    module=str(stats.get("hlo_module", "")),
+                    device=device,
+                    start_s=start_s,
+                    end_s=start_s + event.duration_ns * 1e-9,
+                )
+                begun.append((seen, stats.get("_p")))
+    return [dataclasses.replace(seen, end_s=max(seen.end_s, ends.get(key, 0.0))) for seen, key in begun]

@@ -1,0 +1,94 @@
+"""What the operations of a compiled program are, by the names under which a profiler reports them.
+
+In: the text of the program, the mesh. Out: a `ProgramOperation` for each instruction that takes time of its own. A fusion has the
+products inside it. What can go wrong: instructions that run others, such as loops; they are left out, since what they run is
+reported too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from autopar.hlo.census import Collective, collective_of
+from autopar.hlo.contractions import flops_of
+from autopar.hlo.text import Computation, Instruction, parse_module
+from autopar.recording.recorded import ProgramOperation
+
+_RUN_OTHERS = frozenset({"while", "call", "conditional", "async-start", "async-done"})
+_CALLED = re.compile(r"calls=%?([\w.\-]+)")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_MODULE = re.compile(r"^HloModule ([\w.\-]+)", re.MULTILINE)
+_NO_SCOPE = re.compile(
+    r"^(jit|pjit|jvp|transpose|vmap|checkpoint|remat|rematted_computation)\(?|^(shard_map|while|body|closed_call|cond|branch_\d+_fun)$"
+)
+
+
+def module_name(hlo_text: str) -> str:
+    """The name of a module."""
+    found = _MODULE.search(hlo_text)
+    return found[1] if found else ""
+
+
+def operations_of(hlo_text: str, mesh_shape: Sequence[int], axis_names: Sequence[str]) -> dict[str, ProgramOperation]:
+    """The operations of a program that runs on all devices of a mesh, by name."""
+    module = parse_module(hlo_text)
+    devices = 1
+    for size in mesh_shape:
+        devices *= size
+    found: dict[str, ProgramOperation] = {}
+    for computation in module.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode in _RUN_OTHERS:
+                continue
+            collective = collective_of(instruction, num_devices=devices)
+            found[instruction.name] = (
+                _of_compute(instruction, computation, module)
+                if collective is None
+                else _of_collective(instruction, collective, mesh_shape, axis_names)
+            )
+    return found
+
+
+def _of_collective(
+    instruction: Instruction, collective: Collective, mesh_shape: Sequence[int], axis_names: Sequence[str]
+) -> ProgramOperation:
+    axes = collective.mesh_axes(mesh_shape) or ()
+    return ProgramOperation(
+        name=instruction.name,
+        opcode=instruction.opcode,
+        collective=collective.kind,
+        axes=tuple(axis_names[axis] for axis in axes),
+        groups=collective.groups,
+        bytes=collective.bytes,
+        scope=_scope(instruction),
+    )
+
+
+def _of_compute(
+    instruction: Instruction, computation: Computation, module: Mapping[str, Computation]
+) -> ProgramOperation:
+    operands = (computation.instructions.get(name) for name in instruction.operands)
+    return ProgramOperation(
+        name=instruction.name,
+        opcode=instruction.opcode,
+        bytes=sum(instruction.shape.arrays()) + sum(sum(one.shape.arrays()) for one in operands if one is not None),
+        flops=_flops(instruction, computation, module),
+        scope=_scope(instruction),
+    )
+
+
+def _flops(instruction: Instruction, computation: Computation, module: Mapping[str, Computation]) -> float:
+    """The operations of an instruction's products, with those of what it fuses."""
+    called = _CALLED.search(instruction.attributes)
+    inner = module.get(called[1]) if called else None
+    if inner is None:
+        return flops_of(instruction, computation) or 0.0
+    return sum(_flops(one, inner, module) for one in inner.instructions.values())
+
+
+def _scope(instruction: Instruction) -> str:
+    """The names that a user gave, of those that the operation's name consists of."""
+    found = _OP_NAME.search(instruction.attributes)
+    parts = found[1].split("/")[:-1] if found else []
+    return "/".join(part for part in parts if not _NO_SCOPE.search(part))

@@ -1,0 +1,127 @@
+"""A recording as text.
+
+In: what was recorded. Out: a table of measured beside predicted, who is slow, the operations that took longest. What can go
+wrong: many stages; those that took as long as was said are left out of the page, and stand in `compare()`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from autopar.explain.report import TEXT_WIDTH
+from autopar.explain.tables import new_table
+from autopar.explain.units import bytes_text, seconds_text
+from autopar.recording.compare import ComparedPart, Comparison, compare
+from autopar.recording.recorded import Recorded
+from autopar.recording.stragglers import find_stragglers
+
+MOST_PARTS = 14
+MOST_STRAGGLERS = 5
+MOST_OPERATIONS = 8
+"""How many rows and sentences of each kind a page has."""
+
+
+def page(recorded: Recorded) -> str:
+    """All that is to be said of a recording, in at most 40 lines."""
+    return _text(
+        [comparison_table(compare(recorded), most=MOST_PARTS), operations_table(recorded)], sentences(recorded)
+    )
+
+
+def comparison_text(comparison: Comparison) -> str:
+    """Every part of a comparison."""
+    return _text([comparison_table(comparison)], ())
+
+
+def comparison_table(comparison: Comparison, *, most: int | None = None) -> Table:
+    """A row for each part; of more than `most` those whose figures are furthest apart, by seconds, and the first."""
+    table = new_table(
+        "Measured beside predicted",
+        "part",
+        "predicted",
+        "measured",
+        "ratio",
+        "",
+        numbers=("predicted", "measured", "ratio"),
+    )
+    parts = comparison.parts
+    chosen = _most_apart(parts, most) if most is not None and len(parts) > most else parts
+    for part in chosen:
+        ratio = "-" if part.ratio is None else f"{part.ratio:.2f}"
+        table.add_row(*map(Text, (part.what, _seconds(part.predicted_s), _seconds(part.measured_s), ratio, part.note)))
+    if len(chosen) < len(parts):
+        table.add_row(f"... {len(parts) - len(chosen)} more", "", "", "", "run.compare() has all")
+    return table
+
+
+def operations_table(recorded: Recorded, *, most: int = MOST_OPERATIONS) -> Table:
+    """The operations of one mesh that took longest, over all devices and calls."""
+    table = new_table(
+        "The operations that took longest",
+        "operation",
+        "times",
+        "seconds of a device",
+        "bytes",
+        "from",
+        numbers=("times", "seconds of a device", "bytes"),
+    )
+    total: dict[str, list[float]] = {}
+    for one in recorded.operations:
+        total.setdefault(one.name, []).append(one.seconds)
+    rows = max(len(recorded.detailed) * len({one.device for one in recorded.operations}), 1)
+    for name, seconds in sorted(total.items(), key=lambda row: -sum(row[1]))[:most]:
+        known = recorded.by_name[name]
+        what = f"{known.collective} {name}" if known.collective else name
+        cells = (
+            what,
+            str(round(len(seconds) / rows)),
+            seconds_text(sum(seconds) / rows),
+            bytes_text(known.bytes),
+            known.scope,
+        )
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def sentences(recorded: Recorded) -> Iterator[str]:
+    """Which calls were made, who is slow, and what is not known."""
+    calls = recorded.calls
+    looked = ", ".join(map(str, recorded.detailed)) or "none"
+    yield f"{len(calls)} call{'s' * (len(calls) != 1)} of {recorded.step} on {recorded.device_kind}; looked into: {looked}"
+    slow = find_stragglers(recorded)
+    for one in slow[:MOST_STRAGGLERS]:
+        yield str(one)
+    if len(slow) > MOST_STRAGGLERS:
+        yield f"{len(slow) - MOST_STRAGGLERS} more take longer than their equals: run.stragglers() has all"
+    for words in recorded.missing:
+        yield f"not measured: {words}"
+
+
+def _most_apart(parts: Sequence[ComparedPart], most: int) -> list[ComparedPart]:
+    def apart_s(part: ComparedPart) -> float:
+        return abs((part.measured_s or 0.0) - (part.predicted_s or 0.0))
+
+    kept = {id(part) for part in (parts[0], *sorted(parts[1:], key=apart_s, reverse=True)[: most - 1])}
+    return [part for part in parts if id(part) in kept]
+
+
+def _seconds(seconds: float | None) -> str:
+    return "-" if seconds is None else seconds_text(seconds)
+
+
+def _text(tables: Sequence[Table], said: Iterator[str] | Sequence[str]) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=TEXT_WIDTH, color_system=None)
+    first = True
+    for sentence in said:
+        console.print(Text(sentence if first else f"- {sentence}"))
+        first = False
+    for table in tables:
+        if table.row_count:
+            console.print(table)
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())

@@ -1,0 +1,137 @@
+"""A recording as a file: a Chrome trace with all that was recorded beside it.
+
+In: `Recorded`. Out: JSON in Chrome's trace event format, which Perfetto and chrome://tracing open: a process for each call that
+was looked into, with a row for each mesh or device; for a pipeline another with the step as it was predicted. What was recorded
+stands under `otherData`, which viewers leave alone, so that the file can be read back. What can go wrong: another file;
+ArgumentError says what this is not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from autopar.errors import ArgumentError
+from autopar.files.json_form import build
+from autopar.files.whole_file import save
+from autopar.pipeline_plan import PipelinePlan
+from autopar.recording.predicted import predicted_spans
+from autopar.recording.recorded import Recorded, RecordedSpan
+
+Event: TypeAlias = dict[str, object]
+FORMAT = "autopar-recording-1"
+_PREDICTED = 0
+"""The number of the process that shows the predicted step; those of calls are their numbers."""
+
+
+def write_run(recorded: Recorded, path: str | os.PathLike[str]) -> None:
+    """Write the file. Raises ArgumentError if that cannot be done."""
+    content = {
+        "displayTimeUnit": "ms",
+        "traceEvents": list(trace_events(recorded)),
+        "otherData": {"format": FORMAT, "recorded": dataclasses.asdict(recorded)},
+    }
+    save(Path(path), json.dumps(content, indent=1) + "\n")
+
+
+def read_run(path: str | os.PathLike[str]) -> Recorded:
+    """What a file of `write_run` holds. Raises ArgumentError if it is no such file."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        beside = content["otherData"]
+        version = beside["format"]
+        found = build(Recorded, beside["recorded"]) if version == FORMAT else None
+    except OSError as error:
+        raise ArgumentError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ArgumentError(
+            f"{path} is no recording of autopar: run.save(FILE) of `with autopar.record(step) as run`, or `autopar train "
+            "--timeline FILE`, writes one"
+        ) from None
+    if found is None:
+        raise ArgumentError(f"{path} is a recording in the format {version!r}; this version reads {FORMAT!r}")
+    return found
+
+
+def trace_events(recorded: Recorded) -> Iterator[Event]:
+    """The events of the trace, in microseconds."""
+    plan = recorded.plan
+    if isinstance(plan, PipelinePlan):
+        yield from _process(_PREDICTED, f"{recorded.step}, predicted")
+        yield from _of_spans(predicted_spans(plan), _PREDICTED)
+    for call in recorded.detailed:
+        yield from _process(call, f"{recorded.step}, call {call}")
+        yield from _of_spans([span for span in recorded.spans if span.call == call], call)
+        yield from _of_operations(recorded, call)
+    for one in recorded.calls:
+        if not one.is_detailed:
+            yield from _process(one.number, f"{recorded.step}, call {one.number}")
+            yield {"ph": "X", "pid": one.number, "tid": 0, "name": "call", "ts": 0.0, "dur": one.wall_s * 1e6}
+
+
+def _process(number: int, name: str) -> Iterator[Event]:
+    yield {"ph": "M", "pid": number, "name": "process_name", "args": {"name": name}}
+    yield {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}}
+
+
+def _row(process: int, number: int, name: str) -> Event:
+    return {"ph": "M", "pid": process, "tid": number, "name": "thread_name", "args": {"name": name}}
+
+
+def _of_spans(spans: Sequence[RecordedSpan], process: int) -> Iterator[Event]:
+    """A row for each mesh, with arrows from sends to their receives."""
+    for mesh in sorted({span.mesh for span in spans}):
+        yield _row(process, mesh, f"mesh {mesh}")
+    for span in spans:
+        at: Event = {"pid": process, "tid": span.mesh}
+        place = "" if span.microbatch is None else f" {span.microbatch}"
+        is_task = span.transfer is None
+        known = {"task": span.name, "stage": span.stage, "microbatch": span.microbatch}
+        arguments = (
+            {name: value for name, value in known.items() if value is not None} if is_task else {"value": span.name}
+        )
+        yield {
+            "ph": "X",
+            "name": f"{span.kind.replace('_', ' ')}{place}" if is_task else f"{span.kind} {span.name}",
+            "cat": span.kind,
+            "ts": span.start_s * 1e6,
+            "dur": span.seconds * 1e6,
+            "args": arguments,
+            **at,
+        }
+        if span.transfer is not None:
+            arrow: Event = {"id": f"{process}.{span.transfer}", "name": "transfer", "cat": "transfer", **at}
+            begins = span.kind == "send"
+            yield (
+                {**arrow, "ph": "s", "ts": span.start_s * 1e6}
+                if begins
+                else {**arrow, "ph": "f", "bp": "e", "ts": span.end_s * 1e6}
+            )
+
+
+def _of_operations(recorded: Recorded, call: int) -> Iterator[Event]:
+    """Two rows for each device: its compute, and its collectives."""
+    operations = [one for one in recorded.operations if one.call == call]
+    for device in sorted({one.device for one in operations}):
+        yield _row(call, 2 * device, f"device {device}")
+        yield _row(call, 2 * device + 1, f"device {device}, collectives")
+    for one in operations:
+        known = recorded.by_name[one.name]
+        arguments: Event = {"opcode": known.opcode, "bytes": known.bytes}
+        arguments |= {"axes": ", ".join(known.axes)} if known.collective else {}
+        arguments |= {"flops": known.flops} if known.flops else {}
+        arguments |= {"scope": known.scope} if known.scope else {}
+        yield {
+            "ph": "X",
+            "pid": call,
+            "tid": 2 * one.device + bool(known.collective),
+            "name": one.name,
+            "cat": known.collective or "compute",
+            "ts": one.start_s * 1e6,
+            "dur": one.seconds * 1e6,
+            "args": arguments,
+        }

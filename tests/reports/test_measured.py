@@ -1,0 +1,50 @@
+"""What was recorded stands beside the plan, in the terminal and on the page."""
+
+import dataclasses
+import re
+
+import pytest
+
+from autopar import RecordedRun
+from autopar.errors import ArgumentError
+from autopar.plan import Plan
+from autopar.reports.measured import draw_row
+from tests.recording.recordings import PLAN, STAGES, in_stages, on_one_mesh, span
+
+
+def test_the_report_draws_the_predicted_pipeline_above_the_measured_one_to_one_scale(capsys):
+    STAGES.show(recorded=RecordedRun(in_stages()))
+    text = capsys.readouterr().out
+    rows = re.findall(r"^(predicted|measured) +mesh (\d) +\| (.*)$", text, flags=re.MULTILINE)
+    assert [row[:2] for row in rows] == [(name, mesh) for name in ("predicted", "measured") for mesh in "01"]
+    drawn = {row[:2]: row[2] for row in rows}
+    assert drawn["measured", "0"].count("B") == pytest.approx(2 * drawn["measured", "0"].count("F"), abs=2)
+    assert drawn["measured", "1"].startswith(".")
+    assert drawn["measured", "0"].endswith("U")
+    assert len(drawn["predicted", "0"]) < len(drawn["measured", "0"])
+    assert "Measured beside predicted" in text
+
+
+def test_a_row_has_a_letter_for_what_runs_and_a_dot_for_waiting():
+    spans = [span(0, "forward", 0, 2, 0), span(0, "input_gradient", 4, 5, 0), span(0, "weight_gradient", 5, 6, 0)]
+    assert draw_row(spans, 8e-3, 8) == "FF..BW"
+
+
+@pytest.mark.parametrize(
+    ("plan", "recorded"), [(PLAN, on_one_mesh()), (STAGES, in_stages())], ids=["one mesh", "stages"]
+)
+def test_the_page_shows_what_was_recorded_first(plan, recorded):
+    text = plan.html(recorded=RecordedRun(recorded))
+    assert text.index("Measured beside predicted") < text.index("The time of a step")
+    charts = re.findall(r'aria-label="(measured-[a-z]+)', text)
+    assert charts == ["measured-parts"] * 2 + ["measured-devices" if isinstance(plan, Plan) else "measured-pipeline"]
+    assert ("mesh 1 measured" in text) == (plan is STAGES)
+    assert plan.html() == plan.html(recorded=None)
+
+
+def test_a_recording_of_another_plan_is_refused():
+    other = dataclasses.replace(PLAN, mesh_shape=(4,))
+    with pytest.raises(ArgumentError, match="the recording is of another plan of train: "):
+        other.html(recorded=RecordedRun(on_one_mesh()))
+    with pytest.raises(ArgumentError, match="Show it with that one, or record this one"):
+        STAGES.show(recorded=RecordedRun(on_one_mesh()))
