@@ -30,7 +30,7 @@ def planned(tmp_path: Path, *argv: str) -> Plan:
     return Plan.from_json(file.read_text())
 
 
-def start(*argv: str, **environment: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "autopar", *argv]
+def start(*argv: str, module: str = "autopar", stdin: int | None = None, **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", module, *argv]
     pipe, env = subprocess.PIPE, CLEAN_ENVIRONMENT | environment
-    return subprocess.Popen(command, cwd=ROOT, env=env, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=env, stdin=stdin, stdout=pipe, stderr=pipe, text=True)

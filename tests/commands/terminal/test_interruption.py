@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM while a plan is sought: when they end the command at once, and when with the best plan so far."""
 
 import signal
+import subprocess
 
 import pytest
 
@@ -99,11 +100,11 @@ def test_a_signal_that_is_ignored_stays_ignored(capsys):
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_process_that_gets_a_signal_hands_over_its_plan(number, status, tmp_path):
     file = tmp_path / "plan.json"
-    process = start("plan", "mlp", *SMALL, "--devices", "8", "-v", "-o", str(file))
-    for line in process.stderr:
-        if "planning on one mesh" in line:
-            process.send_signal(number)
-            break
+    command = ("plan", "mlp", *SMALL, "--devices", "8", "-v", "-o", str(file))
+    process = start(*command, module="tests.commands.terminal.held", stdin=subprocess.PIPE)
+    errors = "".join(iter(process.stderr.readline, "held\n"))
+    assert "planning on one mesh" in errors
+    process.send_signal(number)
     output, errors = process.communicate(timeout=120)
     assert process.returncode == status, errors
     assert "plan is the best that was found so far" in errors
