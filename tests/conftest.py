@@ -20,6 +20,7 @@ import threading
 from collections.abc import Iterator
 from importlib.metadata import version
 
+from tests.ir_contexts import share_contexts
 from tests.xla_flags import DEVICE_COUNT, DEVICES, QUICK_COMPILE
 
 assert "jax" not in sys.modules, "JAX was imported before tests/conftest.py could set the number of devices"
@@ -60,6 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """Garbage is collected seventy times less often than usual. Tests that look for garbage collect it first."""
+    if QUICK_COMPILE in os.environ["XLA_FLAGS"]:
+        share_contexts()
     leave_alone_what_lives()
     gc.set_threshold(*COLLECT_SELDOM)
 
