@@ -5,14 +5,15 @@ the caller's environment says about platform and caches does not apply to the te
 not kept: tests of the plan cache give it a folder of their own.
 
 A run without the slow tests compiles quickly, with a third of the work: XLA leaves LLVM's optimisation out, hands each module
-to LLVM in one part and, with JAX 0.10, emits fused kernels without MLIR. Then it may fuse a few operations differently;
+to LLVM in one part and, with JAX 0.10, emits fused kernels without MLIR; JAX 0.10 makes fewer MLIR
+contexts. Then XLA may fuse a few operations differently;
 collectives stay the same, and memory stays within what its tests allow. A run with the slow tests, and any other run,
 compiles as users do.
 
-What is there when all tests are collected, JAX above all, stays; Python's collector need not walk over it again and again.
+Tests start many processes, and xdist a few: compiled Python is kept, whatever the environment says, so that each of autopar's
+modules is compiled once.
 """
 
-import gc
 import os
 import signal
 import sys
@@ -21,9 +22,12 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 from tests.ir_contexts import share_contexts
+from tests.seldom_collected import collect_seldom, leave_alone_what_lives
 from tests.xla_flags import DEVICE_COUNT, DEVICES, QUICK_COMPILE
 
 assert "jax" not in sys.modules, "JAX was imported before tests/conftest.py could set the number of devices"
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 os.environ["AUTOPAR_CACHE"] = "off"
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
@@ -39,9 +43,6 @@ settings.load_profile("autopar")
 
 LONGEST = ("random_programs", "harnesses")
 """Folders of tests of 10 seconds and more."""
-COLLECT_SELDOM = (50_000, 20, 50)
-"""The collector's thresholds: whole collections come after 50 million new objects, and at the end of a test file."""
-
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compile quickly where the slow tests are left out; no test module has touched a device before this.
@@ -60,11 +61,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Garbage is collected seventy times less often than usual. Tests that look for garbage collect it first."""
+    """Garbage is collected seldom; and where modules are compiled quickly, they share MLIR contexts."""
     if QUICK_COMPILE in os.environ["XLA_FLAGS"]:
         share_contexts()
-    leave_alone_what_lives()
-    gc.set_threshold(*COLLECT_SELDOM)
+    collect_seldom()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -73,12 +73,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     yield
     if nextitem is None or nextitem.path != item.path:
         leave_alone_what_lives()
-
-
-def leave_alone_what_lives() -> None:
-    """Collect garbage; no later collection walks over the rest."""
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_report_header() -> str:

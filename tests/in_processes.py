@@ -17,6 +17,8 @@ import threading
 import warnings
 from pathlib import Path
 
+from tests.ir_contexts import share_contexts
+from tests.seldom_collected import collect_seldom
 from tests.xla_flags import DEVICES, QUICK_COMPILE
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +71,8 @@ def work_through(problems_of):
         problems_of: of a list of cases, what is wrong, by their names.
     """
     warnings.simplefilter("ignore")
+    share_contexts()
+    collect_seldom()
     together, cases = int(sys.argv[1]), sys.stdin.read().splitlines()
     for first in range(0, len(cases), together):
         part = cases[first : first + together]

@@ -85,7 +85,9 @@ import contextlib, io, json, os, sys, traceback
 import numpy
 import jax
 import autopar
+from tests.ir_contexts import share_contexts
 autopar.parallelize
+share_contexts()
 
 
 def run(page, cells, folder, environment):
