@@ -44,6 +44,7 @@ settings.load_profile("autopar")
 LONGEST = ("random_programs", "harnesses")
 """Folders of tests of 10 seconds and more."""
 
+
 def pytest_configure(config: pytest.Config) -> None:
     """Compile quickly where the slow tests are left out; no test module has touched a device before this.
 

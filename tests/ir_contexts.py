@@ -1,7 +1,7 @@
 """MLIR contexts that several modules share, as JAX 0.12 has them; with JAX 0.10 each module that is lowered makes one, for 5 ms.
 
-A context belongs to one thread at a time; when that ends, the next one takes it over. It is used for few modules, because it keeps
-the types, constants and places in files of all of them.
+A context belongs to one thread at a time; when that ends, the next one takes it over. It is used for few modules, because it
+keeps the types, constants and places in files of all of them.
 """
 
 import threading
@@ -10,7 +10,7 @@ from importlib.metadata import version
 MODULES = 50
 
 
-class _Shared:
+class Shared:
     """Contexts that wait for a thread, and the one that each thread has."""
 
     def __init__(self, make):
@@ -48,6 +48,6 @@ class _Lease:
 def share_contexts():
     """Let what JAX lowers from now on share contexts, where JAX does not see to that itself."""
     if version("jax").startswith("0.10."):
-        from jax._src.interpreters import mlir
+        from jax._src.interpreters import mlir  # noqa: TID251 - JAX 0.10 has no setting for it
 
-        mlir.make_ir_context = _Shared(mlir.make_ir_context).take
+        mlir.make_ir_context = Shared(mlir.make_ir_context).take

@@ -28,6 +28,7 @@ from autopar.solver.outcomes import Chosen
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.solve import choose
 from autopar.stages.recompute_layers import Repeated
+from tests.fast_part import on_the_diagonal
 from tests.inter_op.test_search import request_on, traced_step
 
 SIZE = 8
@@ -179,8 +180,10 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("dims", [(1, 1, 1), (1, 1, 0), (1, 1, 1, 0, 0), (1, 1, 1, 1, 0)])
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    on_the_diagonal([*MACHINES], [(1, 1, 1), (1, 1, 0), (1, 1, 1, 0, 0), (1, 1, 1, 1, 0)]),
+)
 def test_what_many_readers_share_is_bounded_as_the_step_pays_it(dims, name):
     step, request = traced(readers(dims)), request_for(MACHINES[name], (2,))
     search = MeshSearch(step, request.meshes[0], request)

@@ -86,7 +86,8 @@ signal.signal(signal.SIGTERM, stop)
 note("started", f"{RANK} of {os.environ['AUTOPAR_PROCESSES']} attempt {ATTEMPT} pid {os.getpid()}")
 state = json.loads(SAVED.read_text()) if SAVED.exists() else {"step": 0, "x": 0.3 + RANK / 100}
 while state["step"] < STEPS:
-    wait_until(lambda: state["step"] != HOLD or (FOLDER / "go").exists())
+    if state["step"] == HOLD:
+        wait_until((FOLDER / "go").exists)
     point(f"step {state['step']}")
     time.sleep(STEP_S)
     state = {"step": state["step"] + 1, "x": 3.9 * state["x"] * (1 - state["x"])}

@@ -166,7 +166,9 @@ def test_a_signal_that_is_ignored_for_the_supervisor_ends_nothing(tmp_path):
 
 def test_no_process_is_left_when_the_supervisor_itself_is_killed(tmp_path):
     job = start(tmp_path, "-n", "2", arguments=(10_000, "leave", 1, 2))
-    assert wait_until(lambda: any(b"-c" in words for words in processes_of(tmp_path).values())), "what it leaves is there"
+    assert wait_until(lambda: any(b"-c" in words for words in processes_of(tmp_path).values())), (
+        "what it leaves is there"
+    )
     job.kill()
     job.wait()
     assert is_gone(tmp_path)

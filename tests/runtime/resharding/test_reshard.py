@@ -1,6 +1,7 @@
 """Arrays moved between meshes of the eight virtual devices equal their source and have the target's sharding."""
 
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -270,17 +271,23 @@ def test_a_transfer_returns_before_its_operand_is_computed(case):
     source_mesh, source_first, source_spec, target_mesh, target_first, target_spec = case
     source = sharding_on(source_mesh, source_first, source_spec)
     target = sharding_on(target_mesh, target_first, target_spec)
-    prepared = prepared_for((480, 480), source, target)
+    prepared, opened = prepared_for((48, 48), source, target), threading.Event()
 
-    def grind(array, rounds):
-        return jax.lax.fori_loop(0, rounds, lambda _, x: jnp.tanh(x @ x), array)
+    def held_back(array):
+        opened.wait(60)
+        return array
 
-    compute = jax.jit(grind, out_shardings=source)
-    start = moved_from(source, np.full((480, 480), 0.01, np.float32))
-    prepared(compute(start, 1)).block_until_ready()
-    pending = compute(start, 250)
+    compute = jax.jit(
+        lambda array: jax.pure_callback(held_back, jax.typeof(array), jnp.tanh(array @ array)), out_shardings=source
+    )
+    start = moved_from(source, np.full((48, 48), 0.01, np.float32))
+    opened.set()
+    prepared(compute(start)).block_until_ready()
+    opened.clear()
+    pending = compute(start)
     moved = prepared(pending)
     assert not pending.is_ready()
+    opened.set()
     np.testing.assert_array_equal(np.asarray(moved), np.asarray(pending))
 
 
