@@ -5,10 +5,9 @@ the caller's environment says about platform and caches does not apply to the te
 not kept: tests of the plan cache give it a folder of their own.
 
 A run without the slow tests compiles quickly, with a third of the work: XLA leaves LLVM's optimisation out, hands each module
-to LLVM in one part and, with JAX 0.10, emits fused kernels without MLIR; JAX 0.10 makes fewer MLIR
-contexts. Then XLA may fuse a few operations differently;
-collectives stay the same, and memory stays within what its tests allow. A run with the slow tests, and any other run,
-compiles as users do.
+to LLVM in one part and, with JAX 0.10, emits fused kernels without MLIR; and JAX 0.10 makes fewer MLIR contexts. Then XLA may
+fuse a few operations differently; collectives stay the same, and memory stays within what its tests allow. A run with the slow
+tests, and any other run, compiles as users do.
 
 Tests start many processes, and xdist a few: compiled Python is kept, whatever the environment says, so that each of autopar's
 modules is compiled once.
