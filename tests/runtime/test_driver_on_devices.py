@@ -60,6 +60,19 @@ def task(kind):
     return lambda dw, r, g: (weight_gradient(dw, r, g),)
 
 
+@functools.cache
+def jitted(kind, extra, donated, placed):
+    """The task of a kind and a witness, with results in these places; equal tasks of all steps are compiled once."""
+
+    def program(*arrays):
+        arrays = list(arrays)
+        if extra is not None:
+            arrays[-1] = extra(arrays[-1])
+        return *task(kind)(*arrays)[: len(placed) - 1], jnp.zeros(())
+
+    return jax.jit(program, donate_argnums=donated, out_shardings=placed)
+
+
 class Step:
     """The chain of tanh(x @ w), on `per_mesh` devices for each mesh; rows of the batch are split over them."""
 
@@ -77,16 +90,9 @@ class Step:
         return NamedSharding(self.meshes[mesh], split.get(name[0], PartitionSpec()))
 
     def compiled(self, spec, extra):
-        def program(*arrays):
-            arrays = list(arrays)
-            if extra is not None:
-                arrays[-1] = extra(arrays[-1])
-            return *task(spec.kind)(*arrays)[: len(spec.outputs)], jnp.zeros(())
-
         placed = (*(self.placed(spec.mesh, slot.name) for slot in spec.outputs), self.placed(spec.mesh, "witness"))
-        function = jax.jit(
-            program, donate_argnums=spec.donated[:1] if spec.kind != "forward" else (), out_shardings=placed
-        )
+        donated = spec.donated[:1] if spec.kind != "forward" else ()
+        function = jitted(spec.kind, extra, tuple(donated), placed)
         return lambda arrays: function(*arrays)
 
     def transfer(self, array, value, source, target):
