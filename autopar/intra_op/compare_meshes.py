@@ -16,7 +16,7 @@ import functools
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from autopar.errors import ConstraintError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
@@ -24,7 +24,7 @@ from autopar.intra_op.choices.allowed_values import asks_for_layouts
 from autopar.intra_op.choices.least_work import find_work
 from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
-from autopar.intra_op.request import PlannedStep, PlanRequest
+from autopar.intra_op.request import PlannedStep, PlanRequest, distinct_meshes
 from autopar.intra_op.restore import PackedStep, pack, unpack
 from autopar.layouts.mesh import LogicalMesh
 from autopar.plan import Candidate
@@ -119,7 +119,7 @@ class MeshComparison:
         """The best plan, with all that was compared."""
         self.shared.excess = math.inf
         self.note_first()
-        meshes = waiting = _distinct(self.request, is_free=not asks_for_layouts(self.traced.program))
+        meshes = waiting = distinct_meshes(self.request, is_free=not asks_for_layouts(self.traced.program))
         together = self.request.processes if self.is_large else 1
         while waiting:
             if math.isfinite(self.shared.best_s) and self._is_too_late(waiting[:together]):
@@ -279,10 +279,9 @@ class MeshComparison:
         shared = self.shared
         search = MeshSearch(self.traced, mesh, request)
         evenly_divided_s = shared.evenly_divided_s or search.evenly_divided_s()
-        at_least_s = shared.at_least_s.get(mesh, 0.0)
-        if shared.is_bounded and not at_least_s and math.isfinite(shared.best_s):
-            request.budget.require_time()
-            at_least_s = search.at_least_s
+        at_least_s, least_s = shared.at_least_s.get(mesh, 0.0), 0.0
+        if shared.is_bounded and math.isfinite(shared.best_s):
+            at_least_s, least_s = self._bound(search, at_least_s)
         bound_s = max(at_least_s, evenly_divided_s)
         is_beaten, most_work = bound_s >= (1 - self.worth) * shared.best_s, math.inf
         if self._is_optional(mesh) and math.isfinite(shared.best_s):
@@ -297,13 +296,10 @@ class MeshComparison:
             self._is_planned_here = True
             if outcome.plan.step_s < shared.best_s:
                 report(Progress(best_s=outcome.plan.step_s), is_news=True)
-        at_least_s, least_s = max(at_least_s, search.bound_s), 0.0
+        at_least_s = max(at_least_s, search.bound_s)
         with contextlib.suppress(LateError):  # a bound is no longer worth it
-            if shared.is_bounded and not at_least_s:
-                request.budget.require_time()
-                at_least_s = search.at_least_s
-            if shared.is_bounded and shared.first is self.traced:
-                least_s = search.least_s()
+            if shared.is_bounded and not least_s:
+                at_least_s, least_s = self._bound(search, at_least_s)
         return _Looked(
             evenly_divided_s=evenly_divided_s,
             at_least_s=at_least_s,
@@ -311,6 +307,16 @@ class MeshComparison:
             excess=search.excess,
             outcome=outcome,
         )
+
+    def _bound(self, search: MeshSearch, at_least_s: float) -> tuple[float, float]:
+        """See `at_least_s`, which may be known, and `least_s` of `SharedSearch`: what bounds every step bounds the objective."""
+        if self.shared.first is self.traced:
+            least_s = search.least_s()
+            return max(at_least_s, least_s), least_s
+        if not at_least_s:
+            self.request.budget.require_time()
+            at_least_s = search.at_least_s
+        return at_least_s, 0.0
 
     def _may_give_up(self) -> bool:
         """Whether the time is over and this process has a plan, so that it need not wait for those of others."""
@@ -380,20 +386,3 @@ def _no_way_there(meshes: Mapping[LogicalMesh, Unreachable | Unfinished], reques
         f"no plan on mesh {shapes}: the kinds of collectives allowed ({kinds}) cannot bring every value to the layouts that the "
         "constraints and the operations ask for; allow all-gather and all-reduce, which always can"
     )
-
-
-def _distinct(request: PlanRequest, *, is_free: bool) -> list[LogicalMesh]:
-    """Meshes that differ by more than the order of axes with equal links, for whose axes the cluster has links.
-
-    `is_free`: the step itself names no axes. If axes have names in a constraint, their order matters.
-    """
-    seen: dict[Any, LogicalMesh] = {}
-    known = request.cluster.axis_links
-    for mesh in request.meshes:
-        if known is not None and len(mesh.shape) > len(known) and len(request.meshes) > 1:
-            continue
-        links = request.cluster.links_of(mesh.shape)
-        free = is_free and not request.constraints.rules and len(set(links)) == 1
-        key = (tuple(sorted(mesh.shape)), links[0]) if free else (mesh.shape, links, mesh.axis_names)
-        seen.setdefault(key, mesh)
-    return list(seen.values())

@@ -6,7 +6,7 @@ Data alone, for everybody who plans a step, a stage or a layer.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 
 from autopar.cost_model.hardware import Cluster
 from autopar.intra_op.choices.catalogue import Catalogues
@@ -62,6 +62,23 @@ def logical_meshes(devices: int, tuning: Tuning = TUNING) -> tuple[LogicalMesh, 
     """Every arrangement of the devices in up to `tuning.most_axes` axes, fewest axes first."""
     counts = range(1, tuning.most_axes + 1)
     return tuple(LogicalMesh.of(shape) for axes in counts for shape in _factorizations(devices, axes))
+
+
+def distinct_meshes(request: PlanRequest, *, is_free: bool) -> list[LogicalMesh]:
+    """Meshes that differ by more than the order of axes with equal links, for whose axes the cluster has links.
+
+    `is_free`: the step itself names no axes. If axes have names in a constraint, their order matters.
+    """
+    seen: dict[Hashable, LogicalMesh] = {}
+    known = request.cluster.axis_links
+    for mesh in request.meshes:
+        if known is not None and len(mesh.shape) > len(known) and len(request.meshes) > 1:
+            continue
+        links = request.cluster.links_of(mesh.shape)
+        free = is_free and not request.constraints.rules and len(set(links)) == 1
+        key = (tuple(sorted(mesh.shape)), links[0]) if free else (mesh.shape, links, mesh.axis_names)
+        seen.setdefault(key, mesh)
+    return list(seen.values())
 
 
 def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -156,8 +156,9 @@ class Tuning:
     """Ties between alike nodes are used if they leave at most this part of the nodes (`planner_time.py`)."""
     near: float = 1e-3
     """Dual ascent of a deep problem ends when solution and bound are this near, relative (`planner_time.py`, column gap)."""
-    lifted_sweeps: tuple[int, ...] = (1, 4)
-    """Sweeps over the tied problem after which the bound is lifted to the whole, ascending; the best counts."""
+    lifted_sweeps: tuple[int, ...] = (4, 16)
+    """Sweeps over the tied problem after which the bound is lifted to the whole, ascending; the best counts. 16 raise the bound
+    of T5 on two nodes by 6 %, 32 by 8 % in half as much time again (`benchmarks/planning_ordinary.py`, t5-2-nodes)."""
     radius: int = 4
     """How many edges away nodes must look alike to be tied: more keeps more of the ends apart, and ties less
     (`planner_time.py`)."""

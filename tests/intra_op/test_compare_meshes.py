@@ -67,6 +67,19 @@ def test_a_way_that_cannot_win_is_not_planned():
     assert not isinstance(plan_way(step, request, SharedSearch(best_s=1.01 * best_s)), Beaten)
 
 
+def test_of_the_first_way_a_mesh_is_bounded_once_and_that_bounds_what_is_minimised(monkeypatch):
+    """A bound of every step is one of the objective, which pays for each reader of a value."""
+    step, request = question()
+    expected = {mesh: MeshSearch(step, mesh, request).at_least_s for mesh in request.meshes[:2]}
+    monkeypatch.delattr(MeshSearch, "at_least_s")
+    shared = SharedSearch()
+    best = plan_way(step, request, shared).plan
+    assert best.lower_bound_s <= best.step_s
+    for mesh, bound_s in expected.items():
+        assert shared.least_s[mesh] > 0.9 * bound_s
+        assert shared.at_least_s[mesh] >= min(shared.least_s[mesh], best.step_s)
+
+
 def test_what_a_way_has_proven_is_known_to_the_next():
     step, request = question()
     shared = SharedSearch()
