@@ -34,7 +34,13 @@ class Presented:
         return str(_reports().page(self))
 
     def show(
-        self, *, full: bool = False, classic: bool = False, what_if: bool = False, recorded: object = None
+        self,
+        *,
+        full: bool = False,
+        classic: bool = False,
+        what_if: bool = False,
+        recorded: object = None,
+        verified: object = None,
     ) -> None:
         """Print the report, as `autopar plan` does.
 
@@ -43,6 +49,7 @@ class Presented:
             classic: add what `classic()` returns, which plans five more times.
             what_if: add what `what_if()` returns, which plans two or three more times.
             recorded: a `RecordedRun` of the plan; what was measured is printed beside what is predicted.
+            verified: a `Verification` of the compiled plan; its rows are printed last.
         """
         _reports().show(self, full=full)
         for asked, answer in ((classic, self.classic), (what_if, self.what_if)):
@@ -50,14 +57,19 @@ class Presented:
                 _reports().say(f"\n{answer()}")
         if recorded is not None:
             _reports().say(f"\n{_reports().measured_text(self, recorded)}")
+        if verified is not None:
+            _reports().say(f"\n{verified}")
 
-    def html(self, path: str | os.PathLike[str] | None = None, *, recorded: object = None) -> str:
+    def html(
+        self, path: str | os.PathLike[str] | None = None, *, recorded: object = None, verified: object = None
+    ) -> str:
         """The report as one page of HTML that needs nothing else; also written to `path`, if that is given.
 
-        `recorded`: a `RecordedRun` of the plan, whose step is drawn beside the predicted one. Raises ArgumentError if jinja2 or
-        matplotlib is missing: `pip install 'autopar[report]'` brings them.
+        `recorded`: a `RecordedRun` of the plan, whose step is drawn beside the predicted one. `verified`: a `Verification` of
+        the compiled plan, which has a section. Raises ArgumentError if jinja2 or matplotlib is missing: `pip install
+        'autopar[report]'` brings them.
         """
-        return str(_reports().html(self, path, recorded=recorded))
+        return str(_reports().html(self, path, recorded=recorded, verified=verified))
 
     def why(self, path: str) -> object:
         """Why a leaf has its layout: what each other one would cost, and what decides. Print the answer.

@@ -15,6 +15,7 @@ from rich.console import Console
 from autopar.explain import page as pages
 from autopar.explain import report
 from autopar.explain.report import TEXT_WIDTH
+from autopar.explain.verified import headline, verified_table
 from autopar.files.whole_file import save
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan
@@ -23,6 +24,7 @@ from autopar.recording.run import RecordedRun
 from autopar.reports import measured
 from autopar.reports.html import page as html_page
 from autopar.schedules.grid import draw_grid
+from autopar.verification import Verification
 
 if TYPE_CHECKING:
     from autopar.reports.html.contents import Section
@@ -58,10 +60,15 @@ def measured_text(plan: Plan | PipelinePlan, recorded: RecordedRun) -> str:
 
 
 def html(
-    plan: Plan | PipelinePlan, path: str | os.PathLike[str] | None = None, *, recorded: RecordedRun | None = None
+    plan: Plan | PipelinePlan,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    recorded: RecordedRun | None = None,
+    verified: Verification | None = None,
 ) -> str:
     """A plan as a page of HTML, also written to `path`, if that is given. Raises ArgumentError, see `html.page`."""
-    text = html_page.page(plan, () if recorded is None else _measured_sections(plan, recorded))
+    first = [] if recorded is None else [*_measured_sections(plan, recorded)]
+    text = html_page.page(plan, first if verified is None else [_verified_section(verified), *first])
     if path is not None:
         save(Path(path), text)
     return text
@@ -73,6 +80,15 @@ def _measured_sections(plan: Plan | PipelinePlan, recorded: RecordedRun) -> Sequ
     from autopar.reports.measured_page import measured_sections
 
     return list(measured_sections(measured.of_plan(plan, recorded.data)))
+
+
+def _verified_section(verified: Verification) -> Section:
+    """The compiled programs against the plan."""
+    html_page.require_packages()
+    from autopar.reports.html.contents import Section, cells_of
+
+    title = "Verified" if verified.ok else "Not as planned"
+    return Section(title=title, sentences=(headline(verified),), tables=cells_of(verified_table(verified)))
 
 
 def notebook(plan: Plan | PipelinePlan) -> str | None:

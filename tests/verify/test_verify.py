@@ -193,6 +193,22 @@ def test_figures_that_read_the_same_are_given_to_the_byte():
     assert "10,000,001" in text
 
 
+@pytest.mark.parametrize("mode", ["zero3", "stages"])
+def test_a_report_has_a_section_of_what_was_verified_if_it_is_given(mode, capsys):
+    step = step_in(mode)
+    found = step.verify(*arguments())
+    plan = step.last_plan()
+    plan.show()
+    assert "Verified" not in capsys.readouterr().out
+    plan.show(verified=found)
+    printed = capsys.readouterr().out
+    assert "Verified: train_step as compiled" in printed
+    assert "products and convolutions" in printed
+    assert "<h2>Verified</h2>" in plan.html(verified=found)
+    broken = dataclasses.replace(found, rows=(row(),))
+    assert "<h2>Not as planned</h2>" in plan.html(verified=broken)
+
+
 def test_values_need_arrays():
     state, batch = shapes()
     assert step_in("zero3").verify(state, batch).ok

@@ -25,9 +25,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--program", type=Path, metavar="FILE", help="write what each device runs, as text with its collectives"
     )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the plan's report as a page that says what was verified"
+    )
     parser.set_defaults(check=_check)
 
 
 def _check(options: argparse.Namespace) -> None:
     check_folder(options.hlo)
     check_folder(options.program)
+    check_folder(options.html)

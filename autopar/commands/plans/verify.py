@@ -22,6 +22,7 @@ from autopar.errors import ArgumentError
 from autopar.explain import standard_output
 from autopar.files.whole_file import save
 from autopar.progress import enter
+from autopar.reports.report import html
 
 DIFFERS = 1
 """The exit status where a compiled program is not what was planned."""
@@ -38,13 +39,15 @@ def verify(options: argparse.Namespace) -> int:
         given = _arguments(options) if options.values else (subject.state, subject.batch)
         step = make_parallel(subject.step, devices, options)
         with interruptible(step.stop_planning) as interruption:
-            plan_step(step, subject, options)
+            plan = plan_step(step, subject, options)
         enter("compiling")
         found = step.verify(*given, values=options.values)
     interruption.finish()
     console = standard_output()
     console.print(found.to_json() if options.json else str(found), markup=False, highlight=False, soft_wrap=True)
     _write(options, step, subject)
+    if options.html is not None:
+        html(plan, options.html, verified=found)
     return 0 if found.ok else DIFFERS
 
 

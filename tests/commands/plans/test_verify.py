@@ -22,14 +22,17 @@ def step_of_arrays():
 
 
 def test_a_model_is_verified_and_its_programs_are_written(capsys, tmp_path):
-    program, modules = tmp_path / "program.txt", tmp_path / "modules.txt"
-    assert run(*TINY, "--zero", "3", "--mesh", "2", "--json", "--program", program, "--hlo", modules) == 0
+    program, modules, page = (tmp_path / name for name in ("program.txt", "modules.txt", "plan.html"))
+    assert (
+        run(*TINY, "--zero", "3", "--mesh", "2", "--json", "--program", program, "--hlo", modules, "--html", page) == 0
+    )
     printed = capsys.readouterr().out
     check_fields(json.loads(printed), VERIFICATION_SCHEMA, "a verification")
     found = Verification.from_json(printed)
     assert found.ok
     assert (found.num_devices, found.step) == (2, "train_step")
     assert ">> v1: float32[" in program.read_text()
+    assert "<h2>Verified</h2>" in page.read_text()
     assert modules.read_text().startswith("// train_step\nHloModule")
 
 
