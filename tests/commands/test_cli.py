@@ -129,6 +129,9 @@ def my_step():
 
 def half():
     return train_step
+
+def of_three_arguments():
+    return lambda params, opt_state, batch: params, {}, {}
 """
 
 
@@ -141,6 +144,11 @@ def test_plan_takes_a_step_of_the_users_own_from_the_current_folder(tmp_path, mo
     assert run("plan", "own_step_of_a_user:half") == 2
     assert (
         "half() returned function; it must return (train_step, state_shapes, batch_shapes)" in capsys.readouterr().err
+    )
+    assert run("plan", "own_step_of_a_user:of_three_arguments") == 2
+    told = capsys.readouterr().err
+    assert (
+        "takes params, opt_state, batch, but the command line calls it with a state and a batch: make one tree" in told
     )
 
 

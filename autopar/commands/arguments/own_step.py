@@ -106,7 +106,18 @@ def import_step(target: str) -> OwnStep:
     returned = function()
     if not isinstance(returned, tuple) or len(returned) != 3 or not callable(returned[0]):
         raise ArgumentError(f"{target}() returned {type(returned).__name__}; it must return {_RETURNS}")
+    _check_step(target, returned[0])
     return OwnStep(target, *returned)
+
+
+def _check_step(target: str, step: Callable[..., object]) -> None:
+    """Raises ArgumentError if the step cannot be called with a state and a batch alone."""
+    needed = _required_parameters(step)
+    if len(needed) > 2:
+        raise ArgumentError(
+            f"the step of {target}() takes {', '.join(needed)}, but the command line calls it with a state and a batch: make one "
+            "tree of what it updates, such as (params, opt_state), and return the new one first"
+        )
 
 
 def _required_parameters(function: Callable[..., object]) -> list[str]:
