@@ -324,7 +324,7 @@ def parallelize(
         constraints: layouts that the plan must keep: a mapping of leaf-path globs to a `PartitionSpec`, `Replicated` or `Split`;
             a preset such as `data_parallel()`; or a list of these, of which the last that matches a leaf holds.
         cluster: what the machine can do: the name of a preset, the path of a cluster file, or a `Cluster`; `"auto"` looks up
-            the kind of the devices.
+            the kind of the devices, and is the preset `"cpu"` where `devices` is a number.
         allow_redundant_compute: let devices repeat contractions where that saves communication.
         collectives: the kinds of collectives that the plan may use, of `all-reduce`, `reduce-scatter`, `all-gather`,
             `all-to-all` and `collective-permute`; None allows all.

@@ -29,8 +29,7 @@ def read(argv: list[str]) -> argparse.Namespace:
     """Read the options of a command line; ArgumentError says what cannot be used."""
     explained = len(argv) > 1 and argv[0] == "explain" and values.is_model(argv[1])
     argv = ["plan", *argv[1:]] if explained else argv
-    named = len(argv) > 1 and _takes_model(argv[0]) and not argv[1].startswith("-")
-    model = argv[1] if named else None
+    model = _find_model(argv)
     parser = _make_parser(model)
     options, unknown = parser.parse_known_args(argv)
     options.command = "explain" if explained else options.command
@@ -52,8 +51,17 @@ def _describe_unknown(word: str, options: argparse.Namespace, model: str | None)
     return f"{place} has no argument {word!r}; it takes {', '.join(sorted(options.flags))}"
 
 
+def _find_model(argv: list[str]) -> str | None:
+    """The word that names the model: right after the command, or after the file that the command takes."""
+    if not argv or not _takes_model(argv[0]):
+        return None
+    place = COMMANDS[argv[0]].model_at
+    before = argv[1 : place + 1]
+    return argv[place] if len(before) == place and not any(word.startswith("-") for word in before) else None
+
+
 def _takes_model(command: str) -> bool:
-    return command in COMMANDS and COMMANDS[command].takes_model
+    return command in COMMANDS and COMMANDS[command].model_at > 0
 
 
 def _make_parser(model: str | None) -> argparse.ArgumentParser:
@@ -64,7 +72,7 @@ def _make_parser(model: str | None) -> argparse.ArgumentParser:
         one = parsers.add_parser(name, help=command.about, description=f"{command.about}.", allow_abbrev=False)
         one.set_defaults(run=command.run, check=None)
         command.add(one)
-        if model and command.takes_model and ":" not in model:
+        if model and command.model_at and ":" not in model:
             add_sizes(one, model)
         one.set_defaults(
             flags=[flag for action in one._actions for flag in action.option_strings if flag.startswith("--")]

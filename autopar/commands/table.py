@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Callable, Mapping
 
 from autopar.commands.parsers import (
+    bench,
     cache,
     calibrate,
     collectives,
@@ -20,6 +21,7 @@ from autopar.commands.parsers import (
     explain,
     plan,
     rank,
+    run,
     simulate,
     train,
     verify,
@@ -36,13 +38,13 @@ class Command:
         add: Adds its flags to a parser. They may have a default `check`, a function of the options that raises ArgumentError.
         target: The function that runs it, of the options to an exit status, as `module:function`. It is imported when it is
             called, because it imports JAX.
-        takes_model: Whether MODEL stands right after the command, with flags for its sizes.
+        model_at: Which word after the command is MODEL, which brings flags for its sizes; 0 if there is none.
     """
 
     about: str
     add: Callable[[argparse.ArgumentParser], None]
     target: str
-    takes_model: bool = False
+    model_at: int = 0
 
     def run(self, options: argparse.Namespace) -> int:
         """Check the options, and run the command; returns the exit status."""
@@ -58,13 +60,15 @@ class Command:
 
 
 COMMANDS: Mapping[str, Command] = {
-    "plan": Command(plan.HELP, plan.add, "autopar.commands.plans.plan:plan", takes_model=True),
+    "plan": Command(plan.HELP, plan.add, "autopar.commands.plans.plan:plan", model_at=1),
     "explain": Command(explain.HELP, explain.add, "autopar.commands.plans.plan:show_file"),
     "show": Command(explain.HELP_OF_SHOW, explain.add, "autopar.commands.plans.plan:show_file"),
     "diff": Command(diff.HELP, diff.add, "autopar.commands.plans.diff:diff"),
-    "rank": Command(rank.HELP, rank.add, "autopar.commands.plans.rank:rank", takes_model=True),
-    "verify": Command(verify.HELP, verify.add, "autopar.commands.plans.verify:verify", takes_model=True),
-    "train": Command(train.HELP, train.add, "autopar.commands.training.train:train", takes_model=True),
+    "rank": Command(rank.HELP, rank.add, "autopar.commands.plans.rank:rank", model_at=1),
+    "verify": Command(verify.HELP, verify.add, "autopar.commands.plans.verify:verify", model_at=1),
+    "train": Command(train.HELP, train.add, "autopar.commands.training.train:train", model_at=1),
+    "run": Command(run.HELP, run.add, "autopar.commands.training.run:run", model_at=2),
+    "bench": Command(bench.HELP, bench.add, "autopar.commands.training.bench:bench", model_at=1),
     "simulate": Command(simulate.HELP, simulate.add, "autopar.commands.simulated.simulate:simulate"),
     "calibrate": Command(calibrate.HELP, calibrate.add, "autopar.commands.machine.calibrate:calibrate"),
     "collectives": Command(collectives.HELP, collectives.add, "autopar.commands.machine.collectives:collectives"),

@@ -15,12 +15,12 @@ from tests.commands.documents import document, schema_of
 
 NO_RESULT = {"launch"}
 """Its workers print what they like."""
-WORDS = {"plan": "gpt", "rank": "gpt --clusters h200", "train": "gpt", "cache": "list", "diff": "a b"}
+WORDS = {"plan": "gpt", "rank": "gpt --clusters h200", "train": "gpt", "cache": "list", "diff": "a b", "bench": "gpt"}
 
 
 @pytest.mark.parametrize("command", COMMANDS.keys() - NO_RESULT)
 def test_a_command_takes_the_flag_and_has_a_schema(command):
-    words = {"explain": "plan.json", "show": "plan.json", "run": "plan.json", "verify": "gpt"} | WORDS
+    words = {"explain": "plan.json", "show": "plan.json", "run": "plan.json gpt", "verify": "gpt"} | WORDS
     assert read([command, *words.get(command, "").split(), "--json"]).json
     schema = json.loads(schema_of(command).read_text())
     jsonschema.Draft202012Validator.check_schema(schema)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -55,11 +56,23 @@ def plan(options: argparse.Namespace) -> int:
         save(output, found.to_json())
     console = reports(as_json=options.json)
     _print(found, options, console)
-    if output is not None:
-        console.print(f"\nplan written to {output}", markup=False, highlight=False)
+    for line in _notes(options):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     write_page(found, options.html, console)
     interruption.finish()
     return 0
+
+
+def _notes(options: argparse.Namespace) -> Iterator[str]:
+    """What is said behind a report, a blank line before it: for which machine is planned if none was named, and the file."""
+    notes = []
+    if options.cluster == "auto" and options.leaf is None:
+        notes.append("planned for virtual CPU devices, the preset cpu; --cluster names another machine")
+    if options.output is not None:
+        notes.append(f"plan written to {options.output}")
+    if notes:
+        yield ""
+    yield from notes
 
 
 def _print(found: Plan | PipelinePlan, options: argparse.Namespace, console: Console) -> None:

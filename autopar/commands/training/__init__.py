@@ -1,1 +1,1 @@
-"""What trains: `train` and `demo`."""
+"""What makes steps: `train`, `run`, `bench` and `demo`."""

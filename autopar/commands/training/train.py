@@ -126,17 +126,19 @@ def train_model(
         compiled = _compile(step, shapes)
     recorder = Recorder.of(compiled, options.timeline, steps=training.steps) if options.timeline else None
     first = _first_number(options, step, whole=compare or recorder is not None)
-    first_state = _first_state(training, step) if compare and reference is None else None
+    first_state = first_state_of(training, step) if compare and reference is None else None
     record = Record(first)
     with contextlib.nullcontext() if recorder is None else recorder.recording():
-        stopped = _run(training, step, options, record, first_state)
-    _summarise(training, plan, record, stopped)
+        keeps = options.save_every is not None or options.resume
+        folder = options.checkpoints if keeps else None
+        stopped = run_steps(training, step, record, first_state, checkpoints=folder, save_every=options.save_every)
+    summarise(training, plan, record, stopped)
     if recorder is not None:
         recorder.write(options.timeline, training.console)
     if compare and reference is None and stopped is None:
         reference = run_jit(training, first_state)
     if compare and reference is not None and stopped is None:
-        _compare(training, record, reference)
+        compare_with_jit(training, record, reference)
     return Outcome(
         plan=plan,
         record=record,
@@ -172,29 +174,43 @@ def _first_number(options: argparse.Namespace, step: ParallelStep, *, whole: boo
     return known[-1]
 
 
-def _first_state(training: Training, step: ParallelStep) -> PyTree:
+def first_state_of(training: Training, step: ParallelStep) -> PyTree:
     """The state with which both of two runs that are compared begin, on the host."""
     return jax.device_get(step.init_state(training.trainee.create_state, *training.trainee.args))
 
 
-def _run(
-    training: Training, step: ParallelStep, options: argparse.Namespace, record: Record, first_state: PyTree | None
+def run_steps(
+    training: Training,
+    step: ParallelStep,
+    record: Record,
+    first_state: PyTree | None,
+    *,
+    checkpoints: Path | None = None,
+    save_every: int | None = None,
 ) -> str | None:
-    """Train; returns what stopped the run before its last step, if something did."""
+    """Train; returns what stopped the run before its last step, if something did.
+
+    Args:
+        training: What is trained, and how long.
+        step: The step, planned.
+        record: Takes losses and seconds.
+        first_state: The state to begin with; None makes it.
+        checkpoints: The folder to go on from and to save to, if any.
+        save_every: After how many steps.
+    """
 
     def note(made: RunStep) -> None:
         record.add(made)
         training.observe(AUTOPAR, made)
 
-    keeps = options.save_every is not None or options.resume
     run = autopar.Run(
         step,
         training.batches,
-        options.checkpoints if keeps else None,
+        checkpoints,
         create_state=training.trainee.create_state if first_state is None else lambda given: given,
         args=training.trainee.args if first_state is None else (first_state,),
-        every=options.save_every,
-        keep=None if options.save_every is None else 3,
+        every=save_every,
+        keep=None if save_every is None else 3,
         on_step=note,
         console=training.console,
         tokens_per_batch=training.tokens_per_batch,
@@ -213,7 +229,8 @@ def _compile(step: ParallelStep, shapes: Subject) -> CompiledStep | CompiledPipe
     return compiled
 
 
-def _summarise(training: Training, plan: Plan | PipelinePlan, record: Record, stopped: str | None) -> None:
+def summarise(training: Training, plan: Plan | PipelinePlan, record: Record, stopped: str | None) -> None:
+    """Print how the run ended: losses, and measured beside predicted seconds."""
     if not record.losses:
         training.console.print(f"stopped by {stopped} before the first step")
         return
@@ -228,7 +245,8 @@ def _summarise(training: Training, plan: Plan | PipelinePlan, record: Record, st
     )
 
 
-def _compare(training: Training, record: Record, reference: Record) -> None:
+def compare_with_jit(training: Training, record: Record, reference: Record) -> None:
+    """Print by how much the losses of both runs differ, and what jax.jit takes."""
     training.console.print(
         f"largest difference from jax.jit on one device over {training.steps} steps: {record.difference(reference):.1e} in the "
         f"loss; jax.jit takes {seconds_text(reference.median_s)} per step",

@@ -1,0 +1,73 @@
+"""What newcomers missed on the command line is there, and what they met without a word is said."""
+
+import dataclasses
+
+import pytest
+
+from autopar.commands.machine import doctor
+from autopar.commands.parser import read
+from autopar.cost_model.hardware import find_preset
+from tests.commands.command_line import SMALL, planned, run
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        ("plan gpt --recompute layer", "recompute", "layer"),
+        ("plan gpt --collectives all-reduce,all-gather", "collectives", ("all-reduce", "all-gather")),
+        ("train my.module:step", "model", "my.module:step"),
+        ("rank my.module:step --clusters h200", "model", "my.module:step"),
+        ("bench my.module:step", "model", "my.module:step"),
+        ("run plan.json my.module:step", "model", "my.module:step"),
+        ("plan gpt --json", "json", True),
+        ("show plan.json --json", "json", True),
+        ("explain plan.json --html page.html", "html", "page.html"),
+        ("train gpt --dtype bfloat16", "sizes", {"dtype": "bfloat16"}),
+        ("plan gpt --optimizer adafactor", "sizes", {"optimizer": "adafactor"}),
+        ("train gpt --save-every 5 --resume", "save_every", 5),
+        ("plan gpt --leaf state/params/block_0/ffn/up/kernel", "leaf", "state/params/block_0/ffn/up/kernel"),
+        ("verify gpt --hlo modules.txt", "hlo", "modules.txt"),
+        ("verify gpt --program program.txt", "program", "program.txt"),
+        ("diff a.json b.json", "after", "b.json"),
+        ("doctor", "command", "doctor"),
+    ],
+)
+def test_a_flag_that_was_missed_is_there(command, option, value):
+    found = getattr(read(command.split()), option)
+    assert (found if isinstance(value, (tuple, dict, bool, int)) else str(found)) == value
+
+
+def test_help_lists_every_command_that_the_front_page_left_out(capsys):
+    with pytest.raises(SystemExit):
+        run("--help")
+    printed = capsys.readouterr().out
+    assert all(f"    {name} " in printed for name in ("demo", "run", "bench", "doctor", "rank", "diff"))
+
+
+def test_a_plan_without_a_cluster_says_for_which_machine_it_is(capsys):
+    words = "planned for virtual CPU devices, the preset cpu; --cluster names another machine"
+    for flags, said in (((), True), (("--cluster", "dgx-h100"), False)):
+        assert run("plan", "mlp", *SMALL, "--devices", "2", *flags) == 0
+        assert (words in capsys.readouterr().out) == said
+
+
+@pytest.fixture
+def strange(monkeypatch):
+    """Devices of a kind that no preset knows."""
+    nearest = dataclasses.replace(find_preset("cpu", "cpu"), device_kind="NVIDIA Z9", is_known=False)
+    monkeypatch.setattr("autopar.settings.find_preset", lambda platform, kind: nearest)
+    monkeypatch.setattr(doctor, "find_preset", lambda platform, kind: nearest)
+    return "there is no cluster preset for devices of kind 'NVIDIA Z9': they are priced as 'cpu'"
+
+
+@pytest.mark.filterwarnings("default::autopar.AutoparWarning")
+def test_devices_of_an_unknown_kind_are_priced_with_a_warning(strange, capsys):
+    assert run("train", "mlp", *SMALL, "--mesh", "2", "--data-parallel", "--steps", "1") == 0
+    assert f"autopar: warning: {strange}" in capsys.readouterr().err
+    (found,) = (one for one in doctor._devices(2) if one.name == "cluster")
+    assert (found.state, strange in found.text) == ("note", True)
+
+
+def test_a_plan_of_a_known_machine_gives_no_warning(tmp_path, capsys):
+    planned(tmp_path, "--cluster", "dgx-h100", "--devices", "2")
+    assert capsys.readouterr().err == ""
