@@ -51,7 +51,7 @@ class SharedSearch:
         first: the way that was looked at first; its microbatches are the fewest, and it does least work again.
         least_s: by mesh, seconds that no step on it takes less than; of the first way, so that it holds for all. `at_least_s` is
             for choosing what to plan: it bounds what the search minimises.
-        work_s: seconds of the work of the first way, which no step on any mesh takes less than.
+        work_s: seconds of the work of the first way, which no step on any mesh takes less than; 0 before there is a plan.
         bounded: meshes that were looked at, in all ways; `dropped` and `proven` are those that were left and planned.
         has_other_ways: whether other ways will be looked at if nothing fits.
         is_bounded: whether meshes are to have bounds that hold for all ways; of stages nobody asks for them.
@@ -137,7 +137,8 @@ class MeshComparison:
 
     def _describe(self, best: PlannedStep | PackedStep, meshes: Sequence[LogicalMesh]) -> PlannedStep:
         planned = best if isinstance(best, PlannedStep) else unpack(best, self.traced, self.request)
-        least_s = min(max(self.shared.least_s.get(mesh, 0.0), self.shared.work_s) for mesh in meshes)
+        work_s = self._work_s()
+        least_s = min(max(self.shared.least_s.get(mesh, 0.0), work_s) for mesh in meshes)
         names = tuple(f"mesh {mesh.shape}" for mesh in self.not_compared)
         plan = dataclasses.replace(
             planned.plan,
@@ -150,14 +151,19 @@ class MeshComparison:
         return dataclasses.replace(planned, plan=plan)
 
     def note_first(self) -> None:
-        """If this is the first way, note its work."""
+        """If this is the first way, note that it is."""
+        if self.shared.is_bounded and self.shared.first is None:
+            self.shared.first = self.traced
+
+    def _work_s(self) -> float:
+        """Seconds of the work of the first way, found once there is a plan, which is not to wait for them."""
         shared, request = self.shared, self.request
-        if shared.is_bounded and shared.first is None:
-            shared.first = self.traced
+        if not shared.work_s and shared.first is not None:
             alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
             devices = max(mesh.size for mesh in request.meshes)
-            dispatch_s = request.cluster.dispatch_s(len(self.traced.inputs))
-            shared.work_s = find_work(self.traced.program, alone).on_one_mesh_s(devices) + dispatch_s
+            dispatch_s = request.cluster.dispatch_s(len(shared.first.inputs))
+            shared.work_s = find_work(shared.first.program, alone).on_one_mesh_s(devices) + dispatch_s
+        return shared.work_s
 
     def _is_too_late(self, meshes: Sequence[LogicalMesh]) -> bool:
         """Whether the time is over, or will be before these are looked at: that takes as long as for those before, or more.

@@ -43,7 +43,7 @@ def plan_way(traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> 
 def is_far_too_large(traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> bool:
     """Whether a large step needs so much memory, however it is divided, that it is not planned where there are other ways.
 
-    `shared`: gets the work of the step if this is the first way, and how many times its temporaries exceed what is left for them.
+    `shared`: notes the step if this is the first way, and how many times its temporaries exceed what is left for them.
     """
     if request.memory_limit_bytes is None or not shared.has_other_ways:
         return False

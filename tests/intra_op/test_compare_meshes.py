@@ -6,6 +6,7 @@ import math
 import pytest
 
 from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh
+from autopar.intra_op import compare_meshes
 from autopar.intra_op.compare_meshes import Beaten, MeshComparison, SharedSearch
 from autopar.intra_op.lowering.named_strategies import choose_by_name
 from autopar.intra_op.mesh_search import MeshSearch
@@ -78,6 +79,25 @@ def test_of_the_first_way_a_mesh_is_bounded_once_and_that_bounds_what_is_minimis
     for mesh, bound_s in expected.items():
         assert shared.least_s[mesh] > 0.9 * bound_s
         assert shared.at_least_s[mesh] >= min(shared.least_s[mesh], best.step_s)
+
+
+def test_a_first_plan_does_not_wait_for_a_bound(monkeypatch):
+    step, request = question()
+    order, plan, find_work = [], MeshSearch.plan, compare_meshes.find_work
+
+    def noted(name, function):
+        def note(*args, **options):
+            order.append(name)
+            return function(*args, **options)
+
+        return note
+
+    monkeypatch.setattr(MeshSearch, "plan", noted("plan", plan))
+    monkeypatch.setattr(MeshSearch, "least_s", noted("bound", MeshSearch.least_s))
+    monkeypatch.setattr(compare_meshes, "find_work", noted("bound", find_work))
+    assert plan_way(step, request, SharedSearch()).plan.lower_bound_s > 0
+    assert order[0] == "plan"
+    assert "bound" in order
 
 
 def test_what_a_way_has_proven_is_known_to_the_next():
