@@ -18,7 +18,7 @@ class Presented:
     """The settings and the step that it was planned for; each plan may have its own. No part of its value."""
 
     def know_question(self, settings: object, traced: object) -> None:
-        """Remember what the plan is the answer to, for `why`."""
+        """Remember what the plan is the answer to, for `why`: `settings`, and the step as `traced`."""
         object.__setattr__(self, "_asked", (settings, traced))
 
     def __getstate__(self) -> dict[str, object]:

@@ -37,7 +37,9 @@ class RecordedRun:
         return self.recorded
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the recording as a Chrome trace, for https://ui.perfetto.dev; `load` and `autopar calibrate --from` read it.
+        """Write the recording to `path` as a Chrome trace, which https://ui.perfetto.dev shows.
+
+        `load` and `autopar calibrate --from` read it.
 
         Raises:
             ArgumentError: the file cannot be written.
