@@ -1,0 +1,61 @@
+"""What `benchmarks/baselines_real.py` measures: every way in turn, ratios to our plan within a round."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def script():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        patch.setenv("XLA_FLAGS", "")
+        patch.setenv("AUTOPAR_CACHE", "off")
+        spec = importlib.util.spec_from_file_location("baselines_real", FOLDER / "baselines_real.py")
+        module = importlib.util.module_from_spec(spec)
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        yield module
+
+
+def test_each_round_runs_every_way_once_and_begins_with_another(script):
+    order = []
+    ways = [script.Way(name, "", lambda name=name: order.append(name)) for name in ("a", "b")]
+    ways.append(script.Way("none", "cannot: no layers"))
+    script.measure(ways, 2)
+    assert order == ["a", "b", "b", "a"]
+    assert [len(way.seconds) for way in ways] == [2, 2, 0]
+
+
+def test_ratios_are_taken_within_rounds_and_a_faster_way_is_told(script, capsys):
+    ours, other = script.Way(script.OURS, "mesh", seconds=[1.0, 4.0, 1.0]), script.Way("b", "", seconds=[2.0, 2.0, 2.0])
+    rows = [script.row(ours, ours), script.row(other, ours), script.row(script.Way("c", "cannot: 3 layers"), ours)]
+    assert rows[1]["ratio_in_rounds"] == rows[1]["median_over_ours"] == 2.0
+    assert script.show("gpt", rows)
+    assert "cannot: 3 layers" in capsys.readouterr().out
+    assert not script.show("gpt", [script.row(script.Way("b", "", seconds=[0.9, 0.9, 0.9]), ours)])
+
+
+@pytest.mark.slow
+def test_a_small_model_runs_by_our_plan_and_by_plain_jit(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "MODELS", {"small": ("mlp", {"layers": 1, "hidden": 16, "inputs": 16, "batch": 16})})
+    asked = ["--only", "small", "--ways", "autopar", "jax.jit*", "--rounds", "3", "--results", str(tmp_path), "--plot"]
+    assert script.main(asked) in (0, 1)
+    found = json.loads((tmp_path / "small.json").read_text())
+    assert [row["way"] for row in found["rows"]] == ["autopar", "jax.jit, Shardy", "jax.jit, GSPMD"]
+    assert all(len(row["seconds"]) == 3 for row in found["rows"])
+    assert (tmp_path / "baselines_real.svg").stat().st_size > 1000
+
+
+def test_every_way_is_named_once(script):
+    from autopar.models import build
+
+    built = build("gpt", layers=2, hidden=32, heads=4, seq=16, batch=8, vocab=256)
+    names = [name for name, _ in script.wishes(built)]
+    assert len(names) == len(set(names))
+    assert {"autopar", "ZeRO-3", "Megatron 2 x DP 4", "GPipe 2 x DP 4", "inter-operator only"} <= set(names)
