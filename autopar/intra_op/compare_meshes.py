@@ -122,12 +122,15 @@ class MeshComparison:
         meshes = waiting = distinct_meshes(self.request, is_free=not asks_for_layouts(self.traced.program))
         together = self.request.processes if self.is_large else 1
         while waiting:
-            if math.isfinite(self.shared.best_s) and self._is_too_late(waiting[:together]):
+            now = waiting[:together]
+            if math.isfinite(self.shared.best_s):
+                now = next((some for some in (now, now[:1]) if not self._is_too_late(some)), [])
+            if not now:
                 self.not_compared += waiting
                 break
             if self._is_far_too_large():
                 break
-            now, waiting = waiting[:together], waiting[together:]
+            waiting = waiting[len(now) :]
             self._look_at([mesh for mesh in now if self._may_win(mesh)])
         if self.best is not None:
             return self._describe(self.best, meshes)

@@ -21,9 +21,10 @@ class Tuning:
     """A mesh of `merged_axes` axes or more is only looked at if it may save this part of the step by its bound."""
     repaid_in_steps: int = 1000
     """And if what it may save repays the search in this number of steps: first that for its bound, then that for its plan."""
-    axis_factor: float = 4.0
-    """How many times longer it takes to look at a mesh of one more axis (`benchmarks/planning_ordinary.py`, densenet: 300 s after
-    52). Where less time than that is left, it is not begun."""
+    axis_factor: float = 2.0
+    """How many times longer it takes to look at a mesh of one more axis, at most; 1.2 where it is only bounded. Where less time
+    than that is left, it is not begun. With 4, Wide-ResNet on a busy machine lost its bound: a gap of 110 % instead of 43
+    (`benchmarks/planning_ordinary.py`, wide-resnet, t5-2-nodes)."""
     bounded: int = 10_000
     """In programs of up to so many equations such a mesh is bounded even if a second axis did not help, for the sake of the
     plan's gap: that takes about a second per 1,000 equations (`benchmarks/planning_ordinary.py`, unet)."""
@@ -60,9 +61,10 @@ class Tuning:
     narrowed: float = 0.01
     """A mesh is searched again where the plan's step waits for this part of itself more than the search took for granted, as
     there is too little compute to hide communication behind (`benchmarks/small_programs.py`)."""
-    first_work: float = 5e9
+    first_work: float = 2.5e9
     """Units of work that the search on one mesh may take before there is a first plan, where the step may be run in other ways,
-    such as more microbatches (`benchmarks/planning_ordinary.py --tight`)."""
+    such as more microbatches. With twice as much, a mesh of 2 x 4 took 61 s of processor and found nothing, where one of 8 had a
+    plan after 10 (`benchmarks/planning_ordinary.py --tight`, gpt-v100)."""
     limited_gap: float | None = None
     """The gap to its bound, relative, at which a plan within a memory limit is good enough; None: that of the solver. Stages have
     one of their own (`inter_op/tuning.py`)."""

@@ -147,6 +147,23 @@ def test_equal_budgets_of_work_give_equal_plans():
         assert plans[0].not_compared == plans[1].not_compared
 
 
+def test_where_time_is_short_a_mesh_is_left_for_its_own_axes_and_not_for_those_of_the_one_beside_it(monkeypatch):
+    class Short(Budget):
+        seconds_left = 10.0
+
+    step, request = question(tuning=Tuning(large=0, axis_factor=2.0), budget=Short(), processes=2)
+    comparison, looked = MeshComparison(step, request, SharedSearch(best_s=1.0)), []
+
+    def look(meshes):
+        looked.extend(mesh.shape for mesh in meshes)
+        comparison._took = max(len(mesh.shape) for mesh in meshes), 6.0
+
+    monkeypatch.setattr(comparison, "_look_at", look)
+    comparison.run()
+    assert looked == [(8,), (2, 4), (4, 2)]
+    assert [mesh.shape for mesh in comparison.not_compared] == [(2, 2, 2)]
+
+
 class CountedClock(Budget):
     """Late once it has been asked so many times."""
 
