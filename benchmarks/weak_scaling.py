@@ -17,29 +17,32 @@ import fnmatch
 import json
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from alpa_models import config_of, count_parameters, subject_of
 from alpa_ways import ALPAS, CLUSTER, OURS, Case, cases, ways
 from hand_plans import TOLERANCE, Row, plan
+from weak_scaling_plots import draw
 
 from autopar.commands.arguments.subject import Subject
 from autopar.files.whole_file import save
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "weak_scaling"
 Rows = dict[str, Row]
+Ways = Callable[[Case, Subject], Iterable[tuple[str, dict[str, Any]]]]
+Draw = Callable[[Sequence[Case], Mapping[str, Rows], Path], None]
 
 
-def run_case(case: Case, given: argparse.Namespace) -> Rows:
+def run_case(case: Case, given: argparse.Namespace, ways_of: Ways) -> Rows:
     """Plan every way of a case that is asked for and not known yet; each row is kept as soon as it is there."""
     found = {} if given.again else read(given.results, case.name)
     print(f"\n{case.name}: {case.family} {case.size} on {case.devices} V100s", flush=True)
     config = config_of(case.row, **given.changes)
     subject = subject_of(config)
     print(f"  {count_parameters(subject) / 1e9:.4f}e9 parameters", flush=True)
-    for name, fixed in ways(case, subject):
+    for name, fixed in ways_of(case, subject):
         if name in found or (given.ways and not any(fnmatch.fnmatch(name, glob) for glob in given.ways)):
             continue
         found[name] = plan_way(name, subject, {**common(case, given), **fixed})
@@ -122,14 +125,32 @@ def summary(known: Mapping[str, Rows]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan the cases, then say what all known ones show."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="GLOB", help="only these cases, such as 'gpt-*' moe-8")
+    return run_all(arguments, doc=__doc__, results=RESULTS, ways_of=ways, draw=draw)
+
+
+def run_all(
+    arguments: Sequence[str] | None = None,
+    *,
+    doc: str | None,
+    results: Path,
+    ways_of: Ways,
+    draw: Draw,
+    only: Sequence[str] | None = None,
+) -> int:
+    """Plan the ways of all cases that are asked for, or draw what is known; 1 if our plan is slower than another way.
+
+    `doc`: what the command is for. `results`: the folder of the JSON files. `only`: the cases, if no others are asked for.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", nargs="+", default=only, metavar="GLOB", help="only these cases, such as 'gpt-*' moe-8"
+    )
     parser.add_argument("--ways", nargs="+", metavar="GLOB", help="only these ways, such as autopar 'ZeRO-*'")
     parser.add_argument("--planning-seconds", type=float, default=60.0, help="of each plan; default %(default)s")
     parser.add_argument("--planning-processes", type=int, default=1, help="of each plan; default %(default)s")
     parser.add_argument("--again", action="store_true", help="plan what is known again")
     parser.add_argument("--plot", action="store_true", help="draw what is known, and plan nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the JSON files")
+    parser.add_argument("--results", type=Path, default=results, help="the folder of the JSON files")
     parser.add_argument(
         "--changes", type=json.loads, default={}, help="fields of all models as JSON, to make them small"
     )
@@ -138,12 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given.plot:
         chosen = [case for case in every if not given.only or any(fnmatch.fnmatch(case.name, g) for g in given.only)]
         for case in chosen:
-            run_case(case, given)
+            run_case(case, given, ways_of)
     known = {case.name: rows for case in every if (rows := read(given.results, case.name))}
     print(f"\n{summary(known)}")
     if given.plot:
-        from weak_scaling_plots import draw
-
         draw(every, known, given.results.parent)
     return 1 if any(map(slower_than, known.values())) else 0
 

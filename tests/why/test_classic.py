@@ -8,6 +8,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.__main__ import main
 from autopar.cost_model.hardware import preset
 from autopar.errors import PlanError
 from autopar.layouts.constraints import SplitBatch
@@ -125,3 +126,11 @@ def test_one_device_has_nothing_to_compare_and_a_file_knows_no_step(plan):
     for question in (autopar.plan_from_json(plan.to_json()).classic, autopar.plan_from_json(plan.to_json()).what_if):
         with pytest.raises(PlanError, match="this plan is data alone, from a file"):
             question()
+
+
+def test_the_command_line_asks_for_both(capsys):
+    model = ["mlp", "--layers", "2", "--hidden", "32", "--batch", "32", "--devices", "2", "--cluster", "p3.16xlarge"]
+    assert main(["explain", *model, "--mesh", "2", "--classic", "--what-if"]) == 0
+    text = capsys.readouterr().out
+    assert "\nThe classic plans, each planned on as many devices\n" in text
+    assert "\n2x bandwidth of NVLink2" in text

@@ -32,6 +32,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="if nothing fits the memory: which wishes conflict, and ways out with prices",
     )
     add_json(parser, "a report")
+    parser.add_argument(
+        "--classic",
+        action="store_true",
+        help="plan data parallel, ZeRO-2, ZeRO-3, tensor parallel and a pipeline beside it",
+    )
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="plan it again with 1 GiB more memory per device, and with twice the bandwidth of each kind of link",
+    )
     parser.set_defaults(check=_check)
 
 

@@ -76,13 +76,16 @@ def _notes(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _print(found: Plan | PipelinePlan, options: argparse.Namespace, console: Console) -> None:
-    """Print the plan, or why a leaf has its layout."""
+    """Print the plan, or why a leaf has its layout; then what else is asked for, with JSON beside standard output."""
     if options.json:
         print_json(plan_document(found) if options.leaf is None else leaf_document(found, options.leaf))
     elif options.leaf is None:
         show(found, console, full=options.full)
     else:
         console.print(str(found.why(options.leaf)), markup=False, highlight=False, soft_wrap=True)
+    for is_asked, answer in ((options.classic, found.classic), (options.what_if, found.what_if)):
+        if is_asked:
+            console.print(f"\n{answer()}", markup=False, highlight=False, soft_wrap=True)
 
 
 def plan_step(step: ParallelStep, subject: Subject, options: argparse.Namespace) -> Plan | PipelinePlan:
