@@ -3,6 +3,7 @@
 import argparse
 import csv
 import itertools
+import json
 import os
 import re
 import signal
@@ -16,8 +17,9 @@ from autopar.commands.arguments.subject import find_trainee
 from autopar.commands.parser import read
 from autopar.commands.training import demo, train
 from autopar.commands.training.training_run import Training
+from autopar.cost_model.json_files import schema_at, violations
 from tests.commands.command_line import SMALL, run, start
-from tests.commands.documents import document
+from tests.commands.documents import document, schema_of
 
 
 def test_train_reports_each_loss_and_agrees_with_jit(tmp_path, capsys):
@@ -157,6 +159,18 @@ def test_the_demo_succeeds_if_the_loss_falls_as_it_does_with_jit(capsys):
         assert float(difference[1]) < 1e-5
     assert ("jax.jit  step 6/6" in one, "jax.jit  step" in two) == (True, False)
     assert printed.err == ""
+
+
+def test_the_demo_prints_one_document_of_both_parts(capsys):
+    parts = small_demo()
+    for options in parts:
+        options.json = True
+    assert demo.demo(parts, as_json=True, largest_difference=-1.0) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert violations(found, schema_at(schema_of("demo"))) == []
+    assert [part["title"] for part in found["parts"]] == ["one mesh", "pipeline"]
+    assert all(part["largest_difference"] < 1e-5 for part in found["parts"])
+    assert len(found["problems"]) == 2
 
 
 def test_the_demo_fails_if_the_loss_does_not_fall_or_two_runs_differ(capsys):
