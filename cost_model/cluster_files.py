@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from autopar.cost_model.cluster_schema import ClusterFileError, check_fields, check_tiers
-from autopar.cost_model.device import Device, MatrixEfficiency, slowest_device
+from autopar.cost_model.device import AttentionSpeed, Device, MatrixEfficiency, slowest_device
 from autopar.cost_model.json_files import JsonError, parse_json
 from autopar.cost_model.machine import Cluster, NodeKind, Overlap
 from autopar.cost_model.tiers import MeasuredCollective, Tier
@@ -125,7 +125,8 @@ def _plain_content(content: object) -> object:
 
 def _device(fields: Fields) -> Device:
     curves = {name: _curves(fields.get(name, {})) for name in ("matrix_efficiency", "convolution_efficiency")}
-    return Device(**{**fields, **curves})
+    attention = tuple(AttentionSpeed(**speed) for speed in fields.get("attention", ()))
+    return Device(**{**fields, **curves, "attention": attention})
 
 
 def _curves(fields: Fields) -> dict[str, MatrixEfficiency]:

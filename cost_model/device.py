@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 
@@ -20,6 +21,27 @@ class MatrixEfficiency:
         """The part of peak, between 0 and `best`."""
         hm, hn, hk = self.half
         return self.best * (m / (m + hm)) * (n / (n + hn)) * (k / (k + hk))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionSpeed:
+    """FLOP/s of a kernel that keeps attention's scores on the chip, for heads of one width: best * keys/(keys + half).
+
+    `keys` are those that a query sees in the mean: the whole sequence, or half of it under a causal mask, whose other half the
+    kernel skips. Forward and backward are apart: five products and sums in float32 are harder to keep fed than two.
+    """
+
+    width: int
+    forward_flops_per_s: float
+    backward_flops_per_s: float
+    forward_half_keys: float = 0.0
+    backward_half_keys: float = 0.0
+
+    def flops_per_s(self, keys: float, *, backward: bool) -> float:
+        """What the kernel sustains where a query sees so many keys."""
+        if backward:
+            return self.backward_flops_per_s * keys / (keys + self.backward_half_keys)
+        return self.forward_flops_per_s * keys / (keys + self.forward_half_keys)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +66,10 @@ class Device:
             operation takes what it writes, as where arithmetic and not memory is the limit.
         fused_attention: Training runs of the device's time keep attention scores in a kernel on the chip. Only the replay of
             published runs reads it.
+        sustained: For each format, the part of what products reach in a short loop that they keep in hours of training, under
+            the power limit and on operands that are neither zeros nor constant. 1 if not stated. Read by the replay alone.
+        attention: What such a kernel sustains, by the width of a head, narrow ones first; without any, what products of its
+            shape reach. Read by the replay alone.
     """
 
     name: str
@@ -60,6 +86,8 @@ class Device:
     transpose_s_per_byte: float = 0.0
     fuses: bool = False
     fused_attention: bool = True
+    sustained: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    attention: tuple[AttentionSpeed, ...] = ()
 
     def efficiency_of(self, dtype: str) -> MatrixEfficiency:
         """The efficiency of matrix products in `dtype`."""
@@ -77,6 +105,23 @@ class Device:
     def flops_per_s_of(self, dtype: str) -> float:
         """Sustained FLOP/s of large matrix products in `dtype`."""
         return self.peak_of(dtype) * self.efficiency_of(dtype).best
+
+    def attention_flops_per_s(self, width: float, keys: float, *, backward: bool) -> float | None:
+        """FLOP/s of a fused attention kernel for heads of `width`; None if no such kernel is stated.
+
+        Between two stated widths it is interpolated. A head narrower than the narrowest leaves that part of each tile idle; a
+        wider one is taken for the widest.
+        """
+        if not self.attention:
+            return None
+        found = [(speed.width, speed.flops_per_s(keys, backward=backward)) for speed in self.attention]
+        narrowest, rate = found[0]
+        if width <= narrowest:
+            return rate * width / narrowest
+        for (before, slow), (after, fast) in itertools.pairwise(found):
+            if width <= after:
+                return slow + (fast - slow) * (width - before) / (after - before)
+        return found[-1][1]
 
     @property
     def sustained_bytes_per_s(self) -> float:
@@ -106,4 +151,11 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         transpose_s_per_byte=max(device.transpose_s_per_byte for device in devices),
         fuses=all(device.fuses for device in devices),
         fused_attention=all(device.fused_attention for device in devices),
+        sustained={dtype: device.sustained[dtype] for dtype, device in weakest.items() if dtype in device.sustained},
+        attention=min((device.attention for device in devices), key=_at_width),
     )
+
+
+def _at_width(speeds: Sequence[AttentionSpeed]) -> float:
+    """What the widest heads sustain; 0 without a kernel."""
+    return speeds[-1].forward_flops_per_s if speeds else 0.0

@@ -55,6 +55,19 @@ def alone(kind: Kind, comm_s: float) -> Communication:
     return Communication(kind, comm_s, comm_s)
 
 
+def share_compute(parts: Iterable[Communication], compute_s: float) -> list[Communication]:
+    """The same where together they hide no more than the compute beside all of them: a second of it hides one second.
+
+    Each keeps its part of what they would hide alone. Without this a faster device could lengthen a step.
+    """
+    found = list(parts)
+    hidden_s = sum(part.hidden_s for part in found)
+    if hidden_s <= compute_s or not hidden_s:
+        return found
+    share = max(0.0, compute_s) / hidden_s
+    return [Communication(part.kind, part.total_s, part.total_s - share * part.hidden_s) for part in found]
+
+
 def sum_by_kind(parts: Iterable[Communication]) -> dict[Kind, Communication]:
     """The sum of each kind, none left out."""
     sums = {kind: Communication(kind) for kind in KINDS}

@@ -40,12 +40,11 @@ class PartPlanner:
 
     def plan(self, cluster: Cluster, part: Part, job: TrainingJob) -> PlannedPart:
         """The plan of a part. Raises UnbuildablePart."""
-        shape = dataclasses.replace(part.shape, layers=1) if isinstance(part.shape, TransformerShape) else part.shape
-        one = dataclasses.replace(part, shape=shape)
-        key = (cluster.fingerprint(), one, job.zero_stage, job.precision)
+        one, zero_stage = _as_planned(part), job.zero_stage if job.zero_stage >= 2 else 0
+        key = (cluster.fingerprint(), one, zero_stage, job.precision)
         if key not in self._known:
-            step = part_step(one, zero_stage=job.zero_stage, precision=job.precision)
-            self._known[key] = plan_part(cluster, one, step, zero_stage=job.zero_stage)
+            step = part_step(one, zero_stage=zero_stage, precision=job.precision)
+            self._known[key] = plan_part(cluster, one, step, zero_stage=zero_stage)
         return self._known[key]
 
     @property
@@ -69,6 +68,8 @@ class PartPlanner:
         convolutions = _as_convolutions(cluster, part, job)
         whole = (*closed.forward, *closed.recomputed, *closed.backward)
         share = _flops(closed.forward) / _flops(whole) if _flops(whole) else 0.5
+        # What the planner prices is a loop's; a training step keeps the sustained part of it.
+        convolutions /= cluster.device.sustained.get(DTYPES[job.precision], 1.0)
         seconds = self._seconds(planned.work, convolutions)
         exchanges = tuple(exchange for exchange, count in planned.exchanges for _ in range(count))
         forward: tuple[Operation, ...] = (Timed(seconds * share),)
@@ -93,6 +94,18 @@ class PartPlanner:
 
     def _seconds(self, found: Seconds, convolutions: float) -> float:
         return found.contraction_s * convolutions / self.reached.matrix + found.other_s / self.reached.memory
+
+
+def _as_planned(part: Part) -> Part:
+    """The part without what makes no difference to its plan: its model's depth, and recomputation of less than a whole block."""
+    shape, split = part.shape, part.split
+    if isinstance(shape, TransformerShape):
+        shape = dataclasses.replace(shape, layers=1)
+    if isinstance(split, LayerSplit) and (split.recompute == "selective" or part.kind in _ENDS):
+        split = dataclasses.replace(split, recompute="none")
+    if isinstance(split, LayerSplit):
+        split = dataclasses.replace(split, gradient_owners=1)  # as the ZeRO stage says
+    return dataclasses.replace(part, shape=shape, split=split)
 
 
 def planned_prediction(planner: PartPlanner, cluster: Cluster, job: TrainingJob) -> tuple[JobPrediction | None, str]:

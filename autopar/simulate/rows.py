@@ -3,7 +3,8 @@
 In: a CSV file with the columns of the published steps. Out: for each row a `Row`, or a `RowError` that names row, column
 and fix; one bad row does not stop the others. An empty cell says "not published": that is allowed for what was measured, for
 microbatch and virtual_stages (the fastest that fits is taken), and where a family has no such size. More columns may say
-what these leave open: experts, expert_group, width_factor, attention (fused or unfused), optimizer (adam, momentum or adafactor).
+what these leave open: experts, expert_group, width_factor, attention (fused or unfused), optimizer (adam, momentum or adafactor),
+overlap (none, gradients or all: what the run's framework let hide; else as the cluster file says).
 
 For wide_resnet, layers is the depth, hidden the base channels, seq_len the image size, vocab the classes, and ffn_hidden
 the width factor (or hidden times it). What can go wrong: a table of another meaning under these names.
@@ -223,6 +224,7 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
         sequence_parallel=reader.word("sequence_parallel", (*_NO, *_YES), empty="0") in _YES,
         precision=precision,  # type: ignore[arg-type]
         fused_attention=attention == "fused",
+        overlap=reader.word("overlap", ("usual", "none", "gradients", "all"), empty="usual"),  # type: ignore[arg-type]
         optimizer=reader.word("optimizer", ("adam", "momentum", "adafactor"), empty=usual),  # type: ignore[arg-type]
     )
 

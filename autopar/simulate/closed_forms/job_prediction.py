@@ -103,6 +103,7 @@ def step_plan(job: TrainingJob) -> StepPlan:
         zero_stage=job.zero_stage,
         sequence_parallel=job.sequence_parallel,
         optimizer=job.optimizer,
+        overlap=job.overlap,
     )
 
 
@@ -181,6 +182,7 @@ def _transformer_stage(
         fused_attention=job.fused_attention,
         element_bytes=job.element_bytes,
         gradient_bytes=int(job.states.gradient),
+        gradient_owners=layout.data_ranks if job.zero_stage >= 2 else 1,
     )
 
     def timed(kind: str, work: Work) -> Work:

@@ -21,6 +21,8 @@ class MatrixProduct:
     """`batch` products (m, k) x (k, n); `extra_bytes` are moved beyond its operands and result.
 
     `convolution`: m positions, n channels and k = window x channels of one, in whatever order its pass contracts them.
+    `attention`: these are the products of a fused attention kernel, its forward or its backward one: m queries of width k, of
+    which each sees n keys in the mean.
     """
 
     m: float
@@ -29,6 +31,7 @@ class MatrixProduct:
     batch: float = 1.0
     extra_bytes: float = 0.0
     convolution: bool = False
+    attention: Literal["", "forward", "backward"] = ""
 
     @property
     def flops(self) -> float:

@@ -17,7 +17,7 @@ from autopar.simulate.closed_forms.residual_network import (
     BLOCKS_PER_STAGE,
     ResidualNetworkShape,
 )
-from autopar.simulate.closed_forms.training_step import Optimizer, Precision
+from autopar.simulate.closed_forms.training_step import Optimizer, OverlapOption, Precision
 from autopar.simulate.closed_forms.transformer import (
     Recompute,
 )
@@ -56,6 +56,7 @@ class TrainingJob:
     fused_attention: bool = False
     accumulate_fp32: bool = True
     optimizer: Optimizer = "adam"
+    overlap: OverlapOption = "usual"
     stage_layouts: tuple[StageLayout, ...] = ()
 
     @property

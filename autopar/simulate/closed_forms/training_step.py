@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from autopar.cost_model import overlap
-from autopar.cost_model.machine import Cluster
+from autopar.cost_model.machine import Cluster, Hidden, Overlap
 from autopar.cost_model.overlap import Communication, Kind
 from autopar.simulate.closed_forms.memory import StateBytes, layers_in_flight
 from autopar.simulate.closed_forms.operations import Exchange, MatrixProduct, Operation, Work
@@ -28,6 +28,10 @@ from autopar.simulate.closed_forms.schedule_time import pipeline_s
 
 Precision = Literal["fp16", "bf16", "fp32"]
 Optimizer = Literal["adam", "momentum", "adafactor"]
+OverlapOption = Literal["usual", "none", "gradients", "all"]
+"""What a run's framework lets hide: as the cluster file says; nothing over data ranks, whose reductions begin when the last
+backward pass has ended; gradients and parameters, bucket by bucket; these and tensor-parallel collectives, cut up with their
+products."""
 
 # Bytes that an optimizer moves per parameter. Adam reads a gradient, a parameter and two moments and writes three of
 # them (28); mixed precision also looks for infinities while it unscales (8), takes the norm (4), clips (8) and writes
@@ -85,6 +89,7 @@ class StepPlan:
     zero_stage: int = 0
     sequence_parallel: bool = False
     optimizer: Optimizer = "adam"
+    overlap: OverlapOption = "usual"
 
     @property
     def element_bytes(self) -> int:
@@ -158,6 +163,7 @@ def predict_step(
     cluster: Cluster, plan: StepPlan, stages: Sequence[StageWork], *, reached: InTraining = FITTED
 ) -> StepPrediction:
     """Predict one step. Raises ValueError if the stages need more devices than the cluster can join."""
+    cluster = dataclasses.replace(cluster, overlap=_overlap(cluster.overlap, plan.overlap))
     total = sum(stage.devices for stage in stages)
     starts = [sum(stage.devices for stage in stages[:i]) for i in range(len(stages) + 1)]
     crossings = [_crosses_node(cluster, start, total) for start in starts]
@@ -181,6 +187,18 @@ def predict_step(
         memory=memory,
         fits=memory.peak_bytes <= cluster.usable_memory_bytes,
     )
+
+
+def _overlap(usual: Overlap, option: OverlapOption) -> Overlap:
+    """What a framework's option leaves of the cluster file's overlap."""
+    hidden = dict(usual.hidden)
+    if option == "none":
+        hidden |= {"data_parallel": 0.0, "zero3": 0.0}
+    if option in ("gradients", "all"):
+        hidden |= {"data_parallel": 1.0, "zero3": 1.0}
+    if option == "all":
+        hidden |= {"tensor": 1.0}
+    return Overlap(hidden, usual.interference)
 
 
 def _prices(cluster: Cluster, plan: StepPlan, stage: StageWork, total: int, reached: InTraining) -> StagePrices:
@@ -221,35 +239,46 @@ def _stage_time(
     comm += [
         _send(prices, plan, stage, crosses, forward_s + backward_s) for crosses in crossings if crosses is not None
     ]
+    once: list[Communication] = []
     if plan.zero_stage >= 2:
         comm += _exchange_parts(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
+    if plan.zero_stage < 3:
+        once = _reduction(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)
+    comm = overlap.share_compute(comm, forward_s + backward_s)
+    left_s = forward_s + backward_s - sum(part.hidden_s for part in comm)
     return _StageTime(
         forward_s=forward_s,
         backward_s=backward_s,
         per_microbatch=tuple(comm),
-        per_step=()
-        if plan.zero_stage >= 3
-        else tuple(_reduction(prices, plan, stage, forward_s=forward_s, backward_s=backward_s)),
+        per_step=tuple(overlap.share_compute(once, left_s)),
         optimizer_s=_optimizer_s(prices, plan, stage),
     )
 
 
 def _run(prices: StagePrices, operations: Sequence[Operation]) -> tuple[float, list[Communication]]:
     """Seconds of the compute, and the communication among it."""
-    compute_s, comm = 0.0, []
-    for number, operation in enumerate(operations):
-        seconds = prices.seconds(operation)
+    priced = [(operation, prices.seconds(operation)) for operation in operations]
+    compute_s = sum(seconds for operation, seconds in priced if not isinstance(operation, Exchange))
+    over_tensor = sum(isinstance(operation, Exchange) and operation.group == "tensor" for operation in operations)
+    comm = []
+    for number, (operation, seconds) in enumerate(priced):
         if not isinstance(operation, Exchange):
-            compute_s += seconds
-        elif operation.group != "tensor":
+            continue
+        if operation.group != "tensor":
             comm.append(overlap.alone("expert" if operation.group == "expert" else "data_parallel", seconds))
         elif operation.behind == "nothing":
-            comm.append(overlap.alone("tensor", seconds))
+            comm.append(_cut_up(prices, seconds, compute_s / over_tensor))
         else:
             product = next(op for op in operations[number:] if isinstance(op, MatrixProduct))
             other_s = prices.product_s(product)
             comm.append(overlap.beside(prices.cluster.overlap, "tensor", comm_s=seconds, compute_s=other_s))
     return compute_s, comm
+
+
+def _cut_up(prices: StagePrices, comm_s: float, compute_s: float) -> Communication:
+    """A collective of t ranks in t pieces, each beside the part of its product that needs the piece before; one stands alone."""
+    share = 1 - 1 / prices.mesh[-1]
+    return overlap.beside(prices.cluster.overlap, "tensor", comm_s=comm_s, compute_s=share * min(comm_s, compute_s))
 
 
 def _send(prices: StagePrices, plan: StepPlan, stage: StageWork, crosses: bool, compute_s: float) -> Communication:
@@ -272,36 +301,44 @@ def _reduction(
     prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
 ) -> list[Communication]:
     """Once per step: all-reduce of gradients, or a reduce-scatter and the gather of the new parameters."""
-    cluster_overlap = prices.cluster.overlap
-    # While the first layer to be reduced is still in backward there is nothing to send.
-    window = 1 - 1 / max(2, stage.layer_count)
+    gradient = plan.states.gradient
     if plan.zero_stage == 0:
-        comm_s = _gradients(prices, stage, "all-reduce", plan.states.gradient)
-        return [overlap.beside(cluster_overlap, "data_parallel", comm_s=comm_s, compute_s=backward_s * window)]
+        comm_s = _gradients(prices, stage, "all-reduce", gradient)
+        return [_in_buckets(prices, stage, "data_parallel", comm_s=comm_s, compute_s=backward_s)]
     parts = []
     if plan.zero_stage == 1:
-        comm_s = _gradients(prices, stage, "reduce-scatter", plan.states.gradient)
-        parts.append(overlap.beside(cluster_overlap, "data_parallel", comm_s=comm_s, compute_s=backward_s * window))
+        comm_s = _gradients(prices, stage, "reduce-scatter", gradient)
+        parts.append(_in_buckets(prices, stage, "data_parallel", comm_s=comm_s, compute_s=backward_s))
     gather_s = _gradients(prices, stage, "all-gather", plan.element_bytes)
-    parts.append(overlap.beside(cluster_overlap, "data_parallel", comm_s=gather_s, compute_s=forward_s * window))
-    return parts
+    return [*parts, _in_buckets(prices, stage, "data_parallel", comm_s=gather_s, compute_s=forward_s)]
 
 
 def _exchange_parts(
     prices: StagePrices, plan: StepPlan, stage: StageWork, *, forward_s: float, backward_s: float
 ) -> list[Communication]:
     """For every microbatch: gradients to the rank that keeps them; ZeRO 3 gathers parameters in forward and backward."""
-    cluster_overlap = prices.cluster.overlap
-    window = 1 - 1 / max(2, stage.layer_count)
     scatter_s = _gradients(prices, stage, "reduce-scatter", plan.states.gradient)
-    parts = [overlap.beside(cluster_overlap, "data_parallel", comm_s=scatter_s, compute_s=backward_s * window)]
+    parts = [_in_buckets(prices, stage, "data_parallel", comm_s=scatter_s, compute_s=backward_s)]
     if plan.zero_stage >= 3:
         gather_s = _gradients(prices, stage, "all-gather", plan.element_bytes)
         parts += [
-            overlap.beside(cluster_overlap, "zero3", comm_s=gather_s, compute_s=compute_s * window)
+            _in_buckets(prices, stage, "zero3", comm_s=gather_s, compute_s=compute_s)
             for compute_s in (forward_s, backward_s)
         ]
     return parts
+
+
+def _in_buckets(
+    prices: StagePrices, stage: StageWork, kind: Hidden, *, comm_s: float, compute_s: float
+) -> Communication:
+    """A stage's gradients, or parameters, layer by layer beside the passes of the other layers.
+
+    With n layers, c seconds of communication and b of compute each, the pipe of both ends max(0, c - b) later for every layer
+    after the first, and one layer's communication stands alone at its end: exposed = c + (n - 1) max(0, c - b), so that
+    (n-1)/n min(n c, n b) hides. A single layer has two buckets.
+    """
+    share = 1 - 1 / max(2, stage.layer_count)
+    return overlap.beside(prices.cluster.overlap, kind, comm_s=comm_s, compute_s=share * min(comm_s, compute_s))
 
 
 def _optimizer_s(prices: StagePrices, plan: StepPlan, stage: StageWork) -> float:

@@ -33,8 +33,9 @@ _ROUTING_PASSES = 6.0
 class LayerSplit:
     """How a stage runs a layer: b samples per device, t ranks, and what is kept.
 
-    `gradient_bytes`: of the buffer that weight gradients are added to, per parameter. `fused_attention`: scores never
-    leave the chip, and backward computes them again inside the kernel.
+    `gradient_bytes`: of the buffer that weight gradients are added to, per parameter; `gradient_owners`: the data ranks that
+    share it, under ZeRO 2 and 3. `fused_attention`: scores never leave the chip, and backward computes them again inside the
+    kernel.
     """
 
     samples: float
@@ -45,6 +46,7 @@ class LayerSplit:
     fused_attention: bool = False
     element_bytes: int = 2
     gradient_bytes: int = 4
+    gradient_owners: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,7 @@ def embedding_work(shape: TransformerShape, split: LayerSplit) -> Work:
     forward: list[Operation] = [FusedGroup(2 * e * x), *_join(split, e * x), FusedGroup((2 * e + 1) * x * r)]
     # The gradient of the table is made dense, then added to the accumulated one.
     backward: list[Operation] = [FusedGroup((2 * e + 1) * x * r), *_gather(split, e * x)]
-    backward.append(FusedGroup(2 * e * x + table * (e + 2 * split.gradient_bytes)))
+    backward.append(FusedGroup(2 * e * x + table * (e + 2 * split.gradient_bytes) / split.gradient_owners))
     return Work(
         forward=tuple(forward), backward=tuple(backward), parameters=table, kept_bytes=x * r, boundary_bytes=e * x
     )
@@ -145,8 +147,10 @@ def _gather(split: LayerSplit, full_bytes: float, *, behind: bool = False) -> tu
 
 
 def _weight_gradient(split: LayerSplit, m: float, n: float, k: float, batch: float = 1.0) -> MatrixProduct:
-    """x^T dy, added to the accumulated gradient: that is read and written in its own format."""
+    """x^T dy, added to the accumulated gradient: that is read and written in its own format, or each rank's share of it."""
     extra = batch * m * n * (2 * split.gradient_bytes - split.element_bytes)
+    if split.gradient_owners > 1:  # the product's own result is written, and its share of the sum over ranks read
+        extra = batch * m * n * (2 * split.gradient_bytes + split.element_bytes) / split.gradient_owners
     return MatrixProduct(m=m, n=n, k=k, batch=batch, extra_bytes=extra)
 
 
@@ -187,10 +191,10 @@ def _core_attention(shape: TransformerShape, split: LayerSplit, causal: bool) ->
     if split.fused_attention:
         # A causal kernel skips the tiles above the diagonal; backward has five products where forward has two.
         rows = s / 2 if causal else s
-        product = MatrixProduct(m=s, n=rows, k=d, batch=2 * maps)
+        product = MatrixProduct(m=s, n=rows, k=d, batch=2 * maps, attention="forward")
         return _Pass(
             (product, FusedGroup(4 * e * x / t)),
-            (dataclasses.replace(product, batch=5 * maps), FusedGroup(8 * e * x / t)),
+            (dataclasses.replace(product, batch=5 * maps, attention="backward"), FusedGroup(8 * e * x / t)),
         )
     scores = maps * s * s
     core: tuple[Operation, ...] = (

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from autopar.cost_model.device import Device, MatrixEfficiency
+from autopar.cost_model.device import AttentionSpeed, Device, MatrixEfficiency
 from autopar.cost_model.machine import Cluster, Overlap
 from autopar.cost_model.overlap import alone, beside, overlap_ratio, sum_by_kind
 from autopar.cost_model.tiers import Tier
@@ -116,6 +116,20 @@ def test_what_is_recomputed_runs_again_before_backward():
     assert found.step_s == pytest.approx(16.0)
 
 
+def test_a_fused_attention_kernel_runs_as_it_was_measured_at_its_width_and_length():
+    """No scores are moved; half speed where a query sees as many keys as `half`; half a tile is idle for half the width."""
+    speed = AttentionSpeed(width=64, forward_flops_per_s=1e12, backward_flops_per_s=5e11, backward_half_keys=1000)
+    device = dataclasses.replace(DEVICE, attention=(speed,), sustained={"float16": 0.5}, memory_bytes_per_s=1e10)
+    kernel = MatrixProduct(m=1000, n=1000, k=64, batch=1000, attention="forward")
+    on_chip = prices(cluster=dataclasses.replace(machine(), device=device))
+    flops = 2 * 64 * 1e9
+    assert on_chip.product_s(kernel) == pytest.approx(flops / 1e12)
+    assert on_chip.product_s(dataclasses.replace(kernel, attention="backward")) == pytest.approx(flops / 2.5e11)
+    assert on_chip.product_s(dataclasses.replace(kernel, k=32)) == pytest.approx(flops / 2 / 5e11)
+    square = MatrixProduct(m=10_000, n=10_000, k=10_000)
+    assert on_chip.product_s(square) == pytest.approx(2 * prices().product_s(square))
+
+
 def test_stages_add_a_bubble_and_sends():
     work = Work(forward=(FusedGroup(1e9),), backward=(FusedGroup(2e9),), boundary_bytes=1e7)
     stages = [StageWork(layers=((work, 1),), data_ranks=1)] * 2
@@ -132,9 +146,37 @@ def test_gradients_are_reduced_once_and_hide_behind_the_last_backward_pass():
     assert exposed.communication["data_parallel"].exposed_s == pytest.approx(0.06)
     hidden = predict_step(machine(data_parallel=0.75), PLAN, [stage(data_ranks=4)], reached=AS_MEASURED)
     part = hidden.communication["data_parallel"]
-    assert (part.total_s, part.exposed_s) == (pytest.approx(0.06), pytest.approx(0.015))
-    assert overlap_ratio(part) == pytest.approx(0.75)
-    assert exposed.step_s - hidden.step_s == pytest.approx(0.045)
+    # One layer's gradients come in two buckets, of which the last has nothing beside it.
+    assert (part.total_s, part.exposed_s) == (pytest.approx(0.06), pytest.approx(0.03))
+    assert overlap_ratio(part) == pytest.approx(0.5)
+    assert exposed.step_s - hidden.step_s == pytest.approx(0.03)
+
+
+def test_buckets_are_as_late_as_the_slower_of_both_pipes():
+    """Ten layers of c = 0.006 s of reductions, b = 2 s or 0.004 s of backward: c, or c + 9 (c - b), stands alone."""
+    quick = Work(forward=(), backward=(FusedGroup(4e6),), parameters=2e5)
+    for work, exposed_s in ((dataclasses.replace(quick, backward=(FusedGroup(2e9),)), 0.006), (quick, 0.024)):
+        stages = [StageWork(layers=((work, 10),), data_ranks=4)]
+        plan = dataclasses.replace(PLAN, overlap="gradients")
+        part = predict_step(machine(), plan, stages, reached=AS_MEASURED).communication["data_parallel"]
+        assert (part.total_s, part.exposed_s) == (pytest.approx(0.06), pytest.approx(exposed_s))
+        plan = dataclasses.replace(PLAN, overlap="none")
+        part = predict_step(machine(data_parallel=1.0), plan, stages, reached=AS_MEASURED).communication[
+            "data_parallel"
+        ]
+        assert part.exposed_s == part.total_s
+
+
+def test_a_collective_cut_up_with_its_product_leaves_one_piece_alone():
+    """Four ranks, four pieces: a quarter of 1.5 s beside 9 s of compute; a file that lets nothing hide leaves all of it."""
+    exchange = Exchange(kind="all-reduce", group="tensor", full_bytes=1e8)
+    work = Work(forward=(), backward=(FusedGroup(9e9), exchange))
+    stages = [StageWork(layers=((work, 1),), data_ranks=1, tensor_ranks=4)]
+    exposed = {}
+    for option in ("usual", "gradients", "all"):
+        plan = dataclasses.replace(PLAN, microbatches=1, overlap=option)
+        exposed[option] = predict_step(machine(), plan, stages, reached=AS_MEASURED).communication["tensor"].exposed_s
+    assert exposed == {"usual": pytest.approx(1.5), "gradients": pytest.approx(1.5), "all": pytest.approx(0.375)}
 
 
 @pytest.mark.parametrize(
