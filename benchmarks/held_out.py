@@ -62,13 +62,15 @@ Errors = Mapping[InTraining, Sequence[float]]
 
 
 def held_out(runs: Sequence[Run]) -> list[HeldOut]:
-    """Every group left out once."""
+    """Every group left out once, if there is another of its kind."""
     errors = errors_of(runs)
     kinds = {"table": lambda run: run.table, "cluster": lambda run: run.cluster.name, "size": lambda run: run.size}
     found = []
     for kind, name_of in kinds.items():
         for name in dict.fromkeys(map(name_of, runs)):
             mine = [i for i, run in enumerate(runs) if name_of(run) == name]
+            if len(mine) == len(runs):
+                continue  # nothing is left to fit on
             found.append(_leave_out(kind, name, mine, runs, errors))
     return found
 
@@ -125,6 +127,8 @@ def print_held_out(found: Sequence[HeldOut], console: Console) -> None:
     console.print(table)
     for kind in ("table", "cluster", "size"):
         groups = [one for one in found if one.kind == kind]
+        if not groups:
+            continue
         worst = max(groups, key=lambda one: one.mean_error)
         rows = sum(one.rows for one in groups)
         mean = sum(one.mean_error * one.rows for one in groups) / rows
