@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -36,16 +37,24 @@ _FOLDER = Path(__file__).resolve().parent / "clusters"
 _KINDS: Mapping[str, str] = {
     "H200": "dgx-h200",
     "H100": "dgx-h100",
+    "GB300": "gb300-nvl72",
+    "GB200": "gb200-nvl72",
     "B200": "b200",
     "A100": "dgx-a100-80gb",
+    "V100-PCIE": "v100-pcie",
     "V100": "p3.16xlarge",
+    "T4": "g4dn.12xlarge",
+    "L4": "g2-standard-96",
+    "MI300X": "mi300x",
     "TPU v4": "tpu-v4",
     "TPU v5 lite": "tpu-v5e",
     "TPU v5e": "tpu-v5e",
     "TPU v5": "tpu-v5p",
     "TPU v6": "tpu-v6e",
+    "TPU7x": "tpu-v7",
+    "TPU v7": "tpu-v7",
 }
-"""The preset of each kind of device, by a word of `jax.Device.device_kind`; the first word that occurs counts."""
+"""The preset of each kind of device, by a whole word of `jax.Device.device_kind`; the first that occurs counts."""
 _UNKNOWN = {"tpu": "tpu-v5e", "gpu": "dgx-a100-80gb"}
 """The preset of kinds that are not listed."""
 
@@ -111,7 +120,7 @@ def find_preset(platform: str, device_kind: str) -> NearestPreset:
     if platform == "cpu":
         return NearestPreset(PRESETS["cpu"], device_kind, is_known=True)
     for word, name in _KINDS.items():
-        if word in device_kind:
+        if re.search(rf"\b{word}(?![0-9])", device_kind):
             return NearestPreset(PRESETS[name], device_kind, is_known=True)
     return NearestPreset(PRESETS[_UNKNOWN.get(platform, _UNKNOWN["gpu"])], device_kind, is_known=False)
 

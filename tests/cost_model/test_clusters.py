@@ -103,12 +103,28 @@ def test_presets_hold_the_yardstick_s_figures(name, dtype, tflops, gib, memory_g
         ("dgx-h100", "bfloat16", 794),
         ("h200", "bfloat16", 788),
         ("b200", "bfloat16", 1745),
+        ("v100-pcie", "float16", 101),
     ],
 )
 def test_a_product_of_8192_reaches_the_ceiling_that_was_measured(name, dtype, tflops):
     device = preset(name).device
     reached = device.peak_of(dtype) * device.efficiency_of(dtype).of(8192, 8192, 8192)
     assert reached == pytest.approx(tflops * 1e12, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "tflops"),
+    [
+        ("g4dn.12xlarge", (4096, 4096, 4096), 24),  # of 65: 70 W
+        ("g2-standard-96", (1024, 6016, 1792), 91.4),
+        ("mi300x", (4352, 13568, 3840), 758.3),
+        ("dgx-h100", (4096, 4096, 4096), 716),
+    ],
+)
+def test_a_product_reaches_what_a_source_measured_at_its_shape(name, shape, tflops):
+    device = preset(name).device
+    reached = device.peak_of("float16") * device.efficiency_of("float16").of(*shape)
+    assert reached == pytest.approx(tflops * 1e12, rel=1e-2)
 
 
 def test_every_cluster_that_the_published_steps_name_is_a_preset():
@@ -128,6 +144,13 @@ def test_every_cluster_that_the_published_steps_name_is_a_preset():
         ("gpu", "Tesla V100-SXM2-16GB", "p3.16xlarge"),
         ("tpu", "TPU v5 lite", "tpu-v5e"),
         ("tpu", "TPU v5p", "tpu-v5p"),
+        ("tpu", "TPU7x", "tpu-v7"),
+        ("gpu", "NVIDIA GB200", "gb200-nvl72"),
+        ("gpu", "NVIDIA B200", "b200"),
+        ("gpu", "Tesla T4", "g4dn.12xlarge"),
+        ("gpu", "Tesla V100-PCIE-16GB", "v100-pcie"),
+        ("gpu", "NVIDIA L4", "g2-standard-96"),
+        ("gpu", "AMD Instinct MI300X", "mi300x"),
     ],
 )
 def test_a_device_kind_leads_to_its_preset(platform, kind, name):
@@ -136,7 +159,7 @@ def test_a_device_kind_leads_to_its_preset(platform, kind, name):
 
 
 @pytest.mark.parametrize(
-    ("platform", "kind", "name"), [("gpu", "MI300X", "dgx-a100-80gb"), ("tpu", "TPU v9", "tpu-v5e")]
+    ("platform", "kind", "name"), [("gpu", "MI100", "dgx-a100-80gb"), ("gpu", "NVIDIA L40S", "dgx-a100-80gb"), ("tpu", "TPU v9", "tpu-v5e")]
 )
 def test_an_unknown_device_kind_is_guessed_in_words(platform, kind, name):
     nearest = find_preset(platform, kind)
@@ -151,9 +174,9 @@ def test_the_user_is_warned_of_a_guessed_preset_and_of_no_other():
         return choose_cluster(SimpleNamespace(cluster="auto", follow=None, devices=(device,))).name
 
     with pytest.warns(
-        AutoparWarning, match="no cluster preset for devices of kind 'MI300X': they are priced as 'dgx-a100-80gb'"
+        AutoparWarning, match="no cluster preset for devices of kind 'MI100': they are priced as 'dgx-a100-80gb'"
     ):
-        assert choose("gpu", "MI300X") == "dgx-a100-80gb"
+        assert choose("gpu", "MI100") == "dgx-a100-80gb"
     assert choose("cpu", "cpu") == "cpu"
     assert choose("gpu", "NVIDIA H100 80GB HBM3") == "dgx-h100"
 
