@@ -306,6 +306,10 @@ def _config(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit)
             f"column 'kv_heads' is {shape.kv_heads}: models/ builds a {shape.family} with as many as heads = {shape.heads}"
         )
     common["ffn_factor"] = shape.ffn_hidden // shape.hidden
+    if shape.family == "moe" and shape.experts_per_token != 2:
+        raise UnbuildablePart(
+            f"column 'experts_per_token' is {shape.experts_per_token}: models/ builds a moe with 2 for each token"
+        )
     if shape.family == "moe":
         group = shape.expert_group or shape.seq_len
         return sizes.MoEConfig(**common, experts=shape.experts, group=group, capacity_factor=1.0)

@@ -3,8 +3,10 @@
 In: a CSV file with the columns of the published steps. Out: for each row a `Row`, or a `RowError` that names row, column
 and fix; one bad row does not stop the others. An empty cell says "not published": that is allowed for what was measured, for
 microbatch and virtual_stages (the fastest that fits is taken), and where a family has no such size. More columns may say
-what these leave open: experts, expert_group, width_factor, attention (fused or unfused), optimizer (adam, momentum or adafactor),
-overlap (none, gradients or all: what the run's framework let hide; else as the cluster file says).
+what these leave open: experts, expert_group, expert_every, experts_per_token, width_factor, attention (fused or unfused),
+optimizer (adam, momentum or adafactor), gradients (fp32 or half: the format they are added up in), stage_layers (such as
+3+3+2: the layers of each stage), overlap (none, gradients or all: what the run's framework let hide; else as the cluster file
+says).
 
 For wide_resnet, layers is the depth, hidden the base channels, seq_len the image size, vocab the classes, and ffn_hidden
 the width factor (or hidden times it). What can go wrong: a table of another meaning under these names.
@@ -23,7 +25,7 @@ from pathlib import Path
 from autopar.cost_model.hardware import Cluster, find_cluster
 from autopar.errors import ArgumentError
 from autopar.simulate.closed_forms.residual_network import ResidualNetworkShape
-from autopar.simulate.closed_forms.training_job import KNOWN_DEPTHS, TrainingJob, problems
+from autopar.simulate.closed_forms.training_job import KNOWN_DEPTHS, StageLayout, TrainingJob, problems
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 
 FAMILIES = ("gpt", "llama", "moe", "t5", "wide_resnet", "bert")
@@ -209,14 +211,17 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
     usual_attention = "fused" if cluster.device.fused_attention else "unfused"
     attention = reader.word("attention", ("fused", "unfused"), empty=usual_attention)
     usual = "momentum" if family == "wide_resnet" else "adam"
+    data_ranks, tensor_ranks, stages = reader.whole("dp"), reader.whole("tp"), reader.whole("pp")
+    layers = _stage_layers(reader, len(shape.blocks), stages)
     return TrainingJob(
         shape=shape,
         devices=reader.whole("devices"),
         global_batch=reader.whole("global_batch"),
         microbatch=reader.whole_or_none("microbatch"),
-        data_ranks=reader.whole("dp"),
-        tensor_ranks=reader.whole("tp"),
-        stages=reader.whole("pp"),
+        data_ranks=data_ranks,
+        tensor_ranks=tensor_ranks,
+        stages=stages,
+        stage_layouts=tuple(StageLayout(count, data_ranks, tensor_ranks) for count in layers),
         virtual_stages=reader.whole_or_none("virtual_stages"),
         expert_ranks=reader.whole("ep", empty=1),
         zero_stage=int(reader.word("zero_stage", ("0", "1", "2", "3"))),
@@ -224,9 +229,23 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
         sequence_parallel=reader.word("sequence_parallel", (*_NO, *_YES), empty="0") in _YES,
         precision=precision,  # type: ignore[arg-type]
         fused_attention=attention == "fused",
+        accumulate_fp32=reader.word("gradients", ("fp32", "half"), empty="fp32") == "fp32",
         overlap=reader.word("overlap", ("usual", "none", "gradients", "all"), empty="usual"),  # type: ignore[arg-type]
         optimizer=reader.word("optimizer", ("adam", "momentum", "adafactor"), empty=usual),  # type: ignore[arg-type]
     )
+
+
+def _stage_layers(reader: _Cells, layers: int, stages: int) -> tuple[int, ...]:
+    """The column `stage_layers`; nothing where stages are even."""
+    text = reader.cells.get("stage_layers", "")
+    if not text:
+        return ()
+    counts = tuple(int(part) for part in text.split("+")) if re.fullmatch(r"\d+(\+\d+)*", text) else ()
+    if len(counts) != stages or sum(counts) != layers or 0 in counts or reader.whole("virtual_stages", empty=1) > 1:
+        example = "+".join(["1"] * (stages - 1) + [str(max(1, layers - stages + 1))])
+        fix = f"write the layers of each of the pp = {stages} stages, such as {example}, {layers} in all, without virtual stages"
+        raise RowError(_join_problems([("stage_layers", f"is {text!r}: {fix}")]))
+    return counts
 
 
 def _transformer(reader: _Cells, family: str) -> TransformerShape:
@@ -242,6 +261,8 @@ def _transformer(reader: _Cells, family: str) -> TransformerShape:
         seq_len=reader.whole("seq_len"),
         experts=_experts(reader) if family == "moe" else 1,
         expert_group=reader.whole("expert_group", least=0, empty=0),
+        expert_every=reader.whole("expert_every", empty=2),
+        experts_per_token=reader.whole("experts_per_token", empty=2),
     )
 
 

@@ -159,7 +159,12 @@ def test_a_device_kind_leads_to_its_preset(platform, kind, name):
 
 
 @pytest.mark.parametrize(
-    ("platform", "kind", "name"), [("gpu", "MI100", "dgx-a100-80gb"), ("gpu", "NVIDIA L40S", "dgx-a100-80gb"), ("tpu", "TPU v9", "tpu-v5e")]
+    ("platform", "kind", "name"),
+    [
+        ("gpu", "MI100", "dgx-a100-80gb"),
+        ("gpu", "NVIDIA L40S", "dgx-a100-80gb"),
+        ("tpu", "TPU v9", "tpu-v5e"),
+    ],
 )
 def test_an_unknown_device_kind_is_guessed_in_words(platform, kind, name):
     nearest = find_preset(platform, kind)

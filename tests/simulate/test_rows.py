@@ -186,3 +186,28 @@ def test_ranks_are_compared_with_ties_shared():
     assert rank_correlation([1, 2, 3], [30, 20, 10]) == -1.0
     assert rank_correlation([1, 1, 2, 3], [1, 2, 3, 4]) == pytest.approx(0.9487, abs=1e-4)
     assert rank_correlation([1, 1], [1, 2]) is None
+
+
+def test_a_row_says_how_its_stages_experts_and_gradients_differ_from_the_usual(tmp_path):
+    """Uneven stages take as long as the longest; experts in every layer, and gradients in half the bytes, count in memory."""
+    plain = GOOD | SMALL_PLAN | {"devices": "4", "dp": "1", "tp": "2", "pp": "2"}
+    uneven = plain | {"stage_layers": "6+18"}
+    half = plain | {"gradients": "half"}
+    experts = plain | {"family": "moe", "experts": "8", "expert_every": "1", "experts_per_token": "1"}
+    columns = dict.fromkeys(("stage_layers", "gradients", "experts", "expert_every", "experts_per_token"), "")
+    rows = read_table(table(tmp_path / "rows.csv", *(columns | row for row in (plain, uneven, half, experts))))
+    assert [row for row in rows if not isinstance(row, Row)] == []
+    even, longer, narrow, mixed = (predict(row.cluster, row.job).step for row in rows)
+    assert 1.3 * even.step_s < longer.step_s < 1.5 * even.step_s  # 18 layers in place of 12, and the ends
+    assert narrow.memory.states_bytes == pytest.approx(even.memory.states_bytes * 16 / 18)
+    assert mixed.memory.states_bytes > 4 * even.memory.states_bytes
+    assert rows[3].job.shape.blocks == ("expert",) * 24
+
+
+@pytest.mark.parametrize("text", ["12", "6+17", "12+12+0", "six+18"])
+def test_layers_of_stages_that_do_not_add_up_are_refused(text, tmp_path):
+    row = GOOD | SMALL_PLAN | {"devices": "4", "dp": "1", "tp": "2", "pp": "2", "stage_layers": text}
+    (problem,) = read_table(table(tmp_path / "rows.csv", row))
+    assert f"column 'stage_layers' is {text!r}: write the layers of each of the pp = 2 stages, such as 1+23" in str(
+        problem
+    )

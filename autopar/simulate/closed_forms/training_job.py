@@ -101,7 +101,8 @@ class TrainingJob:
 def problems(job: TrainingJob) -> Iterator[tuple[str, str]]:
     """What cannot work, as (column, fact and fix)."""
     dp, tp, pp = job.data_ranks, job.tensor_ranks, job.stages
-    if dp * tp * pp != job.devices and not job.stage_layouts:
+    alike = all((layout.data_ranks, layout.tensor_ranks) == (dp, tp) for layout in job.stage_layouts)
+    if dp * tp * pp != job.devices and alike:
         yield "devices", f"is {job.devices}, but dp x tp x pp is {dp} x {tp} x {pp} = {dp * tp * pp}: make them equal"
     if isinstance(job.shape, TransformerShape):
         yield from _transformer_problems(job, job.shape)
