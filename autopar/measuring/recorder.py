@@ -32,27 +32,33 @@ from autopar.schedules.timeline import Span, Timeline
 
 
 @contextlib.contextmanager
-def record(step: ParallelStep | CompiledStep | CompiledPipeline, *, details: int = 1) -> Iterator[RecordedRun]:
+def record(
+    step: ParallelStep | CompiledStep | CompiledPipeline, *, details: int = 1, calls: int | None = None
+) -> Iterator[RecordedRun]:
     """Measure the calls of a step in a `with` block, beside what its plan says.
 
     Args:
         step: what `parallelize` made, or compiled.
         details: how many calls are looked into, which slows these: pipelines instruction by instruction, steps on one mesh by
             JAX's profiler. The first call of a program is not one of them. 0: calls are timed alone.
+        calls: how many calls are measured at the most; those behind them run as they would without. None: all.
 
     Yields:
         A `RecordedRun`, which has something to say when the block ends: print it.
 
     Raises:
-        ArgumentError: `details` is negative; or, at the end of the block, the step was not called in it.
+        ArgumentError: `details` is negative, or `calls` is not above zero.
     """
     if details < 0:
         raise ArgumentError(f"details={details} counts calls from 0")
-    recorder = _Recorder(step, details)
+    if calls is not None and calls < 1:
+        raise ArgumentError(f"calls={calls} counts calls from 1; give a whole number, or None for all")
+    recorder = _Recorder(step, details, calls)
     run = RecordedRun()
     with observing(recorder.on_moment):
         yield run
     run.recorded = recorder.recorded()
+    run.why_not = f"nothing was recorded: {step.signature.name} was not called in the block, or by another object"
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,8 +74,8 @@ class _Call:
 class _Recorder:
     """What is known so far of the calls of one step under one plan."""
 
-    def __init__(self, step: ParallelStep | CompiledStep | CompiledPipeline, details: int) -> None:
-        self._step, self._details = step, details
+    def __init__(self, step: ParallelStep | CompiledStep | CompiledPipeline, details: int, calls: int | None) -> None:
+        self._step, self._details, self._most = step, details, calls
         self._name = step.signature.name
         self._compiled: CompiledStep | CompiledPipeline | None = None
         self._under_way: _Call | None = None
@@ -81,7 +87,7 @@ class _Recorder:
     def on_moment(self, moment: Moment) -> None:
         """Note what happens."""
         run = moment.about
-        if not isinstance(run, StepRun) or not self._is_ours(run):
+        if not isinstance(run, StepRun) or len(self._calls) == self._most or not self._is_ours(run):
             return
         match moment.kind:
             case "step":
@@ -149,12 +155,10 @@ class _Recorder:
         self._missing[f"the time of each operation: {words}"] = None
         self._details = 0
 
-    def recorded(self) -> Recorded:
-        """All that was measured. Raises ArgumentError if that is nothing."""
+    def recorded(self) -> Recorded | None:
+        """All that was measured; None if that is nothing."""
         if not self._calls or self._compiled is None:
-            raise ArgumentError(
-                f"nothing was recorded: {self._name} was not called in the block. Pass the step that is called to record(...)"
-            )
+            return None
         if all(call.is_first for call in self._calls):
             self._missing[
                 "what a call consists of: the only call was the first of its programs; call the step twice"

@@ -19,10 +19,11 @@ from autopar.recording.trace_file import read_run, write_run
 
 
 class RecordedRun:
-    """A recording. `recorded` is its data; None until the block ends. Print it for measured beside predicted."""
+    """A recording. `recorded` is its data; None until the block ends, or if no call was made, as `why_not` says. Print it."""
 
     def __init__(self, recorded: Recorded | None = None) -> None:
         self.recorded = recorded
+        self.why_not = "the recording is not over: look at it behind its `with autopar.record(...)` block"
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RecordedRun:
@@ -31,9 +32,9 @@ class RecordedRun:
 
     @property
     def data(self) -> Recorded:
-        """What was recorded. Raises ArgumentError before the block ends."""
+        """What was recorded. Raises ArgumentError before the block ends, or if nothing was."""
         if self.recorded is None:
-            raise ArgumentError("the recording is not over: look at it behind its `with autopar.record(...)` block")
+            raise ArgumentError(self.why_not)
         return self.recorded
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -60,12 +61,12 @@ class RecordedRun:
 
     def __str__(self) -> str:
         """Measured beside predicted, and who is slow, in at most 40 lines."""
-        return "a recording that is not over" if self.recorded is None else str(_page().page(self.recorded))
+        return self.why_not if self.recorded is None else str(_page().page(self.recorded))
 
     def __repr__(self) -> str:
         """One line."""
         if self.recorded is None:
-            return "RecordedRun(not over)"
+            return "RecordedRun(nothing)"
         return f"RecordedRun({self.recorded.step}, {len(self.recorded.calls)} calls)"
 
 

@@ -11,10 +11,10 @@ from autopar.recording.compare import compare
 from tests.perceptron_step import make_batch, make_state, train_step
 
 
-def recorded(calls=3, details=1, **settings):
+def recorded(calls=3, details=1, most=None, **settings):
     step = autopar.parallelize(train_step, devices=jax.devices()[:4], plan_cache=False, **settings)
     state, batch = make_state(), make_batch()
-    with autopar.record(step, details=details) as run:
+    with autopar.record(step, details=details, calls=most) as run:
         for _ in range(calls):
             state, _ = step(state, batch)
     return run
@@ -89,6 +89,12 @@ def test_a_recording_prints_and_is_kept(one_mesh, stages, tmp_path):
         assert cluster["name"] == "cpu"
 
 
+def test_calls_behind_the_last_that_is_asked_for_run_as_always(one_mesh):
+    run = recorded(calls=3, details=0, most=2, mesh_shape=(1,))
+    assert [call.number for call in run.data.calls] == [1, 2]
+    assert run.data.detailed == ()
+
+
 def test_a_first_call_alone_is_timed_and_that_is_said():
     run = recorded(calls=1, mesh_shape=(4,))
     assert run.data.operations == ()
@@ -109,7 +115,11 @@ def test_a_profiler_that_is_busy_costs_the_operations_and_not_the_seconds(tmp_pa
 
 def test_nothing_called_or_asked_for_wrongly_is_refused():
     step = autopar.parallelize(train_step, devices=jax.devices()[:2], plan_cache=False)
-    with pytest.raises(ArgumentError, match="train_step was not called in the block"), autopar.record(step):
+    with autopar.record(step) as run:
+        pass
+    with pytest.raises(ArgumentError, match="nothing was recorded: train_step was not called in the block"):
+        run.compare()
+    with pytest.raises(ArgumentError, match="calls=0 counts calls from 1"), autopar.record(step, calls=0):
         pass
     with pytest.raises(ArgumentError, match="details=-1 counts calls from 0"), autopar.record(step, details=-1):
         pass

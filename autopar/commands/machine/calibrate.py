@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.commands.arguments.devices import ask_for_virtual_devices, find_devices
 from autopar.commands.machine.calibration_report import describe_waiting, make_table, waiting_source, warn_if_busy
+from autopar.commands.machine.refit import refit_to_file
 from autopar.commands.machine.whole_steps import measure_whole_steps
 from autopar.commands.terminal.printing import print_json
 from autopar.cost_model.calibration.cases import Case, Sample, cases_for
@@ -40,15 +41,25 @@ PARTS = 0.5
 
 def calibrate(options: argparse.Namespace) -> int:
     """Run the command; returns its exit status."""
+    if options.runs:
+        refit_to_file(options.output, options.runs, Console(stderr=options.json))
+        if options.json:
+            _print_file(options.output, {})
+        return 0
     keep_freed_memory()
     if options.devices is not None or jax.config.jax_platforms in (None, "", "cpu"):  # type: ignore[attr-defined]
         ask_for_virtual_devices(options.devices or 8)
     console = Console(stderr=options.json)
     found = calibrate_to_file(options.output, seconds=options.seconds, count=options.devices, console=console)
     if options.json:
-        cluster = json.loads(options.output.read_text(encoding="utf-8"))
-        print_json({"file": str(options.output), "errors": dict(found.errors), "cluster": cluster})
+        _print_file(options.output, found.errors)
     return 0
+
+
+def _print_file(path: Path, errors: Mapping[str, float]) -> None:
+    """Print the cluster file that was written, with the errors of its fits."""
+    cluster = json.loads(path.read_text(encoding="utf-8"))
+    print_json({"file": str(path), "errors": dict(errors), "cluster": cluster})
 
 
 def calibrate_to_file(path: Path, *, seconds: float, console: Console, count: int | None = None) -> Calibrated:

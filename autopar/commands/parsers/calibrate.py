@@ -19,5 +19,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=values.positive, default=100, metavar="N", help="how long to take; default %(default)s"
     )
+    parser.add_argument(
+        "--from",
+        dest="runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="measure nothing: refit the cluster of recorded runs, files of `run.save` or `train --timeline`",
+    )
     parser.add_argument("--devices", type=values.positive, metavar="N", help="how many; default: all, of a CPU 8")
     add_json(parser)

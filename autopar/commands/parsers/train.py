@@ -33,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--compare-jit", action="store_true", help="run the same steps with jax.jit on one device")
     parser.add_argument(
-        "--timeline", type=Path, metavar="FILE", help="write the second step of a pipeline as a Chrome trace"
+        "--timeline", type=Path, metavar="FILE", help="write a recording of the second step as a Chrome trace"
     )
     parser.add_argument("--full", action="store_true", help="give each leaf and collective of the plan a row")
     add_json(parser)

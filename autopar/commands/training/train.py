@@ -123,8 +123,8 @@ def train_model(
         show(plan, training.console, full=options.full)
     interruption.finish()
     with live_line(options.verbose):
-        compiled = _compile(step, shapes)
-    recorder = Recorder.of(compiled, options.timeline, steps=training.steps) if options.timeline else None
+        _compile(step, shapes)
+    recorder = Recorder.of(step, options.timeline, steps=training.steps) if options.timeline else None
     first = _first_number(options, step, whole=compare or recorder is not None)
     first_state = first_state_of(training, step) if compare and reference is None else None
     record = Record(first)

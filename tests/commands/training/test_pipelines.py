@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from autopar import RecordedRun
 from autopar.commands.training import recording
 from autopar.explain import explain
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
@@ -86,22 +87,32 @@ def test_train_runs_a_pipeline_as_jit_does_and_records_a_step(tmp_path, capsys):
     assert float(difference[1]) < 1e-5
     assert losses[-1] < losses[0]
     assert f"timeline of step 2 written to {trace}, for https://ui.perfetto.dev" in printed.replace("\n", " ")
-    assert re.search(r"busy: mesh 0 \d+%, mesh 1 \d+%", printed.replace("\n", " "))
-    tasks = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["cat"] == "forward"]
+    assert re.search(r"^bubble +\S+ .?s +\S+ .?s", printed, flags=re.MULTILINE)
+    events = json.loads(trace.read_text())["traceEvents"]
+    tasks = [e for e in events if e["ph"] == "X" and e["pid"] == 2 and e["cat"] == "forward"]
     assert sorted((e["tid"], e["name"]) for e in tasks) == [(t, f"forward {k}") for t in (0, 1) for k in range(4)]
 
 
-def test_a_timeline_needs_a_pipeline_and_a_folder(capsys, monkeypatch, tmp_path):
+def test_a_timeline_of_one_mesh_has_its_operations(capsys, tmp_path):
+    trace = tmp_path / "trace.json"
+    assert run("train", "mlp", *SMALL, "--mesh", "2", "--steps", "3", "--timeline", trace) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^compute +\S+ .?s +\S+ .?s +\S+  mean of devices", printed, flags=re.MULTILINE)
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} >= {"device 0", "device 1"}
+    assert RecordedRun.load(trace).data.detailed == (2,)
+
+
+def test_a_timeline_needs_a_folder_and_a_second_step(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert run("train", "mlp", *SMALL, "--mesh", "2", "--steps", "1", "--timeline", "trace.json") == 2
-    assert "--timeline shows the instructions of a pipeline, and this plan has one mesh" in capsys.readouterr().err
-    assert run("train", "mlp", *SMALL, *STAGES, "--steps", "1", "--timeline", "nosuch/trace.json") == 2
+    assert "--timeline looks into step 2, and --steps is 1: give more" in capsys.readouterr().err
+    assert run("train", "mlp", *SMALL, "--mesh", "2", "--steps", "2", "--timeline", "nosuch/trace.json") == 2
     assert "cannot write nosuch/trace.json: there is no folder nosuch" in capsys.readouterr().err
 
 
 def test_a_run_that_was_stopped_before_the_recorded_step_has_no_timeline(tmp_path):
     console = Console(record=True)
-    recorder = recording.Recorder(pipeline=None, recorded=2, calls=1)
-    recorder.write(tmp_path / "trace.json", console)
+    recording.Recorder(step=None).write(tmp_path / "trace.json", console)
     assert console.export_text() == "no timeline: the run was stopped before step 2\n"
     assert not (tmp_path / "trace.json").exists()
