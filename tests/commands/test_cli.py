@@ -346,7 +346,7 @@ sys.exit(status)
     [
         ("--help", 0),
         ("--version", 0),
-        *((f"{name} --help", 0) for name in ("plan", "train", "show", "demo", "simulate", "calibrate")),
+        *((f"{name} --help", 0) for name in ("plan", "train", "show", "demo", "run", "bench", "calibrate")),
         ("train t5 --help", 0),
         ("plan gpt --layrs 3", 2),
         ("plan gtp", 2),
