@@ -18,7 +18,7 @@ NO_RESULT = {"launch"}
 WORDS = {"plan": "gpt", "rank": "gpt --clusters h200", "train": "gpt", "cache": "list", "diff": "a b", "bench": "gpt"}
 
 
-@pytest.mark.parametrize("command", COMMANDS.keys() - NO_RESULT)
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - NO_RESULT))
 def test_a_command_takes_the_flag_and_has_a_schema(command):
     words = {"explain": "plan.json", "show": "plan.json", "run": "plan.json gpt", "verify": "gpt"} | WORDS
     assert read([command, *words.get(command, "").split(), "--json"]).json
