@@ -57,6 +57,8 @@ CONCEPTS = {
     "zero3": f"autopar plan gpt {GPT} {A100} --zero 3",
 }
 """The commands of docs/concepts; of a plan's report docs/output/NAME.txt has the parts that `SHOWN` names."""
+EXAMPLES = ("when",)
+"""Programs of docs/examples whose output is shown."""
 SHOWN = ("Time of the step", "Collectives per step", "Stages", "Transfers", "Schedule")
 MOST_ROWS = 8
 PICTURE = (
@@ -154,6 +156,9 @@ def files() -> dict[Path, str]:
         texts |= {
             DOCS / "output" / f"{name}.txt": excerpt(text_of(command, folder)) for name, command in CONCEPTS.items()
         }
+        for example in EXAMPLES:
+            shown = python(str(DOCS / "examples" / f"{example}.py"))
+            texts[DOCS / "output" / f"{example}.txt"] = "\n".join(line.rstrip() for line in shown.splitlines()) + "\n"
         for path in NOTEBOOKS:
             texts |= notebook(path)
         return {**texts, DOCS / "images" / "plan.svg": picture(folder), DOCS / "coverage.md": python("-c", COVERAGE)}

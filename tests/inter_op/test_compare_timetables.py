@@ -110,6 +110,7 @@ def test_what_was_compared_goes_with_the_plan_and_into_its_file():
         schedule=plan.schedule,
         virtual_stages=plan.virtual_stages,
         step_s=plan.step_s,
+        peak_bytes=plan.peak_bytes,
     )
     assert chosen in plan.compared
     assert np.isclose(min(one.step_s or np.inf for one in plan.compared), plan.step_s)
