@@ -6,13 +6,14 @@ runs, so they are loaded by name.
 
 from __future__ import annotations
 
+import abc
 import importlib
 from collections.abc import Mapping
 
 from autopar.verification import Verification
 
 
-class Inspected:
+class Inspected(abc.ABC):
     """A step whose compiled programs can be verified and read."""
 
     _first: tuple[object, ...] = ()
@@ -67,10 +68,10 @@ class Inspected:
         """
         return str(importlib.import_module("autopar.listing.program").text_of(self.compile(*args, **kwargs)))
 
+    @abc.abstractmethod
     def compile(self, *args: object, **kwargs: object) -> object:
         """The compiled step for these arguments."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def jax_devices(self) -> object:
         """The devices that the step may run on."""
-        raise NotImplementedError

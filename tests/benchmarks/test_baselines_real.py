@@ -1,26 +1,19 @@
 """What `benchmarks/baselines_real.py` measures: every way in turn, ratios to our plan within a round."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+from tests.benchmarks.scripts import SCRIPTS, load_script
 
 
 @pytest.fixture(scope="module")
 def script():
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(FOLDER))
+        patch.syspath_prepend(str(SCRIPTS))
         patch.setenv("XLA_FLAGS", "")
         patch.setenv("AUTOPAR_CACHE", "off")
-        spec = importlib.util.spec_from_file_location("baselines_real", FOLDER / "baselines_real.py")
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, spec.name, module)
-        spec.loader.exec_module(module)
-        yield module
+        yield load_script("baselines_real", patch)
 
 
 def test_each_round_runs_every_way_once_and_begins_with_another(script):

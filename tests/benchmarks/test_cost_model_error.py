@@ -1,31 +1,27 @@
 """What `benchmarks/cost_model_error.py` claims, as a test: its targets are met, and it says what was fitted on what."""
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from autopar.simulate.closed_forms.residual_network import ResidualNetworkShape
+from tests.benchmarks.scripts import SCRIPTS, load_script
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cost_model_error.py"
+SCRIPT = SCRIPTS / "cost_model_error.py"
 YARDSTICK = Path(__file__).parents[1] / "data" / "yardstick"
 
 
 @pytest.fixture(scope="module")
-def alpa_rows() -> ModuleType:
+def alpa_rows() -> Iterator[ModuleType]:
     """The benchmark's module of Alpa's runs, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("alpa_rows", SCRIPT.parent / "alpa_rows.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        yield load_script("alpa_rows", patch)
 
 
 def test_flops_of_published_residual_networks_are_counted_as_xla_counted_them(alpa_rows):

@@ -1,8 +1,6 @@
 """Cross-validation by hand: a group is priced with the constant that the other groups give."""
 
-import importlib.util
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -12,23 +10,18 @@ from autopar.simulate.closed_forms.job_prediction import predict
 from autopar.simulate.closed_forms.prices import InTraining
 from autopar.simulate.closed_forms.training_job import TrainingJob
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
+from tests.benchmarks.scripts import load_script
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "held_out.py"
 SHAPE = TransformerShape(
     family="gpt", layers=8, hidden=4096, heads=32, kv_heads=32, ffn_hidden=16384, vocab=51200, seq_len=2048
 )
 
 
 @pytest.fixture(scope="module")
-def held_out() -> ModuleType:
+def held_out() -> Iterator[ModuleType]:
     """The benchmark's module, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("held_out", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        yield load_script("held_out", patch)
 
 
 def test_a_group_is_tried_with_what_the_others_give(held_out):

@@ -1,14 +1,11 @@
 """The benchmarks of planning run: hand plans, small programs, and a search that is told to stop, at sizes that take seconds."""
 
 import argparse
-import importlib.util
+import functools
 import json
 import os
 import signal
 import subprocess
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from tests.benchmarks.scripts import SCRIPTS, load_script
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 TINY = "mlp --layers 2 --hidden 32 --batch 32 --devices 4 --cluster p3.16xlarge"
 
 
@@ -27,14 +24,7 @@ def load(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.setenv("AUTOPAR_CACHE", "off")
 
-    def load_script(name: str) -> ModuleType:
-        spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        monkeypatch.setitem(sys.modules, name, module)
-        spec.loader.exec_module(module)
-        return module
-
-    return load_script
+    return functools.partial(load_script, patch=monkeypatch)
 
 
 def test_a_command_is_measured_and_its_plan_is_kept(load, tmp_path):

@@ -1,9 +1,6 @@
 """The benchmarks that time passes of the planner find them: a pass that is renamed breaks them here, not next year."""
 
-import importlib.util
 import os
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import jax.numpy as jnp
@@ -12,20 +9,13 @@ import pytest
 import autopar
 from autopar import api
 from autopar.inter_op import search_pipeline
-
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+from tests.benchmarks.scripts import load_script
 
 
 def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A benchmark as a module; it does not hold this process to one core, and is gone after the test."""
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, name, module)
-    spec.loader.exec_module(module)
-    return module
+    return load_script(name, monkeypatch)
 
 
 def test_the_passes_of_one_mesh_are_timed_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,17 +45,13 @@ COUNTED_TOO_LOW = {("bert", "recompute")}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [
-        pytest.param(name, mode, marks=[pytest.mark.xfail(strict=True)] if (name, mode) in COUNTED_TOO_LOW else [])
-        for name in ZOO
-        for mode in MODES
-        if (name, mode) not in NOT_IN_MICROBATCHES
-    ],
+    [(name, mode) for name in ZOO for mode in MODES if (name, mode) not in NOT_IN_MICROBATCHES],
 )
 def test_every_model_is_compiled_as_it_is_planned_in_every_mode(name, mode):
     step, state, batch = ZOO[name]()
     found = autopar.parallelize(step, **MODES[mode]).verify(state, batch, values=True)
-    assert found.ok, str(found)
+    differing = [(row.what, row.planned < row.compiled) for row in found.differing]
+    assert differing == ([("peak", True)] if (name, mode) in COUNTED_TOO_LOW else []), str(found)
     assert not [row for row in found.rows if row.verdict == "unknown"], str(found)
 
 
