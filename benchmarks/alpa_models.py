@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,9 @@ import optax
 
 from autopar.commands.arguments.subject import Subject
 from autopar.models import gpt, moe, wide_resnet
-from autopar.models.objective import Objective, Outcome, cross_entropy
+from autopar.models.objective import Objective
 from autopar.models.precision import cast_floats
-from autopar.models.sizes import BLOCKS_PER_STAGE, GPTConfig, MoEConfig, WideResNetConfig
+from autopar.models.sizes import GPTConfig, MoEConfig, WideResNetConfig
 
 CLASSES = 1024
 LOSS_FACTOR = 2.0**15
@@ -34,26 +33,6 @@ class State(flax.struct.PyTreeNode):
     params: Any
     opt_state: Any
     batch_stats: Any
-
-
-class ResidualNetwork(wide_resnet.WideResNet):
-    """A residual network whose first convolution of each block is not widened, as in Alpa's."""
-
-    @nn.compact
-    def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        """Map images (B, image_size, image_size, channels) to logits (B, classes)."""
-        x = self._stem(images, train)
-        for stage, blocks in enumerate(BLOCKS_PER_STAGE[self.config.depth]):
-            channels = self.config.base_channels * 2**stage
-            for block in range(blocks):
-                x = wide_resnet.Bottleneck(
-                    channels,
-                    self.config.width_factor * channels,
-                    2 if stage > 0 and block == 0 else 1,
-                    entry=channels,
-                    name=f"stage_{stage}_block_{block}",
-                )(x, train)
-        return nn.Dense(self.config.classes, name="head")(x.mean(axis=(1, 2)))
 
 
 def config_of(row: Mapping[str, str], **changes: int) -> Config:
@@ -69,6 +48,7 @@ def config_of(row: Mapping[str, str], **changes: int) -> Config:
             "base_channels": size,
             "width_factor": int(row["width_factor"]),
             "imagenet_stem": True,
+            "narrow_entry": True,
         }
         return WideResNetConfig(**images | changes)
     text: dict[str, Any] = {
@@ -127,17 +107,6 @@ def _optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def _objective(config: Config) -> Objective:
-    if not isinstance(config, WideResNetConfig):
-        return moe.objective(config) if isinstance(config, MoEConfig) else gpt.objective(config)
-    model = ResidualNetwork(config)
-
-    def loss(
-        params: Any, batch_stats: Any, batch: Mapping[str, jax.Array], *, dropout_key: jax.Array | None
-    ) -> tuple[jax.Array, Outcome]:
-        variables = {"params": params, "batch_stats": batch_stats}
-        logits, changed = model.apply(variables, batch["images"], True, mutable=["batch_stats"])
-        mean_loss, metrics = cross_entropy(config, logits, batch["labels"], evaluating=False)
-        return mean_loss, Outcome(metrics, changed["batch_stats"])
-
-    shape = wide_resnet.batch_shape(config)["images"]
-    return Objective(init=lambda key: model.init(key, jnp.zeros((1, *shape.shape[1:]), shape.dtype), False), loss=loss)
+    if isinstance(config, WideResNetConfig):
+        return wide_resnet.objective(config)
+    return moe.objective(config) if isinstance(config, MoEConfig) else gpt.objective(config)

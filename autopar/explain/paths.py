@@ -100,11 +100,17 @@ def _braces(names: Sequence[str]) -> str:
     return f"{{{','.join(names[:_NAMES_IN_BRACES])}{f', and {rest} more' if rest > 0 else ''}}}"
 
 
-def _ranges(numbers: Iterable[int]) -> str:
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """Whole numbers in order, neighbours together."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][-1] + 1:
             runs[-1].append(number)
         else:
             runs.append([number])
+    return runs
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    runs = runs_of(numbers)
     return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autopar.explain.paths import runs_of
 from autopar.explain.tables import new_table
 from autopar.explain.units import bytes_text
 from autopar.verification import Verification, VerifiedRow
@@ -115,13 +116,7 @@ def _where(row: VerifiedRow, stages: Sequence[int]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> list[str]:
     """Whole numbers in order as texts, neighbours as `0 to 3`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return [f"{run[0]} to {run[-1]}" if len(run) > 1 else str(run[0]) for run in runs_of(numbers)]
 
 
 def _lines_of(table: Table) -> list[str]:

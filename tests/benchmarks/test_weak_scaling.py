@@ -4,12 +4,12 @@ import dataclasses
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 from jax.sharding import PartitionSpec as P
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
+from tests.benchmarks.scripts import SCRIPTS
+
 NAMES = (
     "alpa_rows",
     "hand_plans",
