@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from autopar.cost_model.hardware import preset
@@ -41,6 +41,18 @@ def rows(draw: st.DrawFn, *, stages: tuple[int, ...] = (1, 2, 4)) -> TrainingJob
     return job
 
 
+def bound_by_links(ranks: int, heads: int, **plan: object) -> TrainingJob:
+    """A GPT under ZeRO 3 whose gathers would hide behind more compute than there is."""
+    shape = TransformerShape(
+        family="gpt", layers=8, hidden=4096, heads=heads, kv_heads=heads, ffn_hidden=16384, vocab=32_000, seq_len=1024
+    )
+    base = TrainingJob(
+        shape=shape, devices=ranks, global_batch=64, microbatch=1, data_ranks=ranks, tensor_ranks=1, stages=1,
+        virtual_stages=1, zero_stage=3, overlap="gradients",
+    )  # fmt: skip
+    return dataclasses.replace(base, **plan)
+
+
 machines = st.sampled_from(CLUSTERS).map(preset)
 switched = st.sampled_from(CLUSTERS[:4]).map(preset)
 """Where a larger group has no more links to each of its members, as it has in a torus or a cube mesh."""
@@ -51,6 +63,8 @@ def step(cluster: Cluster, job: TrainingJob, **changes: object) -> StepPredictio
 
 
 @given(machines, rows(), st.floats(1.1, 10))
+@example(preset("p3.16xlarge"), bound_by_links(16, 16), 3.0)
+@example(preset("a3-mega"), bound_by_links(32, 16, data_ranks=8, tensor_ranks=4, microbatch=4, overlap="all"), 1.5)
 @settings(max_examples=25, deadline=None)
 def test_faster_links_memory_or_arithmetic_never_make_a_step_slower(cluster, job, factor):
     before = step(cluster, job).step_s
@@ -64,6 +78,16 @@ def test_faster_links_memory_or_arithmetic_never_make_a_step_slower(cluster, job
         {"device": dataclasses.replace(device, peak_flops_per_s=peaks)},
     ):
         assert step(dataclasses.replace(cluster, **faster), job).step_s <= before * ROUNDING
+
+
+@given(machines, rows(stages=(1,)))
+@example(preset("p3.16xlarge"), bound_by_links(16, 16))
+@settings(max_examples=25, deadline=None)
+def test_a_second_of_compute_hides_one_second_of_communication(cluster, job):
+    found = step(cluster, job)
+    hidden_s = sum(part.hidden_s for part in found.communication.values())
+    assert hidden_s <= found.compute_s * ROUNDING
+    assert found.step_s == pytest.approx(found.compute_s + found.exposed_comm_s + found.optimizer_s)
 
 
 @given(switched, rows())
