@@ -40,6 +40,14 @@ def of_ragged_dot(eqn: JaxprEqn, rule: FactorRule) -> float:
     return of_product(eqn, rule) / max(groups, 1)
 
 
+def of_scaled_dot(eqn: JaxprEqn, rule: FactorRule) -> float:
+    """A product; the scales are multiplied into operands, which have fewer elements."""
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    left = shape_of(eqn.invars[0])
+    terms: int = math.prod(left[d] for d in contracted)
+    return 2.0 * math.prod(shape_of(eqn.outvars[0])) * terms
+
+
 def of_factorization(eqn: JaxprEqn, rule: FactorRule) -> float:
     """A multiply-add for every row, column and step of elimination; methods differ by a factor of up to ten."""
     *batch, rows, columns = shape_of(eqn.invars[0])

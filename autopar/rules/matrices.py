@@ -122,6 +122,35 @@ def ragged_dot_local(call: LocalCall) -> Sequence[jax.Array]:
     return call.bind(left, right, sizes)
 
 
+def scaled_dot(eqn: JaxprEqn) -> FactorRule:
+    """batch m (k g), batch (k g) n, batch m k, batch k n -> batch m n | sum: k | whole: g: g elements share a scale.
+
+    Where one operand has more scales than the other, k is their greatest common divisor. A scale for all of k is on every device.
+    """
+    (left_contract, right_contract), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    left_shape, right_shape, left_scales, right_scales = (shape_of(v) for v in eqn.invars)
+    factors, whole, reduced = Factors(), list[str](), dict[str, str]()
+    left, right = factors.operand(left_shape), factors.operand(right_shape)
+    for d, e in zip(left_batch, right_batch, strict=True):
+        right[e] = left[d]
+    left_scale, right_scale = list(left), list(right)
+    for d, e in zip(left_contract, right_contract, strict=True):
+        counts = left_scales[d], right_scales[e]
+        common = math.gcd(*(count for count in counts if count > 1)) or 1
+        blocks, members, *others = map(factors.new, (common, left_shape[d] // common, *(n // common for n in counts)))
+        whole += [members, *others]
+        reduced[blocks] = "sum"
+        left[d] = right[e] = (blocks, members)
+        left_scale[d], right_scale[e] = (
+            (blocks, other) if count > 1 else () for count, other in zip(counts, others, strict=True)
+        )
+    out = [left[d] for d in left_batch]
+    out += [dim for d, dim in enumerate(left) if d not in (*left_contract, *left_batch)]
+    out += [dim for d, dim in enumerate(right) if d not in (*right_contract, *right_batch)]
+    operands = [tuple(operand) for operand in (left, right, left_scale, right_scale)]
+    return make_rule(operands, [tuple(out)], factors.sizes, reduced=reduced, whole=whole)
+
+
 def fft(eqn: JaxprEqn) -> FactorRule:
     """a b -> a c | whole: b c | linear: 0: the last dimensions are transformed, the others are a batch."""
     return share_leading_dimensions(eqn, len(shape_of(eqn.invars[0])) - len(eqn.params["fft_lengths"]), linear=[(0,)])

@@ -236,6 +236,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "rng_bit_generator": PrimitiveRule(rule=by_shape.everything_whole, work=Work.RANDOM),
         "round": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "rsqrt": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
+        "scaled_dot": PrimitiveRule(rule=matrices.scaled_dot, work=Work.CONTRACTION, flops=flops.of_scaled_dot),
         "scatter": PrimitiveRule(rule=indexing.scatter_other, work=Work.OTHER, local=indexing.scatter_local),
         "scatter-add": PrimitiveRule(rule=indexing.scatter_add, work=Work.OTHER, local=indexing.scatter_local),
         "scatter-max": PrimitiveRule(rule=indexing.scatter_max, work=Work.OTHER, local=indexing.scatter_local),

@@ -150,6 +150,17 @@ def _ragged_contraction(x, y, sizes):
     return lax.ragged_dot_general(x, y, sizes, numbers)
 
 
+def _scaled_dot(left, right, left_scales, right_scales, **params):
+    """A product of numbers of 8 bits; scales are powers of two."""
+    values = [floats(*shape).astype(jnp.float8_e4m3fn) for shape in (left, right)]
+    scales = [(2.0 ** -integers(*shape, below=3)).astype(jnp.float8_e8m0fnu) for shape in (left_scales, right_scales)]
+
+    def run(x, y, of_x, of_y):
+        return lax.scaled_dot(x, y, lhs_scale=of_x, rhs_scale=of_y, preferred_element_type=jnp.float32, **params)
+
+    return Example(run, (*values, *scales))
+
+
 X, ROW, CUBE = floats(8, 12), floats(12), floats(4, 8, 12)
 MATRICES = jnp.asarray(_uniform(8, 4, 4) + _uniform(8, 4, 4).swapaxes(1, 2) + 4 * np.eye(4, dtype=np.float32))
 FACTOR = jnp.asarray(np.linalg.cholesky(np.asarray(MATRICES)[0]))
@@ -300,6 +311,11 @@ EXAMPLES = {
     ],
     "rev": [Example(lambda x: lax.rev(x, (1,)), (X,))],
     "rng_bit_generator": [Example(lambda key: lax.rng_bit_generator(key, (8, 12)), (jnp.arange(4, dtype=jnp.uint32),))],
+    "scaled_dot": [
+        _scaled_dot((4, 8, 16), (4, 16, 12), (4, 8, 4), (4, 4, 12)),
+        _scaled_dot((8, 32), (12, 32), (8, 4), (12, 8), dimension_numbers=(((1,), (1,)), ((), ()))),
+        _scaled_dot((8, 32), (32, 12), (8, 1), (4, 12)),
+    ],
     "scatter": [_scatter(lax.scatter, unique=True)],
     "scatter-add": [_scatter(lax.scatter_add)],
     "scatter-max": [_scatter(lax.scatter_max), _scatter(lax.scatter_max, turned=1j)],
