@@ -126,6 +126,7 @@ def scaled_dot(eqn: JaxprEqn) -> FactorRule:
     """batch m (k g), batch (k g) n, batch m k, batch k n -> batch m n | sum: k | whole: g: g elements share a scale.
 
     Where one operand has more scales than the other, k is their greatest common divisor. A scale for all of k is on every device.
+    If both operands have just that, pairs of elements stay together: JAX wants a scale to be of two elements at least.
     """
     (left_contract, right_contract), (left_batch, right_batch) = eqn.params["dimension_numbers"]
     left_shape, right_shape, left_scales, right_scales = (shape_of(v) for v in eqn.invars)
@@ -136,8 +137,9 @@ def scaled_dot(eqn: JaxprEqn) -> FactorRule:
     left_scale, right_scale = list(left), list(right)
     for d, e in zip(left_contract, right_contract, strict=True):
         counts = left_scales[d], right_scales[e]
-        common = math.gcd(*(count for count in counts if count > 1)) or 1
-        blocks, members, *others = map(factors.new, (common, left_shape[d] // common, *(n // common for n in counts)))
+        size = left_shape[d]
+        common = math.gcd(*(count for count in counts if count > 1)) or (size // 2 if size and size % 2 == 0 else 1)
+        blocks, members, *others = map(factors.new, (common, size // common, *(n // common for n in counts)))
         whole += [members, *others]
         reduced[blocks] = "sum"
         left[d] = right[e] = (blocks, members)

@@ -315,6 +315,7 @@ EXAMPLES = {
         _scaled_dot((4, 8, 16), (4, 16, 12), (4, 8, 4), (4, 4, 12)),
         _scaled_dot((8, 32), (12, 32), (8, 4), (12, 8), dimension_numbers=(((1,), (1,)), ((), ()))),
         _scaled_dot((8, 32), (32, 12), (8, 1), (4, 12)),
+        _scaled_dot((8, 32), (32, 12), (8, 1), (1, 12)),
     ],
     "scatter": [_scatter(lax.scatter, unique=True)],
     "scatter-add": [_scatter(lax.scatter_add)],
