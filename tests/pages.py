@@ -86,8 +86,10 @@ import numpy
 import jax
 import autopar
 from tests.ir_contexts import share_contexts
+from tests.seldom_collected import collect_seldom
 autopar.parallelize
 share_contexts()
+collect_seldom()
 
 
 def run(page, cells, folder, environment):

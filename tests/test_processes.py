@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests import process_scenarios
+from tests.xla_flags import QUICK_COMPILE
 
 LIMIT_S = 300
 
@@ -28,7 +29,7 @@ def started(scenario, folder, devices=4, count=2):
     """The processes, with their output in files."""
     environment = {
         **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {QUICK_COMPILE}",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     port, processes = free_port(), []

@@ -70,7 +70,13 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("mesh_shape", "shape", "monoids", "sample"), CASES)
+FEW = 60
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "shape", "monoids", "sample"),
+    [(*case, FEW) for *case, _ in CASES] + [pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_every_path_keeps_the_value(mesh_shape, shape, monoids, sample):
     space = space_of(shape, mesh_shape, monoids)
     value = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)

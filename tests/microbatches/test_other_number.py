@@ -11,6 +11,7 @@ from autopar.program.trace import trace
 from autopar.stages.split_scans import split_scans
 from autopar.stages.time_loops import make_loops
 from tests import pipeline_steps
+from tests.fast_part import on_the_diagonal
 
 BATCH = 16
 SIZES = {
@@ -50,8 +51,10 @@ def walk(eqn):
         yield from region.walk()
 
 
-@pytest.mark.parametrize("late_sums", [False, True])
-@pytest.mark.parametrize("name", [*SIZES, "metrics", "tied_weights", "clipped_adamw", "dropout"])
+@pytest.mark.parametrize(
+    ("name", "late_sums"),
+    on_the_diagonal([*SIZES, "metrics", "tied_weights", "clipped_adamw", "dropout"], [False, True]),
+)
 def test_they_are_those_that_are_found_by_planning(name, late_sums):
     traced = traced_model(name) if name in SIZES else traced_step(name)
     first = plan_time(traced, 4, late_sums=late_sums)

@@ -110,10 +110,20 @@ SHAPES = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), max_size=3
 ANY_TEXT = st.tuples(st.one_of(st.text(), st.lists(st.sampled_from(WORDS)).map(" ".join)), st.tuples(SHAPES, SHAPES))
 
 
-@settings(max_examples=1000)
+@settings(max_examples=300)
 @given(st.one_of(nearly_rules(), ANY_TEXT))
 def test_text_is_a_rule_that_prints_as_an_equal_one_or_it_is_refused_and_quoted(case):
-    text, shapes = case
+    assert_rule_or_refused(*case)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000)
+@given(st.one_of(nearly_rules(), ANY_TEXT))
+def test_much_text_is_a_rule_or_refused(case):
+    assert_rule_or_refused(*case)
+
+
+def assert_rule_or_refused(text, shapes):
     rule = error = None
     try:
         rule = parse(text, *shapes)

@@ -95,7 +95,17 @@ def assert_right(problem: ChoiceProblem, is_exact: bool) -> None:
 
 @settings(max_examples=10)
 @given(st.integers(0, 2**32 - 1))
-@pytest.mark.parametrize(("number", "batch"), [(0, 620), (1, 320), (2, 50), (3, 10)])
+@pytest.mark.parametrize(
+    ("number", "batch"),
+    [
+        (0, 200),
+        (1, 120),
+        (2, 50),
+        (3, 10),
+        pytest.param(0, 620, marks=pytest.mark.slow),
+        pytest.param(1, 320, marks=pytest.mark.slow),
+    ],
+)
 def test_the_optimum_is_that_of_brute_force_and_nothing_is_ruled_out_that_is_possible(
     number: int, batch: int, seed: int
 ) -> None:

@@ -47,8 +47,8 @@ MODES = {
 }  # fmt: skip
 
 
-def planned(**changes):
-    return autopar.parallelize(train_step, **{**SETTINGS, **changes}).plan(*shapes())
+def planned(layers: int = 2, **changes):
+    return autopar.parallelize(train_step, **{**SETTINGS, **changes}).plan(*shapes(layers))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -93,9 +93,9 @@ def test_a_constraint_that_decides_is_named_with_what_it_costs():
 
 def test_layouts_that_do_not_fit_the_memory_are_told_as_such():
     with pytest.raises(OutOfMemoryError) as caught:
-        planned(**MODES["one mesh"], memory_limit_bytes=120_000)
+        planned(1, **MODES["one mesh"], memory_limit_bytes=80_000)
     limit = caught.value.needed_bytes
-    tight = planned(**MODES["one mesh"], memory_limit_bytes=limit).why(PATH).answer
+    tight = planned(1, **MODES["one mesh"], memory_limit_bytes=limit).why(PATH).answer
     impossible = [other for other in tight.others if other.step_s is None]
     assert {other.problem for other in impossible} == {"does not fit the memory"}
     assert ((), ()) in {other.spec for other in impossible}, "whole, it needs most"
@@ -103,7 +103,7 @@ def test_layouts_that_do_not_fit_the_memory_are_told_as_such():
     for other in impossible:
         spec = dataclasses.replace(tight.leaf, spec=other.spec).partition_spec
         with pytest.raises(OutOfMemoryError):
-            planned(**MODES["one mesh"], memory_limit_bytes=limit, constraints={PATH: spec})
+            planned(1, **MODES["one mesh"], memory_limit_bytes=limit, constraints={PATH: spec})
 
 
 def test_more_layouts_than_there_is_time_for_are_counted(monkeypatch):

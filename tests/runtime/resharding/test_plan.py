@@ -67,29 +67,31 @@ def busiest_over_spared(plan):
     return max(1.0, max(sent) / max(sum(sent) / len(plan.source.devices), *plan.received_bytes.values()))
 
 
-def grid(shape):
-    return np.arange(math.prod(shape)).reshape(shape)
-
-
 def at(values, box):
     return values[tuple(slice(*interval) for interval in box)]
 
 
+def elements(shape, *boxes):
+    """The elements of an array that lie in one of the boxes, as truth values."""
+    found = np.zeros(shape, bool)
+    for box in boxes:
+        at(found, box)[...] = True
+    return found
+
+
 def check(plan):
-    """Replay a plan on numbers: every send holds what its sender has, and the target's tiles come out of it."""
-    values = grid(plan.shape)
+    """Replay a plan element by element: a sender has what it sends, and the target's tiles come out of it."""
     held = dict(zip(plan.source.devices, plan.source.boxes, strict=True))
-    got = {device: set() for device in plan.target.devices}
+    got = {device: elements(plan.shape) for device in plan.target.devices}
     for send in plan.sends:
-        assert set(at(values, send.box).flat) <= set(at(values, held[send.sender]).flat)
-        boxes = set(at(values, send.box).flat)
-        assert not boxes & got[send.receiver], "an element is sent twice to one device"
-        got[send.receiver] |= boxes
+        assert at(elements(plan.shape, held[send.sender]), send.box).all()
+        assert not at(got[send.receiver], send.box).any(), "an element is sent twice to one device"
+        at(got[send.receiver], send.box)[...] = True
     for device, box in zip(plan.between.devices, plan.between.boxes, strict=True):
-        assert got[device] == set(at(values, box).flat)
+        assert np.array_equal(got[device], elements(plan.shape, box))
     gathered = gathered_along(plan, got) if plan.cuts else got
     for device, box in zip(plan.target.devices, plan.target.boxes, strict=True):
-        assert gathered[device] == set(at(values, box).flat)
+        assert np.array_equal(gathered[device], elements(plan.shape, box))
 
 
 def gathered_along(plan, got):
@@ -99,20 +101,19 @@ def gathered_along(plan, got):
     for place in np.ndindex(*ids.shape):
         axes = {axis for cut in plan.cuts for axis in cut.axes}
         group = ids[tuple(slice(None) if axis in axes else index for axis, index in enumerate(place))]
-        result[int(ids[place])] = set().union(*(got[int(device)] for device in group.flat))
+        result[int(ids[place])] = np.logical_or.reduce([got[int(device)] for device in group.flat])
     return result
 
 
 def needed_by_counting(plan, links):
     """The lower bound, element by element."""
-    values, total = grid(plan.shape), 0
+    total = 0
     for node in {links.node(device) for device in plan.target.devices}:
-        needs, has = set(), set()
-        for tiling, elements in ((plan.target, needs), (plan.source, has)):
-            for device, box in zip(tiling.devices, tiling.boxes, strict=True):
-                if links.node(device) == node:
-                    elements |= set(at(values, box).flat)
-        total += len(needs - has)
+        needs, has = (
+            elements(plan.shape, *(box for device, box in boxes if links.node(device) == node))
+            for boxes in (zip(side.devices, side.boxes, strict=True) for side in (plan.target, plan.source))
+        )
+        total += int(np.sum(needs & ~has))
     return total * plan.itemsize
 
 
