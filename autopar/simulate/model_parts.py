@@ -8,32 +8,29 @@ data ranks' samples and adds the gradients to accumulators:
     result  the same with the gradient of what it took in the place of that, and what it gave in the place of its gradient
 
 so that values and their gradients enter and leave in one layout, as between the layers of a stack. The plan is stated on the
-leaves: samples split over the data (and expert) axes, tokens over the tensor axis under sequence parallelism, matrices as in
-Megatron, experts over theirs; with ZeRO 2 and more gradients, with ZeRO 3 parameters too, over the data axis. Nothing inside the
-part is stated.
+leaves alone (`part_constraints.py`).
 What can go wrong: a size that `models/` cannot take; the error names the column.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
-from autopar.layouts.constraints import Constraints, Rule, SplitBatch
+from autopar.layouts.constraints import Constraints
 from autopar.models import bert, gpt, llama, moe, objective, sizes, t5, transformer, wide_resnet
 from autopar.program.call import PyTree
 from autopar.simulate.closed_forms.job_prediction import Part
 from autopar.simulate.closed_forms.residual_network import BlockSplit
 from autopar.simulate.closed_forms.transformer import LayerSplit
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
+from autopar.simulate.part_constraints import DATA, EXPERT, TENSOR, plan_constraints
 
 Arrays = Mapping[str, jax.Array]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -58,35 +55,7 @@ class _State(Beside):
 Apply = Callable[[Parameters, Arrays, Beside], jax.Array]
 """(parameters, what the part takes, what has no gradient) -> what it gives: hidden states, or the loss."""
 
-DATA, EXPERT, TENSOR = "data", "expert", "tensor"
 _DTYPES = {"fp16": jnp.float16, "bf16": jnp.bfloat16, "fp32": jnp.float32}
-# How Megatron splits each matrix, and `residual_network` each convolution, by its place in the model; what is not listed is
-# whole on every tensor rank.
-_SPLIT: Mapping[str, tuple[str | None, ...]] = {
-    "*/qkv/kernel": (None, None, TENSOR, None),
-    "*/qkv/bias": (None, TENSOR, None),
-    "*/query/kernel": (None, TENSOR, None),
-    "*/query/bias": (TENSOR, None),
-    "*/key/kernel": (None, TENSOR, None),
-    "*/key/bias": (TENSOR, None),
-    "*/value/kernel": (None, TENSOR, None),
-    "*/value/bias": (TENSOR, None),
-    "*/out/kernel": (TENSOR, None, None),
-    "*/up/kernel": (None, TENSOR),
-    "*/up/bias": (TENSOR,),
-    "*/ffn/gate/kernel": (None, TENSOR),
-    "*/down/kernel": (TENSOR, None),
-    "*/moe/up": (EXPERT, None, TENSOR),
-    "*/moe/down": (EXPERT, TENSOR, None),
-    "*/tokens/embedding": (TENSOR, None),
-    "*/output_bias": (TENSOR,),
-    "*/vocabulary/kernel": (None, TENSOR),
-    "*/conv_in/kernel": (None, None, TENSOR, None),
-    "*/conv_mid/kernel": (None, None, None, TENSOR),
-    "*/norm_mid/*": (TENSOR,),
-    "*/conv_out/kernel": (None, None, TENSOR, None),
-    "*/conv_skip/kernel": (None, None, TENSOR, None),
-}
 
 
 class UnbuildablePart(ValueError):
@@ -94,13 +63,25 @@ class UnbuildablePart(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PartStep:
-    """See the module's text; `axes` are the sizes of the mesh's axes."""
+class PartProgram:
+    """A function of a state, and its shapes: the same under every plan."""
 
     run: Callable[..., PyTree]
     state: Mapping[str, PyTree]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PartStep:
+    """See the module's text; `axes` are the sizes of the mesh's axes."""
+
+    program: PartProgram
     axes: Mapping[str, int]
     constraints: Constraints
+
+    @property
+    def state(self) -> Mapping[str, PyTree]:
+        """The shapes that its program takes."""
+        return self.program.state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,12 +97,22 @@ class _Model:
 
 def part_step(part: Part, *, zero_stage: int, precision: str) -> PartStep:
     """The step of a part. Raises UnbuildablePart."""
+    return planned_step(part, part_program(part, precision=precision), zero_stage=zero_stage)
+
+
+def planned_step(part: Part, program: PartProgram, *, zero_stage: int) -> PartStep:
+    """A program under a part's plan."""
+    axes = _axes(part)
+    return PartStep(program, axes, plan_constraints(part, program.state, axes, zero_stage))
+
+
+def part_program(part: Part, *, precision: str) -> PartProgram:
+    """The program of a part. Raises UnbuildablePart."""
     split = part.split
     model = _model(part, part.shape, split) if isinstance(part.shape, TransformerShape) else _residual(part)
-    recomputed = split.recompute == "full" if isinstance(split, LayerSplit) else split.recompute
     dtype = _DTYPES[precision]
     shapes = jax.eval_shape(model.init, jax.ShapeDtypeStruct((2,), jnp.uint32))
-    gradient = dtype if isinstance(split, LayerSplit) and split.gradient_bytes == 2 else jnp.float32
+    gradient = dtype if _gradient_bytes(split) == 2 else jnp.float32
     state = {
         "params": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes),
         "grads": jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, gradient), shapes),
@@ -130,9 +121,31 @@ def part_step(part: Part, *, zero_stage: int, precision: str) -> PartStep:
         "ids": {name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in model.ids.items()},
         "key": jax.ShapeDtypeStruct((2,), jnp.uint32),
     }
-    axes = _axes(part)
-    twice = bool(recomputed and model.takes and model.gives)
-    return PartStep(_step(model.apply, twice=twice), state, axes, _constraints(part, state, axes, zero_stage))
+    twice = bool(_recomputed(split) and model.takes and model.gives)
+    return PartProgram(_step(model.apply, twice=twice), state)
+
+
+def program_key(part: Part, *, precision: str) -> Hashable:
+    """What two parts have in common if their programs are equal."""
+    shape, split = part.shape, part.split
+    if isinstance(shape, TransformerShape):
+        of_ends = part.kind in ("embedding", "head")
+        shape = dataclasses.replace(shape, layers=1, vocab=_padded_vocab(shape, split) if of_ends else 1)
+    return part.kind, shape, _batch(part), _recomputed(split), _gradient_bytes(split), precision
+
+
+def _recomputed(split: LayerSplit | BlockSplit) -> bool:
+    """Whether forward runs again before backward, all of it."""
+    return split.recompute == "full" if isinstance(split, LayerSplit) else split.recompute
+
+
+def _gradient_bytes(split: LayerSplit | BlockSplit) -> int:
+    return split.gradient_bytes if isinstance(split, LayerSplit) else 4
+
+
+def _padded_vocab(shape: TransformerShape, split: LayerSplit | BlockSplit) -> int:
+    """A multiple of the tensor ranks, as Megatron pads it."""
+    return math.ceil(shape.vocab / split.tensor_ranks) * split.tensor_ranks
 
 
 def _step(apply: Apply, *, twice: bool) -> Callable[[_State], tuple[Mapping[str, PyTree], Arrays]]:
@@ -283,15 +296,14 @@ def _head(config: sizes.TransformerConfig) -> _Model:
 
 
 def _config(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit) -> sizes.TransformerConfig:
-    """The sizes as `models/` takes them; a vocabulary is padded to a multiple of the tensor ranks, as Megatron does."""
-    vocab = math.ceil(shape.vocab / split.tensor_ranks) * split.tensor_ranks
+    """The sizes as `models/` takes them, the vocabulary padded."""
     common: dict[str, Any] = {
         "batch": _batch(part),
         "layers": 2,
         "hidden": shape.hidden,
         "heads": shape.heads,
         "seq": shape.seq_len,
-        "vocab": vocab,
+        "vocab": _padded_vocab(shape, split),
         "dropout": 0.1,
     }
     if shape.family == "llama":
@@ -316,47 +328,3 @@ def _config(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit)
     if shape.family == "t5":
         return sizes.T5Config(**common, target_seq=shape.seq_len)
     return sizes.BertConfig(**common) if shape.family == "bert" else sizes.GPTConfig(**common)
-
-
-def _constraints(part: Part, state: Mapping[str, PyTree], axes: Mapping[str, int], zero_stage: int) -> Constraints:
-    """The row's plan, leaf by leaf."""
-    samples = tuple(name for name in (DATA, EXPERT) if axes.get(name, 1) > 1)
-    spread = TENSOR if part.split.sequence_parallel and TENSOR in axes else None
-    images = not isinstance(part.shape, TransformerShape)  # of which channels are spread, as tokens of texts are
-    rest = (None, None, spread) if images else (spread, None)
-    # Between the ranks of a mixture samples change places, so only what enters and leaves it is split by them.
-    moved = part.kind == "expert" and EXPERT in samples
-    between = PartitionSpec(samples, *rest) if moved else SplitBatch(samples, PartitionSpec(*rest))
-    rules = [Rule(glob=f"state/{place}/*", layout=between, must_match=False) for place in ("taken", "given")]
-    rules.append(Rule(glob="state/ids/*", layout=SplitBatch(samples), must_match=False))
-    for place, since in (("params", 3), ("grads", 2)):
-        for path, leaf in jax.tree_util.tree_flatten_with_path(state[place])[0]:
-            name = jax.tree_util.keystr(tuple(path), simple=True, separator="/")
-            matrix = _matrix_spec(name, leaf.shape, axes)
-            spec = _over_data(matrix, leaf.shape, axes) if zero_stage >= since else matrix
-            rules.append(Rule(glob=f"state/{place}/{name}", layout=PartitionSpec(*spec)))
-    return Constraints(tuple(rules))
-
-
-def _matrix_spec(name: str, shape: Sequence[int], axes: Mapping[str, int]) -> tuple[str | None, ...]:
-    """Where Megatron splits a leaf, as far as its sizes allow: fewer key-value heads than tensor ranks stay whole."""
-    found = next((spec for glob, spec in _SPLIT.items() if fnmatch.fnmatchcase(f"/{name}", glob)), (None,) * len(shape))
-    lengths = [axes.get(axis, 1) if axis else 1 for axis in found]
-    return tuple(
-        axis if length > 1 and size % length == 0 else None
-        for axis, length, size in zip(found, lengths, shape, strict=True)
-    )
-
-
-def _over_data(
-    spec: Sequence[str | None], shape: Sequence[int], axes: Mapping[str, int]
-) -> tuple[str | tuple[str, ...] | None, ...]:
-    """The same with the first dimension that divides split over the data ranks as well; a leaf without one stays."""
-    free = tuple(name for name in (DATA, EXPERT) if axes.get(name, 1) > 1 and name not in spec)
-    ways = math.prod(axes[name] for name in free)
-    result: list[str | tuple[str, ...] | None] = list(spec)
-    for dim, (axis, size) in enumerate(zip(spec, shape, strict=True)):
-        if free and size % (ways * (axes[axis] if axis else 1)) == 0:
-            result[dim] = (axis, *free) if axis else free
-            break
-    return tuple(result)

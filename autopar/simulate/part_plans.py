@@ -36,7 +36,8 @@ from autopar.simulate.closed_forms.operations import Exchange, ExchangeKind, Gro
 from autopar.simulate.closed_forms.transformer import LayerSplit
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
 from autopar.simulate.kept_values import FORWARD, KeptValue, kept_values, stages_of_step
-from autopar.simulate.model_parts import DATA, EXPERT, TENSOR, PartStep
+from autopar.simulate.model_parts import PartProgram, PartStep
+from autopar.simulate.part_constraints import DATA, EXPERT, TENSOR
 
 _KINDS: dict[str, ExchangeKind] = {
     "all-reduce": "all-reduce",
@@ -79,14 +80,20 @@ class PlannedPart:
     operations: int
 
 
-def plan_part(cluster: Cluster, part: Part, step: PartStep, *, zero_stage: int) -> PlannedPart:
-    """The plan of a part. Raises ConstraintError if the row's plan cannot be stated on it.
+def trace_part(program: PartProgram) -> TracedStep:
+    """The program of a part, traced: the same on every mesh."""
+    signature = CallSignature(program.run, (), (), "auto")
+    return trace(signature, bind_arguments(signature, (program.state,), {}))
+
+
+def plan_part(
+    cluster: Cluster, part: Part, step: PartStep, *, zero_stage: int, traced: TracedStep | None = None
+) -> PlannedPart:
+    """The plan of a part, whose program may have been traced. Raises ConstraintError if the row's plan cannot be stated on it.
 
     In the plan nothing hides behind compute: the closed form says what does in the whole step.
     """
-    cluster = dataclasses.replace(cluster, overlap=Overlap())
-    signature = CallSignature(step.run, (), (), "auto")
-    traced = trace(signature, bind_arguments(signature, (step.state,), {}))
+    cluster, traced = dataclasses.replace(cluster, overlap=Overlap()), traced or trace_part(step.program)
     options = _options(part, zero_stage, [leaf.path for leaf in traced.inputs])
     request = PlanRequest(
         meshes=(LogicalMesh.of(step.axes),),

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
 
 from autopar.cost_model.machine import Cluster
 from autopar.errors import AutoparError
-from autopar.simulate.closed_forms.job_prediction import JobPrediction, Part, Timing, predict_with
+from autopar.forked_jobs import run_side_by_side
+from autopar.program.step import TracedStep
+from autopar.progress import enter
+from autopar.simulate.closed_forms.job_prediction import JobPrediction, Part, Timing, predict_with, stages_of
 from autopar.simulate.closed_forms.operations import MatrixProduct, Operation, Timed, Work
 from autopar.simulate.closed_forms.prices import DTYPES, FITTED_PLANS, InTraining
 from autopar.simulate.closed_forms.training_job import TrainingJob
+from autopar.simulate.closed_forms.training_step import Precision
 from autopar.simulate.closed_forms.transformer import LayerSplit, attention_core
 from autopar.simulate.closed_forms.transformer_shape import TransformerShape
-from autopar.simulate.model_parts import part_step
-from autopar.simulate.part_plans import PlannedPart, Seconds, has_kernel, plan_part
+from autopar.simulate.model_parts import PartProgram, part_program, planned_step, program_key
+from autopar.simulate.part_plans import PlannedPart, Seconds, has_kernel, plan_part, trace_part
 
 _CLOSED = ("stem", "classifier")
 """Parts of a residual network that are not planned: 2 % of its work."""
@@ -36,16 +39,53 @@ class PartPlanner:
 
     def __init__(self, *, reached: InTraining = FITTED_PLANS) -> None:
         self.reached = reached
-        self._known: dict[Any, PlannedPart] = {}
+        self._known: dict[_Key, PlannedPart] = {}
+        self._programs: dict[Hashable, tuple[PartProgram, TracedStep]] = {}
 
     def plan(self, cluster: Cluster, part: Part, job: TrainingJob) -> PlannedPart:
         """The plan of a part. Raises UnbuildablePart."""
-        one, zero_stage = _as_planned(part), job.zero_stage if job.zero_stage >= 2 else 0
-        key = (cluster.fingerprint(), one, zero_stage, job.precision)
+        key = _key_of(cluster, part, job)
         if key not in self._known:
-            step = part_step(one, zero_stage=zero_stage, precision=job.precision)
-            self._known[key] = plan_part(cluster, one, step, zero_stage=zero_stage)
+            self._known[key] = self._plan(cluster, key)
         return self._known[key]
+
+    def _plan(self, cluster: Cluster, key: _Key) -> PlannedPart:
+        program, traced = self._program(key)
+        step = planned_step(key.part, program, zero_stage=key.zero_stage)
+        return plan_part(cluster, key.part, step, zero_stage=key.zero_stage, traced=traced)
+
+    def _program(self, key: _Key) -> tuple[PartProgram, TracedStep]:
+        """The part's program, traced once for all plans and clusters."""
+        wanted = program_key(key.part, precision=key.precision)
+        if wanted not in self._programs:
+            program = part_program(key.part, precision=key.precision)
+            self._programs[wanted] = program, trace_part(program)
+        return self._programs[wanted]
+
+    def plan_ahead(self, jobs: Iterable[tuple[Cluster, TrainingJob]], *, processes: int) -> None:
+        """Plan all parts of these jobs, side by side. What cannot be planned is left: who asks for it gets the error."""
+        wanted: dict[_Key, Cluster] = {}
+        for cluster, job in jobs:
+            for part in _parts_of(job):
+                wanted.setdefault(_key_of(cluster, _as_priced(part, job), job), cluster)
+        new = [key for key in wanted if key not in self._known and self._is_traced(key)]
+        enter("planning the parts of all rows")
+        found = run_side_by_side([functools.partial(self._try, wanted[key], key) for key in new], processes=processes)
+        self._known.update((key, one) for key, one in zip(new, found, strict=True) if one is not None)
+
+    def _is_traced(self, key: _Key) -> bool:
+        """Whether the part can be built; this process traces it, as forks of it must not."""
+        try:
+            self._program(key)
+        except (ValueError, AutoparError):
+            return False
+        return True
+
+    def _try(self, cluster: Cluster, key: _Key) -> PlannedPart | None:
+        try:
+            return self._plan(cluster, key)
+        except (ValueError, AutoparError):
+            return None
 
     @property
     def plans(self) -> int:
@@ -64,7 +104,7 @@ class PartPlanner:
         """The closed form's work with the plan's seconds, collectives and memory in the place of its own."""
         if part.kind in _CLOSED:
             return closed
-        planned = self.plan(cluster, part, job)
+        planned = self.plan(cluster, _as_priced(part, job), job)
         convolutions = _as_convolutions(cluster, part, job)
         whole = (*closed.forward, *closed.recomputed, *closed.backward)
         share = _flops(closed.forward) / _flops(whole) if _flops(whole) else 0.5
@@ -94,6 +134,45 @@ class PartPlanner:
 
     def _seconds(self, found: Seconds, convolutions: float) -> float:
         return found.contraction_s * convolutions / self.reached.matrix + found.other_s / self.reached.memory
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    """What decides a part's plan."""
+
+    cluster: str
+    part: Part
+    zero_stage: int
+    precision: Precision
+
+
+def _key_of(cluster: Cluster, part: Part, job: TrainingJob) -> _Key:
+    zero_stage = job.zero_stage if job.zero_stage >= 2 else 0
+    return _Key(cluster.fingerprint(), _as_planned(part), zero_stage, job.precision)
+
+
+def _parts_of(job: TrainingJob) -> list[Part]:
+    """The distinct parts of a job that are planned."""
+    found: dict[Part, None] = {}
+
+    def note(part: Part, work: Work) -> Work:
+        found[part] = None
+        return work
+
+    stages_of(job, note)
+    return [part for part in found if part.kind not in _CLOSED]
+
+
+def _as_priced(part: Part, job: TrainingJob) -> Part:
+    """The part on as many data ranks as make a difference to its price.
+
+    Without ZeRO 2 or 3 one rank does what all do, and what is summed over them comes once a step, in closed form. The ranks among
+    which experts are shared are left.
+    """
+    experts = part.split.expert_ranks if isinstance(part.split, LayerSplit) else 1
+    if job.zero_stage >= 2 or part.split.samples != round(part.split.samples):
+        return part
+    return dataclasses.replace(part, data_ranks=min(part.data_ranks, experts))
 
 
 def _as_planned(part: Part) -> Part:

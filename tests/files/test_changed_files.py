@@ -13,14 +13,14 @@ from rich.console import Console
 
 import autopar
 from autopar import AutoparError
-from autopar.commands.simulated.simulate import price_row
+from autopar.commands.simulated.simulate import price_rows
 from autopar.cost_model.cluster_files import ClusterFileError, load_cluster
 from autopar.cost_model.json_files import schema_at, violations
 from autopar.files.checked import PLAN_SCHEMA
 from autopar.reports.report import show
 from autopar.rules.notation import parse
 from autopar.simulate.error_summary import PricedRow
-from autopar.simulate.rows import Row, RowError, read_table
+from autopar.simulate.rows import RowError, read_table
 from tests.run_tables import FAMILIES, GOOD, SMALL_PLAN
 from tests.test_plan import make_batch, make_state, train_step
 
@@ -175,7 +175,7 @@ def change_table(draw: random.Random) -> bytes:
 
 def price_table(path) -> bool:
     """Whether all rows of a table could be priced; those that could not are told by row and column."""
-    found = [price_row(row, None) if isinstance(row, Row) else row for row in read_table(path)]
+    found = price_rows(read_table(path), None)
     wrong = [str(row) for row in found if isinstance(row, RowError)]
     assert all(re.match(r"row \d+ \(.*\): (column '|has more cells)", text, re.DOTALL) for text in wrong), wrong
     assert all(row.predicted.step.step_s > 0 for row in found if isinstance(row, PricedRow))

@@ -26,9 +26,11 @@ from autopar.commands.simulated.simulate_tables import (
 )
 from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import print_json
+from autopar.cost_model.cores import available_cores
 from autopar.cost_model.overlap import overlap_ratio
 from autopar.explain import standard_output
 from autopar.files.whole_file import save
+from autopar.gc_pause import pause_full_collections
 from autopar.progress import enter
 from autopar.simulate.closed_forms.job_prediction import predict
 from autopar.simulate.error_summary import GIGA, PricedRow, summarise
@@ -50,8 +52,8 @@ def simulate(options: argparse.Namespace) -> int:
 def _simulate_table(options: argparse.Namespace) -> int:
     output: Path | None = options.csv
     planner = None if options.closed_form else PartPlanner()
-    with live_line():
-        found = [price_row(row, planner) if isinstance(row, Row) else row for row in read_table(options.table)]
+    with live_line(), pause_full_collections():
+        found = price_rows(read_table(options.table), planner)
     priced = [row for row in found if isinstance(row, PricedRow)]
     failed = [row for row in found if isinstance(row, RowError)]
     summary = summarise(priced)
@@ -72,17 +74,33 @@ def _simulate_table(options: argparse.Namespace) -> int:
     return SOME_ROWS_FAILED if failed else 0
 
 
-def price_row(row: Row, planner: PartPlanner | None) -> PricedRow | RowError:
-    """What is predicted for a row, by the closed form alone without a planner; a RowError if that cannot be."""
+def price_rows(rows: Sequence[Row | RowError], planner: PartPlanner | None) -> list[PricedRow | RowError]:
+    """What is predicted for each row, by the closed form alone without a planner; a RowError where that cannot be.
+
+    The parts of all rows are planned first, equal ones once, on as many cores as there are.
+    """
+    closed = [_closed_form(row) if isinstance(row, Row) else row for row in rows]
+    found = [one for one in closed if isinstance(one, PricedRow)]
+    if planner is None:
+        return list(closed)
+    jobs = [(one.row.cluster, one.predicted.job) for one in found]
+    planner.plan_ahead(jobs, processes=available_cores())
+    return [_by_plans(one, planner) if isinstance(one, PricedRow) else one for one in closed]
+
+
+def _closed_form(row: Row) -> PricedRow | RowError:
     enter(f"row {row.number} ({row.id})")
     try:
-        closed = predict(row.cluster, row.job)
-        if planner is None:
-            return PricedRow(row, closed)
-        planned, reason = planned_prediction(planner, row.cluster, closed.job)
-        return PricedRow(row, planned or closed, closed, reason)
+        return PricedRow(row, predict(row.cluster, row.job))
     except ValueError as error:
         return RowError(f"row {row.number} ({row.id}): column 'cluster' is {row.cluster_name!r}: {error}")
+
+
+def _by_plans(priced: PricedRow, planner: PartPlanner) -> PricedRow:
+    """The same by plans of its parts, if they can be made."""
+    closed = priced.predicted
+    planned, reason = planned_prediction(planner, priced.row.cluster, closed.job)
+    return PricedRow(priced.row, planned or closed, closed, reason)
 
 
 def json_row(row: PricedRow) -> dict[str, object]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from autopar.cost_model.machine import Cluster
 from autopar.simulate.closed_forms.operations import Work
@@ -108,20 +108,24 @@ def step_plan(job: TrainingJob) -> StepPlan:
 
 
 def stages_of(job: TrainingJob, timing: Timing = as_it_is) -> tuple[StageWork, ...]:
-    """The work of every stage."""
+    """The work of every stage; stages that are alike are one object."""
     layouts = job.stage_layouts or _even_layouts(job)
     starts = [sum(layout.layers for layout in layouts[:i]) for i in range(len(layouts))]
-    made = []
+    made: dict[Hashable, StageWork] = {}
+    keys: list[Hashable] = []
     for start, layout in zip(starts, layouts, strict=True):
         end = start + layout.layers
         ends = _Ends(first=start == 0, last=end == job.block_count)
+        keys.append((layout, job.shape.blocks[start:end], ends))
+        if keys[-1] in made:
+            continue
         if isinstance(job.shape, TransformerShape):
             kinds = job.shape.blocks[start:end]
-            made.append(_transformer_stage(job, job.shape, layout, kinds=kinds, ends=ends, timing=timing))
+            made[keys[-1]] = _transformer_stage(job, job.shape, layout, kinds=kinds, ends=ends, timing=timing)
         else:
             blocks = job.shape.blocks[start:end]
-            made.append(_residual_stage(job, job.shape, layout, blocks=blocks, ends=ends, timing=timing))
-    return tuple(made)
+            made[keys[-1]] = _residual_stage(job, job.shape, layout, blocks=blocks, ends=ends, timing=timing)
+    return tuple(made[key] for key in keys)
 
 
 @dataclasses.dataclass(frozen=True)

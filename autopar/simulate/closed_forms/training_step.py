@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from autopar.cost_model import overlap
 from autopar.cost_model.machine import Cluster, Hidden, Overlap
@@ -159,6 +159,10 @@ class _StageTime:
         return self.optimizer_s + sum(part.exposed_s for part in self.per_step)
 
 
+_Crossings: TypeAlias = tuple[bool | None, bool | None]
+"""Whether the boundaries before and after a stage lie between nodes; None where there is none."""
+
+
 def predict_step(
     cluster: Cluster, plan: StepPlan, stages: Sequence[StageWork], *, reached: InTraining = FITTED
 ) -> StepPrediction:
@@ -167,10 +171,13 @@ def predict_step(
     total = sum(stage.devices for stage in stages)
     starts = [sum(stage.devices for stage in stages[:i]) for i in range(len(stages) + 1)]
     crossings = [_crosses_node(cluster, start, total) for start in starts]
-    times = [
-        _stage_time(_prices(cluster, plan, stage, total, reached), plan, stage, (crossings[i], crossings[i + 1]))
-        for i, stage in enumerate(stages)
-    ]
+    between = [(crossings[i], crossings[i + 1]) for i in range(len(stages))]
+    known: dict[tuple[int, _Crossings], _StageTime] = {}
+    for stage, ends in zip(stages, between, strict=True):
+        if (id(stage), ends) not in known:
+            prices = _prices(cluster, plan, stage, total, reached)
+            known[id(stage), ends] = _stage_time(prices, plan, stage, ends)
+    times = [known[id(stage), ends] for stage, ends in zip(stages, between, strict=True)]
     busy_s = [time.microbatch_s for time in times]
     slowest = max(range(len(stages)), key=busy_s.__getitem__)
     pipe_s = pipeline_s(busy_s, microbatches=plan.microbatches, virtual_stages=plan.virtual_stages)
@@ -221,9 +228,7 @@ def _crosses_node(cluster: Cluster, start: int, total: int) -> bool | None:
     return node is not None and start % node == 0
 
 
-def _stage_time(
-    prices: StagePrices, plan: StepPlan, stage: StageWork, crossings: tuple[bool | None, bool | None]
-) -> _StageTime:
+def _stage_time(prices: StagePrices, plan: StepPlan, stage: StageWork, crossings: _Crossings) -> _StageTime:
     """`crossings`: of the boundaries before and after this stage."""
     forward_s = backward_s = 0.0
     comm: list[Communication] = []
