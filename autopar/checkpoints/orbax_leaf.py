@@ -214,7 +214,7 @@ async def _read_leaf(info: type_handlers.ParamInfo, arg: LeafRestoreArgs, room: 
     except (ValueError, OSError) as error:
         raise CheckpointError(
             f"{arg.path} cannot be read from {info.parent_dir}: {str(error).partition(' [')[0]}. This checkpoint is damaged: "
-            "restore an earlier one, or copy this one again from where it was kept."
+            "restore an earlier one, from which a run goes on once this one is removed, or copy it again from where it was kept."
         ) from error
     return SplitArray(pieces, arg.sharding.dim) if isinstance(arg.sharding, SplitSharding) else pieces[0]
 

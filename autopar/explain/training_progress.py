@@ -69,14 +69,17 @@ class Report:
 
     def tell(self, step: RunStep) -> None:
         """A step was made."""
+        if step.number == self._first + 2:
+            self._seconds.clear()  # of the first step, in which much is compiled
         self._seconds.append(step.seconds)
         if self._progress is not None and self._console is not None:
             report = self.line(step, self._room(self._console))
             self._progress.update(self._task, completed=step.number, report=report)
         elif self._console is not None and self._is_due(step.number):
-            left = seconds_text((self._last - step.number) * statistics.median(self._seconds))
+            left_s = (self._last - step.number) * statistics.median(self._seconds)
+            left = f", {seconds_text(left_s)} left" if step.number > self._first + 1 else ""
             self._console.print(
-                f"{self._name}  step {step.number}/{self._last}  {self.line(step)}, {left} left",
+                f"{self._name}  step {step.number}/{self._last}  {self.line(step)}{left}",
                 markup=False,
                 highlight=False,
             )

@@ -109,9 +109,11 @@ def _has_fewer_examples(one: Leaf, before: Leaf) -> bool:
 def require_state(traced: TracedStep, name: str) -> None:
     """Raise ArgumentError if the step returns none of its arguments."""
     if not any(leaf.role == "state" for leaf in traced.inputs):
+        has_number = any(not leaf.shape for leaf in traced.inputs)
         raise ArgumentError(
             f"{name} does not return its state: no output has the structure, shapes and types of an argument, so there is no "
             "state to keep on the devices between steps. A train step returns the new state, e.g. `return state, loss`."
+            + (" An argument that is one number alone is never taken for state." if has_number else "")
         )
 
 

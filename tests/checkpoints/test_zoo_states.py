@@ -1,14 +1,21 @@
-"""The state of each model of the zoo, saved under each of several plans and restored under each of the others, bit for bit."""
+"""The state of each model, saved under each of several plans and restored under each of the others, bit for bit.
 
+These are the steps of `tests/zoo.py` in plain JAX, and the models that autopar brings, whose states hold keys, counts and running
+statistics as well. That of `gpt_scan` has its layers in one stack, which stages divide.
+"""
+
+import functools
 import warnings
 
 import jax
 import pytest
 
 import autopar
+from autopar.models import MODELS as BROUGHT
 from autopar.models import build
 from autopar.split_array import SplitArray
 from tests.checkpoints.steps import bits
+from tests.models.conftest import SIZES
 from tests.zoo import ZOO
 
 ONE_MESH = {
@@ -31,13 +38,17 @@ STAGES = {
 }
 
 
-def scanned():
-    """A GPT whose layers are one stack under a scan, which stages divide."""
-    model = build("gpt_scan", layers=4, hidden=32, heads=4, seq=8, batch=16)
+DIVIDED = "autopar.models: gpt_scan"
+
+
+def brought(name):
+    """The step, the first state and a batch of one of autopar's models, with enough layers for four stages."""
+    layers = {} if name in ("wide_resnet", "unet") else {"layers": 4}
+    model = build(name, **SIZES[name] | layers)
     return model.train_step, model.create_state(jax.random.key(0)), next(model.data(0))
 
 
-MODELS = {**ZOO, "gpt_scan": scanned}
+MODELS = {**ZOO, **{f"autopar.models: {name}": functools.partial(brought, name) for name in BROUGHT}}
 
 
 @pytest.mark.slow
@@ -54,7 +65,7 @@ def test_a_state_of_the_zoo_goes_from_every_plan_to_every_other(name, tmp_path):
     for source, step in steps.items():
         held = step.init_state(lambda given: given, state)
         assert any(isinstance(leaf, SplitArray) for leaf in jax.tree.leaves(held)) == (
-            name == "gpt_scan" and source in STAGES
+            name == DIVIDED and source in STAGES
         )
         autopar.save(tmp_path / source, held, step).wait()
         for target in steps:

@@ -17,10 +17,14 @@ def report(console):
 
 def test_without_a_terminal_a_line_says_all():
     console = Console(file=io.StringIO(), width=200)
-    report(console).tell(RunStep(1, 2.5, 0.01))
-    assert console.file.getvalue() == (
-        "autopar  step 1/300  loss 2.5000  204,800 tokens/s, 10.0 ms per step, 9.00 ms predicted, MFU 10.0%, 2.99 s left\n"
-    )
+    told = report(console)
+    told.tell(RunStep(1, 2.6, 30.0))  # it is compiled, and says nothing about those to come
+    told.tell(RunStep(2, 2.5, 0.01))
+    told.tell(RunStep(300, 2.5, 0.01))
+    assert console.file.getvalue().splitlines() == [
+        "autopar  step 1/300  loss 2.6000  68 tokens/s, 30.0 s per step, 9.00 ms predicted, MFU 0.0%",
+        "autopar  step 300/300  loss 2.5000  204,800 tokens/s, 10.0 ms per step, 9.00 ms predicted, MFU 10.0%, 0 s left",
+    ]
 
 
 @pytest.mark.parametrize(

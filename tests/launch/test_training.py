@@ -98,6 +98,7 @@ def test_a_job_goes_on_with_eight_four_six_and_eight_devices(reference, tmp_path
         began, now = time.monotonic(), len(lines(tmp_path, "losses"))
         assert wait_until(lambda: len(lines(tmp_path, "losses")) > now + 1, LIMIT_S)  # noqa: B023
         seconds.append(round(time.monotonic() - began, 1))
+    (tmp_path / "seconds").write_text(str(seconds))
     status, said = end(job, tmp_path, LIMIT_S)
     assert status == 0, said
     found = losses(tmp_path)

@@ -23,6 +23,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save-every", type=values.positive, metavar="N", help="save the state every N steps, and when the run ends"
     )
+    parser.add_argument(
+        "--wait-for-saves",
+        action="store_true",
+        help="make no step while the state is saved: a kill then costs N steps at most",
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint, if there is one")
     parser.add_argument(
         "--checkpoints",

@@ -105,6 +105,7 @@ def train_model(
     observe: Observe = ignore,
 ) -> Outcome:
     """Plan, train, and report; compare with `reference` or, without one, with a run of `jax.jit`."""
+    checkpoints = _checkpoints_of(options)
     asked = count_devices(options)
     ask_for_virtual_devices(asked)
     training = Training(
@@ -129,9 +130,15 @@ def train_model(
     first_state = first_state_of(training, step) if compare and reference is None else None
     record = Record(first)
     with contextlib.nullcontext() if recorder is None else recorder.recording():
-        keeps = options.save_every is not None or options.resume
-        folder = options.checkpoints if keeps else None
-        stopped = run_steps(training, step, record, first_state, checkpoints=folder, save_every=options.save_every)
+        stopped = run_steps(
+            training,
+            step,
+            record,
+            first_state,
+            checkpoints=checkpoints,
+            save_every=options.save_every,
+            wait_for_saves=options.wait_for_saves,
+        )
     summarise(training, plan, record, stopped)
     if recorder is not None:
         recorder.write(options.timeline, training.console)
@@ -148,12 +155,21 @@ def train_model(
     )
 
 
+def _checkpoints_of(options: argparse.Namespace) -> Path | None:
+    """The folder of the run's checkpoints; None if it makes none. Raises ArgumentError if it is to wait for none."""
+    if options.wait_for_saves and options.save_every is None:
+        raise ArgumentError(
+            "--wait-for-saves is about the saves during a run: say with --save-every N how often it saves"
+        )
+    return options.checkpoints if options.save_every is not None or options.resume else None
+
+
 def _first_number(options: argparse.Namespace, step: ParallelStep, *, whole: bool) -> int:
     """After how many steps the run begins. Raises ArgumentError if the folder of its checkpoints does not fit the options.
 
     With `whole` it has to begin with the first one.
     """
-    if options.save_every is None and not options.resume:
+    if _checkpoints_of(options) is None:
         return 0
     known = Checkpoints(options.checkpoints, step).numbers()
     if not known:
@@ -187,6 +203,7 @@ def run_steps(
     *,
     checkpoints: Path | None = None,
     save_every: int | None = None,
+    wait_for_saves: bool = False,
 ) -> str | None:
     """Train; returns what stopped the run before its last step, if something did.
 
@@ -197,6 +214,7 @@ def run_steps(
         first_state: The state to begin with; None makes it.
         checkpoints: The folder to go on from and to save to, if any.
         save_every: After how many steps.
+        wait_for_saves: Whether no step is made meanwhile.
     """
 
     def note(made: RunStep) -> None:
@@ -211,6 +229,7 @@ def run_steps(
         args=training.trainee.args if first_state is None else (first_state,),
         every=save_every,
         keep=None if save_every is None else 3,
+        wait_for_saves=wait_for_saves,
         on_step=note,
         console=training.console,
         tokens_per_batch=training.tokens_per_batch,

@@ -208,3 +208,17 @@ def test_a_run_that_goes_on_has_the_losses_of_one_that_was_not_interrupted(tmp_p
     assert "go on from it with --resume" in capsys.readouterr().err
     assert losses("--steps", "5", "--resume", *keeping) == whole[3:]
     assert "goes on from the checkpoint of step 3" in capsys.readouterr().out
+
+
+def test_no_step_is_made_during_a_save_if_that_is_asked_for(tmp_path, capsys):
+    kept = tmp_path / "kept"
+    found = {}
+
+    def observe(title, step):
+        found[step.number] = {int(name) for name in os.listdir(kept) if name.isdecimal()}
+
+    flags = ("--devices", "2", "--steps", "6", "--checkpoints", kept, "--save-every", "2", "--wait-for-saves")
+    assert train.train(read([*map(str, ("train", "mlp", *SMALL, *flags))]), observe=observe) == 0
+    assert found == {1: set(), 2: set(), 3: {2}, 4: {2}, 5: {2, 4}, 6: {2, 4}}
+    assert run("train", "mlp", *SMALL, "--devices", "2", "--wait-for-saves") == 2
+    assert "say with --save-every N how often it saves" in capsys.readouterr().err
