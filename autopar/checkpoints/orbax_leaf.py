@@ -11,7 +11,7 @@ import asyncio
 import dataclasses
 import math
 import warnings
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import TypeVar
 
 import jax
@@ -236,7 +236,7 @@ async def _read_array(
         read_bytes = _bytes_of_chunks(store, index)
         await room.take(read_bytes)
         try:
-            numbers = await store[index].read()
+            numbers = await _read_range(store, index)
             arrays += _on_devices(numbers, wanted, arg.key_kind)
             del numbers
         finally:
@@ -246,11 +246,44 @@ async def _read_array(
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
+async def _read_range(store: ts.TensorStore, index: Index) -> np.ndarray:
+    """The entries of a range; a few chunks at a time, as each chunk of a read is held until all are there."""
+    blocks = [*blocks_of(store, index)]
+    if len(blocks) == 1:
+        return await store[index].read()
+    shape = [*(s.stop - s.start for s in index), *store.shape[len(index) :]]
+    numbers = np.empty(shape, store.dtype.numpy_dtype)
+    for block in blocks:
+        place = tuple(slice(b.start - s.start, b.stop - s.start) for b, s in zip(block, index, strict=True))
+        numbers[place] = await store[block].read()
+    return numbers
+
+
+def blocks_of(store: ts.TensorStore, index: Index) -> Iterator[Index]:
+    """The parts in which a range is read, between chunks: each is of one chunk, or of as many as may be in flight."""
+    counts = _counts_of_chunks(store, index)
+    if max(counts, default=0) <= 1 or _bytes_of_chunks(store, index) <= TUNING.in_flight_bytes:
+        yield index
+        return
+    dim = counts.index(max(counts))
+    size, along = _chunk_of(store)[dim], index[dim]
+    middle = (along.start // size + counts[dim] // 2) * size
+    for part in (slice(along.start, middle), slice(middle, along.stop)):
+        yield from blocks_of(store, (*index[:dim], part, *index[dim + 1 :]))
+
+
 def _bytes_of_chunks(store: ts.TensorStore, index: Index) -> int:
     """The size of the chunks that hold these entries: all of them is read."""
-    chunk = [int(size or 1) for size in store.chunk_layout.read_chunk.shape or ()]
-    counts = [-(-s.stop // size) - s.start // size for s, size in zip(index, chunk, strict=False)]
-    return math.prod((*counts, *chunk, int(store.dtype.numpy_dtype.itemsize)))
+    return math.prod((*_counts_of_chunks(store, index), *_chunk_of(store), int(store.dtype.numpy_dtype.itemsize)))
+
+
+def _counts_of_chunks(store: ts.TensorStore, index: Index) -> list[int]:
+    """How many chunks hold these entries, along each dimension."""
+    return [-(-s.stop // size) - s.start // size for s, size in zip(index, _chunk_of(store), strict=False)]
+
+
+def _chunk_of(store: ts.TensorStore) -> list[int]:
+    return [int(size or 1) for size in store.chunk_layout.read_chunk.shape or ()]
 
 
 def _on_devices(numbers: np.ndarray, wanted: Wanted, key_kind: str | None) -> list[jax.Array]:

@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 import autopar
-from autopar.checkpoints import register_with_orbax
+from autopar.checkpoints import orbax_leaf, register_with_orbax
+from autopar.checkpoints.tuning import Tuning
 from autopar.split_array import SplitArray
 from tests.checkpoints.steps import WAYS, bits, laid_out, make_batch, make_state, planned
 
@@ -34,6 +35,22 @@ def test_a_state_goes_from_one_plan_to_another(tmp_path, source, target):
     places = jax.tree.leaves(step_of(target).places().state)
     for leaf, place in zip(jax.tree.leaves(restored), places, strict=True):
         assert leaf.sharding == place.sharding, place.path
+
+
+def test_a_range_of_many_chunks_is_read_a_few_at_a_time(tmp_path, monkeypatch):
+    tuning, read = Tuning(chunk_bytes=64, in_flight_bytes=256), []
+
+    def noted(store, index, blocks_of=orbax_leaf.blocks_of):
+        found = [*blocks_of(store, index)]
+        assert all(orbax_leaf._bytes_of_chunks(store, block) <= tuning.in_flight_bytes for block in found)
+        read.append(len(found))
+        return found
+
+    monkeypatch.setattr(orbax_leaf, "TUNING", tuning)
+    monkeypatch.setattr(orbax_leaf, "blocks_of", noted)
+    state, restored = saved_and_restored(tmp_path, "3_stages", "whole")
+    assert bits(restored) == bits(state)
+    assert max(read) > 8
 
 
 @pytest.mark.slow

@@ -62,6 +62,11 @@ def check(found, reference, steps=STEPS):
             "worker 0 was ended by SIGKILL",
         ),  # while the second checkpoint is written
         ("stages", "kill@write,count=2,rank=1", "worker 1 was ended by SIGKILL"),
+        (
+            "mesh",
+            "full@write,count=2,rank=1",
+            "worker 1 ended with status 1: CheckpointError: .* cannot be written: .*No space left on device",
+        ),
         ("stages", "kill@instruction:run backward*,count=9,rank=1", "worker 1 was ended by SIGKILL"),
         ("stages", "kill@instruction:send *,count=9,rank=0", "worker 0 was ended by SIGKILL"),
         (
