@@ -77,6 +77,15 @@ def test_damage_to_an_array_is_told_by_its_path(copied):
         autopar.restore(copied, step_of("zero3"))
 
 
+@pytest.mark.parametrize("field", ["number", "position", "plan", "wishes"])
+def test_a_description_that_was_changed_is_noticed(copied, field):
+    path = copied / "about" / "metadata"
+    whole = json.loads(path.read_text())
+    path.write_text(json.dumps({**whole, "content": {**whole["content"], field: "another"}}))
+    with pytest.raises(CheckpointError, match="its description does not have the digest that it says"):
+        autopar.restore(copied, step_of("zero3"))
+
+
 def test_a_folder_that_was_not_finished_is_no_checkpoint(saved, tmp_path):
     shutil.copytree(saved[0], tmp_path / "10.orbax-checkpoint-tmp")
     with pytest.raises(CheckpointError, match=r"no complete checkpoint at .*; 1 that were not finished"):
