@@ -237,7 +237,9 @@ async def _read_array(
         await room.take(read_bytes)
         try:
             numbers = await _read_range(store, index)
-            arrays += _on_devices(numbers, wanted, arg.key_kind)
+            made = _on_devices(numbers, wanted, arg.key_kind)
+            await asyncio.to_thread(jax.block_until_ready, made)  # the numbers are held until they are copied
+            arrays += made
             del numbers
         finally:
             await room.give_back(read_bytes)
