@@ -43,6 +43,33 @@ INTERRUPTED = 130
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Saves:
+    """The checkpoints of a run.
+
+    Attributes:
+        folder: Where they are; the run goes on from the last one. None: it makes none.
+        every: After how many steps there is one; None: at the end alone.
+        waits: Whether no step is made while one is written.
+    """
+
+    folder: Path | None = None
+    every: int | None = None
+    waits: bool = False
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Saves:
+        """As the command line says. Raises ArgumentError if the run is to wait for saves and makes none."""
+        if options.wait_for_saves and options.save_every is None:
+            raise ArgumentError(
+                "--wait-for-saves is about the saves during a run: say with --save-every N how often it saves"
+            )
+        keeps = options.save_every is not None or options.resume
+        return cls(
+            folder=options.checkpoints if keeps else None, every=options.save_every, waits=options.wait_for_saves
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
     """The result of a run.
 
@@ -105,7 +132,7 @@ def train_model(
     observe: Observe = ignore,
 ) -> Outcome:
     """Plan, train, and report; compare with `reference` or, without one, with a run of `jax.jit`."""
-    checkpoints = _checkpoints_of(options)
+    saves = Saves.of(options)
     asked = count_devices(options)
     ask_for_virtual_devices(asked)
     training = Training(
@@ -126,19 +153,11 @@ def train_model(
     with live_line(options.verbose):
         _compile(step, shapes)
     recorder = Recorder.of(step, options.timeline, steps=training.steps) if options.timeline else None
-    first = _first_number(options, step, whole=compare or recorder is not None)
+    first = _first_number(options, saves, step, whole=compare or recorder is not None)
     first_state = first_state_of(training, step) if compare and reference is None else None
     record = Record(first)
     with contextlib.nullcontext() if recorder is None else recorder.recording():
-        stopped = run_steps(
-            training,
-            step,
-            record,
-            first_state,
-            checkpoints=checkpoints,
-            save_every=options.save_every,
-            wait_for_saves=options.wait_for_saves,
-        )
+        stopped = run_steps(training, step, record, first_state, saves=saves)
     summarise(training, plan, record, stopped)
     if recorder is not None:
         recorder.write(options.timeline, training.console)
@@ -155,23 +174,14 @@ def train_model(
     )
 
 
-def _checkpoints_of(options: argparse.Namespace) -> Path | None:
-    """The folder of the run's checkpoints; None if it makes none. Raises ArgumentError if it is to wait for none."""
-    if options.wait_for_saves and options.save_every is None:
-        raise ArgumentError(
-            "--wait-for-saves is about the saves during a run: say with --save-every N how often it saves"
-        )
-    return options.checkpoints if options.save_every is not None or options.resume else None
-
-
-def _first_number(options: argparse.Namespace, step: ParallelStep, *, whole: bool) -> int:
+def _first_number(options: argparse.Namespace, saves: Saves, step: ParallelStep, *, whole: bool) -> int:
     """After how many steps the run begins. Raises ArgumentError if the folder of its checkpoints does not fit the options.
 
     With `whole` it has to begin with the first one.
     """
-    if _checkpoints_of(options) is None:
+    if saves.folder is None:
         return 0
-    known = Checkpoints(options.checkpoints, step).numbers()
+    known = Checkpoints(saves.folder, step).numbers()
     if not known:
         return 0
     if not options.resume:
@@ -201,9 +211,7 @@ def run_steps(
     record: Record,
     first_state: PyTree | None,
     *,
-    checkpoints: Path | None = None,
-    save_every: int | None = None,
-    wait_for_saves: bool = False,
+    saves: Saves | None = None,
 ) -> str | None:
     """Train; returns what stopped the run before its last step, if something did.
 
@@ -212,10 +220,9 @@ def run_steps(
         step: The step, planned.
         record: Takes losses and seconds.
         first_state: The state to begin with; None makes it.
-        checkpoints: The folder to go on from and to save to, if any.
-        save_every: After how many steps.
-        wait_for_saves: Whether no step is made meanwhile.
+        saves: Its checkpoints; None: it makes none.
     """
+    saves = saves or Saves()
 
     def note(made: RunStep) -> None:
         record.add(made)
@@ -224,12 +231,12 @@ def run_steps(
     run = autopar.Run(
         step,
         training.batches,
-        checkpoints,
+        saves.folder,
         create_state=training.trainee.create_state if first_state is None else lambda given: given,
         args=training.trainee.args if first_state is None else (first_state,),
-        every=save_every,
-        keep=None if save_every is None else 3,
-        wait_for_saves=wait_for_saves,
+        every=saves.every,
+        keep=None if saves.every is None else 3,
+        wait_for_saves=saves.waits,
         on_step=note,
         console=training.console,
         tokens_per_batch=training.tokens_per_batch,
