@@ -22,6 +22,7 @@ from autopar.program.observe import answering, branch_that_returns, is_call, is_
 from autopar.program.opened.called import operands_of
 from autopar.program.opened.constrain import PARAMETER_OF, asked_of, constrain_p
 from autopar.program.opened.islands import opened_by
+from autopar.program.opened.rolls import with_rolls
 from autopar.program.program import Atom, Equation, Program, Tag, can_be_awaited, fan_out_p, variables_of
 from autopar.program.tags import tagged_call_p
 
@@ -53,7 +54,7 @@ def program_of(closed: Any, *, pruned: bool = False) -> tuple[Program, tuple[Any
     builder.constants.extend(zip(constvars, constants, strict=True))
     outs = builder.show_observed(builder.inline(jaxpr, constvars, fresh))
     held = [v for v, _ in builder.constants]
-    opened = _with_late_casts(Program((*fresh, *held), tuple(builder.equations), tuple(outs)))
+    opened = _with_late_casts(Program((*fresh, *held), builder.finish(outs), tuple(outs)))
     program = _with_fan_outs(_without_dead_code(opened))
     return program, tuple(value for _, value in builder.constants)
 
@@ -197,6 +198,10 @@ class _ProgramBuilder:
             self.equations.append(made)
         return results
 
+    def finish(self, results: Sequence[Atom]) -> tuple[Equation, ...]:
+        """The scope's equations, rolls as one operation each."""
+        return tuple(with_rolls(self.equations, results))
+
     def region(self, closed: Any) -> tuple[Program, list[Var]]:
         """(nested program, outer constants it closes over, which are its first inputs)."""
         jaxpr = compat.open_jaxpr(closed)
@@ -206,7 +211,7 @@ class _ProgramBuilder:
         captured = [v for v, _ in inner.constants]
         outer = [Var(v.aval) for v in captured]
         self.constants.extend(zip(outer, (value for _, value in inner.constants), strict=True))
-        return Program((*captured, *args), tuple(inner.equations), tuple(outs)), outer
+        return Program((*captured, *args), inner.finish(outs), tuple(outs)), outer
 
 
 def _open_scan(

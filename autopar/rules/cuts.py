@@ -1,13 +1,15 @@
-"""Slices and paddings along dimensions that devices hold in parts: each takes what it lacks of its part from its neighbours.
+"""Slices, paddings and rolls along dimensions that devices hold in parts: each takes what it lacks of its part from others.
 
-In: an equation of `slice` or `pad`. Out: its factor rule, local result and exchange. Both are windows of one position that slide
-along the operand's rows, with padding outside and holes between. Every second row of each device's part needs nothing of others,
-a part of the rows in the middle a few rows of the next device. What can go wrong: a slice that leaves out much, whose rows would
-all have to travel, and a padding that is not zero; these dimensions are whole.
+In: an equation of `slice`, `pad` or `roll`. Out: its factor rule, local result and exchange. Slices and paddings are windows
+of one position that slide along the operand's rows, with padding outside and holes between. Every second row of each device's
+part needs nothing of others, a part of the rows in the middle a few rows of the next device. In a roll the first device and
+the last are neighbours too. What can go wrong: a slice that leaves out much, whose rows would all have to travel, and a padding
+that is not zero; these dimensions are whole.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -15,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from autopar.avals import itemsize_of
 from autopar.compat import JaxprEqn, Literal
 from autopar.layouts.mesh import Axes, LogicalMesh
 from autopar.rules.by_shape import Factors, linear_groups, shape_of
-from autopar.rules.exchanges import Division
+from autopar.rules.exchanges import Division, Exchange
 from autopar.rules.factor_rule import Dim, FactorRule, make_rule
-from autopar.rules.halos import Slide, with_neighbours
+from autopar.rules.halos import Slide, crossed, send, with_neighbours
 from autopar.rules.on_shard import LocalCall
 from autopar.rules.windows import borders, divided_dims
 
@@ -129,3 +132,70 @@ def pad_divided(eqn: JaxprEqn, rule: FactorRule, axes: Mapping[str, Axes], mesh:
     """Rows of the neighbours."""
     reaches = {d: _of_padding(eqn, d).reach for d in range(len(shape_of(eqn.invars[0])))}
     return Division(tuple(borders(eqn, 0, rule, axes, mesh, reaches)))
+
+
+def roll(eqn: JaxprEqn) -> FactorRule:
+    """a b c -> a d c | whole: b d | together: b d | linear: 0 | any: b are the rows that go round."""
+    factors, along = Factors(), eqn.params["dimension"]
+    operand = factors.operand(shape_of(eqn.invars[0]))
+    rows, moved = operand[along][0], factors.new(shape_of(eqn.invars[0])[along])
+    out = [*operand[:along], (moved,), *operand[along + 1 :]]
+    groups = linear_groups(eqn, (0,))
+    return make_rule(
+        [tuple(operand)],
+        [tuple(out)],
+        factors.sizes,
+        whole=[rows, moved],
+        linear=groups,
+        any_monoid=True,
+        together=[(rows, moved)],
+    )
+
+
+def roll_local(call: LocalCall) -> Sequence[jax.Array]:
+    """The rows that go round, from the devices that have them."""
+    (x,), along = call.operands, call.params["dimension"]
+    factor = divided_dims(call.rule, call.factor_axes, 0).get(along)
+    if factor is None:
+        return call.bind(x)
+    names, ranks = call.line(factor)
+    ways = len(ranks)
+    parts: list[jax.Array] = []
+    for distance, start, stop in _rolled_rows(call.params["shift"], x.shape[along], ways):
+        rows, pairs = lax.slice_in_dim(x, start, stop, axis=along), zip(ranks, np.roll(ranks, -distance), strict=True)
+        parts.append(send(rows, names, [(here, int(there)) for here, there in pairs]) if distance else rows)
+    return (jnp.concatenate(parts, axis=along),)
+
+
+def roll_divided(eqn: JaxprEqn, rule: FactorRule, axes: Mapping[str, Axes], mesh: LogicalMesh) -> Division:
+    """Rows of at most two other devices."""
+    along, aval, sizes = eqn.params["dimension"], eqn.invars[0].aval, dict(rule.sizes)
+    factor = divided_dims(rule, axes, 0).get(along)
+    if factor is None:
+        return Division()
+    ways, shape = (
+        mesh.ways(axes[factor]),
+        [math.prod(sizes[f] // mesh.ways(axes.get(f, ())) for f in dim) for dim in rule.inputs[0]],
+    )
+    row = math.prod(shape) // shape[along] * itemsize_of(aval)
+    return Division(
+        tuple(
+            Exchange(
+                value=0,
+                axes=crossed(axes[factor], distance, mesh),
+                bytes=(stop - start) * row,
+                count=1,
+                is_beside_work=False,
+                part=("roll", along, distance, start, stop),
+            )
+            for distance, start, stop in _rolled_rows(eqn.params["shift"], shape[along], ways)
+            if distance
+        )
+    )
+
+
+def _rolled_rows(shift: int, size: int, ways: int) -> list[tuple[int, int, int]]:
+    """(how many devices back, first and last row there) of the rows of a device's result, in order; 0 is the device itself."""
+    back, rows = divmod(shift, size)
+    found = [((back + 1) % ways, size - rows, size), (back % ways, 0, size - rows)]
+    return [(distance, start, stop) for distance, start, stop in found if start < stop]

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.layouts.mesh import Axes
+from autopar.layouts.mesh import Axes, LogicalMesh
 from autopar.layouts.perform import is_shorter_than_a_byte
 from autopar.rules.exchanges import Exchange
 from autopar.rules.on_shard import LocalCall
@@ -105,8 +105,7 @@ def extend(
     def receive(rows: jax.Array, distance: int) -> jax.Array:
         """The same of the device at a distance."""
         pairs = [(ranks[i], ranks[i - distance]) for i in range(ways) if 0 <= i - distance < ways]
-        bytes_ = rows.astype(jnp.int8) if is_shorter_than_a_byte(rows) else rows
-        sent: jax.Array = lax.ppermute(bytes_, names, pairs).astype(x.dtype) if pairs else jnp.zeros_like(rows)
+        sent = send(rows, names, pairs) if pairs else jnp.zeros_like(rows)
         if fill is None:
             return sent
         is_inside = jnp.logical_and(index + distance >= 0, index + distance < ways)
@@ -118,28 +117,44 @@ def extend(
     return jnp.concatenate([*reversed(first), x, *last], axis=dim) if first or last else x
 
 
+def send(rows: jax.Array, names: Sequence[str], pairs: Sequence[tuple[int, int]]) -> jax.Array:
+    """The rows that another device sends, by pairs (from, to) of places along mesh axes; zeros if none does."""
+    bytes_ = rows.astype(jnp.int8) if is_shorter_than_a_byte(rows) else rows
+    received: jax.Array = lax.ppermute(bytes_, names, pairs).astype(rows.dtype)
+    return received
+
+
 def sent(
     place: int,
     shape: Sequence[int],
     itemsize: int,
-    reaches: Mapping[int, tuple[Axes, int, tuple[int, int]]],
+    reaches: Mapping[int, tuple[Axes, tuple[int, int]]],
+    mesh: LogicalMesh,
     *,
     fill: float | None = None,
 ) -> Iterator[Exchange]:
     """What a device sends while `extend` goes through the dimensions of a local operand, in this order.
 
-    reaches: for a dimension the axes that divide it, in how many parts, and its reach.
+    reaches: for a dimension the axes that divide it, and its reach.
     """
     local, there = list(shape), list[Hashable]()
-    for dim, (axes, ways, reach) in reaches.items():
+    for dim, (axes, reach) in reaches.items():
         rest = math.prod(n for d, n in enumerate(local) if d != dim) * itemsize
         for side, rows in enumerate(reach):
             for hop, n in _hops(rows, local[dim]):
                 part = (dim, side, hop, n, *there)
-                if hop < ways:
-                    yield Exchange(value=place, axes=axes, bytes=n * rest, count=1, is_beside_work=False, part=part)
+                if hop < mesh.ways(axes):
+                    along = crossed(axes, hop, mesh)
+                    yield Exchange(value=place, axes=along, bytes=n * rest, count=1, is_beside_work=False, part=part)
         local[dim] += sum(reach)
         there.append((dim, reach, fill))
+
+
+def crossed(axes: Axes, distance: int, mesh: LogicalMesh) -> Axes:
+    """Of the axes that divide a dimension, major to minor, those along which devices at a distance in it differ."""
+    while axes and distance % mesh.shape[axes[-1]] == 0:
+        axes, distance = axes[:-1], distance // mesh.shape[axes[-1]]
+    return axes
 
 
 def _hops(rows: int, size: int) -> list[tuple[int, int]]:

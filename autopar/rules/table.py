@@ -234,6 +234,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "reshape": PrimitiveRule(rule=reshaping.reshape, work=Work.FREE, local=on_shard.reshape),
         "rev": PrimitiveRule(rule=reshaping.rev, work=Work.MOVE),
         "rng_bit_generator": PrimitiveRule(rule=by_shape.everything_whole, work=Work.RANDOM),
+        "roll": PrimitiveRule(rule=cuts.roll, work=Work.MOVE, local=cuts.roll_local, divided=cuts.roll_divided),
         "round": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "rsqrt": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "scaled_dot": PrimitiveRule(rule=matrices.scaled_dot, work=Work.CONTRACTION, flops=flops.of_scaled_dot),

@@ -139,9 +139,9 @@ def borders(
     """What a device sends of one operand, by the reach along each dimension, a function of the number of its parts."""
     sizes, aval = dict(rule.sizes), eqn.invars[place].aval
     shape = [math.prod(sizes[f] // mesh.ways(axes.get(f, ())) for f in dim) for dim in rule.inputs[place]]
-    divided = {d: (axes[f], mesh.ways(axes[f])) for d, f in divided_dims(rule, axes, place).items()}
-    reached = {d: (names, ways, reaches[d](ways)) for d, (names, ways) in divided.items()}
-    return sent(place, shape, itemsize_of(aval), reached, fill=fill)
+    divided = {d: axes[f] for d, f in divided_dims(rule, axes, place).items()}
+    reached = {d: (names, reaches[d](mesh.ways(names))) for d, names in divided.items()}
+    return sent(place, shape, itemsize_of(aval), reached, mesh, fill=fill)
 
 
 def _always(reach: tuple[int, int]) -> Callable[[int], tuple[int, int]]:

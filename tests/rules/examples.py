@@ -17,6 +17,7 @@ from autopar.attention.blocks import Setting
 from autopar.attention.primitive import attention_backward_p, attention_p
 from autopar.compat import Literal
 from autopar.program.from_jaxpr import program_of
+from autopar.program.opened.rolls import roll_p
 
 
 class Example(NamedTuple):
@@ -316,6 +317,9 @@ EXAMPLES = {
         _scaled_dot((8, 32), (12, 32), (8, 4), (12, 8), dimension_numbers=(((1,), (1,)), ((), ()))),
         _scaled_dot((8, 32), (32, 12), (8, 1), (4, 12)),
         _scaled_dot((8, 32), (32, 12), (8, 1), (1, 12)),
+    "roll": [
+        Example(lambda x: roll_p.bind(x, dimension=1, shift=1), (X,)),
+        Example(lambda x: roll_p.bind(x, dimension=0, shift=5), (X,)),
     ],
     "scatter": [_scatter(lax.scatter, unique=True)],
     "scatter-add": [_scatter(lax.scatter_add)],
