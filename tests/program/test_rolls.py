@@ -62,6 +62,7 @@ OTHERS = {
     "every second": lambda x: jnp.concatenate([x[:, 4::2], x[:, :4:2]], axis=1),
     "beside each other": lambda x: jnp.concatenate([x[:, 4:], x[:, :4]], axis=0),
     "cut twice": lambda x: jnp.concatenate([x[1:, 6:], x[1:, :6]], axis=1),
+    "of nothing": lambda x: lax.concatenate([lax.iota(jnp.int32, 2), lax.iota(jnp.int32, 6)], 0),
     "of three": lambda x: jnp.concatenate([x[:, 6:], x[:, :6], x[:, :1]], axis=1),
     "a sum that is read twice": lambda x: _sums(x, is_shared=True),
     "pieces put where they were": lambda x: _placed(x, first=0, last=5),

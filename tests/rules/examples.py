@@ -312,14 +312,15 @@ EXAMPLES = {
     ],
     "rev": [Example(lambda x: lax.rev(x, (1,)), (X,))],
     "rng_bit_generator": [Example(lambda key: lax.rng_bit_generator(key, (8, 12)), (jnp.arange(4, dtype=jnp.uint32),))],
+    "roll": [
+        Example(lambda x: roll_p.bind(x, dimension=1, shift=1), (X,)),
+        Example(lambda x: roll_p.bind(x, dimension=0, shift=5), (X,)),
+    ],
     "scaled_dot": [
         _scaled_dot((4, 8, 16), (4, 16, 12), (4, 8, 4), (4, 4, 12)),
         _scaled_dot((8, 32), (12, 32), (8, 4), (12, 8), dimension_numbers=(((1,), (1,)), ((), ()))),
         _scaled_dot((8, 32), (32, 12), (8, 1), (4, 12)),
         _scaled_dot((8, 32), (32, 12), (8, 1), (1, 12)),
-    "roll": [
-        Example(lambda x: roll_p.bind(x, dimension=1, shift=1), (X,)),
-        Example(lambda x: roll_p.bind(x, dimension=0, shift=5), (X,)),
     ],
     "scatter": [_scatter(lax.scatter, unique=True)],
     "scatter-add": [_scatter(lax.scatter_add)],

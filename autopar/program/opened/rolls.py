@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,9 @@ mlir.register_lowering(roll_p, mlir.lower_fun(_roll, multiple_results=False))
 
 
 class _IsEquation(Protocol):
-    """What is read: an equation of a program."""
+    """What is read: an equation of a program, a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
     @property
     def primitive(self) -> Primitive: ...
@@ -50,7 +52,7 @@ class _IsEquation(Protocol):
     def outvars(self) -> Sequence[Var]: ...
 
     @property
-    def params(self) -> Mapping[str, Any]: ...
+    def params(self) -> dict[str, Any]: ...
 
 
 _Equation = TypeVar("_Equation", bound=_IsEquation)
@@ -85,16 +87,16 @@ def with_rolls(equations: Iterable[_Equation], results: Sequence[Var | Literal])
     return [new for eqn in found.equations for new in found.replaced(eqn)]
 
 
-class _Finder:
+class _Finder(Generic[_Equation]):
     """What makes each value of a scope, and how often it is read."""
 
-    def __init__(self, equations: Iterable[Any], results: Sequence[Var | Literal]) -> None:
+    def __init__(self, equations: Iterable[_Equation], results: Sequence[Var | Literal]) -> None:
         self.equations = list(equations)
         self._maker = {v: eqn for eqn in self.equations for v in eqn.outvars}
         self._reads = Counter(v for eqn in self.equations for v in eqn.invars if isinstance(v, Var))
         self._reads.update(v for v in results if isinstance(v, Var))
 
-    def replaced(self, eqn: Any) -> Sequence[Any]:
+    def replaced(self, eqn: _Equation) -> Sequence[_Equation]:
         """What stands in an equation's place."""
         if eqn.primitive.name == "concatenate" and len(eqn.invars) == 2:
             front, back = map(self._piece, eqn.invars)
@@ -104,7 +106,7 @@ class _Finder:
             return self._sum(eqn)
         return [eqn]
 
-    def _sum(self, eqn: Any) -> Sequence[Any]:
+    def _sum(self, eqn: _Equation) -> Sequence[_Equation]:
         """The transpose of a roll: two pieces that are put beside each other, at once or one after the other."""
         for place, other in (eqn.invars, reversed(eqn.invars)):
             one = self._placed(place)
@@ -126,8 +128,8 @@ class _Finder:
 
     def _earlier(self, one: _Placed, total: Var | Literal) -> tuple[_Placed | None, Var | Literal | None]:
         """(the other piece of what `one` is a piece of, the sum without it) if a sum that nothing else reads added it last."""
-        made = self._maker.get(total) if isinstance(total, Var) else None
-        if made is not None and made.primitive.name == "add_any" and self._reads[total] == 1:
+        made = self._maker.get(total) if isinstance(total, Var) and self._reads[total] == 1 else None
+        if made is not None and made.primitive.name == "add_any":
             for place, rest in (made.invars, reversed(made.invars)):
                 two = self._placed(place)
                 if two is not None and two.piece.whole is one.piece.whole:
@@ -137,14 +139,16 @@ class _Finder:
     def _piece(self, value: Var | Literal) -> _Piece | None:
         """What a value is cut from; None if it is no piece along one dimension."""
         eqn = self._maker.get(value) if isinstance(value, Var) else None
-        if eqn is None or not isinstance(eqn.invars[0], Var) or not _has_plain_type(eqn.invars[0]):
+        if eqn is None or eqn.primitive.name not in ("split", "slice"):
             return None
         whole = eqn.invars[0]
+        if not isinstance(whole, Var) or not _has_plain_type(whole):
+            return None
         if eqn.primitive.name == "split":
-            sizes, number = eqn.params["sizes"], list(eqn.outvars).index(value)
+            sizes, number = eqn.params["sizes"], [v is value for v in eqn.outvars].index(True)
             start = int(sum(sizes[:number]))
             return _Piece(whole, eqn.params["axis"], start, start + int(sizes[number]))
-        if eqn.primitive.name != "slice" or any(n != 1 for n in eqn.params["strides"] or ()):
+        if any(n != 1 for n in eqn.params["strides"] or ()):
             return None
         ends = list(zip(eqn.params["start_indices"], eqn.params["limit_indices"], strict=True))
         cut = [d for d, size in enumerate(whole.aval.shape) if ends[d] != (0, size)]
@@ -176,7 +180,7 @@ def _are_turned(first: _Piece | None, last: _Piece | None) -> bool:
     return (last.start, first.stop) == (0, size) and last.stop == first.start and 0 < first.start < size
 
 
-def _rolled(eqn: Any, out: Var, whole: Var, dimension: int, shift: int) -> Any:
+def _rolled(eqn: _Equation, out: Var, whole: Var, dimension: int, shift: int) -> _Equation:
     return dataclasses.replace(
         eqn, primitive=roll_p, invars=(whole,), outvars=(out,), params={"dimension": dimension, "shift": shift}
     )
