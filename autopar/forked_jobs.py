@@ -3,8 +3,8 @@
 In: jobs, and how many processes may work. Out: their results, in order. All processes take the next job from one queue until it
 is empty; forks write what they find to files and end. This process does again what a fork does not bring (its job raised an error
 or warned, or the fork died or hangs), so errors and warnings are those of one process. What can go wrong: threads do not survive
-a fork, so a fork that runs an array operation of JAX waits forever. Jobs compute with numbers alone, and a fork that takes far
-longer than it should is given up.
+a fork, so a fork that runs an array operation of JAX waits forever. Jobs compute with numbers alone, and a fork that stands still
+is given up.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, NoReturn, TypeVar, cast
 
 T = TypeVar("T")
 
 PATIENCE_S = 20.0
-"""Seconds that a fork's last job may take after this process has run out of jobs, unless all jobs together took longer."""
+"""Seconds for which a fork may stand still, without time of the processor, once this process has run out of jobs."""
+CAN_COUNT = Path("/proc/self/stat").exists()
+"""Whether the system tells what a fork has used of the processor. Elsewhere one may take as long as all jobs took here."""
 _POLL_S = 0.005
 _TOKEN_BYTES = 4
 _WARNED_OF = (("os.fork", RuntimeWarning), (".*multi-threaded", DeprecationWarning))
@@ -69,9 +72,9 @@ def run_side_by_side(
                 done[number] = jobs[number]()
             except Exception as error:  # noqa: BLE001 - raised below, unless an earlier job raises one
                 failed[number] = error
-        until = time.monotonic() + max(patience_s, time.monotonic() - started)
+        patience_s = patience_s if CAN_COUNT else max(patience_s, time.monotonic() - started)
         for fork in forks:
-            for number, sent in fork.results(until, may_give_up).items():
+            for number, sent in fork.results(patience_s, may_give_up).items():
                 done[number] = cast(T, sent) if unpack is None else unpack(number, sent)
     is_given_up = may_give_up()
     for number in sorted({*range(len(jobs))} - set(done)):
@@ -105,10 +108,13 @@ class _Fork:
         self._process, self._file = process, file
         self._has_ended = False
 
-    def results(self, until: float, may_give_up: Callable[[], bool]) -> Mapping[int, object]:
-        """What it wrote, by the number of the job, once it has ended, the time has come, or it is given up."""
-        while self._is_at_work() and time.monotonic() < until and not may_give_up():
+    def results(self, patience_s: float, may_give_up: Callable[[], bool]) -> Mapping[int, object]:
+        """What it wrote, by the number of the job, once it has ended, stands still for so long, or is given up."""
+        used, since = self._used(), time.monotonic()
+        while self._is_at_work() and time.monotonic() < since + patience_s and not may_give_up():
             time.sleep(_POLL_S)
+            if (now := self._used()) != used:
+                used, since = now, time.monotonic()
         self.end()
         self._file.seek(0)
         found: dict[int, object] = {}
@@ -117,6 +123,12 @@ class _Fork:
                 number, result = pickle.load(self._file)
                 found[number] = result
         return found
+
+    def _used(self) -> tuple[str, ...]:
+        """Its time of the processor, in the system's words; nothing where the system does not count it."""
+        with contextlib.suppress(OSError):
+            return tuple(Path(f"/proc/{self._process}/stat").read_text().rpartition(")")[2].split()[11:13])
+        return ()
 
     def end(self) -> None:
         """Kill it if it is still at work."""

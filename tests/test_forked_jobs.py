@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError
-from autopar.forked_jobs import run_side_by_side
+from autopar.forked_jobs import CAN_COUNT, run_side_by_side
 from autopar.models.registry import build
 from tests.inter_op.test_search import arguments, step, two_nodes
 
@@ -101,6 +101,23 @@ def test_what_a_fork_does_not_bring_is_done_here(fate):
     started = time.monotonic()
     assert run_side_by_side([lambda n=n: job(n) for n in range(4)], processes=3, patience_s=0.5) == [0, 1, 2, 3]
     assert time.monotonic() - started < LONG_S / 2
+
+
+@pytest.mark.skipif(not CAN_COUNT, reason="the system does not say what a fork has used of the processor")
+def test_a_fork_that_works_for_longer_than_patience_lasts_is_waited_for(tmp_path):
+    here = os.getpid()
+
+    def job(number):
+        if os.getpid() == here:
+            assert wait_until((tmp_path / "fork").exists)
+            return here
+        (tmp_path / "fork").touch()
+        while time.process_time() < 1.2:
+            pass
+        return os.getpid()
+
+    found = run_side_by_side([lambda n=n: job(n) for n in range(2)], processes=2, patience_s=0.6)
+    assert len(set(found)) == 2, "nothing that the fork did is done again"
 
 
 def test_forks_are_gone_after_an_interrupt(tmp_path):

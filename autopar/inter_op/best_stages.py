@@ -64,7 +64,10 @@ class StageRules:
 
 
 class BestStages:
-    """See the module's text. `outcomes`: what is known of each timetable; `ways`: all timetables."""
+    """See the module's text. `outcomes`: what is known of each timetable; `ways`: all timetables.
+
+    `larger`: timetables with more microbatches, which are compared if nothing fits the memory in fewer.
+    """
 
     def __init__(
         self,
@@ -72,12 +75,14 @@ class BestStages:
         ways: Sequence[Timetable],
         rules: StageRules,
         *,
+        larger: Sequence[Timetable] = (),
         processes: int,
         budget: Budget,
         tuning: Tuning,
     ) -> None:
         self.outcomes: dict[Timetable, Outcome] = {}
         self._costs, self._ways, self._rules = costs, tuple(ways), rules
+        self._larger = tuple(larger)
         self._processes, self._budget, self._tuning = processes, budget, tuning
         self._current: set[Timetable] = set()
         self._took_s: dict[Timetable, float] = {}
@@ -98,6 +103,27 @@ class BestStages:
         """Seconds that the given-up timetables take at least, by the costs when they were solved."""
         known = ((way, self.outcomes.get(way)) for way in self.ways)
         return {way: outcome.at_least_s for way, outcome in known if isinstance(outcome, SlowerStages)}
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The numbers of microbatches of all timetables, those of `larger` last."""
+        return tuple(dict.fromkeys(way.microbatches for way in (*self.ways, *self._larger)))
+
+    def with_count(self, count: int) -> list[Timetable]:
+        """All timetables with a number of microbatches, those of `larger` as well."""
+        return [way for way in (*self.ways, *self._larger) if way.microbatches == count]
+
+    def begin_with(self, count: int) -> None:
+        """Look at timetables with this number of microbatches first, which may be one of `larger`."""
+        if any(way.microbatches == count for way in self._larger):
+            self.add_larger()
+        self._ways = tuple(sorted(self._ways, key=lambda way: way.microbatches != count))
+
+    def add_larger(self) -> bool:
+        """From now on, compare the timetables of `larger` as well; whether there are any new ones."""
+        new, self._larger = self._larger, ()
+        self._ways += new
+        return bool(new)
 
     def outdate(self) -> None:
         """Note that costs have changed."""

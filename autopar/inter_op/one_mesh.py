@@ -22,7 +22,7 @@ from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, war
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.compare_meshes import Beaten, SharedSearch
 from autopar.intra_op.memory import tuning as memory_tuning
-from autopar.intra_op.planner import is_far_too_large, plan_way
+from autopar.intra_op.planner import far_excess, plan_way
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.microbatches.counts import cut_into_microbatches, loop_over_microbatches, microbatch_counts
 from autopar.microbatches.mixing import MixedExamples
@@ -52,18 +52,20 @@ def plan_on_one_mesh(
     recompute: Recompute,
     devices: int,
     beat_s: float = math.inf,
+    excess: float | None = None,
     tuning: Tuning = TUNING,
 ) -> PlannedStep | Slower:
     """The fastest way to run the step that fits. Raises ConstraintError, OutOfMemoryError.
 
     `beat_s`: seconds of the step in stages; `Slower` if no way on one mesh takes less, which cannot be without such a time.
+    `excess`: what `far_excess` says of the step, if that is known.
     """
     has_other_ways = num_microbatches == "auto" or recompute == "auto"
     attempts = _Attempts(request, SharedSearch(best_s=beat_s, has_other_ways=has_other_ways), tuning=tuning)
     least = 1 if num_microbatches == "auto" else num_microbatches
     counts = microbatch_counts(traced) if num_microbatches == "auto" else (num_microbatches,)
     step, repeated = _recompute_as_asked(traced, recompute)
-    first = attempts.plan_first(cut_into_microbatches(step, least), repeated)
+    first = attempts.plan_first(cut_into_microbatches(step, least), repeated, excess if step is traced else None)
     if first is None and state_is_too_large(traced, request, devices):
         raise attempts.errors[0] if attempts.errors else attempts.error_of_smallest()
     if not attempts.is_dear() or (isinstance(first, Beaten) and first.step_s is None):
@@ -208,10 +210,15 @@ class _Attempts:
         report(Progress(best_s=min(one.plan.step_s for one in self._found)), is_news=True)
         return self._found[-1]
 
-    def plan_first(self, step: TracedStep, repeated: Repeated | None) -> PlannedStep | Beaten | None:
-        """As `plan`; what is known to be far too large without a plan is noted as such."""
-        if not is_far_too_large(step, self._request, self._shared):
+    def plan_first(
+        self, step: TracedStep, repeated: Repeated | None, excess: float | None
+    ) -> PlannedStep | Beaten | None:
+        """As `plan`; what is far too large is noted as such, without a plan. `excess`: see `far_excess`."""
+        if excess is None:
+            excess = far_excess(step, self._request) if self._shared.has_other_ways else 0.0
+        if not excess:
             return self.plan(step, repeated)
+        self._shared.first, self._shared.excess = step, excess
         self._smallest = (step, repeated)
         self._compared.append(Alternative(num_stages=1, num_microbatches=step.microbatches, **_fields(repeated)))
         return None

@@ -3,7 +3,9 @@
 In: a traced step, what is left open of a pipeline, the planner's request, the number of devices. Out: a `PlannedStep` or a
 `PlannedPipeline`. The mesh comes first where it nearly always wins: on one node, and across nodes that have room for the state
 and reduce gradients in less time than they work (`Tuning.held`, `Tuning.reduced`). Stages are then searched only if they may pay.
-Elsewhere they are searched first: the search prices one stage too, and if that is far slower, one mesh is not planned.
+Elsewhere they are searched first: the search prices one stage too, and if that is far slower, one mesh is not planned. That is
+also where a step is far too large to run as it is, however it is divided (`far_excess`): one mesh then needs many microbatches,
+each number of which takes as long to plan as all stages, and has only what the stages leave of the clock.
 
 When stages may pay:
 
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
@@ -31,6 +34,7 @@ from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline, search_pipeline
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.planner import far_excess
 from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.microbatches.counts import microbatch_counts
 from autopar.plan import Alternative, Plan
@@ -56,6 +60,13 @@ class _OneOrStages:
         assert isinstance(planned, PlannedStep), "there is nothing that it has to beat"
         return planned
 
+    @functools.cached_property
+    def excess(self) -> float | None:
+        """See `far_excess`; None if the step cannot run as it is anyway."""
+        if self.wishes.num_microbatches != "auto" or self.wishes.recompute not in ("auto", "none"):
+            return None
+        return far_excess(self.traced, self.request)
+
     def plan_mesh_below(self, beat_s: float) -> PlannedStep | Slower:
         return plan_on_one_mesh(
             self.traced,
@@ -64,6 +75,7 @@ class _OneOrStages:
             recompute=self.wishes.recompute,
             devices=self.devices,
             beat_s=beat_s,
+            excess=self.excess,
             tuning=self.tuning,
         )
 
@@ -101,11 +113,14 @@ def plan_one_or_stages(
 
 
 def _is_for_one_mesh(comparison: _OneOrStages) -> bool:
-    """Whether one mesh probably wins: on one node, or if nodes have room for the state and reduce gradients in little time."""
+    """Whether one mesh probably wins: if it may run the step as it is, and its nodes, if it has several, exchange little."""
+    nodes, per_node = machine_shape(comparison.request.cluster, comparison.devices)
+    return (nodes == 1 or _nodes_exchange_little(comparison, nodes, per_node)) and not comparison.excess
+
+
+def _nodes_exchange_little(comparison: _OneOrStages, nodes: int, per_node: int) -> bool:
+    """Whether nodes have room for the state, and reduce gradients in little time."""
     traced, request, devices = comparison.traced, comparison.request, comparison.devices
-    nodes, per_node = machine_shape(request.cluster, devices)
-    if nodes == 1:
-        return True
     state = [leaf for leaf in traced.inputs if leaf.role != "batch"]
     limit = request.memory_limit_bytes
     if limit is not None and bytes_held(state) > comparison.tuning.held * limit * per_node:
@@ -118,7 +133,7 @@ def _is_for_one_mesh(comparison: _OneOrStages) -> bool:
 def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
     match comparison.search_stages():
         case SearchedPipeline() as found:
-            if found.one_stage_s > comparison.tuning.surely_slower * found.pipeline.plan.step_s:
+            if _is_surely_slower(found, comparison.excess or 1.0, comparison.tuning):
                 return found.pipeline
             if comparison.request.budget.is_over:
                 plan = found.pipeline.plan
@@ -134,6 +149,19 @@ def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipelin
             return dataclasses.replace(found.pipeline, plan=plan)
         case OneStage() as none_found:
             return _faster(comparison.plan_on_one_mesh(), none_found)
+
+
+def _is_surely_slower(found: SearchedPipeline, excess: float, tuning: Tuning) -> bool:
+    """Whether one mesh takes far longer than stages by the sum of its layers.
+
+    If these do not fit the memory together, as a whole may that is planned within it, what they take in as many microbatches as
+    the temporaries exceed the memory is little enough to be compared as it is.
+    """
+    step_s = found.pipeline.plan.step_s
+    if math.isfinite(found.one_stage_s):
+        return found.one_stage_s > tuning.surely_slower * step_s
+    enough = [m for m in sorted(found.alone_s) if m >= excess]
+    return found.alone_s[enough[0] if enough else max(found.alone_s)] > step_s
 
 
 def _plan_mesh_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:

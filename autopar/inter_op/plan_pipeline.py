@@ -15,7 +15,7 @@ from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.describe_pipeline import PlannedPipeline, describe_pipeline
 from autopar.inter_op.plan_stages import StageRequest, plan_stages, restore_stages, split_devices
 from autopar.inter_op.stage_seconds import Staged
-from autopar.inter_op.timetables import Timetable, counts_around, list_timetables, usual_microbatches
+from autopar.inter_op.timetables import Timetable, counts_around, list_timetables, more_counts, usual_microbatches
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.intra_op.restore import another_step
@@ -48,12 +48,29 @@ class PipelineWishes:
 
     def timetables(self, traced: TracedStep, num_stages: int, tuning: Tuning = TUNING) -> tuple[Timetable, ...]:
         """The timetables that are left open for about `num_stages` stages: the usual one first."""
-        counts, given = microbatch_counts(traced), self.num_microbatches
-        if self.schedule == "interleaved":
-            counts = tuple(m for m in counts if m % self.num_stages == 0) or counts
+        counts, given = self._counts(traced), self.num_microbatches
         usual = usual_microbatches(counts, num_stages) if given == "auto" else given
+        around = counts_around(counts, usual, tuning) if given == "auto" else (given,)
+        return self._list(traced, around, usual, tuning)
+
+    def larger_timetables(
+        self, traced: TracedStep, around: Sequence[Timetable], tuning: Tuning = TUNING
+    ) -> tuple[Timetable, ...]:
+        """Those with more microbatches than `around`, fewest first, for a step that fits the memory in none of these."""
+        if self.num_microbatches != "auto":
+            return ()
+        counts = more_counts(self._counts(traced), max(one.microbatches for one in around), tuning)
+        return self._list(traced, counts, counts[0], tuning) if counts else ()
+
+    def _counts(self, traced: TracedStep) -> tuple[int, ...]:
+        counts = microbatch_counts(traced)
+        if self.schedule == "interleaved":
+            return tuple(m for m in counts if m % self.num_stages == 0) or counts
+        return counts
+
+    def _list(self, traced: TracedStep, counts: Sequence[int], usual: int, tuning: Tuning) -> tuple[Timetable, ...]:
         return list_timetables(
-            counts_around(counts, usual, tuning) if given == "auto" else (given,),
+            counts,
             usual=usual,
             schedule=self.schedule,
             virtual_stages=self.virtual_stages,

@@ -6,6 +6,9 @@ and the dynamic program (`choose_stages.py`) chooses for the timetables that loo
 an estimate is planned, and the choice made again, until everything that is chosen has been planned. What can go wrong: the sum
 leaves out what layers share, such as a relayout at a boundary saved or an activation freed early. So the chosen stages are
 planned again as wholes, and their own figures are the plan's.
+
+Where nothing fits the memory in the numbers of microbatches around the usual one, larger ones are compared: first of all those in
+which the layers that repeat fit.
 """
 
 from __future__ import annotations
@@ -36,10 +39,10 @@ class Found:
     """What the search chose: places of the cuts in the forward chain, the devices of each stage, and their logical meshes.
 
     A stage's meshes are those that are best for one of its layers. `shares`: of each stage's forward work, what backward does
-    again. `loop`: the
-    step in the chosen number of microbatches. `one_stage_s`: the least time of one stage on all devices, infinite if that does
-    not fit. `compared`: every timetable with what its best stages would take. `ended_early`: the budget ended the search.
-    `others`: choices of other numbers of stages, which may be faster if unequal stages wait longer than assumed.
+    again. `loop`: the step in the chosen number of microbatches. `one_stage_s`: the least time of one stage on all devices,
+    infinite if that does not fit. `alone_s`: what it takes in each number of microbatches, whether or not it fits. `compared`:
+    every timetable with what its best stages would take. `ended_early`: the budget ended the search. `others`: choices of other
+    numbers of stages, which may be faster if unequal stages wait longer than assumed.
     """
 
     cuts: tuple[int, ...]
@@ -51,6 +54,7 @@ class Found:
     loop: TimeLoop
     ended_early: bool
     one_stage_s: float = math.inf
+    alone_s: Mapping[int, float] = dataclasses.field(default_factory=dict)
     compared: tuple[Alternative, ...] = ()
     others: tuple[Found, ...] = ()
 
@@ -68,6 +72,7 @@ def search_stages(
     *,
     devices: int,
     timetables: Sequence[Timetable],
+    larger: Sequence[Timetable] = (),
     num_stages: int | None = None,
     shares: Sequence[float] = (0.0,),
     beat_s: float | None = None,
@@ -82,6 +87,7 @@ def search_stages(
         request: the machine, the memory limit, the constraints; its meshes are not used.
         devices: their number, all of which the stages use.
         timetables: what is compared.
+        larger: timetables with more microbatches, which are compared as well if nothing fits the memory in those.
         num_stages: the number of meshes, if it is given.
         shares: of its forward work, what the backward pass of a stage may do again; each stage gets one of them.
         beat_s: seconds of the step on one mesh, which several stages have to beat; one stage is then no candidate.
@@ -103,7 +109,7 @@ def search_stages(
         options=options, shares=tuple(shares), shape=shape, limit_bytes=limit_bytes, num_stages=num_stages
     )
     own = budget or request.budget
-    stages = BestStages(costs, timetables, rules, processes=request.processes, budget=own, tuning=tuning)
+    stages = BestStages(costs, timetables, rules, larger=larger, processes=request.processes, budget=own, tuning=tuning)
     to_beat_s = math.inf if beat_s is None else beat_s
     return _StageSearch(costs=costs, stages=stages, rules=rules, beat_s=to_beat_s, budget=own, tuning=tuning).run()
 
@@ -126,6 +132,8 @@ class _StageSearch:
             self.stages.solve_promising()
             choices = self.stages.choices
             if not choices:
+                if self.stages.add_larger():
+                    continue
                 if not self.budget.is_over and self.costs.plan_more(self._first.microbatches, self.rules.options):
                     self.stages.outdate()
                     continue
@@ -169,9 +177,9 @@ class _StageSearch:
         """
         if not self.costs.has_common or math.isinf(self.rules.limit_bytes):
             return
-        for count in dict.fromkeys(way.microbatches for way in self.stages.ways):
-            ways = [way for way in self.stages.ways if way.microbatches == count]
-            if any(self._may_fit(way) for way in ways) and self.costs.start_with(count):
+        for count in self.stages.counts:
+            if any(map(self._may_fit, self.stages.with_count(count))) and self.costs.start_with(count):
+                self.stages.begin_with(count)
                 return
 
     def _may_fit(self, way: Timetable) -> bool:
@@ -233,15 +241,23 @@ class _StageSearch:
         return False
 
     def _describe(self, best: Timetable, choices: Mapping[Timetable, StageChoice]) -> Found:
-        ways = self.stages.ways
-        alone = [self.stages.solve(way, num_stages=1) for way in ways if way.schedule == self._first.schedule]
+        ways = [way for way in self.stages.ways if way.schedule == self._first.schedule]
+        alone = [self.stages.solve(way, num_stages=1) for way in ways]
         found = self._found(best, choices[best])
         return dataclasses.replace(
             found,
             others=tuple(self._found(best, other) for other in self._other_numbers(best, choices[best])),
             one_stage_s=min((one.step_s for one in alone if isinstance(one, StageChoice)), default=math.inf),
+            alone_s={way.microbatches: self._alone_s(way) for way in ways},
             compared=self._compare(choices),
         )
+
+    def _alone_s(self, way: Timetable) -> float:
+        """Seconds of a step in one stage on all devices, whatever the memory; infinite if there is no plan."""
+        if self.rules.options[-1] != self.rules.shape:
+            return math.inf
+        table, place = self.stages.table(way), len(self.rules.options) - 1
+        return float(way.microbatches * table.seconds[place, 0, -1] + table.once_s[place, 0, -1])
 
     def _found(self, way: Timetable, choice: StageChoice) -> Found:
         layers = self.costs.of(way.microbatches)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Mapping
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages, describe_pipeline
@@ -38,14 +39,15 @@ from autopar.stages.time_loops import make_loops
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SearchedPipeline:
-    """A pipeline of several stages, and two figures by the sum of layers.
+    """A pipeline of several stages, and figures by the sum of layers.
 
-    `one_stage_s`: seconds of a step in one stage on all devices. `by_layers_s`: a microbatch's seconds in each stage.
+    `one_stage_s`, `alone_s`: of a step in one stage on all devices, see `Found`. `by_layers_s`: of a microbatch in each stage.
     """
 
     pipeline: PlannedPipeline
     one_stage_s: float
     by_layers_s: tuple[float, ...]
+    alone_s: Mapping[int, float]
 
     @property
     def compared(self) -> tuple[Alternative, ...]:
@@ -85,6 +87,7 @@ def search_pipeline(
         request,
         devices=devices,
         timetables=tables,
+        larger=wishes.larger_timetables(traced, tables, tuning),
         num_stages=num_stages,
         shares={"auto": tuning.recomputed_shares, "none": (0.0,)}.get(wishes.recompute, (1.0,)),
         beat_s=beat_s,
@@ -95,7 +98,7 @@ def search_pipeline(
         return OneStage(found.compared)
     if len(found.sizes) == 1:
         return OneStage()
-    compared, one_stage_s = found.compared, found.one_stage_s
+    compared, one_stage_s, alone_s = found.compared, found.one_stage_s, found.alone_s
     if request.has_fallback:
         request.budget.require_time()
     found, first = _plan_best_number(traced, split, found, wishes, request, tuning)
@@ -109,7 +112,7 @@ def search_pipeline(
     if found.ended_early:
         plan = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "other stages"))
     by_layers_s = tuple(stage.stage_s for stage in found.choice.stages)
-    return SearchedPipeline(dataclasses.replace(best, plan=plan), one_stage_s, by_layers_s)
+    return SearchedPipeline(dataclasses.replace(best, plan=plan), one_stage_s, by_layers_s, alone_s)
 
 
 def _plan_best_number(

@@ -47,6 +47,15 @@ def counts_around(counts: Sequence[int], usual: int, tuning: Tuning = TUNING) ->
     return tuple(sorted({usual, *(min(near, key=lambda m: (abs(math.log(m) - step), m)) for step in steps)}))
 
 
+def more_counts(counts: Sequence[int], most: int, tuning: Tuning = TUNING) -> tuple[int, ...]:
+    """The numbers of microbatches above `most`, ascending, for a step that fits the memory in no fewer; spread evenly if many."""
+    larger = [m for m in counts if m > most]
+    if len(larger) <= tuning.most_counts:
+        return tuple(larger)
+    steps = np.linspace(math.log(larger[0]), math.log(larger[-1]), tuning.most_counts)
+    return tuple(sorted({min(larger, key=lambda m: (abs(math.log(m) - step), m)) for step in steps}))
+
+
 def list_timetables(
     counts: Sequence[int],
     *,

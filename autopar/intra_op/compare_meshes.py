@@ -134,7 +134,8 @@ class MeshComparison:
             self._look_at([mesh for mesh in now if self._may_win(mesh)])
         if self.best is not None:
             return self._describe(self.best, meshes)
-        if math.isfinite(self.shared.best_s):
+        is_too_large = bool(self.failures) and self.shared.has_other_ways
+        if math.isfinite(self.shared.best_s) and not is_too_large:
             return Beaten(min(self.found_s, default=None), min(self._bound_s(mesh) for mesh in meshes))
         raise self._error()
 

@@ -40,23 +40,17 @@ def plan_way(traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> 
     return dataclasses.replace(planned, plan=plan)
 
 
-def is_far_too_large(traced: TracedStep, request: PlanRequest, shared: SharedSearch) -> bool:
-    """Whether a large step needs so much memory, however it is divided, that it is not planned where there are other ways.
+def far_excess(traced: TracedStep, request: PlanRequest) -> float:
+    """How many times a step's temporaries exceed the memory that is left for them, where that is too far to plan it.
 
-    `shared`: notes the step if this is the first way, and how many times its temporaries exceed what is left for them.
+    0 if it may fit in some division among the devices, and for a small step, which is planned in less time than this takes.
     """
-    if request.memory_limit_bytes is None or not shared.has_other_ways:
-        return False
+    is_large = sum(1 for _ in traced.program.walk()) >= request.tuning.large
+    if request.memory_limit_bytes is None or not is_large:
+        return 0.0
     request = dataclasses.replace(request, meshes=fitting_meshes(traced, request.meshes))
-    comparison = MeshComparison(traced, request, shared)
-    if not comparison.is_large:
-        return False
     excess = request.tuning.undivided * least_excess(traced, request)
-    if excess <= request.tuning.far:
-        return False
-    comparison.note_first()
-    shared.excess = excess
-    return True
+    return excess if excess > request.tuning.far else 0.0
 
 
 def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None:

@@ -39,10 +39,9 @@ def request_for(limit, *, large):
     return dataclasses.replace(request, tuning=dataclasses.replace(request.tuning, large=large))
 
 
-def planned(traced, limit, *, large):
-    found = plan_on_one_mesh(
-        traced, request_for(limit, large=large), num_microbatches="auto", recompute="none", devices=4
-    )
+def planned(traced, limit, *, large, **options):
+    request = request_for(limit, large=large)
+    found = plan_on_one_mesh(traced, request, num_microbatches="auto", recompute="none", devices=4, **options)
     return found.plan, tuple(WAYS)
 
 
@@ -67,6 +66,16 @@ def test_one_microbatch_is_left_out_where_it_cannot_fit_and_the_plan_is_the_same
     assert (large.step_s, large.num_microbatches) == (usual.step_s, usual.num_microbatches)
     assert large.lower_bound_s <= usual.lower_bound_s
     assert [one.num_microbatches for one in large.compared] == [one.num_microbatches for one in usual.compared]
+
+
+@pytest.mark.parametrize("large", [0, 10**6])
+def test_with_a_time_to_beat_ways_that_do_not_fit_are_no_reason_to_leave_those_that_may(traced, large):
+    """What does not fit is not slower: it says nothing about more microbatches."""
+    alone, ways = planned(traced, 220_000, large=large)
+    WAYS.clear()
+    beating, same_ways = planned(traced, 220_000, large=large, beat_s=2 * alone.step_s)
+    assert same_ways == ways
+    assert (beating.step_s, beating.num_microbatches) == (alone.step_s, alone.num_microbatches)
 
 
 def test_where_it_may_fit_one_microbatch_is_planned_first(traced):

@@ -12,10 +12,13 @@ from autopar.explain import explain
 from autopar.explain.units import seconds_text
 from autopar.inter_op import one_or_stages
 from autopar.inter_op.one_or_stages import stages_may_pay
+from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.tuning import TUNING
+from autopar.intra_op.tuning import TUNING as INSIDE
+from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
-from tests.inter_op.test_search import arguments, step
+from tests.inter_op.test_search import arguments, request_on, step, traced_step
 from tests.oracles import assert_same_as_jit
 
 
@@ -90,6 +93,25 @@ def test_across_nodes_one_mesh_is_planned_first_where_gradients_are_reduced_in_l
     monkeypatch.setattr(one_or_stages, "_plan_stages_first", lambda _: plan("stages"))
     with pytest.raises(Planned, match=first):
         planned(two_nodes(bytes_per_s, usable_bytes=node_bytes / 2 or math.inf), width=2048, batch=2048)
+
+
+@pytest.mark.parametrize(("limit", "first"), [(10**9, "mesh"), (220_000, "stages")])
+def test_on_one_node_stages_come_first_where_a_large_step_is_too_large_to_run_as_it_is(limit, first):
+    """A clock that ends early must not find the search at work on one mesh in ever more microbatches."""
+    comparison = one_or_stages._OneOrStages(
+        traced=traced_step(*arguments(32, batch=4096)),
+        wishes=PipelineWishes(num_stages=1),
+        request=dataclasses.replace(
+            request_on(node(1e12), limit),
+            meshes=(LogicalMesh.of((4,)),),
+            tuning=dataclasses.replace(INSIDE, large=0),
+        ),
+        devices=4,
+        tuning=TUNING,
+    )
+    assert one_or_stages._is_for_one_mesh(comparison) == (first == "mesh")
+    given = dataclasses.replace(comparison, wishes=PipelineWishes(num_stages=1, num_microbatches=8))
+    assert one_or_stages._is_for_one_mesh(given), "nobody knows yet what eight microbatches take"
 
 
 @pytest.mark.filterwarnings("ignore:the batch of x has 64 examples")

@@ -10,6 +10,7 @@ from autopar.inter_op.timetables import (
     counts_around,
     latency_share,
     list_timetables,
+    more_counts,
     seconds_at,
     usual_microbatches,
 )
@@ -47,6 +48,13 @@ def test_numbers_around_the_usual_one_are_all_compared_if_they_are_few_and_evenl
     assert len(many) <= TUNING.most_counts + 1
     assert (many[0], many[-1], 30 in many) == (4, 240, True)
     assert all(1.5 < b / a < 2.5 for a, b in itertools.pairwise(many) if 30 not in (a, b))
+
+
+def test_numbers_for_a_step_that_needs_more_of_them_are_all_that_are_larger_or_evenly_many():
+    assert more_counts((1, 2, 4, 8, 16), 4) == (8, 16)
+    assert more_counts((1, 2, 4), 4) == ()
+    many = more_counts(tuple(range(1, 721)), 8)
+    assert (many[0], many[-1], len(many)) == (9, 720, TUNING.most_counts)
 
 
 @pytest.mark.parametrize(
