@@ -21,6 +21,7 @@ import tensorstore as ts
 from jax.sharding import Sharding
 from orbax.checkpoint import future, type_handlers
 
+from autopar.checkpoints.freed import Freed
 from autopar.checkpoints.parts import (
     Index,
     Saved,
@@ -184,6 +185,7 @@ class _Room:
 
     def __init__(self, total_bytes: int) -> None:
         self._total, self._taken, self._changed = total_bytes, 0, asyncio.Condition()
+        self.freed = Freed(total_bytes)
 
     async def take(self, wanted: int) -> None:
         """Wait for room."""
@@ -195,6 +197,7 @@ class _Room:
         """Leave the room to others."""
         async with self._changed:
             self._taken -= taken
+            self.freed.add(taken)
             self._changed.notify_all()
 
 
@@ -236,7 +239,7 @@ async def _read_array(
         read_bytes = _bytes_of_chunks(store, index)
         await room.take(read_bytes)
         try:
-            numbers = await _read_range(store, index)
+            numbers = await _read_range(store, index, room)
             made = _on_devices(numbers, wanted, arg.key_kind)
             await asyncio.to_thread(jax.block_until_ready, made)  # the numbers are held until they are copied
             arrays += made
@@ -248,7 +251,7 @@ async def _read_array(
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-async def _read_range(store: ts.TensorStore, index: Index) -> np.ndarray:
+async def _read_range(store: ts.TensorStore, index: Index, room: _Room) -> np.ndarray:
     """The entries of a range; a few chunks at a time, as each chunk of a read is held until all are there."""
     blocks = [*blocks_of(store, index)]
     if len(blocks) == 1:
@@ -258,6 +261,7 @@ async def _read_range(store: ts.TensorStore, index: Index) -> np.ndarray:
     for block in blocks:
         place = tuple(slice(b.start - s.start, b.stop - s.start) for b, s in zip(block, index, strict=True))
         numbers[place] = await store[block].read()
+        room.freed.add(_bytes_of_chunks(store, block))
     return numbers
 
 

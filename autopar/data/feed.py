@@ -2,17 +2,21 @@
 
 In: a function that makes the next item. Out: a `Feed`, from which one thread takes items in their order. An exception, such as
 the StopIteration at the end, comes in the place of the item that it kept from being made. What can go wrong: whoever takes items
-goes away; the thread then ends by itself.
+goes away, and the thread ends by itself; or the program ends, and waits a moment for the item that is being made.
 """
 
 from __future__ import annotations
 
+import atexit
 import collections
+import functools
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+LEAVE_S = 10.0
+"""Seconds that the end of a program waits for an item that is being made: a source may wait for ever."""
 
 
 class _Shared(Generic[T]):
@@ -50,6 +54,12 @@ def _fill(shared: _Shared[T], make: Callable[[], T]) -> None:
             return
 
 
+def _leave(shared: _Shared[T], thread: threading.Thread) -> None:
+    """At the end of a program: let the thread end. Python would end it inside of XLA, and that ends the program with SIGABRT."""
+    shared.stop()
+    thread.join(LEAVE_S)
+
+
 class Feed(Generic[T]):
     """See the module's text."""
 
@@ -57,6 +67,8 @@ class Feed(Generic[T]):
         """`ahead`: how many items are made before they are asked for."""
         self._shared: _Shared[T] = _Shared(ahead)
         self._thread = threading.Thread(target=_fill, args=(self._shared, make), name="autopar data", daemon=True)
+        self._leave = functools.partial(_leave, self._shared, self._thread)
+        atexit.register(self._leave)
         self._thread.start()
 
     def take(self) -> T:
@@ -79,6 +91,7 @@ class Feed(Generic[T]):
         self._shared.stop()
         if self._thread is not threading.current_thread():
             self._thread.join()
+        atexit.unregister(self._leave)
 
     def __del__(self) -> None:
         self._shared.stop()

@@ -2,6 +2,9 @@
 
 import functools
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -251,3 +254,30 @@ def test_a_feed_makes_no_more_than_is_asked_for():
     time.sleep(0.1)
     assert len(made) == 4
     feed.stop()
+
+
+ENDING = """
+import jax
+import jax.numpy as jnp
+from autopar.data.feed import Feed
+
+@jax.jit
+def many(x):
+    return jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x), x)
+
+started = []
+def make():
+    started.append(1)
+    return many(jnp.eye(300)).block_until_ready()
+
+make()
+feed = Feed(make, ahead=2)
+while len(started) < 2:
+    pass
+"""
+
+
+def test_a_program_may_end_while_a_batch_is_made():
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run([sys.executable, "-c", ENDING], env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
