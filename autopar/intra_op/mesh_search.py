@@ -249,9 +249,11 @@ def _batch_split(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) ->
 
 def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:
     names = [leaf.path for leaf in traced.inputs]
-    aliased = frozenset(
-        i for i, source in enumerate(traced.state_of_output) if source is not None and traced.inputs[source].donated
-    )
+    aliased = {
+        i: source
+        for i, source in enumerate(traced.state_of_output)
+        if source is not None and traced.inputs[source].donated
+    }
     streams = Streams(
         traced.microbatches,
         frozenset(i for i, leaf in enumerate(traced.inputs) if leaf.streamed),

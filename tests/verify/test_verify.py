@@ -38,8 +38,6 @@ def test_a_step_is_compiled_as_it_is_planned_in_every_mode(mode):
 
 NOT_IN_MICROBATCHES = {("resnet_block", "microbatches"), ("resnet_block", "stages")}
 """Batch normalisation of the whole batch."""
-COUNTED_TOO_LOW = {("bert", "recompute")}
-"""XLA needs 250 KB where 214 KB are predicted: it does some of a layer again before the backward pass is there."""
 
 
 @pytest.mark.slow
@@ -50,9 +48,19 @@ COUNTED_TOO_LOW = {("bert", "recompute")}
 def test_every_model_is_compiled_as_it_is_planned_in_every_mode(name, mode):
     step, state, batch = ZOO[name]()
     found = autopar.parallelize(step, **MODES[mode]).verify(state, batch, values=True)
-    differing = [(row.what, row.planned < row.compiled) for row in found.differing]
-    assert differing == ([("peak", True)] if (name, mode) in COUNTED_TOO_LOW else []), str(found)
+    assert found.check() is found
     assert not [row for row in found.rows if row.verdict == "unknown"], str(found)
+
+
+@pytest.mark.parametrize("name", ["bert", "unet"])
+def test_a_plan_that_recomputes_layers_promises_no_memory_that_the_program_exceeds(name):
+    """Of bert the weights that are copied and the gradients that are computed twice were not counted, of unet the places of a
+    pooling."""
+    step, state, batch = ZOO[name]()
+    found = autopar.parallelize(step, **MODES["recompute"]).verify(state, batch)
+    (peak,) = (one for one in rows_of(found, "memory") if one.what == "peak")
+    assert peak.verdict == "matches", str(found)
+    assert peak.planned >= 0.92 * peak.compiled
 
 
 @pytest.mark.parametrize("mode", ["zero3", "stages"])

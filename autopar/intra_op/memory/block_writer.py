@@ -38,7 +38,8 @@ class Values:
     """The values of one device's program, and what is known of them in all of its blocks.
 
     `split_inputs`: inputs that are gathered when they are first read, if they are split. `permuted`: what a value is with its
-    dimensions in another order. `turned`: values that have been written in an order.
+    dimensions in another order. `turned`: values that have been written in an order. `products`: products of two matrices, which
+    XLA computes the other way around if all that is done with them is to exchange rows and columns.
     """
 
     def __init__(self, mesh: LogicalMesh, sources: Mapping[Var, Source]) -> None:
@@ -48,6 +49,7 @@ class Values:
         self.split_inputs: set[int] = set()
         self.turned: dict[tuple[int, tuple[int, ...]], int] = {}
         self.permuted: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.products: set[int] = set()
 
     def add(self, value: Value) -> int:
         """The number of a new value."""
@@ -104,6 +106,7 @@ class BlockWriter:
         group: Hashable = None,
         by_library: bool = False,
         adds: bool = False,
+        reshaped: frozenset[int] = frozenset(),
     ) -> None:
         """Write an operation; what is made of constants alone is a constant."""
         read = tuple(v for v in inputs if v >= 0)
@@ -119,6 +122,7 @@ class BlockWriter:
                 group=group,
                 by_library=by_library,
                 adds=adds,
+                reshaped=reshaped,
             )
         )
 
@@ -195,6 +199,8 @@ class BlockWriter:
         elif making is Making.IN_PLACE:
             over = (operands[0],) if operands[0] >= 0 else ()
             self.emit(Kind.WHOLE, operands, outputs, over=over, adds=xla_cpu.can_move_sums(eqn) and bool(over))
+        elif making is Making.SELECTED and operands[1] >= 0:
+            self._scatter_selected(operands, outputs)
         elif entry.permutation is not None and operands[0] >= 0:
             self._permute(operands[0], entry.permutation(eqn), outputs[0])
         elif eqn.primitive is fan_out_p and operands[0] in self.values.split_inputs:
@@ -218,6 +224,25 @@ class BlockWriter:
         body = Block((Operation(kind=Kind.WHOLE, inputs=(), outputs=(scratch,)),), (scratch,))
         self.emit(Kind.WHOLE, operands, [held.value for held in results], bodies=(body,))
 
+    def _scatter_selected(self, operands: Sequence[int], outputs: Sequence[int]) -> None:
+        """A scatter of the first operand to places that are selected in windows of the second: XLA numbers all elements of that,
+        which waits for nothing, and carries the numbers through the windows."""
+        given, scattered = (self.values.values[v] for v in operands[1::-1])
+        size = 4 * given.elements
+        key = ("positions", given.shape, given.bytes)
+        if key not in self.known:
+            number = dataclasses.replace(given, name=f"positions {given.shape}", dtype="int32", bytes=size, itemsize=4)
+            self.known[key] = [Held(self.values.add(number), Layout.replicated(0)) for _ in given.shape]
+            for held in self.known[key]:
+                self.emit(Kind.WHOLE, (), (held.value,))
+        positions = [held.value for held in self.known[key]]
+        chosen = dataclasses.replace(
+            scattered, name=f"selected {scattered.shape}", bytes=4 * scattered.elements, itemsize=4
+        )
+        places = [self.values.add(chosen) for _ in given.shape]
+        self.emit(Kind.WHOLE, (operands[1], *positions), places)
+        self.emit(Kind.WHOLE, (operands[0], *places), outputs)
+
     def wait(self, value: int, late: int, out: int) -> None:
         """The value as soon as another is there, of which one element is read."""
         given = self.values.values[late]
@@ -230,7 +255,7 @@ class BlockWriter:
         source, before = self.values.permuted.get(value, (value, tuple(range(len(permutation)))))
         order = tuple(before[d] for d in permutation)
         self.values.permuted[out] = source, order
-        is_undone = order == tuple(range(len(order)))
+        is_undone = order == tuple(range(len(order))) or value in self.values.products
         self.emit(Kind.ALIAS if is_undone else Kind.MOVED, (source,), (out,), by_library=True)
 
     def _spread(self, atom: Atom, value: int, eqn: Equation, layouts: Sequence[Layout]) -> int:
@@ -257,18 +282,22 @@ class BlockWriter:
         orders: Orders,
     ) -> Sequence[Held]:
         """A product or convolution, which reads operands with their dimensions in the order that it wants."""
-        read = []
+        read, reshaped = [], set[int]()
         for place, (held, v) in enumerate(zip(operands, eqn.invars, strict=True)):
             value, shape = held.value, held.layout.local_shape(v.aval.shape, self.values.mesh)
             if value in self.values.permuted and orders.reads_before(place, self.values.permuted[value][1], shape):
                 read.append(self.values.permuted[value][0])
                 continue
             order = orders.copy_order(place, shape)
+            if order is None and orders.is_reshaped(place):
+                reshaped.add(value)
             read.append(value if value < 0 or order is None else self._turn(value, order))
         results = self.outputs(eqn, layouts)
         outputs = [held.value for held in results]
+        if orders.makes_matrix:
+            self.values.products.update(outputs)
         if orders.is_result_in_order:
-            self.emit(Kind.WHOLE, read, outputs)
+            self.emit(Kind.WHOLE, read, outputs, reshaped=frozenset(reshaped))
             return results
         made = self.values.add_like(outputs[0])
         self.emit(Kind.WHOLE, read, (made,))

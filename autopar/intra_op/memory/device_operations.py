@@ -56,7 +56,8 @@ class Operation:
 
     Operations of one `group` that do not wait for each other are merged, as XLA does with all-reduces. What is `by_library` the
     library of a LIBRARY operation does too, on the way to it. What `adds` is the sum of its two inputs if it is CHEAP, and adds
-    to its first, which it is `over`, if it is WHOLE.
+    to its first, which it is `over`, if it is WHOLE. `reshaped` inputs it reads under another shape, which XLA writes down as an
+    operation of its own between the two.
     """
 
     kind: Kind
@@ -67,6 +68,7 @@ class Operation:
     group: Hashable = None
     by_library: bool = False
     adds: bool = False
+    reshaped: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,3 +77,12 @@ class Block:
 
     operations: tuple[Operation, ...]
     outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """A buffer and the steps from which to which it is taken."""
+
+    value: int
+    first: int
+    last: int

@@ -112,7 +112,7 @@ class Folding:
             is_read_whole = any(self._reads_buffers(user) for user in users)
             is_twice = op.kind is Kind.COSTLY and (len(needed_by) > 1 or widest > self.values[value].elements)
             has_buffer = not is_folded or is_read_whole or is_twice or self._is_torn(value, op)
-        again = has_buffer and is_folded and op.kind is not Kind.COSTLY and self._has_one_large_operand(op, value)
+        again = has_buffer and is_folded and op.kind is not Kind.COSTLY and self._is_computed_again(value, op)
         if has_buffer:
             self.with_buffer.add(value)
         if again:
@@ -122,6 +122,21 @@ class Folding:
         else:
             self._roots[value] = (op, *(needed_by if again else ()))[:2]
             self._widest[value] = widest if again else 0
+
+    def _is_computed_again(self, value: int, op: Operation) -> bool:
+        """Whether readers that could fold a value with a buffer compute it all the same: where that reads no more, or where who
+        reads the buffer does so under another shape. To XLA that is one more reader that folds it, whose result is the buffer."""
+        if self._has_one_large_operand(op, value):
+            return True
+        whole = [user for user in self.users[value] if self._reads_buffers(user)]
+        if not whole or not all(value in self._reshaped(user) for user in whole):
+            return False
+        joined: set[Operation] = set()
+        return all(self._is_joined(value, user, joined) for user in self.users[value] if user not in whole)
+
+    def _reshaped(self, op: Operation) -> set[int]:
+        """What an operation reads under another shape."""
+        return {self.original(v) for v in op.reshaped}
 
     def _shared(self, operations: Sequence[Operation]) -> tuple[dict[int, int], dict[Operation, int]]:
         """A bit for each cheap value of several readers, and of each operation the bits of those that it is computed from."""

@@ -11,7 +11,8 @@ order in which XLA runs the steps. What is modelled, as XLA's sources say and it
     - steps run breadth first, each as soon as its operands are there: a gather of a parameter, random bits, or a part that
       is recomputed without waiting for the backward pass run at the very start, wherever they stand in the program;
     - pointwise work writes over an operand of its size that nobody reads again; a loop writes over what it starts from;
-    - a loop's body comes on top of what is alive around it.
+    - a loop's body comes on top of what is alive around it;
+    - a donated argument that is read by what its result does not wait for is copied: see `lent`.
 
 What can go wrong: offsets. Buffers of different sizes leave gaps of 3 to 8 %, which are not modelled: see
 `Tuning.temporaries_margin`.
@@ -22,32 +23,44 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from autopar.intra_op.memory.device_operations import Block, Operation, Value
+from autopar.intra_op.memory.device_operations import Block, Operation, Span, Value
 from autopar.intra_op.memory.folding import FOLDED, Folding
+from autopar.intra_op.memory.lent import Lent, copied_arguments, lie_in_lent
 from autopar.intra_op.memory.xla_rewrites import merge_groups, move_sums_into_scatters
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
-    """A buffer and the steps from which to which it is taken."""
-
-    value: int
-    first: int
-    last: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Footprint:
-    """The buffers of a block and how many steps it has."""
+    """The buffers of a block, how many steps it has, and the memory of arguments that are copied."""
 
     spans: tuple[Span, ...]
     steps: int
+    lent: tuple[Lent, ...] = ()
+
+    def with_own_memory(self, sizes: Sequence[float]) -> list[Span]:
+        """The buffers that lie in no argument's memory, copies of arguments among them; `sizes` are the bytes of each value."""
+        if not self.lent:
+            return list(self.spans)
+        copies = [Span(one.value, one.copied_at, one.last_read) for one in self.lent]
+        buffers = [*self.spans, *copies]
+        placed = lie_in_lent(buffers, self.lent, sizes)
+        return [dataclasses.replace(b, first=max(b.first, 0)) for b in buffers if b not in placed]
 
 
-def footprint_of(block: Block, values: Sequence[Value], *, elsewhere: frozenset[int] = frozenset()) -> Footprint:
-    """The buffers of a block; `elsewhere` are outputs that are written to memory that is there anyway."""
+def footprint_of(
+    block: Block,
+    values: Sequence[Value],
+    *,
+    elsewhere: frozenset[int] = frozenset(),
+    places: Mapping[int, int] | None = None,
+) -> Footprint:
+    """The buffers of a block.
+
+    `elsewhere`: outputs that are written to memory that is there anyway. `places`: for some of them the donated argument whose
+    memory that is.
+    """
     folding = Folding(merge_groups(move_sums_into_scatters(block, values)), values)
     order = _order_breadth_first(folding)
     starts, steps, inner = _steps(order, values)
@@ -58,7 +71,17 @@ def footprint_of(block: Block, values: Sequence[Value], *, elsewhere: frozenset[
         for v, (birth, death) in _lifetimes(order, folding, values).items()
         if v not in apart and death >= birth
     ]
-    return Footprint((*spans, *inner), steps)
+    copied = copied_arguments(order, folding, places or {})
+    lent = tuple(
+        Lent(
+            value=v,
+            copied_at=number - len(copied),
+            last_read=ends[last + 1] - 1,
+            free_until=min(ends[last + 1], starts[update]) - 1,
+        )
+        for number, (v, (last, update)) in enumerate(sorted(copied.items()))
+    )
+    return Footprint((*spans, *inner), steps, lent)
 
 
 def _lifetimes(order: Sequence[Operation], folding: Folding, values: Sequence[Value]) -> dict[int, tuple[int, int]]:

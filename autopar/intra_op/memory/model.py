@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from autopar.compat import Literal, Var
 from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.choices.strategies import ShardingStrategy
 from autopar.intra_op.lowering.assignment import Assignment, assign
-from autopar.intra_op.memory.device_operations import Value
+from autopar.intra_op.memory.device_operations import Span, Value
 from autopar.intra_op.memory.device_program import DeviceProgram, device_program
 from autopar.intra_op.memory.footprint import Footprint, footprint_of
 from autopar.intra_op.memory.tuning import TUNING, Tuning
@@ -68,18 +68,18 @@ class Streams:
 
 
 class MemoryModel:
-    """Memory of one graph's choices. `aliased_outputs` are those that take the place of a donated input."""
+    """Memory of one graph's choices. `aliased_outputs` are those that take the place of a donated input, and which input."""
 
     def __init__(
         self,
         graph: StrategyGraph,
         *,
         input_names: Sequence[str],
-        aliased_outputs: frozenset[int],
+        aliased_outputs: Mapping[int, int],
         streams: Streams | None = None,
         tuning: Tuning = TUNING,
     ) -> None:
-        self.graph, self.input_names, self.aliased = graph, tuple(input_names), aliased_outputs
+        self.graph, self.input_names, self.aliased = graph, tuple(input_names), dict(aliased_outputs)
         self.tuning = tuning
         self.streams = streams or Streams()
         self._bytes: dict[tuple[int, int, bool, tuple[int, ...]], np.ndarray] = {}
@@ -104,7 +104,8 @@ class MemoryModel:
         key = (tuple(choice), copy_span)
         if self._latest is None or self._latest[0] != key:
             program = self._program(assign(self.graph, choice, copy_span=copy_span))
-            self._latest = key, self._peak(program, self._footprint(program), [v.bytes for v in program.values])
+            footprint = self._footprint(program, with_copies=True)
+            self._latest = key, self._peak(program, footprint, [v.bytes for v in program.values])
         return self._latest[1]
 
     def required(self, choice: Sequence[int], *, copy_span: int | None = None) -> int:
@@ -192,7 +193,7 @@ class MemoryModel:
         """What a limit must offer at the points that need most under `choice`, one of each stretch, without moved copies."""
         program, footprint = self._whole, self._whole_footprint
         sizes = [float(self._sizes(v)[0 if v.key is None else choice[v.key[0]]]) for v in program.values]
-        totals = _totals(footprint, sizes)
+        totals = _totals(footprint.spans, footprint.steps, sizes)
         stretch = max(1, math.ceil(len(totals) / self.tuning.watched_points))
         points = [at + int(np.argmax(totals[at : at + stretch])) for at in range(0, len(totals), stretch)]
         alive: dict[int, list[int]] = {at: [] for at in points}
@@ -256,15 +257,19 @@ class MemoryModel:
         own = [v for place, v in enumerate(program.outputs) if v >= 0 and place not in self.aliased]
         return [*program.inputs, *own]
 
-    def _footprint(self, program: DeviceProgram) -> Footprint:
+    def _footprint(self, program: DeviceProgram, *, with_copies: bool = False) -> Footprint:
+        """`with_copies`: of donated arguments. No choice needs less than it does without them."""
         outputs = frozenset(v for v in program.outputs if v >= 0)
-        return footprint_of(program.block, program.values, elsewhere=outputs)
+        given = {program.outputs[place]: program.inputs[source] for place, source in self.aliased.items()}
+        places = {result: argument for result, argument in given.items() if result >= 0} if with_copies else {}
+        return footprint_of(program.block, program.values, elsewhere=outputs, places=places)
 
     def _peak(self, program: DeviceProgram, footprint: Footprint, sizes: Sequence[int]) -> _Peak:
-        totals = _totals(footprint, sizes)
+        buffers = footprint.with_own_memory(sizes)
+        totals = _totals(buffers, footprint.steps, sizes)
         worst = int(np.argmax(totals))
         alive = [(v, True) for v in self._kept(program)]
-        alive += [(s.value, False) for s in footprint.spans if s.first <= worst <= s.last]
+        alive += [(b.value, False) for b in buffers if b.first <= worst <= b.last]
         tensors = [
             Resident(name=v.name, shape=v.shape, dtype=v.dtype, bytes=sizes[n], is_kept=is_kept, scope=v.scope)
             for n, is_kept in alive
@@ -348,13 +353,13 @@ def _there_anyway(program: Program) -> set[Var]:
     return given | results
 
 
-def _totals(footprint: Footprint, sizes: Sequence[float]) -> np.ndarray:
+def _totals(buffers: Iterable[Span], steps: int, sizes: Sequence[float]) -> np.ndarray:
     """Bytes of temporaries at every step."""
-    change = np.zeros(footprint.steps + 1)
-    for span in footprint.spans:
+    change = np.zeros(steps + 1)
+    for span in buffers:
         change[span.first] += sizes[span.value]
         change[span.last + 1] -= sizes[span.value]
-    return np.cumsum(change)[: max(footprint.steps, 1)]
+    return np.cumsum(change)[: max(steps, 1)]
 
 
 def _first_at(points: Sequence[int], step: int) -> int:

@@ -24,12 +24,16 @@ class Orders:
 
     `turns_matrices`: of a matrix, or of each of several, rows and columns are turned around on reading. `matrices`: which
     operands are that, with rows or columns contracted; XLA's product reads one that the program turned as it was before.
+    `reshaped`: which operands are read as a matrix that they are not: several of their dimensions are one of it. `makes_matrix`:
+    the result is one matrix.
     """
 
     operands: tuple[Order | None, ...]
     is_result_in_order: bool = True
     turns_matrices: bool = False
     matrices: tuple[bool, ...] = ()
+    reshaped: tuple[bool, ...] = ()
+    makes_matrix: bool = False
 
     def copy_order(self, operand: int, shape: Sequence[int]) -> Order | None:
         """The dimensions that are not trivial in the order of the copy that an operand of this shape is read from; None: no copy.
@@ -43,6 +47,10 @@ class Orders:
         is_turned = order == (*range(rank - 2), rank - 1, rank - 2) and all(size > 1 for size in shape[: rank - 2])
         moved = tuple(d for d in order if shape[d] > 1)
         return None if moved == tuple(sorted(moved)) or (self.turns_matrices and is_turned) else moved
+
+    def is_reshaped(self, operand: int) -> bool:
+        """Whether an operand is read under another shape."""
+        return operand < len(self.reshaped) and self.reshaped[operand]
 
     def reads_before(self, operand: int, permutation: Order, shape: Sequence[int]) -> bool:
         """Whether an operand of this shape, put in this order by the program, is read as it was before that."""
@@ -61,13 +69,15 @@ def of_product(eqn: JaxprEqn) -> Orders:
     ranks = [len(v.aval.shape) for v in eqn.invars]
     kinds = list(zip(ranks, contracted, batched, strict=True))
     matrices = tuple(_is_plain(rank, inner, batch) and rank == len(batch) + 2 for rank, inner, batch in kinds)
+    is_matrix = len(eqn.outvars[0].aval.shape) == 2 and not any(batch for _, _, batch in kinds)
     if all(_is_plain(*of) for of in kinds):
-        return Orders((None,) * len(ranks), matrices=matrices)
+        return Orders((None,) * len(ranks), matrices=matrices, makes_matrix=is_matrix)
     found = []
     for place, (rank, inner, batch) in enumerate(kinds):
         free = [d for d in range(rank) if d not in inner and d not in batch]
         found.append((*batch, *free, *inner) if place == 0 else (*batch, *inner, *free))
-    return Orders(tuple(found), turns_matrices=True, matrices=matrices)
+    reshaped = tuple(len(inner) != 1 or rank != len(batch) + 2 for rank, inner, batch in kinds)
+    return Orders(tuple(found), turns_matrices=True, matrices=matrices, reshaped=reshaped, makes_matrix=is_matrix)
 
 
 def _is_plain(rank: int, contracted: Sequence[int], batched: Sequence[int]) -> bool:

@@ -30,6 +30,7 @@ class Making(enum.Enum):
     REDUCTION: by itself, reading CHEAP operands without a buffer.
     LIBRARY:   as REDUCTION; from `LIBRARY_ELEMENTS` on, a library does it, which reads only buffers.
     IN_PLACE:  into the memory of its first operand if nobody reads that again.
+    SELECTED:  as WHOLE, from its second operand and the position of each element of that in each dimension, all in buffers.
     """
 
     WHOLE = "whole"
@@ -41,6 +42,7 @@ class Making(enum.Enum):
     REDUCTION = "reduction"
     LIBRARY = "library"
     IN_PLACE = "in place"
+    SELECTED = "selected"
 
 
 LIBRARY_ELEMENTS = 4096
@@ -66,6 +68,7 @@ _UNUSUAL: Mapping[Making, str] = {
     Making.LIBRARY: "reduce_max reduce_min reduce_sum",
     Making.NAME: "random_unwrap random_wrap",
     Making.SAME: "broadcast_in_dim convert_element_type tile",
+    Making.SELECTED: "select_and_scatter_add",
     Making.WHOLE: "argmax argmin",
 }
 _MULTIPLIED_BY_INVERSE = frozenset({"div"})

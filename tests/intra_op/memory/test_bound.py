@@ -60,7 +60,7 @@ def test_what_is_scattered_and_what_loops_carry_counts_in_the_bound(step, batch,
         input_layouts=[None] * 2,
         output_layouts=[None],
     )
-    memory = MemoryModel(graph, input_names=["state", "batch"], aliased_outputs=frozenset({0}))
+    memory = MemoryModel(graph, input_names=["state", "batch"], aliased_outputs={0: 0})
     rng = np.random.default_rng(0)
     choices = [[int(rng.integers(len(node.choices.strategies))) for node in graph.nodes] for _ in range(20)]
     quarter, few = 64 * 64 * FLOAT // 4, 2000

@@ -19,6 +19,7 @@ from autopar.cost_model.hardware import PRESETS
 from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
+from autopar.intra_op.memory.folding import Folding
 from autopar.intra_op.memory.footprint import footprint_of
 from autopar.intra_op.memory.model import MemoryModel
 from autopar.intra_op.memory.tuning import TUNING
@@ -163,7 +164,7 @@ def test_no_choice_of_layouts_needs_less_than_the_bound():
     graph = build_graph(
         program, LogicalMesh.of((4,)), PRESETS["cpu"], PlannerOptions(), input_layouts=free, output_layouts=free[:1]
     )
-    memory = MemoryModel(graph, input_names=["state", "batch"], aliased_outputs=frozenset())
+    memory = MemoryModel(graph, input_names=["state", "batch"], aliased_outputs={})
     rng = np.random.default_rng(0)
     choices = [[int(rng.integers(len(node.choices.strategies))) for node in graph.nodes] for _ in range(20)]
     quarter = 64 * 64 * FLOAT // 4
@@ -371,3 +372,16 @@ def test_reductions_that_read_from_each_other_crosswise_are_not_all_merged():
     found = footprint_of(Block((*reductions, last), (total,)), values(*[64] * 6))
     assert {span.value for span in found.spans} == {a1, b1, b2, a2, total}
     assert found.steps == 4
+
+
+def test_a_reader_under_another_shape_is_one_of_those_that_compute_a_cheap_value_again():
+    """XLA writes the other shape down as an operation between the two, which folds the value like other readers."""
+    operands, total, product, other = [0, 1], 2, 3, 4
+    given = values(64, 64, 64, 64, 64)
+    for reshaped, expected in ((frozenset(), (2,)), (frozenset({2}), (0, 1))):
+        add = Operation(kind=Kind.CHEAP, inputs=tuple(operands), outputs=(total,))
+        multiply = Operation(kind=Kind.WHOLE, inputs=(total,), outputs=(product,), reshaped=reshaped)
+        reduce = Operation(kind=Kind.REDUCE, inputs=(total,), outputs=(other,))
+        folding = Folding(Block((add, multiply, reduce), (product, other)), given)
+        assert folding.reads[reduce] == expected
+        assert folding.reads[multiply] == (total,)

@@ -1,0 +1,104 @@
+"""Donated arguments that XLA copies before the step, and what lies in their memory until the results are there.
+
+`tests/verify` compares whole models; here are the cases that can be reckoned by hand, and one where the copies are most of it.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Span, Value
+from autopar.intra_op.memory.footprint import footprint_of
+from autopar.intra_op.memory.lent import Lent, lie_in_lent
+
+
+def values(*sizes):
+    return [
+        Value(name=str(n), shape=(size,), dtype="float32", bytes=size, key=None, itemsize=1)
+        for n, size in enumerate(sizes)
+    ]
+
+
+def whole(inputs, output):
+    return Operation(kind=Kind.WHOLE, inputs=inputs, outputs=(output,))
+
+
+WEIGHT, GIVEN, LATE, GRADIENT, HANDED_ON, UPDATED = range(6)
+UPDATE = Operation(kind=Kind.CHEAP, inputs=(WEIGHT, GRADIENT), outputs=(UPDATED,))
+
+
+def copied(*operations, outputs=(UPDATED,)):
+    """The arguments that are copied where the updated weight takes the place of the weight."""
+    block = Block(operations, outputs)
+    found = footprint_of(block, values(*[64] * 7), elsewhere=frozenset(outputs), places={UPDATED: WEIGHT})
+    return [one.value for one in found.lent]
+
+
+def lent_memory(value, copied_at, last_read, free_until):
+    return Lent(value=value, copied_at=copied_at, last_read=last_read, free_until=free_until)
+
+
+def test_a_weight_is_copied_if_something_reads_it_that_its_update_does_not_wait_for():
+    forward, gradient = whole((WEIGHT, GIVEN), LATE), whole((LATE, GIVEN), GRADIENT)
+    handed_on = whole((WEIGHT, LATE), HANDED_ON)
+    assert copied(forward, gradient, UPDATE) == []
+    assert copied(forward, gradient, handed_on, UPDATE, outputs=(UPDATED, HANDED_ON)) == [WEIGHT]
+
+
+def test_a_weight_is_copied_if_its_update_reads_elements_elsewhere_than_it_writes_them():
+    forward, gradient = whole((WEIGHT, GIVEN), LATE), whole((LATE, GIVEN), GRADIENT)
+    turned = Operation(kind=Kind.MOVED, inputs=(WEIGHT,), outputs=(6,))
+    update = Operation(kind=Kind.CHEAP, inputs=(6, GRADIENT), outputs=(UPDATED,))
+    assert copied(forward, gradient, turned, update) == [WEIGHT]
+
+
+def test_the_copy_is_there_until_its_last_reader_and_the_memory_is_free_until_then():
+    operations = (
+        whole((WEIGHT, GIVEN), LATE),
+        whole((LATE, GIVEN), GRADIENT),
+        whole((WEIGHT, LATE), HANDED_ON),
+        UPDATE,
+    )
+    block = Block(operations, (UPDATED, HANDED_ON))
+    (one,) = footprint_of(
+        block, values(*[64] * 7), elsewhere=frozenset({UPDATED, HANDED_ON}), places={UPDATED: WEIGHT}
+    ).lent
+    assert (one.copied_at, one.last_read, one.free_until) == (-1, 3, 2)
+
+
+def test_the_largest_buffers_are_placed_first_each_in_the_smallest_memory_that_is_free():
+    sizes = [100, 40, 40, 30, 30, 101]
+    lent = [lent_memory(0, -2, 9, 9), lent_memory(1, -1, 9, 5)]
+    early, late, too_late, beside, too_large = Span(2, 0, 3), Span(3, 4, 5), Span(4, 5, 7), Span(2, 2, 6), Span(5, 0, 1)
+    placed = lie_in_lent([late, early, too_large, too_late, beside], lent, sizes)
+    assert placed == {early, late, beside}
+    assert lie_in_lent([late, early, too_late], lent, sizes) == {late, early, too_late}
+
+
+def test_a_copy_lies_in_the_memory_of_an_argument_that_was_copied_before_it_and_not_of_a_later_one():
+    lent = [lent_memory(0, -2, 9, 9), lent_memory(1, -1, 5, 5)]
+    copies = [Span(one.value, one.copied_at, one.last_read) for one in lent]
+    assert lie_in_lent(copies, lent, [64, 64]) == {copies[1]}
+
+
+@pytest.mark.parametrize("batch", [4, 64])
+def test_the_copies_of_weights_are_counted_as_xla_counts_them(batch):
+    """With few examples the copies are nearly all of the temporaries, with many they matter little."""
+
+    def step(weights, x):
+        def loss_of(weights):
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return (y**2).mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], loss
+
+    shapes = [jax.ShapeDtypeStruct((96, 96), jnp.float32)] * 3, jax.ShapeDtypeStruct((batch, 96), jnp.float32)
+    compiled = autopar.parallelize(step, devices=1, num_microbatches=1, recompute="none").compile(*shapes)
+    account = compiled.memory_analysis()
+    kept = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
+    temporaries = compiled.plan.peak_bytes - kept
+    assert temporaries == pytest.approx(account.temp_size_in_bytes, rel=0.1)
