@@ -16,13 +16,13 @@ from autopar.plan import WITHIN, CollectivePlan, Plan
 ONCE = ("update", "weights")
 """Transfers that a pipeline makes once per step."""
 KINDS: Mapping[str, str] = {
-    "data_parallel": "data parallel",
-    "zero3": "ZeRO-3",
-    "tensor": "tensor parallel",
-    "expert": "expert parallel",
+    "data_parallel": "gradients and new weights",
+    "zero3": "weights",
+    "tensor": "activations",
+    "expert": "activations, all-to-all",
     WITHIN: "within operations",
 }
-"""What `CollectivePlan.overlap` is called."""
+"""What a collective of each `CollectivePlan.overlap` moves, by data flow: `intra_op/choices/overlap.py` tells these apart."""
 _CLOSE = 1e-6
 
 

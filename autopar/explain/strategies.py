@@ -7,15 +7,16 @@ In: a `Plan`. Out: sentences, each true of its layouts and collectives alone. Fo
       optimizer leaves split alone           ZeRO-1/2
       parameters split and gathered          fully sharded (FSDP, ZeRO-3), if half of the parameters' bytes are
       experts split, all-to-all              expert parallel
-    parameters split and not gathered        tensor parallel: by column, by row
+    parameters split and not gathered        tensor parallel, if they hold 5 % of the parameters' bytes or more
     nothing split, no collective             the devices along the axis repeat each other's work
 
 A parameter is a leaf below `params`, an optimizer leaf one below `opt_state`, `mu`, `nu` or the like, whichever word
 comes first in its path; of other state nothing is said, unless there are no `params`. A parameter is gathered if the
 operand of an all-gather has its shape, or the shape of what one step of a scan takes of it. An expert is a
-parameter of three or more dimensions, split along the first, if its path has `moe` or `expert` in it or a matrix with
-as many columns as there are experts tells of a router. What can go wrong: a matrix held as (out, in) makes "by column"
-of what its author calls a row; an activation of a parameter's shape passes for it.
+parameter of three or more dimensions, split along the first, if an all-to-all moves an array with a dimension for the experts,
+and its path has `moe` or `expert` in it or there is a router: a matrix with as many columns as there are experts and as many
+rows as one of their dimensions. What can go wrong: a matrix held as (out, in) makes "by column" of what its author calls a row;
+an activation of a parameter's shape passes for it.
 """
 
 from __future__ import annotations
@@ -23,17 +24,30 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from autopar.explain.paths import path_patterns
-from autopar.explain.units import bytes_text, percent_text
+from autopar.explain.units import bytes_text, percent_text, seconds_text
 from autopar.plan import CollectivePlan, Plan, ValuePlan
 
 _OPTIMIZER_WORDS = frozenset({"opt_state", "optimizer", "optimizer_state", "mu", "nu", "trace", "momentum"})
 PARAMETER_WORDS = frozenset({"params", "parameters"})
 _EXPERT_WORDS = ("expert", "moe")
 _HALF = 0.5
+_FEW = 0.05
+"""Parameters with less of the bytes are said to be split, and the plan not to be tensor parallel."""
+
+_HOW = (
+    "of one dimension",
+    "by column",
+    "by row",
+    "along the last of more dimensions",
+    "along the first of more dimensions",
+    "along an inner dimension",
+)
+"""The kinds of dimensions along which a parameter may be split."""
 
 
 def findings(plan: Plan) -> tuple[str, ...]:
@@ -56,9 +70,13 @@ def traffic(plan: Plan) -> tuple[str, ...]:
         kinds = sums.setdefault(item.axes, {})
         count, size = kinds.get(item.kind, (0.0, 0.0))
         kinds[item.kind] = (count + item.count, size + item.count * item.bytes)
+    seconds = {
+        axes: sum(item.count * item.predicted_s for item in plan.collectives if item.axes == axes) for axes in sums
+    }
     return tuple(
         f"collectives over {' and '.join(axes)}: "
         + "; ".join(f"{count:,.0f} {kind}, {bytes_text(size)}" for kind, (count, size) in kinds.items())
+        + f"; {seconds_text(seconds[axes])} beside {seconds_text(plan.compute_s)} of compute"
         for axes, kinds in sums.items()
     )
 
@@ -109,18 +127,21 @@ class _AxisUse:
         split = [value for value in self._split(self._parameters) if value not in explained]
         if not split:
             return
-        matrices = [value for value in split if len(value.shape) == 2]
-        parts = {
-            "by column": [value for value in matrices if self.axis in value.spec[1]],
-            "by row": [value for value in matrices if self.axis in value.spec[0]],
-            "of other rank": [value for value in split if len(value.shape) != 2],
-        }
-        listed = ", ".join(f"{len(values)} {how}" for how, values in parts.items() if values)
+        numbers = Counter(self._how(value) for value in split)
+        listed = ", ".join(f"{numbers[how]} {how}" for how in _HOW if numbers[how])
         share = self._share(split, self._parameters, "parameters")
-        yield (
-            f"tensor parallel over {{axis}}, {{ways}}: {share} split, of them {listed}"
-            f"{'' if self._by_example else '; the batch is not split by example'}"
-        )
+        batch = "" if self._by_example else "; the batch is not split by example"
+        if self._bytes(split) < _FEW * self._bytes(self._parameters):
+            yield f"{share} are split over {{axis}}, {{ways}}, of them {listed}{batch}"
+        else:
+            yield f"tensor parallel over {{axis}}, {{ways}}: {share} split, of them {listed}{batch}"
+
+    def _how(self, value: ValuePlan) -> str:
+        """Along which kind of dimension a parameter is split."""
+        rank, (dimension, *_) = len(value.shape), self._dimensions(value)
+        if rank <= 2:
+            return _HOW[0] if rank < 2 else _HOW[2 - dimension]
+        return _HOW[3] if dimension == rank - 1 else _HOW[4] if dimension == 0 else _HOW[5]
 
     def _by_other_dimension(self) -> Iterator[str]:
         for dimension in sorted({d for value in self._batch for d in self._dimensions(value) if d > 0}):
@@ -129,15 +150,21 @@ class _AxisUse:
 
     @cached_property
     def _experts(self) -> list[ValuePlan]:
-        if not any(item.kind == "all-to-all" for item in self._collectives):
-            return []
-        columns = {value.shape[-1] for value in self._parameters if len(value.shape) == 2}
+        exchanged = [_sizes(item.operand) for item in self._collectives if item.kind == "all-to-all"]
+        ways = _ways(self.plan, [self.axis])
         return [
             value
             for value in self._split(self._parameters)
             if len(value.shape) > 2 and self.axis in value.spec[0] and value not in self._gathered
-            if any(word in value.path.lower() for word in _EXPERT_WORDS) or value.shape[0] in columns
+            if any({value.shape[0], value.shape[0] // ways} & {*sizes} for sizes in exchanged)
+            if any(word in value.path.lower() for word in _EXPERT_WORDS) or self._has_router(value)
         ]
+
+    def _has_router(self, experts: ValuePlan) -> bool:
+        """Whether a matrix leads from a dimension of each expert to the experts."""
+        number, *dimensions = experts.shape
+        matrices = [value.shape for value in self._parameters if len(value.shape) == 2]
+        return any(columns == number and rows in dimensions for rows, columns in matrices)
 
     @cached_property
     def _gathered(self) -> list[ValuePlan]:
@@ -226,10 +253,15 @@ def _below(path: str, words: frozenset[str]) -> str:
 
 def _has_shape_of(item: CollectivePlan, value: ValuePlan) -> bool:
     """Whether an operand, written as float32[16,64], has the sizes of `value`, or of one step of a scan over it."""
-    match = re.search(r"\[([\d,]+)\]$", item.operand)
-    sizes = sorted(map(int, match[1].split(","))) if match else []
+    sizes = sorted(_sizes(item.operand))
     one_step = sorted(value.shape[1:]) if item.count == value.shape[0] else []
     return bool(sizes) and sizes in (sorted(value.shape), one_step)
+
+
+def _sizes(operand: str) -> list[int]:
+    """The dimensions of an operand that is written as float32[16,64]."""
+    match = re.search(r"\[([\d,]+)\]$", operand)
+    return list(map(int, match[1].split(","))) if match else []
 
 
 def names_text(values: Sequence[ValuePlan]) -> str:

@@ -2,10 +2,14 @@
 
 import dataclasses
 
+import jax
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import autopar
 from autopar.explain import explain, findings
 from autopar.explain.strategies import traffic
+from autopar.models.registry import build
 from tests.plan_examples import (
     ALL_WHOLE,
     BATCH,
@@ -36,8 +40,8 @@ def test_collectives_are_summed_for_each_combination_of_axes():
     both = dataclasses.replace(collective("all-reduce", "x", count=3), axes=("x", "y"))
     items = (both, collective("all-gather", "y", count=2), collective("all-reduce", "y"), both)
     assert traffic(plan_of(BATCH, collectives=items)) == (
-        "collectives over x and y: 6 all-reduce, 6.0 KiB",
-        "collectives over y: 2 all-gather, 2.0 KiB; 1 all-reduce, 1.0 KiB",
+        "collectives over x and y: 6 all-reduce, 6.0 KiB; 6.00 ms beside 100 ms of compute",
+        "collectives over y: 2 all-gather, 2.0 KiB; 1 all-reduce, 1.0 KiB; 3.00 ms beside 100 ms of compute",
     )
     assert "- collectives over y: 2 all-gather" in explain(plan_of(BATCH, collectives=items))
 
@@ -70,7 +74,7 @@ def test_split_parameters_beside_a_whole_batch_are_tensor_parallel():
     assert found == (
         "data parallel over x, 2 ways: the batch split by example, 4 of 4 parameters (100% of their bytes) replicated",
         "tensor parallel over y, 4 ways: 3 of 4 parameters (98% of their bytes) split, "
-        "of them 1 by column, 1 by row, 1 of other rank; the batch is not split by example",
+        "of them 1 of one dimension, 1 by column, 1 by row; the batch is not split by example",
     )
 
 
@@ -163,3 +167,66 @@ def test_an_axis_of_one_device_is_not_spoken_of():
 def test_a_leaf_below_params_or_a_state_without_any_counts_as_parameters(path):
     found = findings(plan_of(leaf(path, (32, 32), ((), ("y",))), WHOLE_BATCH))
     assert any(sentence.startswith("tensor parallel over y, 4 ways: 1 of 1 parameters") for sentence in found)
+
+
+def test_a_kernel_of_attention_is_no_expert_though_another_matrix_has_as_many_columns_as_it_has_rows():
+    """The first dimension of a query kernel is the width of the model, which many matrices have as columns."""
+    query = leaf("state/params/attention/query", (32, 8, 4), (("x",), (), ()))
+    moved = (collective("all-to-all", "x", operand="float32[16,64,32]"),)
+    found = findings(plan_of(query, leaf(DOWN, (64, 32)), BATCH, collectives=moved))
+    assert not any("expert" in sentence for sentence in found)
+    assert found[1].endswith("split, of them 1 along the first of more dimensions")
+
+
+def test_experts_are_parallel_only_if_an_all_to_all_moves_something_by_expert():
+    moved = (collective("all-to-all", "x", operand="float32[16,64,32]"),)
+    found = findings(plan_of(leaf("state/params/moe/up", *EXPERTS), BATCH, collectives=moved))
+    assert not any("expert parallel" in sentence for sentence in found)
+
+
+@pytest.mark.parametrize(("rows", "begins"), [(4, "1 of 2 parameters (3% of"), (16, "tensor parallel over y, 4 ways")])
+def test_a_few_split_bytes_are_told_and_do_not_make_a_plan_tensor_parallel(rows, begins):
+    few = leaf("state/params/small", (rows, 32), ((), ("y",)))
+    found = findings(plan_of(leaf(UP, (128, 32)), few, WHOLE_BATCH))
+    assert next(sentence for sentence in found if "of them 1 by column" in sentence).startswith(begins)
+
+
+@pytest.mark.parametrize(
+    ("spec", "how"),
+    [
+        (((), (), (), ("x",)), "along the last of more dimensions"),
+        (((), (), ("x",), ()), "along an inner dimension"),
+        ((("x",), (), (), ()), "along the first of more dimensions"),
+    ],
+)
+def test_a_kernel_of_a_convolution_is_split_along_a_dimension_that_is_told(spec, how):
+    found = findings(plan_of(leaf("state/params/conv/kernel", (4, 4, 16, 32), spec), WHOLE_BATCH))
+    assert f"of them 1 {how}; the batch is not split by example" in found[0]
+
+
+EXPERTS_APART = {"state/params/*/moe/up": P("x"), "state/params/*/moe/down": P("x"), "batch/*": P("x")}
+OUTPUTS_APART = {"state/params/*/up/kernel": P(None, "x")}
+REAL = {
+    "gpt": ({"layers": 1, "hidden": 32, "seq": 16, "batch": 8}, OUTPUTS_APART, {"tensor"}),
+    "moe": ({"layers": 2, "hidden": 512, "heads": 8, "seq": 256, "batch": 64}, EXPERTS_APART, {"expert"}),
+    "wide_resnet": ({"base_channels": 8, "width_factor": 1, "image_size": 8, "batch": 8}, {}, {"data"}),
+    "unet": ({"base_channels": 8}, {}, {"data"}),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_plans_of_models_are_called_what_they_are(name):
+    sizes, constraints, expected = REAL[name]
+    model = build(name, **sizes)
+    given = [constraints] if constraints else autopar.data_parallel()
+    shapes = jax.eval_shape(model.create_state, jax.random.key(0)), model.batch_shape()
+    settings = {"mesh_shape": {"x": 8}, "devices": 8, "cluster": "dgx-a100-80gb", "num_microbatches": 1}
+    plan = autopar.parallelize(model.train_step, constraints=given, recompute="none", **settings).plan(*shapes)
+    found = findings(plan)
+    called = {sentence.partition(" parallel over ")[0] for sentence in found if " parallel over " in sentence}
+    assert expected <= called
+    assert ("expert" in called) == (name == "moe")
+    assert ("tensor" in called) == (name == "gpt")
+    for sentence in found:
+        if sentence.startswith("tensor parallel"):
+            assert int(sentence.partition("(")[2].partition("%")[0]) >= 5
