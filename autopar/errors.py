@@ -44,12 +44,22 @@ class OutOfMemoryError(AutoparError, MemoryError):
         self.tensors = tuple(tensors)
         self.asked: tuple[object, object] | None = None
 
-    def conflict(self) -> object:
+    def conflict(self, budget_s: float | None = None) -> object:
         """The smallest set of wishes that leave no plan within the memory, and what giving each up costs. Print the answer.
 
-        Nothing is estimated: this plans the step again without one wish or the other, which takes as many searches.
+        Nothing is estimated: this plans the step again without one wish or the other, which takes as many searches. When the
+        time is up, or after Ctrl-C, the answer says what was found until then, and what was not tried.
+
+        Args:
+            budget_s: seconds for all of it; None: as long as planning may take (`planning_seconds`), or a minute.
+
+        Returns:
+            What prints as the answer; `.answer` has it as data.
+
+        Raises:
+            PlanError: the error knows no step.
         """
-        return importlib.import_module("autopar.why.report").why_not(self)
+        return importlib.import_module("autopar.why.report").why_not(self, budget_s)
 
 
 class UnsupportedProgramError(AutoparError, TypeError):

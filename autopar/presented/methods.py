@@ -61,15 +61,30 @@ class Presented:
             _reports().say(f"\n{verified}")
 
     def html(
-        self, path: str | os.PathLike[str] | None = None, *, recorded: object = None, verified: object = None
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        classic: bool = False,
+        what_if: bool = False,
+        recorded: object = None,
+        verified: object = None,
     ) -> str:
-        """The report as one page of HTML that needs nothing else; also written to `path`, if that is given.
+        """The report as one page of HTML that needs nothing else.
 
-        `recorded`: a `RecordedRun` of the plan, whose step is drawn beside the predicted one. `verified`: a `Verification` of
-        the compiled plan, which has a section. Raises ArgumentError if jinja2 or matplotlib is missing: `pip install
-        'autopar[report]'` brings them.
+        Args:
+            path: where it is written too.
+            classic: add what `classic()` returns, which plans five more times.
+            what_if: add what `what_if()` returns, which plans two or three more times.
+            recorded: a `RecordedRun` of the plan, whose step is drawn beside the predicted one.
+            verified: a `Verification` of the compiled plan, which has a section.
+
+        Raises:
+            ArgumentError: jinja2 or matplotlib is missing; `pip install 'autopar[report]'` brings them.
+            PlanError: the plan is from a file, knows no step, and is asked for other plans.
         """
-        return str(_reports().html(self, path, recorded=recorded, verified=verified))
+        asked = ((classic, self.classic), (what_if, self.what_if))
+        answers = [answer() for is_asked, answer in asked if is_asked]
+        return str(_reports().html(self, path, recorded=recorded, verified=verified, answers=answers))
 
     def why(self, path: str) -> object:
         """Why a leaf has its layout: what each other one would cost, and what decides. Print the answer.

@@ -8,9 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
+from rich.table import Table
 
 from autopar.explain import page as pages
 from autopar.explain import report
@@ -31,6 +32,15 @@ if TYPE_CHECKING:
 
 _LONGEST_BACKWARD = 3
 """Columns of the picture that a backward may take."""
+
+
+class Answer(Protocol):
+    """Something that was asked about a plan, as a table or a sentence."""
+
+    @property
+    def table(self) -> Table | str:
+        """The table, or why there is none."""
+        ...
 
 
 def line(plan: Plan | PipelinePlan) -> str:
@@ -65,10 +75,15 @@ def html(
     *,
     recorded: RecordedRun | None = None,
     verified: Verification | None = None,
+    answers: Sequence[Answer] = (),
 ) -> str:
-    """A plan as a page of HTML, also written to `path`, if that is given. Raises ArgumentError, see `html.page`."""
-    first = [] if recorded is None else [*_measured_sections(plan, recorded)]
-    text = html_page.page(plan, first if verified is None else [_verified_section(verified), *first])
+    """A plan as a page of HTML, also written to `path`, if that is given. Raises ArgumentError, see `html.page`.
+
+    `answers`: other plans beside this one, each answer a section.
+    """
+    first = [] if verified is None else [_verified_section(verified)]
+    first += [] if recorded is None else [*_measured_sections(plan, recorded)]
+    text = html_page.page(plan, [*first, *map(_answer_section, answers)])
     if path is not None:
         save(Path(path), text)
     return text
@@ -89,6 +104,17 @@ def _verified_section(verified: Verification) -> Section:
 
     title = "Verified" if verified.ok else "Not as planned"
     return Section(title=title, sentences=(headline(verified),), tables=cells_of(verified_table(verified)))
+
+
+def _answer_section(answer: Answer) -> Section:
+    """Other plans beside the plan."""
+    html_page.require_packages()
+    from autopar.reports.html.contents import Section, cells_of
+
+    table = answer.table
+    if isinstance(table, str):
+        return Section(title="Other plans", sentences=(table,))
+    return Section(title=str(table.title), tables=cells_of(table))
 
 
 def notebook(plan: Plan | PipelinePlan) -> str | None:

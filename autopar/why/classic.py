@@ -12,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from rich.table import Table
+
 from autopar.layouts.constraints import Constraints, Rule, SplitBatch, data_parallel, zero2, zero3
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.settings import Settings, choose_cluster, count_devices
-from autopar.why.priced import PricedPlan, asked_of, price, priced_text
+from autopar.why.priced import PricedPlan, asked_of, price, priced_table, table_text
 
 _THE_SAME_EXAMPLES = Rule(glob="*", layout=SplitBatch(()), role="batch")
 
@@ -29,11 +31,18 @@ class Classic:
     plan: Plan | PipelinePlan
     rows: tuple[PricedPlan, ...]
 
-    def __str__(self) -> str:
-        """The table."""
+    @property
+    def table(self) -> Table | str:
+        """The table, or why there is none."""
         if not self.rows:
             return "One device: there is nothing to compare with."
-        return priced_text("The classic plans, each planned on as many devices", self.plan, self.rows, this="this plan")
+        return priced_table(
+            "The classic plans, each planned on as many devices", self.plan, self.rows, this="this plan"
+        )
+
+    def __str__(self) -> str:
+        """The table as text."""
+        return self.table if isinstance(self.table, str) else table_text(self.table)
 
     def __repr__(self) -> str:
         """The same, for interactive use."""

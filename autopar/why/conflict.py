@@ -1,59 +1,70 @@
 """Why nothing fits the memory: the smallest set of wishes that leave no plan, and what giving each of them up would cost.
 
-In: the settings and the traced step for which no plan was found, and the error. Out: `Conflict`. A wish is a constraint, or an
-argument that the user gave and that could be left open. Wishes conflict if no plan fits that keeps them all, whatever the others
-say; the set is the smallest if there are few wishes, and otherwise one from which none can be left out. Each relaxation is tried,
-and its price is that of the plan found. What can go wrong: a search that ends before it has found the plan there is; a relaxation
-is then said to be not enough.
+In: the settings and the traced step for which no plan was found, the error, and how long to look. Out: `Conflict`. A wish is a
+constraint, a preset, or an argument that the user gave and that could be left open. Wishes conflict if no plan fits that keeps
+them all, whatever the others say. All wishes together conflict, as the error says; from there each is left out where the others
+still do. That is an answer at any time, and one from which no wish can be left out if there was time for all. What needs no
+search comes first: state that exceeds all devices together, sets of which more is known already. Each relaxation is tried, and
+its price is that of the plan found. What can go wrong: a search that ends before it has found the plan there is; a relaxation
+is then said to be not enough. A search has to find something before the clock ends it, so the last one may overrun.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 from autopar.errors import OutOfMemoryError
 from autopar.explain.units import bytes_text
+from autopar.inter_op.one_mesh import state_is_too_large
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.layouts.constraints import Constraints, Rule
+from autopar.layouts.constraints import Constraints, Rule, SplitBatch
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.step import TracedStep
-from autopar.settings import Settings, make_request
+from autopar.progress import enter
+from autopar.settings import Settings, count_devices, make_request
+from autopar.solver.budget import Budget
 from autopar.why.question import solve
 
-FEW_WISHES = 3
-"""Of so many wishes every set is tried."""
+BUDGET_S = 60.0
+"""How long to look where nobody says it and planning has no limit."""
 _ROOM = 1.25
 """A limit above a plan's own peak by this factor has room for what XLA may need beyond the prediction."""
+_FOR_WISHES = 0.6
+"""Of the budget, for finding what conflicts; the rest is for prices."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What the user fixed, in words; `field` of the settings is left open if it is given up, or `rule` left out."""
+    """What the user fixed, in words; `field` of the settings is left open if it is given up, or `rules` left out."""
 
     words: str
     field: str = ""
     open_value: object = "auto"
-    rule: Rule | None = None
+    rules: tuple[Rule, ...] = ()
 
     def given_up(self, settings: Settings) -> Settings:
         """The settings without this wish."""
-        if self.rule is None:
+        if not self.rules:
             return dataclasses.replace(settings, **{self.field: self.open_value})  # type: ignore[arg-type]
         constraints = settings.constraints
-        rules = tuple(one for one in constraints.rules if one is not self.rule)
-        return dataclasses.replace(settings, constraints=Constraints(rules, constraints.without))
+        left = tuple(one for one in constraints.rules if not any(one is rule for rule in self.rules))
+        return dataclasses.replace(settings, constraints=Constraints(left, constraints.without))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Relaxation:
-    """Something to give up: in words, and the plan there is then; None if that alone is not enough."""
+    """Something to give up: in words, and the plan there is then; None if that alone is not enough.
+
+    `is_tried`: whether there was time for it. `ended_early`: whether the clock ended the search for its plan.
+    """
 
     words: str
-    step_s: float | None
-    peak_bytes: int | None
+    step_s: float | None = None
+    peak_bytes: int | None = None
+    is_tried: bool = True
+    ended_early: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,33 +76,78 @@ class Conflict:
         wishes: the wishes that leave no plan within it; none if no plan fits whatever is given up.
         tensors: the largest that are alive together, in words.
         relaxations: what was tried, the fastest plan first.
+        is_smallest: whether no wish can be left out; else the clock ended before all were tried.
     """
 
     limit_bytes: int
     wishes: tuple[str, ...]
     tensors: tuple[str, ...]
     relaxations: tuple[Relaxation, ...]
+    is_smallest: bool = True
 
 
-def find_conflict(settings: Settings, traced: TracedStep, error: OutOfMemoryError) -> Conflict:
-    """The smallest conflict of a step that fits no memory, and the cheapest ways out."""
-    wishes = _conflicting(settings, traced, _wishes(settings))
-    relaxations = [_relaxation(f"without {wish.words}", wish.given_up(settings), traced) for wish in wishes]
-    relaxations.append(_with_more_memory(settings, traced, error))
+def find_conflict(
+    settings: Settings, traced: TracedStep, error: OutOfMemoryError, budget_s: float | None = None
+) -> Conflict:
+    """The conflict of a step that fits no memory, and the cheapest ways out.
+
+    Args:
+        settings: under which nothing was found.
+        traced: the step.
+        error: that says so.
+        budget_s: seconds to look; None: as long as planning may take, or `BUDGET_S`.
+    """
+    seconds = budget_s or settings.planning_seconds or BUDGET_S
+    tries, limit = _Tries(settings, traced, Budget(seconds=seconds)), make_request(settings).memory_limit_bytes or 0
+    wishes, is_smallest = _conflicting(tries, _wishes(settings), Budget(seconds=_FOR_WISHES * seconds))
+    relaxations = [_with_more_memory(tries, error)]
+    relaxations += [tries.price(f"without {wish.words}", wish.given_up(settings)) for wish in wishes]
     if isinstance(settings.devices, int) and settings.meshes == "auto":
-        relaxations.append(_relaxation(f"devices={2 * settings.devices}", _on_more_devices(settings), traced))
-    limit = make_request(settings).memory_limit_bytes
+        relaxations.append(tries.price(f"devices={2 * settings.devices}", _on_more_devices(settings)))
     return Conflict(
-        limit_bytes=limit or 0,
+        limit_bytes=limit,
         wishes=tuple(wish.words for wish in wishes),
         tensors=error.tensors,
-        relaxations=tuple(sorted(relaxations, key=lambda one: (one.step_s is None, one.step_s or 0.0))),
+        relaxations=tuple(
+            sorted(relaxations, key=lambda one: (one.step_s is None, not one.is_tried, one.step_s or 0.0))
+        ),
+        is_smallest=is_smallest,
     )
 
 
+class _Tries:
+    """Searches under one clock. Ctrl-C ends it like the clock: there is an answer by then."""
+
+    def __init__(self, settings: Settings, traced: TracedStep, clock: Budget) -> None:
+        self.settings, self.traced, self.clock = settings, traced, clock
+
+    def plan(self, words: str, settings: Settings) -> Plan | PipelinePlan | str | None:
+        """The plan under some settings, or why there is none; None if there is no time. What needs no search comes first."""
+        devices = count_devices(settings)
+        if state_is_too_large(self.traced, make_request(settings), devices):
+            return f"the state alone is more than {devices} devices hold"
+        if self.clock.is_late:
+            return None
+        enter(f"why nothing fits: {words}")
+        try:
+            most_s = min(settings.planning_seconds or self.clock.seconds_left, self.clock.seconds_left)
+            return solve(dataclasses.replace(settings, planning_seconds=most_s), self.traced)
+        except KeyboardInterrupt:
+            self.clock.stop()
+            return None
+
+    def price(self, words: str, settings: Settings) -> Relaxation:
+        """A relaxation with the plan there is."""
+        return _of_plan(words, self.plan(words, settings))
+
+
 def _wishes(settings: Settings) -> list[Wish]:
-    """What the user fixed and could leave open."""
-    found = [Wish(words=_rule_text(rule), rule=rule) for rule in settings.constraints.rules]
+    """What the user fixed and could leave open; the rules of presets are one wish."""
+    of_preset = [rule for rule in settings.constraints.rules if _is_of_preset(rule)]
+    found = [Wish(words=_preset_text(of_preset), rules=tuple(of_preset))] if of_preset else []
+    found += [
+        Wish(words=_rule_text(rule), rules=(rule,)) for rule in settings.constraints.rules if not _is_of_preset(rule)
+    ]
     arguments = (
         ("mesh_shape", "meshes"),
         ("num_stages", "num_stages"),
@@ -110,41 +166,41 @@ def _wishes(settings: Settings) -> list[Wish]:
     return found
 
 
-def _conflicting(settings: Settings, traced: TracedStep, wishes: Sequence[Wish]) -> list[Wish]:
-    """A smallest set of wishes that leaves no plan, the others given up."""
-    if len(wishes) <= FEW_WISHES:
-        sets = itertools.chain.from_iterable(itertools.combinations(wishes, size) for size in range(len(wishes)))
-        return list(next((kept for kept in sets if not _has_plan(settings, traced, wishes, kept)), wishes))
+def _conflicting(tries: _Tries, wishes: Sequence[Wish], clock: Budget) -> tuple[list[Wish], bool]:
+    """Wishes that leave no plan, the others given up, and whether none of them can be left out."""
+    if not wishes or _leaves_plan(tries, wishes, ()) is False:
+        return [], True
     kept = list(wishes)
     for wish in wishes:
         fewer = [one for one in kept if one is not wish]
-        if not _has_plan(settings, traced, wishes, fewer):
-            kept = fewer
-    return kept
+        found = None if clock.is_late else not fewer or _leaves_plan(tries, wishes, fewer)
+        if found is None:
+            return kept, False
+        kept = kept if found else fewer
+    return kept, True
 
 
-def _has_plan(settings: Settings, traced: TracedStep, wishes: Sequence[Wish], kept: Sequence[Wish]) -> bool:
+def _leaves_plan(tries: _Tries, wishes: Sequence[Wish], kept: Sequence[Wish]) -> bool | None:
+    """Whether there is a plan that keeps some of the wishes; None if there is no time to find out."""
+    settings = tries.settings
     for wish in wishes:
         if wish not in kept:
             settings = wish.given_up(settings)
-    return not isinstance(solve(settings, traced), str)
+    found = tries.plan(", ".join(wish.words for wish in kept) or "nothing asked for", settings)
+    return None if found is None else not isinstance(found, str)
 
 
-def _relaxation(words: str, settings: Settings, traced: TracedStep) -> Relaxation:
-    found = solve(settings, traced)
-    return _of_plan(words, None if isinstance(found, str) else found)
-
-
-def _with_more_memory(settings: Settings, traced: TracedStep, error: OutOfMemoryError) -> Relaxation:
-    """The lowest limit that is known to do."""
-    needed = error.needed_bytes
-    if needed is None:
-        free = solve(dataclasses.replace(settings, memory_limit_bytes=2**60), traced)
-        needed = None if isinstance(free, str) else int(_ROOM * free.peak_bytes)
-    if needed is None:
-        return _of_plan("a higher memory_limit_bytes", None)
-    words = f"memory_limit_bytes={needed:_} ({bytes_text(needed)} per device)"
-    return _relaxation(words, dataclasses.replace(settings, memory_limit_bytes=needed), traced)
+def _with_more_memory(tries: _Tries, error: OutOfMemoryError) -> Relaxation:
+    """The lowest limit that is known to do, or one that does for the fastest plan without a limit."""
+    settings, needed = tries.settings, error.needed_bytes
+    if needed is not None:
+        words = f"memory_limit_bytes={needed:_} ({bytes_text(needed)} per device)"
+        return tries.price(words, dataclasses.replace(settings, memory_limit_bytes=needed))
+    free = tries.plan("without a memory limit", dataclasses.replace(settings, memory_limit_bytes=2**60))
+    if free is None or isinstance(free, str):
+        return _of_plan("a higher memory_limit_bytes", free)
+    needed = int(_ROOM * free.peak_bytes)
+    return _of_plan(f"memory_limit_bytes={needed:_} ({bytes_text(needed)} per device)", free)
 
 
 def _on_more_devices(settings: Settings) -> Settings:
@@ -153,13 +209,24 @@ def _on_more_devices(settings: Settings) -> Settings:
     return dataclasses.replace(settings, devices=2 * settings.devices, memory_limit_bytes=limit)
 
 
-def _of_plan(words: str, plan: Plan | PipelinePlan | None) -> Relaxation:
-    if plan is None:
-        return Relaxation(words=words, step_s=None, peak_bytes=None)
-    return Relaxation(words=words, step_s=plan.step_s, peak_bytes=plan.peak_bytes)
+def _of_plan(words: str, plan: Plan | PipelinePlan | str | None) -> Relaxation:
+    if plan is None or isinstance(plan, str):
+        return Relaxation(words=words, is_tried=plan is not None)
+    return Relaxation(words=words, step_s=plan.step_s, peak_bytes=plan.peak_bytes, ended_early=plan.ended_early)
+
+
+def _is_of_preset(rule: Rule) -> bool:
+    """Whether `data_parallel` or a `zero` made a rule: only they speak of roles."""
+    return bool(rule.asked_by) or (rule.glob == "*" and rule.role is not None)
+
+
+def _preset_text(rules: Sequence[Rule]) -> str:
+    """The call that made the rules."""
+    names = {rule.asked_by.partition("(")[0] for rule in rules if rule.asked_by}
+    axes = next((rule.layout.axes for rule in rules if isinstance(rule.layout, SplitBatch) and rule.layout.axes), None)
+    return f"{max(names, default='data_parallel')}({', '.join(map(repr, axes or ()))})"
 
 
 def _rule_text(rule: Rule) -> str:
     of = f" of the {rule.role}" if rule.role and rule.glob == "*" else ""
-    origin = f" (from {rule.asked_by.partition('(')[0]})" if rule.asked_by else ""
-    return f"the constraint {rule.glob!r}{of}: {rule.layout!r}{origin}"
+    return f"the constraint {rule.glob!r}{of}: {rule.layout!r}"

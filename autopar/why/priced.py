@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from autopar.decide import decide
@@ -85,7 +86,7 @@ def words_of(plan: Plan | PipelinePlan) -> str:
     return f"{where}{cut}{', recomputes' if plan.recompute else ''}{early}"
 
 
-def priced_text(title: str, plan: Plan | PipelinePlan, rows: Sequence[PricedPlan], *, this: str) -> str:
+def priced_table(title: str, plan: Plan | PipelinePlan, rows: Sequence[PricedPlan], *, this: str) -> Table:
     """The rows as a table, below that of the plan itself, which is called `this`."""
     table = new_table(title, "", "step", "against this plan", "peak", "how", numbers=("step", "peak"))
     table.add_row(*map(Text, (this, seconds_text(plan.step_s), "", bytes_text(plan.peak_bytes), words_of(plan))))
@@ -95,6 +96,11 @@ def priced_text(title: str, plan: Plan | PipelinePlan, rows: Sequence[PricedPlan
         else:
             figures = (seconds_text(row.step_s), against_text(row.step_s, plan.step_s), bytes_text(row.peak_bytes))
             table.add_row(*map(Text, (row.name, *figures, row.what)))
+    return table
+
+
+def table_text(table: Table) -> str:
+    """A table as text."""
     stream = io.StringIO()
     Console(file=stream, width=TEXT_WIDTH, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in stream.getvalue().splitlines())

@@ -21,7 +21,7 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.step import TracedStep
 from autopar.settings import Settings
-from autopar.why.conflict import Conflict, find_conflict
+from autopar.why.conflict import Conflict, Relaxation, find_conflict
 from autopar.why.leaf import LayoutPrice, LeafAnswer, why_leaf
 from autopar.why.priced import FROM_A_FILE
 from autopar.why.question import Question
@@ -67,14 +67,14 @@ class WhyNot:
         return str(self)
 
 
-def why_not(error: OutOfMemoryError) -> WhyNot:
-    """Why nothing fits the memory. Raises PlanError if the error knows no step."""
+def why_not(error: OutOfMemoryError, budget_s: float | None = None) -> WhyNot:
+    """Why nothing fits the memory, found in so many seconds. Raises PlanError if the error knows no step."""
     if error.asked is None:
         raise PlanError("the error knows no step: it has to come from parallelize")
     settings, traced = error.asked
     assert isinstance(settings, Settings)
     assert isinstance(traced, TracedStep)
-    return WhyNot(find_conflict(settings, traced, error))
+    return WhyNot(find_conflict(settings, traced, error, budget_s))
 
 
 def conflict_text(conflict: Conflict) -> str:
@@ -83,16 +83,24 @@ def conflict_text(conflict: Conflict) -> str:
     lines = [f"No plan fits {limit}, whatever is given up."]
     if conflict.wishes:
         lines = [f"No plan fits {limit} and keeps:", *(f"  {wish}" for wish in conflict.wishes)]
+        lines += [] if conflict.is_smallest else ["There was no time to find out whether fewer of these conflict."]
     lines += ["The largest tensors that are alive together:", *(f"  {tensor}" for tensor in conflict.tensors)]
     table = new_table("What would do, tried", "instead", "step", "peak", numbers=("step", "peak"))
     for one in conflict.relaxations:
-        figures = (
-            ("not enough", "") if one.step_s is None else (seconds_text(one.step_s), bytes_text(one.peak_bytes or 0))
-        )
-        table.add_row(*map(Text, (one.words, *figures)))
+        figures = (_without_plan(one), "") if one.step_s is None else _figures(one.step_s, one.peak_bytes)
+        early = "; the search ended early" if one.ended_early else ""
+        table.add_row(*map(Text, (one.words + early, *figures)))
     stream = io.StringIO()
     Console(file=stream, width=TEXT_WIDTH, color_system=None).print(table)
     return "\n".join([*lines, "", *(line.rstrip() for line in stream.getvalue().splitlines())])
+
+
+def _without_plan(one: Relaxation) -> str:
+    return "not enough" if one.is_tried else "no time to try"
+
+
+def _figures(step_s: float, peak_bytes: int | None) -> tuple[str, str]:
+    return seconds_text(step_s), bytes_text(peak_bytes or 0)
 
 
 def leaf_text(answer: LeafAnswer) -> str:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from rich.table import Table
+
 from autopar.cost_model.hardware import Cluster
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.settings import Settings, choose_cluster, count_devices, make_request
-from autopar.why.priced import PricedPlan, asked_of, price, priced_text
+from autopar.why.priced import PricedPlan, asked_of, price, priced_table, table_text
 
 MORE_BYTES = 2**30
 _TIMES = 2
@@ -27,11 +29,16 @@ class WhatIf:
     plan: Plan | PipelinePlan
     rows: tuple[PricedPlan, ...]
 
-    def __str__(self) -> str:
-        """The table."""
+    @property
+    def table(self) -> Table | str:
+        """The table, or why there is none."""
         if not self.rows:
             return "There is no memory limit and no link between devices: nothing to ask for."
-        return priced_text("What a better machine would buy, planned on it", self.plan, self.rows, this="as it is")
+        return priced_table("What a better machine would buy, planned on it", self.plan, self.rows, this="as it is")
+
+    def __str__(self) -> str:
+        """The table as text."""
+        return self.table if isinstance(self.table, str) else table_text(self.table)
 
     def __repr__(self) -> str:
         """The same, for interactive use."""

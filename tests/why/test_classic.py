@@ -13,6 +13,7 @@ from autopar.cost_model.hardware import preset
 from autopar.errors import PlanError
 from autopar.layouts.constraints import SplitBatch
 from autopar.why.what_if import MORE_BYTES, reached_tiers
+from tests.commands.documents import document
 
 SETTINGS = {"devices": 4, "cluster": "p3.16xlarge", "plan_cache": False}
 OPTIMIZER = optax.adam(1e-3)
@@ -134,3 +135,27 @@ def test_the_command_line_asks_for_both(capsys):
     text = capsys.readouterr().out
     assert "\nThe classic plans, each planned on as many devices\n" in text
     assert "\n2x bandwidth of NVLink2" in text
+
+
+def test_the_page_has_a_section_for_what_is_asked(plan, classic):
+    page = plan.html(classic=True, what_if=True)
+    assert "<h2>The classic plans, each planned on as many devices</h2>" in page
+    assert "<h2>What a better machine would buy, planned on it</h2>" in page
+    for row in (*classic.rows, *plan.what_if().rows):
+        assert row.name in page
+    assert "The classic plans" not in plan.html()
+    assert "there is nothing to compare with" in planned(devices=1).html(classic=True)
+
+
+def test_the_command_line_writes_both_as_json_and_onto_the_page(capsys, tmp_path):
+    model = ["mlp", "--layers", "1", "--hidden", "32", "--batch", "32", "--devices", "2", "--cluster", "p3.16xlarge"]
+    page = tmp_path / "plan.html"
+    given = [*model, "--mesh", "2", "--classic", "--what-if", "--html", str(page)]
+    found = document(capsys, "plan", *given)
+    assert [row["name"] for row in found["classic"]][:3] == ["data parallel", "ZeRO-2", "ZeRO-3"]
+    assert found["what_if"][-1]["name"] == "2x bandwidth of NVLink2"
+    assert all(row["step_s"] >= found["step_s"] * (1 - 1e-9) for row in found["classic"] if row["step_s"])
+    text = page.read_text()
+    assert "<h2>The classic plans" in text
+    assert "<h2>What a better machine would buy" in text
+    assert "classic" not in document(capsys, "plan", *model, "--mesh", "2")

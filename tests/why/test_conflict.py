@@ -5,7 +5,9 @@ import pytest
 
 import autopar
 from autopar.__main__ import main
+from autopar.commands.plans.flags import in_flags
 from autopar.errors import OutOfMemoryError, PlanError
+from autopar.why import conflict
 from tests.why.test_leaf import SETTINGS, shapes, train_step
 
 WHOLE = {"state/params/*": autopar.Replicated()}
@@ -21,8 +23,8 @@ def conflict_of(**changes):
     return caught.value.conflict()
 
 
-def prices(conflict) -> dict[str, float | None]:
-    return {one.words: one.step_s for one in conflict.answer.relaxations}
+def prices(answer) -> dict[str, float | None]:
+    return {one.words: one.step_s for one in answer.answer.relaxations}
 
 
 def test_the_constraint_that_leaves_no_plan_is_named_and_the_one_that_does_not_matter_is_not():
@@ -73,6 +75,60 @@ def test_where_no_wish_is_to_blame_more_devices_and_more_memory_are_tried():
     assert found[memory] is not None
     if found["devices=8"] is None:
         assert "not enough" in str(answer)
+
+
+def test_a_preset_is_one_wish_and_the_command_line_names_its_flag():
+    given = {"mesh_shape": (4,), "num_microbatches": 1, "recompute": "none"}
+    limit = int(1.3 * plan(**given).peak_bytes)
+    answer = conflict_of(**given, constraints=autopar.data_parallel(), memory_limit_bytes=limit)
+    assert answer.answer.wishes == ("data_parallel()",)
+    words = ("without zero2()", "mesh_shape=[(2, 4)]", "memory_limit_bytes=2_000 (2.0 KiB per device)", "devices=8")
+    assert [in_flags(one) for one in words] == [
+        "without --zero 2",
+        "--mesh 2,4",
+        "--memory-limit 2000 (2.0 KiB per device)",
+        "--devices 8",
+    ]
+    assert in_flags("data_parallel()") == "--data-parallel"
+    assert in_flags("recompute='layer'") == "--recompute layer"
+    assert in_flags("collectives=['all-reduce', 'all-gather']") == "--collectives all-reduce,all-gather"
+    assert in_flags("the constraint 'a': Split(axes=None)") == "the constraint 'a': Split(axes=None)"
+
+
+def test_without_time_all_wishes_are_the_answer_and_nothing_is_tried():
+    given = {"mesh_shape": (4,), "num_microbatches": 1, "recompute": "none"}
+    with pytest.raises(OutOfMemoryError) as caught:
+        plan(**given, constraints=WHOLE, memory_limit_bytes=100_000)
+    answer = caught.value.conflict(budget_s=1e-9)
+    assert len(answer.answer.wishes) == 4
+    assert not answer.answer.is_smallest
+    assert not any(one.is_tried for one in answer.answer.relaxations)
+    assert "There was no time to find out whether fewer of these conflict." in str(answer)
+    assert "no time to try" in str(answer)
+
+
+def test_state_that_exceeds_all_devices_needs_no_search_to_say_so(monkeypatch):
+    with pytest.raises(OutOfMemoryError) as caught:
+        plan(constraints=WHOLE, memory_limit_bytes=1000)
+    asked = []
+    monkeypatch.setattr(conflict, "solve", lambda settings, traced: asked.append(settings) or "does not fit the memory")
+    answer = caught.value.conflict()
+    assert answer.answer.wishes == ()
+    assert answer.answer.is_smallest
+    assert all(settings.memory_limit_bytes != 1000 for settings in asked)
+
+
+def test_an_interrupted_search_leaves_the_answer_so_far(monkeypatch):
+    with pytest.raises(OutOfMemoryError) as caught:
+        plan(mesh_shape=(4,), constraints=WHOLE, memory_limit_bytes=100_000)
+
+    def interrupted(settings, traced):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(conflict, "solve", interrupted)
+    answer = caught.value.conflict()
+    assert len(answer.answer.wishes) == 2
+    assert not any(one.is_tried for one in answer.answer.relaxations)
 
 
 def test_an_error_of_nobodys_step_has_no_conflict():

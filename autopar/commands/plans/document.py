@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 
+from autopar.commands.plans.flags import conflict_in_flags
 from autopar.errors import OutOfMemoryError
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
+from autopar.why.classic import Classic
+from autopar.why.what_if import WhatIf
 
 
 def plan_document(plan: Plan | PipelinePlan) -> dict[str, object]:
@@ -36,6 +40,11 @@ def leaf_document(plan: Plan | PipelinePlan, path: str) -> dict[str, object]:
     return {"why": dataclasses.asdict(plan.why(path).answer)}  # type: ignore[attr-defined]
 
 
+def answers_document(answers: Mapping[str, Classic | WhatIf]) -> dict[str, object]:
+    """Other plans beside one, as rows."""
+    return {name: [dataclasses.asdict(row) for row in answer.rows] for name, answer in answers.items()}
+
+
 def conflict_document(error: OutOfMemoryError) -> dict[str, object]:
     """Why nothing fits, and what to give up."""
-    return {"conflict": dataclasses.asdict(error.conflict().answer)}  # type: ignore[attr-defined]
+    return {"conflict": dataclasses.asdict(conflict_in_flags(error).answer)}

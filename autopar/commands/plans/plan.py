@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from autopar.api import ParallelStep
 from autopar.commands.arguments.subject import Subject, find_subject
-from autopar.commands.plans.document import conflict_document, leaf_document, plan_document
+from autopar.commands.plans.document import answers_document, conflict_document, leaf_document, plan_document
+from autopar.commands.plans.flags import conflict_in_flags
 from autopar.commands.plans.parallel import FOR_PIPELINES, count_devices, make_parallel
 from autopar.commands.terminal.interruption import interruptible
 from autopar.commands.terminal.live_line import live_line
@@ -26,7 +27,9 @@ from autopar.files.whole_file import save
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
 from autopar.progress import enter
-from autopar.reports.report import html, show
+from autopar.reports.report import Answer, html, show
+from autopar.why.classic import Classic
+from autopar.why.what_if import WhatIf
 
 NOTHING_FITS = 1
 """The exit status where no plan fits and what conflicts is printed."""
@@ -49,16 +52,19 @@ def plan(options: argparse.Namespace) -> int:
                 if options.json:
                     print_json(conflict_document(error))
                 else:
-                    standard_output().print(str(error.conflict()), markup=False, highlight=False, soft_wrap=True)
+                    standard_output().print(
+                        str(conflict_in_flags(error)), markup=False, highlight=False, soft_wrap=True
+                    )
                 return NOTHING_FITS
     atexit.register(gc.freeze)  # or the interpreter looks for garbage in all that was planned before it ends
     if output is not None:
         save(output, found.to_json())
     console = reports(as_json=options.json)
-    _print(found, options, console)
+    answers = {name: getattr(found, name)() for name in ("classic", "what_if") if getattr(options, name)}
+    _print(found, options, console, answers)
     for line in _notes(options):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
-    write_page(found, options.html, console)
+    write_page(found, options.html, console, answers=tuple(answers.values()))
     interruption.finish()
     return 0
 
@@ -75,17 +81,20 @@ def _notes(options: argparse.Namespace) -> Iterator[str]:
     yield from notes
 
 
-def _print(found: Plan | PipelinePlan, options: argparse.Namespace, console: Console) -> None:
-    """Print the plan, or why a leaf has its layout; then what else is asked for, with JSON beside standard output."""
+def _print(
+    found: Plan | PipelinePlan, options: argparse.Namespace, console: Console, answers: Mapping[str, Classic | WhatIf]
+) -> None:
+    """Print the plan, or why a leaf has its layout, and the other plans that are asked for."""
     if options.json:
-        print_json(plan_document(found) if options.leaf is None else leaf_document(found, options.leaf))
-    elif options.leaf is None:
+        document = plan_document(found) if options.leaf is None else leaf_document(found, options.leaf)
+        print_json(document | answers_document(answers))
+        return
+    if options.leaf is None:
         show(found, console, full=options.full)
     else:
         console.print(str(found.why(options.leaf)), markup=False, highlight=False, soft_wrap=True)
-    for is_asked, answer in ((options.classic, found.classic), (options.what_if, found.what_if)):
-        if is_asked:
-            console.print(f"\n{answer()}", markup=False, highlight=False, soft_wrap=True)
+    for answer in answers.values():
+        console.print(f"\n{answer}", markup=False, highlight=False, soft_wrap=True)
 
 
 def plan_step(step: ParallelStep, subject: Subject, options: argparse.Namespace) -> Plan | PipelinePlan:
@@ -112,10 +121,12 @@ def show_file(options: argparse.Namespace) -> int:
     return 0
 
 
-def write_page(plan: Plan | PipelinePlan, path: Path | None, console: Console) -> None:
+def write_page(
+    plan: Plan | PipelinePlan, path: Path | None, console: Console, *, answers: Sequence[Answer] = ()
+) -> None:
     """Write the report of a plan as HTML, if a file is named. Raises ArgumentError if what draws it is missing."""
     if path is not None:
-        html(plan, path)
+        html(plan, path, answers=answers)
         console.print(f"report written to {path}", markup=False, highlight=False)
 
 

@@ -1,0 +1,54 @@
+"""What conflicts, in the flags of the command line.
+
+In: an error that knows its step. Out: the answer of `OutOfMemoryError.conflict`, with `--data-parallel` for `data_parallel()` and
+`--memory-limit` for `memory_limit_bytes`. What can go wrong: words for which there is no flag; they stay.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from autopar.errors import OutOfMemoryError
+from autopar.why.report import WhyNot
+
+_FLAGS = (
+    (r"data_parallel\(\)", "--data-parallel"),
+    (r"zero(\d)\(\)", r"--zero \1"),
+    (r"mesh_shape=\[(.*)\]", "--mesh "),
+    (r"num_stages=(\d+)", r"--stages \1"),
+    (r"num_microbatches=(\d+)", r"--microbatches \1"),
+    (r"virtual_stages=(\d+)", r"--virtual-stages \1"),
+    (r"recompute='(\w+)'", r"--recompute \1"),
+    (r"collectives=\[(.*)\]", r"--collectives \1"),
+    (r"memory_limit_bytes=(\d[\d_]*)", "--memory-limit "),
+    (r"a higher memory_limit_bytes", "a higher --memory-limit"),
+    (r"devices=(\d+)", r"--devices \1"),
+)
+
+
+def conflict_in_flags(error: OutOfMemoryError) -> WhyNot:
+    """Why nothing fits, in words of the command line. Raises PlanError if the error knows no step."""
+    found = error.conflict()
+    assert isinstance(found, WhyNot)
+    told = found.answer
+    relaxations = tuple(dataclasses.replace(one, words=in_flags(one.words)) for one in told.relaxations)
+    return WhyNot(dataclasses.replace(told, wishes=tuple(map(in_flags, told.wishes)), relaxations=relaxations))
+
+
+def in_flags(words: str) -> str:
+    """Words about arguments of `parallelize`, in flags where there are any."""
+    for pattern, flag in _FLAGS:
+        found = re.search(pattern, words)
+        if found is not None:
+            return words.replace(found[0], _with_value(flag, found))
+    return words
+
+
+def _with_value(flag: str, found: re.Match[str]) -> str:
+    """The flag with the value that the words have; meshes and bytes as the command line takes them."""
+    if flag == "--mesh ":
+        return flag + found[1].strip("()").replace(" ", "").rstrip(",")
+    if flag == "--memory-limit ":
+        return flag + found[1].replace("_", "")
+    return found.expand(flag).replace("'", "").replace(", ", ",")
