@@ -196,3 +196,11 @@ def test_a_browser_opens_the_page_without_an_error(plan, width, tmp_path):
     )
     assert "CONSOLE" not in done.stderr
     assert picture.stat().st_size > 20_000
+
+
+def test_every_cell_knows_its_column_because_narrow_pages_show_rows_as_cards(plan):
+    page = plan.html()
+    head = re.search(r"<thead><tr>(.*?)</tr></thead>\s*<tbody>\s*<tr>(.*?)</tr>", page, re.DOTALL)
+    columns = re.findall(r"<th [^>]*>([^<]*)</th>", head[1])
+    assert columns == re.findall(r'data-name="([^"]*)"', head[2])
+    assert "content: attr(data-name)" in page
