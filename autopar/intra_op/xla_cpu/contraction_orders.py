@@ -18,7 +18,7 @@ from autopar.compat import JaxprEqn
 Order = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Orders:
     """The order in which each operand's dimensions are read, None as they are; whether the result lies as it is made.
 
@@ -71,13 +71,15 @@ def of_product(eqn: JaxprEqn) -> Orders:
     matrices = tuple(_is_plain(rank, inner, batch) and rank == len(batch) + 2 for rank, inner, batch in kinds)
     is_matrix = len(eqn.outvars[0].aval.shape) == 2 and not any(batch for _, _, batch in kinds)
     if all(_is_plain(*of) for of in kinds):
-        return Orders((None,) * len(ranks), matrices=matrices, makes_matrix=is_matrix)
+        return Orders(operands=(None,) * len(ranks), matrices=matrices, makes_matrix=is_matrix)
     found = []
     for place, (rank, inner, batch) in enumerate(kinds):
         free = [d for d in range(rank) if d not in inner and d not in batch]
         found.append((*batch, *free, *inner) if place == 0 else (*batch, *inner, *free))
     reshaped = tuple(len(inner) != 1 or rank != len(batch) + 2 for rank, inner, batch in kinds)
-    return Orders(tuple(found), turns_matrices=True, matrices=matrices, reshaped=reshaped, makes_matrix=is_matrix)
+    return Orders(
+        operands=tuple(found), turns_matrices=True, matrices=matrices, reshaped=reshaped, makes_matrix=is_matrix
+    )
 
 
 def _is_plain(rank: int, contracted: Sequence[int], batched: Sequence[int]) -> bool:
@@ -93,4 +95,4 @@ def of_convolution(eqn: JaxprEqn) -> Orders:
     kernel = (rank - 1, rank - 2, *range(rank - 2))
     given = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec))
     operands = tuple(None if spec == wanted else spec for spec, wanted in zip(given, (image, kernel), strict=True))
-    return Orders(operands, tuple(numbers.out_spec) == image)
+    return Orders(operands=operands, is_result_in_order=tuple(numbers.out_spec) == image)
