@@ -243,7 +243,7 @@ class _Attempts:
 
     def best(self) -> PlannedStep | Slower:
         """The fastest way, with all that was compared in its plan. If none fits, raises the error that needs the least memory."""
-        if not self._found and self._has_beaten:
+        if not self._found and (self._has_beaten or math.isfinite(self._shared.best_s)):
             return Slower(tuple(self._compared))
         if not self._found and self._smallest is not None and self._shared.has_other_ways:
             self._plan_smallest_at_any_cost(*self._smallest)

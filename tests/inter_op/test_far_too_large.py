@@ -7,7 +7,7 @@ import pytest
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import one_mesh
-from autopar.inter_op.one_mesh import plan_on_one_mesh
+from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh
 from autopar.intra_op import planner
 from autopar.intra_op.compare_meshes import SharedSearch
 from autopar.intra_op.planner import plan_way
@@ -76,6 +76,18 @@ def test_with_a_time_to_beat_ways_that_do_not_fit_are_no_reason_to_leave_those_t
     beating, same_ways = planned(traced, 220_000, large=large, beat_s=2 * alone.step_s)
     assert same_ways == ways
     assert (beating.step_s, beating.num_microbatches) == (alone.step_s, alone.num_microbatches)
+
+
+def test_with_a_time_to_beat_a_step_that_fits_in_no_way_is_slower_and_no_error(traced, monkeypatch):
+    """Nobody asks why it does not fit: there are stages."""
+    monkeypatch.setattr(one_mesh, "microbatch_counts", lambda _: (1, 64))
+    request = request_for(100_000, large=10**6)
+    found = plan_on_one_mesh(traced, request, num_microbatches="auto", recompute="none", devices=4, beat_s=1.0)
+    assert isinstance(found, Slower)
+    assert [(one.num_microbatches, one.step_s, one.estimate_s) for one in found.compared] == [
+        (count, None, None) for count in (1, 64)
+    ]
+    assert WAYS == [1, 64], "the last one is not planned again for the sake of its error"
 
 
 def test_where_it_may_fit_one_microbatch_is_planned_first(traced):
