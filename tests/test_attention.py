@@ -58,7 +58,9 @@ def shapes_of(model):
     return jax.eval_shape(model.create_state, jax.random.key(0)), model.batch_shape()
 
 
-@pytest.mark.parametrize("name", RINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "all devices" else name for name in RINGS]
+)
 @pytest.mark.filterwarnings("ignore:the batch of")
 def test_a_llama_whose_sequence_is_split_equals_jit_and_hands_keys_and_values_around(name):
     mesh_shape, sizes, split = RINGS[name]

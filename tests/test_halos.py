@@ -19,7 +19,7 @@ BY_NEIGHBOURS = ("collective-permute", "all-reduce")
 
 
 def test_a_unet_whose_image_is_split_four_ways_equals_jit_and_sends_its_borders():
-    model = build("unet", image_size=16, base_channels=4, groups=2, batch=4, levels=2, sgd=True)
+    model = build("unet", image_size=16, base_channels=4, groups=2, batch=4, levels=1, sgd=True)
     state, batch = jax.jit(model.create_state)(jax.random.key(0)), jax.device_put(next(model.data(0)))
     step = autopar.parallelize(
         model.train_step,

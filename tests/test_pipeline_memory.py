@@ -41,6 +41,15 @@ MODELS = {
 }
 
 
+QUICK = [
+    ("perceptron", 2, 1),
+    ("perceptron", 4, 2),
+    ("gpt", 4, 2),
+    ("skips", 2, 1),
+    ("tied", 2, 1),
+    ("tied", 2, 2),
+    ("tied", 4, 1),
+]
 TOO_FEW_LAYERS = [("tied", 4, 2), ("skips", 4, 2)]
 """Eight stages of four layers: some have no backward, and so do not wait for it either."""
 REQUEST = PlanRequest(
@@ -91,9 +100,7 @@ def assert_kept_as_predicted(plan, staged, *, slack):
 @pytest.mark.parametrize(
     ("name", "meshes", "chunks"),
     [
-        pytest.param(
-            name, meshes, chunks, marks=[] if chunks == (meshes == 4) + 1 or name == "tied" else pytest.mark.slow
-        )
+        pytest.param(name, meshes, chunks, marks=[] if (name, meshes, chunks) in QUICK else pytest.mark.slow)
         for name, meshes, chunks in itertools.product(MODELS, (2, 4), (1, 2))
         if (name, meshes, chunks) not in TOO_FEW_LAYERS
     ],

@@ -11,6 +11,7 @@ import math
 
 import jax
 import numpy as np
+import pytest
 
 import autopar
 from autopar.cost_model.hardware import Cluster
@@ -21,6 +22,8 @@ ONES = (1.0, 1.0)
 ALL_REDUCE = ("all-reduce",)
 """The cases that were found by planners without reduce-scatter are exact only without it; with it, plans cost less."""
 EITHER_AXIS = [(4, 1), (1, 4)]
+FIRST_AXIS = [(4, 1), pytest.param((1, 4), marks=pytest.mark.slow)]
+"""For large programs: that the axes are alike, small ones show."""
 
 
 @dataclasses.dataclass(frozen=True)

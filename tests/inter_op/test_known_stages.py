@@ -119,7 +119,9 @@ def test_what_is_known_holds_within_the_same_room_and_without_constraints(traced
     assert known.find(dataclasses.replace(job, request=dataclasses.replace(request, constraints=rules)), 10**6) is None
 
 
-@pytest.mark.parametrize("share", [0.7, 0.85, 0.95, 1.0])
+@pytest.mark.parametrize(
+    "share", [pytest.param(s, marks=pytest.mark.slow) if s in (0.7, 0.95) else s for s in (0.7, 0.85, 0.95, 1.0)]
+)
 def test_under_a_limit_known_stages_come_to_what_planning_comes_to(traced, ends, share):
     """More microbatches are in flight at the beginning of a deeper pipeline, so that what fitted elsewhere need not fit there."""
     free, _ = planned(traced, ends, KnownStages())

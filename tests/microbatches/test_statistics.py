@@ -103,7 +103,7 @@ def test_in_one_microbatch_they_are_those_of_the_batch():
 def test_without_the_option_what_cannot_be_cut_names_it():
     for way in ({"mesh_shape": (2,)}, {"num_stages": 2}):
         with pytest.raises(UnsupportedProgramError, match=r"into 4 microbatches: .*batch_statistics='microbatch'"):
-            autopar.parallelize(make_step(one_after_another), num_microbatches=4, **way).plan(state(), BATCH)
+            autopar.parallelize(make_step(one_after_another), num_microbatches=4, **way).plan(state(2), BATCH)
     with pytest.raises(ArgumentError, match="batch_statistics='layer': one of 'batch', 'microbatch' is expected"):
         autopar.parallelize(batch_statistics="layer")
 

@@ -23,6 +23,11 @@ SIZES: Mapping[str, dict[str, Any]] = {
     "unet": {"image_size": 8, "base_channels": 4, "groups": 2, "batch": 8},
     "densenet": {"image_size": 8, "layers": 4, "blocks": 2, "growth": 8, "groups": 2, "batch": 32},
 }
+VARIANTS = (
+    ({"scan_layers": True, "remat": True},),
+    pytest.param(({"remat": True}, {"scan_layers": True}), marks=pytest.mark.slow),
+)
+"""Ways to write the layers of a model: both at once, which either would make wrong, and each alone."""
 # Small programs spend their time in the compiler, not in the code it makes.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 

@@ -13,6 +13,7 @@ from autopar.models.bert import Bert
 from autopar.models.bert import objective as bert_objective
 from autopar.models.data import PAD
 from autopar.models.transformer import stack_blocks
+from tests.models.conftest import VARIANTS
 
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "seq": 12, "batch": 4}
 
@@ -128,12 +129,15 @@ def test_the_shared_table_s_gradient_has_a_part_from_the_logits(loss_and_gradien
     assert (gradients[False] == 0).all()
 
 
-def test_variants_have_the_same_loss_and_gradients_with_dropout(small, loss_and_gradients, assert_close_to_scale):
+@pytest.mark.parametrize("variants", VARIANTS)
+def test_variants_have_the_same_loss_and_gradients_with_dropout(
+    variants, small, loss_and_gradients, assert_close_to_scale
+):
     one = small("bert")
     config, params = one.model.config, one.first_state.params
     batch, key = next(one.model.data(0)), jax.random.PRNGKey(7)
     expected_loss, expected = loss_and_gradients(bert_objective, config, params, batch, key)
-    for variant in ({"remat": True}, {"scan_layers": True}):
+    for variant in variants:
         changed = stack_blocks if "scan_layers" in variant else lambda tree, layers: tree
         varied = dataclasses.replace(config, **variant)
         loss, gradients = loss_and_gradients(bert_objective, varied, changed(params, config.layers), batch, key)

@@ -64,7 +64,9 @@ def test_dropout_depends_on_the_step_and_is_off_in_evaluation(jit):
     assert float(evaluate(first, batch)["loss"]) == float(evaluate(first.replace(step=first.step + 1), batch)["loss"])
 
 
-@pytest.mark.parametrize("options", [{}, {"num_stages": 2, "num_microbatches": 2}])
+@pytest.mark.parametrize(
+    "options", [pytest.param({}, marks=pytest.mark.slow), {"num_stages": 2, "num_microbatches": 2}]
+)
 def test_its_plans_give_the_results_of_jit(small, options):
     one = small("densenet")
     batch = next(one.model.data(0))

@@ -12,6 +12,7 @@ from autopar.models.llama import Llama, LlamaAttention, SwiGLU, rotary_angles, r
 from autopar.models.llama import objective as llama_objective
 from autopar.models.sizes import LlamaConfig
 from autopar.models.transformer import stack_blocks
+from tests.models.conftest import VARIANTS
 
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 24, "seq": 8, "batch": 4}
 
@@ -111,12 +112,13 @@ def test_logits_come_from_the_input_table_only_if_tied(tied):
 
 
 @pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
-def test_variants_have_the_same_loss_and_gradients(rate, small, loss_and_gradients, assert_close_to_scale):
+@pytest.mark.parametrize("variants", VARIANTS)
+def test_variants_have_the_same_loss_and_gradients(variants, rate, small, loss_and_gradients, assert_close_to_scale):
     one = small("llama")
     config, params = dataclasses.replace(one.model.config, dropout=rate), one.first_state.params
     batch, key = next(one.model.data(0)), jax.random.PRNGKey(7)
     expected_loss, expected = loss_and_gradients(llama_objective, config, params, batch, key)
-    for variant in ({"remat": True}, {"scan_layers": True}, {"scan_layers": True, "remat": True}):
+    for variant in variants:
         changed = stack_blocks if "scan_layers" in variant else lambda tree, layers: tree
         varied = dataclasses.replace(config, **variant)
         loss, gradients = loss_and_gradients(llama_objective, varied, changed(params, config.layers), batch, key)

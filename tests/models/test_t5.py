@@ -13,6 +13,7 @@ from autopar.models.data import PAD
 from autopar.models.t5 import T5, relative_buckets
 from autopar.models.t5 import objective as t5_objective
 from autopar.models.transformer import stack_blocks
+from tests.models.conftest import VARIANTS
 
 
 @pytest.mark.parametrize(
@@ -163,12 +164,15 @@ def stack_both(params, layers):
     return params | {name: stack_blocks(params[name], layers) for name in ("encoder", "decoder")}
 
 
-def test_variants_have_the_same_loss_and_gradients_with_dropout(small, loss_and_gradients, assert_close_to_scale):
+@pytest.mark.parametrize("variants", VARIANTS)
+def test_variants_have_the_same_loss_and_gradients_with_dropout(
+    variants, small, loss_and_gradients, assert_close_to_scale
+):
     one = small("t5")
     config, params = one.model.config, one.first_state.params
     batch, key = next(one.model.data(0)), jax.random.PRNGKey(7)
     expected_loss, expected = loss_and_gradients(t5_objective, config, params, batch, key)
-    for variant in ({"remat": True}, {"scan_layers": True}):
+    for variant in variants:
         changed = stack_both if "scan_layers" in variant else lambda tree, layers: tree
         varied = dataclasses.replace(config, **variant)
         loss, gradients = loss_and_gradients(t5_objective, varied, changed(params, config.layers), batch, key)

@@ -65,7 +65,13 @@ def test_squared_error_and_its_metrics():
     np.testing.assert_allclose(metrics["example_loss"], ((outputs - targets) ** 2).mean(axis=(1, 2)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("mlp", "moe", "bert", "unet")
+"""One of each objective: of numbers, of experts, with weights, of images."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 def test_training_reports_more_only_if_asked_to(name):
     def metrics_of(aux):
         model = build(name, **SIZES[name] | {"batch": 16}, aux_metrics=aux)

@@ -76,7 +76,7 @@ def temporaries(parallel, *args):
     return parallel.compile(*args).memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (2, 2)])
+@pytest.mark.parametrize("mesh_shape", [pytest.param((1,), marks=pytest.mark.slow), (2, 2)])
 def test_a_step_that_recomputes_needs_far_less_memory_as_predicted(mesh_shape):
     plain = autopar.parallelize(step, mesh_shape=mesh_shape, recompute="none")
     again = autopar.parallelize(step, mesh_shape=mesh_shape, recompute="layer")
