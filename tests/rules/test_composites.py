@@ -71,7 +71,9 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "gamma_gradient" else name for name in PROGRAMS]
+)
 def test_random_strategies_change_no_result(name):
     fun, *arguments = PROGRAMS[name]
     expected = jax.tree.leaves(jax.jit(fun)(*arguments))
