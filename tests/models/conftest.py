@@ -27,7 +27,7 @@ VARIANTS = (
     ({"scan_layers": True, "remat": True},),
     pytest.param(({"remat": True}, {"scan_layers": True}), marks=pytest.mark.slow),
 )
-"""Ways to write the layers of a model: both at once, which either would make wrong, and each alone."""
+"""Ways to write the layers of a model: both at once, wrong if either is; and each alone."""
 # Small programs spend their time in the compiler, not in the code it makes.
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}
 
