@@ -42,9 +42,8 @@ DIVIDED = "autopar.models: gpt_scan"
 
 
 def brought(name):
-    """The step, the first state and a batch of one of autopar's models, with enough layers for four stages."""
-    layers = {} if name in ("wide_resnet", "unet") else {"layers": 4}
-    model = build(name, **SIZES[name] | layers)
+    """The step, the first state and a batch of one of autopar's models; of a stack, each of four stages has a layer."""
+    model = build(name, **SIZES[name] | ({"layers": 4} if name == "gpt_scan" else {}))
     return model.train_step, model.create_state(jax.random.key(0)), next(model.data(0))
 
 
