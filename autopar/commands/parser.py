@@ -16,12 +16,19 @@ from autopar.commands.arguments import values
 from autopar.commands.parsers.sizes import add_sizes
 from autopar.commands.table import COMMANDS
 from autopar.errors import ArgumentError
+from autopar.models import MODELS
 
 
 class _Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are ArgumentErrors: one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
+        if message.endswith(": MODEL"):
+            about = (self.description or "").rstrip(".")
+            message += (
+                f", which is {', '.join(MODELS)}, or module:function for a step of your own, as in `{self.prog} gpt`: "
+                f"{about}"
+            )
         raise ArgumentError(f"{message} (see {self.prog} --help)")
 
 

@@ -170,7 +170,14 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
     [
         ("", "the following arguments are required: COMMAND (see autopar --help)"),
         ("plam gpt", "invalid choice: 'plam'"),
-        ("plan", "the following arguments are required: MODEL"),
+        (
+            "plan",
+            "required: MODEL, which is mlp, gpt, gpt_scan, moe, wide_resnet, bert, t5, llama, unet, densenet, or module:f",
+        ),
+        (
+            "bench",
+            "as in `autopar bench gpt`: measure the step of a plan beside jax.jit on one device, in turns (see autopar",
+        ),
         (
             "plan gtp",
             "no model 'gtp': the models are mlp, gpt, gpt_scan, moe, wide_resnet, bert, t5, llama, unet, "

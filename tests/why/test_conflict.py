@@ -144,3 +144,5 @@ def test_the_command_line_prints_the_conflict_where_it_is_asked_for(capsys):
     assert "What would do, tried" in out
     assert main(["plan", *model]) == 2
     assert jax.device_count() == 8
+    assert main(["plan", *model[:-2], "--conflict"]) == 0
+    assert "--conflict: nothing conflicts, the plan takes " in capsys.readouterr().out

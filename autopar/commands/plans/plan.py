@@ -23,6 +23,7 @@ from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import print_json, reports
 from autopar.errors import ArgumentError, AutoparError, OutOfMemoryError, PlanError
 from autopar.explain import standard_output
+from autopar.explain.units import bytes_text
 from autopar.files.whole_file import save
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
 from autopar.plan import Plan
@@ -62,16 +63,20 @@ def plan(options: argparse.Namespace) -> int:
     console = reports(as_json=options.json)
     answers = {name: getattr(found, name)() for name in ("classic", "what_if") if getattr(options, name)}
     _print(found, options, console, answers)
-    for line in _notes(options):
+    for line in _notes(found, options):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     write_page(found, options.html, console, answers=tuple(answers.values()))
     interruption.finish()
     return 0
 
 
-def _notes(options: argparse.Namespace) -> Iterator[str]:
-    """What is said behind a report, a blank line before it: for which machine is planned if none was named, and the file."""
+def _notes(found: Plan | PipelinePlan, options: argparse.Namespace) -> Iterator[str]:
+    """What is said behind a report, a blank line before it: that nothing conflicts if that was asked, for which machine it is if
+    none was named, and the file."""
     notes = []
+    if options.conflict:
+        limit = f" of {bytes_text(found.memory_limit_bytes)}" if found.memory_limit_bytes else ", and there is no limit"
+        notes.append(f"--conflict: nothing conflicts, the plan takes {bytes_text(found.peak_bytes)}{limit} per device")
     if options.cluster == "auto" and options.leaf is None:
         notes.append("planned for virtual CPU devices, the preset cpu; --cluster names another machine")
     if options.output is not None:

@@ -270,10 +270,12 @@ class MemoryModel:
         worst = int(np.argmax(totals))
         alive = [(v, True) for v in self._kept(program)]
         alive += [(b.value, False) for b in buffers if b.first <= worst <= b.last]
+        copied = {one.value for one in footprint.lent}
         tensors = [
-            Resident(name=v.name, shape=v.shape, dtype=v.dtype, bytes=sizes[n], is_kept=is_kept, scope=v.scope)
+            Resident(name=name, shape=v.shape, dtype=v.dtype, bytes=sizes[n], is_kept=is_kept, scope=v.scope)
             for n, is_kept in alive
             for v in (program.values[n],)
+            for name in (v.name if is_kept or n not in copied else f"copy of {v.name}",)
         ]
         largest_first = tuple(sorted(tensors, key=lambda r: (-r.bytes, r.name)))
         return _Peak(bytes=sum(t.bytes for t in tensors), tensors=largest_first, totals=totals)
