@@ -57,7 +57,7 @@ from autopar.schedules.simulate import simulate
 from autopar.schedules.tasks import Schedule
 from autopar.schedules.timeline import Timeline
 
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("inference", 1))
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("inference", 1))
 UNITS = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}
 
 

@@ -36,7 +36,7 @@ from autopar.schedules.chain import Chain, make_chain
 from autopar.schedules.instructions import Free, InstructionList, Run, Send, TaskSpec, Value
 from autopar.schedules.schedules import make_schedule
 
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("inference", 1))
+SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("inference", 1))
 
 Call = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 Arrays = dict[tuple[int, Value], jax.Array]

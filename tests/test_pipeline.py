@@ -33,6 +33,8 @@ MIXED = [(1,), (1,), (2,)]
         (2, 4, "gpipe", (2,), 1),
         (4, 4, "1f1b", (1,), 1),
         (3, 4, "1f1b", MIXED, 1),
+        (4, 8, "eager-1f1b", (1,), 1),
+        (3, 4, "eager-1f1b", MIXED, 1),
         (2, 4, "interleaved", [(1,), (2,)], 2),
         (4, 4, "zb-h1", (1,), 1),
         (3, 4, "zb-h1", MIXED, 1),
@@ -73,6 +75,7 @@ def test_every_schedule_computes_what_jit_computes(num_stages, num_microbatches,
         ("long_skips", 4, "1f1b", (1,)),
         ("recomputed", 2, "zb-h1", [(1,), (2,)]),
         ("transformer", 2, "1f1b", [(1,), (2,)]),
+        ("tied_weights", 3, "eager-1f1b", (1,)),
     ],
 )
 def test_what_is_hard_to_cut_computes_what_jit_computes(name, num_stages, schedule, mesh_shape):

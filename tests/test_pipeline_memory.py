@@ -107,7 +107,7 @@ def assert_kept_as_predicted(plan, staged, *, slack):
 )
 def test_a_stage_keeps_what_its_plan_says_under_every_schedule(name, meshes, chunks):
     """Small models send much of what they keep, so what is on its way weighs more there than in a GPT."""
-    names = ["1f1b", "gpipe", "zb-h1"] if chunks == 1 else ["interleaved"]
+    names = ["1f1b", "eager-1f1b", "gpipe", "zb-h1"] if chunks == 1 else ["interleaved"]
     plans = planned(traced_model(name), [Timetable(8, one, chunks) for one in names], meshes=meshes)
     assert [plan.schedule for plan, _ in plans] == names
     for plan, staged in plans:
@@ -118,7 +118,9 @@ def test_a_stage_keeps_what_its_plan_says_under_every_schedule(name, meshes, chu
 def test_the_predicted_peak_is_what_the_compiled_tasks_need_on_top_of_what_is_there(name):
     """XLA's own account of every task, in the order of the instructions."""
     traced = traced_of(step, *arguments(32, layers=8, batch=4096)) if name == "perceptron" else traced_model(name)
-    for plan, staged in planned(traced, [Timetable(8, one) for one in ("1f1b", "gpipe", "zb-h1")], meshes=2):
+    for plan, staged in planned(
+        traced, [Timetable(8, one) for one in ("1f1b", "eager-1f1b", "gpipe", "zb-h1")], meshes=2
+    ):
         live = LiveBytes(plan, staged)
         for mesh, stage in enumerate(staged.stages):
             assert (

@@ -16,7 +16,7 @@ LAYERS = 2
 MORE = {"t5": {"target_seq": 8}, "moe": {"experts": 4, "group": 16}, "llama": {"ffn": 64}}
 UNET = {"image_size": 8, "base_channels": 8, "batch": 16, "sgd": True}
 SAMPLES_PER_MODEL = 4
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]
 LAYOUTS = {
     "one device": lambda stages: {"mesh_shape": (1,)},
     "data parallel": lambda stages: {"mesh_shape": (8 // stages,), "constraints": autopar.data_parallel()},

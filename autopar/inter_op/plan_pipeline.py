@@ -248,5 +248,6 @@ def _refuse_gradients_without_backward(staged: Staged, schedule: Schedule) -> No
     backward = [name for name in staged.cut.segments if name.kind == "backward"]
     if backward and schedule.kinds == ("forward",):
         raise ArgumentError(
-            f"schedule={schedule.name!r} runs forward only, and this step computes gradients; use '1f1b', 'gpipe' or 'zb-h1'"
+            f"schedule={schedule.name!r} runs forward only, and this step computes gradients; use '1f1b', 'eager-1f1b', "
+            "'gpipe' or 'zb-h1'"
         )

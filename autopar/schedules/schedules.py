@@ -17,7 +17,7 @@ import numpy as np
 from autopar.errors import ScheduleError
 from autopar.schedules.tasks import Schedule, Task
 
-ScheduleName = Literal["1f1b", "gpipe", "inference", "interleaved", "zb-h1"]
+ScheduleName = Literal["1f1b", "eager-1f1b", "gpipe", "inference", "interleaved", "zb-h1"]
 Open: TypeAlias = Literal["auto"] | int
 """A number that the user gave, or "auto" where the planner chooses."""
 Recompute: TypeAlias = Literal["auto", "none", "layer", "named"]
@@ -61,6 +61,8 @@ def make_schedule(name: str, *, num_meshes: int, num_microbatches: int, virtual_
         name: "gpipe": all forwards, then all backwards. "1f1b": backwards as early as possible, at most p microbatches in
             flight. "interleaved": 1F1B over v chunks per mesh, whose bubble is v times smaller. "zb-h1": 1F1B whose backward
             is split, so that weight gradients fill the bubble (Qi et al., Zero Bubble Pipeline Parallelism, 2023).
+            "eager-1f1b": 1F1B with twice the forwards before the first backward, so that transfers hide behind compute; at most
+            2p - 1 microbatches in flight (Zhuang et al., On Optimizing the Communication of Model Parallelism, 2023).
             "inference": forwards only.
         num_meshes: p.
         num_microbatches: m.
@@ -104,7 +106,22 @@ def _inference(shape: _Shape, mesh: int) -> Iterator[Task]:
 
 def _one_f_one_b(shape: _Shape, mesh: int) -> Iterator[Task]:
     """Mesh i starts with as many forwards as there are meshes behind it, then alternates, then drains."""
-    warm_up = min(shape.p - 1 - mesh, shape.m)
+    return _alternate(shape, mesh, warm_up=shape.p - 1 - mesh)
+
+
+def _eager_one_f_one_b(shape: _Shape, mesh: int) -> Iterator[Task]:
+    """1F1B that starts with two forwards, not one, for each mesh behind it.
+
+    From a forward to the backward of the same microbatch a mesh then has a task more to run for each mesh behind it, and
+    between two of these lies a transfer there and one back. They are hidden while the two together take no longer than a
+    forward and a backward.
+    """
+    return _alternate(shape, mesh, warm_up=2 * (shape.p - 1 - mesh))
+
+
+def _alternate(shape: _Shape, mesh: int, *, warm_up: int) -> Iterator[Task]:
+    """So many forwards, then a forward and a backward by turns, then the backwards that are left."""
+    warm_up = min(warm_up, shape.m)
     yield from (Task("forward", mesh, k) for k in range(warm_up))
     for k in range(shape.m):
         if k + warm_up < shape.m:
@@ -170,6 +187,9 @@ def _interleaved_in_flight(shape: _Shape) -> list[int]:
 
 NAMED_SCHEDULES: Mapping[ScheduleName, NamedSchedule] = {
     "1f1b": NamedSchedule(row=_one_f_one_b, in_flight=lambda s: [min(s.m, s.p - mesh) for mesh in range(s.p)]),
+    "eager-1f1b": NamedSchedule(
+        row=_eager_one_f_one_b, in_flight=lambda s: [min(s.m, 2 * (s.p - mesh) - 1) for mesh in range(s.p)]
+    ),
     "gpipe": NamedSchedule(row=_gpipe, in_flight=lambda s: [s.m] * s.p * s.v, chunks="any"),
     "inference": NamedSchedule(row=_inference, in_flight=lambda s: [1] * s.p * s.v, chunks="any"),
     "interleaved": NamedSchedule(row=_interleaved, in_flight=_interleaved_in_flight, chunks="several"),

@@ -14,7 +14,7 @@ from autopar.plan import Alternative
 from tests.inter_op.test_search import arguments, step, two_nodes
 from tests.oracles import assert_same_as_jit
 
-BY_HAND = [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)]
+BY_HAND = [("1f1b", 1), ("eager-1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)]
 
 
 def planned(weights, x, **options):

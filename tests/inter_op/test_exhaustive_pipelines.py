@@ -96,7 +96,7 @@ def wide_resnet():
     ("stages", "layout"),
     [*itertools.product((2, 4), ("one device", "data parallel", "weights split")), (3, "mixed")],
 )
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"])
 def test_a_wide_resnet_in_stages_computes_what_jit_computes(stages, schedule, layout):
     """In float64, where all layouts differ from jit by at most 5e-16 of scale (0.10.2).
 
@@ -127,7 +127,7 @@ def test_a_wide_resnet_whose_examples_are_reversed_differs_from_itself_by_roundi
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*of the forward work is one operation")
 @pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"])
 def test_a_wide_resnet_in_stages_computes_what_jit_computes_in_float32_where_sums_are_in_the_same_order(
     stages, schedule
 ):

@@ -34,7 +34,7 @@ def planned(width, batch, machine, **options):
     return autopar.parallelize(step, devices=4, cluster=machine, **options).plan(weights, x)
 
 
-EVERY = ((1, 2, 4), (1, 2, 8), ("gpipe", "1f1b", "zb-h1", "interleaved"))
+EVERY = ((1, 2, 4), (1, 2, 8), ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "interleaved"))
 FEW = ((1, 2), (1, 8), ("gpipe", "zb-h1"))
 """Stages, microbatches and schedules: for `make test-all`, and for `make test`."""
 

@@ -6,7 +6,7 @@ from autopar.reports.html.pipeline_memory import memory_over_step
 from tests.why.test_leaf import MODES, planned
 
 
-@pytest.fixture(scope="module", params=["1f1b", "gpipe", "zb-h1"])
+@pytest.fixture(scope="module", params=["1f1b", "eager-1f1b", "gpipe", "zb-h1"])
 def plan(request):
     return planned(**MODES["stages"] | {"schedule": request.param})
 

@@ -10,7 +10,7 @@ from autopar.schedules.chain import make_chain
 from autopar.schedules.instructions import Run, Send
 from tests.schedules.chains import callables_of, inputs_of, number
 
-SMALL = [("1f1b", 3, 3), ("zb-h1", 2, 2), ("gpipe", 1, 2), ("inference", 3, 2)]
+SMALL = [("1f1b", 3, 3), ("eager-1f1b", 2, 3), ("zb-h1", 2, 2), ("gpipe", 1, 2), ("inference", 3, 2)]
 LONG_S = 60.0
 """Seconds after which a test that waits has failed."""
 

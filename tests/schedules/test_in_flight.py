@@ -9,7 +9,7 @@ from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.schedules import make_schedule
 from autopar.schedules.simulate import simulate
 
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]
 
 
 def schedules():
@@ -46,8 +46,11 @@ def test_in_zb_h1_the_three_kinds_are_most_at_one_time():
             assert InFlight(schedule).most_bytes(mesh, kept) == (p - mesh) + 100 * p + 10_000 * (mesh + 1)
 
 
-@pytest.mark.parametrize(("name", "ahead"), [("1f1b", (4, 3, 2)), ("gpipe", (8, 8, 8)), ("zb-h1", (6, 6, 6))])
-def test_what_a_stage_receives_is_one_microbatch_ahead_at_most_and_two_in_zb_h1(name, ahead):
+@pytest.mark.parametrize(
+    ("name", "ahead"),
+    [("1f1b", (4, 3, 2)), ("eager-1f1b", (7, 5, 3)), ("gpipe", (8, 8, 8)), ("zb-h1", (6, 6, 6))],
+)
+def test_what_a_stage_receives_is_one_microbatch_ahead_at_most_and_two_in_zb_h1_and_eager_1f1b(name, ahead):
     schedule = make_schedule(name, num_meshes=4, num_microbatches=8)
     last = schedule.kinds[-1]
     found = [InFlight(schedule).most_bytes(s, [Kept("forward", s - 1, last, 1)]) for s in (1, 2, 3)]

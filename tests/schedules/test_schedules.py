@@ -72,6 +72,7 @@ def test_tasks_start_when_their_mesh_is_free_and_their_needs_are_met_and_not_lat
     [
         ("gpipe", lambda p, m, stage: m),
         ("1f1b", lambda p, m, stage: min(m, p - stage)),
+        ("eager-1f1b", lambda p, m, stage: min(m, 2 * (p - stage) - 1)),
         ("zb-h1", lambda p, m, stage: min(m, p)),
         ("inference", lambda p, m, stage: 1),
     ],

@@ -40,8 +40,8 @@ def simulated(name, p, m, times, *, v=1):
 
 
 @pytest.mark.parametrize("times", TIMES)
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-def test_gpipe_and_1f1b_wait_p_minus_1_microbatches(name, times):
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "eager-1f1b"])
+def test_gpipe_and_both_1f1b_wait_p_minus_1_microbatches(name, times):
     for p, m in SIZES:
         assert simulated(name, p, m, times).bubble == Fraction(p - 1, m), (p, m)
 
@@ -118,6 +118,19 @@ def test_transfers_on_one_link_follow_each_other():
     assert starts == [11, 21, 31]
 
 
+@pytest.mark.parametrize("times", TIMES)
+def test_eager_1f1b_hides_all_transfers_but_those_of_one_microbatch_and_1f1b_waits_for_more(times):
+    """As long as a transfer there and one back take no longer than a forward and a backward."""
+    for p, m in SIZES:
+        for transfer in (Fraction(sum(times), 7), Fraction(sum(times), 2)):
+            eager, plain = (
+                simulate(program(name, p, m), run_s=seconds(*times), transfer_s=lambda send, c=transfer: c).makespan_s
+                for name in ("eager-1f1b", "1f1b")
+            )
+            assert eager == (m + p - 1) * sum(times) + 2 * (p - 1) * transfer, (p, m)
+            assert plain == eager + 2 * ((m - 1) * (p - 1) // p) * transfer, (p, m)
+
+
 def residuals(value):
     return 100 if value.name.startswith("r") else 0
 
@@ -127,6 +140,7 @@ def residuals(value):
     [
         ("gpipe", 1, (800, 800, 800, 800)),
         ("1f1b", 1, (400, 300, 200, 100)),
+        ("eager-1f1b", 1, (700, 500, 300, 100)),
         ("zb-h1", 1, (400, 400, 400, 400)),
         ("interleaved", 2, (1100, 900, 700, 500)),
     ],

@@ -8,7 +8,7 @@ counts), n its devices, D all. Then
 
     T = a sum t + sum c + b(S) max t + max o
 
-              gpipe, 1f1b, inference   a = 1    b = B - 1
+              gpipe, 1f1b, eager-1f1b, inference   a = 1    b = B - 1
               interleaved, v chunks    a = 1/v  b = v B - 1     a "stage" is a chunk, S = p v, all meshes equal, p divides B
               zb-h1                    a = 1/3  b = B - 1/3 + max(0, S - B)/3     the three kinds of task equally long
               one stage                a = 1    b = B - 1       no pipeline: a loop in one executable
