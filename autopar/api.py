@@ -336,7 +336,7 @@ def parallelize(
         num_stages: on how many meshes the step runs as a pipeline. `"auto"` searches stages where they may be faster than one
             mesh or are the way to fit the memory; with `mesh_shape` it is one, or one per shape of a list.
         schedule: the order of work in a pipeline: `"gpipe"`, `"1f1b"`, `"eager-1f1b"`, `"interleaved"`, `"zb-h1"` or
-            `"inference"`; `"auto"` compares 1F1B, ZB-H1 and interleaved.
+            `"inference"`; `"auto"` compares 1F1B, eager 1F1B, ZB-H1 and interleaved.
         virtual_stages: stages per mesh, for the interleaved schedule; `"auto"` compares 2 and 4.
         recompute: `"layer"` repeats forward work in the backward pass, with the same results, so that less is kept in memory: of
             a whole stage in a pipeline, of one layer after the other on one mesh. `"named"` keeps the values that

@@ -123,13 +123,13 @@ def _parts_of_stages(plan: PipelinePlan) -> tuple[Part, ...]:
     work = work_of(plan)
     most = max(work, key=lambda mesh: work[mesh])
     busy_s = plan.num_microbatches * work[most]
-    fill_s = sum(item.predicted_s for item in plan.transfers if item.what not in ONCE)
     sent_s = max((item.predicted_s for item in plan.transfers if item.what in ONCE), default=0.0)
     last = max(plan.stages, key=lambda stage: stage.once_s)
+    waiting_s = plan.step_s - (1 + plan.bubble) * busy_s - last.once_s - sent_s if plan.transfers else 0.0
     found = (
         (f"work of {mesh_name(plan, most)}, the busiest", busy_s),
         ("bubble", plan.bubble * busy_s),
-        ("transfers of the first microbatch", fill_s),
+        ("transfers that are waited for", waiting_s),
         (f"once per step, such as the update, on stage {last.stage}", last.once_s),
         ("transfers once per step", sent_s),
     )

@@ -18,16 +18,18 @@ import numpy as np
 
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
 from autopar.inter_op.describe_pipeline import (
+    ONCE,
     PlannedPipeline,
-    beside_tasks_s,
     bound_stages,
+    once_a_step_s,
     simulate_stages,
+    waiting_s,
 )
 from autopar.inter_op.plan_pipeline import PipelineWishes, alternative_of, plan_in_other_schedules, plan_pipeline
 from autopar.inter_op.timetables import Timetable, latency_share, seconds_at
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
-from autopar.pipeline_plan import PipelinePlan
+from autopar.pipeline_plan import PipelinePlan, TransferPlan
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.schedules import make_schedule
@@ -183,9 +185,10 @@ class _Comparison:
         if chunks != like:
             seconds = np.tile(seconds.reshape(like, meshes, 2).sum(axis=0) / chunks, (chunks, 1))
         schedule = make_schedule(timetable.schedule, num_meshes=meshes, num_microbatches=count, virtual_stages=chunks)
-        fill_s, once_s = beside_tasks_s([stage.once_s for stage in nearest.stages], nearest.transfers)
-        fill_s *= (meshes * chunks - 1) / max(1, meshes * like - 1) * min(1.0, nearest.num_microbatches / count)
-        return simulate_stages(schedule, [tuple(one) for one in seconds.tolist()]).makespan_s + fill_s + once_s
+        each = [tuple(one) for one in seconds.tolist()]
+        sent = _transfers_at(nearest, count, stages=meshes * chunks)
+        once_s = once_a_step_s([stage.once_s for stage in nearest.stages], nearest.transfers)
+        return simulate_stages(schedule, each).makespan_s + waiting_s(schedule, each, sent) + once_s
 
     def _plans_with(self, virtual_stages: int) -> dict[int, PipelinePlan]:
         """The plans with this number of virtual stages, by the number of microbatches."""
@@ -199,6 +202,22 @@ class _Comparison:
             if share is not None:
                 return float(share)
         return 0.0
+
+
+def _transfers_at(plan: PipelinePlan, count: int, *, stages: int) -> list[TransferPlan]:
+    """The transfers of a plan's microbatches if there were `count` of these; in other stages those of a neighbour on average."""
+    part = min(1.0, plan.num_microbatches / count)
+    sent = [dataclasses.replace(t, predicted_s=t.predicted_s * part) for t in plan.transfers if t.what not in ONCE]
+    if stages == plan.num_stages or not sent:
+        return sent
+    found = []
+    for what, step in (("forward", 1), ("backward", -1)):
+        mean_s = sum(t.predicted_s for t in sent if t.what == what) / max(1, plan.num_stages - 1)
+        like = next((t for t in sent if t.what == what), None)
+        if like is not None:
+            ends = [(s, s + 1)[::step] for s in range(stages - 1)]
+            found += [dataclasses.replace(like, source=a, target=b, predicted_s=mean_s) for a, b in ends]
+    return found
 
 
 def task_seconds(plan: PipelinePlan) -> np.ndarray:

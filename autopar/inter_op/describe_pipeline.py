@@ -1,8 +1,8 @@
 """From planned stages and a schedule to a `PipelinePlan`: what is where, what crosses, and what a step takes.
 
 In: `Staged`, the stages' programs and assignments, and a `Schedule`. Out: the plan, frozen data without programs. Its step time
-is the makespan that the schedule's simulator finds from the stages' seconds, plus the time that fills the pipeline and the time
-of what happens once a step (`beside_tasks_s`).
+is the makespan that the schedule's simulator finds from the stages' seconds, plus what the stages wait for transfers
+(`waiting_s`) and what happens once a step (`once_a_step_s`).
 
 No pipeline on D devices takes less than `bound_stages` says, whatever its stages, microbatches and schedule. An operation runs
 on the devices of one stage, and the busiest mesh works as long as the average device:
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes
 from autopar.intra_op.choices.least_work import find_work
@@ -22,9 +22,10 @@ from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.program.step import TracedStep
+from autopar.schedules.chain import make_chain
 from autopar.schedules.in_flight import microbatches_in_flight
-from autopar.schedules.instructions import Run
-from autopar.schedules.simulate import Simulation, simulate_schedule
+from autopar.schedules.instructions import Run, Send
+from autopar.schedules.simulate import Simulation, simulate, simulate_schedule
 from autopar.schedules.tasks import Schedule
 
 ONCE = ("update", "weights")
@@ -57,8 +58,9 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
         for number, stage in enumerate(staged.stages)
     )
     transfers = _list_transfers(staged, schedule, request)
-    simulation = simulate_stages(schedule, [(stage.forward_s, stage.backward_s) for stage in staged.stages])
-    fill_s, once_s = beside_tasks_s([stage.once_s for stage in staged.stages], transfers)
+    seconds = [(stage.forward_s, stage.backward_s) for stage in staged.stages]
+    simulation = simulate_stages(schedule, seconds)
+    once_s = once_a_step_s([stage.once_s for stage in staged.stages], transfers)
     plan = PipelinePlan(
         fingerprint=traced.fingerprint.digest,
         trail=traced.fingerprint.trail,
@@ -71,7 +73,7 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
         keeps_named=staged.keeps_named,
         stages=stages,
         transfers=transfers,
-        step_s=simulation.makespan_s + fill_s + once_s,
+        step_s=simulation.makespan_s + waiting_s(schedule, seconds, transfers) + once_s,
         bubble=simulation.bubble,
         memory_limit_bytes=request.memory_limit_bytes,
         planning_s=0.0,
@@ -135,23 +137,46 @@ def bound_stages(traced: TracedStep, request: PlanRequest, devices: int) -> floa
     return find_work(traced.program, alone).in_stages_s(devices)
 
 
-def beside_tasks_s(stages_once_s: Sequence[float], transfers: Sequence[TransferPlan]) -> tuple[float, float]:
-    """Seconds of a step that no task takes: (of what fills the pipeline, of what all stages do once a step).
-
-    One microbatch's transfers through all stages fill the pipeline; the others are hidden. Once a step the stages update their
-    state at the same time, so the slowest counts, after the longest transfer of that kind.
+def once_a_step_s(stages_once_s: Sequence[float], transfers: Sequence[TransferPlan]) -> float:
+    """Seconds of what all stages do once a step: they update their state at the same time, so the slowest counts, after the
+    longest transfer of that kind.
     """
-    fill_s = sum(t.predicted_s for t in transfers if t.what not in ONCE)
-    sent_s = max((t.predicted_s for t in transfers if t.what in ONCE), default=0.0)
-    return fill_s, max(stages_once_s) + sent_s
+    return max(stages_once_s) + max((t.predicted_s for t in transfers if t.what in ONCE), default=0.0)
+
+
+def waiting_s(schedule: Schedule, seconds: Sequence[tuple[float, float]], transfers: Sequence[TransferPlan]) -> float:
+    """Seconds by which the transfers of microbatches make a step longer than `simulate_stages` of the same seconds says.
+
+    How much of them hides behind compute depends on the schedule: GPipe and eager 1F1B wait for those of one microbatch, if
+    they are no longer than a microbatch's work, 1F1B for more. Transfers between stages that are no neighbours are none of the
+    simulator's chain; those of one microbatch count.
+    """
+    between = {(t.source, t.target, t.what): t.predicted_s for t in transfers if t.what not in ONCE}
+    sent = {key: s for key, s in between.items() if key[1] - key[0] == (1 if key[2] == "forward" else -1)}
+    skipped_s = sum(s for key, s in between.items() if key not in sent)
+    if not sent:
+        return skipped_s
+
+    def transfer_s(send: Send) -> float:
+        letter, stage = send.value.name[0], int(send.value.name[1:])
+        key = (stage - 1, stage, "forward") if letter == "x" else (stage, stage - 1, "backward")
+        return sent.get(key, 0.0)
+
+    program, run_s = make_chain(schedule).emit(), _seconds_of(schedule, seconds)
+    whole_s = simulate(program, run_s=run_s, transfer_s=transfer_s).makespan_s
+    return whole_s - simulate(program, run_s=run_s).makespan_s + skipped_s
 
 
 def simulate_stages(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> Simulation:
     """The schedule with these seconds of (forward, backward) per stage; a split backward has two equal parts."""
+    return simulate_schedule(schedule, _seconds_of(schedule, seconds))
+
+
+def _seconds_of(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> Callable[[Run], float]:
     is_split = "weight_gradient" in schedule.kinds
 
     def run_s(run: Run) -> float:
         forward_s, backward_s = seconds[run.stage]
         return forward_s if run.kind == "forward" else backward_s / 2 if is_split else backward_s
 
-    return simulate_schedule(schedule, run_s)
+    return run_s

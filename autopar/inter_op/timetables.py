@@ -6,8 +6,8 @@ first. The cost of a microbatch under m microbatches is close to
     t(m) = a + b / m        a: latencies and launches, b: the work of the whole batch
 
 so two numbers of microbatches that have been planned tell about all others (`seconds_at`). With only one, the caller says what
-part of t is latency in a similar case; without that, the division is perfect. GPipe and eager 1F1B are no candidates: by these
-costs, which hide all transfers but the first, a step takes as long as in 1F1B and needs no less memory. What can go wrong:
+part of t is latency in a similar case; without that, the division is perfect. GPipe is no candidate: a step takes as long
+as in eager 1F1B and needs no less memory. What can go wrong:
 costs that do not follow the formula, because other layouts are best for other numbers. So no plan is chosen by such an estimate
 alone: whatever looks best is planned, until the best has been planned.
 """
@@ -77,7 +77,7 @@ def list_timetables(
     elif not gradients:
         shapes = [("inference", 1 if virtual_stages == "auto" else virtual_stages)]
     else:
-        shapes = [(name, 1) for name in ("1f1b", "zb-h1") if virtual_stages in ("auto", 1)]
+        shapes = [(name, 1) for name in ("1f1b", "eager-1f1b", "zb-h1") if virtual_stages in ("auto", 1)]
         shapes += [("interleaved", v) for v in chunks if v > 1]
     order = sorted(counts, key=lambda m: (m != usual, abs(math.log(m / usual)), m))
     return tuple(Timetable(m, cast(ScheduleName, name), v) for m in order for name, v in shapes)

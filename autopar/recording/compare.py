@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autopar.errors import ArgumentError
-from autopar.inter_op.describe_pipeline import beside_tasks_s, simulate_stages
+from autopar.inter_op.describe_pipeline import once_a_step_s, simulate_stages, waiting_s
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
@@ -141,8 +141,9 @@ def _ordered(axes: Iterable[str], plan: Plan) -> tuple[str, ...]:
 
 def _of_stages(recorded: Recorded, plan: PipelinePlan) -> Iterator[ComparedPart]:
     meshes = plan.num_stages // plan.virtual_stages
-    simulated = simulate_stages(schedule_of(plan), [(stage.forward_s, stage.backward_s) for stage in plan.stages])
-    fill_s, once_s = beside_tasks_s([stage.once_s for stage in plan.stages], plan.transfers)
+    schedule, seconds = schedule_of(plan), [(stage.forward_s, stage.backward_s) for stage in plan.stages]
+    simulated, fill_s = simulate_stages(schedule, seconds), waiting_s(schedule, seconds, plan.transfers)
+    once_s = once_a_step_s([stage.once_s for stage in plan.stages], plan.transfers)
     work_s = max(simulated.busy_s)
     steps = [_MeasuredStages(recorded, call, meshes) for call in recorded.detailed if recorded.spans]
 

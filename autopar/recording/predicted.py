@@ -6,7 +6,7 @@ wrong: a schedule with more spans than a picture has room for; whoever draws cou
 
 from __future__ import annotations
 
-from autopar.inter_op.describe_pipeline import beside_tasks_s, simulate_stages
+from autopar.inter_op.describe_pipeline import simulate_stages, waiting_s
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan
 from autopar.recording.recorded import RecordedSpan
@@ -15,8 +15,8 @@ from autopar.schedules.instructions import Run
 
 def predicted_spans(plan: PipelinePlan) -> list[RecordedSpan]:
     """The tasks of a step, and what each mesh does once; all of call 0."""
-    simulated = simulate_stages(schedule_of(plan), [(stage.forward_s, stage.backward_s) for stage in plan.stages])
-    fill_s, _ = beside_tasks_s([stage.once_s for stage in plan.stages], plan.transfers)
+    schedule, seconds = schedule_of(plan), [(stage.forward_s, stage.backward_s) for stage in plan.stages]
+    simulated, fill_s = simulate_stages(schedule, seconds), waiting_s(schedule, seconds, plan.transfers)
     found = [
         RecordedSpan(
             call=0,

@@ -60,8 +60,8 @@ def test_numbers_for_a_step_that_needs_more_of_them_are_all_that_are_larger_or_e
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, [("1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)]),
-        ({"virtual_stages": 1}, [("1f1b", 1), ("zb-h1", 1)]),
+        ({}, [("1f1b", 1), ("eager-1f1b", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)]),
+        ({"virtual_stages": 1}, [("1f1b", 1), ("eager-1f1b", 1), ("zb-h1", 1)]),
         ({"virtual_stages": 3}, [("interleaved", 3)]),
         ({"schedule": "interleaved"}, [("interleaved", 2), ("interleaved", 4)]),
         ({"schedule": "gpipe"}, [("gpipe", 1)]),

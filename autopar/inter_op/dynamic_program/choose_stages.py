@@ -26,7 +26,8 @@ fits if it fits at any place) is quick; F itself is computed only if that bound 
 attains the minimum under y beats all others that do not have a smaller max o. `tolerance` also drops intervals that could gain
 less; `bound_s` is then the time that no choice beats. Ties: fewer stages, then earlier cuts, then earlier submeshes in the list.
 
-What can go wrong: costs may not add up over layers, so the caller plans the chosen stages as wholes.
+What can go wrong: costs may not add up over layers, so the caller plans the chosen stages as wholes. 1F1B and zb-h1 wait for more
+transfers than the first, which T leaves out and the caller simulates.
 """
 
 from __future__ import annotations

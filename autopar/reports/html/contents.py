@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from rich.table import Column, Table
 
 from autopar.explain.compared import compared_table, what_is_missing, why_chosen
-from autopar.explain.figures import ONCE, figures_of, meshes_of, parts_of
+from autopar.explain.figures import figures_of, meshes_of, parts_of
 from autopar.explain.memory import PARTS, knows_parts, memory_table, parts_of_peak
 from autopar.explain.pipeline import pipeline_findings
 from autopar.explain.stages import group_stages, mesh_text, pipeline_tables, range_text, stages_text
 from autopar.explain.strategies import findings
 from autopar.explain.tables import candidates_table, layout_tables, links_table, peak_table, time_table
 from autopar.explain.units import bytes_text, percent_text, seconds_text
-from autopar.inter_op.describe_pipeline import simulate_stages
+from autopar.inter_op.describe_pipeline import simulate_stages, waiting_s
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
@@ -144,7 +144,8 @@ def _pipeline(plan: Plan | PipelinePlan) -> Iterator[Section]:
     """The schedule by the predicted clock."""
     if not isinstance(plan, PipelinePlan) or 2 * plan.num_stages * plan.num_microbatches > MOST_BLOCKS:
         return
-    done = simulate_stages(schedule_of(plan), [(stage.forward_s, stage.backward_s) for stage in plan.stages])
+    schedule, seconds = schedule_of(plan), [(stage.forward_s, stage.backward_s) for stage in plan.stages]
+    done = simulate_stages(schedule, seconds)
     rows: list[tuple[str, list[charts.Block]]] = [(f"mesh {mesh}", []) for mesh in range(done.timeline.num_meshes)]
     kinds: list[str] = []
     for span in done.timeline.spans:
@@ -152,13 +153,13 @@ def _pipeline(plan: Plan | PipelinePlan) -> Iterator[Section]:
             kind = span.instruction.kind
             kinds += [kind] if kind not in kinds else []
             rows[span.instruction.mesh][1].append((span.start_s, span.end_s - span.start_s, kinds.index(kind)))
-    fill_s = sum(item.predicted_s for item in plan.transfers if item.what not in ONCE)
+    fill_s = waiting_s(schedule, seconds, plan.transfers)
     for mesh, stages in meshes_of(plan).items():
         once_s = sum(stage.once_s for stage in stages)
         rows[mesh][1].append((done.makespan_s + fill_s, once_s, len(kinds)))
     sentence = (
-        f"The work of {plan.num_microbatches} microbatches by the predicted clock. Before the update, the transfers that fill "
-        f"the pipeline add {seconds_text(fill_s)}."
+        f"The work of {plan.num_microbatches} microbatches by the predicted clock. Before the update, the transfers that "
+        f"are waited for add {seconds_text(fill_s)}."
     )
     legend = [*(kind.replace("_", " ") for kind in kinds), "once per step"]
     yield Section(title="The pipeline", sentences=(sentence,), charts=(charts.gantt("pipeline", rows, legend),))
