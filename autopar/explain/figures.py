@@ -119,17 +119,18 @@ def _parts_of_mesh(plan: Plan) -> tuple[Part, ...]:
 
 
 def _parts_of_stages(plan: PipelinePlan) -> tuple[Part, ...]:
-    """The work of the busiest mesh, its waiting, what fills the pipeline, and what happens once per step."""
+    """The work of the busiest mesh, its waiting for others and for transfers, and what happens once per step."""
     work = work_of(plan)
     most = max(work, key=lambda mesh: work[mesh])
     busy_s = plan.num_microbatches * work[most]
     sent_s = max((item.predicted_s for item in plan.transfers if item.what in ONCE), default=0.0)
     last = max(plan.stages, key=lambda stage: stage.once_s)
-    waiting_s = plan.step_s - (1 + plan.bubble) * busy_s - last.once_s - sent_s if plan.transfers else 0.0
+    left_s = plan.step_s - (1 + plan.bubble) * busy_s - last.once_s - sent_s
+    exposed_s = left_s if left_s > _CLOSE * plan.step_s else 0.0
     found = (
         (f"work of {mesh_name(plan, most)}, the busiest", busy_s),
         ("bubble", plan.bubble * busy_s),
-        ("transfers that are waited for", waiting_s),
+        ("transfers that are waited for", exposed_s),
         (f"once per step, such as the update, on stage {last.stage}", last.once_s),
         ("transfers once per step", sent_s),
     )

@@ -21,9 +21,9 @@ from autopar.inter_op.describe_pipeline import (
     ONCE,
     PlannedPipeline,
     bound_stages,
+    find_exposed_s,
     once_a_step_s,
-    simulate_stages,
-    waiting_s,
+    time_stages,
 )
 from autopar.inter_op.plan_pipeline import PipelineWishes, alternative_of, plan_in_other_schedules, plan_pipeline
 from autopar.inter_op.timetables import Timetable, latency_share, seconds_at
@@ -188,7 +188,7 @@ class _Comparison:
         each = [tuple(one) for one in seconds.tolist()]
         sent = _transfers_at(nearest, count, stages=meshes * chunks)
         once_s = once_a_step_s([stage.once_s for stage in nearest.stages], nearest.transfers)
-        return simulate_stages(schedule, each).makespan_s + waiting_s(schedule, each, sent) + once_s
+        return time_stages(schedule, each).makespan_s + find_exposed_s(schedule, each, sent) + once_s
 
     def _plans_with(self, virtual_stages: int) -> dict[int, PipelinePlan]:
         """The plans with this number of virtual stages, by the number of microbatches."""

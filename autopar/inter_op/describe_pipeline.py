@@ -1,8 +1,8 @@
 """From planned stages and a schedule to a `PipelinePlan`: what is where, what crosses, and what a step takes.
 
 In: `Staged`, the stages' programs and assignments, and a `Schedule`. Out: the plan, frozen data without programs. Its step time
-is the makespan that the schedule's simulator finds from the stages' seconds, plus what the stages wait for transfers
-(`waiting_s`) and what happens once a step (`once_a_step_s`).
+is the makespan of the schedule with the stages' seconds (`time_stages`), plus what the stages wait for transfers, which the
+schedule decides too (`find_exposed_s`), and what happens once a step (`once_a_step_s`).
 
 No pipeline on D devices takes less than `bound_stages` says, whatever its stages, microbatches and schedule. An operation runs
 on the devices of one stage, and the busiest mesh works as long as the average device:
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes
 from autopar.intra_op.choices.least_work import find_work
@@ -22,11 +22,11 @@ from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.program.step import TracedStep
-from autopar.schedules.chain import make_chain
 from autopar.schedules.in_flight import microbatches_in_flight
-from autopar.schedules.instructions import Run, Send
-from autopar.schedules.simulate import Simulation, simulate, simulate_schedule
-from autopar.schedules.tasks import Schedule
+from autopar.schedules.instructions import Run
+from autopar.schedules.simulate import Simulation, simulate_schedule
+from autopar.schedules.step_time import PerStage, StepTime, time_step
+from autopar.schedules.tasks import Schedule, TaskKind
 
 ONCE = ("update", "weights")
 """Transfers that happen once per step."""
@@ -59,7 +59,7 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
     )
     transfers = _list_transfers(staged, schedule, request)
     seconds = [(stage.forward_s, stage.backward_s) for stage in staged.stages]
-    simulation = simulate_stages(schedule, seconds)
+    work = time_stages(schedule, seconds)
     once_s = once_a_step_s([stage.once_s for stage in staged.stages], transfers)
     plan = PipelinePlan(
         fingerprint=traced.fingerprint.digest,
@@ -73,8 +73,8 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
         keeps_named=staged.keeps_named,
         stages=stages,
         transfers=transfers,
-        step_s=simulation.makespan_s + waiting_s(schedule, seconds, transfers) + once_s,
-        bubble=simulation.bubble,
+        step_s=work.makespan_s + find_exposed_s(schedule, seconds, transfers) + once_s,
+        bubble=work.bubble,
         memory_limit_bytes=request.memory_limit_bytes,
         planning_s=0.0,
         scan_cuts=staged.split.cuts,
@@ -144,39 +144,53 @@ def once_a_step_s(stages_once_s: Sequence[float], transfers: Sequence[TransferPl
     return max(stages_once_s) + max((t.predicted_s for t in transfers if t.what in ONCE), default=0.0)
 
 
-def waiting_s(schedule: Schedule, seconds: Sequence[tuple[float, float]], transfers: Sequence[TransferPlan]) -> float:
-    """Seconds by which the transfers of microbatches make a step longer than `simulate_stages` of the same seconds says.
+def find_exposed_s(
+    schedule: Schedule, seconds: Sequence[tuple[float, float]], transfers: Sequence[TransferPlan]
+) -> float:
+    """Seconds by which the transfers of microbatches make a step longer than `time_stages` of the same seconds says.
 
     How much of them hides behind compute depends on the schedule: GPipe and eager 1F1B wait for those of one microbatch, if
-    they are no longer than a microbatch's work, 1F1B for more. Transfers between stages that are no neighbours are none of the
-    simulator's chain; those of one microbatch count.
+    they are no longer than a microbatch's work, 1F1B for more. Transfers between stages that are no neighbours are no part of
+    the chain that is timed; of these one microbatch's count.
     """
-    between = {(t.source, t.target, t.what): t.predicted_s for t in transfers if t.what not in ONCE}
-    sent = {key: s for key, s in between.items() if key[1] - key[0] == (1 if key[2] == "forward" else -1)}
-    skipped_s = sum(s for key, s in between.items() if key not in sent)
-    if not sent:
+    backward: TaskKind = "input_gradient" if "input_gradient" in schedule.kinds else "backward"
+    sent_s: dict[tuple[TaskKind, int], float] = {}
+    skipped_s = 0.0
+    for item in transfers:
+        if (item.what, item.target - item.source) in (("forward", 1), ("backward", -1)):
+            sent_s["forward" if item.what == "forward" else backward, item.source] = item.predicted_s
+        elif item.what not in ONCE:
+            skipped_s += item.predicted_s
+    if not sent_s:
         return skipped_s
+    run_s = _task_seconds(schedule, seconds)
+    return time_step(schedule, run_s, sent_s).makespan_s - time_step(schedule, run_s).makespan_s + skipped_s
 
-    def transfer_s(send: Send) -> float:
-        letter, stage = send.value.name[0], int(send.value.name[1:])
-        key = (stage - 1, stage, "forward") if letter == "x" else (stage, stage - 1, "backward")
-        return sent.get(key, 0.0)
 
-    program, run_s = make_chain(schedule).emit(), _seconds_of(schedule, seconds)
-    whole_s = simulate(program, run_s=run_s, transfer_s=transfer_s).makespan_s
-    return whole_s - simulate(program, run_s=run_s).makespan_s + skipped_s
+def time_stages(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> StepTime:
+    """The time of a schedule with these seconds of (forward, backward) per stage, and transfers that take none.
+
+    A split backward has two equal parts.
+    """
+    return time_step(schedule, _task_seconds(schedule, seconds))
 
 
 def simulate_stages(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> Simulation:
-    """The schedule with these seconds of (forward, backward) per stage; a split backward has two equal parts."""
-    return simulate_schedule(schedule, _seconds_of(schedule, seconds))
+    """The same, with the span of each task."""
+    run_s = _task_seconds(schedule, seconds)
+
+    def of_run(run: Run) -> float:
+        assert run.kind != "prologue" and run.kind != "epilogue", "a chain has none"
+        return run_s[run.kind, run.stage]
+
+    return simulate_schedule(schedule, of_run)
 
 
-def _seconds_of(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> Callable[[Run], float]:
-    is_split = "weight_gradient" in schedule.kinds
-
-    def run_s(run: Run) -> float:
-        forward_s, backward_s = seconds[run.stage]
-        return forward_s if run.kind == "forward" else backward_s / 2 if is_split else backward_s
-
-    return run_s
+def _task_seconds(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> PerStage:
+    """Seconds of each kind of task on each stage."""
+    parts = 2 if "weight_gradient" in schedule.kinds else 1
+    return {
+        (kind, stage): forward_s if kind == "forward" else backward_s / parts
+        for kind in schedule.kinds
+        for stage, (forward_s, backward_s) in enumerate(seconds)
+    }

@@ -6,10 +6,10 @@ first. The cost of a microbatch under m microbatches is close to
     t(m) = a + b / m        a: latencies and launches, b: the work of the whole batch
 
 so two numbers of microbatches that have been planned tell about all others (`seconds_at`). With only one, the caller says what
-part of t is latency in a similar case; without that, the division is perfect. GPipe is no candidate: a step takes as long
-as in eager 1F1B and needs no less memory. What can go wrong:
-costs that do not follow the formula, because other layouts are best for other numbers. So no plan is chosen by such an estimate
-alone: whatever looks best is planned, until the best has been planned.
+part of t is latency in a similar case; without that, the division is perfect. GPipe is no candidate: a step takes about as
+long as in eager 1F1B and needs no less memory. What can go wrong: costs that do not follow the formula, because other layouts
+are best for other numbers. So no plan is chosen by such an estimate alone: whatever looks best is planned, until the best has
+been planned.
 """
 
 from __future__ import annotations

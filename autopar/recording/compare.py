@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autopar.errors import ArgumentError
-from autopar.inter_op.describe_pipeline import once_a_step_s, simulate_stages, waiting_s
+from autopar.inter_op.describe_pipeline import find_exposed_s, once_a_step_s, time_stages
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
@@ -142,9 +142,9 @@ def _ordered(axes: Iterable[str], plan: Plan) -> tuple[str, ...]:
 def _of_stages(recorded: Recorded, plan: PipelinePlan) -> Iterator[ComparedPart]:
     meshes = plan.num_stages // plan.virtual_stages
     schedule, seconds = schedule_of(plan), [(stage.forward_s, stage.backward_s) for stage in plan.stages]
-    simulated, fill_s = simulate_stages(schedule, seconds), waiting_s(schedule, seconds, plan.transfers)
+    timed, exposed_s = time_stages(schedule, seconds), find_exposed_s(schedule, seconds, plan.transfers)
     once_s = once_a_step_s([stage.once_s for stage in plan.stages], plan.transfers)
-    work_s = max(simulated.busy_s)
+    work_s = max(timed.busy_s)
     steps = [_MeasuredStages(recorded, call, meshes) for call in recorded.detailed if recorded.spans]
 
     def median(value: Callable[[_MeasuredStages], float]) -> float | None:
@@ -156,13 +156,13 @@ def _of_stages(recorded: Recorded, plan: PipelinePlan) -> Iterator[ComparedPart]
     yield ComparedPart(what="work of the busiest mesh", predicted_s=work_s, measured_s=median(lambda s: s.work_s))
     yield ComparedPart(
         what="bubble",
-        predicted_s=simulated.makespan_s - work_s,
+        predicted_s=timed.makespan_s - work_s,
         measured_s=median(lambda s: s.bubble_s),
         note="the busiest mesh waits for others, and for the host to start its tasks",
     )
     yield ComparedPart(
         what="transfers that are waited for",
-        predicted_s=fill_s,
+        predicted_s=exposed_s,
         measured_s=median(lambda s: s.transfers_s),
         note="from when they are sent",
     )

@@ -6,7 +6,7 @@ wrong: a schedule with more spans than a picture has room for; whoever draws cou
 
 from __future__ import annotations
 
-from autopar.inter_op.describe_pipeline import simulate_stages, waiting_s
+from autopar.inter_op.describe_pipeline import find_exposed_s, simulate_stages
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan
 from autopar.recording.recorded import RecordedSpan
@@ -16,7 +16,7 @@ from autopar.schedules.instructions import Run
 def predicted_spans(plan: PipelinePlan) -> list[RecordedSpan]:
     """The tasks of a step, and what each mesh does once; all of call 0."""
     schedule, seconds = schedule_of(plan), [(stage.forward_s, stage.backward_s) for stage in plan.stages]
-    simulated, fill_s = simulate_stages(schedule, seconds), waiting_s(schedule, seconds, plan.transfers)
+    simulated, exposed_s = simulate_stages(schedule, seconds), find_exposed_s(schedule, seconds, plan.transfers)
     found = [
         RecordedSpan(
             call=0,
@@ -31,7 +31,7 @@ def predicted_spans(plan: PipelinePlan) -> list[RecordedSpan]:
         for span in simulated.timeline.spans
         if isinstance(one := span.instruction, Run) and span.end_s > span.start_s
     ]
-    starts = dict.fromkeys((stage.mesh for stage in plan.stages), simulated.makespan_s + fill_s)
+    starts = dict.fromkeys((stage.mesh for stage in plan.stages), simulated.makespan_s + exposed_s)
     for stage in plan.stages:
         start_s = starts[stage.mesh]
         starts[stage.mesh] = start_s + stage.once_s

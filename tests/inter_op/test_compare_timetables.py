@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar import ArgumentError
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op.describe_pipeline import waiting_s
+from autopar.inter_op.describe_pipeline import find_exposed_s
 from autopar.inter_op.tuning import TUNING
 from autopar.pipeline_plan import TransferPlan
 from autopar.plan import Alternative
@@ -129,7 +129,7 @@ def test_what_stages_wait_for_transfers_depends_on_the_schedule():
             for a, b, what in ((s, s + 1, "forward"), (s + 1, s, "backward"))
         ]
         waited = {
-            name: waiting_s(make_schedule(name, num_meshes=p, num_microbatches=m), [(1.0, 2.0)] * p, sent)
+            name: find_exposed_s(make_schedule(name, num_meshes=p, num_microbatches=m), [(1.0, 2.0)] * p, sent)
             for name in ("gpipe", "1f1b", "eager-1f1b")
         }
         first_s = 2 * (p - 1) * 0.25

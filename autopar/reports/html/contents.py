@@ -20,7 +20,7 @@ from autopar.explain.stages import group_stages, mesh_text, pipeline_tables, ran
 from autopar.explain.strategies import findings
 from autopar.explain.tables import candidates_table, layout_tables, links_table, peak_table, time_table
 from autopar.explain.units import bytes_text, percent_text, seconds_text
-from autopar.inter_op.describe_pipeline import simulate_stages, waiting_s
+from autopar.inter_op.describe_pipeline import find_exposed_s, simulate_stages
 from autopar.inter_op.plan_pipeline import schedule_of
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.plan import Plan
@@ -153,13 +153,13 @@ def _pipeline(plan: Plan | PipelinePlan) -> Iterator[Section]:
             kind = span.instruction.kind
             kinds += [kind] if kind not in kinds else []
             rows[span.instruction.mesh][1].append((span.start_s, span.end_s - span.start_s, kinds.index(kind)))
-    fill_s = waiting_s(schedule, seconds, plan.transfers)
+    exposed_s = find_exposed_s(schedule, seconds, plan.transfers)
     for mesh, stages in meshes_of(plan).items():
         once_s = sum(stage.once_s for stage in stages)
-        rows[mesh][1].append((done.makespan_s + fill_s, once_s, len(kinds)))
+        rows[mesh][1].append((done.makespan_s + exposed_s, once_s, len(kinds)))
     sentence = (
         f"The work of {plan.num_microbatches} microbatches by the predicted clock. Before the update, the transfers that "
-        f"are waited for add {seconds_text(fill_s)}."
+        f"are waited for add {seconds_text(exposed_s)}."
     )
     legend = [*(kind.replace("_", " ") for kind in kinds), "once per step"]
     yield Section(title="The pipeline", sentences=(sentence,), charts=(charts.gantt("pipeline", rows, legend),))
