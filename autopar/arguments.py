@@ -6,6 +6,7 @@ error names the argument, what was given and what it may be. What two arguments 
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -220,7 +221,9 @@ def check_meshes(shape: object) -> Literal["auto"] | tuple[LogicalMesh, ...]:
 def check_schedule(schedule: object) -> str:
     """A schedule's name or 'auto'."""
     if schedule != "auto" and schedule not in SCHEDULES:
-        raise ArgumentError(f"schedule={schedule!r}: 'auto' or one of {', '.join(SCHEDULES)} is expected")
+        close = difflib.get_close_matches(str(schedule), SCHEDULES, n=1, cutoff=0.5)
+        nearest = f"; did you mean {close[0]!r}?" if close else ""
+        raise ArgumentError(f"schedule={schedule!r}: 'auto' or one of {', '.join(SCHEDULES)} is expected{nearest}")
     return str(schedule)
 
 

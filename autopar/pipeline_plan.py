@@ -94,7 +94,7 @@ class PipelinePlan(Presented):
         trail: two digits for each of its equations, by which another program is told where it differs.
         cluster: the name of the cluster whose figures the predictions use.
         num_microbatches: parts of the batch, one after the other.
-        schedule: `gpipe`, `1f1b`, `eager-1f1b`, `interleaved`, `zb-h1` or `inference`.
+        schedule: the order of work, by a name that `parallelize` takes.
         virtual_stages: stages on each mesh.
         cuts: places in the chain of forward equations where a stage ends.
         stages: the stages, each with a plan of its own.

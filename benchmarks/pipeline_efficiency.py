@@ -52,12 +52,12 @@ from autopar.runtime.driver import Driver
 from autopar.schedules.chain import make_chain
 from autopar.schedules.in_flight import microbatches_in_flight
 from autopar.schedules.instructions import InstructionList, TaskSpec, Value
-from autopar.schedules.schedules import make_schedule
+from autopar.schedules.schedules import NAMED_SCHEDULES, make_schedule
 from autopar.schedules.simulate import simulate
 from autopar.schedules.tasks import Schedule
 from autopar.schedules.timeline import Timeline
 
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("inference", 1))
+SCHEDULES = tuple((name, known.fewest_chunks) for name, known in NAMED_SCHEDULES.items())
 UNITS = {"forward": 1, "backward": 2, "input_gradient": 1, "weight_gradient": 1}
 
 

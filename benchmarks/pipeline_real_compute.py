@@ -34,9 +34,9 @@ from autopar.files.whole_file import save
 from autopar.runtime.driver import Driver
 from autopar.schedules.chain import Chain, make_chain
 from autopar.schedules.instructions import Free, InstructionList, Run, Send, TaskSpec, Value
-from autopar.schedules.schedules import make_schedule
+from autopar.schedules.schedules import NAMED_SCHEDULES, make_schedule
 
-SCHEDULES = (("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("inference", 1))
+SCHEDULES = tuple((name, known.fewest_chunks) for name, known in NAMED_SCHEDULES.items())
 
 Call = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 Arrays = dict[tuple[int, Value], jax.Array]

@@ -1,8 +1,9 @@
 """Write what the pages show of the command line, docs/output/*.txt, a plan's picture, docs/images/plan.svg, docs/coverage.md, and
 the outputs of the notebooks in docs/notebooks, with their pages.
 
-    python docs/generate.py            # all of it, two minutes
-    python docs/generate.py --check    # exit status 1 if a file differs from what the commands print today
+    python docs/generate.py              # all of it, two minutes
+    python docs/generate.py help plan    # these files alone, by their names without folder and ending
+    python docs/generate.py --check      # exit status 1 if a file differs from what the commands print today
 
 In: the commands below. Out: exactly what they print, of reports on pages of docs/concepts some parts; `--check` ignores how long
 planning took, which differs from run to run. The picture holds its text as text and refers to no other host.
@@ -19,6 +20,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -40,6 +43,8 @@ COMMANDS = {
     "launch_help": "autopar launch --help",
 }
 """The text of docs/output/NAME.txt, in this order, in one folder that holds docs/examples/runs.csv."""
+NEEDED = {"simulate_plan": "plan_mlp"}
+"""The command whose file another one reads."""
 GPT = "--layers 2 --hidden 512 --heads 8 --seq 256 --batch 64 --dropout 0"
 A100 = "--cluster dgx-a100-80gb --devices 8 --mesh 8"
 BY_EXPERT = " ".join(f'--constraint "state/params/*/moe/{name}=x,-,-"' for name in ("up", "down"))
@@ -146,31 +151,53 @@ def notebook(path: Path) -> dict[Path, str]:
     return {path: executed, **pages(path, json.loads(executed))}
 
 
-def files() -> dict[Path, str]:
-    """Every generated file with its text."""
+def example(name: str) -> str:
+    """What a program of docs/examples prints."""
+    shown = python(str(DOCS / "examples" / f"{name}.py"))
+    return "\n".join(line.rstrip() for line in shown.splitlines()) + "\n"
+
+
+def makers(folder: Path) -> dict[str, Callable[[], dict[Path, str]]]:
+    """What makes each generated file, by the file's name without folder and ending; a notebook is made with its pages."""
+
+    def output(name: str, text: Callable[[], str]) -> Callable[[], dict[Path, str]]:
+        return lambda: {DOCS / "output" / f"{name}.txt": text()}
+
+    return {
+        **{name: output(name, partial(text_of, command, folder)) for name, command in COMMANDS.items()},
+        **{name: output(name, lambda c=command: excerpt(text_of(c, folder))) for name, command in CONCEPTS.items()},
+        **{name: output(name, partial(example, name)) for name in EXAMPLES},
+        **{path.stem: partial(notebook, path) for path in NOTEBOOKS},
+        "plan": lambda: {DOCS / "images" / "plan.svg": picture(folder)},
+        "coverage": lambda: {DOCS / "coverage.md": python("-c", COVERAGE)},
+    }
+
+
+def files(names: Sequence[str] = ()) -> dict[Path, str]:
+    """The generated files of these names with their text; of none all."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copy(DOCS / "examples" / "runs.csv", folder)
         (folder / "autopar").symlink_to(ROOT / "autopar")  # so that paths of files are relative, and lines break alike
-        texts = {DOCS / "output" / f"{name}.txt": text_of(command, folder) for name, command in COMMANDS.items()}
-        texts |= {
-            DOCS / "output" / f"{name}.txt": excerpt(text_of(command, folder)) for name, command in CONCEPTS.items()
-        }
-        for example in EXAMPLES:
-            shown = python(str(DOCS / "examples" / f"{example}.py"))
-            texts[DOCS / "output" / f"{example}.txt"] = "\n".join(line.rstrip() for line in shown.splitlines()) + "\n"
-        for path in NOTEBOOKS:
-            texts |= notebook(path)
-        return {**texts, DOCS / "images" / "plan.svg": picture(folder), DOCS / "coverage.md": python("-c", COVERAGE)}
+        known = makers(folder)
+        if unknown := sorted({*names} - {*known}):
+            raise SystemExit(f"no generated file is called {', '.join(unknown)}; there are {', '.join(known)}")
+        wanted = {*names, *(NEEDED[name] for name in names if name in NEEDED)} if names else {*known}
+        made = [make() for name, make in known.items() if name in wanted]
+        return {path: text for texts in made for path, text in texts.items()}
 
 
 def main() -> int:
     """Write the files, or compare them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="a file by its name without folder and ending; default: all"
+    )
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    check = parser.parse_args().check
+    arguments = parser.parse_args()
+    check = arguments.check
     stale = []
-    for path, text in files().items():
+    for path, text in files(arguments.names).items():
         there = path.read_text(encoding="utf-8") if path.exists() else ""
         if SECONDS_OF_PLANNING.sub("", text) != SECONDS_OF_PLANNING.sub("", there):
             stale.append(path.relative_to(ROOT))

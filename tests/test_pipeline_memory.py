@@ -26,6 +26,7 @@ from autopar.stages.tasks.stage_memory import split_in_flight
 from tests import pipeline_steps
 from tests.inter_op.test_search import arguments, step, two_nodes
 from tests.live_bytes import LiveBytes
+from tests.schedules.chains import TRAINING_IN_ONE
 
 
 def gpt():
@@ -107,7 +108,7 @@ def assert_kept_as_predicted(plan, staged, *, slack):
 )
 def test_a_stage_keeps_what_its_plan_says_under_every_schedule(name, meshes, chunks):
     """Small models send much of what they keep, so what is on its way weighs more there than in a GPT."""
-    names = ["1f1b", "eager-1f1b", "gpipe", "zb-h1"] if chunks == 1 else ["interleaved"]
+    names = TRAINING_IN_ONE if chunks == 1 else ["interleaved"]
     plans = planned(traced_model(name), [Timetable(8, one, chunks) for one in names], meshes=meshes)
     assert [plan.schedule for plan, _ in plans] == names
     for plan, staged in plans:
@@ -118,9 +119,7 @@ def test_a_stage_keeps_what_its_plan_says_under_every_schedule(name, meshes, chu
 def test_the_predicted_peak_is_what_the_compiled_tasks_need_on_top_of_what_is_there(name):
     """XLA's own account of every task, in the order of the instructions."""
     traced = traced_of(step, *arguments(32, layers=8, batch=4096)) if name == "perceptron" else traced_model(name)
-    for plan, staged in planned(
-        traced, [Timetable(8, one) for one in ("1f1b", "eager-1f1b", "gpipe", "zb-h1")], meshes=2
-    ):
+    for plan, staged in planned(traced, [Timetable(8, one) for one in TRAINING_IN_ONE], meshes=2):
         live = LiveBytes(plan, staged)
         for mesh, stage in enumerate(staged.stages):
             assert (

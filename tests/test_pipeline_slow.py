@@ -10,13 +10,13 @@ import autopar
 from autopar.models.registry import build
 from tests import zoo
 from tests.oracles import assert_same_as_jit
+from tests.schedules.chains import TRAINING_IN_CHUNKS
 
 SMALL = {"hidden": 32, "heads": 4, "seq": 8, "batch": 16, "sgd": True}
 LAYERS = 2
 MORE = {"t5": {"target_seq": 8}, "moe": {"experts": 4, "group": 16}, "llama": {"ffn": 64}}
 UNET = {"image_size": 8, "base_channels": 8, "batch": 16, "sgd": True}
 SAMPLES_PER_MODEL = 4
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]
 LAYOUTS = {
     "one device": lambda stages: {"mesh_shape": (1,)},
     "data parallel": lambda stages: {"mesh_shape": (8 // stages,), "constraints": autopar.data_parallel()},
@@ -57,7 +57,7 @@ def sampled():
         layout = next(layouts)
         settings = [
             (name, stages, microbatches, schedule, virtual, layout)
-            for stages, microbatches, (schedule, virtual) in itertools.product((2, 4), (1, 4, 8), SCHEDULES)
+            for stages, microbatches, (schedule, virtual) in itertools.product((2, 4), (1, 4, 8), TRAINING_IN_CHUNKS)
             if is_possible(name, stages, microbatches, schedule, layout)
         ]
         cases.append(draw.choice(settings))
@@ -69,7 +69,7 @@ def scanned():
     draw = random.Random(1)
     settings = [
         (stages, microbatches, schedule, virtual, "one device")
-        for stages, microbatches, (schedule, virtual) in itertools.product((2, 4), (1, 4), SCHEDULES)
+        for stages, microbatches, (schedule, virtual) in itertools.product((2, 4), (1, 4), TRAINING_IN_CHUNKS)
         if is_possible("gpt", stages, microbatches, schedule, "one device")
     ]
     cases = [("gpt", {}, *setting) for setting in settings]

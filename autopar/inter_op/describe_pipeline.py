@@ -23,10 +23,9 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import microbatches_in_flight
-from autopar.schedules.instructions import Run
 from autopar.schedules.simulate import Simulation, simulate_schedule
 from autopar.schedules.step_time import PerStage, StepTime, time_step
-from autopar.schedules.tasks import Schedule, TaskKind
+from autopar.schedules.tasks import Schedule
 
 ONCE = ("update", "weights")
 """Transfers that happen once per step."""
@@ -153,8 +152,8 @@ def find_exposed_s(
     they are no longer than a microbatch's work, 1F1B for more. Transfers between stages that are no neighbours are no part of
     the chain that is timed; of these one microbatch's count.
     """
-    backward: TaskKind = "input_gradient" if "input_gradient" in schedule.kinds else "backward"
-    sent_s: dict[tuple[TaskKind, int], float] = {}
+    backward = "input_gradient" if "input_gradient" in schedule.kinds else "backward"
+    sent_s: dict[tuple[str, int], float] = {}
     skipped_s = 0.0
     for item in transfers:
         if (item.what, item.target - item.source) in (("forward", 1), ("backward", -1)):
@@ -178,12 +177,7 @@ def time_stages(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> S
 def simulate_stages(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> Simulation:
     """The same, with the span of each task."""
     run_s = _task_seconds(schedule, seconds)
-
-    def of_run(run: Run) -> float:
-        assert run.kind != "prologue" and run.kind != "epilogue", "a chain has none"
-        return run_s[run.kind, run.stage]
-
-    return simulate_schedule(schedule, of_run)
+    return simulate_schedule(schedule, lambda run: run_s[run.kind, run.stage])
 
 
 def _task_seconds(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> PerStage:

@@ -25,7 +25,7 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import InFlight
-from autopar.schedules.schedules import Open, Recompute, ScheduleName, make_schedule
+from autopar.schedules.schedules import TRAINING, Open, Recompute, ScheduleName, make_schedule
 from autopar.schedules.tasks import Schedule
 from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following, homes_of
@@ -248,6 +248,6 @@ def _refuse_gradients_without_backward(staged: Staged, schedule: Schedule) -> No
     backward = [name for name in staged.cut.segments if name.kind == "backward"]
     if backward and schedule.kinds == ("forward",):
         raise ArgumentError(
-            f"schedule={schedule.name!r} runs forward only, and this step computes gradients; use '1f1b', 'eager-1f1b', "
-            "'gpipe' or 'zb-h1'"
+            f"schedule={schedule.name!r} runs forward only, and this step computes gradients; use one of "
+            f"{', '.join(map(repr, TRAINING))}"
         )

@@ -108,10 +108,12 @@ class StagePlanning:
             if room <= 0:
                 break
         assert stage is not None
+        keeps_least = self.in_flight is None or self.in_flight.schedule.name in ("1f1b", "inference")
+        others = " or more devices" if keeps_least else ", more devices, or the 1f1b schedule, which keeps less"
         raise OutOfMemoryError(
             f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is "
             f"{limit:,}: {count} microbatches in flight keep {stage.memory.each_text(self.in_flight)}. Use more microbatches, "
-            "fewer stages, more devices, or the 1f1b schedule, which keeps less."
+            f"fewer stages{others}."
         )
 
     def _plan_within(self, job: StageJob, room: int | None) -> StagedStage:

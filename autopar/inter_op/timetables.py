@@ -22,7 +22,7 @@ from typing import cast
 import numpy as np
 
 from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.schedules.schedules import Open, ScheduleName
+from autopar.schedules.schedules import NAMED_SCHEDULES, TRAINING, Open, ScheduleName
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -77,8 +77,9 @@ def list_timetables(
     elif not gradients:
         shapes = [("inference", 1 if virtual_stages == "auto" else virtual_stages)]
     else:
-        shapes = [(name, 1) for name in ("1f1b", "eager-1f1b", "zb-h1") if virtual_stages in ("auto", 1)]
-        shapes += [("interleaved", v) for v in chunks if v > 1]
+        fewest = {name: NAMED_SCHEDULES[name].fewest_chunks for name in TRAINING if NAMED_SCHEDULES[name].is_compared}
+        shapes = [(name, 1) for name, least in fewest.items() if least == 1 and virtual_stages in ("auto", 1)]
+        shapes += [(name, v) for name, least in fewest.items() if least > 1 for v in chunks if v >= least]
     order = sorted(counts, key=lambda m: (m != usual, abs(math.log(m / usual)), m))
     return tuple(Timetable(m, cast(ScheduleName, name), v) for m in order for name, v in shapes)
 

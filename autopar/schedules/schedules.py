@@ -1,9 +1,9 @@
 """The named schedules: what each is called, in which order its meshes work, and what the planner has to know of it.
 
 A new schedule is one entry of `NAMED_SCHEDULES`, its name in `ScheduleName` and in `autopar/files/plan.schema.json`, and a
-function that yields the tasks of one mesh in order. `tests/schedules/test_schedules.py` draws it into
-`tests/golden/schedules.txt` and checks that it is complete and free of deadlock, and that the entry's facts are those that
-counting gives.
+function that yields the tasks of one mesh in order. Everything else asks the entry: whether the schedule trains, whether a search
+compares it, how many chunks it may have. `tests/schedules/test_schedules.py` draws it into `tests/golden/schedules.txt` and
+checks that it is complete and free of deadlock, and that the entry's facts are those that counting gives.
 """
 
 from __future__ import annotations
@@ -46,12 +46,21 @@ class NamedSchedule:
             `autopar.schedules.in_flight.microbatches_in_flight` counts, without the tasks.
         is_split: The backward is in two tasks, the input gradient and the weight gradient.
         chunks: How many chunks a mesh may have: only one, two or more, or any number.
+        trains: It has a backward.
+        is_compared: A search for the fastest schedule compares it.
     """
 
     row: Callable[[_Shape, int], Iterator[Task]]
     in_flight: Callable[[_Shape], Sequence[int]]
     is_split: bool = False
     chunks: Literal["one", "several", "any"] = "one"
+    trains: bool = True
+    is_compared: bool = True
+
+    @property
+    def fewest_chunks(self) -> int:
+        """The least number of chunks that a mesh may have."""
+        return 2 if self.chunks == "several" else 1
 
 
 def make_schedule(name: str, *, num_meshes: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
@@ -190,13 +199,15 @@ NAMED_SCHEDULES: Mapping[ScheduleName, NamedSchedule] = {
     "eager-1f1b": NamedSchedule(
         row=_eager_one_f_one_b, in_flight=lambda s: [min(s.m, 2 * (s.p - mesh) - 1) for mesh in range(s.p)]
     ),
-    "gpipe": NamedSchedule(row=_gpipe, in_flight=lambda s: [s.m] * s.p * s.v, chunks="any"),
-    "inference": NamedSchedule(row=_inference, in_flight=lambda s: [1] * s.p * s.v, chunks="any"),
+    "gpipe": NamedSchedule(row=_gpipe, in_flight=lambda s: [s.m] * s.p * s.v, chunks="any", is_compared=False),
+    "inference": NamedSchedule(row=_inference, in_flight=lambda s: [1] * s.p * s.v, chunks="any", trains=False),
     "interleaved": NamedSchedule(row=_interleaved, in_flight=_interleaved_in_flight, chunks="several"),
     "zb-h1": NamedSchedule(row=_zb_h1, in_flight=lambda s: [min(s.p, s.m)] * s.p, is_split=True),
 }
 SCHEDULES: tuple[ScheduleName, ...] = tuple(NAMED_SCHEDULES)
 """The names that `make_schedule` knows."""
+TRAINING: tuple[ScheduleName, ...] = tuple(name for name, known in NAMED_SCHEDULES.items() if known.trains)
+"""Those with a backward."""
 
 
 def _find(name: str) -> NamedSchedule:
@@ -210,7 +221,8 @@ def _check_arguments(name: str, *, num_meshes: int, num_microbatches: int, virtu
         wrong.append(f"schedule {name!r} is unknown; there are {', '.join(map(repr, sorted(SCHEDULES)))}")
     elif _find(name).chunks == "one" and virtual_stages > 1:
         wrong.append(
-            f"schedule {name!r} runs one chunk per mesh, not virtual_stages={virtual_stages}; use 'interleaved'"
+            f"schedule {name!r} runs one stage per mesh: virtual_stages={virtual_stages} is for 'interleaved'; use that, or "
+            "virtual_stages=1"
         )
     elif _find(name).chunks == "several" and virtual_stages == 1:
         wrong.append(f"schedule {name!r} with virtual_stages=1 has nothing to interleave; use '1f1b', or two or more")

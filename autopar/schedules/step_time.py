@@ -1,6 +1,6 @@
 """How long a schedule takes on the plain chain of its stages, without the instructions.
 
-In: a `Schedule`, seconds of each kind of task on each stage, and of what such a task sends to a neighbour. Out: a `StepTime`. With
+In: a `Schedule`, seconds of each kind of task on each stage, and of what such a task sends to a neighbour. Out: `StepTime`. With
 e the end of a task, d its duration, c the seconds of sending its result over the link L from its mesh to the reader's,
 
     a = max(e, free(L)) + c,  free(L) = a        the result arrives; a link sends one thing after the other
@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.schedules.tasks import Schedule, TaskKind
+from autopar.schedules.tasks import Schedule
 
-PerStage = Mapping[tuple[TaskKind, int], float]
+PerStage = Mapping[tuple[str, int], float]
 """Seconds by kind of task and stage."""
 
 
@@ -61,8 +61,8 @@ class _Meshes:
         self.now: list[float] = [0] * meshes
         self.busy: list[float] = [0] * meshes
         self._free: dict[tuple[int, int], float] = {}
-        self._arrival: dict[tuple[TaskKind, int], list[float | None]] = {}
-        self._sends: dict[tuple[TaskKind, int], tuple[list[float | None], tuple[int, int], float]] = {}
+        self._arrival: dict[tuple[str, int], list[float | None]] = {}
+        self._sends: dict[tuple[str, int], tuple[list[float | None], tuple[int, int], float]] = {}
         for kind in schedule.kinds:
             step = 1 if kind == "forward" else -1
             first = 0 if step == 1 else last
@@ -97,7 +97,7 @@ class _Meshes:
         self.now[mesh] = now
         return self._place[mesh] - begun
 
-    def _send(self, key: tuple[TaskKind, int], microbatch: int, now: float) -> None:
+    def _send(self, key: tuple[str, int], microbatch: int, now: float) -> None:
         arrivals, link, seconds = self._sends[key]
         if link[0] != link[1]:
             now = self._free[link] = max(now, self._free.get(link, 0)) + seconds

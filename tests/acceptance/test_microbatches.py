@@ -10,6 +10,7 @@ from autopar.cost_model.hardware import Cluster
 from tests.acceptance.models import mlp
 from tests.acceptance.planning import assert_whole, compiled
 from tests.oracles import assert_same_as_jit, census, census_of_text
+from tests.schedules.chains import TRAINING_IN_ONE
 
 
 def test_case_19_one_gradient_all_reduce_per_step_after_the_loop():
@@ -24,7 +25,7 @@ def test_case_19_one_gradient_all_reduce_per_step_after_the_loop():
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", TRAINING_IN_ONE)
 def test_case_20_two_data_parallel_stages_reduce_each_gradient_once_per_step_and_nothing_in_forward(schedule):
     problem = mlp(256, 16, layers=4)
     machine = Cluster.uniform(alpha=(1.0, 1.0), beta=(1.0, 1.0))

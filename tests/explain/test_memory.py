@@ -6,6 +6,7 @@ from autopar.explain import explain
 from autopar.explain.memory import parts_of_peak
 from tests.explain.test_pipelines import pipeline_of, stage_of
 from tests.plan_examples import rows_of
+from tests.schedules.chains import TRAINING_IN_ONE
 from tests.why.test_leaf import MODES, planned
 
 GIB = 2**30
@@ -29,7 +30,7 @@ def test_a_plan_that_does_not_know_the_parts_has_no_such_table():
     assert TITLE not in explain(pipeline_of(stage_of(0), stage_of(1)))
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("schedule", TRAINING_IN_ONE)
 def test_the_parts_of_planned_stages_add_up_to_their_peaks(schedule):
     plan = planned(**MODES["stages"] | {"schedule": schedule})
     for stage in plan.stages:

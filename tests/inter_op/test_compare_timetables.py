@@ -16,8 +16,9 @@ from autopar.plan import Alternative
 from autopar.schedules.schedules import make_schedule
 from tests.inter_op.test_search import arguments, step, two_nodes
 from tests.oracles import assert_same_as_jit
+from tests.schedules.chains import TRAINING_IN_CHUNKS
 
-BY_HAND = [("1f1b", 1), ("eager-1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("interleaved", 4)]
+BY_HAND = [*TRAINING_IN_CHUNKS, ("interleaved", 4)]
 
 
 def planned(weights, x, **options):

@@ -15,7 +15,8 @@ import pytest
 from autopar.models.registry import build
 from tests.acceptance.models import widened
 from tests.oracles import assert_same_as_jit
-from tests.test_pipeline_slow import LAYOUTS, SCHEDULES, in_stages
+from tests.schedules.chains import TRAINING_IN_CHUNKS, TRAINING_IN_ONE
+from tests.test_pipeline_slow import LAYOUTS, in_stages
 
 LAYERS, EXAMPLES, WIDTH, RATE = 8, 16, 8, 1e-2
 
@@ -67,7 +68,7 @@ def every_setting():
     """All that is possible; where meshes are mixed there are three stages, once."""
     return [
         pytest.param(stages, m, schedule, virtual, layout, id=f"{stages}-{m}-{schedule}-{layout}")
-        for stages, m, (schedule, virtual), layout in itertools.product((2, 4), (1, 4, 8), SCHEDULES, LAYOUTS)
+        for stages, m, (schedule, virtual), layout in itertools.product((2, 4), (1, 4, 8), TRAINING_IN_CHUNKS, LAYOUTS)
         if is_possible(stages, m, schedule, layout) and (layout != "mixed" or stages == 2)
     ]
 
@@ -96,7 +97,7 @@ def wide_resnet():
     ("stages", "layout"),
     [*itertools.product((2, 4), ("one device", "data parallel", "weights split")), (3, "mixed")],
 )
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", TRAINING_IN_ONE)
 def test_a_wide_resnet_in_stages_computes_what_jit_computes(stages, schedule, layout):
     """In float64, where all layouts differ from jit by at most 5e-16 of scale (0.10.2).
 
@@ -127,7 +128,7 @@ def test_a_wide_resnet_whose_examples_are_reversed_differs_from_itself_by_roundi
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*of the forward work is one operation")
 @pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b", "zb-h1"])
+@pytest.mark.parametrize("schedule", TRAINING_IN_ONE)
 def test_a_wide_resnet_in_stages_computes_what_jit_computes_in_float32_where_sums_are_in_the_same_order(
     stages, schedule
 ):

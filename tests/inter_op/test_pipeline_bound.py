@@ -12,6 +12,7 @@ from autopar.errors import AutoparError
 from autopar.explain import explain
 from autopar.inter_op.describe_pipeline import bound_stages
 from autopar.pipeline_plan import PipelinePlan, plan_from_json
+from autopar.schedules.schedules import TRAINING
 from tests.inter_op.test_search import arguments, request_on, step, traced_step, two_nodes
 
 ROUNDING = 1 + 1e-9
@@ -34,7 +35,7 @@ def planned(width, batch, machine, **options):
     return autopar.parallelize(step, devices=4, cluster=machine, **options).plan(weights, x)
 
 
-EVERY = ((1, 2, 4), (1, 2, 8), ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "interleaved"))
+EVERY = ((1, 2, 4), (1, 2, 8), TRAINING)
 FEW = ((1, 2), (1, 8), ("gpipe", "zb-h1"))
 """Stages, microbatches and schedules: for `make test-all`, and for `make test`."""
 

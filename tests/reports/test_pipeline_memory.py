@@ -3,10 +3,11 @@
 import pytest
 
 from autopar.reports.html.pipeline_memory import memory_over_step
+from tests.schedules.chains import TRAINING_IN_ONE
 from tests.why.test_leaf import MODES, planned
 
 
-@pytest.fixture(scope="module", params=["1f1b", "eager-1f1b", "gpipe", "zb-h1"])
+@pytest.fixture(scope="module", params=TRAINING_IN_ONE)
 def plan(request):
     return planned(**MODES["stages"] | {"schedule": request.param})
 

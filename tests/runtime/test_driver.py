@@ -12,7 +12,7 @@ from autopar.schedules.chain import make_chain
 from autopar.schedules.instructions import Free, Receive, Run, Send, Value
 from autopar.schedules.schedules import make_schedule
 from tests.runtime.watched import Watched, nothing, wait_for
-from tests.schedules.chains import driver_of, expected, inputs_of, small_schedules
+from tests.schedules.chains import TRAINING_IN_ONE, driver_of, expected, inputs_of, small_schedules
 
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
@@ -29,7 +29,7 @@ def test_every_small_schedule_computes_what_a_plain_loop_computes():
 
 def test_all_schedules_add_gradients_in_the_same_order_to_the_last_bit():
     results = []
-    for name in ("gpipe", "1f1b", "eager-1f1b", "zb-h1"):
+    for name in TRAINING_IN_ONE:
         schedule = make_schedule(name, num_meshes=4, num_microbatches=8)
         inputs = inputs_of(
             make_chain(schedule), lambda mesh, v: {"w": 1.1, "d": 0.0, "x": 0.1 * ((v.microbatch or 0) + 1)}[v.name[0]]

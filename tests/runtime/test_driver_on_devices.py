@@ -16,7 +16,7 @@ from autopar.runtime.driver import Driver
 from autopar.schedules.chain import make_chain
 from autopar.schedules.instructions import Value
 from autopar.schedules.schedules import make_schedule
-from tests.schedules.chains import ctrl_c, small_schedules
+from tests.schedules.chains import TRAINING_IN_ONE, ctrl_c, small_schedules
 
 WIDTH = 8
 
@@ -154,7 +154,7 @@ def test_gradients_are_those_of_jax_grad(schedule):
     assert_equal(Step(schedule).gradients(), by_jax_grad(schedule.num_stages, schedule.num_microbatches))
 
 
-@pytest.mark.parametrize("name", ["1f1b", "eager-1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("name", TRAINING_IN_ONE)
 def test_meshes_of_several_devices_give_the_same(name):
     schedule = make_schedule(name, num_meshes=2, num_microbatches=4)
     assert_equal(Step(schedule, per_mesh=4).gradients(), by_jax_grad(2, 4))

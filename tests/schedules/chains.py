@@ -12,7 +12,12 @@ import time
 from autopar.errors import ScheduleError
 from autopar.runtime.driver import Driver
 from autopar.schedules.chain import make_chain
-from autopar.schedules.schedules import SCHEDULES, make_schedule
+from autopar.schedules.schedules import NAMED_SCHEDULES, SCHEDULES, TRAINING, make_schedule
+
+TRAINING_IN_CHUNKS = [(name, NAMED_SCHEDULES[name].fewest_chunks) for name in TRAINING]
+"""Every schedule with a backward, and the least number of chunks that a mesh may have in it."""
+TRAINING_IN_ONE = [name for name, chunks in TRAINING_IN_CHUNKS if chunks == 1]
+"""Those in which a mesh may have one chunk."""
 
 
 def small_schedules(max_meshes=4, max_microbatches=9, max_virtual=3):

@@ -8,12 +8,11 @@ from autopar.schedules.chain import make_chain
 from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.schedules import make_schedule
 from autopar.schedules.simulate import simulate
-
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("eager-1f1b", 1), ("zb-h1", 1), ("interleaved", 2)]
+from tests.schedules.chains import TRAINING_IN_CHUNKS
 
 
 def schedules():
-    for name, chunks in SCHEDULES:
+    for name, chunks in TRAINING_IN_CHUNKS:
         for p in (1, 2, 3, 4):
             for m in (1, 2, 4, 5, 8):
                 if name != "interleaved" or m % p == 0:

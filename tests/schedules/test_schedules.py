@@ -121,7 +121,7 @@ def test_interleaving_tells_which_numbers_of_microbatches_would_do():
 def test_one_chunk_per_mesh_is_nothing_to_interleave_and_several_need_interleaving():
     with pytest.raises(ScheduleError, match="virtual_stages=1 has nothing to interleave; use '1f1b'"):
         make_schedule("interleaved", num_meshes=4, num_microbatches=8)
-    with pytest.raises(ScheduleError, match="'zb-h1' runs one chunk per mesh, not virtual_stages=2; use 'interleaved'"):
+    with pytest.raises(ScheduleError, match=r"'zb-h1' runs one stage per mesh: virtual_stages=2 is for 'interleaved'"):
         make_schedule("zb-h1", num_meshes=4, num_microbatches=8, virtual_stages=2)
 
 

@@ -8,7 +8,7 @@ counts), n its devices, D all. Then
 
     T = a sum t + sum c + b(S) max t + max o
 
-              gpipe, 1f1b, eager-1f1b, inference   a = 1    b = B - 1
+              backward is one task     a = 1    b = B - 1       1f1b, gpipe and their like, and inference
               interleaved, v chunks    a = 1/v  b = v B - 1     a "stage" is a chunk, S = p v, all meshes equal, p divides B
               zb-h1                    a = 1/3  b = B - 1/3 + max(0, S - B)/3     the three kinds of task equally long
               one stage                a = 1    b = B - 1       no pipeline: a loop in one executable
@@ -26,15 +26,14 @@ fits if it fits at any place) is quick; F itself is computed only if that bound 
 attains the minimum under y beats all others that do not have a smaller max o. `tolerance` also drops intervals that could gain
 less; `bound_s` is then the time that no choice beats. Ties: fewer stages, then earlier cuts, then earlier submeshes in the list.
 
-What can go wrong: costs may not add up over layers, so the caller plans the chosen stages as wholes. 1F1B and zb-h1 wait for more
-transfers than the first, which T leaves out and the caller simulates.
+What can go wrong: costs may not add up over layers, so the caller plans the chosen stages as wholes. 1F1B and zb-h1 wait for the
+transfers of more than one microbatch; T leaves the others out, and the caller, who times the schedule, does not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import get_args
 
 import numpy as np
 
@@ -48,7 +47,7 @@ from autopar.inter_op.dynamic_program.describe_choice import (
 from autopar.inter_op.dynamic_program.problem import Manual, SlowerStages, StageChoice, StageProblem
 from autopar.inter_op.dynamic_program.recursion import TIE, Family, Stages, exact, families_of, quick, stages_of
 from autopar.inter_op.dynamic_program.submeshes import place, submeshes, tiles
-from autopar.schedules.schedules import ScheduleName
+from autopar.schedules.schedules import SCHEDULES
 from autopar.solver.budget import Budget
 
 
@@ -114,10 +113,8 @@ def may_fit(problem: StageProblem, manual: Manual) -> bool:
 
 def _check(problem: StageProblem, manual: Manual) -> None:
     wrong = []
-    if problem.schedule not in get_args(ScheduleName):
-        wrong.append(
-            f"schedule {problem.schedule!r} is unknown; there are {', '.join(map(repr, get_args(ScheduleName)))}"
-        )
+    if problem.schedule not in SCHEDULES:
+        wrong.append(f"schedule {problem.schedule!r} is unknown; there are {', '.join(map(repr, SCHEDULES))}")
     if (problem.schedule == "interleaved") != (problem.virtual_stages > 1) or problem.virtual_stages < 1:
         wrong.append(
             f"schedule {problem.schedule!r} with virtual_stages={problem.virtual_stages}: 'interleaved' needs two or more, "

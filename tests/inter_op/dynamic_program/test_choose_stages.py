@@ -18,16 +18,9 @@ from autopar.schedules.in_flight import microbatches_in_flight
 from autopar.schedules.schedules import make_schedule
 from autopar.schedules.tasks import task_times
 from autopar.solver.budget import Budget
+from tests.schedules.chains import TRAINING_IN_CHUNKS
 
-SCHEDULES = (
-    ("1f1b", 1),
-    ("eager-1f1b", 1),
-    ("gpipe", 1),
-    ("inference", 1),
-    ("interleaved", 2),
-    ("interleaved", 3),
-    ("zb-h1", 1),
-)
+SCHEDULES = (*TRAINING_IN_CHUNKS, ("inference", 1), ("interleaved", 3))
 
 
 def problem_of(costs, options, cluster, microbatches, schedule="1f1b", virtual_stages=1, memory_bytes=math.inf):
