@@ -117,14 +117,16 @@ def test_a_stage_keeps_what_its_plan_says_under_every_schedule(name, meshes, chu
 
 @pytest.mark.parametrize("name", ["perceptron", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_the_predicted_peak_is_what_the_compiled_tasks_need_on_top_of_what_is_there(name):
-    """XLA's own account of every task, in the order of the instructions."""
+    """XLA's own account of every task, in the order of the instructions.
+
+    A plan has room for all that a fast neighbour may send ahead, which in eager 1F1B is more than what comes in that order.
+    """
     traced = traced_of(step, *arguments(32, layers=8, batch=4096)) if name == "perceptron" else traced_model(name)
     for plan, staged in planned(traced, [Timetable(8, one) for one in TRAINING_IN_ONE], meshes=2):
-        live = LiveBytes(plan, staged)
+        live, most = LiveBytes(plan, staged), 1.25 if plan.schedule == "eager-1f1b" else 1.16
         for mesh, stage in enumerate(staged.stages):
-            assert (
-                0.98 * live.peak_with_temporaries(mesh) <= stage.peak_bytes <= 1.16 * live.peak_with_temporaries(mesh)
-            )
+            real = live.peak_with_temporaries(mesh)
+            assert 0.98 * real <= stage.peak_bytes <= most * real, (plan.schedule, mesh)
 
 
 @pytest.mark.parametrize("meshes", [2, 4])
@@ -163,17 +165,18 @@ def by_two(weights, x, **options):
     return autopar.parallelize(step, cluster=two_nodes(1), **options).plan(weights, x)
 
 
-def test_a_limit_that_fits_1f1b_and_not_zb_h1_makes_the_search_choose_1f1b():
+def test_under_a_limit_that_fits_1f1b_and_not_zb_h1_the_search_chooses_the_fastest_that_fits():
     widths = (64, 64, 64, 64, 16, 16, 256, 16, 256, 16)
     weights, x = [jnp.ones(pair) for pair in itertools.pairwise(widths)], jnp.ones((4096, 64))
-    free = {name: by_two(weights, x, schedule=name) for name in ("1f1b", "zb-h1")}
+    free = {name: by_two(weights, x, schedule=name) for name in ("1f1b", "eager-1f1b", "zb-h1")}
     assert free["zb-h1"].step_s < free["1f1b"].step_s
-    assert by_two(weights, x).schedule == "zb-h1"
+    assert by_two(weights, x).schedule == min(free, key=lambda name: free[name].step_s)
     between = (free["1f1b"].peak_bytes + free["zb-h1"].peak_bytes) // 2
     assert free["1f1b"].stages[0].peak_bytes == free["zb-h1"].stages[0].peak_bytes < between
     assert free["1f1b"].stages[1].peak_bytes < between < free["zb-h1"].stages[1].peak_bytes
     plan = by_two(weights, x, memory_limit_bytes=between)
-    assert (plan.schedule, plan.recompute) == ("1f1b", False)
+    fitting = [name for name, one in free.items() if all(stage.peak_bytes <= between for stage in one.stages)]
+    assert (plan.schedule, plan.recompute) == (min(fitting, key=lambda name: free[name].step_s), False)
     assert plan.peak_bytes <= between
     for recompute, waiting in (("none", "2,228,224"), ("auto", "4,390,912")):
         with pytest.raises(

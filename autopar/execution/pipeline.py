@@ -37,7 +37,7 @@ from autopar.execution.slots import link_tasks
 from autopar.execution.transfers import Transfers
 from autopar.execution.turns import RUNNING
 from autopar.inter_op.describe_pipeline import PlannedPipeline
-from autopar.inter_op.plan_pipeline import schedule_of
+from autopar.inter_op.pipeline_seconds import schedule_of
 from autopar.inter_op.stage_seconds import Staged
 from autopar.intra_op.request import PlannedStep
 from autopar.pipeline_plan import PipelinePlan

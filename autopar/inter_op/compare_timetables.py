@@ -17,14 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError, warn
-from autopar.inter_op.describe_pipeline import (
-    ONCE,
-    PlannedPipeline,
-    bound_stages,
-    find_exposed_s,
-    once_a_step_s,
-    time_stages,
-)
+from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages
+from autopar.inter_op.pipeline_seconds import ONCE, find_exposed_s, once_a_step_s, time_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes, alternative_of, plan_in_other_schedules, plan_pipeline
 from autopar.inter_op.timetables import Timetable, latency_share, seconds_at
 from autopar.inter_op.tuning import TUNING, Tuning

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 
+from autopar.inter_op.pipeline_seconds import ONCE, find_exposed_s, once_a_step_s, time_stages
 from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes
 from autopar.intra_op.choices.least_work import find_work
 from autopar.intra_op.request import PlanRequest
@@ -23,12 +23,7 @@ from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import microbatches_in_flight
-from autopar.schedules.simulate import Simulation, simulate_schedule
-from autopar.schedules.step_time import PerStage, StepTime, time_step
 from autopar.schedules.tasks import Schedule
-
-ONCE = ("update", "weights")
-"""Transfers that happen once per step."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,57 +129,3 @@ def bound_stages(traced: TracedStep, request: PlanRequest, devices: int) -> floa
     """Seconds that no plan of a step in stages on so many devices takes less than; nor one on a mesh of all of them."""
     alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
     return find_work(traced.program, alone).in_stages_s(devices)
-
-
-def once_a_step_s(stages_once_s: Sequence[float], transfers: Sequence[TransferPlan]) -> float:
-    """Seconds of what all stages do once a step: they update their state at the same time, so the slowest counts, after the
-    longest transfer of that kind.
-    """
-    return max(stages_once_s) + max((t.predicted_s for t in transfers if t.what in ONCE), default=0.0)
-
-
-def find_exposed_s(
-    schedule: Schedule, seconds: Sequence[tuple[float, float]], transfers: Sequence[TransferPlan]
-) -> float:
-    """Seconds by which the transfers of microbatches make a step longer than `time_stages` of the same seconds says.
-
-    How much of them hides behind compute depends on the schedule: GPipe and eager 1F1B wait for those of one microbatch, if
-    they are no longer than a microbatch's work, 1F1B for more. Transfers between stages that are no neighbours are no part of
-    the chain that is timed; of these one microbatch's count.
-    """
-    backward = "input_gradient" if "input_gradient" in schedule.kinds else "backward"
-    sent_s: dict[tuple[str, int], float] = {}
-    skipped_s = 0.0
-    for item in transfers:
-        if (item.what, item.target - item.source) in (("forward", 1), ("backward", -1)):
-            sent_s["forward" if item.what == "forward" else backward, item.source] = item.predicted_s
-        elif item.what not in ONCE:
-            skipped_s += item.predicted_s
-    if not sent_s:
-        return skipped_s
-    run_s = _task_seconds(schedule, seconds)
-    return time_step(schedule, run_s, sent_s).makespan_s - time_step(schedule, run_s).makespan_s + skipped_s
-
-
-def time_stages(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> StepTime:
-    """The time of a schedule with these seconds of (forward, backward) per stage, and transfers that take none.
-
-    A split backward has two equal parts.
-    """
-    return time_step(schedule, _task_seconds(schedule, seconds))
-
-
-def simulate_stages(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> Simulation:
-    """The same, with the span of each task."""
-    run_s = _task_seconds(schedule, seconds)
-    return simulate_schedule(schedule, lambda run: run_s[run.kind, run.stage])
-
-
-def _task_seconds(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> PerStage:
-    """Seconds of each kind of task on each stage."""
-    parts = 2 if "weight_gradient" in schedule.kinds else 1
-    return {
-        (kind, stage): forward_s if kind == "forward" else backward_s / parts
-        for kind in schedule.kinds
-        for stage, (forward_s, backward_s) in enumerate(seconds)
-    }

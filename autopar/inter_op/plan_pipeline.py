@@ -208,16 +208,6 @@ def share_memory(request: PlanRequest, schedule: Schedule) -> PlanRequest:
     return dataclasses.replace(request, memory_limit_bytes=None if limit is None else limit // schedule.virtual_stages)
 
 
-def schedule_of(plan: PipelinePlan) -> Schedule:
-    """The schedule of a plan."""
-    return make_schedule(
-        plan.schedule,
-        num_meshes=plan.num_stages // plan.virtual_stages,
-        num_microbatches=plan.num_microbatches,
-        virtual_stages=plan.virtual_stages,
-    )
-
-
 def schedule_for(timetable: Timetable, num_meshes: int) -> Schedule:
     """The schedule of a timetable on this number of meshes."""
     return make_schedule(

@@ -15,8 +15,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autopar.errors import ArgumentError
-from autopar.inter_op.describe_pipeline import find_exposed_s, once_a_step_s, time_stages
-from autopar.inter_op.plan_pipeline import schedule_of
+from autopar.inter_op.pipeline_seconds import find_exposed_s, once_a_step_s, schedule_of, time_stages
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.recording.device_times import CollectiveRun, DeviceTimes, collective_runs, device_times

@@ -18,7 +18,7 @@ from autopar.explain import report
 from autopar.explain.report import TEXT_WIDTH
 from autopar.explain.verified import headline, verified_table
 from autopar.files.whole_file import save
-from autopar.inter_op.plan_pipeline import schedule_of
+from autopar.inter_op.pipeline_seconds import schedule_of
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.recording.run import RecordedRun

@@ -4,7 +4,7 @@ In: a `Plan` or a `PipelinePlan`, a cluster. Out: a `RepricedPlan`. Each collect
 axes on the new cluster's links; memory does not change. A plan keeps no operations, only their total seconds, so compute is
 scaled by the ratio of the two devices' rates, taken as the slower of arithmetic and memory bandwidth: exact where the plan is
 bound by one of them on both, an upper bound of the new time otherwise. The stages of a pipeline are priced one by one, and its
-step changes as the closed form of the schedule does. What can go wrong: a plan made for a cluster that has no preset.
+step changes as its schedule does, task by task. What can go wrong: a plan made for a cluster that has no preset.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import cast
 from autopar.cost_model.collectives import MeshCosts
 from autopar.cost_model.hardware import PRESETS, Cluster
 from autopar.cost_model.overlap import Communication, Kind
+from autopar.inter_op.pipeline_seconds import predict_step_s
 from autopar.intra_op.choices.overlap import hide, window
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import WITHIN, CollectivePlan, Plan
-from autopar.simulate.closed_forms.schedule_time import pipeline_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,7 @@ def _pipeline(plan: PipelinePlan, cluster: Cluster, before: Cluster) -> Repriced
     slower = [
         new.step_s / old.plan.step_s if old.plan.step_s else 1.0 for new, old in zip(stages, plan.stages, strict=True)
     ]
-    before_s = _schedule_s(plan, [1.0] * len(slower)) + sends.planned_s / plan.num_microbatches
-    after_s = _schedule_s(plan, slower) + sends.seconds / plan.num_microbatches
+    before_s, after_s = predict_step_s(plan), predict_step_s(_with_seconds(plan, slower, cluster))
     return RepricedPlan(
         cluster=cluster.name,
         planned_for=stages[0].planned_for,
@@ -126,19 +125,24 @@ def _pipeline(plan: PipelinePlan, cluster: Cluster, before: Cluster) -> Repriced
         peak_bytes=plan.peak_bytes,
         usable_memory_bytes=cluster.usable_memory_bytes,
         fits=plan.peak_bytes <= cluster.usable_memory_bytes,
-        basis=f"{len(stages)} stages: compute is that of the slowest one, communication that of all; the step waits for the "
-        f"transfers of one microbatch, those of the others run beside compute and may add up to more; {stages[0].basis}",
+        basis=f"{len(stages)} stages: compute is that of the slowest one, communication that of all, of which the "
+        f"schedule {plan.schedule} hides transfers beside compute; {stages[0].basis}",
     )
 
 
-def _schedule_s(plan: PipelinePlan, slower: Sequence[float]) -> float:
-    """Closed form of the schedule with every stage so many times slower; stages of one mesh add up."""
-    busy_s: dict[int, float] = {}
-    for stage, factor in zip(plan.stages, slower, strict=True):
-        busy_s[stage.mesh] = busy_s.get(stage.mesh, 0.0) + factor * (stage.forward_s + stage.backward_s)
-    once_s = max(factor * stage.once_s for stage, factor in zip(plan.stages, slower, strict=True))
-    microbatches, chunks = plan.num_microbatches, plan.virtual_stages
-    return pipeline_s(list(busy_s.values()), microbatches=microbatches, virtual_stages=chunks) + once_s
+def _with_seconds(plan: PipelinePlan, slower: Sequence[float], cluster: Cluster) -> PipelinePlan:
+    """The plan with every stage so many times slower, and with the transfers of another cluster."""
+    stages = [
+        dataclasses.replace(
+            stage,
+            forward_s=factor * stage.forward_s,
+            backward_s=factor * stage.backward_s,
+            once_s=factor * stage.once_s,
+        )
+        for stage, factor in zip(plan.stages, slower, strict=True)
+    ]
+    sent = [dataclasses.replace(item, predicted_s=plan.transfer_s(item, cluster)) for item in plan.transfers]
+    return dataclasses.replace(plan, stages=tuple(stages), transfers=tuple(sent))
 
 
 def _join_kinds(kinds: Iterable[RepricedKind]) -> tuple[RepricedKind, ...]:

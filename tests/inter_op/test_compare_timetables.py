@@ -9,7 +9,7 @@ import pytest
 import autopar
 from autopar import ArgumentError
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op.describe_pipeline import find_exposed_s
+from autopar.inter_op.pipeline_seconds import find_exposed_s
 from autopar.inter_op.tuning import TUNING
 from autopar.pipeline_plan import TransferPlan
 from autopar.plan import Alternative

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.explain.figures import meshes_of
-from autopar.inter_op.describe_pipeline import simulate_stages
-from autopar.inter_op.plan_pipeline import schedule_of
+from autopar.inter_op.pipeline_seconds import schedule_of, simulate_stages
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 from autopar.schedules.instructions import Run
 from autopar.schedules.timeline import Span

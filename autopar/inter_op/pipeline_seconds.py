@@ -1,0 +1,91 @@
+"""Seconds of a pipeline's step from those of its stages and transfers.
+
+In: a schedule, seconds of forward and backward per microbatch of each stage, and the transfers between stages. Out: the step's
+time and its parts. A step is the makespan of the schedule (`time_stages`), what the stages wait for transfers (`find_exposed_s`),
+and what they do once (`once_a_step_s`). Whoever plans, prices a plan again, draws it or holds it against a measurement asks here.
+What can go wrong: transfers between stages that are no neighbours are not timed; one microbatch's are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.pipeline_plan import PipelinePlan, TransferPlan
+from autopar.schedules.schedules import make_schedule
+from autopar.schedules.simulate import Simulation, simulate_schedule
+from autopar.schedules.step_time import PerStage, StepTime, time_step
+from autopar.schedules.tasks import Schedule
+
+ONCE = ("update", "weights")
+"""Transfers that happen once per step."""
+
+
+def schedule_of(plan: PipelinePlan) -> Schedule:
+    """The schedule of a plan."""
+    return make_schedule(
+        plan.schedule,
+        num_meshes=plan.num_stages // plan.virtual_stages,
+        num_microbatches=plan.num_microbatches,
+        virtual_stages=plan.virtual_stages,
+    )
+
+
+def predict_step_s(plan: PipelinePlan) -> float:
+    """Seconds of a step from the seconds of the plan's stages and transfers: `plan.step_s`, where these are as planned."""
+    schedule, seconds = schedule_of(plan), [(stage.forward_s, stage.backward_s) for stage in plan.stages]
+    once_s = once_a_step_s([stage.once_s for stage in plan.stages], plan.transfers)
+    return time_stages(schedule, seconds).makespan_s + find_exposed_s(schedule, seconds, plan.transfers) + once_s
+
+
+def once_a_step_s(stages_once_s: Sequence[float], transfers: Sequence[TransferPlan]) -> float:
+    """Seconds of what all stages do once a step: they update their state at the same time, so the slowest counts, after the
+    longest transfer of that kind.
+    """
+    return max(stages_once_s) + max((t.predicted_s for t in transfers if t.what in ONCE), default=0.0)
+
+
+def find_exposed_s(
+    schedule: Schedule, seconds: Sequence[tuple[float, float]], transfers: Sequence[TransferPlan]
+) -> float:
+    """Seconds by which the transfers of microbatches make a step longer than `time_stages` of the same seconds says.
+
+    How much of them hides behind compute depends on the schedule: GPipe and eager 1F1B wait for those of one microbatch, if
+    they are no longer than a microbatch's work, 1F1B for more. Transfers between stages that are no neighbours are no part of
+    the chain that is timed; of these one microbatch's count.
+    """
+    backward = "input_gradient" if "input_gradient" in schedule.kinds else "backward"
+    sent_s: dict[tuple[str, int], float] = {}
+    skipped_s = 0.0
+    for item in transfers:
+        if (item.what, item.target - item.source) in (("forward", 1), ("backward", -1)):
+            sent_s["forward" if item.what == "forward" else backward, item.source] = item.predicted_s
+        elif item.what not in ONCE:
+            skipped_s += item.predicted_s
+    if not sent_s:
+        return skipped_s
+    run_s = _task_seconds(schedule, seconds)
+    return time_step(schedule, run_s, sent_s).makespan_s - time_step(schedule, run_s).makespan_s + skipped_s
+
+
+def time_stages(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> StepTime:
+    """The time of a schedule with these seconds of (forward, backward) per stage, and transfers that take none.
+
+    A split backward has two equal parts.
+    """
+    return time_step(schedule, _task_seconds(schedule, seconds))
+
+
+def simulate_stages(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> Simulation:
+    """The same, with the span of each task."""
+    run_s = _task_seconds(schedule, seconds)
+    return simulate_schedule(schedule, lambda run: run_s[run.kind, run.stage])
+
+
+def _task_seconds(schedule: Schedule, seconds: Sequence[tuple[float, float]]) -> PerStage:
+    """Seconds of each kind of task on each stage."""
+    parts = 2 if "weight_gradient" in schedule.kinds else 1
+    return {
+        (kind, stage): forward_s if kind == "forward" else backward_s / parts
+        for kind in schedule.kinds
+        for stage, (forward_s, backward_s) in enumerate(seconds)
+    }
