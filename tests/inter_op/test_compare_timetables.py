@@ -9,11 +9,8 @@ import pytest
 import autopar
 from autopar import ArgumentError
 from autopar.errors import OutOfMemoryError
-from autopar.inter_op.pipeline_seconds import find_exposed_s
 from autopar.inter_op.tuning import TUNING
-from autopar.pipeline_plan import TransferPlan
 from autopar.plan import Alternative
-from autopar.schedules.schedules import make_schedule
 from tests.inter_op.test_search import arguments, step, two_nodes
 from tests.oracles import assert_same_as_jit
 from tests.schedules.chains import TRAINING_IN_CHUNKS
@@ -119,21 +116,3 @@ def test_what_was_compared_goes_with_the_plan_and_into_its_file():
     assert chosen in plan.compared
     assert np.isclose(min(one.step_s or np.inf for one in plan.compared), plan.step_s)
     assert not planned(*arguments(64, batch=8), num_microbatches=2, schedule="gpipe").compared
-
-
-def test_what_stages_wait_for_transfers_depends_on_the_schedule():
-    """Equal stages and neighbours: one microbatch's transfers in GPipe and eager 1F1B, more in 1F1B."""
-    for p, m in ((2, 8), (3, 8), (4, 4)):
-        sent = [
-            TransferPlan(source=a, target=b, what=what, bytes=1, count=m, predicted_s=0.25)
-            for s in range(p - 1)
-            for a, b, what in ((s, s + 1, "forward"), (s + 1, s, "backward"))
-        ]
-        waited = {
-            name: find_exposed_s(make_schedule(name, num_meshes=p, num_microbatches=m), [(1.0, 2.0)] * p, sent)
-            for name in ("gpipe", "1f1b", "eager-1f1b")
-        }
-        first_s = 2 * (p - 1) * 0.25
-        assert waited["gpipe"] == pytest.approx(first_s)
-        assert waited["eager-1f1b"] == pytest.approx(first_s)
-        assert waited["1f1b"] == pytest.approx(first_s + 2 * 0.25 * ((m - 1) * (p - 1) // p))

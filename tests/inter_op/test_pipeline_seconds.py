@@ -1,0 +1,54 @@
+"""Seconds of a pipeline's step: by hand for equal stages, and the same in plan, report and simulator."""
+
+import dataclasses
+
+import pytest
+
+from autopar.cost_model.hardware import preset
+from autopar.explain.figures import parts_of
+from autopar.inter_op.pipeline_seconds import ONCE, find_exposed_s, predict_step_s, schedule_of
+from autopar.pipeline_plan import TransferPlan
+from autopar.schedules.schedules import make_schedule
+from autopar.simulate.reprice import reprice
+from tests.schedules.chains import TRAINING_IN_ONE
+from tests.why.test_leaf import planned
+
+STAGES = {"num_stages": 2, "num_microbatches": 8, "mesh_shape": (1,), "devices": 2, "recompute": "none"}
+
+
+def machine(slower):
+    """A node whose devices are joined by links so many times slower."""
+    cluster = preset("p3.16xlarge")
+    tiers = [dataclasses.replace(tier, bytes_per_s=tier.bytes_per_s / slower) for tier in cluster.tiers]
+    return dataclasses.replace(cluster, tiers=tuple(tiers))
+
+
+@pytest.mark.parametrize("name", TRAINING_IN_ONE)
+def test_plan_report_and_simulator_have_the_same_seconds(name):
+    """Priced on a machine with slow links, a plan takes what one that is made for these links takes."""
+    here, there = (planned(**STAGES, schedule=name, cluster=machine(slower)) for slower in (1, 200))
+    assert predict_step_s(here) == pytest.approx(here.step_s, rel=1e-12)
+    assert reprice(here, machine(200), planned_for=machine(1)).step_s == pytest.approx(there.step_s, rel=1e-9)
+    seconds = [(stage.forward_s, stage.backward_s) for stage in there.stages]
+    exposed_s = find_exposed_s(schedule_of(there), seconds, there.transfers)
+    assert exposed_s >= sum(t.predicted_s for t in there.transfers if t.what not in ONCE) * (1 - 1e-9)
+    (row,) = [part for part in parts_of(there) if part.name == "transfers that are waited for"]
+    assert row.seconds == pytest.approx(exposed_s)
+
+
+def test_what_stages_wait_for_transfers_depends_on_the_schedule():
+    """Equal stages and neighbours: one microbatch's transfers in GPipe and eager 1F1B, more in 1F1B."""
+    for p, m in ((2, 8), (3, 8), (4, 4)):
+        sent = [
+            TransferPlan(source=a, target=b, what=what, bytes=1, count=m, predicted_s=0.25)
+            for s in range(p - 1)
+            for a, b, what in ((s, s + 1, "forward"), (s + 1, s, "backward"))
+        ]
+        waited = {
+            name: find_exposed_s(make_schedule(name, num_meshes=p, num_microbatches=m), [(1.0, 2.0)] * p, sent)
+            for name in ("gpipe", "1f1b", "eager-1f1b")
+        }
+        first_s = 2 * (p - 1) * 0.25
+        assert waited["gpipe"] == pytest.approx(first_s)
+        assert waited["eager-1f1b"] == pytest.approx(first_s)
+        assert waited["1f1b"] == pytest.approx(first_s + 2 * 0.25 * ((m - 1) * (p - 1) // p))
