@@ -32,7 +32,13 @@ MIXED = [(1,), (1,), (2,)]
         ({"mesh_shape": (8,)}, ArgumentError, r"meshes \(2 times \(8,\)\) need 16 devices, there are 8; use smaller"),
         ({"mesh_shape": [(4,), (8,)]}, ArgumentError, r"meshes \(\(4,\), \(8,\)\) need 12 devices, there are 8"),
         ({"num_microbatches": 3}, ArgumentError, "3 does not divide the examples .* Numbers that do: 1, 2, 4, 8"),
-        ({"schedule": "dualpipe"}, ArgumentError, "schedule='dualpipe': 'auto' or one of 1f1b, gpipe"),
+        ({"schedule": "two-way"}, ArgumentError, "schedule='two-way': 'auto' or one of 1f1b, .*zb-h1 is expected$"),
+        ({"schedule": "eager"}, ArgumentError, "zb-h1 is expected; did you mean 'eager-1f1b'"),
+        (
+            {"schedule": "zb-h1", "virtual_stages": 2},
+            ScheduleError,
+            "'zb-h1' runs one stage per mesh: virtual_stages=2 is for 'interleaved'",
+        ),
         (
             {"schedule": "inference"},
             ArgumentError,
