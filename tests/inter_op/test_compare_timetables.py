@@ -78,7 +78,7 @@ def test_the_chosen_timetable_runs_like_jit():
 
 def test_under_a_memory_limit_what_does_not_fit_is_left_and_the_rest_is_no_worse_than_by_hand():
     weights, x = arguments(32, layers=4, batch=4096)
-    counts = (2, 4, 8, 16, 32, 64)
+    counts = (2, 8, 32, 64)
     free = planned(weights, x)
     tight = int(0.6 * free.peak_bytes)
     plan = planned(weights, x, memory_limit_bytes=tight)
