@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from autopar.plan import Plan as Plan
     from autopar.program.layer_boundary import layer_boundary as layer_boundary
     from autopar.recording.run import RecordedRun as RecordedRun
-    from autopar.rules.table import register_rule as register_rule
+    from autopar.rules.unlisted.register import register_rule as register_rule
     from autopar.split_array import SplitArray as SplitArray
     from autopar.training.run import Run as Run
     from autopar.verification import Verification as Verification
@@ -76,7 +76,7 @@ _MODULES = {
     "plain_jit": "execution.plain_jit",
     "plan_from_json": "pipeline_plan",
     "record": "measuring.recorder",
-    "register_rule": "rules.table",
+    "register_rule": "rules.unlisted.register",
     "restore": "checkpoints.save",
     "save": "checkpoints.save",
     "zero1": "layouts.constraints",

@@ -67,7 +67,7 @@ from autopar.program.loops import LoopEquation
 from autopar.program.step import TracedStep, require_state, require_state_like
 from autopar.program.trace import trace
 from autopar.progress import Progress, enter, report
-from autopar.rules.notices import warn_of_operations
+from autopar.rules.unlisted.notices import warn_of_operations
 from autopar.runtime.meetings import group_of, refusing_together
 from autopar.runtime.thread_settings import under
 from autopar.schedules.schedules import Open

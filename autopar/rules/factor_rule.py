@@ -47,7 +47,7 @@ class FactorRule:
     together: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
-        text = f"{_show_operands(self.inputs)} -> {_show_operands(self.outputs)}"
+        text = f"{show_operands(self.inputs)} -> {show_operands(self.outputs)}"
         for monoid in MONOIDS:
             members = [name for name, m in self.reduced if m == monoid]
             text += f" | {monoid}: {' '.join(members)}" if members else ""
@@ -117,7 +117,8 @@ def make_rule(
     )
 
 
-def _show_operands(operands: Sequence[Operand]) -> str:
+def show_operands(operands: Sequence[Operand]) -> str:
+    """Operands as a rule is written."""
     return ", ".join(" ".join(_show_dim(dim) for dim in operand) or "." for operand in operands)
 
 

@@ -7,28 +7,44 @@ means nothing, or not these shapes; every such text is a `RuleError` that quotes
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.errors import RuleError
 from autopar.layouts.monoids import MONOIDS
-from autopar.rules.factor_rule import Dim, FactorRule, Operand
+from autopar.rules.factor_rule import Dim, FactorRule, Operand, show_operands
 
 CLAUSES = (*MONOIDS, "whole", "together", "seed", "linear", "any")
 
 
-def parse(text: str, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> FactorRule:
-    """Read the notation for an operation of these shapes; RuleError says what is wrong and where."""
+@dataclasses.dataclass(frozen=True)
+class Notation:
+    """A rule's words: factors of the dimensions of inputs and outputs, and what stands in its clauses."""
+
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+    fields: Mapping[str, str]
+
+
+def read(text: str) -> Notation:
+    """Read the notation, whatever the shapes; RuleError says what means nothing."""
     head, *clauses = text.split("|")
     if head.count("->") != 1:
         raise RuleError(f"rule '{text}' needs exactly one '->' between its inputs and its outputs")
     inputs, outputs = (_parse_operands(text, side) for side in head.split("->"))
-    fields = _parse_clauses(text, clauses)
+    return Notation(inputs, outputs, _parse_clauses(text, clauses))
+
+
+def parse(text: str, in_shapes: Sequence[Sequence[int]], out_shapes: Sequence[Sequence[int]]) -> FactorRule:
+    """Read the notation for an operation of these shapes; RuleError says what is wrong and where."""
+    notation = read(text)
+    fields, sides = notation.fields, ((notation.inputs, in_shapes), (notation.outputs, out_shapes))
     rule = FactorRule(
-        inputs=inputs,
-        outputs=outputs,
-        sizes=tuple(_solve_sizes(text, (*inputs, *outputs), (*in_shapes, *out_shapes)).items()),
+        inputs=notation.inputs,
+        outputs=notation.outputs,
+        sizes=tuple(_solve_sizes(text, _pair(text, sides)).items()),
         reduced=tuple((factor, monoid) for monoid in MONOIDS for factor in fields.get(monoid, "").split()),
         whole=frozenset(fields.get("whole", "").split()),
         seeds=_parse_inputs(text, "seed", fields.get("seed", "")),
@@ -96,17 +112,33 @@ def _parse_inputs(text: str, key: str, words: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words.split())
 
 
-def _solve_sizes(text: str, operands: Sequence[Operand], shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-    """The size of each factor, from dimensions in which all other factors are known."""
-    if len(operands) != len(shapes):
-        raise RuleError(f"rule '{text}' names {len(operands)} operands, the operation has {len(shapes)}")
+def _pair(text: str, sides: Iterable[tuple[Sequence[Operand], Sequence[Sequence[int]]]]) -> list[tuple[Dim, int]]:
+    """The dimensions of inputs and of outputs, each with its size. Raises RuleError unless they are as many."""
     pairs: list[tuple[Dim, int]] = []
-    for number, (operand, shape) in enumerate(zip(operands, shapes, strict=True)):
-        if len(operand) != len(shape):
+    for side, (operands, shapes) in zip(("input", "output"), sides, strict=True):
+        if len(operands) != len(shapes):
             raise RuleError(
-                f"rule '{text}': operand {number} has {len(operand)} dimensions, its shape is {tuple(shape)}"
+                f"rule '{text}' names {len(operands)} {side}s, the operation has {len(shapes)}{_guess(operands, shapes)}"
             )
-        pairs += zip(operand, shape, strict=True)
+        for number, (operand, shape) in enumerate(zip(operands, shapes, strict=True)):
+            if len(operand) != len(shape):
+                raise RuleError(
+                    f"rule '{text}': {side} {number} has {len(operand)} dimensions, its shape is {tuple(shape)}"
+                )
+            pairs += zip(operand, shape, strict=True)
+    return pairs
+
+
+def _guess(operands: Sequence[Operand], shapes: Sequence[Sequence[int]]) -> str:
+    """What is meant by commas between the dimensions of one operand."""
+    if len(shapes) != 1 or len(operands) != len(shapes[0]) or any(len(operand) != 1 for operand in operands):
+        return ""
+    meant = show_operands([tuple(dim for operand in operands for dim in operand)])
+    return f": commas separate operands, spaces the dimensions of one; is '{meant}' meant?"
+
+
+def _solve_sizes(text: str, pairs: Sequence[tuple[Dim, int]]) -> dict[str, int]:
+    """The size of each factor, from dimensions in which all other factors are known."""
     sizes: dict[str, int] = {}
     for _ in range(len(pairs) + 1):
         for dim, size in pairs:

@@ -49,6 +49,26 @@ class LocalCall:
         """Local shape of an output."""
         return tuple(self.local_size(dim) for dim in self.rule.outputs[output])
 
+    def difference(self, results: Sequence[jax.Array]) -> str | None:
+        """How results differ from the shapes that the rule promises on this shard, in words; None if they do not."""
+        promised = [self.out_shape(number) for number in range(len(self.rule.outputs))]
+        if not isinstance(results, list | tuple) or len(results) != len(promised):
+            given = f"{len(results)} results" if isinstance(results, list | tuple) else f"a {type(results).__name__}"
+            return f"its rule '{self.rule}' promises a sequence of {len(promised)} results on each device, there is {given}"
+        for number, (shape, result) in enumerate(zip(promised, results, strict=True)):
+            if jnp.shape(result) != shape:
+                return (
+                    f"its rule '{self.rule}' promises output {number} of shape {shape} on each device{self._cuts(number)}, the "
+                    f"operation gives {jnp.shape(result)} there"
+                )
+        return None
+
+    def _cuts(self, output: int) -> str:
+        """Which factors of an output are cut, in words."""
+        factors = dict.fromkeys(factor for dim in self.rule.outputs[output] for factor in dim)
+        cuts = [f"{factor} is cut in {self.ways(factor)}" for factor in factors if self.ways(factor) > 1]
+        return f" where {' and '.join(cuts)}" if cuts else ""
+
     def shard_index(self, factor: str) -> jax.Array | int:
         """Which shard of `factor` this device holds."""
         index: jax.Array | int = 0

@@ -25,7 +25,8 @@ class Work(enum.Enum):
     MOVE:        elements change places.
     REDUCTION:   whole dimensions are reduced.
     RANDOM:      random bits are drawn, at too high a price to draw them again for every reader.
-    OTHER:       anything else.
+    OTHER:       anything else: a kernel of its own, priced by the bytes that it reads and writes and by its start, whatever it
+                 computes.
     """
 
     CONTRACTION = "contraction"

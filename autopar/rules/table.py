@@ -17,16 +17,17 @@ Nothing else in autopar knows a primitive by name, except control flow, whose su
 
 Those of equinox are here too, of which diffrax's loops are made: nonbatchable, nondifferentiable_backward, nontraceable,
 select_if_vmap, unvmap_all, unvmap_any and unvmap_max. A primitive that is not here runs whole on every device, with one
-warning; `register_rule` adds one.
+warning; `unlisted/register.py` adds one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from autopar.compat import JaxprEqn
+import jax
+
+from autopar.compat import JaxprEqn, source_line
 from autopar.content import digest_of
 from autopar.errors import RuleError
 from autopar.rules import (
@@ -44,8 +45,7 @@ from autopar.rules import (
     windows,
 )
 from autopar.rules.factor_rule import FactorRule
-from autopar.rules.notation import parse
-from autopar.rules.primitive_rule import PrimitiveRule, Rule, Work
+from autopar.rules.primitive_rule import PrimitiveRule, Work
 
 RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
     {
@@ -296,7 +296,8 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "zeta": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
     }
 )
-_USER_RULES: dict[str, PrimitiveRule] = {}
+USER_RULES: dict[str, PrimitiveRule] = {}
+"""What `unlisted/register.py` adds, while the process runs."""
 _FALLBACK = PrimitiveRule(rule=by_shape.everything_whole)
 _PYTHON = PrimitiveRule(rule=by_shape.everything_whole, local=python_calls.call_python)
 _ASKED = PrimitiveRule(rule=by_shape.everything_whole, local=python_calls.ask_once, once=True)
@@ -304,74 +305,20 @@ _WITHOUT_RULE = {"call_python": _PYTHON, "io_callback": _ASKED, "pure_callback":
 """How primitives run whole that cannot be bound as they are."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Notated:
-    """A rule that a user wrote down: every equation is described by the same text."""
-
-    notation: str
-
-    def __call__(self, eqn: JaxprEqn) -> FactorRule:
-        return parse(self.notation, *_shapes(eqn))
-
-
-def register_rule(
-    primitive: str,
-    notation: str | Rule,
-    *,
-    local: on_shard.Local = on_shard.unchanged,
-    heavy: bool = False,
-    replace: bool = False,
-) -> None:
-    """Teach autopar how a primitive of your own shards, such as a Pallas kernel or a custom call.
-
-    Args:
-        primitive: the primitive's name.
-        notation: the factor rule as text, such as `"b s c, c e -> b s e | sum: c"`, or a function from the equation to a
-            `FactorRule`.
-        local: runs the equation on a shard; by default the primitive is bound with the same parameters.
-        heavy: whether it is to be priced as a contraction, 2 operations for every combination of its factors, and not as an
-            elementwise operation.
-        replace: whether the rule may take the place of another one that was registered for the primitive.
-
-    Raises:
-        RuleError: autopar has a rule for the primitive already, or another one was registered for it and `replace` is False. A
-            rule that does not describe an equation's shapes is refused when a step with it is planned.
-    """
-    if primitive in RULES:
-        raise RuleError(f"primitive {primitive!r} has a rule in autopar; only new primitives can be registered")
-    rule = notation if callable(notation) else _Notated(notation)
-    work, count = (Work.CONTRACTION, flops.of_product) if heavy else (Work.OTHER, flops.of_elements)
-    entry = PrimitiveRule(rule=rule, work=work, local=local, flops=count)
-    known = _USER_RULES.get(primitive)
-    if known is not None and known != entry and not replace:
-        raise RuleError(
-            f"primitive {primitive!r} has been registered with another rule, {_describe(known)}; pass replace=True to "
-            f"register {_describe(entry)} in its place"
-        )
-    _USER_RULES[primitive] = entry
-
-
 def find_registered(equations: Iterable[JaxprEqn]) -> list[str]:
     """The primitives among these equations for which the user registered a rule, in alphabetical order."""
-    return sorted({eqn.primitive.name for eqn in equations if eqn.primitive.name in _USER_RULES})
+    return sorted({eqn.primitive.name for eqn in equations if eqn.primitive.name in USER_RULES})
 
 
 def digest_registered(equations: Iterable[JaxprEqn]) -> dict[str, str]:
     """For each of these primitives a digest of its rule, and of how it runs on a shard, with the code of functions."""
-    return {name: digest_of(_USER_RULES[name])[:16] for name in find_registered(equations)}
-
-
-def _describe(entry: PrimitiveRule) -> str:
-    """A registered rule as its user wrote it."""
-    rule = repr(entry.rule.notation) if isinstance(entry.rule, _Notated) else f"the function {entry.rule!r}"
-    local = "" if entry.local is on_shard.unchanged else f" with local={entry.local!r}"
-    return f"{rule}{local}{' and heavy=True' if entry.heavy else ''}"
+    return {name: digest_of(USER_RULES[name])[:16] for name in find_registered(equations)}
 
 
 def entry_for(eqn: JaxprEqn) -> PrimitiveRule:
     """The table's entry for an equation, the fallback if there is none."""
     name = eqn.primitive.name
-    return RULES.get(name) or _USER_RULES.get(name) or _WITHOUT_RULE.get(name, _FALLBACK)
+    return RULES.get(name) or USER_RULES.get(name) or _WITHOUT_RULE.get(name, _FALLBACK)
 
 
 def has_rule(eqn: JaxprEqn) -> bool:
@@ -381,15 +328,44 @@ def has_rule(eqn: JaxprEqn) -> bool:
 
 
 def rule_for(eqn: JaxprEqn) -> FactorRule:
-    """The factor rule of an equation, checked against its shapes."""
-    return entry_for(eqn).rule(eqn).check(*_shapes(eqn))
+    """The factor rule of an equation, checked against its shapes. Raises RuleError with the primitive and the user's line."""
+    shapes = ([by_shape.shape_of(v) for v in side] for side in (eqn.invars, eqn.outvars))
+    try:
+        return entry_for(eqn).rule(eqn).check(*shapes)
+    except RuleError as error:
+        raise RuleError(f"primitive {describe_use(eqn)}: {error}") from None
+
+
+def run_on_shard(call: on_shard.LocalCall) -> Sequence[jax.Array]:
+    """The local results of an equation. Raises RuleError unless they have the shapes that its rule promises.
+
+    Shapes are compared while the program is traced, so that nothing of it remains when it runs.
+    """
+    eqn = call.eqn
+    try:
+        results = entry_for(eqn).local(call)
+    except Exception as error:
+        if eqn.primitive.name in USER_RULES:
+            shapes = ", ".join(str(x.shape) for x in call.operands)
+            error.add_note(
+                f"while {describe_use(eqn)} ran on a shard, with operands of shapes {shapes}, by the rule '{call.rule}'"
+            )
+        raise
+    difference = call.difference(results)
+    if difference is None:
+        return results
+    raise RuleError(
+        f"primitive {describe_use(eqn)}: {difference}. Mend the rule, or say by `local=` of autopar.register_rule how the "
+        "operation runs on a shard."
+    )
+
+
+def describe_use(eqn: JaxprEqn) -> str:
+    """An equation's primitive, and where the user's program has it."""
+    line = source_line(eqn)
+    return f"{eqn.primitive.name!r}{line and f' at {line}'}"
 
 
 def flops_of(eqn: JaxprEqn, rule: FactorRule) -> float:
     """Floating-point operations of an equation under its rule, undivided: 2 for each multiply-add."""
     return entry_for(eqn).flops(eqn, rule)
-
-
-def _shapes(eqn: JaxprEqn) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Shapes of an equation's operands and of its results."""
-    return [by_shape.shape_of(v) for v in eqn.invars], [by_shape.shape_of(v) for v in eqn.outvars]

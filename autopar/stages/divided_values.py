@@ -29,7 +29,7 @@ from autopar.program.program import Atom, Equation, Program, fan_out_p
 from autopar.program.tags import tag_operations
 from autopar.rules.factor_rule import FactorRule, Operand
 from autopar.rules.on_shard import LocalCall
-from autopar.rules.table import entry_for, rule_for
+from autopar.rules.table import rule_for, run_on_shard
 from autopar.split_array import LeafPieces, cut_array
 from autopar.stages.scan_stacks import Stack, factor_dims
 
@@ -199,7 +199,7 @@ def _in_pieces(eqn: Equation, rule: FactorRule, factor: str, divided: Divided, v
                 start=start * unit,
                 count=(end - start) * unit,
             )
-            results.append(entry_for(eqn).local(call))
+            results.append(run_on_shard(call))
         of_each = [list(parts) for parts in zip(*results, strict=True)]
         return of_each if monoid is None else [[functools.reduce(COMBINE[monoid], parts)] for parts in of_each]
 

@@ -25,7 +25,7 @@ from autopar.program.loops import Filled, LoopEquation, Nested
 from autopar.program.program import Equation
 from autopar.program.walk import Scope
 from autopar.rules.on_shard import LocalCall
-from autopar.rules.table import entry_for
+from autopar.rules.table import run_on_shard
 
 Arrays = tuple[jax.Array, ...]
 
@@ -117,7 +117,7 @@ class Lowering(LayoutDomain[Placed]):
         strategy, rule = self.assignment.strategies[eqn], self.assignment.rules[eqn]
         operands = tuple(self.need(v, la, scope).array for v, la in zip(eqn.invars, strategy.inputs, strict=True))
         call = LocalCall(eqn=eqn, operands=operands, rule=rule, factor_axes=dict(strategy.factor_axes), mesh=self.mesh)
-        results = entry_for(eqn).local(call)
+        results = run_on_shard(call)
         if eqn.after is not None and eqn.after in scope.values:
             results = [self.hold_back(array, scope.values[eqn.after].array) for array in results]
         return list(map(self.place, eqn.outvars, results, strategy.outputs))
