@@ -46,12 +46,12 @@ from autopar.arguments import (
 from autopar.compat import undisturbed
 from autopar.cost_model.hardware import Cluster
 from autopar.decide import Planned, decide_for_fewer_examples, decide_together, meet_to_plan
-from autopar.errors import ArgumentError, ConstraintError, PlanError, warn
+from autopar.errors import ArgumentError, ConstraintError, PlanError
 from autopar.execution.calls import CallKey, key_of, refuse_consumed, refuse_tracers
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline import CompiledPipeline, compile_planned
 from autopar.execution.published import Places
-from autopar.execution.recent import Recent
+from autopar.execution.recent import Recent, warn_of_many
 from autopar.execution.state import create_sharded, gather_to_one
 from autopar.execution.turns import RUNNING, Turn
 from autopar.explain.inspected import Inspected
@@ -63,10 +63,10 @@ from autopar.plan import Plan
 from autopar.plan_cache.key import digest_of_wishes
 from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arguments, leaf_paths_below
 from autopar.program.crossing import deliver
-from autopar.program.loops import LoopEquation
 from autopar.program.step import TracedStep, require_state, require_state_like
 from autopar.program.trace import trace
 from autopar.progress import Progress, enter, report
+from autopar.rules.table import are_registered, find_unlisted
 from autopar.rules.unlisted.notices import warn_of_operations
 from autopar.runtime.meetings import group_of, refusing_together
 from autopar.runtime.thread_settings import under
@@ -77,11 +77,16 @@ from autopar.solver.budget import Budget
 
 @dataclasses.dataclass(eq=False)
 class _Program:
-    """The step planned for one kind of call, and compiled once it is needed; `settings` are those of JAX, by name."""
+    """The step planned for one kind of call, and compiled once it is needed, under JAX's `settings` and users' `rules`."""
 
     planned: Planned
     settings: dict[str, object]
+    rules: dict[str, object]
     compiled: CompiledStep | CompiledPipeline | None = None
+
+    def holds(self) -> bool:
+        """Whether nobody has registered another rule since."""
+        return are_registered(self.rules)
 
 
 @dataclasses.dataclass(eq=False)
@@ -224,10 +229,10 @@ class ParallelStep(Inspected):
     def _plan(self, call: BoundArguments, *, is_use: bool = True) -> _Program:
         """Trace and plan the step for such a call, once; `is_use`: it is about to run, nobody just looks at the plan."""
         key = key_of(call)
-        program = self._memory.programs.find(key, is_use=is_use)
+        program = self._memory.programs.find(key, is_use=is_use, holds=_Program.holds)
         if program is None:
             with self._memory.making.take(self.signature.name):
-                program = self._memory.programs.find(key) or self._make(key, call)
+                program = self._memory.programs.find(key, holds=_Program.holds) or self._make(key, call)
         self._memory.last = program
         return program
 
@@ -237,16 +242,12 @@ class ParallelStep(Inspected):
             enter("tracing")
             with refusing_together(group_of(self.jax_devices)):
                 traced = trace(self.signature, call, axis_names(self._settings))
-            warn_of_operations([eqn for eqn in traced.program.walk() if not isinstance(eqn, LoopEquation)])
-            program = _Program(self._decide(traced), dict(key.settings))
+            warn_of_operations([eqn for eqn in traced.program.walk() if not eqn.regions])
+            program = _Program(self._decide(traced), dict(key.settings), find_unlisted(traced.program.walk()))
         programs = self._memory.programs
         programs.keep(key, program)
         if programs.dropped == 1:
-            warn(
-                f"{self.signature.name} was called with more than {programs.limit} sets of shapes, types and static values, and "
-                "from now on lets go of the program that was not used for longest: a call that needs it again plans and compiles "
-                "again. Pad batches to a few sizes, or raise max_programs."
-            )
+            warn_of_many(self.signature.name, programs.limit)
         return program
 
     def _decide(self, traced: TracedStep) -> Planned:

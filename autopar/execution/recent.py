@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from autopar.errors import warn
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -22,12 +25,13 @@ class Recent(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._values)
 
-    def find(self, key: K, *, is_use: bool = True) -> V | None:
-        """The value of a key, or None; where it `is_use`, the key counts as used now."""
+    def find(self, key: K, *, is_use: bool = True, holds: Callable[[V], bool] = lambda value: True) -> V | None:
+        """The value of a key, or None, also if it no longer `holds`; where it `is_use`, the key counts as used now."""
         with self._lock:
             if is_use and key in self._values:
                 self._values.move_to_end(key)
-            return self._values.get(key)
+            value = self._values.get(key)
+            return value if value is not None and holds(value) else None
 
     def keep(self, key: K, value: V) -> None:
         """Keep a value for a key, which counts as used now; `dropped` counts the keys that had to go."""
@@ -42,3 +46,12 @@ class Recent(Generic[K, V]):
         """All values, the one that was not used for longest first."""
         with self._lock:
             return tuple(self._values.values())
+
+
+def warn_of_many(name: str, limit: int | None) -> None:
+    """Warn that a step, the function of this name, has let go of a program."""
+    warn(
+        f"{name} was called with more than {limit} sets of shapes, types and static values, and from now on lets go of the "
+        "program that was not used for longest: a call that needs it again plans and compiles again. Pad batches to a few "
+        "sizes, or raise max_programs."
+    )

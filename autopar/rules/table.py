@@ -310,6 +310,18 @@ def find_registered(equations: Iterable[JaxprEqn]) -> list[str]:
     return sorted({eqn.primitive.name for eqn in equations if eqn.primitive.name in USER_RULES})
 
 
+def find_unlisted(equations: Iterable[JaxprEqn]) -> dict[str, object]:
+    """The primitives among these equations that the table does not list, each with the rule that the user registered."""
+    return {
+        eqn.primitive.name: USER_RULES.get(eqn.primitive.name) for eqn in equations if eqn.primitive.name not in RULES
+    }
+
+
+def are_registered(rules: Mapping[str, object]) -> bool:
+    """Whether primitives have these rules still, those with None none."""
+    return all(USER_RULES.get(name) == rule for name, rule in rules.items())
+
+
 def digest_registered(equations: Iterable[JaxprEqn]) -> dict[str, str]:
     """For each of these primitives a digest of its rule, and of how it runs on a shard, with the code of functions."""
     return {name: digest_of(USER_RULES[name])[:16] for name in find_registered(equations)}

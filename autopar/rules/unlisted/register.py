@@ -60,6 +60,8 @@ def register_rule(
 ) -> None:
     """Teach autopar how a primitive of your own shards, such as a Pallas kernel or a custom call.
 
+    The rule is there for this process. A step with the primitive that was planned before is planned again.
+
     Args:
         primitive: the primitive, or its name.
         notation: the factor rule as text, such as `"b s c, c e -> b s e | sum: c"`, or a function from the equation to such a

@@ -235,10 +235,11 @@ DOUBLE_LINE = f"{Path(__file__).name}:{inspect.getsourcelines(doubled)[1] + 1}"
 CUBE = jnp.ones((2, 3, 8))
 
 
-def compile_doubled():
-    autopar.parallelize(
+def call_doubled():
+    step = autopar.parallelize(
         doubled, mesh_shape=(4,), batch_argnums=(), constraints={"*": PartitionSpec(None, None, "x")}
-    ).compile(CUBE)
+    )
+    step(CUBE + 0)
 
 
 def run_doubled():
@@ -247,9 +248,9 @@ def run_doubled():
 
 
 @pytest.mark.usefixtures("user_rules")
-@pytest.mark.parametrize("run", [compile_doubled, run_doubled])
+@pytest.mark.parametrize("run", [call_doubled, run_doubled])
 def test_a_result_of_another_shape_than_the_rule_promises_is_refused(run):
-    register_rule("double_of_three", "b r n -> b r m")
+    register_rule("double_of_three", "b r n -> b r m", heavy=True)
     with pytest.raises(RuleError) as caught:
         run()
     text = str(caught.value)
@@ -282,6 +283,25 @@ def test_an_error_on_a_shard_says_on_which_shapes():
     register_rule("double_of_three", "b r n -> b r n", local=fail)
     with pytest.raises(ZeroDivisionError) as caught:
         run_with_random_strategies(doubled, CUBE, mesh_shape=(1,), seed=0)
-    (note,) = caught.value.__notes__
-    assert note.startswith("on a shard of 'double_of_three' at ")
-    assert note.endswith("with operands of shapes (2, 3, 8), by rule 'b r n -> b r n'")
+    (note,) = (text for text in caught.value.__notes__ if text.startswith("while 'double_of_three' at "))
+    assert note.endswith("ran on a shard, with operands of shapes (2, 3, 8), by the rule 'b r n -> b r n'")
+
+
+# --- what is registered after a step was planned ----------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("user_rules")
+def test_a_step_is_planned_again_once_one_of_its_primitives_has_another_rule():
+    step = autopar.parallelize(doubled, devices=4, mesh_shape=(4,), batch_argnums=0)
+    x = jnp.ones((4, 3, 8))
+    with pytest.warns(AutoparWarning, match="no factor rule for double_of_three"):
+        first = step.plan(x)
+    register_rule("fused_dense", TEXT)
+    assert step.plan(x) is first
+    register_rule("double_of_three", "b r n -> b r n")
+    second = step.plan(x)
+    assert [one.name for one in second.rules] == ["double_of_three"]
+    assert step.plan(x) is second is step.last_plan()
+    register_rule("double_of_three", "b r n -> b r n | whole: n", replace=True)
+    assert step.plan(x).rules != second.rules
+    assert len(step._memory.programs) == 1
