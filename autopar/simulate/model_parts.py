@@ -130,7 +130,9 @@ def program_key(part: Part, *, precision: str) -> Hashable:
     shape, split = part.shape, part.split
     if isinstance(shape, TransformerShape):
         of_ends = part.kind in ("embedding", "head")
-        shape = dataclasses.replace(shape, layers=1, vocab=_padded_vocab(shape, split) if of_ends else 1)
+        shape = dataclasses.replace(
+            shape, layers=1, decoder_layers=None, vocab=_padded_vocab(shape, split) if of_ends else 1
+        )
     return part.kind, shape, _batch(part), _recomputed(split), _gradient_bytes(split), precision
 
 
@@ -307,12 +309,14 @@ def _config(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit)
         "dropout": 0.1,
     }
     if shape.family == "llama":
+        _refuse_unknown_sizes(shape)
         return sizes.LlamaConfig(**common, kv_heads=shape.kv_heads, ffn=shape.ffn_hidden)
     if shape.ffn_hidden % shape.hidden:
         raise UnbuildablePart(
             f"column 'ffn_hidden' is {shape.ffn_hidden}: models/ builds a {shape.family} whose feed-forward is a multiple of "
             f"hidden = {shape.hidden}"
         )
+    _refuse_unknown_sizes(shape)
     if shape.kv_heads != shape.heads:
         raise UnbuildablePart(
             f"column 'kv_heads' is {shape.kv_heads}: models/ builds a {shape.family} with as many as heads = {shape.heads}"
@@ -328,3 +332,18 @@ def _config(part: Part, shape: TransformerShape, split: LayerSplit | BlockSplit)
     if shape.family == "t5":
         return sizes.T5Config(**common, target_seq=shape.seq_len)
     return sizes.BertConfig(**common) if shape.family == "bert" else sizes.GPTConfig(**common)
+
+
+def _refuse_unknown_sizes(shape: TransformerShape) -> None:
+    """Columns that only the closed form prices."""
+    if shape.head_width not in (None, shape.hidden // shape.heads):
+        raise UnbuildablePart(
+            f"column 'head_width' is {shape.head_width}: models/ builds heads of hidden / heads = {shape.hidden // shape.heads}"
+        )
+    if shape.shared_experts:
+        raise UnbuildablePart(f"column 'shared_experts' is {shape.shared_experts}: models/ builds a moe without any")
+    if shape.gated != (shape.family == "llama"):
+        word = "gated" if shape.family == "llama" else "plain"
+        raise UnbuildablePart(
+            f"column 'gated' is {int(shape.gated)}: models/ builds a {shape.family} with a {word} feed-forward"
+        )

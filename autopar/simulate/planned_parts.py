@@ -67,7 +67,8 @@ class PartPlanner:
         wanted: dict[_Key, Cluster] = {}
         for cluster, job in jobs:
             for part in _parts_of(job):
-                wanted.setdefault(_key_of(cluster, _as_priced(part, job), job), cluster)
+                machine = _machine_of(cluster, part)
+                wanted.setdefault(_key_of(machine, _as_priced(part, job), job), machine)
         new = [key for key in wanted if key not in self._known and self._is_traced(key)]
         enter("planning the parts of all rows")
         found = run_side_by_side([functools.partial(self._try, wanted[key], key) for key in new], processes=processes)
@@ -104,6 +105,7 @@ class PartPlanner:
         """The closed form's work with the plan's seconds, collectives and memory in the place of its own."""
         if part.kind in _CLOSED:
             return closed
+        cluster = _machine_of(cluster, part)
         planned = self.plan(cluster, _as_priced(part, job), job)
         convolutions = _as_convolutions(cluster, part, job)
         whole = (*closed.forward, *closed.recomputed, *closed.backward)
@@ -163,6 +165,11 @@ def _parts_of(job: TrainingJob) -> list[Part]:
     return [part for part in found if part.kind not in _CLOSED]
 
 
+def _machine_of(cluster: Cluster, part: Part) -> Cluster:
+    """The nodes on which a part runs."""
+    return cluster.of_kind(part.device_kind) if part.device_kind else cluster
+
+
 def _as_priced(part: Part, job: TrainingJob) -> Part:
     """The part on as many data ranks as make a difference to its price.
 
@@ -179,7 +186,7 @@ def _as_planned(part: Part) -> Part:
     """The part without what makes no difference to its plan: its model's depth, and recomputation of less than a whole block."""
     shape, split = part.shape, part.split
     if isinstance(shape, TransformerShape):
-        shape = dataclasses.replace(shape, layers=1)
+        shape = dataclasses.replace(shape, layers=1, decoder_layers=None)
     if isinstance(split, LayerSplit) and (split.recompute == "selective" or part.kind in _ENDS):
         split = dataclasses.replace(split, recompute="none")
     if isinstance(split, LayerSplit):

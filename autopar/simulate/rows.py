@@ -3,10 +3,11 @@
 In: a CSV file with the columns of the published steps. Out: for each row a `Row`, or a `RowError` that names row, column
 and fix; one bad row does not stop the others. An empty cell says "not published": that is allowed for what was measured, for
 microbatch and virtual_stages (the fastest that fits is taken), and where a family has no such size. More columns may say
-what these leave open: experts, expert_group, expert_every, experts_per_token, width_factor, attention (fused or unfused),
-optimizer (adam, momentum or adafactor), gradients (fp32 or half: the format they are added up in), stage_layers (such as
-3+3+2: the layers of each stage), overlap (none, gradients or all: what the run's framework let hide; else as the cluster file
-says).
+what these leave open: experts, expert_group, expert_every, experts_per_token, shared_experts, head_width, gated,
+decoder_layers, width_factor, attention (fused or unfused), optimizer (adam, momentum or adafactor), gradients (fp32 or half: the
+format they are added up in), stage_layers (such as 3+3+2: the layers of each stage), stage_kinds (such as a100+v100: of a mixed
+cluster), shard_ranks (the data ranks among which ZeRO divides states; all if empty), overlap (none, gradients or all: what the
+run's framework let hide; else as the cluster file says).
 
 For wide_resnet, layers is the depth, hidden the base channels, seq_len the image size, vocab the classes, and ffn_hidden
 the width factor (or hidden times it). What can go wrong: a table of another meaning under these names.
@@ -222,6 +223,8 @@ def _job(reader: _Cells, family: str, cluster: Cluster) -> TrainingJob:
         tensor_ranks=tensor_ranks,
         stages=stages,
         stage_layouts=tuple(StageLayout(count, data_ranks, tensor_ranks) for count in layers),
+        stage_kinds=_stage_kinds(reader, cluster, stages, data_ranks * tensor_ranks),
+        shard_ranks=reader.whole_or_none("shard_ranks"),
         virtual_stages=reader.whole_or_none("virtual_stages"),
         expert_ranks=reader.whole("ep", empty=1),
         zero_stage=int(reader.word("zero_stage", ("0", "1", "2", "3"))),
@@ -248,6 +251,24 @@ def _stage_layers(reader: _Cells, layers: int, stages: int) -> tuple[int, ...]:
     return counts
 
 
+def _stage_kinds(reader: _Cells, cluster: Cluster, stages: int, devices: int) -> tuple[str, ...]:
+    """The column `stage_kinds`: the kind of node of each stage, of so many devices; nothing where nodes are alike."""
+    text = reader.cells.get("stage_kinds", "")
+    if not text:
+        return ()
+    kinds, known = tuple(text.split("+")), {kind.name: kind for kind in cluster.node_kinds}
+    there = ", ".join(known) or "none, all its nodes are alike"
+    fix = f"write the kind of node of each of the pp = {stages} stages, joined by +; {cluster.name} has {there}"
+    if len(kinds) != stages or not known.keys() >= {*kinds}:
+        raise RowError(_join_problems([("stage_kinds", f"is {text!r}: {fix}")]))
+    for name in dict.fromkeys(kinds):
+        most = known[name].count * known[name].devices_per_node
+        if kinds.count(name) * devices > most:
+            fact = f"is {text!r}: {kinds.count(name)} stages of {devices} devices on {name}, of which there are {most}"
+            raise RowError(_join_problems([("stage_kinds", f"{fact}: use fewer or smaller stages there")]))
+    return kinds
+
+
 def _transformer(reader: _Cells, family: str) -> TransformerShape:
     heads = reader.whole("heads")
     return TransformerShape(
@@ -263,6 +284,10 @@ def _transformer(reader: _Cells, family: str) -> TransformerShape:
         expert_group=reader.whole("expert_group", least=0, empty=0),
         expert_every=reader.whole("expert_every", empty=2),
         experts_per_token=reader.whole("experts_per_token", empty=2),
+        shared_experts=reader.whole("shared_experts", least=0, empty=0) if family == "moe" else 0,
+        head_width=reader.whole_or_none("head_width"),
+        gating=reader.word("gated", (*_NO, *_YES)) in _YES if reader.cells.get("gated") else None,
+        decoder_layers=reader.whole_or_none("decoder_layers") if family == "t5" else None,
     )
 
 

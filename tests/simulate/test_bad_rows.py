@@ -37,6 +37,16 @@ BAD = [
         "column 'virtual_stages' is 3: the interleaved schedule needs a number of microbatches that pp = 8",
     ),
     ({"heads": "97", "kv_heads": "97"}, "column 'heads' is 97, which does not divide hidden = 12288"),
+    (
+        {"stage_kinds": "a100+v100"},
+        "column 'stage_kinds' is 'a100+v100': write the kind of node of each of the pp = 8 stages, joined by +; dgx-a100-80gb "
+        "has none, all its nodes are alike",
+    ),
+    (
+        {"cluster": "mixed-a100-v100", "stage_kinds": "+".join(["a100"] * 4 + ["v100"] * 4)},
+        "column 'stage_kinds' is 'a100+a100+a100+a100+v100+v100+v100+v100': 4 stages of 8 devices on a100, of which there are 16",
+    ),
+    ({"shard_ranks": "8"}, "column 'shard_ranks' is 8, but zero_stage is 0, which divides nothing"),
     ({"kv_heads": "36"}, "column 'kv_heads' is 36, which does not divide heads = 96"),
     ({"ep": "3"}, "column 'ep' is 3; expert ranks are some of the dp = 1 ranks: use one of its divisors"),
     ({"seq_len": "2050"}, "column 'sequence_parallel' is 1, but tp = 8 does not divide seq_len = 2050"),
@@ -98,7 +108,8 @@ BAD = [
 @pytest.fixture(scope="module")
 def bad_and_good(tmp_path_factory):
     """(what is found in a table of all bad rows, a good one after each; standard error)."""
-    rows = [row for changes, _ in BAD for row in (GOOD | {"id": "bad"} | changes, GOOD)]
+    good = GOOD | {"stage_kinds": "", "shard_ranks": ""}
+    rows = [row for changes, _ in BAD for row in (good | {"id": "bad"} | changes, good)]
     path = table(tmp_path_factory.mktemp("rows") / "rows.csv", *rows)
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as errors:
         assert main(["simulate", "--table", str(path), "--json"]) == 1

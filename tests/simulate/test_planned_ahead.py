@@ -26,7 +26,9 @@ JOB = TrainingJob(
 def test_data_ranks_make_no_difference_to_a_planned_part():
     """Without ZeRO 2 or 3: what is planned for one rank and a few samples is what each of many ranks does."""
     planner, split = PartPlanner(), LayerSplit(samples=2, tensor_ranks=2)
-    alone, many = (planner.plan(CLUSTER, Part("plain", SHAPE, split, ranks), JOB) for ranks in (1, 4))
+    alone, many = (
+        planner.plan(CLUSTER, Part(kind="plain", shape=SHAPE, split=split, data_ranks=ranks), JOB) for ranks in (1, 4)
+    )
     assert alone.work.contraction_s == pytest.approx(many.work.contraction_s)
     assert alone.work.other_s == pytest.approx(many.work.other_s, rel=1e-3)
     assert alone.exchanges == many.exchanges

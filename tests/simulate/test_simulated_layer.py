@@ -49,7 +49,9 @@ def job(split: LayerSplit, *, zero_stage: int = 0, precision: str = "fp16") -> T
 
 
 def planned(kind: str, split: LayerSplit, *, zero_stage: int = 0) -> PlannedPart:
-    return PartPlanner().plan(CLUSTER, Part(kind, SHAPE, split, DATA), job(split, zero_stage=zero_stage))
+    return PartPlanner().plan(
+        CLUSTER, Part(kind=kind, shape=SHAPE, split=split, data_ranks=DATA), job(split, zero_stage=zero_stage)
+    )
 
 
 def listed(work: Work) -> Counter[tuple[str, float]]:
@@ -80,7 +82,10 @@ def test_shards_of_gradients_that_change_places_are_no_work_of_a_microbatch(zero
 def test_all_of_a_layer_again_has_the_kernel_of_fused_attention_again():
     """Four passes of the whole layer in plan and closed form: the kernel's forward products run twice, its backward once."""
     split = dataclasses.replace(SPLIT, fused_attention=True, recompute="full")
-    part, fused = Part("plain", SHAPE, split, DATA), dataclasses.replace(job(split), fused_attention=True)
+    part, fused = (
+        Part(kind="plain", shape=SHAPE, split=split, data_ranks=DATA),
+        dataclasses.replace(job(split), fused_attention=True),
+    )
     closed = block_work(SHAPE, split)
     work = PartPlanner().timing(CLUSTER, fused)(part, closed)
     batches = [op.batch * split.tensor_ranks for op in _compute(work) if isinstance(op, MatrixProduct)]
@@ -111,7 +116,7 @@ def test_tensor_ranks_do_not_gather_parameters_where_that_would_be_cheaper_than_
     shape = dataclasses.replace(SHAPE, seq_len=4096, hidden=512, ffn_hidden=2048)
     split = LayerSplit(samples=8, tensor_ranks=2, sequence_parallel=True, fused_attention=True)
     many = dataclasses.replace(job(split), shape=shape, devices=2, data_ranks=1, global_batch=8, microbatch=8)
-    found = exchanged(PartPlanner().plan(CLUSTER, Part("plain", shape, split, 1), many))
+    found = exchanged(PartPlanner().plan(CLUSTER, Part(kind="plain", shape=shape, split=split, data_ranks=1), many))
     boundary = 2 * 8 * 4096 * 512
     assert found == {("all-gather", boundary): 6, ("reduce-scatter", boundary): 4}
 
@@ -120,7 +125,7 @@ def test_tokens_change_places_between_expert_ranks_and_weights_stay():
     shape = dataclasses.replace(SHAPE, family="moe", experts=8, expert_group=SEQ)
     split = LayerSplit(samples=SAMPLES, expert_ranks=4)
     experts = dataclasses.replace(job(split), shape=shape, devices=4, data_ranks=4, expert_ranks=4)
-    found = exchanged(PartPlanner().plan(CLUSTER, Part("expert", shape, split, 4), experts))
+    found = exchanged(PartPlanner().plan(CLUSTER, Part(kind="expert", shape=shape, split=split, data_ranks=4), experts))
     assert {kind for kind, _ in found} == {"all-to-all"}
     assert sum(found.values()) == 4
     assert all(size == pytest.approx(2 * BOUNDARY, rel=0.02) for _, size in found)
@@ -180,7 +185,10 @@ def test_a_kernel_that_fuses_attention_replaces_what_touches_the_scores():
     """Hidden states as long as they are wide look like scores, and are none: every product of the linear layers stays."""
     shape = dataclasses.replace(SHAPE, hidden=SEQ, ffn_hidden=4 * SEQ)
     split = dataclasses.replace(SPLIT, tensor_ranks=1, fused_attention=True)
-    part, fused = Part("plain", shape, split, 1), dataclasses.replace(job(split), shape=shape, fused_attention=True)
+    part, fused = (
+        Part(kind="plain", shape=shape, split=split, data_ranks=1),
+        dataclasses.replace(job(split), shape=shape, fused_attention=True),
+    )
     found = PartPlanner().plan(CLUSTER, part, fused)
     in_a_loop = StagePrices(cluster=LOOP, dtype="float16", element_bytes=2, mesh=(1, 1, 1, 1), reached=InTraining())
     closed = block_work(shape, split)
@@ -217,8 +225,12 @@ def stated(step: PartStep) -> dict[str, tuple[tuple[str, ...], ...]]:
 
 def test_a_rows_plan_is_stated_on_every_leaf():
     split = dataclasses.replace(SPLIT, sequence_parallel=True)
-    plain = stated(part_step(Part("plain", SHAPE, split, DATA), zero_stage=0, precision="fp16"))
-    zero3 = stated(part_step(Part("plain", SHAPE, split, DATA), zero_stage=3, precision="fp16"))
+    plain = stated(
+        part_step(Part(kind="plain", shape=SHAPE, split=split, data_ranks=DATA), zero_stage=0, precision="fp16")
+    )
+    zero3 = stated(
+        part_step(Part(kind="plain", shape=SHAPE, split=split, data_ranks=DATA), zero_stage=3, precision="fp16")
+    )
     assert plain["state/taken/x"] == plain["state/given/x"] == (("data",), ("tensor",), ())
     assert plain["state/params/attention/qkv/kernel"] == ((), (), ("tensor",), ())
     assert plain["state/params/attention/out/kernel"] == (("tensor",), (), ())
@@ -228,14 +240,14 @@ def test_a_rows_plan_is_stated_on_every_leaf():
     assert zero3["state/params/ffn/up/kernel"] == (("data",), ("tensor",))
     assert zero3["state/grads/ffn/down/kernel"] == (("tensor", "data"), ())
     assert zero3["state/params/ffn_norm/scale"] == (("data",),)
-    step = part_step(Part("plain", SHAPE, split, DATA), zero_stage=0, precision="fp16")
+    step = part_step(Part(kind="plain", shape=SHAPE, split=split, data_ranks=DATA), zero_stage=0, precision="fp16")
     assert len(plain) == len(jax.tree.leaves(step.state)) - 1  # but for the key of the dropout
 
 
 def test_experts_stand_on_an_axis_of_their_own():
     shape = dataclasses.replace(SHAPE, family="moe", experts=8, expert_group=SEQ)
     split = dataclasses.replace(SPLIT, expert_ranks=2, tensor_ranks=2)
-    step = part_step(Part("expert", shape, split, 4), zero_stage=0, precision="bf16")
+    step = part_step(Part(kind="expert", shape=shape, split=split, data_ranks=4), zero_stage=0, precision="bf16")
     assert step.axes == {"data": 2, "expert": 2, "tensor": 2}
     layouts = stated(step)
     assert layouts["state/params/moe/up"] == (("expert",), (), ("tensor",))
@@ -265,7 +277,10 @@ def test_a_bottleneck_is_planned_as_the_published_network_has_it():
     block = ResidualNetworkShape(depth=50, channels=160, width_factor=2, image_size=224, classes=1024).blocks[1]
     split = BlockSplit(samples=16)
     part = Part(
-        block, ResidualNetworkShape(depth=50, channels=160, width_factor=2, image_size=224, classes=1024), split, 2
+        kind=block,
+        shape=ResidualNetworkShape(depth=50, channels=160, width_factor=2, image_size=224, classes=1024),
+        split=split,
+        data_ranks=2,
     )
     images = TrainingJob(
         shape=part.shape,
@@ -352,7 +367,9 @@ def test_a_part_that_models_cannot_build_leaves_the_closed_form_and_says_why(tmp
 def test_a_stem_alone_is_no_part_to_plan():
     shape = ResidualNetworkShape(depth=50, channels=160, width_factor=2, image_size=224, classes=1024)
     with pytest.raises(UnbuildablePart, match="a residual network's stem has a closed form only"):
-        part_step(Part("stem", shape, BlockSplit(samples=4), 1), zero_stage=0, precision="fp32")
+        part_step(
+            Part(kind="stem", shape=shape, split=BlockSplit(samples=4), data_ranks=1), zero_stage=0, precision="fp32"
+        )
 
 
 def test_the_closed_form_is_what_a_timing_that_changes_nothing_gives():

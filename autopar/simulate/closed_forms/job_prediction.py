@@ -44,15 +44,16 @@ class JobPrediction:
         return self.job.model_flops / self.step.step_s / self.job.devices / 1e12
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
     """What a stage does many times: a kind of block ("plain", "expert", "decoder", or a residual network's), or one of its ends
-    ("embedding", "head", "stem", "classifier"), and how the stage runs it."""
+    ("embedding", "head", "stem", "classifier"), and how the stage runs it; `device_kind`: of a mixed cluster."""
 
     kind: str | Block
     shape: TransformerShape | ResidualNetworkShape
     split: LayerSplit | BlockSplit
     data_ranks: int
+    device_kind: str = ""
 
 
 Timing = Callable[[Part, Work], Work]
@@ -113,27 +114,29 @@ def stages_of(job: TrainingJob, timing: Timing = as_it_is) -> tuple[StageWork, .
     starts = [sum(layout.layers for layout in layouts[:i]) for i in range(len(layouts))]
     made: dict[Hashable, StageWork] = {}
     keys: list[Hashable] = []
-    for start, layout in zip(starts, layouts, strict=True):
+    kinds_of_nodes = job.stage_kinds or ("",) * len(layouts)
+    for start, layout, device_kind in zip(starts, layouts, kinds_of_nodes, strict=True):
         end = start + layout.layers
-        ends = _Ends(first=start == 0, last=end == job.block_count)
-        keys.append((layout, job.shape.blocks[start:end], ends))
+        place = _Place(first=start == 0, last=end == job.block_count, device_kind=device_kind)
+        keys.append((layout, job.shape.blocks[start:end], place))
         if keys[-1] in made:
             continue
         if isinstance(job.shape, TransformerShape):
             kinds = job.shape.blocks[start:end]
-            made[keys[-1]] = _transformer_stage(job, job.shape, layout, kinds=kinds, ends=ends, timing=timing)
+            made[keys[-1]] = _transformer_stage(job, job.shape, layout, kinds=kinds, place=place, timing=timing)
         else:
             blocks = job.shape.blocks[start:end]
-            made[keys[-1]] = _residual_stage(job, job.shape, layout, blocks=blocks, ends=ends, timing=timing)
+            made[keys[-1]] = _residual_stage(job, job.shape, layout, blocks=blocks, place=place, timing=timing)
     return tuple(made[key] for key in keys)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ends:
-    """Whether a stage has the embedding or the stem, and whether it has the head."""
+class _Place:
+    """Whether a stage has the embedding or the stem, and whether it has the head; and the kind of node on which it runs."""
 
     first: bool
     last: bool
+    device_kind: str = ""
 
 
 def _even_layouts(job: TrainingJob) -> tuple[StageLayout, ...]:
@@ -174,7 +177,7 @@ def _transformer_stage(
     layout: StageLayout,
     *,
     kinds: Sequence[str],
-    ends: _Ends,
+    place: _Place,
     timing: Timing,
 ) -> StageWork:
     split = LayerSplit(
@@ -186,22 +189,33 @@ def _transformer_stage(
         fused_attention=job.fused_attention,
         element_bytes=job.element_bytes,
         gradient_bytes=int(job.states.gradient),
-        gradient_owners=layout.data_ranks if job.zero_stage >= 2 else 1,
+        gradient_owners=(job.shard_ranks or layout.data_ranks) if job.zero_stage >= 2 else 1,
     )
 
     def timed(kind: str, work: Work) -> Work:
-        return timing(Part(kind, shape, split, layout.data_ranks), work)
+        return timing(
+            Part(
+                kind=kind,
+                shape=shape,
+                split=split,
+                data_ranks=job.shard_ranks or layout.data_ranks,
+                device_kind=place.device_kind,
+            ),
+            work,
+        )
 
     distinct = {kind: timed(kind, block_work(shape, split, kind)) for kind in dict.fromkeys(kinds)}
-    head = timed("head", head_work(shape, split)) if ends.last else None
-    if head and ends.first and not shape.untied:  # one matrix for both
+    head = timed("head", head_work(shape, split)) if place.last else None
+    if head and place.first and not shape.untied:  # one matrix for both
         head = dataclasses.replace(head, parameters=0.0)
     return StageWork(
         layers=tuple((work, kinds.count(kind)) for kind, work in distinct.items()),
         data_ranks=layout.data_ranks,
         tensor_ranks=layout.tensor_ranks,
         expert_ranks=split.expert_ranks,
-        first=timed("embedding", embedding_work(shape, split)) if ends.first else None,
+        shard_ranks=job.shard_ranks,
+        device_kind=place.device_kind,
+        first=timed("embedding", embedding_work(shape, split)) if place.first else None,
         last=head,
     )
 
@@ -212,7 +226,7 @@ def _residual_stage(
     layout: StageLayout,
     *,
     blocks: Sequence[Block],
-    ends: _Ends,
+    place: _Place,
     timing: Timing,
 ) -> StageWork:
     split = BlockSplit(
@@ -224,15 +238,26 @@ def _residual_stage(
     )
 
     def timed(kind: str | Block, work: Work) -> Work:
-        return timing(Part(kind, shape, split, layout.data_ranks), work)
+        return timing(
+            Part(
+                kind=kind,
+                shape=shape,
+                split=split,
+                data_ranks=job.shard_ranks or layout.data_ranks,
+                device_kind=place.device_kind,
+            ),
+            work,
+        )
 
     works = {block: timed(block, bottleneck_work(block, split)) for block in dict.fromkeys(blocks)}
     return StageWork(
         layers=tuple((work, blocks.count(block)) for block, work in works.items()),
         data_ranks=layout.data_ranks,
         tensor_ranks=layout.tensor_ranks,
-        first=timed("stem", stem_work(shape, split)) if ends.first else None,
-        last=timed("classifier", linear_head_work(shape, split)) if ends.last else None,
+        shard_ranks=job.shard_ranks,
+        device_kind=place.device_kind,
+        first=timed("stem", stem_work(shape, split)) if place.first else None,
+        last=timed("classifier", linear_head_work(shape, split)) if place.last else None,
     )
 
 

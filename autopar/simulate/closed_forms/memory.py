@@ -26,7 +26,8 @@ from typing import Literal
 class ActivationShape:
     """What the bytes that one block keeps depend on; `feed_forwards` is the number of times that a token passes one.
 
-    `dispatch_places`: one-hot places per token of a mixture of experts, 0 without one-hot dispatch.
+    `attention_width`: of all heads together, hidden unless it is stated. `dispatch_places`: one-hot places per token of a mixture
+    of experts, 0 without one-hot dispatch.
     """
 
     seq_len: float
@@ -35,6 +36,7 @@ class ActivationShape:
     heads: float
     ffn_hidden: float
     kv_heads: float | None = None
+    attention_width: float | None = None
     gated: bool = False
     attentions: int = 1
     feed_forwards: int = 1
@@ -53,7 +55,7 @@ def layer_activation_bytes(shape: ActivationShape) -> float:
     kv = (shape.kv_heads or shape.heads) / shape.heads
     # Repeated on every rank unless the tokens are split: both inputs and both norms (e each), and two dropout masks.
     outer = (2 * e + 1) * h * (shape.attentions + 1)
-    inner = shape.attentions * (2 * h + 2 * kv * h) * e
+    inner = shape.attentions * (2 + 2 * kv) * (shape.attention_width or h) * e
     inner += shape.feed_forwards * (3 if shape.gated else 2) * shape.ffn_hidden * e
     if shape.dispatch_places:
         outer += 2 * e * shape.dispatch_places + (shape.feed_forwards - 1) * 2 * e * h

@@ -114,6 +114,16 @@ class StagePrices:
         price = {"all-reduce": self._costs.all_reduce_s, "reduce-scatter": self._costs.reduce_scatter_s}
         return price.get(kind, self._costs.all_gather_s)(full_bytes, (_DATA,))
 
+    def hybrid_gradient_s(self, kind: str, full_bytes: float) -> float:
+        """Seconds to reduce or gather what is divided among neighbouring data ranks, of which there are several such groups.
+
+        Each group scatters or gathers by itself; twins of all groups reduce their shards (Zhao et al. 2023, section 3.2.2).
+        """
+        inside_s = self.exchange_s(kind, full_bytes, "expert")
+        if kind != "reduce-scatter":
+            return inside_s
+        return inside_s + self._costs.all_reduce_s(full_bytes / self.mesh[_EXPERT], (_DATA,))
+
     def send_s(self, full_bytes: float, *, crosses_node: bool, split: bool) -> float:
         """Seconds to hand a stage's result to a neighbouring stage of as many devices.
 

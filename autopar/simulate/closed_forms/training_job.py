@@ -38,6 +38,8 @@ class TrainingJob:
     """A model and a plan. `microbatch` or `virtual_stages` None: not known, the fastest that fits is taken.
 
     `stage_layouts`, when given, says what each stage has; `data_ranks` x `microbatch` is then still what a microbatch holds.
+    `stage_kinds`: of a mixed cluster, the kind of node of each stage. `shard_ranks`: over how many of the data ranks ZeRO divides
+    states, all of them unless it is stated; the others hold copies (hybrid sharding, Zhao et al. 2023, PyTorch FSDP).
     """
 
     shape: TransformerShape | ResidualNetworkShape
@@ -58,6 +60,8 @@ class TrainingJob:
     optimizer: Optimizer = "adam"
     overlap: OverlapOption = "usual"
     stage_layouts: tuple[StageLayout, ...] = ()
+    stage_kinds: tuple[str, ...] = ()
+    shard_ranks: int | None = None
 
     @property
     def microbatches(self) -> int:
@@ -108,6 +112,7 @@ def problems(job: TrainingJob) -> Iterator[tuple[str, str]]:
         yield from _transformer_problems(job, job.shape)
     else:
         yield from _residual_problems(job, job.shape)
+    yield from _sharding_problems(job)
     samples = dp * (job.microbatch or 1)
     if job.global_batch % samples:
         yield (
@@ -120,6 +125,24 @@ def problems(job: TrainingJob) -> Iterator[tuple[str, str]]:
             "virtual_stages",
             f"is {job.virtual_stages}: the interleaved schedule needs a number of microbatches that pp = {pp} divides, "
             f"there are {job.global_batch // samples}: change global_batch or microbatch, or use 1",
+        )
+
+
+def _sharding_problems(job: TrainingJob) -> Iterator[tuple[str, str]]:
+    ranks, dp = job.shard_ranks, job.data_ranks
+    if ranks is None or ranks == dp:
+        return
+    if not job.zero_stage:
+        yield (
+            "shard_ranks",
+            f"is {ranks}, but zero_stage is 0, which divides nothing: leave it empty, or use zero_stage 1 to 3",
+        )
+    if dp % ranks:
+        yield "shard_ranks", f"is {ranks}, which does not divide dp = {dp}: use one of {_divisors(dp, ranks)}"
+    if job.expert_ranks > 1:
+        yield (
+            "shard_ranks",
+            f"is {ranks}, and ep is {job.expert_ranks}: experts are divided among all data ranks, leave it empty",
         )
 
 
@@ -138,8 +161,11 @@ def _residual_problems(job: TrainingJob, shape: ResidualNetworkShape) -> Iterato
 
 def _transformer_problems(job: TrainingJob, shape: TransformerShape) -> Iterator[tuple[str, str]]:
     tp, pp, ep, v = job.tensor_ranks, job.stages, job.expert_ranks, job.virtual_stages or 1
-    if shape.hidden % shape.heads:
-        yield "heads", f"is {shape.heads}, which does not divide hidden = {shape.hidden}: use one of its divisors"
+    if shape.hidden % shape.heads and shape.head_width is None:
+        yield (
+            "heads",
+            f"is {shape.heads}, which does not divide hidden = {shape.hidden}: use one of its divisors, or state head_width",
+        )
     if shape.heads % shape.kv_heads:
         yield "kv_heads", f"is {shape.kv_heads}, which does not divide heads = {shape.heads}: use one of its divisors"
     for name, size in (("heads", shape.heads), ("ffn_hidden", shape.ffn_hidden)):

@@ -41,14 +41,24 @@ _OPTIMIZER_BYTES = {"adam": (54.0, 28.0), "momentum": (46.0, 20.0), "adafactor":
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """One pipeline stage: `layers` are (work of one, how many), in order; `first` and `last` come once per microbatch."""
+    """One pipeline stage: `layers` are (work of one, how many), in order; `first` and `last` come once per microbatch.
+
+    `shard_ranks`: the data ranks among which ZeRO divides states, all unless stated. `device_kind`: of a mixed cluster.
+    """
 
     layers: tuple[tuple[Work, int], ...]
     data_ranks: int
     tensor_ranks: int = 1
     expert_ranks: int = 1
+    shard_ranks: int | None = None
+    device_kind: str = ""
     first: Work | None = None
     last: Work | None = None
+
+    @property
+    def owners(self) -> int:
+        """Data ranks among which ZeRO divides states."""
+        return self.shard_ranks or self.data_ranks
 
     @property
     def devices(self) -> int:
@@ -175,14 +185,15 @@ def predict_step(
     known: dict[tuple[int, _Crossings], _StageTime] = {}
     for stage, ends in zip(stages, between, strict=True):
         if (id(stage), ends) not in known:
-            prices = _prices(cluster, plan, stage, total, reached)
+            prices = _prices(_machine_of(cluster, stage), plan, stage, total, reached)
             known[id(stage), ends] = _stage_time(prices, plan, stage, ends)
     times = [known[id(stage), ends] for stage, ends in zip(stages, between, strict=True)]
     busy_s = [time.microbatch_s for time in times]
     slowest = max(range(len(stages)), key=busy_s.__getitem__)
     pipe_s = pipeline_s(busy_s, microbatches=plan.microbatches, virtual_stages=plan.virtual_stages)
     last = max(times, key=lambda time: time.after_s)
-    memory = max((_memory(plan, stages, i) for i in range(len(stages))), key=lambda found: found.peak_bytes)
+    memories = [_memory(plan, stages, i) for i in range(len(stages))]
+    memory = max(memories, key=lambda found: found.peak_bytes)
     slow = times[slowest]
     repeated = [part.times(plan.microbatches) for part in slow.per_microbatch]
     return StepPrediction(
@@ -192,7 +203,9 @@ def predict_step(
         optimizer_s=last.optimizer_s,
         communication=overlap.sum_by_kind([*repeated, *last.per_step]),
         memory=memory,
-        fits=memory.peak_bytes <= cluster.usable_memory_bytes,
+        fits=all(
+            memories[i].peak_bytes <= _machine_of(cluster, stages[i]).usable_memory_bytes for i in range(len(stages))
+        ),
     )
 
 
@@ -208,13 +221,14 @@ def _overlap(usual: Overlap, option: OverlapOption) -> Overlap:
     return Overlap(hidden, usual.interference)
 
 
+def _machine_of(cluster: Cluster, stage: StageWork) -> Cluster:
+    """The nodes on which a stage runs."""
+    return cluster.of_kind(stage.device_kind) if stage.device_kind else cluster
+
+
 def _prices(cluster: Cluster, plan: StepPlan, stage: StageWork, total: int, reached: InTraining) -> StagePrices:
-    mesh = (
-        max(1, total // stage.devices),
-        stage.data_ranks // stage.expert_ranks,
-        stage.expert_ranks,
-        stage.tensor_ranks,
-    )
+    inner = stage.owners if stage.owners < stage.data_ranks else stage.expert_ranks  # copies of states stand outside
+    mesh = (max(1, total // stage.devices), stage.data_ranks // inner, inner, stage.tensor_ranks)
     return StagePrices(
         cluster=cluster, dtype=DTYPES[plan.precision], element_bytes=plan.element_bytes, mesh=mesh, reached=reached
     )
@@ -298,6 +312,8 @@ def _send(prices: StagePrices, plan: StepPlan, stage: StageWork, crosses: bool, 
 
 def _gradients(prices: StagePrices, stage: StageWork, kind: str, bytes_each: float) -> float:
     """Seconds of one collective over all parameters' gradients, or parameters, of a device."""
+    if stage.owners < stage.data_ranks:
+        return prices.hybrid_gradient_s(kind, stage.parameters * bytes_each)
     dense_s = prices.dense_gradient_s(kind, (stage.parameters - stage.expert_parameters) * bytes_each)
     return dense_s + prices.expert_gradient_s(kind, stage.expert_parameters * bytes_each)
 
@@ -347,7 +363,7 @@ def _in_buckets(
 
 
 def _optimizer_s(prices: StagePrices, plan: StepPlan, stage: StageWork) -> float:
-    owners = stage.data_ranks if plan.zero_stage >= 1 else 1
+    owners = stage.owners if plan.zero_stage >= 1 else 1
     mixed, single = _OPTIMIZER_BYTES[plan.optimizer]
     moved = (single if plan.precision == "fp32" else mixed) * stage.parameters / owners
     return prices.fused_s(moved)
@@ -355,8 +371,8 @@ def _optimizer_s(prices: StagePrices, plan: StepPlan, stage: StageWork) -> float
 
 def _memory(plan: StepPlan, stages: Sequence[StageWork], index: int) -> MemoryPrediction:
     stage = stages[index]
-    per_dense = plan.states.per_parameter(plan.zero_stage, stage.data_ranks)
-    per_expert = plan.states.per_parameter(plan.zero_stage, max(1, stage.data_ranks // stage.expert_ranks))
+    per_dense = plan.states.per_parameter(plan.zero_stage, stage.owners)
+    per_expert = plan.states.per_parameter(plan.zero_stage, max(1, stage.owners // stage.expert_ranks))
     states = (stage.parameters - stage.expert_parameters) * per_dense + stage.expert_parameters * per_expert
     layers = sum(work.parameters * count for work, count in stage.layers) * per_dense
     count = max(1, stage.layer_count)
@@ -371,7 +387,7 @@ def _memory(plan: StepPlan, stages: Sequence[StageWork], index: int) -> MemoryPr
     ends = [work for work in (stage.first, stage.last) if work]
     once = sum(work.kept_bytes for work in ends) * math.ceil(in_flight / count if stage.first else 1)
     transient = max((work.transient_bytes for work, _ in stage.works), default=0.0)
-    if plan.zero_stage >= 3 and stage.data_ranks > 1:
+    if plan.zero_stage >= 3 and stage.owners > 1:
         # Two layers' parameters are whole at a time: the one that runs and the one gathered ahead.
         transient += 2 * plan.element_bytes * max(work.parameters for work, _ in stage.works)
     return MemoryPrediction(

@@ -157,6 +157,7 @@ def _weight_gradient(split: LayerSplit, m: float, n: float, k: float, batch: flo
 def _attention(shape: TransformerShape, split: LayerSplit, *, causal: bool | None = None) -> _Pass:
     x, e, r, t = _x(shape, split), split.element_bytes, _token_share(split), split.tensor_ranks
     tokens, h, qkv = shape.seq_len * split.samples, shape.hidden, shape.qkv_width / t
+    heads = shape.attention_width / t
     core = _core_attention(shape, split, shape.causal if causal is None else causal)
     forward: tuple[Operation, ...] = (
         FusedGroup(2 * e * x * r),  # norm
@@ -164,15 +165,15 @@ def _attention(shape: TransformerShape, split: LayerSplit, *, causal: bool | Non
         MatrixProduct(m=tokens, n=qkv, k=h),
         FusedGroup(2 * e * tokens * qkv),  # bias, heads to the front
         *core.forward,
-        MatrixProduct(m=tokens, n=h, k=h / t),
+        MatrixProduct(m=tokens, n=h, k=heads),
         *_join(split, e * x),
         FusedGroup((3 * e + 1) * x * r),  # bias, dropout, residual sum
     )
     backward: tuple[Operation, ...] = (
         FusedGroup((3 * e + 1) * x * r),  # dropout; gradient of the bias
         *_gather(split, e * x),
-        MatrixProduct(m=tokens, n=h / t, k=h),
-        _weight_gradient(split, h / t, h, tokens),
+        MatrixProduct(m=tokens, n=heads, k=h),
+        _weight_gradient(split, heads, h, tokens),
         *core.backward,
         FusedGroup(3 * e * tokens * qkv),  # heads back, gradient of the bias
         *_gather(split, e * x, behind=True),
@@ -186,8 +187,8 @@ def _attention(shape: TransformerShape, split: LayerSplit, *, causal: bool | Non
 
 def _core_attention(shape: TransformerShape, split: LayerSplit, causal: bool) -> _Pass:
     """Scores, softmax, dropout, values: four kernels that keep (a, s, s), or one that does not."""
-    e, t, s, d = split.element_bytes, split.tensor_ranks, shape.seq_len, shape.hidden / shape.heads
-    maps, x = split.samples * shape.heads / t, _x(shape, split)
+    e, t, s, d = split.element_bytes, split.tensor_ranks, shape.seq_len, shape.attention_width / shape.heads
+    maps, x = split.samples * shape.heads / t, s * split.samples * shape.attention_width
     if split.fused_attention:
         # A causal kernel skips the tiles above the diagonal; backward has five products where forward has two.
         rows = s / 2 if causal else s
@@ -256,6 +257,7 @@ def _experts(shape: TransformerShape, split: LayerSplit) -> _Pass:
     group = shape.expert_group
     rows = k * tokens * split.expert_ranks / shape.experts
     expert = _feed_forward(shape, split, shape_m=(rows, shape.experts / split.expert_ranks))
+    shared = _shared_experts(shape, split)
     size = e * k * x
     swap: tuple[Operation, ...] = (
         (Exchange(kind="all-to-all", group="expert", full_bytes=size),) if split.expert_ranks > 1 else ()
@@ -272,12 +274,25 @@ def _experts(shape: TransformerShape, split: LayerSplit) -> _Pass:
         dispatch = combine = (FusedGroup(2 * size),)
     norm: tuple[Operation, ...] = (FusedGroup(2 * e * x * r),)
     ending: tuple[Operation, ...] = (FusedGroup((3 * e + 1) * x * r),)
-    forward = (*norm, gate, *routing, *dispatch, *swap, *expert.forward, *swap, *combine, *ending)
+    forward = (*norm, gate, *routing, *dispatch, *swap, *expert.forward, *swap, *combine, *shared.forward, *ending)
     backward = (
-        *ending, *combine, *extra, *swap, *expert.backward, *swap, *dispatch, *routing, gate, gate,
+        *ending, *shared.backward, *combine, *extra, *swap, *expert.backward, *swap, *dispatch, *routing, gate, gate,
         FusedGroup(8 * e * x * r),
     )  # fmt: skip
     return _Pass(forward, backward)
+
+
+def _shared_experts(shape: TransformerShape, split: LayerSplit) -> _Pass:
+    """Those that every token passes: one feed-forward as wide as all of them, its sum added to what the others give."""
+    if not shape.shared_experts:
+        return _Pass((), ())
+    wide = dataclasses.replace(shape, ffn_hidden=shape.shared_experts * shape.ffn_hidden)
+    tokens = shape.seq_len * split.samples
+    own, added = (
+        _feed_forward(wide, split, shape_m=(tokens, 1.0)),
+        FusedGroup(3 * split.element_bytes * _x(shape, split)),
+    )
+    return _Pass((*own.forward, added), own.backward)
 
 
 def _feed_forward_parameters(shape: TransformerShape) -> float:
@@ -298,12 +313,13 @@ def _activation_shape(
         seq_len=shape.seq_len,
         samples=split.samples,
         hidden=shape.hidden,
+        attention_width=shape.attention_width,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         ffn_hidden=shape.ffn_hidden,
         gated=shape.gated,
         attentions=2 if kind == "decoder" else 1,
-        feed_forwards=shape.experts_per_token if kind == "expert" else 1,
+        feed_forwards=shape.experts_per_token + shape.shared_experts if kind == "expert" else 1,
         dispatch_places=shape.experts_per_token * shape.expert_group if kind == "expert" else 0,
         tensor_ranks=split.tensor_ranks,
         sequence_parallel=split.sequence_parallel,

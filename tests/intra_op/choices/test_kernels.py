@@ -151,7 +151,7 @@ SHAPE = TransformerShape(
 def test_a_planned_layer_keeps_what_korthikanti_count(sequence_parallel, recompute):
     """34 s b h + 5 a s^2 b and its divided forms, found in the program of a layer and not by formula."""
     split = LayerSplit(samples=SAMPLES, tensor_ranks=TENSOR, sequence_parallel=sequence_parallel, recompute=recompute)
-    part = Part("plain", SHAPE, split, 1)
+    part = Part(kind="plain", shape=SHAPE, split=split, data_ranks=1)
     found = plan_part(CLUSTER, part, part_step(part, zero_stage=0, precision="fp16"), zero_stage=0)
     divided = TENSOR if sequence_parallel else 1
     everything = layer_activation_bytes(
