@@ -102,7 +102,7 @@ def make_rule(
 ) -> FactorRule:
     """A rule from parts; factors of size one and their groups are dropped, the rest renamed a, b, c, ... as they appear."""
     order = dict.fromkeys(f for operand in (*inputs, *outputs) for dim in operand for f in dim if sizes[f] != 1)
-    names = {old: _letter(i) for i, old in enumerate(order)}
+    names = {old: letter(i) for i, old in enumerate(order)}
     reduced = reduced or {}
     return FactorRule(
         inputs=tuple(_rename(operand, names) for operand in inputs),
@@ -130,5 +130,6 @@ def _rename(operand: Operand, names: Mapping[str, str]) -> Operand:
     return tuple(tuple(names[f] for f in dim if f in names) for dim in operand)
 
 
-def _letter(index: int) -> str:
+def letter(index: int) -> str:
+    """The name of a factor by its number."""
     return chr(ord("a") + index) if index < 26 else f"f{index}"

@@ -16,12 +16,13 @@ import numpy as np
 from autopar.compat import make_mesh
 from autopar.cost_model.hardware import PRESETS
 from autopar.errors import ArgumentError
-from autopar.intra_op.choices.graph import build_graph
+from autopar.intra_op.choices.graph import Node, build_graph
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.intra_op.lowering.assignment import Assignment, assign
 from autopar.intra_op.lowering.per_device import map_over_mesh
 from autopar.layouts.mesh import LogicalMesh
 from autopar.program.from_jaxpr import program_of
+from autopar.rules.table import find_registered
 
 T = TypeVar("T")
 
@@ -41,8 +42,22 @@ def random_assignment(
         output_layouts=[None] * len(program.outvars),
     )
     rng = np.random.default_rng(seed)
-    choice = [int(rng.integers(len(node.choices.strategies))) for node in graph.nodes]
+    choice = [_choose(node, rng, seed) for node in graph.nodes]
     return assign(graph, choice), constants, jax.tree.structure(out_shape)
+
+
+def _choose(node: Node, rng: np.random.Generator, seed: int) -> int:
+    """The number of a strategy; under a registered rule one that splits a factor, whose turn comes with the seed."""
+    strategies = node.choices.strategies
+    number = int(rng.integers(len(strategies)))
+    if node.equation is None or not find_registered([node.equation]):
+        return number
+    split = [{factor for factor, axes in strategy.factor_axes if axes} for strategy in strategies]
+    factors = sorted(set[str]().union(*split))
+    if not factors:
+        return number
+    turn = [k for k, names in enumerate(split) if factors[seed % len(factors)] in names]
+    return turn[number % len(turn)]
 
 
 def run_with_random_strategies(
@@ -54,7 +69,8 @@ def run_with_random_strategies(
         fun: a function of arrays, or trees of arrays, that JAX can trace.
         *args: its arguments.
         mesh_shape: sizes of the mesh axes, as a sequence or a mapping of names to sizes; their product is the number of devices.
-        seed: equal seeds choose equal strategies.
+        seed: equal seeds choose equal strategies. Equations whose rule was registered are always split: of as many seeds in a row
+            as a rule has factors that may be, each splits another one.
 
     Returns:
         The outputs, equal to those of `fun(*args)` up to rounding if all factor rules are right.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from autopar.compat import JaxprEqn, is_device_memory, source_line
 from autopar.errors import warn
 from autopar.rules.table import has_rule
+from autopar.rules.unlisted.guess import guess_rule
 
 CALLBACKS = ("call_python", "pure_callback")
 
@@ -23,12 +24,14 @@ def warn_of_operations(eqns: Sequence[JaxprEqn]) -> None:
 
 
 def _warn_of_missing_rules(eqns: Sequence[JaxprEqn]) -> None:
-    listed = _list_first(eqns, lambda eqn: not has_rule(eqn) and eqn.primitive.name not in CALLBACKS)
-    if listed:
+    missing = [eqn for eqn in eqns if not has_rule(eqn) and eqn.primitive.name not in CALLBACKS]
+    if missing:
+        first = min(missing, key=lambda eqn: eqn.primitive.name)
         warn(
-            f"no factor rule for {listed}. These operations run whole on every device, which is correct but not "
-            "parallel. autopar.register_rule(primitive, notation) adds a rule, e.g. "
-            'autopar.register_rule("my_kernel", "b s c, c e -> b s e | sum: c").'
+            f"no factor rule for {_list_first(missing, lambda eqn: True)}. These operations run whole on every device, which is "
+            "correct but not parallel. autopar.register_rule(primitive, notation) adds a rule, e.g. "
+            f'autopar.register_rule("{first.primitive.name}", "{guess_rule(first)}"). That is a guess, by which equal sizes are '
+            "one factor: autopar.testing.run_with_random_strategies says whether it holds."
         )
 
 

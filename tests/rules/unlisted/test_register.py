@@ -73,7 +73,7 @@ def test_a_primitive_without_a_rule_gives_one_warning_with_its_name_and_line_and
     assert LINE in text
     assert text.count("fused_dense at") == 1
     assert "run whole on every device" in text
-    assert "autopar.register_rule" in text
+    assert 'autopar.register_rule("fused_dense", "a b c, c d -> a b d | whole: c"). That is a guess' in text
     for seed in range(3):
         actual = run_with_random_strategies(two_layers, X, W, mesh_shape=(2, 2), seed=seed)
         np.testing.assert_allclose(actual, jax.jit(two_layers)(X, W), rtol=1e-5, atol=1e-5)
@@ -305,3 +305,22 @@ def test_a_step_is_planned_again_once_one_of_its_primitives_has_another_rule():
     register_rule("double_of_three", "b r n -> b r n | whole: n", replace=True)
     assert step.plan(x).rules != second.rules
     assert len(step._memory.programs) == 1
+
+
+# --- how few seeds find a rule that claims too much -------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("user_rules")
+@pytest.mark.parametrize("start", [0, 5, 17])
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+def test_as_many_seeds_as_a_registered_rule_has_factors_split_each_of_them(start, mesh_shape):
+    seen = set()
+
+    def run(call):
+        seen.update(factor for factor in "brn" if call.ways(factor) > 1)
+        return on_shard.unchanged(call)
+
+    register_rule("double_of_three", "b r n -> b r n", local=run)
+    for seed in range(start, start + 3):
+        run_with_random_strategies(doubled, jnp.ones((4, 4, 4)), mesh_shape=mesh_shape, seed=seed)
+    assert seen == set("brn")
