@@ -24,6 +24,7 @@ from autopar.intra_op.compare_meshes import Beaten, SharedSearch
 from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.intra_op.planner import far_excess, plan_way
 from autopar.intra_op.request import PlannedStep, PlanRequest
+from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import cut_into_microbatches, loop_over_microbatches, microbatch_counts
 from autopar.microbatches.mixing import MixedExamples
 from autopar.microbatches.phases import plan_time
@@ -35,6 +36,14 @@ from autopar.stages.recompute_layers import Recomputation, Repeated, find_recomp
 
 _REPEATED_SHARE = 0.25
 """Of a step that does all forward work again, the part that this takes: forward is a third of the rest."""
+
+
+@dataclass(frozen=True)
+class Promising:
+    """A number of microbatches and meshes that look best by the sum of layers."""
+
+    microbatches: int
+    meshes: tuple[LogicalMesh, ...]
 
 
 @dataclass(frozen=True)
@@ -53,12 +62,13 @@ def plan_on_one_mesh(
     devices: int,
     beat_s: float = math.inf,
     excess: float | None = None,
+    promising: Promising | None = None,
     tuning: Tuning = TUNING,
 ) -> PlannedStep | Slower:
     """The fastest way to run the step that fits. Raises ConstraintError, OutOfMemoryError.
 
     `beat_s`: seconds of the step in stages; `Slower` if no way on one mesh takes less, which cannot be without such a time.
-    `excess`: what `far_excess` says of the step, if that is known.
+    `excess`: what `far_excess` says of the step, if that is known. `promising`: planned first if one microbatch is too few.
     """
     has_other_ways = num_microbatches == "auto" or recompute == "auto"
     attempts = _Attempts(request, SharedSearch(best_s=beat_s, has_other_ways=has_other_ways), tuning=tuning)
@@ -68,16 +78,19 @@ def plan_on_one_mesh(
     first = attempts.plan_first(cut_into_microbatches(step, least), repeated, excess if step is traced else None)
     if first is None and state_is_too_large(traced, request, devices):
         raise attempts.errors[0] if attempts.errors else attempts.error_of_smallest()
+    far = attempts.excess
+    if first is None and promising is not None and promising.microbatches in counts:
+        attempts.prefer(promising.meshes)
+        _Ways(attempts, step, (promising.microbatches,), repeated).explore(1.0)
     if not attempts.is_dear() or (isinstance(first, Beaten) and first.step_s is None):
         return attempts.best()
-    excess = attempts.excess
     ways = _Ways(attempts, step, counts[1:], repeated)
-    ways.explore(excess)
+    ways.explore(far)
     if recompute == "auto" and attempts.is_dear() and not attempts.is_over:
         found = find_recomputation(traced)
         if found.layers:
             ways = _Ways(attempts, found.apply(traced), counts, Repeated())
-            ways.explore(excess * found.kept_share)
+            ways.explore(far * found.kept_share)
             _repeat_less(attempts, traced, found, tuning)
     return attempts.best()
 
@@ -165,6 +178,12 @@ class _Attempts:
     def excess(self) -> float:
         """See `SharedSearch`."""
         return self._shared.excess
+
+    def prefer(self, meshes: Sequence[LogicalMesh]) -> None:
+        """From now on, look at these meshes before the others."""
+        others = tuple(mesh for mesh in self._request.meshes if mesh not in meshes)
+        first = tuple(mesh for mesh in meshes if mesh in self._request.meshes)
+        self._request = replace(self._request, meshes=(*first, *others))
 
     @property
     def is_over(self) -> bool:

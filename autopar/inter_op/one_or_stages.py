@@ -29,7 +29,7 @@ import math
 from autopar.errors import ConstraintError, OutOfMemoryError, UnsupportedProgramError
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages
 from autopar.inter_op.dynamic_program.submeshes import machine_shape
-from autopar.inter_op.one_mesh import Slower, bytes_held, plan_on_one_mesh, state_is_too_large
+from autopar.inter_op.one_mesh import Promising, Slower, bytes_held, plan_on_one_mesh, state_is_too_large
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.search_pipeline import OneStage, SearchedPipeline, search_pipeline
 from autopar.inter_op.tuning import TUNING, Tuning
@@ -55,8 +55,8 @@ class _OneOrStages:
     devices: int
     tuning: Tuning
 
-    def plan_on_one_mesh(self) -> PlannedStep:
-        planned = self.plan_mesh_below(math.inf)
+    def plan_on_one_mesh(self, promising: Promising | None = None) -> PlannedStep:
+        planned = self.plan_mesh_below(math.inf, promising)
         assert isinstance(planned, PlannedStep), "there is nothing that it has to beat"
         return planned
 
@@ -67,7 +67,7 @@ class _OneOrStages:
             return None
         return far_excess(self.traced, self.request)
 
-    def plan_mesh_below(self, beat_s: float) -> PlannedStep | Slower:
+    def plan_mesh_below(self, beat_s: float, promising: Promising | None = None) -> PlannedStep | Slower:
         return plan_on_one_mesh(
             self.traced,
             self.request,
@@ -76,6 +76,7 @@ class _OneOrStages:
             devices=self.devices,
             beat_s=beat_s,
             excess=self.excess,
+            promising=promising,
             tuning=self.tuning,
         )
 
@@ -148,7 +149,7 @@ def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipelin
             plan = dataclasses.replace(found.pipeline.plan, compared=(*one.compared, *found.compared))
             return dataclasses.replace(found.pipeline, plan=plan)
         case OneStage() as none_found:
-            return _faster(comparison.plan_on_one_mesh(), none_found)
+            return _faster(comparison.plan_on_one_mesh(none_found.promising), none_found)
 
 
 def _is_surely_slower(found: SearchedPipeline, excess: float, tuning: Tuning) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages, describe_pipeline
 from autopar.inter_op.dynamic_program.submeshes import machine_shape
+from autopar.inter_op.one_mesh import Promising
 from autopar.inter_op.plan_pipeline import (
     PipelineWishes,
     alternative_of,
@@ -58,9 +59,10 @@ class SearchedPipeline:
 
 @dataclasses.dataclass(frozen=True)
 class OneStage:
-    """One stage is best; `compared`: what several would take, if they had a time to beat."""
+    """One stage is best; `compared`: what several would take, if they had a time to beat; `promising`: how it may run."""
 
     compared: tuple[Alternative, ...] = ()
+    promising: Promising | None = None
 
 
 def search_pipeline(
@@ -97,7 +99,7 @@ def search_pipeline(
     if isinstance(found, NotFaster):
         return OneStage(found.compared)
     if len(found.sizes) == 1:
-        return OneStage()
+        return OneStage(promising=Promising(found.timetable.microbatches, found.meshes[0]))
     compared, one_stage_s, alone_s = found.compared, found.one_stage_s, found.alone_s
     if request.has_fallback:
         request.budget.require_time()

@@ -7,7 +7,7 @@ import pytest
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import one_mesh
-from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh
+from autopar.inter_op.one_mesh import Promising, Slower, plan_on_one_mesh
 from autopar.intra_op import planner
 from autopar.intra_op.compare_meshes import SharedSearch
 from autopar.intra_op.planner import plan_way
@@ -88,6 +88,16 @@ def test_with_a_time_to_beat_a_step_that_fits_in_no_way_is_slower_and_no_error(t
         (count, None, None) for count in (1, 64)
     ]
     assert WAYS == [1, 64], "the last one is not planned again for the sake of its error"
+
+
+def test_what_looks_best_by_its_layers_is_planned_first_where_one_microbatch_does_not_fit(traced):
+    """A clock that ends early then leaves a good plan."""
+    promising = Promising(microbatches=8, meshes=(LogicalMesh.of((4,)),))
+    plan, ways = planned(traced, 300_000, large=0, promising=promising)
+    assert ways[0] == 8
+    assert plan.step_s <= planned(traced, 300_000, large=0)[0].step_s
+    WAYS.clear()
+    assert planned(traced, 10**8, large=0, promising=promising)[1] == (1,)
 
 
 def test_where_it_may_fit_one_microbatch_is_planned_first(traced):
