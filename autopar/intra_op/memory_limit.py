@@ -10,6 +10,7 @@ fits that the search does not find; `TooLarge` says whether that is possible.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -93,7 +94,8 @@ def choose_within_limit(
     search = _LimitSearch(
         problem=limited, free=free, memory=memory, limit_bytes=limit_bytes, highest_bytes=limit_bytes + excess
     )
-    for copy_span in (None, copy_span_of(memory.graph.program)):
+    spans = (None, copy_span_of(memory.graph.program))
+    for copy_span in spans:
         match search.run(copy_span, rounds=tuning.memory_rounds):
             case Chosen() as choice:
                 return Fits(choice, copy_span, free.seconds)
@@ -102,10 +104,10 @@ def choose_within_limit(
             case TooLarge(tried_bytes):
                 least = min(least, tried_bytes)
             case Unfinished():
-                return TooLarge(least, is_settled=False)
+                break
             case ended:
                 return ended
-    return TooLarge(least, is_settled=False)
+    return search.find_met(spans) or TooLarge(least, is_settled=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -121,6 +123,7 @@ class _LimitSearch:
     limit_bytes: int
     highest_bytes: float
     _known: dict[tuple[float, tuple[Numbers, ...]], Outcome] = dataclasses.field(default_factory=dict)
+    _met: dict[Numbers, None] = dataclasses.field(default_factory=dict)
 
     def _choose(self, row_limit: float, tried: tuple[Numbers, ...]) -> Outcome:
         """The best choice that keeps the rows, which do not depend on how long copies are kept."""
@@ -148,6 +151,7 @@ class _LimitSearch:
             if not isinstance(found, Chosen):
                 return found
             tried = found.tried
+            self._met.update(dict.fromkeys((found.numbers, *tried)))
             required = self.memory.required(found.numbers, copy_span=copy_span)
             if required <= self.limit_bytes:
                 return found
@@ -156,3 +160,16 @@ class _LimitSearch:
             row_limit = min(lower, float(self.problem.spans.used_by(np.asarray(found.numbers)).max()) - 1.0)
         assert least is not None, "the first round returns or finds a choice"
         return TooLarge(least, is_settled=False)
+
+    def find_met(self, copy_spans: Sequence[int | None]) -> Fits | None:
+        """The fastest choice met on the way whose peak is within the limit: of some the rows say more than they need."""
+        values = {numbers: self.problem.costs.value(numbers) for numbers in self._met}
+        for numbers in sorted(values, key=lambda numbers: values[numbers]):
+            for copy_span in copy_spans:
+                if (
+                    values[numbers] < self.problem.cutoff_s
+                    and self.memory.required(numbers, copy_span=copy_span) <= self.limit_bytes
+                ):
+                    choice = Chosen(numbers, values[numbers], self.free.lower_bound_s, tuple(self._met))
+                    return Fits(choice, copy_span, self.free.seconds)
+        return None

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit
+from autopar.intra_op.memory_limit import Fits, TooLarge, _LimitSearch, choose_within_limit
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
 from autopar.intra_op.tuning import Tuning
 from autopar.layouts.mesh import LogicalMesh
 from autopar.solver import tuning as solver_tuning
-from autopar.solver.outcomes import CutOff, Unreachable
+from autopar.solver.outcomes import Chosen, CutOff, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
 
 MESH = LogicalMesh((2,), ("x",))
@@ -79,6 +79,29 @@ def test_a_choice_that_is_too_large_by_what_the_rows_leave_out_is_not_found_agai
     found = choose_within_limit(problem, Much(rows), 1000)
     assert isinstance(found, Fits)
     assert found.choice.numbers == (1, 1, 1, 1)
+
+
+def test_a_choice_met_on_the_way_that_fits_is_taken_where_the_search_ends_without_one():
+    """The rows say 12 too much of the choice that is half slow, and too little of every other."""
+    problem, rows = fast_or_small()
+
+    class Odd(Memory):
+        def required(self, choice, *, copy_span=None):
+            return super().required(choice) + (-12 if sorted(choice) == [0, 0, 1, 1] else 30)
+
+    met = [(0, 0, 1, 1), (0, 1, 1, 1)]
+    search = _LimitSearch(
+        problem=problem,
+        free=Chosen((0, 0, 0, 0), 4.0, 4.0),
+        memory=Odd(rows),
+        limit_bytes=12,
+        highest_bytes=12,
+        _met=dict.fromkeys(met),
+    )
+    assert search.find_met((None,)) == Fits(Chosen(met[0], 6.0, 4.0, tuple(met)), None, 4.0)
+    assert dataclasses.replace(search, limit_bytes=9).find_met((None,)) is None
+    cut = dataclasses.replace(search, problem=dataclasses.replace(problem, cutoff_s=6.0))
+    assert cut.find_met((None,)) is None
 
 
 def test_an_integer_program_that_ends_early_does_not_settle_it():
