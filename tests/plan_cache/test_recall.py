@@ -193,6 +193,7 @@ def test_how_a_plan_is_sought_is_not_in_the_key(same):
 
 def test_a_step_with_a_rule_of_the_users_own_has_no_key(folder, monkeypatch):
     monkeypatch.setattr("autopar.rules.table.USER_RULES", {})
+    monkeypatch.setattr("autopar.rules.unlisted.register.USER_RULES", autopar.rules.table.USER_RULES)
     twice = Primitive("twice_for_the_cache")
     twice.def_abstract_eval(lambda x: x)
 
