@@ -20,6 +20,7 @@ from typing import TypedDict
 from autopar.avals import itemsize_of
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, warn
 from autopar.inter_op.tuning import TUNING, Tuning
+from autopar.intra_op.choices.allowed_values import allowed_inputs
 from autopar.intra_op.compare_meshes import Beaten, SharedSearch
 from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.intra_op.planner import far_excess, plan_way
@@ -76,7 +77,7 @@ def plan_on_one_mesh(
     counts = microbatch_counts(traced) if num_microbatches == "auto" else (num_microbatches,)
     step, repeated = _recompute_as_asked(traced, recompute)
     first = attempts.plan_first(cut_into_microbatches(step, least), repeated, excess if step is traced else None)
-    if first is None and state_is_too_large(traced, request, devices):
+    if first is None and (state_is_too_large(traced, request, devices) or _keeps_too_much(traced, request)):
         raise attempts.errors[0] if attempts.errors else attempts.error_of_smallest()
     far = attempts.excess
     if first is None and promising is not None and promising.microbatches in counts:
@@ -99,6 +100,27 @@ def state_is_too_large(traced: TracedStep, request: PlanRequest, devices: int) -
     """Whether the state alone, spread evenly over all devices, exceeds the memory: then only more memory helps."""
     limit = request.memory_limit_bytes
     return limit is not None and bytes_held(leaf for leaf in traced.inputs if leaf.role != "batch") > limit * devices
+
+
+def _keeps_too_much(traced: TracedStep, request: PlanRequest) -> bool:
+    """Whether the state alone exceeds the memory on every mesh, divided as far as the constraints allow."""
+    limit = request.memory_limit_bytes
+    return limit is not None and all(_least_held(traced, request, mesh) > limit for mesh in request.meshes)
+
+
+def _least_held(traced: TracedStep, request: PlanRequest, mesh: LogicalMesh) -> float:
+    """Bytes of the state on each device in the layouts that take the least; infinite if the mesh cannot meet the constraints."""
+    try:
+        allowed = allowed_inputs(traced, mesh, request.constraints)
+    except ConstraintError:
+        return math.inf
+    pairs = ((leaf, of_leaf) for leaf, of_leaf in zip(traced.inputs, allowed, strict=True) if leaf.role != "batch")
+    return sum(
+        bytes_held([leaf]) / mesh.size
+        if of_leaf is None
+        else min(layout.local_bytes(leaf.shape, itemsize_of(leaf), mesh) for layout in of_leaf)
+        for leaf, of_leaf in pairs
+    )
 
 
 def bytes_held(leaves: Iterable[Leaf]) -> int:

@@ -1,10 +1,15 @@
 """Microbatches and recomputation on one mesh are taken where the memory asks for them, and then the cheaper of the two."""
 
+import contextlib
+
+import jax
 import pytest
 
 import autopar
 from autopar.errors import OutOfMemoryError
 from autopar.explain import explain
+from autopar.inter_op import one_mesh
+from autopar.intra_op.planner import plan_way
 from tests.inter_op.test_search import arguments, step, two_nodes
 
 
@@ -52,3 +57,18 @@ def test_a_plan_that_the_limit_makes_dear_is_compared_with_other_ways():
     assert 0.5 * free.step_s < plan.unlimited_s < plan.step_s / 1.2
     assert {(one.num_microbatches, one.recompute) for one in plan.compared} >= {(1, False), (2, False)}
     assert plan.step_s == min(one.step_s for one in plan.compared if one.step_s is not None)
+
+
+@pytest.mark.parametrize(("constraints", "is_tried"), [(autopar.data_parallel(), False), (None, True)])
+def test_where_constraints_keep_more_state_than_the_memory_no_other_way_is_planned(monkeypatch, constraints, is_tried):
+    """Microbatches and recomputation leave the state as it is. Split, it would have room, so then they are tried."""
+    weights, x = arguments(256, layers=2, batch=512)
+    state_bytes = sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(weights))
+    planned_ways = []
+    monkeypatch.setattr(
+        one_mesh, "plan_way", lambda step, *rest: planned_ways.append(step.microbatches) or plan_way(step, *rest)
+    )
+    with contextlib.suppress(OutOfMemoryError):
+        planned(weights, x, constraints=constraints, memory_limit_bytes=int(0.9 * state_bytes))
+    assert planned_ways[0] == 1
+    assert (len(planned_ways) > 1) == is_tried
