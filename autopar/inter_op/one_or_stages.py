@@ -4,8 +4,8 @@ In: a traced step, what is left open of a pipeline, the planner's request, the n
 `PlannedPipeline`. The mesh comes first where it nearly always wins: on one node, and across nodes that have room for the state
 and reduce gradients in less time than they work (`Tuning.held`, `Tuning.reduced`). Stages are then searched only if they may pay.
 Elsewhere they are searched first: the search prices one stage too, and if that is far slower, one mesh is not planned. That is
-also where a step is far too large to run as it is, however it is divided (`far_excess`): one mesh then needs many microbatches,
-each number of which takes as long to plan as all stages, and has only what the stages leave of the clock.
+also where a step is far too large to run as it is, however it is divided (`far_excess`, `Tuning.many`): one mesh then needs many
+microbatches, each number of which takes as long to plan as all stages, and has only what the stages leave of the clock.
 
 When stages may pay:
 
@@ -114,9 +114,10 @@ def plan_one_or_stages(
 
 
 def _is_for_one_mesh(comparison: _OneOrStages) -> bool:
-    """Whether one mesh probably wins: if it may run the step as it is, and its nodes, if it has several, exchange little."""
+    """Whether one mesh probably wins: if it needs few microbatches, and its nodes, if it has several, exchange little."""
     nodes, per_node = machine_shape(comparison.request.cluster, comparison.devices)
-    return (nodes == 1 or _nodes_exchange_little(comparison, nodes, per_node)) and not comparison.excess
+    is_near = (comparison.excess or 0.0) <= comparison.tuning.many
+    return (nodes == 1 or _nodes_exchange_little(comparison, nodes, per_node)) and is_near
 
 
 def _nodes_exchange_little(comparison: _OneOrStages, nodes: int, per_node: int) -> bool:

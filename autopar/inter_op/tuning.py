@@ -27,6 +27,10 @@ class Tuning:
     held: float = 0.5
     """And if the state takes at most this part of a node's memory: gradients and activations need the rest. A model that fills a
     node with its state runs in stages (`benchmarks/planning_ordinary.py`, GPT-39B on 64 and 1,024 devices)."""
+    many: float = 16.0
+    """And if its temporaries exceed the memory by at most this factor: one mesh then needs few microbatches, of which one number
+    is planned. GPT on 8 V100s (9, `benchmarks/planning_ordinary.py`) is planned twice as fast for it; GPTs and a mixture on 4
+    to 16 V100s (30 to 216, `benchmarks/weak_scaling.py`) left no time for stages."""
     least_gain: float = 0.1
     """After one mesh, stages are searched only if the bound on their gain exceeds this part of one mesh's step. Stages reach
     about half of the bound."""

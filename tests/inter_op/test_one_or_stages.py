@@ -95,8 +95,12 @@ def test_across_nodes_one_mesh_is_planned_first_where_gradients_are_reduced_in_l
         planned(two_nodes(bytes_per_s, usable_bytes=node_bytes / 2 or math.inf), width=2048, batch=2048)
 
 
-@pytest.mark.parametrize(("limit", "first"), [(10**9, "mesh"), (220_000, "stages")])
-def test_on_one_node_stages_come_first_where_a_large_step_is_too_large_to_run_as_it_is(limit, first):
+@pytest.mark.parametrize(
+    ("limit", "microbatches", "first"),
+    [(10**9, "few", "mesh"), (220_000, "few", "mesh"), (220_000, "many", "stages")],
+    ids=["a step that fits", "few microbatches", "many microbatches"],
+)
+def test_on_one_node_stages_come_first_where_a_large_step_needs_many_microbatches(limit, microbatches, first):
     """A clock that ends early must not find the search at work on one mesh in ever more microbatches."""
     comparison = one_or_stages._OneOrStages(
         traced=traced_step(*arguments(32, batch=4096)),
@@ -109,6 +113,11 @@ def test_on_one_node_stages_come_first_where_a_large_step_is_too_large_to_run_as
         devices=4,
         tuning=TUNING,
     )
+    if comparison.excess:
+        factor = 2 if microbatches == "few" else 0.5
+        comparison = dataclasses.replace(
+            comparison, tuning=dataclasses.replace(TUNING, many=factor * comparison.excess)
+        )
     assert one_or_stages._is_for_one_mesh(comparison) == (first == "mesh")
     given = dataclasses.replace(comparison, wishes=PipelineWishes(num_stages=1, num_microbatches=8))
     assert one_or_stages._is_for_one_mesh(given), "nobody knows yet what eight microbatches take"
