@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import jax
 import orbax.checkpoint as ocp
 
+from autopar.checkpoints import freed
 from autopar.checkpoints.about import About, Position, SavedLeaf
 from autopar.checkpoints.leaves import (
     Name,
@@ -136,6 +137,7 @@ def save(
         if group is not None:
             group.meet(f"saves {len(arrays)} arrays of {places.name} to {where}")
         with RUNNING.take(places.name), _in_our_words(where, "written"):
+            freed.trim_heaps()  # of what the save before left there
             checkpointer_of(processes).save(
                 where,
                 args=ocp.args.Composite(

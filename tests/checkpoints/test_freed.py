@@ -35,3 +35,10 @@ def test_a_restore_trims_the_heaps(tmp_path, monkeypatch):
     monkeypatch.setattr(orbax_leaf, "Freed", lambda most: Freed(1, trim=lambda: seen.append(most)))
     saved_and_restored(tmp_path, "zero3", "whole")
     assert set(seen) == {orbax_leaf.TUNING.in_flight_bytes}
+
+
+def test_a_save_trims_the_heaps_of_what_the_save_before_left(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(freed, "trim_heaps", lambda: seen.append(len(list(tmp_path.iterdir()))))
+    saved_and_restored(tmp_path, "zero3", "whole")
+    assert seen == [0]
