@@ -95,7 +95,11 @@ def _closed(index: Sequence[slice], shape: Sequence[int]) -> Index:
 
 
 def chunk_shape(leaf: Saved, *, most_bytes: int) -> tuple[int, ...]:
-    """The shape of the chunks of a leaf, without the words of a key; all processes find the same one."""
+    """The shape of the chunks of a leaf, without the words of a key; all processes find the same one.
+
+    A dimension that is divided has chunks that divide its shards; one that is whole is cut anywhere, and its last chunk may be
+    shorter. So a prime number of rows, such as of a vocabulary, is not cut into single ones.
+    """
     shape = tuple(np.shape(leaf))
     if isinstance(leaf, SplitArray):
         pieces = [piece.sharding.shard_shape(piece.shape) for piece in leaf.pieces]
@@ -106,15 +110,36 @@ def chunk_shape(leaf: Saved, *, most_bytes: int) -> tuple[int, ...]:
     else:
         sizes = list(shape)
     extra, dtype = words_per_entry(leaf.dtype)
-    sizes = [max(size, 1) for size in sizes]
-    while sizes and math.prod((*sizes, *extra)) * dtype.itemsize > most_bytes and max(sizes) > 1:
-        largest = sizes.index(max(sizes))
-        sizes[largest] //= _least_factor(sizes[largest])
+    is_whole = [size == full for size, full in zip(sizes, shape, strict=True)]
+    return _cut([max(size, 1) for size in sizes], is_whole, most_bytes / math.prod((*extra, dtype.itemsize)))
+
+
+def _cut(sizes: list[int], is_whole: Sequence[bool], most: float) -> tuple[int, ...]:
+    """Sizes whose product is at most `most`, or ones.
+
+    One dimension is cut where that is enough: the first that leaves a quarter of `most`, since chunks of whole rows are copied as
+    one run of memory, or else the one that leaves the most. Where no dimension is enough, the largest is cut to one.
+    """
+    while math.prod(sizes) > most and max(sizes) > 1:
+        rest = [most * size / math.prod(sizes) for size in sizes]
+        cuts = [_most_below(size, room, is_free=free) for size, room, free in zip(sizes, rest, is_whole, strict=True)]
+        filled = [cut / room if cut <= room else 0.0 for cut, room in zip(cuts, rest, strict=True)]
+        if any(filled):
+            dim = next((k for k, share in enumerate(filled) if share >= 1 / 4), filled.index(max(filled)))
+        else:
+            dim = sizes.index(max(sizes))
+        sizes[dim] = cuts[dim]
     return tuple(sizes)
 
 
-def _least_factor(number: int) -> int:
-    return next((k for k in range(2, math.isqrt(number) + 1) if number % k == 0), number)
+def _most_below(size: int, most: float, *, is_free: bool) -> int:
+    """The largest size of equal parts that is at most `most`; the last may be shorter if they are free. 1 if there is none."""
+    if most < 1:
+        return 1
+    if is_free:
+        return -(-size // math.ceil(size / math.floor(most)))
+    small = [k for k in range(1, math.isqrt(size) + 1) if size % k == 0]
+    return max(k for part in small for k in (part, size // part) if k <= most)
 
 
 @dataclasses.dataclass(frozen=True)
