@@ -10,6 +10,13 @@ import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from autopar import checkpoints as checkpoints
+    from autopar import data as data
+    from autopar import launch as launch
+    from autopar import monitor as monitor
+    from autopar import solver as solver
+    from autopar import testing as testing
+    from autopar import training as training
     from autopar.api import ParallelStep as ParallelStep
     from autopar.api import parallelize as parallelize
     from autopar.attention.primitive import dot_product_attention as dot_product_attention
@@ -85,16 +92,21 @@ _MODULES = {
 }
 """The module that holds each public name; type checkers read the same from the imports above."""
 
+_PACKAGES = ("checkpoints", "data", "launch", "monitor", "solver", "testing", "training")
+"""Packages with public names of their own: `autopar.data.sharded` needs no other import."""
+
 __all__ = [*_MODULES]
 
 
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return importlib.metadata.version("autopar")
+    if name in _PACKAGES:
+        return importlib.import_module(f"autopar.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"autopar.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *_MODULES, *_PACKAGES})

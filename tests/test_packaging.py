@@ -111,3 +111,13 @@ def test_importing_any_module_of_autopar_changes_nothing_global() -> None:
     run_in_fresh_interpreter(
         CHANGES_NOTHING.format(dependencies="flax.linen, optax", module=", ".join(importable_modules()))
     )
+
+
+def test_public_names_of_packages_need_no_import_of_their_own() -> None:
+    run_in_fresh_interpreter(
+        "import sys, autopar\n"
+        "assert 'jax' not in sys.modules\n"
+        "autopar.checkpoints.Checkpoints, autopar.data.sharded, autopar.launch.join, autopar.monitor.Monitor\n"
+        "autopar.solver.to_pulp, autopar.testing.faults, autopar.training.Guard\n"
+        "assert {'data', 'training'} <= {*dir(autopar)}"
+    )

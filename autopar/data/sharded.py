@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
@@ -112,32 +113,20 @@ def _lay_out(drawn: Drawn, known: Mapping[_Kind, list[PlacedBatch]]) -> PyTree:
     leaves, structure = jax.tree.flatten(drawn.like)
     places = known.get((structure, tuple(map(_kind_of, leaves))))
     if places is None:
-        whole = np.arange(max((leaf.shape[0] for leaf in leaves if np.shape(leaf)), default=0))
-        return jax.tree.unflatten(structure, drawn.rows(whole))
-    read = _Reader(drawn)
+        return drawn.whole()
     made = [
-        place(like, functools.partial(read.leaf, number), whole=leaf)
+        leaf if _is_key(leaf) else place(like, functools.partial(drawn.leaf, number), whole=leaf)
         for number, (like, leaf) in enumerate(zip(places, leaves, strict=True))
     ]
     return jax.tree.unflatten(structure, made)
 
 
-class _Reader:
-    """Reads the examples of a batch leaf by leaf; leaves that need the same ones have them read once."""
-
-    def __init__(self, drawn: Drawn) -> None:
-        self._drawn, self._read = drawn, dict[bytes, list[np.ndarray]]()
-
-    def leaf(self, number: int, rows: np.ndarray) -> np.ndarray:
-        """The examples with these numbers of a leaf."""
-        key = rows.tobytes()
-        if key not in self._read:
-            self._read[key] = self._drawn.rows(rows)
-        return self._read[key][number]
-
-
 def _kind_of(leaf: ArrayLike) -> tuple[tuple[int, ...], str]:
     return tuple(np.shape(leaf)), str(dtype_of(leaf))
+
+
+def _is_key(leaf: ArrayLike) -> bool:
+    return jnp.issubdtype(dtype_of(leaf), jax.dtypes.prng_key)
 
 
 def sharded(

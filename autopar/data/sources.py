@@ -52,19 +52,27 @@ class Drawn(Protocol):
     def like(self) -> PyTree:
         """The batch, or a tree of the same structure with a `jax.ShapeDtypeStruct` for each leaf."""
 
-    def rows(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """Of each leaf the examples with these numbers."""
+    def leaf(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """The examples with the numbers `rows` of one leaf, which has some."""
+
+    def whole(self) -> PyTree:
+        """All of it, on the host."""
 
 
 class WholeBatch:
-    """A batch that is there as a whole."""
+    """A batch that is there as a whole. Its leaves may differ in their number of examples, and need have none."""
 
     def __init__(self, batch: PyTree) -> None:
-        self.like = batch
+        self.like, self._leaves = batch, jax.tree.leaves(batch)
 
-    def rows(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """Of each leaf the examples with these numbers."""
-        return [np.asarray(leaf)[numbers] for leaf in jax.tree.leaves(self.like)]
+    def leaf(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """The examples with the numbers `rows` of one leaf."""
+        found: np.ndarray = np.asarray(self._leaves[number])[rows]
+        return found
+
+    def whole(self) -> PyTree:
+        """The batch; whoever made it may fill the same memory again."""
+        return jax.tree.map(lambda x: x if isinstance(x, jax.Array | int | float | complex) else np.array(x), self.like)
 
 
 class BatchByNumber:
@@ -72,13 +80,22 @@ class BatchByNumber:
 
     def __init__(self, examples: ExamplesByNumber, numbers: np.ndarray, shapes: PyTree) -> None:
         """`numbers`: of the batch's examples. `shapes`: the tree of one example's leaves, with their shapes and types."""
-        self._examples, self._numbers = examples, numbers
+        self._examples, self._numbers, self._read = examples, numbers, dict[bytes, list[np.ndarray]]()
         self.like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(numbers), *x.shape), x.dtype), shapes)
 
-    def rows(self, numbers: np.ndarray) -> list[np.ndarray]:
-        """Of each leaf the examples with these numbers."""
-        read = [jax.tree.leaves(self._examples[int(number)]) for number in self._numbers[numbers]]
-        return [np.stack([np.asarray(example[k]) for example in read]) for k in range(len(read[0]))]
+    def leaf(self, number: int, rows: np.ndarray) -> np.ndarray:
+        """The examples with the numbers `rows` of one leaf; for leaves that ask for the same ones these are read once."""
+        key = rows.tobytes()
+        if key not in self._read:
+            read = [jax.tree.leaves(self._examples[int(example)]) for example in self._numbers[rows]]
+            self._read[key] = [np.stack([np.asarray(example[k]) for example in read]) for k in range(len(read[0]))]
+        return self._read[key][number]
+
+    def whole(self) -> PyTree:
+        """All of its examples."""
+        every = np.arange(len(self._numbers))
+        leaves, structure = jax.tree.flatten(self.like)
+        return jax.tree.unflatten(structure, [self.leaf(number, every) for number in range(len(leaves))])
 
 
 class Source(Protocol):

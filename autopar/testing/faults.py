@@ -43,7 +43,7 @@ KINDS = (
     "point",
 )
 TEXT = re.compile(
-    r"(?P<effect>\w+)@(?P<kind>\w+)(:(?P<name>.*?))?(?P<more>(,(count|times|rank|attempt|seconds)=[\d.]+)*)"
+    r"(?P<effect>\w+)@(?P<kind>\w+)(:(?P<name>.*?))?(?P<more>(,(count|times|rank|attempt|seconds)=\d+(\.\d+)?)*)"
 )
 
 
@@ -220,10 +220,12 @@ def spoil(values: list[object]) -> None:
 
 
 def flip(path: str | os.PathLike[str], at: int | None = None) -> None:
-    """Flip the bits of one byte of a file, that in its middle unless told otherwise."""
+    """Flip the bits of one byte of a file, that in its middle unless told otherwise. Raises ArgumentError if it has no such byte."""
     with Path(path).open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         place = size // 2 if at is None else at
+        if not 0 <= place < size:
+            raise ArgumentError(f"{path} has {size} bytes, and none at {place} to flip")
         file.seek(place)
         byte = file.read(1)
         file.seek(place)

@@ -25,7 +25,8 @@ class Guard:
         action: `"stop"` ends the run with a TrainingError. `"skip"` goes back to the last checkpoint and makes the steps again
             without the batch of the bad one, as if the batch had not been there. `"back"` goes back to the last checkpoint and on
             with the batches behind the bad one.
-        spike: a loss above so many times the median of the last ones is bad; None looks for no spikes.
+        spike: a loss above so many times the median of the last ones is bad; None looks for no spikes. Below zero, where a larger
+            loss is a smaller number, it is bad above the median by as much as that.
         window: the number of losses that the median is of; while there are fewer, there are no spikes.
         most: so often a run goes back without reaching another checkpoint; then it stops.
     """
@@ -51,6 +52,6 @@ class Guard:
         if self.spike is None or len(losses) < self.window:
             return None
         usual = statistics.median(losses[-self.window :])
-        if loss > self.spike * usual:
+        if loss - usual > (self.spike - 1) * abs(usual):
             return f"the loss is {loss:.4g}, more than {self.spike:g} times the median {usual:.4g} of the last {self.window}"
         return None

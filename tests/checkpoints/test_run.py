@@ -2,6 +2,7 @@
 
 import functools
 import io
+import math
 import os
 import signal
 
@@ -144,6 +145,15 @@ def test_a_spike_is_a_bad_loss_and_three_times_is_enough(tmp_path):
     always = lambda: ({**batch, "y": batch["y"] * np.nan} for batch in forever())  # noqa: E731
     with pytest.raises(TrainingError, match="step 1 "):
         run(tmp_path / "b", data=always, guard=Guard(action="back")).train(STEPS)
+
+
+@pytest.mark.parametrize(("usual", "fine", "bad"), [(2.0, 5.9, 6.1), (-2.0, 1.9, 2.1), (-2.0, -1.0, math.inf)])
+def test_a_spike_lies_above_the_usual_losses_also_below_zero(usual, fine, bad):
+    guard = Guard(spike=3, window=3)
+    assert guard.judge([usual] * 3, usual) is None
+    assert guard.judge([usual] * 3, fine) is None
+    assert guard.judge([usual] * 3, bad) is not None
+    assert guard.judge([usual] * 2, fine) is None
 
 
 def test_what_a_run_tells(tmp_path):

@@ -9,6 +9,8 @@ import threading
 import time
 import weakref
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -281,3 +283,53 @@ def test_a_program_may_end_while_a_batch_is_made():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     ended = subprocess.run([sys.executable, "-c", ENDING], env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def odd_batches():
+    """Batches whose leaves have examples, other numbers of rows, none at all, and a key."""
+    made = np.random.default_rng(0).standard_normal((3, 8, WIDTH)).astype(np.float32)
+    return [
+        {
+            "x": x,
+            "scale": np.float32(number),
+            "table": np.full((4, WIDTH), number, np.float32),
+            "key": jax.random.key(number),
+        }
+        for number, x in enumerate(made)
+    ]
+
+
+def odd_step(weights, batch):
+    def loss_of(weights):
+        noise = jax.random.normal(batch["key"], (2,))
+        return jnp.mean((batch["x"] @ weights + noise) ** 2) * batch["scale"] + (batch["table"] @ weights).sum()
+
+    loss, gradient = jax.value_and_grad(loss_of)(weights)
+    return weights - 0.1 * gradient, loss
+
+
+@pytest.mark.parametrize("options", [{"mesh_shape": (4,)}, {"num_stages": 2}], ids=["one mesh", "stages"])
+def test_leaves_of_a_batch_need_have_no_examples(options):
+    step = autopar.parallelize(odd_step, devices=4, **options)
+    step.plan(jnp.ones((WIDTH, 2)), odd_batches()[0])
+    weights = expected = jnp.ones((WIDTH, 2))
+    *whole, last = odd_batches()
+    for batch in sharded([*whole, {**last, "x": last["x"][:4]}], step):
+        weights, _ = step(weights, batch)
+    for batch in [*whole, {**last, "x": last["x"][:4]}]:
+        expected, _ = jax.jit(odd_step)(expected, batch)
+    np.testing.assert_allclose(np.asarray(weights), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_buffer_that_is_filled_again_does_not_reach_smaller_batches_either():
+    buffer = {name: rows[:4] for name, rows in make_batch(0).items()}
+
+    def refilled():
+        for number in range(3):
+            for name, rows in make_batch(number).items():
+                buffer[name][...] = rows[:4]
+            yield buffer
+
+    found = [batch["x"] for batch in sharded(refilled(), step_of("data_parallel"), prefetch=3)]
+    for number, x in enumerate(found):
+        np.testing.assert_array_equal(x, make_batch(number)["x"][:4])

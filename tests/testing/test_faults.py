@@ -46,11 +46,19 @@ def test_a_fault_is_what_its_text_says(text):
         ("burn@step", "a fault has no effect 'burn'; there are raise, kill, stop, slow, corrupt, full"),
         ("kill@steps", "there are no moments of kind 'steps'; there are phase, step"),
         ("kill@step,count=0", "count from 1"),
+        ("kill@step,count=1.2.3", "is no fault"),
     ],
 )
 def test_what_is_no_fault_is_refused(text, words):
     with pytest.raises(ArgumentError, match=words):
         parse(text)
+
+
+def test_a_file_without_the_byte_cannot_be_corrupted(tmp_path):
+    empty = tmp_path / "empty"
+    empty.touch()
+    with pytest.raises(ArgumentError, match="has 0 bytes, and none at 0"):
+        flip(empty)
 
 
 def test_a_fault_happens_at_its_moment_as_often_as_it_says():
