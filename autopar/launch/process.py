@@ -22,6 +22,8 @@ from autopar.launch.output import PrefixedLines
 from autopar.launch.tuning import TUNING
 
 CHUNK_BYTES = 1 << 16
+CHUNKS = 16
+"""Of a descriptor that are read before others have their turn. A pipe holds one, and 16 where a process has made it larger."""
 
 
 class WorkerProcess:
@@ -171,8 +173,10 @@ class WorkerProcess:
             self.last = message
 
     def _read(self, descriptor: int) -> None:
-        """Read all that a descriptor has."""
-        while descriptor in self._open:
+        """Read what a descriptor has, a pipe full of it at the least; the rest waits, since a worker may write without end."""
+        for _ in range(CHUNKS):
+            if descriptor not in self._open:
+                return
             try:
                 data = os.read(descriptor, CHUNK_BYTES)
             except BlockingIOError:

@@ -220,7 +220,10 @@ def spoil(values: list[object]) -> None:
 
 
 def flip(path: str | os.PathLike[str], at: int | None = None) -> None:
-    """Flip the bits of one byte of a file, that in its middle unless told otherwise. Raises ArgumentError if it has no such byte."""
+    """Flip the bits of one byte of a file, that in its middle unless told otherwise.
+
+    Raises ArgumentError if the file has no such byte.
+    """
     with Path(path).open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         place = size // 2 if at is None else at
