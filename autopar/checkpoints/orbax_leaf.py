@@ -24,6 +24,7 @@ from orbax.checkpoint import future, type_handlers
 from autopar.checkpoints.freed import Freed
 from autopar.checkpoints.parts import (
     Index,
+    Part,
     Saved,
     Wanted,
     chunk_shape,
@@ -111,9 +112,7 @@ class LeafHandler(type_handlers.TypeHandler):  # type: ignore[misc]
         for part in (part for parts in found for part in parts):
             part.start_copy()
         written = [
-            _written(value, info, [(part.index, part.on_host()) for part in parts])
-            for value, info, parts in zip(values, infos, found, strict=True)
-            if parts
+            _written(value, info, parts) for value, info, parts in zip(values, infos, found, strict=True) if parts
         ]
         return [future.CommitFutureAwaitingContractedSignals(_write(written), name="autopar")] if written else []
 
@@ -137,11 +136,12 @@ async def _all_of(work: Sequence[Awaitable[T]]) -> list[T]:
     return results
 
 
-def _written(value: Saved, info: type_handlers.ParamInfo, parts: list[tuple[Index, np.ndarray]]) -> _Written:
+def _written(value: Saved, info: type_handlers.ParamInfo, parts: Sequence[Part]) -> _Written:
     extra, dtype = words_per_entry(value.dtype)
     chunk = chunk_shape(value, most_bytes=TUNING.chunk_bytes)
     shape = (*value.shape, *extra)
-    return _Written(info=info, shape=shape, dtype=dtype, chunk=(*chunk, *extra), parts=parts)
+    held = [(part.index, part.on_host().view(dtype)) for part in parts]
+    return _Written(info=info, shape=shape, dtype=dtype, chunk=(*chunk, *extra), parts=held)
 
 
 async def _write(written: Sequence[_Written]) -> None:
@@ -209,7 +209,7 @@ async def _read_leaf(info: type_handlers.ParamInfo, arg: LeafRestoreArgs, room: 
         if (store.shape, store.dtype.numpy_dtype) != ((*arg.shape, *extra), dtype):
             raise ValueError(f"the file holds {store.dtype.name}{list(store.shape)}")
         if arg.sharding is None:
-            return await store.read()
+            return (await store.read()).view(arg.type)
         pieces = [
             await _read_array(store, arg, room, shape=shape, dim=dim, start=start, sharding=sharding)
             for shape, dim, start, sharding in pieces_wanted(arg.shape, arg.sharding)
@@ -240,7 +240,7 @@ async def _read_array(
         await room.take(read_bytes)
         try:
             numbers = await _read_range(store, index, room)
-            made = _on_devices(numbers, wanted, arg.key_kind)
+            made = _on_devices(numbers if arg.key_kind else numbers.view(arg.type), wanted, arg.key_kind)
             await asyncio.to_thread(jax.block_until_ready, made)  # the numbers are held until they are copied
             arrays += made
             del numbers

@@ -5,12 +5,13 @@ of the chunks in which a file holds the leaf. A chunk belongs to one shard, so t
 divide every boundary between shards, those between the pieces of a `SplitArray` included. What can go wrong: nothing that depends
 on this process alone may decide on the chunks, for all processes have to name the same ones.
 
-A key of `jax.random` is held as its words, which are one more dimension.
+A key of `jax.random` is held as its words, which are one more dimension; types that TensorStore lacks are held as bytes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
@@ -18,6 +19,7 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tensorstore as ts
 from jax.sharding import Sharding
 
 from autopar.runtime.processes import is_global
@@ -58,9 +60,20 @@ def _is_key(leaf: jax.Array) -> bool:
 def words_per_entry(dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:
     """(dimensions behind those of the array, type) in which a file holds entries of this type."""
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return (), np.dtype(dtype)
+        return (), np.dtype(dtype) if _is_known_to_files(dtype) else np.dtype(np.uint8)
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
     return tuple(words.shape), np.dtype(words.dtype)
+
+
+@functools.cache
+def _is_known_to_files(dtype: np.dtype) -> bool:
+    """Whether TensorStore has this type; those that it lacks, such as uint4, have a byte for each entry in host memory."""
+    try:
+        ts.dtype(dtype.name)
+    except (TypeError, ValueError):
+        assert dtype.itemsize == 1, f"no file holds entries of {dtype}"
+        return False
+    return True
 
 
 def parts_to_write(leaf: Saved, *, is_writer: bool) -> list[Part]:

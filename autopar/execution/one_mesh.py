@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
@@ -94,7 +95,7 @@ class CompiledStep:
     def run(self, leaves: Sequence[Given]) -> Any:
         """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
         with self._compiling:  # before its turn, so that steps of other threads run meanwhile
-            executable = self.executable
+            executable = self._callable()
         with RUNNING.take(self.signature.name), undisturbed():
             with refusing_together(self._group):
                 refuse_consumed(self.signature.name, self.traced.input_paths(), leaves)
@@ -156,6 +157,21 @@ class CompiledStep:
         with undisturbed(), under(self._settings):
             return self.lower().compile()
 
+    def _callable(self) -> Callable[..., Sequence[jax.Array]]:
+        """What runs a step: the executable; or the jitted function, where an argument has entries of less than a byte.
+
+        JAX 0.10 compiles ahead of time for packed entries, but its arrays do not say that theirs are, so it refuses them.
+        """
+        if not any(_is_packed(leaf.dtype) for leaf in self.traced.inputs):
+            return self.executable
+
+        def run(*arrays: jax.Array) -> Sequence[jax.Array]:
+            with under(self._settings):
+                found: Sequence[jax.Array] = self._run(*arrays)
+                return found
+
+        return run
+
     def lower(self) -> jax.stages.Lowered:
         """The program as it is given to XLA, under the same settings."""
         shapes = [
@@ -172,3 +188,10 @@ class CompiledStep:
     def memory_analysis(self) -> Any:
         """XLA's own account of the memory of one device."""
         return self.executable.memory_analysis()
+
+
+def _is_packed(dtype: np.dtype) -> bool:
+    """Whether XLA packs several entries of this type into a byte."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return bool(jnp.iinfo(dtype).bits < 8)
+    return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8)
