@@ -1,7 +1,7 @@
 """What workers write, line by line with the worker's number in front: `[2] step 17`.
 
 In: bytes as they come, in any pieces. Out: whole lines. What can go wrong: a line without end, which is cut after `LONGEST`
-bytes, and a reader of ours that has gone, after which workers write to nobody and go on.
+bytes; a reader of ours that has gone, after which workers write to nobody and go on; a full disk, for which lines are lost.
 """
 
 from __future__ import annotations
@@ -38,8 +38,14 @@ class PrefixedLines:
         if not lines or not self._is_read:
             return
         text = "".join(f"{self._prefix}{line.decode(errors='replace')}\n" for line in lines)
-        try:
-            self._target.write(text)
-            self._target.flush()
-        except BrokenPipeError:
-            self._is_read = False
+        self._is_read = write_through(self._target, text)
+
+
+def write_through(target: TextIO, text: str) -> bool:
+    """Write to a stream at once; returns whether anybody reads it. What a full disk has no room for is lost: it ends no job."""
+    try:
+        target.write(text)
+        target.flush()
+    except OSError as error:
+        return not isinstance(error, BrokenPipeError)
+    return True

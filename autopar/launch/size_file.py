@@ -1,7 +1,8 @@
 """The size of a job while it runs: a file that whoever gives and takes devices writes, such as `4` or `4 2`.
 
 In: a path. Out: the size that it asks for, once it is another one. The first number counts workers, the second, if there is one,
-the devices of each. What can go wrong: something else is in the file; the supervisor says so once, and the job stays as it is.
+the devices of each. What can go wrong: something else is in the file, or it cannot be read; the supervisor says so once, and the
+job stays as it is.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ class SizeFile:
 
     def read(self, now: Size) -> Size:
         """The size that the job is to have; `now` if the file is not there or says nothing else."""
-        if self._path is None or not self._path.is_file():
+        if self._path is None:
             return now
-        text = self._path.read_text(errors="replace")
         try:
-            return parse_size(text, now)
-        except ArgumentError as error:
-            if text != self._wrong:
-                self._wrong = text
+            return parse_size(self._path.read_text(errors="replace"), now)
+        except FileNotFoundError:
+            return now
+        except (ArgumentError, OSError) as error:
+            if str(error) != self._wrong:
+                self._wrong = str(error)
                 self._say(f"{self._path}: {error}; the job stays as it is")
             return now
 

@@ -23,6 +23,7 @@ from autopar.launch import leftovers
 from autopar.launch.attempt import Attempt, Outcome
 from autopar.launch.endings import Ending, signal_name
 from autopar.launch.environment import TOKEN
+from autopar.launch.output import write_through
 from autopar.launch.settings import LaunchSettings, Size
 from autopar.launch.signals import Signals
 from autopar.launch.tuning import TUNING
@@ -129,5 +130,4 @@ def beside(token: str) -> Iterator[None]:
 
 def say(words: str) -> None:
     """Tell the user, on standard error."""
-    sys.stderr.write(f"autopar launch: {words}\n")
-    sys.stderr.flush()
+    write_through(sys.stderr, f"autopar launch: {words}\n")

@@ -1,5 +1,6 @@
 """The parts of the supervisor alone: causes, messages, lines, sizes, flags."""
 
+import errno
 import io
 import re
 import signal
@@ -15,7 +16,7 @@ from autopar.launch.environment import with_virtual_devices
 from autopar.launch.messages import Message, MessageReader
 from autopar.launch.output import PrefixedLines
 from autopar.launch.settings import Size
-from autopar.launch.size_file import parse_size
+from autopar.launch.size_file import SizeFile, parse_size
 from tests.launch.launching import ROOT
 
 KILLED = Ending(rank=2, kind="signal", at_s=3.0, status=signal.SIGKILL)
@@ -69,6 +70,22 @@ def test_workers_go_on_when_nobody_reads_what_they_write():
     lines.feed(b"two\n")
 
 
+def test_workers_go_on_when_the_disk_with_their_output_is_full():
+    class Full(io.StringIO):
+        room = False
+
+        def flush(self):
+            if not self.room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    target = Full()
+    lines = PrefixedLines("", target)
+    lines.feed(b"one\n")
+    target.room = True
+    lines.feed(b"two\n")
+    assert target.getvalue().endswith("two\n")
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [("4", Size(4, 2)), (" 4 \n", Size(4, 2)), ("3 1", Size(3, 1)), ("3x8", Size(3, 8)), ("", Size(2, 2))],
@@ -81,6 +98,19 @@ def test_a_size_is_one_or_two_numbers(text, size):
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(ArgumentError, match=re.escape(repr(text)) + " is no size of a job"):
         parse_size(text, Size(1))
+
+
+def test_a_file_of_a_size_that_cannot_be_read_changes_nothing_and_is_told_once(tmp_path):
+    said, path = [], tmp_path / "size"
+    file = SizeFile(path, said.append)
+    assert file.read(Size(2)) == Size(2)
+    path.mkdir()
+    assert [file.read(Size(2)) for _ in range(3)] == [Size(2)] * 3
+    path.rmdir()
+    path.write_text("3")
+    assert file.read(Size(2)) == Size(3)
+    assert len(said) == 1
+    assert "the job stays as it is" in said[0]
 
 
 def test_virtual_devices_replace_those_of_the_environment():
