@@ -8,11 +8,12 @@ BIN := $(VENV)/bin
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-all test-libraries lint format types contracts docs bench setup clean
+.PHONY: help demo test test-sweeps test-all test-libraries lint format types contracts docs bench setup clean
 
 help:
 	@echo "make demo       train a small GPT on 8 virtual CPU devices: on one mesh and as a pipeline, both compared with jax.jit"
-	@echo "make test       the tests, without the slow ones"
+	@echo "make test       a sample of every kind of test"
+	@echo "make test-sweeps   what make test leaves out, without the slow tests"
 	@echo "make test-all   all tests"
 	@echo "make test-libraries   installs other packages, and runs train steps of their models"
 	@echo "make lint | types | contracts     ruff | mypy --strict | import-linter"
@@ -25,7 +26,10 @@ demo: $(READY)
 	$(BIN)/python -m autopar demo
 
 test: $(READY)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not sweep"
+
+test-sweeps: $(READY)
+	$(PYTEST) -m "sweep and not slow"
 
 test-all: $(READY)
 	$(PYTEST)

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 
 from tests.ir_contexts import share_contexts
+from tests.sampling import mark_sweeps
 from tests.seldom_collected import collect_seldom, leave_alone_what_lives
 from tests.xla_flags import DEVICE_COUNT, DEVICES, QUICK_COMPILE
 
@@ -51,12 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.option.markexpr == "not slow" and "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
+    if "not slow" in config.option.markexpr and "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
         os.environ["XLA_FLAGS"] += f" {QUICK_COMPILE}"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest tests first: at the end, a process that has one would let the other wait."""
+    """Sweeps get their mark before tests are chosen by marks. The longest tests first: at the end, others would wait for them."""
+    mark_sweeps(items)
     items.sort(key=lambda item: item.path.parent.name not in LONGEST)
 
 

@@ -71,6 +71,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -109,6 +110,7 @@ def drawn_by_example(w, batch):
     return w - 0.1 * gradient, loss
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "ways",
     [

@@ -119,6 +119,7 @@ def test_the_returned_state_is_in_the_planned_layout_and_the_next_call_takes_its
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * 4 * (8 * 16 + 16 * 16 + 16 * 8) // 8
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("constraints", [None, {"*": autopar.Replicated()}], ids=["planned", "replicated"])
 def test_arrays_that_the_step_did_not_lay_out_stay_the_callers(constraints):
     step = autopar.parallelize(train_step, mesh_shape=(8,), constraints=constraints)
@@ -188,6 +189,7 @@ def test_init_state_makes_the_same_bits_already_laid_out():
     assert_trees_close(new, jax.jit(train_step)(make_state(jax.random.key(3)), make_batch())[0])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("compiled", "options"),
     [(CompiledStep, {"mesh_shape": (2,)}), (CompiledPipeline, {"num_stages": 2, "num_microbatches": 2, "devices": 2})],
@@ -285,6 +287,7 @@ def run_python(text, **environment):
     return result.stdout
 
 
+@pytest.mark.sweep
 def test_planning_from_shapes_touches_no_device_and_is_the_same_in_every_process():
     # A platform that does not exist: whatever asks for a device fails.
     plans = [

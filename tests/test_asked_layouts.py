@@ -76,6 +76,7 @@ BY_NAME = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("spec", "settings", "shape"), BY_NAME.values(), ids=BY_NAME.keys())
 def test_a_step_names_axes_of_the_plans_mesh(spec, settings, shape):
     step = autopar.parallelize(make_step(asks_for(spec)), **settings)
@@ -107,6 +108,7 @@ def test_unconstrained_dimensions_are_searched():
     assert local_shapes(step, "constrain") == {(16, 4)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("number", [{"num_stages": 2}, {"num_stages": 1}])
 def test_layouts_hold_in_stages_and_inside_of_scans(number):
     def scanned(ask):

@@ -58,6 +58,7 @@ def shapes_of(model):
     return jax.eval_shape(model.create_state, jax.random.key(0)), model.batch_shape()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "all devices" else name for name in RINGS]
 )
@@ -83,6 +84,7 @@ def test_a_llama_whose_sequence_is_split_equals_jit_and_hands_keys_and_values_ar
 LONG = {"batch": 1, "layers": 1, "hidden": 4096, "heads": 32, "ffn": 14336, "seq": 131_072, "vocab": 32_000}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("kv_heads", "is_ring"), [(2, True), (8, False)])
 @pytest.mark.filterwarnings("ignore:the batch of")
 def test_for_128k_positions_on_eight_a100s_the_search_takes_the_ring_where_heads_of_keys_are_too_few(kv_heads, is_ring):
@@ -93,6 +95,7 @@ def test_for_128k_positions_on_eight_a100s_the_search_takes_the_ring_where_heads
     assert plan.peak_bytes < 40e9
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.filterwarnings("ignore:the batch of")
 def test_the_predicted_peak_counts_what_attention_needs_while_it_runs(devices):

@@ -36,6 +36,7 @@ def test_a_batch_that_no_mesh_axis_divides_is_a_warning_and_the_result_is_right(
     np.testing.assert_allclose(loss, jax.jit(train_step)(make_state(), batch)[1], rtol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "how",
     [

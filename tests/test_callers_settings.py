@@ -30,6 +30,7 @@ def train_average(state, batch):
     return {"params": params, "average": jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state["average"], params)}, loss
 
 
+@pytest.mark.sampled(4)
 @on_one_mesh_and_in_stages
 def test_arrays_that_are_given_as_two_leaves_of_the_state_are_taken_once(options):
     """XLA ends the process where a buffer is donated twice (0.10)."""
@@ -44,6 +45,7 @@ def test_arrays_that_are_given_as_two_leaves_of_the_state_are_taken_once(options
     assert_trees_close(step(state, batch), jax.jit(train_average)(expected[0], batch))
 
 
+@pytest.mark.sampled(4)
 @on_one_mesh_and_in_stages
 def test_parameters_that_are_also_the_reference_stay_the_callers(options):
     def prefer(params, batch, reference):
@@ -65,6 +67,7 @@ def test_parameters_that_are_also_the_reference_stay_the_callers(options):
         assert_trees_close(found, expected)
 
 
+@pytest.mark.sampled(4)
 @on_one_mesh_and_in_stages
 @pytest.mark.filterwarnings("ignore:no factor rule for reshard")
 def test_parameters_that_the_step_closes_over_stay_as_they_are(options):
@@ -115,6 +118,7 @@ def masked(params, batch):
     return descended(params, gradients), loss
 
 
+@pytest.mark.sampled(4)
 @on_one_mesh_and_in_stages
 def test_a_step_that_has_run_runs_in_64_bits_under_enable_x64_and_in_32_afterwards(options):
     state, batch = jax.tree.map(lambda x: np.asarray(x, np.float64), (layers(), rows()))
@@ -137,6 +141,7 @@ def filled(buffers, fresh):
     return buffers
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 @on_one_mesh_and_in_stages
 def test_a_batch_that_is_filled_again_in_place_is_taken_as_it_is_now(options, dtype):
@@ -173,6 +178,7 @@ def test_a_batch_that_is_filled_again_in_place_is_taken_as_it_is_now_by_an_expor
     assert abs(first - second) > 1e-2
 
 
+@pytest.mark.sampled(4)
 @on_one_mesh_and_in_stages
 def test_a_step_that_has_run_draws_the_numbers_of_another_generator_when_that_is_set(options):
     step = autopar.parallelize(masked, **options)
@@ -183,6 +189,7 @@ def test_a_step_that_has_run_draws_the_numbers_of_another_generator_when_that_is
         np.testing.assert_allclose(step(layers(), rows())[1], expected, rtol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @on_one_mesh_and_in_stages
 def test_a_precision_that_is_set_after_the_first_step_holds(options):
     step = autopar.parallelize(train, **options)
@@ -192,6 +199,7 @@ def test_a_precision_that_is_set_after_the_first_step_holds(options):
         assert "operand_precision={highest" in step.compile(layers(), rows()).as_text()
 
 
+@pytest.mark.sampled(4)
 @on_one_mesh_and_in_stages
 def test_a_compiled_step_is_that_of_the_settings_under_which_it_was_compiled(options):
     with jax.threefry_partitionable(False):
@@ -200,6 +208,7 @@ def test_a_compiled_step_is_that_of_the_settings_under_which_it_was_compiled(opt
     np.testing.assert_allclose(compiled(layers(), rows())[1], expected, rtol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @on_one_mesh_and_in_stages
 def test_a_state_that_is_made_under_other_settings_leaves_the_step_as_it_was_planned(options):
     step = autopar.parallelize(masked, **options)
@@ -233,6 +242,7 @@ SURROUNDINGS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("surroundings", SURROUNDINGS.values(), ids=SURROUNDINGS)
 @on_one_mesh_and_in_stages
 def test_a_step_does_under_set_mesh_and_disable_jit_what_it_does_without(options, surroundings):
@@ -261,6 +271,7 @@ def test_a_step_is_planned_inside_a_function_that_jax_traces_under_set_mesh():
     assert plans == [step.plan(layers(), rows())]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [ONE_MESH | {"num_microbatches": 2}, TWO_STAGES], ids=["one mesh", "stages"])
 def test_a_batch_on_a_mesh_of_explicit_axes_is_cut_into_microbatches(options):
     expected = jax.jit(train)(layers(), rows())
@@ -269,6 +280,7 @@ def test_a_batch_on_a_mesh_of_explicit_axes_is_cut_into_microbatches(options):
     assert_trees_close(found, expected)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [ONE_MESH | {"num_microbatches": 2}, TWO_STAGES], ids=["one mesh", "stages"])
 def test_cutting_the_batch_moves_nothing_from_the_host_unasked(options):
     step = autopar.parallelize(train, **options)
@@ -280,6 +292,7 @@ def test_cutting_the_batch_moves_nothing_from_the_host_unasked(options):
 # --- inside a function that JAX traces --------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @on_one_mesh_and_in_stages
 def test_a_step_inside_a_traced_function_is_refused_whether_its_arrays_are_arguments_or_closed_over(options):
     step = autopar.parallelize(train, **options)
@@ -300,6 +313,7 @@ def test_a_step_inside_a_traced_function_is_refused_whether_its_arrays_are_argum
     np.testing.assert_allclose(compiled(state, batch)[1], expected, rtol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @on_one_mesh_and_in_stages
 def test_a_nan_that_is_looked_for_is_an_error_as_under_jit_which_says_what_is_left(options):
     def step(params, batch):

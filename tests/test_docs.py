@@ -46,6 +46,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_the_python_of_a_page_runs_and_prints_what_is_shown_below_it(
     page: Path, server: subprocess.Popen[str], tmp_path: Path
@@ -86,6 +87,7 @@ def commands() -> list[tuple[str, str]]:
 AUTOPAR = [(page, line) for page, line in commands() if re.match(r"(python -m )?autopar\b", line)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("page", "line"), AUTOPAR, ids=[f"{page}: {line}" for page, line in AUTOPAR])
 def test_a_command_of_autopar_that_a_page_shows_parses(
     page: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -174,6 +176,7 @@ LOADED = re.compile(r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"(?:https?:)?//
 """What a browser would load from another host; links that a reader may follow are not among it."""
 
 
+@pytest.mark.sweep
 def test_the_site_builds_without_a_warning_and_loads_nothing_from_another_host(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")],

@@ -15,6 +15,7 @@ from autopar.models.registry import build
 from tests.inter_op.test_search import arguments, step, two_nodes
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("processes", [1, 2, 4, 9])
 @pytest.mark.parametrize("count", [0, 1, 5])
 def test_results_come_in_the_order_of_the_jobs(count, processes):
@@ -88,6 +89,7 @@ def test_results_that_cannot_be_sent_are_found_here():
     assert [found() for found in run_side_by_side([job] * 3, processes=2)] == [os.getpid()] * 3
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fate", ["hangs", "dies"])
 def test_what_a_fork_does_not_bring_is_done_here(fate):
     here = os.getpid()
@@ -149,6 +151,7 @@ def planned(step, state, batch, processes, **wishes):
     return without_times(json.loads(parallel.plan(state, batch).to_json()))
 
 
+@pytest.mark.sweep
 def test_a_search_over_stages_ends_with_the_plan_of_one_process():
     weights, x = arguments(64)
     found = [planned(step, weights, x, processes, cluster=two_nodes()) for processes in (1, 3)]

@@ -18,6 +18,7 @@ from tests.oracles import assert_predicted_bytes_are_real, assert_same_as_jit, a
 BY_NEIGHBOURS = ("collective-permute", "all-reduce")
 
 
+@pytest.mark.sweep
 def test_a_unet_whose_image_is_split_four_ways_equals_jit_and_sends_its_borders():
     model = build("unet", image_size=16, base_channels=4, groups=2, batch=4, levels=1, sgd=True)
     state, batch = jax.jit(model.create_state)(jax.random.key(0)), jax.device_put(next(model.data(0)))
@@ -128,6 +129,7 @@ def test_windows_without_padding_equal_jit_and_send_what_was_predicted():
     assert_same_as_jit(convolved_without_padding, step, state, batch, steps=1, rtol_of_scale=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(4))
 def test_windows_without_padding_equal_jit_under_random_strategies(seed):
     draw = np.random.default_rng(seed)

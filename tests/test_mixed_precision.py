@@ -61,6 +61,7 @@ def check(name, dtype, mode):
     return step.last_plan()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "dtype", "mode"),
     [

@@ -56,6 +56,7 @@ def test_every_schedule_computes_what_jit_computes(num_stages, num_microbatches,
     assert plan.num_stages == num_stages * virtual_stages
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "num_stages", "schedule", "mesh_shape"),
     [
@@ -83,6 +84,7 @@ def test_what_is_hard_to_cut_computes_what_jit_computes(name, num_stages, schedu
     assert_same_as_jit(step, in_stages(step, num_stages, schedule=schedule, mesh_shape=mesh_shape), state, batch)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("num_stages", "mesh_shape"), [(4, (1,)), (2, [(1,), (2,)])])
 def test_clipping_by_the_norm_of_all_gradients_and_adamw_computes_what_jit_computes(num_stages, mesh_shape):
     step, state, batch = pipeline_steps.clipped_adamw()
@@ -97,6 +99,7 @@ def test_a_skipped_update_leaves_every_stage_as_it_was():
     assert_trees_close(new["params"], state["params"], rtol_of_scale=0.0)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("schedule", "mesh_shape"), [("inference", [(1,), (2,)]), ("auto", (1,))])
 def test_a_step_without_gradients_runs_in_stages(schedule, mesh_shape):
     def step(params, batch):
@@ -224,6 +227,7 @@ def ctrl_c_interrupts():
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("happens", "error", "words"),
     [
@@ -264,6 +268,7 @@ def quiet_callbacks(monkeypatch):
     monkeypatch.setattr(logging.getLogger("jax._src.callback"), "disabled", True)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("quiet_callbacks")
 @pytest.mark.filterwarnings("ignore:.*pure_callback")
 @pytest.mark.parametrize("mesh_shape", [(1,), (2,)])

@@ -98,6 +98,7 @@ def assert_kept_as_predicted(plan, staged, *, slack):
         assert live.peak(mesh) <= sum(here), mesh
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "meshes", "chunks"),
     [
@@ -115,6 +116,7 @@ def test_a_stage_keeps_what_its_plan_says_under_every_schedule(name, meshes, chu
         assert_kept_as_predicted(plan, staged, slack=0.06 if name == "gpt" else 0.2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["perceptron", pytest.param("gpt", marks=pytest.mark.slow)])
 def test_the_predicted_peak_is_what_the_compiled_tasks_need_on_top_of_what_is_there(name):
     """XLA's own account of every task, in the order of the instructions.
@@ -129,6 +131,7 @@ def test_the_predicted_peak_is_what_the_compiled_tasks_need_on_top_of_what_is_th
             assert 0.98 * real <= stage.peak_bytes <= most * real, (plan.schedule, mesh)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("meshes", [2, 4])
 def test_recomputation_in_a_split_backward_hands_on_what_it_makes_again(meshes):
     plans = planned(

@@ -17,6 +17,7 @@ from tests.pipeline_steps import in_stages
 MIXED = [(1,), (1,), (2,)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:.*of the forward work is one operation")
 @pytest.mark.parametrize(
     ("options", "error", "words"),

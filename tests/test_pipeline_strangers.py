@@ -83,6 +83,7 @@ def test_an_update_that_a_cond_skips_by_handing_on_what_it_is_given():
     assert_same_as_jit(step, in_stages(step), layers(), [allowed, skipped, allowed])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stacked", [False, True], ids=["unrolled", "scanned"])
 def test_a_flag_of_the_state_that_becomes_a_constant(stacked):
     def loss_of(weights, batch):
@@ -198,12 +199,14 @@ TOGETHER = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("loss_of", APART, ids=lambda f: f.__name__)
 def test_steps_whose_examples_are_rearranged_first_run_in_microbatches(loss_of):
     step = trained(loss_of)
     assert_same_as_jit(step, in_stages(step), layers(), batch(), steps=2)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("loss_of", TOGETHER, ids=lambda f: f.__name__)
 def test_steps_whose_examples_stay_together_say_where_instead_of_running_their_loop_around_nothing(loss_of):
     step = trained(loss_of)
@@ -215,6 +218,7 @@ def test_steps_whose_examples_stay_together_say_where_instead_of_running_their_l
             way.plan(layers(), batch())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "loss_of", [f for f in (*TOGETHER, *APART) if f is not one_after_another], ids=lambda f: f.__name__
 )
@@ -252,6 +256,7 @@ def with_correlations(loss_of):
     return step
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [{"mesh_shape": (2,)}, {"num_stages": 2, "mesh_shape": (1,)}], ids=str)
 def test_a_correlation_among_the_metrics_does_not_keep_the_examples_together(options):
     def loss_of(weights, batch):
@@ -339,6 +344,7 @@ def test_a_sum_per_layer_that_two_updates_read_is_made_for_the_first():
     assert_same_as_jit(step, parallel, weights, batch(), steps=2, rtol_of_scale=2e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_a_mean_without_nans_of_sums_over_segments_through_which_no_gradient_goes_is_cut_into_stages(is_trained):
     def loss_of(weights, batch):

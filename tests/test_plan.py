@@ -126,6 +126,7 @@ def test_a_plan_from_a_file_gives_the_same_program_without_solving(monkeypatch):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gpt", "moe"])
 def test_a_plan_of_a_model_gives_the_same_results_when_used_again(name):
     step, state, batch = zoo.ZOO[name]()
@@ -187,6 +188,7 @@ def test_jit_by_plan_on_chosen_devices_with_static_and_keyword_arguments():
     assert (float(actual[0, 0]), int(used["used"])) == (-3.0, 3)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gpt", "moe"])
 def test_jit_by_plan_computes_what_jit_computes(name):
     step, state, batch = zoo.ZOO[name]()

@@ -69,6 +69,7 @@ def test_what_ended_early_survives_json_and_older_files_have_neither_field(plan)
     assert autopar.plan_from_json(json.dumps(older)) == plan
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("stages", [{"num_stages": 2}, {"num_stages": 4}])
 def test_stages_are_handed_over_although_the_clock_ends_before_they_are_planned(stages, processes):
@@ -81,6 +82,7 @@ def test_stages_are_handed_over_although_the_clock_ends_before_they_are_planned(
     assert plan_from_json(plan.to_json()) == plan
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [{}, {"num_microbatches": 2}, {"num_stages": 2, "num_microbatches": 4}])
 def test_the_seconds_of_a_plan_are_those_of_the_whole_search(options, monkeypatch):
     times = iter([100.0, 107.0])

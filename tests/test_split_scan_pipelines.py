@@ -34,6 +34,7 @@ def in_stages(step, num_stages=2, **options):
 # --- in pipelines -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "num_stages", "num_microbatches", "schedule", "virtual_stages"),
     [

@@ -334,6 +334,7 @@ def same_as_jit(name, **options):
     assert_same_as_jit(step, autopar.parallelize(step, devices=devices, **options), state, batch, **how)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_strangers_step_on_a_mesh_equals_jit(name):
     """No warning either: they are errors here."""
@@ -343,12 +344,14 @@ def test_a_strangers_step_on_a_mesh_equals_jit(name):
 CAN_BE_CUT = [name for name, (_, how) in PROGRAMS.items() if how.get("cut", True)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "way"), on_the_diagonal(CAN_BE_CUT, ["microbatches", "stages"]))
 @pytest.mark.filterwarnings("ignore:.*of the forward work is one operation:autopar.AutoparWarning")
 def test_a_strangers_step_in_parts_equals_jit(name, way):
     same_as_jit(name, **WAYS[way])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [name for name, (_, how) in PROGRAMS.items() if not how.get("cut", True)])
 def test_a_strangers_step_that_has_no_parts_says_where(name):
     for way in ("microbatches", "stages"):

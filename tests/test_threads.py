@@ -51,6 +51,7 @@ def together(*calls):
         return list(pool.map(outcome, calls))
 
 
+@pytest.mark.sampled(4)
 @WAYS
 def test_of_two_threads_with_one_state_one_consumes_it_and_the_other_is_told(options):
     step, batch = autopar.parallelize(train_step, **options), jnp.ones((8, 8))
@@ -100,6 +101,7 @@ def by_debug_callback(function, batch):
     return batch
 
 
+@pytest.mark.sampled(4)
 @WAYS
 @pytest.mark.parametrize("ask", [by_pure_callback, by_debug_callback])
 @pytest.mark.filterwarnings("ignore:the step calls Python")
@@ -188,6 +190,7 @@ def resident_mib():
     return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
+@pytest.mark.sampled(4)
 @WAYS
 @pytest.mark.filterwarnings("ignore:train_step was called with more than 2 sets")
 @pytest.mark.parametrize("count", [4, pytest.param(300, marks=pytest.mark.slow)])

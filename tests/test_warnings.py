@@ -40,6 +40,7 @@ def arguments(examples):
     return [jnp.ones((16, 16)), jnp.ones((16, 1))], jnp.ones((examples, 16))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("step", "examples", "options", "words"),
     [

@@ -91,6 +91,7 @@ def test_case_15_with_all_collectives_costs_less():
     assert_channels_split(program, 4)
 
 
+@pytest.mark.sweep
 def test_case_16_a_depthwise_convolution_keeps_its_channels_split():
     batch, image, channels = 4, 8, 256
     problem = depthwise_net(batch, image, channels)

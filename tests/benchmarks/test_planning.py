@@ -37,6 +37,7 @@ def test_a_command_is_measured_and_its_plan_is_kept(load, tmp_path):
     assert "predicted step" in outcome.text
 
 
+@pytest.mark.sweep
 def test_a_command_that_takes_too_long_is_killed_and_one_that_fails_says_why(load):
     script = load("planning_ordinary")
     stopped = script.run(TINY.split(), 0.2)
@@ -128,6 +129,7 @@ def test_a_search_that_is_told_to_stop_hands_over_a_plan(load):
     assert one.cpu_s > 0
 
 
+@pytest.mark.sweep
 def test_small_programs_are_compiled_and_planned(load):
     script = load("small_programs")
     row = script.measure("operations", script.operations(0.9))

@@ -59,6 +59,7 @@ def test_a_model_has_as_many_parameters_as_alpa_s(scripts, name, billions):
     assert models.count_parameters(subject) / 1e9 == pytest.approx(billions, rel=0.005)
 
 
+@pytest.mark.sweep
 def test_rows_are_kept_and_gone_on_with_and_drawn(scripts, tmp_path, capsys):
     script, results = scripts["weak_scaling"], tmp_path / "weak_scaling"
     arguments = ["--only", "gpt-2", "--results", str(results), "--changes", json.dumps(SMALL)]
@@ -92,6 +93,7 @@ def test_what_is_faster_than_ours_is_told(scripts):
     assert script.slower_than({**found, "autopar": of("autopar", None)}) == ["ZeRO-2", "Alpa's plan"]
 
 
+@pytest.mark.sweep
 def test_what_is_left_out_is_planned_and_drawn_beside_the_whole_search(scripts, tmp_path):
     script, results = scripts["ablations"], tmp_path / "ablations"
     ways = ["autopar", "inside: largest dimension", "without all-gather"]

@@ -111,6 +111,7 @@ def test_a_hierarchical_all_reduce_pays_each_level_for_what_the_levels_inside_ha
     assert_equal(played, algorithms_for("all-reduce", levels)["hierarchical"])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sizes", [(3, 3), (4, 4), (3, 3, 3)])
 @pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter", "all-gather"])
 def test_a_torus_uses_all_links_of_all_dimensions_all_the_time(sizes, kind):
@@ -207,6 +208,7 @@ def test_a_barrier_is_over_when_every_rank_has_heard_of_every_other_after_log2_n
     assert played.seconds == pytest.approx(algorithms_for("barrier", levels)["dissemination"](0.0))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("n", [6, 8, 12])
 def test_a_double_tree_approaches_its_bandwidth_limit_with_many_chunks(n):
     chunks = 60

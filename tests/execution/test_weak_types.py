@@ -44,6 +44,7 @@ def types(tree):
     return jax.tree.map(lambda x: (str(x.dtype), x.weak_type), tree)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", [*WAYS.values(), STAGES], ids=[*WAYS, "stages"])
 def test_types_stay_as_weak_as_with_jit_and_nothing_is_planned_twice(way):
     parallel, run = autopar.parallelize(step, **way), jax.jit(step)
@@ -60,6 +61,7 @@ def test_types_stay_as_weak_as_with_jit_and_nothing_is_planned_twice(way):
     assert len(parallel._memory.programs) == 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", [WAYS["one mesh"], STAGES], ids=["one mesh", "stages"])
 def test_a_plan_from_shapes_that_say_so_is_that_of_the_numbers_and_is_accepted_when_saved(way):
     weak = {

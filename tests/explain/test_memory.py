@@ -30,6 +30,7 @@ def test_a_plan_that_does_not_know_the_parts_has_no_such_table():
     assert TITLE not in explain(pipeline_of(stage_of(0), stage_of(1)))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", TRAINING_IN_ONE)
 def test_the_parts_of_planned_stages_add_up_to_their_peaks(schedule):
     plan = planned(**MODES["stages"] | {"schedule": schedule})

@@ -42,6 +42,7 @@ def simulated(plan, tmp_path, capsys) -> tuple[str, dict]:
     return text, json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.sampled(4)
 def test_compute_communication_and_memory_agree_in_header_tables_json_and_simulate(planned, tmp_path, capsys):
     figures, text, page = figures_of(planned), explain(planned), str(planned)
     printed, priced = simulated(planned, tmp_path, capsys)
@@ -97,6 +98,7 @@ def test_operations_are_named_by_their_modules_and_by_the_leaves_they_move(plann
     assert not [source for source in sources if "/autopar/" in source and "/models/" not in source]
 
 
+@pytest.mark.sampled(4)
 def test_a_page_and_a_line_of_any_plan_are_short(planned):
     many = plan_of(
         *layer_stack(64), BATCH, collectives=tuple(collective("all-reduce", "x", source=f"m:{n}") for n in range(99))

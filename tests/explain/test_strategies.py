@@ -214,6 +214,7 @@ REAL = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", REAL)
 def test_plans_of_models_are_called_what_they_are(name):
     sizes, constraints, expected = REAL[name]

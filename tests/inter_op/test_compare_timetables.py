@@ -76,6 +76,7 @@ def test_the_chosen_timetable_runs_like_jit():
         assert_same_as_jit(step, parallel, weights, x)
 
 
+@pytest.mark.sweep
 def test_under_a_memory_limit_what_does_not_fit_is_left_and_the_rest_is_no_worse_than_by_hand():
     weights, x = arguments(32, layers=4, batch=4096)
     counts = (2, 8, 32, 64)

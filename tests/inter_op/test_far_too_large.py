@@ -56,6 +56,7 @@ def test_temporaries_that_are_divided_evenly_are_nearly_those_of_a_plan_without_
     assert math.isclose(least, shared.excess, rel_tol=0.1)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("limit", [220_000, 300_000])
 def test_one_microbatch_is_left_out_where_it_cannot_fit_and_the_plan_is_the_same(traced, limit):
     usual, all_ways = planned(traced, limit, large=10**6)
@@ -68,6 +69,7 @@ def test_one_microbatch_is_left_out_where_it_cannot_fit_and_the_plan_is_the_same
     assert [one.num_microbatches for one in large.compared] == [one.num_microbatches for one in usual.compared]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("large", [0, 10**6])
 def test_with_a_time_to_beat_ways_that_do_not_fit_are_no_reason_to_leave_those_that_may(traced, large):
     """What does not fit is not slower: it says nothing about more microbatches."""

@@ -90,6 +90,7 @@ def test_stages_that_are_known_are_not_planned_again_and_come_out_the_same(trace
     assert figures(again) == figures(fresh)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("other", [{"mesh": PAIR}, {"limit": 10**9}])
 def test_on_other_meshes_or_within_other_memory_nothing_is_known(traced, ends, other):
     known = KnownStages()
@@ -119,6 +120,7 @@ def test_what_is_known_holds_within_the_same_room_and_without_constraints(traced
     assert known.find(dataclasses.replace(job, request=dataclasses.replace(request, constraints=rules)), 10**6) is None
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "share", [pytest.param(s, marks=pytest.mark.slow) if s in (0.7, 0.95) else s for s in (0.7, 0.85, 0.95, 1.0)]
 )

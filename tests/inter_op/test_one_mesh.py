@@ -26,6 +26,7 @@ def test_without_a_limit_that_binds_there_is_one_microbatch_and_nothing_is_compa
     assert planned(weights, x, memory_limit_bytes=10**9).compared == ()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("part", [0.9, 0.6])
 def test_under_a_limit_the_cheapest_way_that_fits_is_taken(part):
     weights, x = arguments(32, batch=4096)

@@ -123,6 +123,7 @@ def test_on_one_node_stages_come_first_where_a_large_step_needs_many_microbatche
     assert one_or_stages._is_for_one_mesh(given), "nobody knows yet what eight microbatches take"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:the batch of x has 64 examples")
 @pytest.mark.parametrize("devices", [3, 5, pytest.param(6, marks=pytest.mark.slow)])
 def test_stages_are_found_where_no_dimension_can_be_divided_among_the_devices(devices):

@@ -23,6 +23,7 @@ def machine(slower):
     return dataclasses.replace(cluster, tiers=tuple(tiers))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", TRAINING_IN_ONE)
 def test_plan_report_and_simulator_have_the_same_seconds(name):
     """Priced on a machine with slow links, a plan takes what one that is made for these links takes."""

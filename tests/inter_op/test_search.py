@@ -250,6 +250,7 @@ def timetables_of(counts):
     return [Timetable(m, name, v) for m in counts for name, v in shapes if v == 1 or m % 2 == 0]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("sizes", "num_stages"), on_the_diagonal([(64, 8), (1024, 1024)], [None, 2]))
 def test_the_search_over_timetables_finds_what_a_search_of_each_alone_finds(sizes, num_stages):
     """Alone, each number of microbatches is planned in full; together, some are only estimated."""
@@ -305,6 +306,7 @@ def test_a_number_in_which_the_step_cannot_be_cut_is_left_out():
     assert [one.num_microbatches for one in found.compared] == [4]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("counts", [(2, 8), pytest.param((1, 2, 4, 8), marks=pytest.mark.slow)])
 def test_across_nodes_the_chosen_timetable_is_near_the_best_by_hand_and_says_what_it_beat(counts):
     weights, x = arguments(256, layers=8, batch=32)
@@ -333,6 +335,7 @@ def test_transfers_take_what_the_cluster_says_of_meshes_of_their_size():
         assert transfer.predicted_s == machine.transfer_s(transfer.bytes, meshes=2, devices=2)
 
 
+@pytest.mark.sweep
 def test_the_sum_of_its_layers_is_near_what_a_stage_takes_as_a_whole():
     traced = traced_step(*arguments(2048, batch=512))  # compute counts more than latencies
     found = search_pipeline(traced, PipelineWishes(num_stages=1), request_on(two_nodes()), devices=4)

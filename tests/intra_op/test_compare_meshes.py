@@ -32,6 +32,7 @@ def question(width=64, batch=512, *, devices=8, limit=None, **changes):
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("width", "batch"), [(16, 4096), (64, 512), (512, 8), (512, 512)])
 def test_no_mesh_that_is_left_would_have_won(width, batch):
     step, request = question(width, batch)
@@ -225,6 +226,7 @@ def test_the_bound_is_one_over_all_meshes_and_numbers_of_microbatches():
             assert bound_s <= plan.step_s * (1 + 1e-9)
 
 
+@pytest.mark.sweep
 def test_a_mesh_beside_a_plan_takes_hardly_more_work_than_it_may_repay(monkeypatch):
     """An operation ends before the budget is asked again, and a search may be repeated within the limit and narrowed."""
     taken, real = {}, MeshSearch.plan

@@ -180,6 +180,7 @@ MACHINES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "dims"),
     on_the_diagonal([*MACHINES], [(1, 1, 1), (1, 1, 0), (1, 1, 1, 0, 0), (1, 1, 1, 1, 0)]),
@@ -200,6 +201,7 @@ def test_a_copy_of_a_shared_copy_is_bounded_too(outside, inside, name):
     assert bound_s(step, request) <= least_step_s(search) * ROUNDING
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_step_of_a_small_program_goes_below_its_bound(seed):
     check(seed, (2,))
@@ -219,6 +221,7 @@ def check(seed, shape):
     assert bound_s(step, request) <= least_step_s(search, seed) * ROUNDING
 
 
+@pytest.mark.sweep
 def test_the_objective_is_no_bound_and_the_least_costs_are():
     """Three readers share one change of layout: the best step takes less than any choice's objective, and the bound holds."""
     below = 0

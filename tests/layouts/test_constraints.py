@@ -245,6 +245,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("constraints", CASES.values(), ids=CASES.keys())
 def test_plans_obey_their_constraints_and_compute_the_same(constraints):
     step = autopar.parallelize(train_step, mesh_shape=MESH_SHAPE, constraints=constraints)
@@ -304,6 +305,7 @@ def squared_weights(w, batch):
     return w - gradient, loss
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kinds", [("all-reduce",), ("all-reduce", "all-gather"), ("all-reduce", "all-to-all")])
 def test_a_plan_has_no_other_collectives_than_are_allowed(kinds):
     """All-reduces alone do here on one axis of devices, and on no mesh of two, where the product of weights would be split."""

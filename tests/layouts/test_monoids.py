@@ -51,6 +51,7 @@ def test_the_extreme_of_numbers_is_numpys_and_nan_where_a_device_has_nan(monoid)
         assert value.dtype == mine.dtype
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("monoid", COMBINE)
 def test_a_neutral_element_changes_no_bit(monoid):
     if monoid in ("or", "and"):
@@ -104,6 +105,7 @@ def test_moves_that_add_nothing_up_keep_the_sign_of_zero():
     assert all(np.signbit(moved(value, kind)).all() for kind in ("all-gather", "all-to-all", "mask"))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", SHORT_INTEGERS)
 @pytest.mark.parametrize("kind", MOVES)
 def test_integers_of_less_than_a_byte_move_and_wrap_like_others(kind, dtype):

@@ -73,6 +73,7 @@ CASES = [
 FEW = 60
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("mesh_shape", "shape", "monoids", "sample"),
     [(*case, FEW) for *case, _ in CASES] + [pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
@@ -113,6 +114,7 @@ def test_seconds_obey_the_triangle_inequality(mesh_shape, shape, monoids, sample
         assert (seconds <= (seconds[:, middle, None] + seconds[None, middle, :]) * (1 + 1e-12)).all()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("mesh_shape", "shape"), [((4,), (8, 8)), ((2, 2), (8, 8)), ((2, 2, 2), (8, 8, 8)), ((2, 3), (6, 6))]
 )

@@ -19,6 +19,7 @@ def collectives_listed(text):
     return collections.Counter((one["kind"], tuple(one["axes"].split(" and "))) for one in found)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", ["data parallel", "zero3", "stages"])
 def test_the_collectives_listed_are_those_of_the_plan(mode):
     step = step_in(mode)

@@ -49,6 +49,7 @@ def mixing(step, count, *args):
     return plan
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "count"), on_the_diagonal(list(ZOO), [2, 4, 8]))
 def test_every_model_of_the_zoo_computes_the_same_in_microbatches(name, count):
     (step, state, batch), expected = with_result(name)
@@ -90,6 +91,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["mean", "sum", "masked", "weighted", "regularised", "dropout", "positions"])
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_losses_and_gradients_are_those_of_the_full_batch(name, count):
@@ -121,6 +123,7 @@ def test_outputs_per_example_are_joined_and_outputs_per_batch_are_reduced():
     assert_trees_close(run_in_microbatches(step, 4, *args), jax.jit(step)(*args))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -141,6 +144,7 @@ def test_the_greatest_and_the_least_of_truths_over_the_batch_are_those_of_jit(op
     assert_same_as_jit(step, autopar.parallelize(step, **options), *linear())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("narrow", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int4])
 @pytest.mark.parametrize("options", [{"num_microbatches": 2}, {"num_stages": 2, "num_microbatches": 2}])
 def test_numbers_of_eight_and_fewer_bits_are_rounded_and_compared_as_by_jit(narrow, options):
@@ -257,6 +261,7 @@ def with_leaves_for_all_examples(rows=32, width=32):
     return step, weights, batch
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [{"mesh_shape": (2,)}, {"devices": 2, "num_stages": 2}], ids=["one mesh", "stages"])
 def test_leaves_of_the_batch_that_all_examples_share_stay_whole(options):
     step, weights, batch = with_leaves_for_all_examples()
@@ -265,6 +270,7 @@ def test_leaves_of_the_batch_that_all_examples_share_stay_whole(options):
     assert_same_as_jit(step, parallel, weights, batch)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_data_parallelism_splits_the_examples_and_leaves_whole_what_they_share(microbatches):
     step, weights, batch = with_leaves_for_all_examples()
@@ -316,6 +322,7 @@ def test_a_number_of_microbatches_that_is_none_is_an_error(count):
         autopar.parallelize(lambda w, b: w, num_microbatches=count)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 def test_a_parallel_step_in_microbatches_equals_jit(mesh_shape):
     step, state, batch = zoo.build_gpt()

@@ -73,6 +73,7 @@ def make_step(forward, microbatches=1):
     return step
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("forward", "way"),
     [

@@ -18,6 +18,7 @@ from tests.models.conftest import VARIANTS
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "seq": 12, "batch": 4}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("hidden", "layers", "seq", "vocab"), [(16, 1, 4, 260), (32, 3, 16, 300), (128, 2, 64, 288)])
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_parameters_are_those_of_tables_layers_and_head(hidden, layers, seq, vocab, scan_layers, parameter_count):
@@ -43,6 +44,7 @@ def forward(config, params, batch):
     return compiled_forward(config)(params, batch["tokens"], batch["segments"])
 
 
+@pytest.mark.sweep
 def test_the_loss_is_the_mean_over_the_masked_bytes_alone(small):
     one = small("bert")
     batch = next(one.model.data(0))
@@ -56,6 +58,7 @@ def test_the_loss_is_the_mean_over_the_masked_bytes_alone(small):
     np.testing.assert_allclose(metrics["accuracy"], hits[masked].mean(), rtol=1e-6)
 
 
+@pytest.mark.sweep
 def test_targets_outside_of_the_mask_change_neither_loss_nor_update_and_each_inside_does(small):
     one = small("bert")
     batch = next(one.model.data(0))
@@ -116,6 +119,7 @@ def test_tied_logits_share_the_input_table():
     assert tables == {True: [(288,), (288, 16)], False: [(16, 288), (288,), (288, 16)]}
 
 
+@pytest.mark.sweep
 def test_the_shared_table_s_gradient_has_a_part_from_the_logits(loss_and_gradients, jit):
     """Bytes that no example reads get a gradient only through the logits."""
     gradients = {}
@@ -129,6 +133,7 @@ def test_the_shared_table_s_gradient_has_a_part_from_the_logits(loss_and_gradien
     assert (gradients[False] == 0).all()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("variants", VARIANTS)
 def test_variants_have_the_same_loss_and_gradients_with_dropout(
     variants, small, loss_and_gradients, assert_close_to_scale

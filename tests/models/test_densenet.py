@@ -13,6 +13,7 @@ from autopar.models.densenet import objective as densenet_objective
 from tests.oracles import assert_same_as_jit
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("layers", "blocks", "growth", "channels"), [(3, 1, 4, 1), (7, 3, 8, 3), (5, 2, 6, 2)])
 def test_parameters_are_those_of_the_layers(layers, blocks, growth, channels, parameter_count):
     expected, width = 9 * channels * 2 * growth, 2 * growth
@@ -27,6 +28,7 @@ def test_parameters_are_those_of_the_layers(layers, blocks, growth, channels, pa
     assert parameter_count("densenet", **sizes) == expected
 
 
+@pytest.mark.sweep
 def test_no_two_of_120_layers_have_the_same_shapes():
     """Of the kernels alone, or of the images where the kernels are alike: blocks differ in the size of their images."""
     model = build("densenet", layers=120)
@@ -55,6 +57,7 @@ def test_every_parameter_has_a_gradient(small, loss_and_gradients):
         assert (leaf != 0).any(), jax.tree_util.keystr(path)
 
 
+@pytest.mark.sweep
 def test_dropout_depends_on_the_step_and_is_off_in_evaluation(jit):
     model = build("densenet", image_size=8, layers=2, blocks=1, growth=4, batch=4, dropout=0.2)
     first, batch = jit(model.create_state)(jax.random.key(0)), next(model.data(0))
@@ -64,6 +67,7 @@ def test_dropout_depends_on_the_step_and_is_off_in_evaluation(jit):
     assert float(evaluate(first, batch)["loss"]) == float(evaluate(first.replace(step=first.step + 1), batch)["loss"])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options", [pytest.param({}, marks=pytest.mark.slow), {"num_stages": 2, "num_microbatches": 2}]
 )

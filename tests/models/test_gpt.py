@@ -16,6 +16,7 @@ from autopar.models.transformer import stack_blocks
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "seq": 8, "batch": 4}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gpt", "gpt_scan"])
 @pytest.mark.parametrize(("hidden", "layers", "seq", "vocab"), [(16, 1, 4, 256), (32, 3, 16, 300), (128, 4, 64, 256)])
 def test_parameters_are_v_h_plus_s_h_plus_12_h_squared_plus_13_h_per_layer(
@@ -71,6 +72,7 @@ def test_logits_come_from_the_input_table_or_from_one_of_their_own(tied, tables)
     assert sorted(leaf.shape for leaf in jax.tree.leaves(params) if 256 in leaf.shape) == tables
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_row_of_a_byte_that_is_not_read_moves_its_logit_only_if_tied(tied, jit):
     model = build("gpt", **TINY, dropout=0.0, tied_embeddings=tied)
@@ -84,6 +86,7 @@ def test_the_row_of_a_byte_that_is_not_read_moves_its_logit_only_if_tied(tied, j
     assert not np.delete(moved, 200, axis=-1).any()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gpt", "gpt_scan"])
 def test_dropout_is_a_function_of_key_and_step_and_is_off_in_evaluation(small, name):
     one = small(name)

@@ -17,6 +17,7 @@ from tests.models.conftest import VARIANTS
 TINY = {"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "ffn": 24, "seq": 8, "batch": 4}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("hidden", "heads", "kv_heads", "ffn", "layers"), [(16, 4, 4, 24, 1), (32, 4, 2, 40, 3), (64, 8, 1, 96, 2)]
 )
@@ -66,6 +67,7 @@ def test_a_pair_is_turned_by_its_position_times_its_frequency():
     np.testing.assert_allclose(turned, expected, rtol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("fused_attention", [False, True])
 def test_attention_is_that_of_a_loop_over_heads_that_share_keys(fused_attention):
     config = LlamaConfig(hidden=16, heads=4, kv_heads=2, seq=5, fused_attention=fused_attention)
@@ -111,6 +113,7 @@ def test_logits_come_from_the_input_table_only_if_tied(tied):
     assert tables == ([(256, 16)] if tied else [(16, 256), (256, 16)])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rate", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 @pytest.mark.parametrize("variants", VARIANTS)
 def test_variants_have_the_same_loss_and_gradients(variants, rate, small, loss_and_gradients, assert_close_to_scale):

@@ -4,6 +4,7 @@ import itertools
 
 import jax
 import numpy as np
+import pytest
 
 from autopar.models import build
 
@@ -40,6 +41,7 @@ def test_regression_learns_its_task():
     assert np.mean(losses[-10:]) < 0.3 * losses[0]
 
 
+@pytest.mark.sweep
 def test_dropout_depends_on_the_step_and_is_off_in_evaluation(small):
     one = small("mlp")
     batch = next(one.model.data(0))

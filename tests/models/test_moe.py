@@ -35,6 +35,7 @@ def test_four_tokens_and_three_experts_worked_out_by_hand():
     np.testing.assert_allclose(routing.balance_loss, 1.0125, rtol=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("tokens", "experts", "capacity"), [(16, 4, 2), (16, 4, 8), (8, 16, 1), (12, 3, 5)])
 def test_no_place_is_taken_twice_and_no_token_counts_more_than_once(tokens, experts, capacity):
     combine, dispatch, _ = map(np.asarray, top2_routing(random_gates(5, tokens, experts), capacity))
@@ -66,6 +67,7 @@ def test_balance_loss_is_one_when_gates_are_even_and_experts_when_all_choose_the
     np.testing.assert_allclose(top2_routing(same, 8).balance_loss, 4, rtol=1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("group", [4, 8, 16])
 def test_the_layer_equals_a_loop_over_tokens_whatever_the_groups(group):
     config = MoEConfig(**(TINY | {"group": group}), capacity_factor=4.0)
@@ -122,6 +124,7 @@ def test_the_balancing_loss_is_part_of_the_loss_and_reported(small):
     assert 0.9 < float(balance_loss) < 4
 
 
+@pytest.mark.sweep
 def test_recomputing_layers_changes_nothing(small, jit):
     one = small("moe")
     batch = next(one.model.data(0))

@@ -39,6 +39,7 @@ def floats_of(tree):
 FAST = ("llama", "moe", "wide_resnet")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS if name not in FAST)]
 )

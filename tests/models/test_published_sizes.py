@@ -34,6 +34,7 @@ def is_at_an_end(model, name):
     return name in (names[0], names[-1])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("model", "name"),
     [pytest.param(*one, marks=[] if is_at_an_end(*one) else pytest.mark.slow) for one in ALL if one[0] != "gpt_scan"],

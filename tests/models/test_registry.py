@@ -13,6 +13,7 @@ import pytest
 from autopar.models import MODELS, build
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_fall_and_the_step_compiles_once_with_a_donated_state(small, name):
     one = small(name)
@@ -29,6 +30,7 @@ def test_losses_fall_and_the_step_compiles_once_with_a_donated_state(small, name
     assert 0 < float(evaluated["absolute_error" if name == "unet" else "accuracy"]) <= 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_step_is_a_pure_function_of_state_and_batch(small, name):
     one = small(name)

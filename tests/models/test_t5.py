@@ -16,6 +16,7 @@ from autopar.models.transformer import stack_blocks
 from tests.models.conftest import VARIANTS
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("hidden", "layers", "heads", "factor", "buckets"), [(16, 1, 2, 4, 8), (32, 3, 4, 2, 32), (64, 2, 8, 3, 16)]
 )
@@ -145,6 +146,7 @@ def test_one_table_of_biases_serves_all_layers_of_a_stack(small, loss_and_gradie
             assert (gradients[stack]["relative_bias"]["table"] != 0).any(), (stack, layer)
 
 
+@pytest.mark.sweep
 def test_one_table_serves_sources_tokens_and_logits_if_tied(loss_and_gradients, jit):
     """Each of the three alone gives the table a gradient; without tying, unread bytes have none."""
     tiny = {"layers": 1, "hidden": 16, "heads": 2, "seq": 8, "target_seq": 6, "batch": 4}
@@ -164,6 +166,7 @@ def stack_both(params, layers):
     return params | {name: stack_blocks(params[name], layers) for name in ("encoder", "decoder")}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("variants", VARIANTS)
 def test_variants_have_the_same_loss_and_gradients_with_dropout(
     variants, small, loss_and_gradients, assert_close_to_scale

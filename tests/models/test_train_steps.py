@@ -69,6 +69,7 @@ QUICK = ("mlp", "moe", "bert", "unet")
 """One of each objective: of numbers, of experts, with weights, of images."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
 )
@@ -96,6 +97,7 @@ RULES = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", [*OPTIMIZERS, "--sgd"])
 def test_an_update_is_that_of_the_optimiser_after_clipping_by_the_norm_of_all_gradients(optimizer, jit):
     sizes = {"layers": 1, "hidden": 8, "inputs": 4, "outputs": 3, "batch": 6}

@@ -79,6 +79,7 @@ def test_every_parameter_has_a_gradient(small, loss_and_gradients):
         assert (leaf != 0).any(), jax.tree_util.keystr(path)
 
 
+@pytest.mark.sweep
 def test_dropout_depends_on_the_step_and_is_off_in_evaluation(jit):
     model = build("unet", image_size=8, base_channels=4, groups=2, batch=4, levels=1, dropout=0.2)
     first, batch = jit(model.create_state)(jax.random.key(0)), next(model.data(0))

@@ -13,6 +13,7 @@ def parameter_count(**sizes):
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("depth", "width_factor", "published"),
     [(50, 1, 25_557_032), (50, 2, 68_883_240), (101, 1, 44_549_160), (101, 2, 126_886_696)],
@@ -22,6 +23,7 @@ def test_at_imagenet_sizes_there_are_as_many_parameters_as_published(depth, widt
     assert parameter_count(**sizes, image_size=224, imagenet_stem=True, batch=1) == published
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("depth", [11, 14, 20])
 def test_parameters_are_those_of_the_blocks(depth):
     base, width_factor, channels = 4, 3, 2
@@ -36,6 +38,7 @@ def test_parameters_are_those_of_the_blocks(depth):
     assert parameter_count(depth=depth, base_channels=base, width_factor=width_factor, channels=channels) == expected
 
 
+@pytest.mark.sweep
 def test_running_statistics_move_a_tenth_of_the_way_to_those_of_the_batch(small):
     one = small("wide_resnet")
     state, batch = one.first_state, next(one.model.data(0))

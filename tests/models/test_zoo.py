@@ -38,6 +38,7 @@ def nudged(tree, seed):
     return jax.tree.map(nudge, tree)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ZOO)
 def test_a_step_is_reproducible_keeps_its_state_s_structure_and_learns(name):
     compiled, state, batch = compiled_example(name)
@@ -63,6 +64,7 @@ def test_a_step_is_small_and_has_no_type_but_float32_int32_and_bool(name):
     assert {str(aval.dtype) for aval in values} <= {"float32", "int32", "bool"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ZOO)
 def test_rounding_moves_a_result_by_little_of_its_scale(name):
     """Nudges ten times the size of float32 rounding grow at most twentyfold: no tie is near, and no root of zero."""

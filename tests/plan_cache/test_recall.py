@@ -72,6 +72,7 @@ def key(step=train_step, given=None, **options) -> str | None:
 # --- the same question ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [
@@ -229,6 +230,7 @@ def test_a_plan_that_ended_early_serves_searches_with_no_more_seconds(folder, mo
     assert [plan.ended_early for plan in found] == [True] * 3 + [False] * 4
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("early_is_faster", [False, True])
 def test_after_a_longer_search_the_faster_plan_is_used_and_kept(early_is_faster, folder, monkeypatch):
     asked, real = [], decide._search
@@ -318,6 +320,7 @@ def test_what_a_search_warned_of_is_said_again(folder, searches):
 # --- what cannot be used ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "damage",
     [

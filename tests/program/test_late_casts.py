@@ -54,6 +54,7 @@ def test_a_rounded_sum_leaves_its_scan_unrounded_and_what_is_kept_for_the_backwa
     assert stacks(plain) == {"bfloat16[4,8]"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "way",
     [{"num_microbatches": 4, "mesh_shape": (2,)}, {"num_stages": 2, "num_microbatches": 2, "mesh_shape": (1,)}],

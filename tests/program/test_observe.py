@@ -52,6 +52,7 @@ def make_step(show):
     return step
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_each_value_is_shown_once_as_it_is(settings):
     seen = []

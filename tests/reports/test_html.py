@@ -83,6 +83,7 @@ def read(text):
     return Reader(text)
 
 
+@pytest.mark.sampled(4)
 def test_a_page_is_well_formed_small_and_asks_for_nothing(text, read):
     assert len(text.encode()) < 2_000_000
     assert read.open == []
@@ -136,10 +137,12 @@ def test_names_are_not_taken_for_markup():
     assert "&lt;b&gt;mine" in text
 
 
+@pytest.mark.sampled(4)
 def test_a_page_is_the_same_each_time(plan, text):
     assert plan.html() == text
 
 
+@pytest.mark.sampled(4)
 def test_a_notebook_shows_the_page_in_a_frame_and_without_the_packages_the_line(plan, monkeypatch):
     shown = plan._repr_html_()
     assert shown.startswith('<iframe srcdoc="&lt;!doctype html&gt;')
@@ -198,6 +201,7 @@ def test_a_browser_opens_the_page_without_an_error(plan, width, tmp_path):
     assert picture.stat().st_size > 20_000
 
 
+@pytest.mark.sampled(4)
 def test_every_cell_knows_its_column_because_narrow_pages_show_rows_as_cards(plan):
     page = plan.html()
     head = re.search(r"<thead><tr>(.*?)</tr></thead>\s*<tbody>\s*<tr>(.*?)</tr>", page, re.DOTALL)

@@ -30,6 +30,7 @@ def test_a_row_has_a_letter_for_what_runs_and_a_dot_for_waiting():
     assert draw_row(spans, 8e-3, 8) == "FF..BW"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("plan", "recorded"), [(PLAN, on_one_mesh()), (STAGES, in_stages())], ids=["one mesh", "stages"]
 )

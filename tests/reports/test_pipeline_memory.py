@@ -12,6 +12,7 @@ def plan(request):
     return planned(**MODES["stages"] | {"schedule": request.param})
 
 
+@pytest.mark.sampled(4)
 def test_the_most_memory_of_a_mesh_is_its_stage_s_peak(plan):
     for stage in plan.stages:
         assert max(memory_over_step(plan, stage.mesh)) == stage.peak_bytes
@@ -27,6 +28,7 @@ def test_more_microbatches_fly_in_the_middle_than_at_the_ends(plan):
     assert values[-1] <= lying + stage.working_bytes + stage.microbatch_bytes
 
 
+@pytest.mark.sampled(4)
 def test_the_page_draws_the_parts_of_the_peak_and_the_fullest_mesh_over_the_step(plan):
     text = plan.html()
     assert 'aria-label="memory-over-step-wide"' in text

@@ -168,6 +168,7 @@ LONG_TO_COMPILE = [case for case in WITH_OPERANDS if case[0] in ("attention", "a
 LONG_TO_COMPILE += [("attention_backward", 0), ("random_gamma", 0)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "number"), [case for case in WITH_OPERANDS if case not in LONG_TO_COMPILE])
 def test_on_shards_the_operation_needs_no_collective_and_gives_what_the_strategy_promises(name, number):
     def choose(name, rule, strategies):
@@ -256,6 +257,7 @@ def inserted_by_xla(name, number, mesh_shape, choose=lambda name, rule, strategi
 BY_XLA = [case for case in WITH_OPERANDS if case not in XLA_DOES_WORSE and case[0] not in KEYS]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "number"), [case for case in BY_XLA if case[1] == 0])
 def test_xla_inserts_exactly_the_promised_all_reduces(name, number):
     found, total = inserted_by_xla(name, number, (2, 2), shared_among_operations)

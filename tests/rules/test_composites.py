@@ -71,6 +71,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow) if name == "gamma_gradient" else name for name in PROGRAMS]
 )

@@ -59,6 +59,7 @@ def test_what_leaves_out_much_and_what_does_not_line_up_stays_whole(name):
     assert rule_of(WHOLE[name]).together == ()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))])
 @pytest.mark.parametrize("dtype", [np.float32, pytest.param(jnp.int4, marks=pytest.mark.slow)])
 def test_cuts_and_their_gradients_are_those_of_jit_under_random_strategies(seed, dtype):

@@ -43,6 +43,7 @@ def run(x):
     return kept, ANY.bind(x > 48), ALL.bind(x < 50), MAX.bind(x), ANY.bind(x > 50)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
 def test_they_compute_the_same_on_shards(mesh_shape):
     for seed in range(3):

@@ -41,6 +41,7 @@ def assert_same(fun, generator, seed):
     jax.tree.map(np.testing.assert_array_equal, actual, jax.jit(fun)(*arguments))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("generator", "seed"),
     [

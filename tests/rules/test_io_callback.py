@@ -53,6 +53,7 @@ def make_step(calls):
     return step
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "options",
     [

@@ -128,6 +128,7 @@ CLAIMING = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CLAIMING)
 def test_terms_of_results_add_up_to_the_result_of_the_sum(name):
     for example in EXAMPLES[name]:
@@ -153,6 +154,7 @@ def conversion(old, new):
     )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("old", NUMBERS)
 def test_converted_terms_add_up_to_the_converted_sum(old):
     for new in (*NUMBERS, "complex64"):

@@ -135,6 +135,7 @@ def assert_same_numbers(name, seeds, mesh_shape):
             np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_random_strategies_give_the_same_numbers(name):
     assert_same_numbers(name, range(4), (2,))
@@ -152,6 +153,7 @@ def test_many_random_strategies_give_the_same_numbers(name):
         assert_same_numbers(name, range(8), mesh_shape)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", [0, 4, 7])
 def test_a_value_is_never_partial_under_two_monoids(seed):
     """Neutral elements of min that are added up wrap around."""

@@ -37,6 +37,7 @@ def test_rows_and_where_they_go_are_divided_together():
     assert str(rule_for(eqn)) == "a b -> a c | whole: b c | together: b c | linear: 0 | any"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 8))])
 @pytest.mark.parametrize("mesh_shape", [(2, 2), (8,)])
 def test_rolls_and_their_gradients_are_those_of_jit_under_random_strategies(mesh_shape, seed):
@@ -49,6 +50,7 @@ def test_rolls_and_their_gradients_are_those_of_jit_under_random_strategies(mesh
     jax.tree.map(np.testing.assert_array_equal, actual, jax.jit(all_of)(VALUES))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("layout", [P("x"), P(None, "x"), P("x", "y"), P(("y", "x"))])
 def test_a_periodic_stencil_sends_its_borders_alone(layout):
     state, batch = VALUES, np.roll(VALUES, 1)
@@ -86,6 +88,7 @@ def test_rows_that_go_far_cross_the_axes_along_which_their_devices_differ():
     assert [row for row in parallel.verify(VALUES, VALUES).differing if row.where == "collectives"] == []
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_examples_that_go_round_in_microbatches_meet_before_they_do(num_stages):
     def step(state, batch):

@@ -120,6 +120,7 @@ def primitives_of(fun, *args):
     return {eqn.primitive.name for eqn in program.walk()} - {"fan_out"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", registry.MODELS)
 def test_every_primitive_of_a_model_has_a_rule(name):
     model = registry.build(name, **SIZES[name])
@@ -127,6 +128,7 @@ def test_every_primitive_of_a_model_has_a_rule(name):
     assert primitives_of(model.train_step, state, model.batch_shape()) <= KNOWN
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ZOO)
 def test_every_primitive_of_a_step_of_the_zoo_has_a_rule(name):
     step, state, batch = ZOO[name]()
@@ -218,6 +220,7 @@ def test_positions_in_arrays_of_more_than_two_to_the_32_elements_are_right(data)
     assert (int(high.ravel()[0]) << 32) + int(low.ravel()[0]) == expected
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [jnp.uint8, jnp.uint16, jnp.uint32])
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (3,)])
 def test_random_bits_of_every_split_are_those_of_the_whole(dtype, mesh_shape):

@@ -18,6 +18,7 @@ from tests.schedules.chains import ctrl_c
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "p", "m"), SMALL)
 def test_ctrl_c_at_any_place_stops_all_and_leaves_nothing(name, p, m):
     schedule = make_schedule(name, num_meshes=p, num_microbatches=m)

@@ -147,6 +147,7 @@ TRAINING = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "schedule", TRAINING, ids=lambda s: f"{s.name}-{s.num_meshes}x{s.virtual_stages}-{s.num_microbatches}"
 )

@@ -86,6 +86,7 @@ def test_without_other_processes_an_error_is_the_processs_own():
         raise ArgumentError
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("absent", [1, 5])
 def test_for_a_process_that_does_not_come_the_others_wait_for_a_while_with_a_word_and_refuse(absent, monkeypatch):
     monkeypatch.setattr(meetings, "LOOK_S", 0.01)

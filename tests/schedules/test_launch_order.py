@@ -84,6 +84,7 @@ class Processes:
         return all(at == len(self.program.of(mesh)) for (_, mesh), at in self.position.items())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sets", HOMES, ids=str)
 def test_processes_that_share_meshes_or_transfers_reach_the_end_of_every_schedule(sets):
     for schedule in small_schedules(max_meshes=4, max_microbatches=5, max_virtual=2):
@@ -105,6 +106,7 @@ def interleaved_anew(program, draw):
     return dataclasses.replace(program, instructions=tuple(found))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sets", HOMES, ids=str)
 def test_the_order_is_the_same_however_the_list_interleaves_the_meshes(sets):
     draw = random.Random(0)

@@ -71,6 +71,7 @@ def homes(num_meshes, *sets):
     return [frozenset(those) for those, _ in zip(itertools.cycle(sets), range(num_meshes), strict=False)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "sets", [({0}, {1}), ({0}, {0}, {1}, {1}), ({0, 1},), ({0, 1}, {1, 2}), ({0}, {0, 1})], ids=str
 )

@@ -28,6 +28,7 @@ def simulated(schedule, run_s, sent_s):
     return simulate(program, run_s=lambda run: run_s[run.kind, run.stage], transfer_s=transfer_s)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("most", [0, 3, 30], ids=["no transfers", "short transfers", "long transfers"])
 def test_a_step_takes_what_the_simulator_says(most):
     """Every small schedule, with random stages and transfers; interleaved meshes share a link between their chunks."""
@@ -38,6 +39,7 @@ def test_a_step_takes_what_the_simulator_says(most):
         assert (found.makespan_s, found.busy_s) == (real.makespan_s, real.busy_s), schedule
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_step_of_many_microbatches_takes_what_the_simulator_says(name):
     schedule = make_schedule(name, num_meshes=8, num_microbatches=32, virtual_stages=2 if name == "interleaved" else 1)

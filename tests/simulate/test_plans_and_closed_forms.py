@@ -42,6 +42,7 @@ def planner() -> PartPlanner:
     return PartPlanner()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "row",
     [

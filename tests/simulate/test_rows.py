@@ -37,6 +37,7 @@ def test_published_runs_are_predicted_and_compared(capsys):
     assert found["summary"]["mean_absolute_error"] < 0.08
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("source", "mean", "largest"),
     [
@@ -110,6 +111,7 @@ def test_every_family_is_priced_in_closed_form_on_any_preset(tmp_path, capsys):
         assert priced["predicted_peak_mem_GB"] > 0
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("shift", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("number", range(len(FAMILIES)))
 def test_plans_of_every_family_and_preset_are_near_the_closed_form(number, shift, tmp_path, capsys):

@@ -22,6 +22,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.sweep
 def test_a_plan_is_priced_on_another_cluster(plan_file, capsys):
     _, there, _ = json_of(["--plan", str(plan_file), "--cluster", "dgx-h100"], capsys)
     _, here, _ = json_of(["--plan", str(plan_file), "--cluster", "dgx-a100-80gb"], capsys)

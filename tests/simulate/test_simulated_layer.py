@@ -72,6 +72,7 @@ def test_a_planned_layer_under_sequence_parallelism_communicates_as_megatron_doe
     assert found == listed(block_work(SHAPE, split))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("zero_stage", [1, 2])
 def test_shards_of_gradients_that_change_places_are_no_work_of_a_microbatch(zero_stage):
     """The tensor ranks' collectives alone, as without ZeRO; when gradients meet, the closed form says."""
@@ -97,6 +98,7 @@ def _is_kernel(operation: object) -> bool:
     return isinstance(operation, MatrixProduct) and operation.batch > 1
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_what_full_recomputation_keeps_is_a_layers_input_as_it_is_split(sequence_parallel):
     split = dataclasses.replace(SPLIT, recompute="full", sequence_parallel=sequence_parallel)

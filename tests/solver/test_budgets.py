@@ -38,6 +38,7 @@ def assert_legal(found: Outcome, asked: ChoiceProblem) -> None:
         assert found.lower_bound_s <= best * (1 + 1e-9) <= found.seconds * (1 + 1e-6)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("is_quick", [False, True])
 @pytest.mark.parametrize("room", [None, 0.2])
 def test_a_budget_cut_short_anywhere_leaves_a_legal_choice_or_says_that_it_found_none(

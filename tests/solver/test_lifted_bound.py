@@ -31,6 +31,7 @@ def _stack(layers: int, seed: int, *, choices: int = 3, forbidden: float = 0.0, 
     return Costs.of(nodes, edges)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_no_choice_goes_below(seed: int, is_tied: bool) -> None:

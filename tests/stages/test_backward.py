@@ -77,12 +77,14 @@ def unnamed(step):
 # --- as JAX names it --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(zoo.ZOO))
 def test_in_the_zoo_backward_is_what_jax_transposed(name):
     step = traced(zoo.ZOO[name]())
     assert find_backward(step).equations == named_backward(step)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("module", [pipeline_steps, scanned_steps])
 def test_in_steps_that_are_hard_to_cut_backward_is_what_jax_transposed(module):
     for name in examples_of(module):
@@ -90,6 +92,7 @@ def test_in_steps_that_are_hard_to_cut_backward_is_what_jax_transposed(module):
         assert find_backward(step).equations == named_backward(step), name
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [(name, {}) for name in TRAINED] + [(name, {"remat": True}) for name in RECOMPUTING],
@@ -118,6 +121,7 @@ def test_where_jax_made_the_derivative_backward_is_what_it_transposed(name):
     assert find_backward(step).equations == named_backward(step)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", [*sorted(zoo.ZOO), *(f"model {name}" for name in TRAINED)])
 def test_without_names_only_the_first_derivatives_of_the_way_back_count_as_forward(name):
     step = model_step(name.removeprefix("model ")) if name.startswith("model ") else traced(zoo.ZOO[name]())
@@ -159,6 +163,7 @@ def test_a_step_with_a_backward_pass_takes_gradients(name):
     assert takes_gradients(traced(getattr(handmade_steps, name)()))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gpt", "moe", "wide_resnet"])
 def test_an_evaluation_takes_none(name):
     model = build(name)
@@ -227,6 +232,7 @@ WAYS_BACK = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "num_stages"), on_the_diagonal(WAYS_BACK, [2, 3]))
 def test_whoever_wrote_the_backward_pass_it_runs_in_stages_of_1f1b(name, num_stages):
     step, state, batch = getattr(handmade_steps, name)()
@@ -240,6 +246,7 @@ def test_whoever_wrote_the_backward_pass_it_runs_in_stages_of_1f1b(name, num_sta
     assert {transfer.what for transfer in plan.transfers} >= {"forward", "backward"}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["by_hand", "own_derivatives"])
 def test_a_backward_pass_by_hand_is_never_scheduled_as_inference(name):
     step, state, batch = getattr(handmade_steps, name)()
@@ -248,6 +255,7 @@ def test_a_backward_pass_by_hand_is_never_scheduled_as_inference(name):
         in_stages(step, 2, schedule="inference").plan(state, batch)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["balanced_experts", "sensitivities", "several_losses", "two_backward_passes"])
 def test_backward_passes_of_other_kinds_run_in_stages(name):
     step, state, batch = getattr(handmade_steps, name)()

@@ -91,6 +91,7 @@ def test_the_gradient_of_a_tied_embedding_crosses_once_per_step_and_only_the_emb
     assert lent(gpt) == [(1, "state/params/tokens")]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_stages_join_their_updates_in_scalars(stages):
     for example in (pipeline_steps.clipped_adamw(), pipeline_steps.loss_scaling()):
@@ -98,6 +99,7 @@ def test_stages_join_their_updates_in_scalars(stages):
         assert {shape for _, _, shape in crossing(cut, "update")} == {()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("stages", [2, 3, 4])
 def test_leaves_live_with_their_layer_and_so_do_their_moments(stages):
     where = homes(cut_evenly(pipeline_steps.clipped_adamw(), stages))
@@ -108,6 +110,7 @@ def test_leaves_live_with_their_layer_and_so_do_their_moments(stages):
     assert len({where[f"state/0/{layer}/w"] for layer in range(4)}) == stages
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["plain", "tied_weights", "dropout", "metrics", "long_skips", "recomputed"])
 def test_wherever_a_step_is_cut_everything_is_made_once_and_in_order(name):
     loop = make_time_loop(traced(getattr(pipeline_steps, name)()), MICROBATCHES)
@@ -146,6 +149,7 @@ def test_a_value_that_flows_against_the_order_of_stages_is_refused_with_its_oper
         check(wrong)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("split", [False, True])
 def test_a_stage_that_only_hands_on_what_it_receives_has_a_task_for_all_that_it_sends(split):
     """The stage in the middle is the copy of a value for its users behind."""

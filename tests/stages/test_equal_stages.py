@@ -72,6 +72,7 @@ def between_blocks(chain, stages):
     return cluster(chain, max_layers=stages)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("example", "choose_cuts"), [(deep_gpt, between_blocks), (deep_layers, choose_even_cuts)])
 def test_the_stages_in_the_middle_are_equal(example, choose_cuts):
     programs = programs_of(traced(*example()), choose_cuts=choose_cuts)
@@ -100,6 +101,7 @@ def test_a_stage_with_another_function_or_other_uses_of_its_values_is_another_on
     assert kinds(lambda x, w: jnp.sinh(x @ w.T)) == (0, 1, 2, 1, 4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", ["dropout", "tied_weights", "metrics", "clipped_adamw", "long_skips", "recomputed", "transformer"]
 )

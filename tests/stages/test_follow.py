@@ -43,6 +43,7 @@ def leader():
     return parallel, parallel(state, batch)[0], batch
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("schedule", "num_microbatches"), [("auto", 2), ("inference", 8), ("gpipe", "auto")])
 def test_an_evaluation_follows_with_a_schedule_and_microbatches_of_its_own(leader, schedule, num_microbatches):
     parallel, state, batch = leader
@@ -94,6 +95,7 @@ def test_another_train_step_follows_and_both_take_turns(leader):
     assert [leaf.sharding for leaf in jax.tree.leaves(state)] == places
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "interleaved", "virtual_stages": 2}])
 def test_a_table_that_the_leader_lends_is_lent_again_and_virtual_stages_are_followed(options):
     step, state, batch = pipeline_steps.tied_weights()

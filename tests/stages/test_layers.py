@@ -204,6 +204,7 @@ def test_loops_are_compared_with_what_is_inside():
     assert layers_of_blocks(block, looped(jnp.tanh), looped(jnp.sinh), looped(jnp.tanh)) == (0, 1, 2, 1)
 
 
+@pytest.mark.sweep
 def test_all_inner_blocks_of_a_gpt_are_one_layer():
     model = build("gpt", layers=4, hidden=32, heads=4, seq=16, batch=8, vocab=256)
     loop = loop_of(model.train_step, jax.jit(model.create_state)(jax.random.key(0)), next(model.data(0)))

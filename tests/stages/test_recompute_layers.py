@@ -76,6 +76,7 @@ def temporaries(parallel, *args):
     return parallel.compile(*args).memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh_shape", [pytest.param((1,), marks=pytest.mark.slow), (2, 2)])
 def test_a_step_that_recomputes_needs_far_less_memory_as_predicted(mesh_shape):
     plain = autopar.parallelize(step, mesh_shape=mesh_shape, recompute="none")
@@ -109,6 +110,7 @@ def dropped_units(gradients):
     return np.array([np.all(np.asarray(second) == 0, axis=1) for _, second in gradients])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["clipped_adamw", "tied_weights", "metrics", "long_skips", "transformer"])
 def test_what_is_hard_to_cut_is_recomputed_with_the_same_results(name):
     """These are a few hundred bytes a value, which would be kept."""
@@ -128,6 +130,7 @@ def test_what_is_hard_to_cut_is_recomputed_with_the_same_results(name):
     assert_same_as_jit(fun, compiled, state, batch, steps=2, adam_lr=1e-2 if name == "clipped_adamw" else None)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["gpt", "unet"])
 def test_models_of_the_zoo_are_recomputed_with_the_same_results(name):
     fun, state, batch = getattr(zoo, f"build_{name}")()
@@ -181,6 +184,7 @@ def test_a_step_without_gradients_is_left_alone():
         assert not parallel.plan(jnp.ones((8, 8)), jnp.ones((8, 8))).recompute
 
 
+@pytest.mark.sweep
 def test_recomputation_is_chosen_where_memory_is_short_if_it_is_the_faster_way():
     free = autopar.parallelize(step, mesh_shape=(2,), recompute="none").plan(*arguments())
     assert not autopar.parallelize(step, mesh_shape=(2,)).plan(*arguments()).recompute
@@ -198,6 +202,7 @@ def test_recomputation_is_chosen_where_memory_is_short_if_it_is_the_faster_way()
     assert open_plan.step_s == min(slices.step_s, only.plan(*arguments()).step_s)
 
 
+@pytest.mark.sweep
 def test_a_plan_that_recomputes_can_be_used_again():
     plan = autopar.parallelize(step, mesh_shape=(2,), recompute="layer", num_microbatches=2).plan(*arguments())
     restored = autopar.parallelize(step, plan=Plan.from_json(plan.to_json()))

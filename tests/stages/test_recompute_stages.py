@@ -48,6 +48,7 @@ def test_a_stage_that_recomputes_keeps_less_works_more_and_computes_the_same():
     assert_same_as_jit(step, autopar.parallelize(step, recompute="layer", **TWO_STAGES), *arguments())
 
 
+@pytest.mark.sweep
 def test_a_plan_that_recomputes_can_be_used_again():
     restored = autopar.parallelize(step, plan=planned("layer"))
     assert_same_as_jit(step, restored, *arguments(), steps=1)
@@ -62,6 +63,7 @@ def test_only_known_kinds_of_recomputation_are_accepted():
         autopar.parallelize(step, recompute="some")
 
 
+@pytest.mark.sweep
 def test_stages_do_as_much_again_as_they_have_to():
     """Between the memory of all forward work and of none, half of it is done again, with the same results.
 
@@ -94,6 +96,7 @@ def test_stages_do_as_much_again_as_they_have_to():
     assert_same_as_jit(step, autopar.parallelize(step, plan=half), *arrays, steps=1)
 
 
+@pytest.mark.sweep
 def test_stages_keep_named_values():
     def named_step(weights, x):
         def loss(weights):

@@ -186,6 +186,7 @@ def test_layers_that_run_from_the_last_to_the_first_are_merged_likewise():
 # --- the same function ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("make", scanned_steps.ALL, ids=lambda make: make.__name__)
 def test_a_step_in_pieces_computes_the_same(make):
     example = make()
@@ -197,6 +198,7 @@ def test_a_step_in_pieces_computes_the_same(make):
     assert_same_function(example, split_scans(step, cuts))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_random_scan_in_random_pieces_computes_the_same(seed):
     example, length = random_scan(random.Random(seed))

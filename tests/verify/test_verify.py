@@ -26,6 +26,7 @@ def rows_of(verification, topic):
     return [row for row in verification.rows if row.topic == topic]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_step_is_compiled_as_it_is_planned_in_every_mode(mode):
     found = step_in(mode).verify(*arguments())
@@ -52,6 +53,7 @@ def test_every_model_is_compiled_as_it_is_planned_in_every_mode(name, mode):
     assert not [row for row in found.rows if row.verdict == "unknown"], str(found)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["bert", "unet"])
 def test_a_plan_that_recomputes_layers_promises_no_memory_that_the_program_exceeds(name):
     """Of bert the weights that are copied and the gradients that are computed twice were not counted, of unet the places of a
@@ -197,6 +199,7 @@ def test_figures_that_read_the_same_are_given_to_the_byte():
     assert "10,000,001" in text
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", ["zero3", "stages"])
 def test_a_report_has_a_section_of_what_was_verified_if_it_is_given(mode, capsys):
     step = step_in(mode)

@@ -137,6 +137,7 @@ def test_the_command_line_asks_for_both(capsys):
     assert "\n2x bandwidth of NVLink2" in text
 
 
+@pytest.mark.sweep
 def test_the_page_has_a_section_for_what_is_asked(plan, classic):
     page = plan.html(classic=True, what_if=True)
     assert "<h2>The classic plans, each planned on as many devices</h2>" in page
@@ -147,6 +148,7 @@ def test_the_page_has_a_section_for_what_is_asked(plan, classic):
     assert "there is nothing to compare with" in planned(devices=1).html(classic=True)
 
 
+@pytest.mark.sweep
 def test_the_command_line_writes_both_as_json_and_onto_the_page(capsys, tmp_path):
     model = ["mlp", "--layers", "1", "--hidden", "32", "--batch", "32", "--devices", "2", "--cluster", "p3.16xlarge"]
     page = tmp_path / "plan.html"

@@ -136,6 +136,7 @@ def test_an_error_of_nobodys_step_has_no_conflict():
         OutOfMemoryError("no").conflict()
 
 
+@pytest.mark.sweep
 def test_the_command_line_prints_the_conflict_where_it_is_asked_for(capsys):
     model = ["mlp", "--layers", "1", "--hidden", "32", "--devices", "2", "--no-plan-cache", "--memory-limit", "4KB"]
     assert main(["plan", *model, "--conflict"]) == 1

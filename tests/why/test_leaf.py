@@ -51,6 +51,7 @@ def planned(layers: int = 2, **changes):
     return autopar.parallelize(train_step, **{**SETTINGS, **changes}).plan(*shapes(layers))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mode", MODES)
 def test_each_layout_costs_what_the_plan_costs_in_which_a_constraint_forces_it(mode):
     plan = planned(**MODES[mode])
@@ -91,6 +92,7 @@ def test_a_constraint_that_decides_is_named_with_what_it_costs():
     assert "zero3" in preset.decides
 
 
+@pytest.mark.sweep
 def test_layouts_that_do_not_fit_the_memory_are_told_as_such():
     with pytest.raises(OutOfMemoryError) as caught:
         planned(1, **MODES["one mesh"], memory_limit_bytes=80_000)

@@ -25,6 +25,7 @@ def differences(capsys, before, after):
     return document(capsys, "diff", before, after)
 
 
+@pytest.mark.sweep
 def test_a_plan_decides_the_same_as_itself(files, capsys):
     found = differences(capsys, files / "zero.json", files / "zero.json")
     assert found["same_program"]

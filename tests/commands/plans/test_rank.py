@@ -78,6 +78,7 @@ def test_what_cannot_be_compared_is_refused(argv, words, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.sweep
 def test_nodes_are_as_many_devices_as_each_cluster_has_in_one(capsys):
     rows = ranked(capsys, "--clusters", "dgx-h100,dgx2-v100-32gb", "--nodes", "1", "--data-parallel")
     assert {row["cluster"]: row["devices"] for row in rows} == {"dgx-h100": 8, "dgx2-v100-32gb": 16}

@@ -97,6 +97,7 @@ def test_a_signal_that_is_ignored_stays_ignored(capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_process_that_gets_a_signal_hands_over_its_plan(number, status, tmp_path):
     file = tmp_path / "plan.json"

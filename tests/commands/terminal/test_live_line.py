@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import pytest
 from rich.console import Console
 
 from autopar.commands.terminal.live_line import _Line, describe, live_line
@@ -79,6 +80,7 @@ def test_a_pipe_gets_nothing_even_if_colours_are_forced():
     assert (process.returncode, errors) == (0, "")
 
 
+@pytest.mark.sweep
 def test_verbose_logs_phases_on_standard_error_and_everything_if_it_is_given_twice():
     process = start("plan", "mlp", *SMALL, "--devices", "4", "-v")
     _, errors = process.communicate(timeout=120)

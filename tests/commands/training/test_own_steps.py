@@ -66,6 +66,7 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("own_training_of_a_user", None)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["arrays", "made", "iterated"])
 def test_a_step_of_the_users_own_trains_as_under_jit(own, name, capsys):
     flags = ("--devices", "2", "--mesh", "2", "--steps", "3", "--compare-jit")

@@ -42,6 +42,7 @@ def test_a_pipeline_is_planned_printed_with_its_schedule_written_and_shown_again
     assert shown[: len(report)] == report
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("flags", ["--mesh 1,2/2,1", "--mesh 1,2 --mesh 2,1", "--mesh 1,2/2,1 --stages 2 --devices 4"])
 def test_each_stage_may_have_a_mesh_of_its_own(flags, tmp_path):
     plan = planned_pipeline(tmp_path, *flags.split(), "--microbatches", "2")

@@ -40,6 +40,7 @@ def test_train_reports_each_loss_and_agrees_with_jit(tmp_path, capsys):
     assert last < first
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("optimizer", ["momentum", "adafactor", "lion"])
 def test_an_optimizer_of_optax_trains_as_under_jit(optimizer, capsys):
     sizes = ("--layers", "1", "--hidden", "128", "--inputs", "128", "--batch", "16")  # adafactor factors from 128 on
@@ -147,6 +148,7 @@ def small_demo(**sizes: float) -> list[argparse.Namespace]:
     return [argparse.Namespace(**(vars(options) | {"model": "mlp", "sizes": sizes})) for options in parts]
 
 
+@pytest.mark.sweep
 def test_the_demo_succeeds_if_the_loss_falls_as_it_does_with_jit(capsys):
     assert demo.demo(small_demo()) == 0
     printed = capsys.readouterr()
@@ -161,6 +163,7 @@ def test_the_demo_succeeds_if_the_loss_falls_as_it_does_with_jit(capsys):
     assert printed.err == ""
 
 
+@pytest.mark.sweep
 def test_the_demo_prints_one_document_of_both_parts(capsys):
     parts = small_demo()
     for options in parts:

@@ -210,6 +210,7 @@ print(faults(), faults())
     assert second < 100 < first, run.stderr
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["product", "reordered", "transposed", "random"])
 def test_what_is_measured_is_measured(kind):
     """One case of a kind on two devices takes some time, and no more than all of it."""

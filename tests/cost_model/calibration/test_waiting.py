@@ -118,6 +118,7 @@ def test_ranks_wait_only_where_devices_share_cores():
     assert not ranks_wait(devices[:1])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("merged", [0, 1, 4])
 def test_a_program_alternates_compute_and_one_instruction_of_so_many_all_reduces(merged):
     """What XLA does not merge, or moves out of the way, would be measured as something else."""
@@ -127,6 +128,7 @@ def test_a_program_alternates_compute_and_one_instruction_of_so_many_all_reduces
         assert [result.count("f32[64]") for result in reductions] == [merged] * (TUNING.pairs if merged else 0)
 
 
+@pytest.mark.sweep
 def test_waiting_is_measured_for_every_group_and_grain():
     events = list(measure_waiting(jax.devices()[:4], rounds=1))
     samples = [event for event in events if isinstance(event, Waited)]

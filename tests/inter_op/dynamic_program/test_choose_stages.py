@@ -172,6 +172,7 @@ def assert_faster(problem, manual, best_s):
 CLUSTERS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (1, 8), (2, 4), (4, 2), (1, 6), (3, 2), (1, 3))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_choice_is_the_best_of_all_for_every_small_cluster_and_number_of_layers(cluster, schedule, chunks):
@@ -216,6 +217,7 @@ def test_the_choice_is_the_best_of_all_whatever_the_costs(data):
     assert_best(problem_of(costs, options, cluster, batches, schedule, chunks, memory))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 def test_what_the_user_decides_is_kept_and_the_rest_is_the_best(schedule, chunks):
     cluster, layers = (2, 2), 4
@@ -238,6 +240,7 @@ def test_an_option_may_occur_twice_as_with_and_without_recomputation():
     assert chosen_of(choose_stages(problem_of(costs, options, (1, 2), 4, memory_bytes=5.0))) == [(0, 1, 1)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_the_choice_is_the_best_of_all_where_options_are_of_one_size(schedule):
     options = submeshes(1, 2) * 2

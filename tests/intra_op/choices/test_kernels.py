@@ -146,6 +146,7 @@ SHAPE = TransformerShape(
 )
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_planned_layer_keeps_what_korthikanti_count(sequence_parallel, recompute):

@@ -99,6 +99,7 @@ def expected_layouts(rule, jobs, order):
 CASES = [(name, number) for name in EXAMPLES for number in range(len(EXAMPLES[name]))]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2), (2, 4), (3,)])
 def test_strategies_of_every_rule_are_legal_distinct_and_begin_with_the_replicated_one(mesh_shape):
     mesh = LogicalMesh.of(mesh_shape)

@@ -73,6 +73,7 @@ def assignments_of(seed, mesh_shape, *, depth):
     return [assignment, *(dataclasses.replace(assignment, copy_span=span) for span in (0, 2, 5))]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", [seed if seed < 12 else pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS])
 def test_the_moves_listed_are_the_collectives_emitted_in_loops_in_loops(seed):
     kept, *dropped = assignments_of(seed, MESHES[seed % len(MESHES)], depth=2)

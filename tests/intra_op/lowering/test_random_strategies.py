@@ -33,6 +33,7 @@ def show(mesh_shape):
     return "x".join(map(str, mesh_shape))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("name", "mesh_shape"),
     [pytest.param(name, fast_mesh(name), id=f"{name}-{show(fast_mesh(name))}") for name in PROGRAMS],
@@ -55,6 +56,7 @@ FAST_MESH = {"moe": (2, 2), "resnet_block": (3,)}
 """The other steps run in the slow part only: XLA takes a minute to compile one."""
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "mesh_shape"), FAST_MESH.items())
 def test_random_strategies_change_no_train_step(name, mesh_shape):
     step, state, batch = ZOO[name]()

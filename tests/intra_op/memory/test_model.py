@@ -73,6 +73,7 @@ NEAR = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "plan"), NEAR)
 def test_the_predicted_peak_is_near_what_xla_allocates(name, plan):
     model = MODELS[name]()
@@ -112,6 +113,7 @@ def test_a_limit_that_data_parallelism_cannot_keep_leads_to_another_plan_within_
     assert real_bytes(tight) <= limit
 
 
+@pytest.mark.sweep
 def test_a_limit_on_zero_3_makes_xla_need_less():
     """Its gathered kernels are dropped, and gathered again when the backward pass is there."""
     model = build("mlp", hidden=128, layers=6, batch=32)

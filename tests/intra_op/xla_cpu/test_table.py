@@ -38,6 +38,7 @@ def result_of(example, arguments):
     return jnp.abs(result) if jnp.iscomplexobj(result) else result.astype(jnp.float32)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", POINTWISE)
 def test_what_two_operations_read_has_a_buffer_if_it_is_costly_to_compute_again(name):
     (example, *_) = EXAMPLES[name]
@@ -51,6 +52,7 @@ def test_what_two_operations_read_has_a_buffer_if_it_is_costly_to_compute_again(
         assert (MAKINGS[name] is Making.COSTLY) == has_buffer
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", POINTWISE)
 def test_the_library_for_large_reductions_computes_what_leads_to_one(name):
     (example, *_) = EXAMPLES[name]

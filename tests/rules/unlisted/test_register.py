@@ -310,6 +310,7 @@ def test_a_step_is_planned_again_once_one_of_its_primitives_has_another_rule():
 # --- how few seeds find a rule that claims too much -------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("user_rules")
 @pytest.mark.parametrize("start", [0, 5, 17])
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])

@@ -165,6 +165,7 @@ def test_shares_of_a_tile_may_be_of_different_lengths(source, rows):
     check(prepared([array])[0], value, target)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_keys_scalars_and_arrays_of_size_zero_move(place):
     source_mesh, source_first, target_mesh, target_first = place
@@ -180,6 +181,7 @@ def test_keys_scalars_and_arrays_of_size_zero_move(place):
         np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "dtype", [np.bool_, np.int8, np.uint32, np.complex64, jnp.bfloat16, jnp.float8_e4m3fn, jnp.int4]
 )
@@ -266,6 +268,7 @@ def test_moving_the_same_array_twice_gives_two_arrays():
     check(array, numbers((8,)), target)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", BATCH, ids=str)
 def test_a_transfer_returns_before_its_operand_is_computed(case):
     source_mesh, source_first, source_spec, target_mesh, target_first, target_spec = case
