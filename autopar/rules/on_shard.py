@@ -178,6 +178,11 @@ def tile(call: LocalCall) -> Sequence[jax.Array]:
     return call.bind(operand, reps=tuple(reps))
 
 
+def empty(call: LocalCall) -> Sequence[jax.Array]:
+    """An array of the local shape that nobody has filled yet."""
+    return call.bind(shape=call.out_shape(), out_sharding=None)
+
+
 def iota(call: LocalCall) -> Sequence[jax.Array]:
     """Local positions start at the shard's offset; whole numbers until the end, as sums of the type's own are rounded."""
     dimension, dtype = call.params["dimension"], call.params["dtype"]

@@ -120,7 +120,7 @@ def select(eqn: JaxprEqn) -> FactorRule:
 
 
 def iota(eqn: JaxprEqn) -> FactorRule:
-    """-> a b: positions; every shard computes its own."""
+    """-> a b: positions, or nothing yet; every shard makes its own."""
     factors = Factors()
     out = tuple(factors.operand(shape_of(eqn.outvars[0])))
     return make_rule([], [out] * len(eqn.outvars), factors.sizes)

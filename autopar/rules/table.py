@@ -123,6 +123,7 @@ RULES: Mapping[str, PrimitiveRule] = types.MappingProxyType(
         "dynamic_update_slice": PrimitiveRule(rule=indexing.dynamic_update_slice, local=on_shard.dynamic_update_slice),
         "eig": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
         "eigh": PrimitiveRule(rule=matrices.factorization, local=matrices.one_by_one, flops=flops.of_factorization),
+        "empty": PrimitiveRule(rule=pointwise.iota, work=Work.FREE, local=on_shard.empty),
         "empty2": PrimitiveRule(rule=by_shape.everything_whole, work=Work.FREE),
         "eq": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),
         "eq_to": PrimitiveRule(rule=pointwise.nonlinear, work=Work.POINTWISE),

@@ -245,6 +245,7 @@ EXAMPLES = {
         )
     ],
     "eigh": [Example(lambda x: lax.linalg.eigh(x, symmetrize_input=False), (MATRICES,))],
+    "empty": [Example(lambda: lax.empty((8, 12), jnp.float32), ())],
     "fft": [Example(jnp.fft.rfft, (CUBE,)), Example(jnp.fft.fft2, (lax.complex(CUBE, CUBE),))],
     "gather": [_gather(GatherScatterMode.FILL_OR_DROP), _gather(GatherScatterMode.CLIP), _batched_gather()],
     "hessenberg": [Example(lax.linalg.hessenberg, (MATRICES,))],
