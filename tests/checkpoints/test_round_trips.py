@@ -54,6 +54,13 @@ def test_a_range_of_many_chunks_is_read_a_few_at_a_time(tmp_path, monkeypatch, s
     assert max(read) >= blocks
 
 
+def test_a_state_on_the_host_is_saved_too(tmp_path):
+    made = make_state(5)
+    state = {**made, "params": jax.tree.map(np.asarray, made["params"])}
+    autopar.save(tmp_path / "one", state, step_of("zero3")).wait()
+    assert bits(autopar.restore(tmp_path / "one", step_of("2_stages"))) == bits(state)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("source", "target"), [*itertools.product(WAYS, WAYS)])
 def test_every_plan_reads_what_every_other_wrote(tmp_path, source, target):

@@ -14,7 +14,7 @@ import autopar
 from autopar.checkpoints import Checkpoints
 from autopar.errors import ArgumentError, TrainingError
 from autopar.training import Guard
-from tests.checkpoints.steps import bits, make_batch, make_state, planned, scanned_step
+from tests.checkpoints.steps import bits, laid_out, make_batch, make_state, planned, scanned_step
 
 step_of = functools.cache(planned)
 STEPS = 9
@@ -154,6 +154,15 @@ def test_a_spike_lies_above_the_usual_losses_also_below_zero(usual, fine, bad):
     assert guard.judge([usual] * 3, fine) is None
     assert guard.judge([usual] * 3, bad) is not None
     assert guard.judge([usual] * 2, fine) is None
+
+
+def test_a_run_goes_on_from_what_a_loop_has_saved_under_the_number_of_its_folder(tmp_path):
+    step, state = step_of("zero3"), laid_out(step_of("zero3"), make_state())
+    for number in range(4):
+        state, _ = step(state, make_batch(number))
+    autopar.save(tmp_path / "4", state, step).wait()
+    found = run(tmp_path).train(STEPS)
+    assert (found.number, bits(found.state)) == (STEPS, uninterrupted()[0])
 
 
 def test_what_a_run_tells(tmp_path):
