@@ -24,9 +24,10 @@ from autopar.inter_op.describe_pipeline import PlannedPipeline
 from autopar.inter_op.given_stages import plan_given_stages
 from autopar.inter_op.one_mesh import plan_on_one_mesh
 from autopar.inter_op.one_or_stages import plan_one_or_stages
+from autopar.inter_op.plan_on_kinds import has_kinds, plan_on_kinds
 from autopar.inter_op.plan_pipeline import PipelineWishes, restore_pipeline
 from autopar.intra_op.choices.least_work import find_flops
-from autopar.intra_op.request import PlannedStep
+from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.intra_op.restore import restore
 from autopar.layouts.mesh import LogicalMesh
 from autopar.microbatches.counts import cut_into_microbatches, microbatch_counts
@@ -81,8 +82,8 @@ def _search_timed(settings: Settings, traced: TracedStep) -> Planned:
     """The best plan, with the seconds that all of the search took."""
     started = perf_counter()
     found = _search(settings, traced)
-    flops, alone_s = _work_at_peak(settings, traced)
-    at_peak_s, seconds = alone_s / found.plan.num_devices, perf_counter() - started
+    flops, at_peak_s = _work_at_peak(settings, traced, found.plan)
+    seconds = perf_counter() - started
     if isinstance(found, PlannedPipeline):
         in_stages = dataclasses.replace(found.plan, planning_s=seconds, flops=flops, at_peak_s=at_peak_s)
         return dataclasses.replace(found, plan=in_stages)
@@ -90,11 +91,20 @@ def _search_timed(settings: Settings, traced: TracedStep) -> Planned:
     return dataclasses.replace(found, plan=plan)
 
 
-def _work_at_peak(settings: Settings, traced: TracedStep) -> tuple[float, float]:
-    """Operations of a step's contractions, and the seconds that they would take at the peak of one device."""
+def _work_at_peak(settings: Settings, traced: TracedStep, plan: Plan | PipelinePlan) -> tuple[float, float]:
+    """Operations of a step's contractions, and the seconds that they would take at the peak of the plan's devices."""
     request = make_request(settings)
-    alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
-    return find_flops(traced.program, alone)
+
+    def work_on(cluster: Cluster) -> tuple[float, float]:
+        alone = request.catalogues.of(LogicalMesh.of((1,)), cluster, request.options)
+        return find_flops(traced.program, alone)
+
+    counts = plan.devices_by_kind()
+    if "" in counts:
+        flops, alone_s = work_on(request.cluster)
+        return flops, alone_s / plan.num_devices
+    works = [(count, *work_on(request.cluster.of_kind(kind))) for kind, count in counts.items()]
+    return works[0][1], 1 / sum(count / alone_s for count, _, alone_s in works if alone_s) if works[0][2] else 0.0
 
 
 def _search(settings: Settings, traced: TracedStep) -> Planned:
@@ -106,11 +116,18 @@ def _search(settings: Settings, traced: TracedStep) -> Planned:
             traced, _wish_to_follow(settings, traced, leader), make_request(settings), devices=devices
         )
     if meshes > 1:
-        return plan_given_stages(traced, _wish(settings, meshes), make_request(settings), devices=devices)
+        return _plan_given_stages(traced, _wish(settings, meshes), make_request(settings), devices)
     _refuse_wishes_for_stages(settings)
     request = make_request(settings, choose_one_mesh(settings))
     if _leaves_stages_open(settings) and devices > 1 and max(microbatch_counts(traced)) > 1:
-        return plan_one_or_stages(traced, _wish(settings, meshes), request, devices=devices)
+        wish = _wish(settings, meshes)
+
+        def plan(own: PlanRequest, count: int) -> Planned:
+            return plan_one_or_stages(traced, wish, own, devices=count)
+
+        return (
+            plan_on_kinds(traced, wish, request, plan) if has_kinds(request, wish, devices) else plan(request, devices)
+        )
     planned = plan_on_one_mesh(
         traced,
         request,
@@ -120,6 +137,15 @@ def _search(settings: Settings, traced: TracedStep) -> Planned:
     )
     assert isinstance(planned, PlannedStep), "there is nothing that it has to beat"
     return planned
+
+
+def _plan_given_stages(traced: TracedStep, wish: PipelineWishes, request: PlanRequest, devices: int) -> Planned:
+    def plan(own: PlanRequest, count: int) -> Planned:
+        return plan_given_stages(traced, wish, own, devices=count)
+
+    if not has_kinds(request, wish, devices):
+        return plan(request, devices)
+    return plan_on_kinds(traced, wish, request, plan, num_stages=wish.num_stages)
 
 
 def meet_to_plan(settings: Settings, traced: TracedStep, name: str) -> SharedPlan | None:

@@ -36,6 +36,7 @@ class StagePlan:
         state_bytes: what of the peak is weights and the optimizer's state, and inputs that lie there for the whole step.
         sum_bytes: what of it is sums over microbatches, such as gradients.
         microbatch_bytes: what each microbatch in flight keeps between forward and backward.
+        node_kind: the name of its kind of node in a mixed cluster; empty where all nodes are alike.
     """
 
     stage: int
@@ -52,6 +53,7 @@ class StagePlan:
     state_bytes: int = 0
     sum_bytes: int = 0
     microbatch_bytes: int = 0
+    node_kind: str = ""
 
     @property
     def working_bytes(self) -> int:
@@ -139,6 +141,13 @@ class PipelinePlan(Presented):
     flops: float = 0.0
     at_peak_s: float = 0.0
     version: int = VERSION
+
+    def devices_by_kind(self) -> dict[str, int]:
+        """How many devices of each kind of node it uses; where nodes are alike, or counted as alike, their kind is empty."""
+        counts: dict[str, int] = {}
+        for stage in self.stages[: self.num_stages // self.virtual_stages]:
+            counts[stage.node_kind] = counts.get(stage.node_kind, 0) + stage.plan.num_devices
+        return counts
 
     @property
     def num_stages(self) -> int:

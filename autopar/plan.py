@@ -228,6 +228,8 @@ class Plan(Presented):
         flops: operations of the step's contractions and convolutions, on all devices together, each counted once; 0: not known.
         at_peak_s: seconds per step that these would take at the devices' peak.
         one_mesh_bound_s: where stages were open, the bound of plans on one mesh alone, not below `lower_bound_s`; else 0.
+        first_device: the place of its first device among the step's; the others follow.
+        node_kind: the kind of node that it runs on in a mixed cluster, whose other nodes idle; empty: on all devices.
         version: of the JSON form.
     """
 
@@ -267,6 +269,8 @@ class Plan(Presented):
     memory_bytes: tuple[int, ...] = ()
     flops: float = 0.0
     at_peak_s: float = 0.0
+    first_device: int = 0
+    node_kind: str = ""
     version: int = VERSION
 
     @property
@@ -283,6 +287,10 @@ class Plan(Presented):
     def num_devices(self) -> int:
         """Devices of the mesh."""
         return math.prod(self.mesh_shape)
+
+    def devices_by_kind(self) -> dict[str, int]:
+        """How many devices of each kind of node it uses; where nodes are alike, or counted as alike, their kind is empty."""
+        return {self.node_kind: self.num_devices}
 
     def input(self, path: str) -> ValuePlan:
         """The input leaf with this `path`; PlanError names the nearest paths if there is none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +153,40 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         fused_attention=all(device.fused_attention for device in devices),
         sustained={dtype: device.sustained[dtype] for dtype, device in weakest.items() if dtype in device.sustained},
         attention=min((device.attention for device in devices), key=_at_width),
+    )
+
+
+def fastest_device(devices: Sequence[Device]) -> Device:
+    """A device that does nothing slower than any of `devices`: the best of each figure, for bounds."""
+    formats = {dtype: None for device in devices for dtype in device.peak_flops_per_s}
+    roomiest = max(devices, key=lambda d: d.memory_bytes - d.reserved_bytes)
+
+    def rate(dtype: str, efficiency_of: Callable[[Device, str], MatrixEfficiency]) -> tuple[float, MatrixEfficiency]:
+        """What products reach at most, and how small ones may be for it."""
+        known = [efficiency_of(device, dtype) for device in devices]
+        rates = (device.peak_of(dtype) * one.best for device, one in zip(devices, known, strict=True))
+        half_m, half_n, half_k = (min(sizes) for sizes in zip(*(one.half for one in known), strict=True))
+        return max(rates), MatrixEfficiency(1.0, (half_m, half_n, half_k))
+
+    products = {dtype: rate(dtype, Device.efficiency_of) for dtype in formats}
+    convolutions = {dtype: rate(dtype, Device.convolution_efficiency_of) for dtype in formats}
+    peaks = {dtype: max(products[dtype][0], convolutions[dtype][0]) for dtype in formats}
+    return Device(
+        name=" or ".join(device.name for device in devices),
+        peak_flops_per_s=peaks,
+        memory_bytes=roomiest.memory_bytes,
+        memory_bytes_per_s=max(device.sustained_bytes_per_s for device in devices),
+        matrix_efficiency={d: dataclasses.replace(one, best=best / peaks[d]) for d, (best, one) in products.items()},
+        reserved_bytes=roomiest.reserved_bytes,
+        launch_s=min(device.launch_s for device in devices),
+        convolution_efficiency={
+            d: dataclasses.replace(one, best=best / peaks[d]) for d, (best, one) in convolutions.items()
+        },
+        reorder_s_per_byte=min(device.reorder_s_per_byte for device in devices),
+        random_s_per_byte=min(device.random_s_per_byte for device in devices),
+        transpose_s_per_byte=min(device.transpose_s_per_byte for device in devices),
+        fuses=any(device.fuses for device in devices),
+        fused_attention=any(device.fused_attention for device in devices),
     )
 
 

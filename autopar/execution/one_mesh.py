@@ -63,7 +63,7 @@ class CompiledStep:
         traced, assignment = planned.traced, planned.assignment
         self.assignment = assignment
         self._settings, self._compiling = program_settings_here(), threading.Lock()
-        self.mesh = device_mesh(assignment.mesh, devices)
+        self.mesh = device_mesh(assignment.mesh, devices[planned.plan.first_device :])
         specs = [partition_spec(layout, assignment.mesh) for layout in assignment.inputs]
         self.in_shardings = tuple(NamedSharding(self.mesh, spec) for spec in specs)
         out_specs = [partition_spec(layout, assignment.mesh) for layout in assignment.outputs]

@@ -103,6 +103,11 @@ def header(plan: Plan | PipelinePlan) -> str:
     return pipeline_header(plan) if isinstance(plan, PipelinePlan) else _header(plan)
 
 
+def _nodes_text(plan: Plan) -> str:
+    """The cluster, and which of its nodes."""
+    return f"{'the ' + plan.node_kind + ' nodes of ' if plan.node_kind else ''}cluster {plan.cluster}"
+
+
 def _header(plan: Plan) -> str:
     cut = f", in {plan.num_microbatches} microbatches" if plan.num_microbatches > 1 else ""
     again = f", backward repeats {repeated_text(plan)}" if plan.recompute else ""
@@ -111,7 +116,7 @@ def _header(plan: Plan) -> str:
     step = f"{seconds_text(plan.step_s)} = {seconds_text(plan.compute_s)} compute + {seconds_text(plan.comm_s)} communication"
     hidden = f" - {seconds_text(plan.hidden_s)} of it hidden behind compute" if plan.hidden_s > 0 else ""
     lines = (
-        f"mesh {mesh_text(plan)} ({plan.num_devices} devices) on cluster {plan.cluster}{cut}{again}",
+        f"mesh {mesh_text(plan)} ({plan.num_devices} devices) on {_nodes_text(plan)}{cut}{again}",
         f"predicted step {step}{hidden}; peak memory {bytes_text(plan.peak_bytes)} per device{of_limit}{mfu}",
         f"planned in {seconds_text(plan.planning_s)}, {proof_text(plan)}",
     )

@@ -88,7 +88,7 @@ def group_transfers(plan: PipelinePlan) -> list[list[TransferPlan]]:
 
 def _looks(stage: StagePlan) -> Hashable:
     times = (stage.forward_s, stage.backward_s, stage.once_s, stage.plan.compute_s)
-    return stage.plan.mesh_shape, stage.plan.axis_names, len(stage.leaves), *map(seconds_text, times)
+    return stage.node_kind, stage.plan.mesh_shape, stage.plan.axis_names, len(stage.leaves), *map(seconds_text, times)
 
 
 def brief_stage_table(plan: PipelinePlan) -> Table:
@@ -144,10 +144,11 @@ def range_text(values: Sequence[N], text: Callable[[N], str]) -> str:
 
 
 def devices_text(group: Sequence[StagePlan]) -> str:
-    """The places of a group's devices: 4, or 8-15."""
+    """The places of a group's devices: 4, or 8-15, and their kind of node in a mixed cluster."""
     first = min(stage.first_device for stage in group)
     last = max(stage.first_device + math.prod(stage.plan.mesh_shape) for stage in group) - 1
-    return str(last) if last == first else f"{first}-{last}"
+    places = str(last) if last == first else f"{first}-{last}"
+    return f"{places} {group[0].node_kind}".rstrip()
 
 
 def _modules(leaves: Sequence[str]) -> list[str]:

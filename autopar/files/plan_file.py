@@ -125,6 +125,25 @@ def _table_problems(plan: Fields, mesh: Mapping[str, int], place: str) -> Iterat
         yield f"{place}trail: two digits for each of the {len(plan['equations'])} equations are expected"
 
 
+def _first_devices(stages: Sequence[Fields], sizes: Sequence[int]) -> list[int]:
+    """Where the devices of each mesh begin: behind those of the mesh before it, on its kind of node if the nodes are unlike.
+
+    Kinds lie one behind the other in the order that the plan says, and a plan may leave a kind out.
+    """
+    kinds = [stage.get("node_kind", "") for stage in stages]
+    begins = {
+        kind: min(s["first_device"] for s, k in zip(stages, kinds, strict=True) if k == kind) for kind in kinds if kind
+    }
+    ends = {kind: begins[kind] + sum(n for n, k in zip(sizes, kinds, strict=False) if k == kind) for kind in begins}
+    apart = all(ends[a] <= begins[b] or ends[b] <= begins[a] for a, b in itertools.combinations(begins, 2))
+    free = begins | {"": 0} if apart else dict.fromkeys(kinds, 0)
+    found = []
+    for kind, size in zip(kinds, sizes, strict=False):
+        found.append(free[kind])
+        free[kind] += size
+    return found
+
+
 def _pipeline_problems(plan: Fields) -> Iterator[str]:
     """What does not agree in the plan of a pipeline."""
     stages, count = plan["stages"], len(plan["stages"])
@@ -139,7 +158,7 @@ def _pipeline_problems(plan: Fields) -> Iterator[str]:
     if plan.get("recompute", False) != any(stage.get("recomputed_share", 0) for stage in stages):
         yield "recompute does not agree with recomputed_share of the stages"
     sizes = [math.prod(stage["plan"]["mesh_shape"]) for stage in stages]
-    first = [0, *itertools.accumulate(sizes[:meshes])]
+    first = _first_devices(stages[:meshes], sizes)
     homes: dict[str, int] = {}
     for number, stage in enumerate(stages):
         place = f"stages.{number}."

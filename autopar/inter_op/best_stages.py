@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
+from autopar.inter_op.costs_by_kind import CostsByKind
 from autopar.inter_op.dynamic_program.choose_stages import choose_faster_stages, choose_stages
 from autopar.inter_op.dynamic_program.problem import CostTable, Manual, SlowerStages, StageChoice, StageProblem
 from autopar.inter_op.dynamic_program.submeshes import Submesh
@@ -42,13 +43,17 @@ Outcome: TypeAlias = StageChoice | SlowerStages | Unsolved
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StageRules:
-    """What all timetables have in common; `shares` of forward work that a stage may do again, `shape` of the cluster."""
+    """What all timetables have in common; `shares` of forward work that a stage may do again, `shape` of the cluster.
+
+    `parts`: see `StageProblem`.
+    """
 
     options: tuple[Submesh, ...]
     shares: tuple[float, ...]
     shape: Submesh
     limit_bytes: float
     num_stages: int | None
+    parts: tuple[Submesh, ...] = ()
 
     def problem(self, way: Timetable, costs: CostTable) -> StageProblem:
         """The choice of stages in a timetable."""
@@ -60,6 +65,7 @@ class StageRules:
             schedule=way.schedule,
             virtual_stages=way.virtual_stages,
             memory_bytes=self.limit_bytes,
+            parts=self.parts,
         )
 
 
@@ -71,7 +77,7 @@ class BestStages:
 
     def __init__(
         self,
-        costs: LayerCosts,
+        costs: LayerCosts | CostsByKind,
         ways: Sequence[Timetable],
         rules: StageRules,
         *,

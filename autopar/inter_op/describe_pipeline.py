@@ -13,7 +13,7 @@ on the devices of one stage, and the busiest mesh works as long as the average d
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections.abc import Sequence
 
 from autopar.inter_op.pipeline_seconds import ONCE, find_exposed_s, once_a_step_s, time_stages
 from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes
@@ -37,8 +37,7 @@ class PlannedPipeline:
 
 def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, request: PlanRequest) -> PlannedPipeline:
     """The stages under a schedule, with the plan that describes them; its `planning_s` is 0."""
-    sizes = [staged.stages[mesh].mesh.size for mesh in range(schedule.num_meshes)]
-    first_devices = [0, *itertools.accumulate(sizes)]
+    first_devices = _first_devices(staged.stages[: schedule.num_meshes], request)
     in_flight = microbatches_in_flight(schedule)
     stages = tuple(
         _describe_stage(
@@ -69,11 +68,23 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
         transfers=transfers,
         step_s=work.makespan_s + find_exposed_s(schedule, seconds, transfers) + once_s,
         bubble=work.bubble,
-        memory_limit_bytes=request.memory_limit_bytes,
+        memory_limit_bytes=_memory_limit(staged, request),
         planning_s=0.0,
         scan_cuts=staged.split.cuts,
     )
     return PlannedPipeline(traced, plan, staged)
+
+
+def _first_devices(stages: Sequence[StagedStage], request: PlanRequest) -> list[int]:
+    """The first device of each mesh: one mesh after the other, in a mixed cluster among the nodes of its kind."""
+    cluster, free, first = request.cluster, {"": 0}, 0
+    for kind in cluster.node_kinds:
+        free[kind.name], first = first, first + kind.count * kind.devices_per_node
+    found = []
+    for stage in stages:
+        found.append(free[stage.node_kind])
+        free[stage.node_kind] += stage.mesh.size
+    return found
 
 
 def _describe_stage(
@@ -100,7 +111,15 @@ def _describe_stage(
         state_bytes=stage.memory.kept_bytes,
         sum_bytes=stage.memory.accumulator_bytes,
         microbatch_bytes=stage.memory.residual_bytes,
+        node_kind=stage.node_kind,
     )
+
+
+def _memory_limit(staged: Staged, request: PlanRequest) -> int | None:
+    """The limit that every stage keeps; of a mixed cluster that of the kind with the most memory, beside those of the stages."""
+    limits = [stage.plan.memory_limit_bytes for stage in staged.stages if stage.node_kind]
+    known = [limit for limit in limits if limit is not None]
+    return max(known) if known else request.memory_limit_bytes
 
 
 def _list_transfers(staged: Staged, schedule: Schedule, request: PlanRequest) -> tuple[TransferPlan, ...]:

@@ -97,7 +97,7 @@ class LayerCosts:
     """Costs of layers on submeshes under numbers of microbatches: figures of what is planned, and estimates of the rest.
 
     `impossible`: numbers of microbatches into which the step cannot be cut, or not with the same layers. `smallest_first`: begin
-    with the smallest submesh, for a search that may end early.
+    with the smallest submesh, for a search that may end early. `largest_too`: begin with the largest one as well.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class LayerCosts:
         options: Sequence[Submesh],
         *,
         smallest_first: bool = False,
+        largest_too: bool = False,
         tuning: Tuning = TUNING,
         planner: Planner = plan_program,
     ) -> None:
@@ -124,6 +125,7 @@ class LayerCosts:
         self._examples = max(microbatch_counts(loop.traced))
         sizes, per_node = {*map(math.prod, options)}, request.cluster.devices_per_node or math.inf
         at_first = {min(sizes)} if smallest_first else {size for size in sizes if size <= per_node}
+        at_first |= {max(sizes)} if largest_too else set()
         self._sizes = {count: at_first}
         self._tables: dict[tuple[int, tuple[float, ...], bool], CostTable] = {}
         self._known: dict[tuple[int, int, int], LayerFigures | None] = {}

@@ -13,6 +13,7 @@ from typing import cast
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.describe_pipeline import PlannedPipeline, describe_pipeline
+from autopar.inter_op.dynamic_program.kinds import KindOfNodes, kinds_of
 from autopar.inter_op.plan_stages import StageRequest, plan_stages, restore_stages, split_devices
 from autopar.inter_op.stage_seconds import Staged
 from autopar.inter_op.timetables import Timetable, counts_around, list_timetables, more_counts, usual_microbatches
@@ -129,9 +130,11 @@ def _plan_in_schedule(planned: PlannedPipeline, timetable: Timetable, request: P
     stages = tuple(
         dataclasses.replace(stage, peak_bytes=stage.memory.with_in_flight(in_flight)) for stage in staged.stages
     )
-    limit = share_memory(request, schedule).memory_limit_bytes
-    if limit is not None and any(stage.peak_bytes > limit for stage in stages):
-        return None
+    shared = share_memory(request, schedule).memory_limit_bytes
+    for stage in stages:
+        limit = stage.plan.memory_limit_bytes if stage.node_kind else shared
+        if limit is not None and stage.peak_bytes > limit:
+            return None
     return describe_pipeline(planned.traced, dataclasses.replace(staged, stages=stages), schedule, request)
 
 
@@ -180,8 +183,16 @@ def restore_pipeline(traced: TracedStep, plan: PipelinePlan, request: PlanReques
         keeps_named=plan.keeps_named,
         scan_cuts=plan.scan_cuts,
         homes=homes_of(plan),
+        kinds=_kinds_of_plan(plan, request),
     )
     return PlannedPipeline(traced, plan, restore_stages(traced, [s.plan for s in plan.stages], wanted, request))
+
+
+def _kinds_of_plan(plan: PipelinePlan, request: PlanRequest) -> tuple[KindOfNodes, ...]:
+    """The kind of node of each stage; none if the plan or the cluster has no kinds."""
+    known = {kind.name: kind for kind in kinds_of(request)}
+    names = [stage.node_kind for stage in plan.stages]
+    return tuple(known[name] for name in names) if all(name in known for name in names) else ()
 
 
 def alternative_of(plan: PipelinePlan) -> Alternative:

@@ -62,9 +62,9 @@ class KnownStages:
         self._kinds: dict[Hashable, int] = {}
         self._stages: dict[Hashable, StagedStage] = {}
 
-    def kind_of(self, ports: StagePorts) -> int:
-        """A number that equal stages share, and others do not."""
-        return self._kinds.setdefault((ports.microbatches, key_of_stage(ports)), len(self._kinds))
+    def kind_of(self, ports: StagePorts, nodes: str = "") -> int:
+        """A number that equal stages on equal nodes share, and others do not. `nodes`: their kind, in a mixed cluster."""
+        return self._kinds.setdefault((ports.microbatches, key_of_stage(ports), nodes), len(self._kinds))
 
     def find(self, job: StageJob, room: int | None) -> StagedStage | None:
         """The plan of an equal stage within the same bytes, if one was made; of no stage under constraints, which name leaves."""

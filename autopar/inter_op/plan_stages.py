@@ -15,6 +15,7 @@ from typing import cast
 
 from autopar.errors import ArgumentError
 from autopar.forked_jobs import run_side_by_side
+from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.plan_stage import (
     KnownStages,
     PlannedWithin,
@@ -54,6 +55,7 @@ class StageRequest:
     `in_flight`: None stands for one microbatch at a time. `cuts`, `scan_cuts`, and `split` with its `loop`: what is known of them
     already. `shares`, `keeps_named`: see `Staged`. `homes`: the stages of leaves by path, as far as they are known.
     `following`: what is taken over from another step. `known`: stages that were planned before, which are not planned again.
+    `kinds`: of the nodes of each mesh in a mixed cluster; none where nodes are alike.
     """
 
     meshes: tuple[tuple[LogicalMesh, ...], ...]
@@ -69,6 +71,11 @@ class StageRequest:
     homes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     following: Following | None = None
     known: KnownStages = dataclasses.field(default_factory=KnownStages)
+    kinds: tuple[KindOfNodes, ...] = ()
+
+    def kind_of(self, stage: int) -> KindOfNodes | None:
+        """The kind of node of a stage; None where nodes are alike."""
+        return self.kinds[stage % len(self.kinds)] if self.kinds else None
 
 
 def split_devices(devices: int, meshes: int) -> tuple[tuple[LogicalMesh, ...], ...]:
@@ -112,6 +119,7 @@ def plan_stages(
     for number, job in enumerate(jobs):
         alike = [stages[other] for other in range(number) if jobs[other].kind == job.kind]
         stages.append(leaders.get(number) or planning.plan_like(job, alike) or planning.plan(job).stage)
+    stages = [_on_kind(stage, wanted.kind_of(number)) for number, stage in enumerate(stages)]
     return _staged(wanted, cut, cuts or (), stages, split)
 
 
@@ -122,10 +130,15 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
     cut = _cut(make_divided_loop(split, wanted.num_microbatches), wanted.cuts, wanted)
     stages = []
     for number, plan in enumerate(plans):
-        program = program_of_stage(cut, number)
-        assignment = restore(program.step, plan, request).assignment
-        stages.append(price_stage(program, plan, assignment, overlap=request.cluster.overlap))
+        program, kind = program_of_stage(cut, number), wanted.kind_of(number)
+        own = request if kind is None else kind.request
+        assignment = restore(program.step, plan, own).assignment
+        stages.append(_on_kind(price_stage(program, plan, assignment, overlap=own.cluster.overlap), kind))
     return _staged(wanted, cut, wanted.cuts, stages, split)
+
+
+def _on_kind(stage: StagedStage, kind: KindOfNodes | None) -> StagedStage:
+    return stage if kind is None else dataclasses.replace(stage, node_kind=kind.name)
 
 
 def _staged(
@@ -161,10 +174,14 @@ def _job_of(program: StageProgram, wanted: StageRequest, request: PlanRequest, t
     meshes = wanted.meshes[program.stage % len(wanted.meshes)]
     constraints = Constraints((*layouts, *rules))
     content = dataclasses.replace(request.tuning, limited_gap=tuning.stage_gap)
+    kind = wanted.kind_of(program.stage)
+    if kind is not None:
+        limit, cluster = kind.request.memory_limit_bytes, kind.request.cluster
+        request = dataclasses.replace(request, cluster=cluster, memory_limit_bytes=limit)
     own = dataclasses.replace(
         request, meshes=meshes, constraints=constraints, processes=1, tuning=content
     )  # forks do not fork
-    return StageJob(program, wanted.known.kind_of(program.ports), own)
+    return StageJob(program, wanted.known.kind_of(program.ports, kind.name if kind else ""), own)
 
 
 def _plan_leaders(planning: StagePlanning, jobs: Sequence[StageJob], *, processes: int) -> dict[int, StagedStage]:

@@ -12,7 +12,6 @@ import collections
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Callable, Collection, Mapping
 
 import numpy as np
@@ -23,7 +22,7 @@ from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.dynamic_program.problem import ChosenStage
-from autopar.inter_op.dynamic_program.submeshes import machine_shape
+from autopar.inter_op.dynamic_program.submeshes import machine_shape, size_of
 from autopar.inter_op.plan_stage import Planner, plan_program
 from autopar.inter_op.stage_seconds import StagedStage, price_stage
 from autopar.inter_op.tuning import TUNING, Tuning
@@ -191,7 +190,7 @@ class PlannedLayers:
 
     def meshes(self, stage: ChosenStage) -> tuple[LogicalMesh, ...]:
         """The logical meshes that are best for the layers of a stage, the most frequent first."""
-        devices = math.prod(stage.submesh)
+        devices = size_of(stage.submesh)
         planned = (self._plan_layer(layer, devices) for layer in range(stage.first_layer, stage.end_layer))
         count = collections.Counter(one.mesh for one in planned if isinstance(one, _PlannedLayer))
         return tuple(mesh for mesh, _ in count.most_common())

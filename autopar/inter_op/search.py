@@ -14,16 +14,21 @@ which the layers that repeat fit.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.best_stages import BestStages, StageRules, Unsolved
+from autopar.inter_op.costs_by_kind import CostsByKind
 from autopar.inter_op.dynamic_program.choose_stages import may_fit
+from autopar.inter_op.dynamic_program.kinds import KindOfNodes, parts_of
 from autopar.inter_op.dynamic_program.problem import ChosenStage, Manual, StageChoice
-from autopar.inter_op.dynamic_program.submeshes import machine_shape, submeshes
+from autopar.inter_op.dynamic_program.submeshes import kind_of, machine_shape, size_of, submeshes
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stage import Planner, plan_program
+from autopar.inter_op.planned_layers import PlannedLayers
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
@@ -38,11 +43,12 @@ from autopar.solver.budget import Budget
 class Found:
     """What the search chose: places of the cuts in the forward chain, the devices of each stage, and their logical meshes.
 
-    A stage's meshes are those that are best for one of its layers. `shares`: of each stage's forward work, what backward does
-    again. `loop`: the step in the chosen number of microbatches. `one_stage_s`: the least time of one stage on all devices,
-    infinite if that does not fit. `alone_s`: what it takes in each number of microbatches, whether or not it fits. `compared`:
-    every timetable with what its best stages would take. `ended_early`: the budget ended the search. `others`: choices of other
-    numbers of stages, which may be faster if unequal stages wait longer than assumed.
+    A stage's meshes are those that are best for one of its layers. `kinds`: of each stage's nodes, by number; all 0 where nodes
+    are alike. `shares`: of each stage's forward work, what backward does again. `loop`: the step in the chosen number of
+    microbatches. `one_stage_s`: the least time of one stage on all devices, infinite if that does not fit. `alone_s`: what it
+    takes in each number of microbatches, whether or not it fits. `compared`: every timetable with what its best stages would
+    take. `ended_early`: the budget ended the search. `others`: choices of other numbers of stages, which may be faster if unequal
+    stages wait longer than assumed.
     """
 
     cuts: tuple[int, ...]
@@ -53,10 +59,15 @@ class Found:
     shares: tuple[float, ...]
     loop: TimeLoop
     ended_early: bool
+    kinds: tuple[int, ...] = ()
     one_stage_s: float = math.inf
     alone_s: Mapping[int, float] = dataclasses.field(default_factory=dict)
     compared: tuple[Alternative, ...] = ()
     others: tuple[Found, ...] = ()
+
+
+KnownCosts: TypeAlias = dict[int, LayerCosts]
+"""What layers cost, by the number of the kind of node."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +90,8 @@ def search_stages(
     budget: Budget | None = None,
     tuning: Tuning = TUNING,
     planner: Planner = plan_program,
+    kinds: Sequence[KindOfNodes] = (),
+    known: KnownCosts | None = None,
 ) -> Found | NotFaster:
     """The best stages in the best of these timetables, with as much recomputation as pays.
 
@@ -94,19 +107,40 @@ def search_stages(
         budget: when to look no further; that of the request, which the layers have, unless it is given.
         tuning: how long to look.
         planner: how a layer is planned.
+        kinds: of the nodes of a mixed cluster, in the order in which the pipeline goes through them. All of their devices are
+            used, and no others; one stage on all of them is a candidate too.
+        known: what layers cost on kinds of node, as far as earlier searches of the same step know.
 
     Raises:
         OutOfMemoryError: no stages fit.
         ArgumentError: nothing is left to choose.
     """
     shape, start = machine_shape(request.cluster, devices), timetables[0].microbatches
-    options = submeshes(*shape) if beat_s is None else submeshes(*shape)[:-1]
-    costs = LayerCosts(
-        loop_of, start, request, options, smallest_first=beat_s is not None, tuning=tuning, planner=planner
+    make = functools.partial(
+        LayerCosts, loop_of, start, smallest_first=beat_s is not None, tuning=tuning, planner=planner
     )
-    limit_bytes = math.inf if request.memory_limit_bytes is None else tuning.room * request.memory_limit_bytes
+    costs: LayerCosts | CostsByKind
+    if kinds:
+        known = known if known is not None else {}
+        options = tuple((*one, kind.number) for kind in kinds for one in submeshes(*kind.part[:2]))
+        for kind in kinds:
+            if kind.number not in known:
+                known[kind.number] = make(kind.request, submeshes(*kind.part[:2]), largest_too=True)
+        limits = {kind.number: kind.request.memory_limit_bytes or math.inf for kind in kinds}
+        limit = limits[kinds[0].number]
+        bytes_as = {number: limit / own if math.isfinite(own) else 1.0 for number, own in limits.items()}
+        costs = CostsByKind({kind.number: known[kind.number] for kind in kinds}, bytes_as)
+    else:
+        options = submeshes(*shape) if beat_s is None else submeshes(*shape)[:-1]
+        costs = make(request, options)
+        limit = math.inf if request.memory_limit_bytes is None else request.memory_limit_bytes
     rules = StageRules(
-        options=options, shares=tuple(shares), shape=shape, limit_bytes=limit_bytes, num_stages=num_stages
+        options=options,
+        shares=tuple(shares),
+        shape=shape,
+        limit_bytes=tuning.room * limit,
+        num_stages=num_stages,
+        parts=parts_of(kinds),
     )
     own = budget or request.budget
     stages = BestStages(costs, timetables, rules, larger=larger, processes=request.processes, budget=own, tuning=tuning)
@@ -118,7 +152,7 @@ def search_stages(
 class _StageSearch:
     """The loop of the search: choose stages in every way, plan what looks best, until what looks best has been planned."""
 
-    costs: LayerCosts
+    costs: LayerCosts | CostsByKind
     stages: BestStages
     rules: StageRules
     beat_s: float
@@ -263,14 +297,21 @@ class _StageSearch:
         layers = self.costs.of(way.microbatches)
         return Found(
             cuts=tuple(layers.places[stage.first_layer - 1] for stage in choice.stages[1:]),
-            sizes=tuple(math.prod(stage.submesh) for stage in choice.stages),
-            meshes=tuple(map(layers.meshes, choice.stages)),
+            sizes=tuple(size_of(stage.submesh) for stage in choice.stages),
+            meshes=tuple(self._layers_of(way, stage).meshes(stage) for stage in choice.stages),
+            kinds=tuple(kind_of(stage.submesh) for stage in choice.stages),
             choice=choice,
             timetable=way,
             shares=tuple(self._share_of(stage) for stage in choice.stages),
             loop=layers.loop,
             ended_early=self.budget.is_over,
         )
+
+    def _layers_of(self, way: Timetable, stage: ChosenStage) -> PlannedLayers:
+        """The layers as they are planned on the kind of node of a stage."""
+        if isinstance(self.costs, CostsByKind):
+            return self.costs.of(way.microbatches, kind_of(stage.submesh))
+        return self.costs.of(way.microbatches)
 
     def _other_numbers(self, way: Timetable, choice: StageChoice) -> list[StageChoice]:
         """Choices of a few stages more or less that may take hardly longer, the fastest first.

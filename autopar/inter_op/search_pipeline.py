@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages, describe_pipeline
+from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.dynamic_program.submeshes import machine_shape
 from autopar.inter_op.one_mesh import Promising
 from autopar.inter_op.plan_pipeline import (
@@ -26,7 +27,7 @@ from autopar.inter_op.plan_pipeline import (
 )
 from autopar.inter_op.plan_stage import KnownStages
 from autopar.inter_op.plan_stages import StageRequest
-from autopar.inter_op.search import Found, NotFaster, search_stages
+from autopar.inter_op.search import Found, KnownCosts, NotFaster, search_stages
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.plan import Alternative
@@ -74,15 +75,19 @@ def search_pipeline(
     num_stages: int | None = None,
     beat_s: float | None = None,
     tuning: Tuning = TUNING,
+    kinds: Sequence[KindOfNodes] = (),
+    known: KnownCosts | None = None,
 ) -> SearchedPipeline | OneStage:
     """The best pipeline with as many stages as pay. Raises what `plan_pipeline` raises.
 
     `num_stages`: the number of meshes, if it is given. `beat_s`: seconds of the step on one mesh, or in other stages; the search
-    ends when these do not promise to take less, and raises LateError when the clock ends it.
+    ends when these do not promise to take less, and raises LateError when the clock ends it. `kinds`, `known`: see
+    `search_stages`; on kinds of node a single stage is a pipeline as well.
     """
     started = time.perf_counter()
     request = dataclasses.replace(request, has_fallback=beat_s is not None)
-    tables = wishes.timetables(traced, num_stages or max(2, machine_shape(request.cluster, devices)[0]), tuning)
+    usual = max(2, machine_shape(request.cluster, devices)[0], len(kinds))
+    tables = wishes.timetables(traced, num_stages or usual, tuning)
     split = split_scans(traced, every_layer(traced))
     found = search_stages(
         make_loops(split, tables[0].microbatches),
@@ -95,15 +100,17 @@ def search_pipeline(
         beat_s=beat_s,
         budget=request.budget.part(tuning.searched),
         tuning=tuning,
+        kinds=kinds,
+        known=known,
     )
     if isinstance(found, NotFaster):
         return OneStage(found.compared)
-    if len(found.sizes) == 1:
+    if len(found.sizes) == 1 and not kinds:
         return OneStage(promising=Promising(found.timetable.microbatches, found.meshes[0]))
     compared, one_stage_s, alone_s = found.compared, found.one_stage_s, found.alone_s
     if request.has_fallback:
         request.budget.require_time()
-    found, first = _plan_best_number(traced, split, found, wishes, request, tuning)
+    found, first = _plan_best_number(traced, split, found, wishes, request, tuning, kinds)
     planned = {found.timetable: first, **plan_in_other_schedules(first, found.timetable, tables, request)}
     best = min(planned.values(), key=lambda one: one.plan.step_s)
     rows = {timetable_of(one): one for one in compared}
@@ -124,17 +131,18 @@ def _plan_best_number(
     wishes: PipelineWishes,
     request: PlanRequest,
     tuning: Tuning,
+    kinds: Sequence[KindOfNodes],
 ) -> tuple[Found, PlannedPipeline]:
     """The chosen stages, planned; or other numbers of them, if these take longer than promised and those promise less."""
     known = KnownStages()
-    best = found, _plan_found(traced, split, found, wishes, request, tuning, known)
+    best = found, _plan_found(traced, split, found, wishes, request, tuning, known, kinds)
     for other in found.others[: tuning.second_looks]:
         to_beat_s = best[1].plan.step_s
         is_as_promised = to_beat_s <= (1 + tuning.worth) * found.choice.step_s
         if is_as_promised or other.choice.step_s * (1 + tuning.worth) >= to_beat_s or request.budget.is_over:
             break
         try:
-            planned = _plan_found(traced, split, other, wishes, request, tuning, known)
+            planned = _plan_found(traced, split, other, wishes, request, tuning, known, kinds)
         except OutOfMemoryError:
             continue
         if planned.plan.step_s < to_beat_s:
@@ -150,6 +158,7 @@ def _plan_found(
     request: PlanRequest,
     tuning: Tuning,
     known: KnownStages,
+    kinds: Sequence[KindOfNodes],
 ) -> PlannedPipeline:
     """The chosen stages, planned as wholes in the chosen timetable; `known`: those that were planned before."""
     schedule = schedule_for(found.timetable, len(found.sizes) // found.timetable.virtual_stages)
@@ -164,6 +173,7 @@ def _plan_found(
         split=split,
         shares=found.shares,
         known=known,
+        kinds=tuple(next(kind for kind in kinds if kind.number == number) for number in found.kinds) if kinds else (),
     )
     of_stage = share_memory(request, schedule)
     staged = plan_with_recomputation(traced, wanted, of_stage, wishes.recompute, tuning=tuning)

@@ -36,6 +36,7 @@ class StagedStage:
     """A planned stage. Seconds are per microbatch for forward and backward, per step for the rest.
 
     `assign`: makes the assignment that the plan describes, when it is first asked for. Only what runs the stage asks.
+    `node_kind`: the name of its kind of node in a mixed cluster.
     """
 
     program: StageProgram
@@ -46,6 +47,7 @@ class StagedStage:
     once_s: float
     memory: StageMemory
     peak_bytes: int
+    node_kind: str = ""
 
     @functools.cached_property
     def assignment(self) -> Assignment:

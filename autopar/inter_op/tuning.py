@@ -69,6 +69,13 @@ class Tuning:
     longer. Submeshes that were planned turned out up to this much slower than estimated (`benchmarks/planning_ordinary.py`, GPT
     on 1,024 devices)."""
 
+    # Mixed clusters: `plan_on_kinds.py`.
+    alone: float = 0.2
+    """The part of the time that is left for one kind of node alone, whose plan is what stages on several kinds have to beat."""
+    order: float = 0.8
+    """The part of what is left then for stages on the kinds in one order: the fastest kind first. Another order is seldom much
+    better, and has the rest (`benchmarks/mixed_clusters.py`)."""
+
     # The dynamic program over layers: `search.py`, `layer_costs.py` and `planned_layers.py`.
     tolerance: float = 1e-3
     """Relative gain below which the dynamic program stops looking. Layers' costs are less exact than this

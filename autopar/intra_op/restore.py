@@ -36,7 +36,10 @@ def restore(traced: TracedStep, plan: Plan, request: PlanRequest) -> PlannedStep
     _check_leaves(traced, plan)
     mesh = LogicalMesh(plan.mesh_shape, plan.axis_names)
     options = dataclasses.replace(request.options, allow_redundant_compute=plan.allow_redundant_compute)
-    request = dataclasses.replace(request, options=options)
+    cluster = request.cluster
+    if plan.node_kind and any(kind.name == plan.node_kind for kind in cluster.node_kinds):
+        cluster = cluster.of_kind(plan.node_kind)
+    request = dataclasses.replace(request, options=options, cluster=cluster)
     inputs = [(_leaf_layout(v, leaf, mesh),) for v, leaf in zip(plan.inputs, traced.inputs, strict=True)]
     outputs: list[Any] = [
         number if number is not None else (_leaf_layout(v, leaf, mesh),)

@@ -46,7 +46,7 @@ from autopar.inter_op.dynamic_program.describe_choice import (
 )
 from autopar.inter_op.dynamic_program.problem import Manual, SlowerStages, StageChoice, StageProblem
 from autopar.inter_op.dynamic_program.recursion import TIE, Family, Stages, exact, families_of, quick, stages_of
-from autopar.inter_op.dynamic_program.submeshes import place, submeshes, tiles
+from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, place, place_in_parts, submeshes, tiles
 from autopar.schedules.schedules import SCHEDULES
 from autopar.solver.budget import Budget
 
@@ -122,17 +122,23 @@ def _check(problem: StageProblem, manual: Manual) -> None:
         )
     if problem.microbatches < 1:
         wrong.append(f"num_microbatches={problem.microbatches}: must be at least 1")
-    foreign = sorted(set(problem.options) - set(submeshes(*problem.cluster)))
+    known = _known_submeshes(problem)
+    foreign = sorted(set(problem.options) - set(known))
     if foreign and manual.submeshes is None:
-        wrong.append(
-            f"submeshes {foreign} are not among {submeshes(*problem.cluster)}, so they may not fill the cluster"
-        )
-    if manual.submeshes is not None and not tiles(manual.submeshes, *problem.cluster):
+        wrong.append(f"submeshes {foreign} are not among {known}, so they may not fill the cluster")
+    if manual.submeshes is not None and not tiles(manual.submeshes, problem.cluster[0], problem.cluster[1]):
         wrong.append(f"submeshes {manual.submeshes} do not fill {problem.cluster} (nodes, devices per node)")
     if manual.cuts is not None and list(manual.cuts) != sorted({c for c in manual.cuts if 0 < c < problem.layers}):
         wrong.append(f"cuts {manual.cuts} are not ascending numbers of layers between 1 and {problem.layers - 1}")
     if wrong:
         raise ArgumentError("Stages cannot be chosen like this:\n" + "\n".join(f"  - {line}" for line in wrong))
+
+
+def _known_submeshes(problem: StageProblem) -> tuple[Submesh, ...]:
+    """Those that fill the cluster wherever their sizes add up."""
+    if not problem.parts:
+        return submeshes(problem.cluster[0], problem.cluster[1])
+    return tuple((*one, kind_of(part)) for part in problem.parts for one in submeshes(part[0], part[1]))
 
 
 class _Best:
@@ -338,7 +344,8 @@ def _describe(problem: StageProblem, best: _Best, manual: Manual) -> StageChoice
     stages = describe_stages(best.stages, best.family)
     meshes = len(stages) // best.family.chunks
     slowest = max(range(len(stages)), key=lambda s: stages[s].stage_s)
-    devices = place([s.submesh for s in stages[:meshes]], *problem.cluster)
+    taken, (nodes, per_node, *_) = [s.submesh for s in stages[:meshes]], problem.cluster
+    devices = place_in_parts(taken, problem.parts) if problem.parts else place(taken, nodes, per_node)
     assert devices is not None
     ruled_out = count_ruled_out(tuple(families_of(problem, manual)), stages[slowest].stage_s)
     bound_s = 0.0 if best.is_cut_short else min(best.step_s * (1 - best.tolerance), best.below_s)

@@ -60,7 +60,7 @@ def explain_nothing_left(problem: StageProblem, manual: Manual) -> str:
     """What the user decided by hand if no choice of stages is left, memory aside."""
     decided = ", ".join(f"{k}={v}" for k, v in dataclasses.asdict(manual).items() if v is not None) or "nothing"
     return (
-        f"No choice of stages is left: {problem.layers} layers on {problem.cluster[0]} nodes x {problem.cluster[1]} devices, "
+        f"No choice of stages is left: {problem.layers} layers on {problem.machine_text}, "
         f"schedule {problem.schedule!r} with {problem.microbatches} microbatches, decided by hand: {decided}. A stage needs a "
         "layer and a submesh with a plan, and the stages must use all devices; 'interleaved' also needs a number of meshes that "
         "divides devices and microbatches. Decide less by hand, or allow more layers."

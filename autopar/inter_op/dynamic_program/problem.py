@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from autopar.inter_op.dynamic_program.submeshes import Submesh
+from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, size_of
 from autopar.schedules.schedules import ScheduleName
 
 
@@ -68,7 +68,11 @@ class CostTable:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StageProblem:
-    """See the module's text. `options` may list a submesh several times, for instance with and without recomputation."""
+    """See the module's text. `options` may list a submesh several times, for instance with and without recomputation.
+
+    `parts`: of a mixed cluster its nodes of each kind, as (nodes, devices per node, kind), in the order in which the pipeline
+    goes through them; `cluster` says nothing then. No stage has devices of two kinds.
+    """
 
     costs: CostTable
     options: tuple[Submesh, ...]
@@ -77,6 +81,7 @@ class StageProblem:
     schedule: ScheduleName = "1f1b"
     virtual_stages: int = 1
     memory_bytes: float = math.inf
+    parts: tuple[Submesh, ...] = ()
 
     @property
     def layers(self) -> int:
@@ -86,12 +91,26 @@ class StageProblem:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Devices of each option."""
-        return tuple(nodes * part for nodes, part in self.options)
+        return tuple(map(size_of, self.options))
 
     @property
     def devices(self) -> int:
         """Devices of the cluster."""
-        return math.prod(self.cluster)
+        return sum(map(size_of, self.parts)) if self.parts else size_of(self.cluster)
+
+    @property
+    def reach(self) -> tuple[tuple[int, int], ...]:
+        """For each option, the devices that it may be among, counted from the end of the pipeline: (first, behind the last)."""
+        ends, behind = {}, self.devices
+        for part in self.parts:
+            ends[kind_of(part)] = behind - size_of(part), behind
+            behind -= size_of(part)
+        return tuple(ends.get(kind_of(option), (0, self.devices)) for option in self.options)
+
+    @property
+    def machine_text(self) -> str:
+        """The cluster in words."""
+        return " and ".join(f"{part[0]} nodes x {part[1]} devices" for part in self.parts or (self.cluster,))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,6 +57,11 @@ class Family:
         """D: devices, or chunks where all meshes are equal."""
         return self.problem.devices if self.chunks == 1 else self.counts[0]
 
+    @functools.cached_property
+    def reach(self) -> tuple[tuple[int, int], ...]:
+        """See `StageProblem.reach`; all of the chunks where meshes are equal."""
+        return self.problem.reach if self.chunks == 1 else ((0, self.total),) * len(self.problem.options)
+
     @property
     def is_possible(self) -> bool:
         """Whether there is a choice, memory aside."""
@@ -113,7 +118,7 @@ class Family:
 
 
 def families_of(problem: StageProblem, manual: Manual) -> Iterator[Family]:
-    """All families that the user's decisions leave; one stage first."""
+    """All families that the user's decisions leave; one stage first. Interleaved meshes are equal: unlike nodes have none."""
     family = functools.partial(Family, problem=problem, manual=manual)
     batches, chunks = problem.microbatches, problem.virtual_stages
     most = min(problem.layers, problem.devices // min(problem.sizes))
@@ -137,7 +142,7 @@ def families_of(problem: StageProblem, manual: Manual) -> Iterator[Family]:
         return most_in_flight(problem.schedule, **sizes)[::-1]
 
     if schedule.chunks == "several":
-        for p in counts:
+        for p in counts if not problem.parts else ():
             if problem.devices % p == 0 and batches % p == 0:
                 yield family(
                     counts=(p * chunks,),
@@ -156,37 +161,57 @@ def families_of(problem: StageProblem, manual: Manual) -> Iterator[Family]:
         )
 
 
-def _count_in_units(table: np.ndarray, family: Family) -> tuple[tuple[int, ...], int]:
-    """Devices of each option, and D, in the largest unit that divides those of all options that the table leaves.
+@dataclasses.dataclass(frozen=True)
+class _Units:
+    """Devices in units: of each option, of all, and for each option where those that it may be among begin and end."""
 
-    An option that it does not leave gets more than D. Where parts of a node are too slow, the unit is a node.
+    sizes: tuple[int, ...]
+    total: int
+    reach: tuple[tuple[int, int], ...]
+
+    def fits(self, option: int, devices: int) -> bool:
+        """Whether an option may be the first of stages on so many devices at the end of the pipeline."""
+        first, end = self.reach[option]
+        return first + self.sizes[option] <= devices <= end
+
+
+def _count_in_units(table: np.ndarray, family: Family) -> _Units:
+    """The largest unit that divides the devices of all options that the table leaves, and those of each kind.
+
+    An option that it does not leave gets more than all. Where parts of a node are too slow, the unit is a node.
     """
     is_left = np.isfinite(table).any(axis=tuple(range(1, table.ndim)))
     left = [size for size, one in zip(family.sizes, is_left, strict=True) if one and size <= family.total]
-    unit = math.gcd(family.total, *left)
+    borders = {border for ends in family.reach for border in ends}
+    unit = math.gcd(family.total, *left, *borders)
     total = family.total // unit
-    return tuple(s // unit if one else total + 1 for s, one in zip(family.sizes, is_left, strict=True)), total
+    sizes = tuple(s // unit if one else total + 1 for s, one in zip(family.sizes, is_left, strict=True))
+    return _Units(sizes, total, tuple((first // unit, end // unit) for first, end in family.reach))
 
 
-def _least_by_size(table: np.ndarray, family: Family) -> tuple[np.ndarray, tuple[int, ...], int]:
-    """The least entries of the options of each size that fits, their sizes and D, in units."""
-    sizes, total = _count_in_units(table, family)
-    left = sorted({size for size in sizes if size <= total})
-    least = [table[[one == size for one in sizes]].min(axis=0) for size in left]
-    return np.stack(least) if least else np.empty((0, *table.shape[1:])), tuple(left), total
+def _least_by_size(table: np.ndarray, family: Family) -> tuple[np.ndarray, _Units]:
+    """The least entries of the options of each size and kind that fit, and these in units."""
+    units = _count_in_units(table, family)
+    each = [(size, *ends) for size, ends in zip(units.sizes, units.reach, strict=True)]
+    left = sorted({one for one in each if one[0] <= units.total})
+    least = [table[[one == other for other in each]].min(axis=0) for one in left]
+    found = _Units(tuple(size for size, _, _ in left), units.total, tuple((first, end) for _, first, end in left))
+    return np.stack(least) if least else np.empty((0, *table.shape[1:])), found
 
 
 def quick(table: np.ndarray, family: Family, combine: np.ufunc) -> float:
     """F(any, 0, D) of a table (option, k, j): stages may stand at any place. With `np.maximum`: the least largest value."""
-    table, sizes, total = _least_by_size(table, family)
+    table, units = _least_by_size(table, family)
     options, layers, _ = table.shape
     if not options:
         return math.inf
+    total = units.total
     rest = np.full((options, layers + 1, total + 1), np.inf)
 
     def put(k: int, best: np.ndarray) -> None:
-        for z, size in enumerate(sizes):
-            rest[z, k, size:] = best[: total + 1 - size]
+        for z, (size, (first, end)) in enumerate(zip(units.sizes, units.reach, strict=True)):
+            if first + size <= end:
+                rest[z, k, first + size : end + 1] = best[first : end + 1 - size]
 
     best = np.where(np.arange(total + 1) == 0, 0.0, np.inf)
     for k in range(layers, 0, -1):
@@ -197,29 +222,29 @@ def quick(table: np.ndarray, family: Family, combine: np.ufunc) -> float:
 
 def exact(table: np.ndarray, family: Family, combine: np.ufunc) -> np.ndarray:
     """F[k, r, d] of a table (option, k, j, r - 1); d is in units (`_count_in_units`), so [0, S, -1] is F(S, 0, D)."""
-    table, sizes, total = _least_by_size(table, family)
+    table, units = _least_by_size(table, family)
     _, layers, ends, places = table.shape
-    best = np.full((layers + 1, places + 1, total + 1), np.inf)
+    best = np.full((layers + 1, places + 1, units.total + 1), np.inf)
     best[layers, 0, 0] = 0.0
     usable = np.isfinite(table).any(axis=3)
     for k in range(layers - 1, -1, -1):
         most = min(places, layers - k)
-        for z, size in enumerate(sizes):
-            if not usable[z, k].any():
+        for z, (size, (first, end)) in enumerate(zip(units.sizes, units.reach, strict=True)):
+            if first + size > end or not usable[z, k].any():
                 continue
             low, high = int(usable[z, k].argmax()), ends - int(usable[z, k, ::-1].argmax())
-            behind = best[low:high, :most, : total + 1 - size]
-            here = best[k, 1 : most + 1, size:]
+            behind = best[low:high, :most, first : end + 1 - size]
+            here = best[k, 1 : most + 1, first + size : end + 1]
             np.minimum(here, combine(table[z, k, low:high, :most, None], behind).min(axis=0), out=here)
     return best
 
 
 def stages_of(best: np.ndarray, table: np.ndarray, *, family: Family, count: int, combine: np.ufunc) -> Stages:
     """The stages that attain F(count, 0, D): the earliest cut at each turn, then the earliest option."""
-    sizes, total = _count_in_units(table, family)
-    layers, k, d, found = table.shape[1], 0, total, []
+    units = _count_in_units(table, family)
+    sizes, layers, k, d, found = units.sizes, table.shape[1], 0, units.total, []
     for r in range(count, 0, -1):
-        options = [z for z, size in enumerate(sizes) if size <= d]
+        options = [z for z in range(len(sizes)) if units.fits(z, d)]
         behind = np.stack([best[:, r - 1, d - sizes[z]] for z in options])
         values = combine(table[options, k, :, r - 1], behind)
         j, place_ = np.argwhere(best[k, r, d] * (1 + TIE) >= values.T)[0]

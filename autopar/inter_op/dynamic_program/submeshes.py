@@ -11,10 +11,20 @@ from typing import TypeAlias
 
 from autopar.cost_model.hardware import Cluster
 
-Submesh: TypeAlias = tuple[int, int]
-"""(nodes, devices per node)."""
+Submesh: TypeAlias = tuple[int, ...]
+"""(nodes, devices per node); of a mixed cluster (nodes, devices per node, number of the kind of node)."""
 ALL_UP_TO = 8
 """Nodes of a submesh up to which every number is one. A machine of 64 devices in nodes of 8 has all of them."""
+
+
+def size_of(submesh: Submesh) -> int:
+    """Devices of a submesh."""
+    return submesh[0] * submesh[1]
+
+
+def kind_of(submesh: Submesh) -> int:
+    """The number of its kind of node; 0 where all nodes are alike."""
+    return submesh[2] if len(submesh) > 2 else 0
 
 
 def submeshes(nodes: int, devices_per_node: int) -> tuple[Submesh, ...]:
@@ -52,8 +62,8 @@ def place(choice: Sequence[Submesh], nodes: int, devices_per_node: int) -> tuple
     """
     free = [devices_per_node] * nodes
     found: dict[int, tuple[int, ...]] = {}
-    for i in sorted(range(len(choice)), key=lambda i: (-choice[i][0] * choice[i][1], i)):
-        count, part = choice[i]
+    for i in sorted(range(len(choice)), key=lambda i: (-size_of(choice[i]), i)):
+        count, part, *_ = choice[i]
         node = next((n for n in range(nodes - count + 1) if min(free[n : n + count]) >= part), None)
         if node is None or (count > 1 and part != devices_per_node):
             return None
@@ -61,6 +71,21 @@ def place(choice: Sequence[Submesh], nodes: int, devices_per_node: int) -> tuple
         found[i] = tuple(range(start, start + count * part))
         free[node : node + count] = [f - part for f in free[node : node + count]]
     return None if any(free) else tuple(found[i] for i in range(len(choice)))
+
+
+def place_in_parts(choice: Sequence[Submesh], parts: Sequence[Submesh]) -> tuple[tuple[int, ...], ...] | None:
+    """As `place`, of stages along parts of a mixed cluster in the order of the pipeline, each with submeshes of its own kind.
+
+    Devices are numbered along the pipeline. None if the submeshes of a part do not fill it.
+    """
+    found: list[tuple[int, ...]] = []
+    for part in parts:
+        own, first = [one for one in choice if kind_of(one) == kind_of(part)], sum(map(len, found))
+        placed = place(own, part[0], part[1])
+        if placed is None:
+            return None
+        found += [tuple(first + device for device in devices) for devices in placed]
+    return tuple(found)
 
 
 def tiles(choice: Sequence[Submesh], nodes: int, devices_per_node: int) -> bool:

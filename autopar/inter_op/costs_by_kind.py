@@ -1,0 +1,103 @@
+"""What ranges of layers cost on submeshes of several kinds of node.
+
+In: the `LayerCosts` of each kind. Out: the same for submeshes that say their kind, (nodes, devices per node, kind). The layers of
+all kinds are cut at the same places. Bytes are those of the first kind's memory: where a device of another kind has twice the
+memory, half of them count. What can go wrong: nothing that does not go wrong for one kind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from autopar.inter_op.dynamic_program.problem import CostTable
+from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of
+from autopar.inter_op.layer_costs import LayerCosts
+from autopar.inter_op.planned_layers import PlannedLayers
+
+_COSTS = [field.name for field in dataclasses.fields(CostTable)]
+_BYTES = ("weight_bytes", "activation_bytes")
+
+
+class CostsByKind:
+    """See the module's text. Everything is as in `LayerCosts`."""
+
+    def __init__(self, costs: Mapping[int, LayerCosts], bytes_as: Mapping[int, float]) -> None:
+        """The costs of each kind, and what a byte of its devices' memory counts as."""
+        self._costs, self._bytes_as = dict(costs), dict(bytes_as)
+
+    @property
+    def impossible(self) -> set[int]:
+        """Numbers of microbatches into which the step cannot be cut."""
+        return set[int]().union(*(one.impossible for one in self._costs.values()))
+
+    @property
+    def counts(self) -> frozenset[int]:
+        """Numbers of microbatches under which something has been planned, for every kind."""
+        first, *others = (one.counts for one in self._costs.values())
+        return first.intersection(*others)
+
+    def is_planned(self, count: int, submesh: Submesh) -> bool:
+        """Whether layers are planned on a submesh in a number of microbatches."""
+        return self._costs[kind_of(submesh)].is_planned(count, submesh[:2])
+
+    def of(self, count: int, kind: int | None = None) -> PlannedLayers:
+        """The layers of a kind, the first one unless it is given, under a number of microbatches that has been planned."""
+        return self._costs[next(iter(self._costs)) if kind is None else kind].of(count)
+
+    def plan_more(self, count: int, submeshes: Sequence[Submesh]) -> bool:
+        """From now on, plan layers on the smallest new submesh of each kind, in `count` microbatches; whether there is any."""
+        is_new = False
+        for kind, one in self._costs.items():
+            is_new |= one.plan_more(count, [s[:2] for s in submeshes if kind_of(s) == kind])
+        return is_new
+
+    def start_with(self, count: int) -> bool:
+        """Plan layers in this number of microbatches at first instead, if the step can be cut into it; whether it can."""
+        starts = [one.start_with(count) for one in self._costs.values()]
+        return all(starts)
+
+    @property
+    def has_common(self) -> bool:
+        """Whether one layer repeats often, and nothing is known but the first number of microbatches."""
+        return all(one.has_common and len(one.counts) == 1 for one in self._costs.values())
+
+    def table(
+        self, count: int, options: Sequence[Submesh], *, shares: Sequence[float] = (0.0,), split: bool = False
+    ) -> CostTable:
+        """Costs of all ranges of layers on all submeshes."""
+        return self._together(options, shares, lambda one, own: one.table(count, own, shares=shares, split=split))
+
+    def table_of_common(
+        self, count: int, options: Sequence[Submesh], *, shares: Sequence[float] = (0.0,), split: bool = False
+    ) -> CostTable:
+        """As `table`, as if the layers that do not repeat cost nothing."""
+
+        def table(one: LayerCosts, own: Sequence[Submesh]) -> CostTable:
+            return one.table_of_common(count, own, shares=shares, split=split)
+
+        return self._together(options, shares, table)
+
+    def _together(
+        self,
+        options: Sequence[Submesh],
+        shares: Sequence[float],
+        table_of: Callable[[LayerCosts, Sequence[Submesh]], CostTable],
+    ) -> CostTable:
+        """The tables of all kinds as one, whose options are in the order that they are asked for in."""
+        rows: dict[str, dict[tuple[int, int], np.ndarray]] = {name: {} for name in _COSTS}
+        for kind, one in self._costs.items():
+            own = [place for place, submesh in enumerate(options) if kind_of(submesh) == kind]
+            if not own:
+                continue
+            table = table_of(one, [options[place][:2] for place in own])
+            for name in _COSTS:
+                scale = self._bytes_as[kind] if name in _BYTES else 1.0
+                figures = scale * getattr(table, name)
+                for number in range(len(shares)):
+                    for at, place in enumerate(own):
+                        rows[name][number, place] = figures[number * len(own) + at]
+        order = [(number, place) for number in range(len(shares)) for place in range(len(options))]
+        return CostTable(**{name: np.stack([found[key] for key in order]) for name, found in rows.items()})
