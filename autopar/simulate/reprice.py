@@ -58,7 +58,9 @@ def reprice(plan: Plan | PipelinePlan, cluster: Cluster, *, planned_for: Cluster
     Raises ValueError if its mesh is larger than the cluster, or if it names no preset.
     """
     before = planned_for or _find_preset(plan.cluster)
-    return _one_mesh(plan, cluster, before) if isinstance(plan, Plan) else _pipeline(plan, cluster, before)
+    if isinstance(plan, PipelinePlan):
+        return _pipeline(plan, cluster, before)
+    return _one_mesh(plan, _nodes_of(cluster, plan.node_kind), _nodes_of(before, plan.node_kind))
 
 
 def _find_preset(name: str) -> Cluster:
@@ -69,6 +71,12 @@ def _find_preset(name: str) -> Cluster:
             f"the plan was made for cluster {name!r}, which is no preset: give its file with --planned-for FILE, as "
             "`calibrate` wrote it, or plan again with --cluster NAME"
         ) from None
+
+
+def _nodes_of(cluster: Cluster, node_kind: str) -> Cluster:
+    """The nodes of a kind, if the cluster has it; else all."""
+    is_known = any(kind.name == node_kind for kind in cluster.node_kinds)
+    return cluster.of_kind(node_kind) if is_known else cluster
 
 
 def _one_mesh(plan: Plan, cluster: Cluster, before: Cluster) -> RepricedPlan:
@@ -100,7 +108,11 @@ def _one_mesh(plan: Plan, cluster: Cluster, before: Cluster) -> RepricedPlan:
 
 
 def _pipeline(plan: PipelinePlan, cluster: Cluster, before: Cluster) -> RepricedPlan:
-    stages = [_one_mesh(stage.plan, cluster, before) for stage in plan.stages]
+    nodes = [_nodes_of(cluster, stage.node_kind) for stage in plan.stages]
+    stages = [
+        _one_mesh(stage.plan, own, _nodes_of(before, stage.node_kind))
+        for stage, own in zip(plan.stages, nodes, strict=True)
+    ]
     sends = RepricedKind(
         kind="transfer",
         planned_s=sum(item.count * item.predicted_s for item in plan.transfers),
@@ -124,7 +136,7 @@ def _pipeline(plan: PipelinePlan, cluster: Cluster, before: Cluster) -> Repriced
         communication=(*_join_kinds(kind for stage in stages for kind in stage.communication), sends),
         peak_bytes=plan.peak_bytes,
         usable_memory_bytes=cluster.usable_memory_bytes,
-        fits=plan.peak_bytes <= cluster.usable_memory_bytes,
+        fits=all(stage.peak_bytes <= own.usable_memory_bytes for stage, own in zip(plan.stages, nodes, strict=True)),
         basis=f"{len(stages)} stages: compute is that of the slowest one, communication that of all, of which the "
         f"schedule {plan.schedule} hides transfers beside compute; {stages[0].basis}",
     )

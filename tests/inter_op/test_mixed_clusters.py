@@ -1,4 +1,4 @@
-"""A step on a cluster of unlike nodes: its stages are where they take equally long, and it computes what it computes elsewhere."""
+"""On a cluster of unlike nodes the stages lie where they take equally long, and the step computes what it computes elsewhere."""
 
 import dataclasses
 import itertools
