@@ -32,7 +32,7 @@ def choose(monkeypatch):
 
         monkeypatch.setattr(search_pipeline, "_plan_found", plan_found)
         request = types.SimpleNamespace(budget=budget or Budget())
-        taken, pipeline = search_pipeline._plan_best_number(None, None, found, None, request, tuning)
+        taken, pipeline = search_pipeline._plan_best_number(None, None, found, None, request, tuning, ())
         return taken.choice.step_s, pipeline.plan.step_s, [one.choice.step_s for one in planned]
 
     return chosen
