@@ -8,17 +8,34 @@ memory, half of them count. What can go wrong: nothing that does not go wrong fo
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
+from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.dynamic_program.problem import CostTable
-from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of
+from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, submeshes
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.planned_layers import PlannedLayers
 
+KnownCosts: TypeAlias = dict[int, LayerCosts]
+"""What layers cost, by the number of the kind of node."""
 _COSTS = [field.name for field in dataclasses.fields(CostTable)]
 _BYTES = ("weight_bytes", "activation_bytes")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class KindsInOrder:
+    """Kinds of node in the order in which a pipeline goes through them, and what layers cost on kinds as far as that is known."""
+
+    order: tuple[KindOfNodes, ...] = ()
+    known: KnownCosts = dataclasses.field(default_factory=dict)
+
+
+ALIKE = KindsInOrder()
+"""No kinds: all nodes are alike."""
 
 
 class CostsByKind:
@@ -101,3 +118,20 @@ class CostsByKind:
                         rows[name][number, place] = figures[number * len(own) + at]
         order = [(number, place) for number in range(len(shares)) for place in range(len(options))]
         return CostTable(**{name: np.stack([found[key] for key in order]) for name, found in rows.items()})
+
+
+def costs_on_kinds(
+    kinds: KindsInOrder, make: Callable[..., LayerCosts]
+) -> tuple[CostsByKind, tuple[Submesh, ...], float]:
+    """(What layers cost on these kinds, all submeshes of them, the memory limit of the first).
+
+    `make` makes costs from a request and its submeshes. It begins with the largest one too, as a kind often has one stage.
+    """
+    options = tuple((*one, kind.number) for kind in kinds.order for one in submeshes(*kind.part[:2]))
+    for kind in kinds.order:
+        if kind.number not in kinds.known:
+            kinds.known[kind.number] = make(kind.request, submeshes(*kind.part[:2]), largest_too=True)
+    limits = {kind.number: kind.request.memory_limit_bytes or math.inf for kind in kinds.order}
+    first = limits[kinds.order[0].number]
+    bytes_as = {number: first / own if math.isfinite(own) else 1.0 for number, own in limits.items()}
+    return CostsByKind({number: kinds.known[number] for number in limits}, bytes_as), options, first

@@ -21,10 +21,10 @@ from typing import TypeAlias
 from autopar.cost_model.device import fastest_device
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import ArgumentError, ConstraintError, OutOfMemoryError, UnsupportedProgramError
+from autopar.inter_op.costs_by_kind import KindsInOrder, KnownCosts
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes, devices_of, kinds_of
 from autopar.inter_op.plan_pipeline import PipelineWishes
-from autopar.inter_op.search import KnownCosts
 from autopar.inter_op.search_pipeline import SearchedPipeline, search_pipeline
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlannedStep, PlanRequest, logical_meshes
@@ -160,8 +160,7 @@ class _OnKinds:
             num_stages=self._num_stages,
             beat_s=self._step_s(),
             tuning=self._tuning,
-            kinds=kinds,
-            known=self._known,
+            kinds=KindsInOrder(tuple(kinds), self._known),
         )
         return found.pipeline if isinstance(found, SearchedPipeline) else None
 

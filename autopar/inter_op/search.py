@@ -17,15 +17,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
 
 from autopar.errors import ArgumentError, OutOfMemoryError
 from autopar.inter_op.best_stages import BestStages, StageRules, Unsolved
-from autopar.inter_op.costs_by_kind import CostsByKind
+from autopar.inter_op.costs_by_kind import ALIKE, CostsByKind, KindsInOrder, costs_on_kinds
 from autopar.inter_op.dynamic_program.choose_stages import may_fit
-from autopar.inter_op.dynamic_program.kinds import KindOfNodes, parts_of
 from autopar.inter_op.dynamic_program.problem import ChosenStage, Manual, StageChoice
-from autopar.inter_op.dynamic_program.submeshes import kind_of, machine_shape, size_of, submeshes
+from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, machine_shape, size_of, submeshes
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stage import Planner, plan_program
 from autopar.inter_op.planned_layers import PlannedLayers
@@ -66,10 +64,6 @@ class Found:
     others: tuple[Found, ...] = ()
 
 
-KnownCosts: TypeAlias = dict[int, LayerCosts]
-"""What layers cost, by the number of the kind of node."""
-
-
 @dataclasses.dataclass(frozen=True)
 class NotFaster:
     """No stages promise to be faster than the time to beat; `compared`: the least that each timetable would take."""
@@ -90,8 +84,7 @@ def search_stages(
     budget: Budget | None = None,
     tuning: Tuning = TUNING,
     planner: Planner = plan_program,
-    kinds: Sequence[KindOfNodes] = (),
-    known: KnownCosts | None = None,
+    kinds: KindsInOrder = ALIKE,
 ) -> Found | NotFaster:
     """The best stages in the best of these timetables, with as much recomputation as pays.
 
@@ -107,45 +100,37 @@ def search_stages(
         budget: when to look no further; that of the request, which the layers have, unless it is given.
         tuning: how long to look.
         planner: how a layer is planned.
-        kinds: of the nodes of a mixed cluster, in the order in which the pipeline goes through them. All of their devices are
-            used, and no others; one stage on all of them is a candidate too.
-        known: what layers cost on kinds of node, as far as earlier searches of the same step know.
+        kinds: of a mixed cluster, all of whose devices are used, also in one stage; none where nodes are alike.
 
     Raises:
         OutOfMemoryError: no stages fit.
         ArgumentError: nothing is left to choose.
     """
-    shape, start = machine_shape(request.cluster, devices), timetables[0].microbatches
-    make = functools.partial(
-        LayerCosts, loop_of, start, smallest_first=beat_s is not None, tuning=tuning, planner=planner
-    )
-    costs: LayerCosts | CostsByKind
-    if kinds:
-        known = known if known is not None else {}
-        options = tuple((*one, kind.number) for kind in kinds for one in submeshes(*kind.part[:2]))
-        for kind in kinds:
-            if kind.number not in known:
-                known[kind.number] = make(kind.request, submeshes(*kind.part[:2]), largest_too=True)
-        limits = {kind.number: kind.request.memory_limit_bytes or math.inf for kind in kinds}
-        limit = limits[kinds[0].number]
-        bytes_as = {number: limit / own if math.isfinite(own) else 1.0 for number, own in limits.items()}
-        costs = CostsByKind({kind.number: known[kind.number] for kind in kinds}, bytes_as)
-    else:
-        options = submeshes(*shape) if beat_s is None else submeshes(*shape)[:-1]
-        costs = make(request, options)
-        limit = math.inf if request.memory_limit_bytes is None else request.memory_limit_bytes
+    shape, start, is_hurried = machine_shape(request.cluster, devices), timetables[0].microbatches, beat_s is not None
+    make = functools.partial(LayerCosts, loop_of, start, smallest_first=is_hurried, tuning=tuning, planner=planner)
+    costs, options, limit = _costs_on(shape, request, kinds, make)
+    parts = tuple(kind.part for kind in kinds.order)
     rules = StageRules(
         options=options,
         shares=tuple(shares),
         shape=shape,
         limit_bytes=tuning.room * limit,
         num_stages=num_stages,
-        parts=parts_of(kinds),
+        parts=parts,
     )
-    own = budget or request.budget
+    own, to_beat_s = budget or request.budget, math.inf if beat_s is None else beat_s
     stages = BestStages(costs, timetables, rules, larger=larger, processes=request.processes, budget=own, tuning=tuning)
-    to_beat_s = math.inf if beat_s is None else beat_s
     return _StageSearch(costs=costs, stages=stages, rules=rules, beat_s=to_beat_s, budget=own, tuning=tuning).run()
+
+
+def _costs_on(
+    shape: Submesh, request: PlanRequest, kinds: KindsInOrder, make: functools.partial[LayerCosts]
+) -> tuple[LayerCosts | CostsByKind, tuple[Submesh, ...], float]:
+    """(What layers cost, the submeshes that stages may have, the memory limit)."""
+    if kinds.order:
+        return costs_on_kinds(kinds, make)
+    options = submeshes(*shape)[:-1] if make.keywords["smallest_first"] else submeshes(*shape)
+    return make(request, options), options, request.memory_limit_bytes or math.inf
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import OutOfMemoryError
+from autopar.inter_op.costs_by_kind import ALIKE, KindsInOrder
 from autopar.inter_op.describe_pipeline import PlannedPipeline, bound_stages, describe_pipeline
 from autopar.inter_op.dynamic_program.kinds import KindOfNodes
 from autopar.inter_op.dynamic_program.submeshes import machine_shape
@@ -27,7 +28,8 @@ from autopar.inter_op.plan_pipeline import (
 )
 from autopar.inter_op.plan_stage import KnownStages
 from autopar.inter_op.plan_stages import StageRequest
-from autopar.inter_op.search import Found, KnownCosts, NotFaster, search_stages
+from autopar.inter_op.search import Found, NotFaster, search_stages
+from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.plan import Alternative
@@ -75,19 +77,15 @@ def search_pipeline(
     num_stages: int | None = None,
     beat_s: float | None = None,
     tuning: Tuning = TUNING,
-    kinds: Sequence[KindOfNodes] = (),
-    known: KnownCosts | None = None,
+    kinds: KindsInOrder = ALIKE,
 ) -> SearchedPipeline | OneStage:
     """The best pipeline with as many stages as pay. Raises what `plan_pipeline` raises.
 
     `num_stages`: the number of meshes, if it is given. `beat_s`: seconds of the step on one mesh, or in other stages; the search
-    ends when these do not promise to take less, and raises LateError when the clock ends it. `kinds`, `known`: see
-    `search_stages`; on kinds of node a single stage is a pipeline as well.
+    ends when these do not promise to take less, and raises LateError when the clock ends it. `kinds`: see `search_stages`.
     """
-    started = time.perf_counter()
-    request = dataclasses.replace(request, has_fallback=beat_s is not None)
-    usual = max(2, machine_shape(request.cluster, devices)[0], len(kinds))
-    tables = wishes.timetables(traced, num_stages or usual, tuning)
+    started, request = time.perf_counter(), dataclasses.replace(request, has_fallback=beat_s is not None)
+    tables = wishes.timetables(traced, num_stages or _usual_stages(request, devices, kinds), tuning)
     split = split_scans(traced, every_layer(traced))
     found = search_stages(
         make_loops(split, tables[0].microbatches),
@@ -101,27 +99,39 @@ def search_pipeline(
         budget=request.budget.part(tuning.searched),
         tuning=tuning,
         kinds=kinds,
-        known=known,
     )
     if isinstance(found, NotFaster):
         return OneStage(found.compared)
-    if len(found.sizes) == 1 and not kinds:
+    if len(found.sizes) == 1 and not kinds.order:  # on one kind of node a single stage is a pipeline as well
         return OneStage(promising=Promising(found.timetable.microbatches, found.meshes[0]))
-    compared, one_stage_s, alone_s = found.compared, found.one_stage_s, found.alone_s
     if request.has_fallback:
         request.budget.require_time()
-    found, first = _plan_best_number(traced, split, found, wishes, request, tuning, kinds)
+    hoped = found
+    found, first = _plan_best_number(traced, split, found, wishes, request, tuning, kinds.order)
     planned = {found.timetable: first, **plan_in_other_schedules(first, found.timetable, tables, request)}
     best = min(planned.values(), key=lambda one: one.plan.step_s)
-    rows = {timetable_of(one): one for one in compared}
-    rows |= {timetable: alternative_of(one.plan) for timetable, one in planned.items()}
-    compared = tuple(rows[timetable] for timetable in sorted(rows)) if len(rows) > 1 else ()
-    bound_s, seconds = bound_stages(traced, request, devices), time.perf_counter() - started
-    plan = dataclasses.replace(best.plan, planning_s=seconds, compared=compared, lower_bound_s=bound_s)
+    rows, bound_s = _all_compared(hoped.compared, planned), bound_stages(traced, request, devices)
+    plan = dataclasses.replace(
+        best.plan, compared=rows, lower_bound_s=bound_s, planning_s=time.perf_counter() - started
+    )
     if found.ended_early:
         plan = dataclasses.replace(plan, ended_early=True, not_compared=(*plan.not_compared, "other stages"))
-    by_layers_s = tuple(stage.stage_s for stage in found.choice.stages)
-    return SearchedPipeline(dataclasses.replace(best, plan=plan), one_stage_s, by_layers_s, alone_s)
+    best, by_layers_s = dataclasses.replace(best, plan=plan), tuple(stage.stage_s for stage in found.choice.stages)
+    return SearchedPipeline(best, hoped.one_stage_s, by_layers_s, hoped.alone_s)
+
+
+def _usual_stages(request: PlanRequest, devices: int, kinds: KindsInOrder) -> int:
+    """As many as nodes, or kinds of node, and two at least."""
+    return max(2, machine_shape(request.cluster, devices)[0], len(kinds.order))
+
+
+def _all_compared(
+    compared: Sequence[Alternative], planned: Mapping[Timetable, PlannedPipeline]
+) -> tuple[Alternative, ...]:
+    """A row for each timetable, of the plan where there is one; none if there is one timetable alone."""
+    rows = {timetable_of(one): one for one in compared}
+    rows |= {timetable: alternative_of(one.plan) for timetable, one in planned.items()}
+    return tuple(rows[timetable] for timetable in sorted(rows)) if len(rows) > 1 else ()
 
 
 def _plan_best_number(

@@ -57,8 +57,3 @@ def devices_of(kinds: Sequence[KindOfNodes]) -> int:
 
 def _usable(request: PlanRequest) -> int:
     return int(request.cluster.usable_memory_bytes)
-
-
-def parts_of(kinds: Sequence[KindOfNodes]) -> tuple[Submesh, ...]:
-    """The nodes of these kinds, in this order."""
-    return tuple(kind.part for kind in kinds)
