@@ -6,6 +6,7 @@ import math
 import os
 import signal
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -14,6 +15,7 @@ import autopar
 from autopar.checkpoints import Checkpoints
 from autopar.errors import ArgumentError, TrainingError
 from autopar.training import Guard
+from autopar.training.run import usual_loss
 from tests.checkpoints.steps import bits, laid_out, make_batch, make_state, planned, scanned_step
 
 step_of = functools.cache(planned)
@@ -163,6 +165,14 @@ def test_a_run_goes_on_from_what_a_loop_has_saved_under_the_number_of_its_folder
     autopar.save(tmp_path / "4", state, step).wait()
     found = run(tmp_path).train(STEPS)
     assert (found.number, bits(found.state)) == (STEPS, uninterrupted()[0])
+
+
+def test_the_loss_is_what_a_step_returns_or_its_entry_of_that_name():
+    loss = jax.numpy.float32(2.0)
+    assert usual_loss(loss) is usual_loss({"accuracy": jax.numpy.float32(0.5), "loss": loss}) is loss
+    for other in ({"accuracy": loss}, [loss, loss], jax.numpy.ones(3)):
+        with pytest.raises(ArgumentError, match="find_loss=lambda rest"):
+            usual_loss(other)
 
 
 def test_what_a_run_tells(tmp_path):
