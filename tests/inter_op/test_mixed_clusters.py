@@ -125,6 +125,14 @@ def test_each_kind_has_its_own_memory_unless_the_user_gives_a_limit():
     assert all(stage.peak_bytes <= 1_500_000 for stage in plan.stages)
 
 
+def test_a_plan_in_stages_is_used_again_where_memory_has_no_limit():
+    cluster = Cluster.uniform((1e-9, 1e-9), (1e-12, 1e-12), flops_per_s=1e9)
+    _, plan, state, batch = planned(cluster, devices=4, num_stages=2)
+    again = autopar.parallelize(six_layers()[0], devices=4, cluster=cluster, plan=plan_from_json(plan.to_json()))
+    again.plan(state, batch)
+    assert places(again.last_plan()) == [("", range(2)), ("", range(2, 4))]
+
+
 def test_some_devices_of_a_mixed_cluster_count_as_the_slowest():
     _, plan, _, _ = planned(mixed(), devices=4)
     assert [kind for kind, _ in places(plan)] == [""] * len(places(plan))

@@ -8,8 +8,10 @@ whoever plans looks at their number first (`devices_of`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
+from autopar.cost_model.hardware import Cluster
 from autopar.inter_op.dynamic_program.submeshes import Submesh, size_of
 from autopar.intra_op.request import PlanRequest
 
@@ -39,21 +41,25 @@ def kinds_of(request: PlanRequest) -> tuple[KindOfNodes, ...]:
     A memory limit that the user gave holds for all of them; without one, each kind has the memory of its own device.
     """
     cluster, found, first = request.cluster, list[KindOfNodes](), 0
-    limit, is_own = request.memory_limit_bytes, request.memory_limit_bytes != _usable(request)
+    limit = request.memory_limit_bytes
+    is_given = limit is not None and limit != _memory_of(cluster)
     for number, kind in enumerate(cluster.node_kinds):
-        own = dataclasses.replace(request, cluster=cluster.of_kind(kind.name))
-        least = _usable(own) if limit is None or not is_own else min(limit, _usable(own))
+        nodes = cluster.of_kind(kind.name)
+        memory = _memory_of(nodes)
+        if is_given and limit is not None:
+            memory = limit if memory is None else min(limit, memory)
+        own = dataclasses.replace(request, cluster=nodes, memory_limit_bytes=None if limit is None else memory)
         part = (kind.count, kind.devices_per_node, number)
-        own = dataclasses.replace(own, memory_limit_bytes=None if limit is None else least)
         found.append(KindOfNodes(number=number, name=kind.name, first_device=first, part=part, request=own))
         first += kind.count * kind.devices_per_node
     return tuple(found)
 
 
+def _memory_of(cluster: Cluster) -> int | None:
+    """Bytes of a device that programs may use; None if there is no limit."""
+    return int(cluster.usable_memory_bytes) if math.isfinite(cluster.usable_memory_bytes) else None
+
+
 def devices_of(kinds: Sequence[KindOfNodes]) -> int:
     """How many devices nodes of these kinds have."""
     return sum(size_of(kind.part) for kind in kinds)
-
-
-def _usable(request: PlanRequest) -> int:
-    return int(request.cluster.usable_memory_bytes)
