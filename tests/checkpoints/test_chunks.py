@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.checkpoints import orbax_leaf
-from autopar.checkpoints.parts import chunk_shape
+from autopar.checkpoints.parts import chunk_shape, parts_to_write
 from autopar.checkpoints.tuning import Tuning
 from autopar.split_array import SplitArray
 
@@ -62,6 +62,18 @@ def test_chunks_are_whole_rows_where_these_divide_a_shard():
 def test_a_divided_stack_is_cut_where_all_its_pieces_are():
     stack = SplitArray([divided((8, 7, 5), P("x")), divided((4, 7, 5), P("x"))], dim=0)
     assert chunk_shape(stack, most_bytes=20 * FLOAT_BYTES) == (1, 4, 5)
+
+
+@pytest.mark.parametrize(("dim", "spec"), [(0, P("x")), (0, P(None, None, "x")), (1, P("x")), (2, P(None, "x"))])
+def test_the_parts_of_a_divided_stack_are_each_of_its_entries_once(dim, spec):
+    shape = [8, 12, 4]
+    shape[dim] = 4
+    stack = SplitArray([divided(tuple(shape), spec), divided(tuple(shape), spec)], dim=dim)
+    written = np.full(stack.shape, np.nan)
+    for part in parts_to_write(stack, is_writer=True):
+        assert np.isnan(written[part.index]).all()
+        written[part.index] = part.on_host()
+    np.testing.assert_array_equal(written, np.asarray(stack))
 
 
 @pytest.mark.parametrize(("shape", "spec"), [((53, 47), P()), ((52, 470), P("x")), ((53, 44), P(None, "x"))])
