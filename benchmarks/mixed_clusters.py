@@ -1,6 +1,6 @@
 """Plans for clusters of unlike nodes: against all devices as the slowest, and against the fastest kind of node alone.
 
-    python benchmarks/mixed_clusters.py [--planning-seconds 60] [--json FILE]
+    python benchmarks/mixed_clusters.py [--only "8 A100 + 8 V100"] [--planning-seconds 60] [--json FILE]
 
 Two clusters on one network of 100 Gb/s a node, of presets: a node of 8 A100 and one of 8 V100; two DGX-A100 and two DGX-H100. All
 figures are predictions under the cost model.
@@ -15,6 +15,7 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["AUTOPAR_CACHE"] = "off"
 
 import jax
 
@@ -24,6 +25,7 @@ from autopar.cost_model.hardware import find_cluster
 from autopar.cost_model.machine import Cluster, NodeKind
 from autopar.explain import standard_output
 from autopar.explain.tables import new_table
+from autopar.files.whole_file import save
 from autopar.models import registry
 from autopar.pipeline_plan import PipelinePlan
 
@@ -60,12 +62,13 @@ def main() -> None:
     """Plan, and print one table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--planning-seconds", type=float, default=60.0)
+    parser.add_argument("--only", choices=CLUSTERS, nargs="+", default=[*CLUSTERS], help="these clusters")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     options = parser.parse_args()
     table = new_table("Predicted steps", "cluster", "devices", "step", "planned in", "times faster", numbers=("step",))
     figures = {}
-    for name, parts in CLUSTERS.items():
-        cluster = join(name, parts)
+    for name in options.only:
+        cluster = join(name, CLUSTERS[name])
         ways = {
             "plan": cluster,
             "all as the slowest": dataclasses.replace(cluster, node_kinds=()),
@@ -82,6 +85,7 @@ def main() -> None:
             )
             plan = step.plan(state, model.batch_shape())
             found[way] = {"step_s": plan.step_s, "planning_s": plan.planning_s, "devices": describe(plan)}
+            print(f"{name}, {way}: {plan.step_s:.3f} s, planned in {plan.planning_s:.1f} s", flush=True)
             faster = found[way]["step_s"] / found["plan"]["step_s"]
             table.add_row(
                 f"{name}, {way}",
@@ -93,7 +97,7 @@ def main() -> None:
         figures[name] = found
     standard_output().print(table)
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        save(options.json, json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
