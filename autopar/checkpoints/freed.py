@@ -1,4 +1,4 @@
-"""Memory that was freed goes back to the system while a restore goes on, and before each save.
+"""Memory that was freed goes back to the system while a restore goes on, and between saves.
 
 TensorStore reads, encodes and decodes in threads, each of which has a heap of its own under glibc. What was freed in one of them
 stays there for the next time, so that a restore would hold some chunks for each thread beside the state: a quarter of a process's
@@ -11,6 +11,8 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+
+from autopar.checkpoints.tuning import TUNING
 
 
 class Freed:
@@ -38,3 +40,7 @@ def trim_heaps() -> None:
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
     return getattr(ctypes.CDLL(None), "malloc_trim", None)
+
+
+SAVED = Freed(TUNING.saved_bytes)
+"""What the saves of this process let go of."""

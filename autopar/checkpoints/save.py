@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -137,7 +138,7 @@ def save(
         if group is not None:
             group.meet(f"saves {len(arrays)} arrays of {places.name} to {where}")
         with RUNNING.take(places.name), _in_our_words(where, "written"):
-            freed.trim_heaps()  # of what the save before left there
+            freed.SAVED.add(sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays.values()))
             checkpointer_of(processes).save(
                 where,
                 args=ocp.args.Composite(

@@ -15,6 +15,10 @@ class Tuning:
     # Most bytes of chunks that a restore has read and not yet copied to the devices. They are held three times: as read, decoded,
     # and put together. More of them keep a disk with a long way busy, and are memory that a restore takes beside the state.
     in_flight_bytes: int = 2**22
+    # Bytes that are saved until the heaps are trimmed of what saves have let go of. To trim takes milliseconds, and what is used
+    # again has to be had from the system anew: before every save of 18 MiB it doubled what a save costs a step. Without it the
+    # heaps of a run hold some tens of MiB more.
+    saved_bytes: int = 2**28
 
 
 TUNING = Tuning()

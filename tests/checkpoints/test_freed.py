@@ -1,10 +1,12 @@
 """What a restore has let go of is given back to the system as often as the heaps may hold much."""
 
+import jax
 import pytest
 
 from autopar.checkpoints import freed, orbax_leaf
 from autopar.checkpoints.freed import Freed
 from tests.checkpoints.memory_of_restore import resident_bytes
+from tests.checkpoints.steps import make_state
 from tests.checkpoints.test_round_trips import saved_and_restored
 
 BLOCK, BLOCKS = 100_000, 400
@@ -37,8 +39,10 @@ def test_a_restore_trims_the_heaps(tmp_path, monkeypatch):
     assert set(seen) == {orbax_leaf.TUNING.in_flight_bytes}
 
 
-def test_a_save_trims_the_heaps_of_what_the_save_before_left(tmp_path, monkeypatch):
+def test_saves_trim_the_heaps_once_they_have_let_go_of_much(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(freed, "trim_heaps", lambda: seen.append(len(list(tmp_path.iterdir()))))
-    saved_and_restored(tmp_path, "zero3", "whole")
-    assert seen == [0]
+    once_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(make_state()))
+    monkeypatch.setattr(freed, "SAVED", Freed(2 * once_bytes, trim=lambda: seen.append(number)))
+    for number in range(5):
+        saved_and_restored(tmp_path / str(number), "zero3", "whole")
+    assert seen == [1, 3]
