@@ -1,7 +1,7 @@
 """A process that runs random programs, as `tests/in_processes.py` starts it.
 
-It reads lines `KIND KIND_NUMBER`. A `program` runs under random strategies on its mesh; a `step`, twice through
-`autopar.parallelize` with its options, from copies of its state. Either is compared with `jax.jit`.
+It reads lines `KIND KIND_NUMBER`. A `program` runs under random strategies on its mesh; a `step`, or one with `metrics`, twice
+through `autopar.parallelize` with its options, from copies of its state. Each is compared with `jax.jit`.
 """
 
 import traceback
@@ -14,6 +14,7 @@ import autopar
 from autopar.testing import run_with_random_strategies
 from tests.harnesses.cases import as_numpy, difference
 from tests.in_processes import work_through
+from tests.random_programs.metrics import random_step_with_metrics
 from tests.random_programs.programs import is_float, random_program, random_step
 
 REFUSED = "refused: "
@@ -98,9 +99,8 @@ def problem_of_program(number):
     return problem_of_results(actual, expected, program.fun, program.arguments)
 
 
-def problem_of_step(number):
+def problem_of_step(program):
     """What differs through `parallelize`."""
-    program = random_step(number)
     devices = jax.devices()[: int(np.prod(program.mesh_shape)) * program.options.get("num_stages", 1)]
     shapes = [program.mesh_shape] * program.options.get("num_stages", 1)
     mesh = {"mesh_shape": shapes if len(shapes) > 1 else program.mesh_shape}
@@ -115,13 +115,20 @@ def problem_of_step(number):
     return compared((own, own_loss), (state, loss), (nudged_state, nudged_loss))
 
 
+KINDS = {
+    "program": problem_of_program,
+    "step": lambda number: problem_of_step(random_step(number)),
+    "metrics": lambda number: problem_of_step(random_step_with_metrics(number)),
+}
+"""What is wrong with the program of a number, by its kind."""
+
+
 def problems_of_lines(lines):
     """What is wrong with the programs of lines `KIND KIND_NUMBER`, by their names; nothing at all is said of the others."""
     found = {}
     for kind, name in map(str.split, lines):
-        problem_of = problem_of_program if kind == "program" else problem_of_step
         try:
-            problem = problem_of(int(name.rpartition("_")[2]))
+            problem = KINDS[kind](int(name.rpartition("_")[2]))
         except autopar.AutoparError as error:
             problem = f"{REFUSED}{error}"[:1000]
         except Exception:  # noqa: BLE001 - whatever is raised is what the test reports
