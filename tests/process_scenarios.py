@@ -21,6 +21,7 @@ from autopar.errors import AutoparError, PipelineError, PlanError
 from autopar.split_array import SplitArray
 
 ROWS, WIDTH, STEPS = 16, 16, 3
+LATE_S = 4
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
 
 
@@ -314,6 +315,24 @@ def broken():
 def stage_that_fails():
     """The second stage raises; the first waits for what it would have sent."""
     return in_trouble(broken)
+
+
+class TakesLongToGo:
+    """The interpreter ends slowly with this: other threads may run meanwhile, such as one that another process frees."""
+
+    def __init__(self, seconds, sleep=time.sleep):
+        self.seconds, self.sleep = seconds, sleep
+
+    def __del__(self):
+        self.sleep(self.seconds)
+
+
+def stage_that_fails_and_ends_late():
+    """As `stage_that_fails`, on a busy machine: the second process takes seconds to end, and so does the first."""
+    found = stage_that_fails()
+    seconds = LATE_S if jax.process_index() == 1 else 2 * LATE_S
+    sys.modules[__name__].__dict__["goes"] = TakesLongToGo(seconds)
+    return found
 
 
 def process_that_dies():

@@ -177,6 +177,14 @@ def test_a_stage_that_fails_in_one_process_is_reported_by_all(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_process_whose_thread_is_freed_while_it_ends_does_not_abort(tmp_path):
+    """A thread that comes back from XLA while the interpreter ends takes the process down with it, so it is waited for."""
+    zero, one = numbers_of("stage_that_fails_and_ends_late", tmp_path)
+    assert "broken on purpose" in str(zero["first"])
+    assert "broken on purpose" in str(one["first"])
+
+
+@pytest.mark.slow
 def test_a_process_that_dies_does_not_leave_the_other_waiting(tmp_path):
     codes = ended(started("process_that_dies", tmp_path))
     assert codes[1] == 3
