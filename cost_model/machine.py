@@ -76,6 +76,8 @@ class Cluster:
         all_reduce_latency: The part of its latency that one of many all-reduces pays where the compiler merges them.
         call_s: Seconds of a call of a compiled step on the host.
         call_s_per_array: Seconds that each array adds to a call, in and out.
+        shares_host: The devices compute on the cores of the host, as virtual ones do, so that a call takes their time. If not,
+            the host calls tasks ahead of the devices.
         usd_per_device_hour: What a device costs, in US dollars per hour; None if unknown. No plan depends on it.
     """
 
@@ -89,6 +91,7 @@ class Cluster:
     all_reduce_latency: float = 1.0
     call_s: float = 0.0
     call_s_per_array: float = 0.0
+    shares_host: bool = False
     usd_per_device_hour: float | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -164,6 +167,14 @@ class Cluster:
     def dispatch_s(self, arrays: int) -> float:
         """Seconds of a call of a compiled step with so many arrays, each of which comes back."""
         return self.call_s + self.call_s_per_array * arrays
+
+    def called_s(self, device_s: float, arrays: float) -> float:
+        """Seconds of one of many calls in a row: work of the devices that takes `device_s`, and the call of `arrays` on the host.
+
+        The host calls ahead, so devices of their own only wait for it where their work is shorter than the call: they starve.
+        """
+        call_s = self.call_s + self.call_s_per_array * arrays
+        return device_s + call_s if self.shares_host else max(device_s, call_s)
 
     def of_kind(self, name: str) -> Cluster:
         """The nodes of one kind of a mixed cluster, as a cluster of their own. Raises ValueError for an unknown kind."""

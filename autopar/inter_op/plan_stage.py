@@ -121,10 +121,10 @@ class StagePlanning:
         known = self.known.find(job, room)
         if known is not None:
             return self._in_flight(known)
-        limit, overlap = job.request.memory_limit_bytes, job.request.cluster.overlap
+        limit = job.request.memory_limit_bytes
         planned = self.planner(job.program, dataclasses.replace(job.request, memory_limit_bytes=room))
         plan = dataclasses.replace(planned.plan, memory_limit_bytes=limit)
-        return price_stage(job.program, plan, planned.assignment, self.in_flight, overlap=overlap)
+        return price_stage(job.program, plan, planned.assignment, self.in_flight, cluster=job.request.cluster)
 
     def find_known(self, job: StageJob) -> StagedStage | None:
         """What planning a stage would come to, if that is known at once."""
@@ -152,8 +152,8 @@ class StagePlanning:
 
     def restore(self, job: StageJob, plan: Plan, room: int | None) -> PlannedWithin:
         """The stage that a plan describes."""
-        overlap = job.request.cluster.overlap
-        return PlannedWithin(price_stage(job.program, plan, _assign(job, plan), self.in_flight, overlap=overlap), room)
+        cluster = job.request.cluster
+        return PlannedWithin(price_stage(job.program, plan, _assign(job, plan), self.in_flight, cluster=cluster), room)
 
 
 def _move(stage: StagedStage, job: StageJob) -> StagedStage | None:

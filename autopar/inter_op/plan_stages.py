@@ -133,7 +133,7 @@ def restore_stages(traced: TracedStep, plans: Sequence[Plan], wanted: StageReque
         program, kind = program_of_stage(cut, number), wanted.kind_of(number)
         own = request if kind is None else kind.request
         assignment = restore(program.step, plan, own).assignment
-        stages.append(_on_kind(price_stage(program, plan, assignment, overlap=own.cluster.overlap), kind))
+        stages.append(_on_kind(price_stage(program, plan, assignment, cluster=own.cluster), kind))
     return _staged(wanted, cut, wanted.cuts, stages, split)
 
 

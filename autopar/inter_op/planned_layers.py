@@ -259,8 +259,9 @@ class PlannedLayers:
             planned = self._planner(program, request)
         except OutOfMemoryError:
             return _TooLarge()
-        overlap = request.cluster.overlap
-        return _PlannedLayer.of(price_stage(program, planned.plan, planned.assignment, overlap=overlap))
+        # Its stage is called, with all layers at once.
+        cluster = dataclasses.replace(request.cluster, call_s=0.0, call_s_per_array=0.0)
+        return _PlannedLayer.of(price_stage(program, planned.plan, planned.assignment, cluster=cluster))
 
     def _try_key(self, key: _Key) -> _PlannedLayer | _TooLarge | _Failed:
         """Plan a layer that nobody has asked for; an error waits until somebody does."""

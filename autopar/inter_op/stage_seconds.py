@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.avals import itemsize_of
 from autopar.compat import Var
-from autopar.cost_model.machine import Overlap
+from autopar.cost_model.machine import Cluster, Overlap
 from autopar.cost_model.overlap import Kind
 from autopar.intra_op.choices.overlap import find_needs, hide, kind_of, window
 from autopar.intra_op.lowering.assignment import Assignment
@@ -82,17 +82,23 @@ def price_stage(
     assignment: Assignment,
     in_flight: InFlight | None = None,
     *,
-    overlap: Overlap,
+    cluster: Cluster,
 ) -> StagedStage:
     """What a planned stage takes: the seconds of its tasks, its memory with as many microbatches as are in flight.
 
-    `overlap`: how far its machine hides communication behind compute.
+    Each task is a call of a compiled program, with the arrays that its segment reads and writes. A backward that a schedule
+    splits is counted as one.
     """
-    seconds = task_seconds(program.step, assignment, overlap)
+    seconds = task_seconds(program.step, assignment, cluster.overlap)
     m = program.cut.loop.plan.microbatches
     forward_s = sum(s for task, s in seconds.items() if task is not None and task.kind == "forward") / m
     backward_s = sum(s for task, s in seconds.items() if task is not None and task.kind == "backward") / m
     once_s = sum(seconds.values()) - m * (forward_s + backward_s)
+    arrays = arrays_of_calls(program)
+    forward_s, backward_s, once_s = (
+        cluster.called_s(work_s, arrays[kind]) if kind in arrays else work_s
+        for kind, work_s in (("forward", forward_s), ("backward", backward_s), ("update", once_s))
+    )
     memory = stage_memory(program, plan, assignment)
     peak_bytes = memory.peak_bytes if in_flight is None else memory.with_in_flight(in_flight)
     return StagedStage(
@@ -105,6 +111,19 @@ def price_stage(
         memory=memory,
         peak_bytes=peak_bytes,
     )
+
+
+def arrays_of_calls(program: StageProgram) -> dict[str, float]:
+    """For each kind of task of a stage, the arrays of its calls, counted as `Cluster.dispatch_s` does: one in and one out is one.
+
+    Reads are what other segments made and leaves; backward also takes and returns the gradients that it adds to.
+    """
+    found: dict[str, float] = {}
+    for segment in program.cut.of_stage(program.stage):
+        added = 2 * len(segment.results) if segment.name.kind == "backward" else len(segment.results)
+        ends = len(segment.reads) + len(segment.writes) + len(segment.outputs) + added
+        found[segment.name.kind] = found.get(segment.name.kind, 0.0) + ends / 2
+    return found
 
 
 def _tasks(assignment: Assignment) -> dict[Equation, TaskName | None]:

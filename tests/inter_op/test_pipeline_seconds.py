@@ -53,3 +53,32 @@ def test_what_stages_wait_for_transfers_depends_on_the_schedule():
         assert waited["gpipe"] == pytest.approx(first_s)
         assert waited["eager-1f1b"] == pytest.approx(first_s)
         assert waited["1f1b"] == pytest.approx(first_s + 2 * 0.25 * ((m - 1) * (p - 1) // p))
+
+
+@pytest.mark.parametrize("shares_host", [True, False])
+def test_each_task_of_a_stage_is_called_with_its_arrays(shares_host):
+    """On the host's cores a call adds to the work; devices of their own wait only where their work is shorter than the call."""
+    free = machine(1)
+    known = {"schedule": "1f1b", **STAGES}
+    work = planned(**known, cluster=free)
+    longest_s = max(max(stage.forward_s, stage.backward_s, stage.once_s) for stage in work.stages)
+    for call_s in (longest_s / 1e3, longest_s * 10):
+        called = planned(**known, cluster=dataclasses.replace(free, call_s=call_s, shares_host=shares_host))
+        for before, after in zip(work.stages, called.stages, strict=True):
+            for name in ("forward_s", "backward_s", "once_s"):
+                alone_s = getattr(before, name)
+                expected_s = alone_s + call_s if shares_host else max(alone_s, call_s)
+                assert getattr(after, name) == pytest.approx(expected_s), name
+        assert predict_step_s(called) == pytest.approx(called.step_s, rel=1e-12)
+
+
+def test_a_call_pays_for_the_arrays_that_come_and_go():
+    """With a second for each array, a stage's seconds are numbers of arrays, weights among them."""
+    cluster = dataclasses.replace(machine(1), call_s_per_array=1.0, shares_host=True)
+    plan = planned(**STAGES, schedule="1f1b", cluster=cluster)
+    for stage in plan.stages:
+        weights = len(stage.leaves)
+        assert stage.forward_s >= weights / 2
+        assert stage.backward_s >= stage.forward_s / 2
+        assert 2 * stage.forward_s == pytest.approx(round(2 * stage.forward_s), abs=0.01)
+        assert stage.once_s >= weights

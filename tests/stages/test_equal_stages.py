@@ -129,7 +129,7 @@ def test_what_equal_stages_take_is_what_their_own_programs_take():
     )
     staged = plan_stages(traced(*deep_layers()), wanted, request)
     for stage in staged.stages:
-        own = price_stage(stage.program, stage.plan, stage.assignment, in_flight, overlap=request.cluster.overlap)
+        own = price_stage(stage.program, stage.plan, stage.assignment, in_flight, cluster=request.cluster)
         for name in ("forward_s", "backward_s", "once_s", "peak_bytes"):
             assert getattr(stage, name) == getattr(own, name), f"{name} of stage {stage.program.stage}"
         assert sorted(map(str, stage.memory.passing)) == sorted(map(str, own.memory.passing))
