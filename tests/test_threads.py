@@ -195,7 +195,10 @@ def resident_mib():
 @pytest.mark.filterwarnings("ignore:train_step was called with more than 2 sets")
 @pytest.mark.parametrize("count", [4, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_loop_over_many_shapes_keeps_the_executables_of_a_few(options, count):
-    """Batches are made by NumPy: JAX keeps an executable of its own for each shape that `jnp.ones` makes."""
+    """Batches are made by NumPy: JAX keeps an executable of its own for each shape that `jnp.ones` makes.
+
+    It also keeps one that copies each leaf of the state, once the plan of a large batch wants that elsewhere.
+    """
     step = autopar.parallelize(train_step, max_programs=2, **options)
     state, alive, resident = jax.tree.map(np.asarray, new_state()), [], []
     for number in range(1, count + 1):
@@ -205,6 +208,6 @@ def test_a_loop_over_many_shapes_keeps_the_executables_of_a_few(options, count):
             gc.collect()
             alive.append(len(jax.devices()[0].client.live_executables()))
             resident.append(resident_mib())
-    assert len({*alive}) == 1
+    assert max(alive) - alive[0] <= (len(state) if count > 100 else 0)
     if count > 100:
         assert resident[-1] - resident[1] < 0.5 * count
