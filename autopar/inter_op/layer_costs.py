@@ -28,23 +28,9 @@ from autopar.intra_op.memory import tuning as memory_tuning
 from autopar.intra_op.request import PlanRequest
 from autopar.microbatches.counts import microbatch_counts
 from autopar.microbatches.loop import TimeLoop
-from autopar.stages.chain import ForwardEquation, forward_chain
-from autopar.stages.even_cuts import boundaries
-from autopar.stages.layers import cluster
+from autopar.stages.chain import forward_chain
+from autopar.stages.layers import find_layers
 from autopar.stages.tasks.stage_memory import split_in_flight
-
-
-def _cluster_layers(chain: tuple[ForwardEquation, ...], counts: Sequence[int]) -> tuple[int, ...]:
-    """Where layers begin, in the number of layers whose cuts send the least: at the ends of blocks, if the model has blocks."""
-    best: tuple[int, ...] = ()
-    least = math.inf
-    for count in counts:
-        if count < len(chain):
-            places = cluster(chain, max_layers=count, slack=1.0)
-            sent = max((chain[place].cut_bytes for place in places), default=math.inf)
-            if sent < least:
-                best, least = places, sent
-    return best
 
 
 def _sums(values: Sequence[float]) -> np.ndarray:
@@ -89,8 +75,34 @@ def _in_flight_bytes(figures: Sequence[LayerFigures], case: _CostCase, meshes: i
         again = late + cotangents
     if not case.share:
         return np.asarray(kept)
-    received = np.array([one.received_bytes for one in figures])[:, None]
+    received = _received_bytes(figures)
     return np.asarray(case.share * (received + again) + (1 - case.share) * np.maximum(kept, received))
+
+
+def _received_bytes(figures: Sequence[LayerFigures]) -> np.ndarray:
+    """[i, j]: what a microbatch keeps of layers i to j - 1 where backward does all of them again.
+
+    Each layer keeps what it received; or the first alone, and backward makes all results at once, where that is less.
+    """
+    first = np.array([one.received_bytes for one in figures])[:, None]
+    return np.where(_repeats_by_layers(figures), _sums([one.received_bytes for one in figures]), first)
+
+
+def _repeats_by_layers(figures: Sequence[LayerFigures]) -> np.ndarray:
+    """[i, j]: whether less is kept by as many microbatches as there are layers left if layers are done again one at a time."""
+    received, residual = [one.received_bytes for one in figures], [one.residual_bytes for one in figures]
+    in_flight = np.arange(len(figures), 0, -1)[:, None]
+    by_layers = in_flight * _sums(received) + _largest(residual)
+    return np.asarray(by_layers <= in_flight * np.array(received)[:, None] + _sums(residual))
+
+
+def _working_bytes(figures: Sequence[LayerFigures], case: _CostCase) -> np.ndarray:
+    """[i, j]: what backward makes again of layers i to j - 1, with the margin for it and for what is kept of a microbatch."""
+    margin = memory_tuning.TUNING.temporaries_margin
+    residual = _sums([one.residual_bytes for one in figures])
+    kept = (1.0 - case.share) * residual
+    again = np.where(_repeats_by_layers(figures), _largest([one.residual_bytes for one in figures]), residual)
+    return np.asarray(np.minimum(kept + again, residual) / margin - kept if case.share else residual / margin - residual)
 
 
 class LayerCosts:
@@ -115,7 +127,7 @@ class LayerCosts:
         self._loop_of = loop_of
         loop = loop_of(count)
         self._chain = forward_chain(loop)
-        self._places = boundaries(self._chain) or _cluster_layers(self._chain, tuning.layer_counts)
+        self._places = find_layers(self._chain, tuning.layer_counts)
         self._plan_layers = functools.partial(
             PlannedLayers, places=self._places, request=request, tuning=tuning, planner=planner
         )
@@ -247,9 +259,8 @@ class LayerCosts:
         forward_s, backward_s, once_s = (
             _sums([getattr(one, name) for one in figures]) for name in ("forward_s", "backward_s", "once_s")
         )
-        residual = _sums([one.residual_bytes for one in figures])
         passing = _largest([one.passing_bytes for one in figures]) / memory_tuning.TUNING.temporaries_margin
-        first = residual / memory_tuning.TUNING.temporaries_margin - (1.0 - case.share) * residual
+        first = _working_bytes(figures, case)
         meshes = min(layers, self._devices // min(map(math.prod, options)))
         return CostTable(
             seconds=np.where(has_plan, (1.0 + case.share) * forward_s + backward_s, np.inf),

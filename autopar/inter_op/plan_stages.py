@@ -40,6 +40,7 @@ from autopar.stages.chain import forward_chain
 from autopar.stages.cut import cut_stages, place_stages
 from autopar.stages.even_cuts import choose_cuts
 from autopar.stages.follow import Following, leaves_at, place_by_leaves
+from autopar.stages.layers import find_layers
 from autopar.stages.recompute_stages import recompute_in_backward
 from autopar.stages.scan_stacks import ScanCuts, cuts_for_stages
 from autopar.stages.segments import StageCut
@@ -165,7 +166,10 @@ def _cut(loop: TimeLoop, cuts: tuple[int, ...], wanted: StageRequest) -> StageCu
     else:
         homes = leaves_at(wanted.homes, loop)
         cut = place_stages(loop, place_by_leaves(loop, homes, wanted.num_stages), homes)
-    return recompute_in_backward(cut, wanted.shares, keeps_named=wanted.keeps_named) if any(wanted.shares) else cut
+    if not any(wanted.shares):
+        return cut
+    layers = find_layers(forward_chain(loop), TUNING.layer_counts)
+    return recompute_in_backward(cut, wanted.shares, layers=layers, keeps_named=wanted.keeps_named)
 
 
 def _job_of(program: StageProgram, wanted: StageRequest, request: PlanRequest, tuning: Tuning) -> StageJob:

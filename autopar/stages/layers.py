@@ -20,12 +20,14 @@ there.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from autopar.errors import ArgumentError
 from autopar.stages.chain import ForwardEquation
+from autopar.stages.even_cuts import boundaries
 from autopar.stages.tuning import TUNING, Tuning
 
 
@@ -58,6 +60,24 @@ def cluster(
         max_layers=layers,
     )
     return task.solve(task.attainable(bound))
+
+
+def find_layers(chain: Sequence[ForwardEquation], counts: Sequence[int]) -> tuple[int, ...]:
+    """The places where layers begin: the user's boundaries, or else at the ends of blocks, if the model has blocks.
+
+    `counts`: the numbers of layers that are compared; the one whose cuts send the least is taken, the first among equals.
+    """
+    if marked := boundaries(chain):
+        return marked
+    best: tuple[int, ...] = ()
+    least = math.inf
+    for count in counts:
+        if count < len(chain):
+            places = cluster(chain, max_layers=count, slack=1.0)
+            sent = max((chain[place].cut_bytes for place in places), default=math.inf)
+            if sent < least:
+                best, least = places, sent
+    return best
 
 
 def _check(chain: Sequence[ForwardEquation], *, max_layers: int, slack: float, boundaries: Sequence[int]) -> None:

@@ -1,35 +1,50 @@
-"""Recomputation by stages: backward does the forward work of its stage again instead of keeping its results.
+"""Recomputation by stages: backward does the forward work of its stage again, layer by layer, instead of keeping its results.
 
-In: a `StageCut`, and for each stage the share of its forward work to do again, from its beginning. Out: a cut whose backward
-segments begin with the forward operations of that share whose results they read. So a microbatch in flight keeps what the stage
-received, and the results of the rest. Values that the user named may be kept as well. Operations and operands are the same, and
-so are the results: a dropout mask comes from the same key and positions. Forward still makes what other stages read. What can
-go wrong: a stage whose backward reads little else than what the stage received saves nothing; the predicted memory of both
-plans shows it.
+In: a `StageCut`, for each stage the share of its forward work to do again, from its beginning, and the places where layers begin.
+Out: a cut whose backward segments do forward operations of that share again, whose results they read: those of a layer just
+before its own backward. So a microbatch in flight keeps what its layers hand on and the results of the rest, and a backward has
+the results of one layer at a time. A stage whose layers hand on more than its backward reads, as those of a dense-net do, is one
+layer: it keeps what it received. Values that the user named may be kept as well. Operations and operands are the same, and so
+are the results: a dropout mask comes from the same key and positions. Forward still makes what other stages read. What can go
+wrong: a stage whose backward reads little else than what the stage received saves nothing; the predicted memory of both plans
+shows it.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
+from autopar.avals import bytes_of
 from autopar.compat import Var
 from autopar.program.checkpoint_names import find_named
 from autopar.program.program import Equation, operands_of
 from autopar.program.task_name import TaskName
+from autopar.stages.dependence import Dependence
 from autopar.stages.segments import Segment, StageCut
 
+SHARED = -1
+"""The layer of what several layers use and none makes, such as positions. It is made again before all else."""
 
-def recompute_in_backward(cut: StageCut, shares: Sequence[float], *, keeps_named: bool = False) -> StageCut:
+
+def recompute_in_backward(
+    cut: StageCut, shares: Sequence[float], *, layers: Sequence[int] = (), keeps_named: bool = False
+) -> StageCut:
     """The same cut with a share of each stage's forward work, 0 to 1, done again in backward.
 
-    `keeps_named`: values that the user named are kept.
+    `layers`: the places of the forward chain where layers begin. `keeps_named`: values that the user named are kept.
     """
+    chain = Dependence.of(cut.loop).forward()
+    layer_of = {eqn: bisect.bisect_right(layers, place) for place, eqn in enumerate(chain)}
     segments = dict(cut.segments)
     for name, segment in cut.segments.items():
         if name.kind == "backward" and shares[name.stage] > 0:
-            forward = cut.segments[TaskName("forward", name.stage)]
-            segments[name] = _with_forward(segment, _first_part(forward, shares[name.stage]), keeps_named=keeps_named)
+            forward = _first_part(cut.segments[TaskName("forward", name.stage)], shares[name.stage])
+            named = find_named(forward) if keeps_named else frozenset()
+            ways = [_Repetition(segment, forward, own, named) for own in (layer_of, dict.fromkeys(layer_of, 0))]
+            best = min(ways, key=lambda way: way.bytes_needed(cut.num_stages - name.stage))
+            segments[name] = best.backward()
     read = set(_read_by_others(segments.values()))
     made_by = dict(cut.made_by)
     for name, segment in segments.items():
@@ -45,25 +60,76 @@ def _first_part(forward: Segment, share: float) -> Sequence[Equation]:
     return forward.equations[: round(share * len(forward.equations))]
 
 
-def _with_forward(backward: Segment, forward: Sequence[Equation], *, keeps_named: bool) -> Segment:
-    """A backward that first makes again what it reads of these operations."""
-    named = find_named(forward) if keeps_named else frozenset()
-    again = _needed(forward, set(backward.reads) - named, named)
-    made = {v for eqn in again for v in eqn.outvars}
-    operands = (v for eqn in again for v in operands_of(eqn))
-    reads = [v for v in (*backward.reads, *operands) if v not in made]
-    equations = (*again, *backward.equations)
-    return dataclasses.replace(backward, equations=equations, reads=tuple(dict.fromkeys(reads)))
+class _Repetition:
+    """A backward, and what it does again of these forward operations, by layers.
+
+    `layer_of`: the layer of each equation of the forward chain. `named`: values that are kept.
+    """
+
+    def __init__(
+        self, backward: Segment, forward: Sequence[Equation], layer_of: Mapping[Equation, int], named: Set[Var]
+    ) -> None:
+        self._backward, self._forward, self._named = backward, forward, named
+        self._layer_of = _place_others(forward, layer_of)
+        self._maker = {v: eqn for eqn in forward for v in eqn.outvars}
+        self._kept = self._named | self._handed_on()
+        self._again = self._find_again()
+
+    def bytes_needed(self, in_flight: int) -> int:
+        """Bytes of one microbatch's whole values: what so many in flight keep, and what backward makes again at a time."""
+        return in_flight * sum(map(bytes_of, self._reads())) + max(
+            (sum(bytes_of(v) for eqn in again for v in eqn.outvars) for again in self._again.values()), default=0
+        )
+
+    def backward(self) -> Segment:
+        """The backward that first makes again what it reads, each layer's results just before it reads them."""
+        waiting = dict(self._again)
+        equations: list[Equation] = list(waiting.pop(SHARED, ()))
+        layer_made = {v: layer for layer, again in waiting.items() for eqn in again for v in eqn.outvars}
+        for eqn in self._backward.equations:
+            for layer in sorted({layer_made[v] for v in operands_of(eqn) if v in layer_made}, reverse=True):
+                equations += waiting.pop(layer, ())
+            equations.append(eqn)
+        return dataclasses.replace(self._backward, equations=tuple(equations), reads=self._reads())
+
+    def _handed_on(self) -> set[Var]:
+        """What a layer makes, and another one of these reads."""
+        found: set[Var] = set()
+        for eqn in self._forward:
+            layer = self._layer_of[eqn]
+            makers = {v: self._layer_of[self._maker[v]] for v in operands_of(eqn) if v in self._maker}
+            found.update(v for v, maker in makers.items() if SHARED not in (layer, maker) and maker != layer)
+        return found
+
+    def _find_again(self) -> dict[int, Sequence[Equation]]:
+        """By layer, the forward operations behind what backward reads, in order, as far as what is kept."""
+        wanted = {v for v in self._backward.reads if v in self._maker} - self._kept
+        chosen: dict[int, list[Equation]] = {}
+        for eqn in reversed(self._forward):
+            if any(v in wanted for v in eqn.outvars):
+                chosen.setdefault(self._layer_of[eqn], []).append(eqn)
+                wanted.update(v for v in operands_of(eqn) if v not in self._kept)
+        return {layer: equations[::-1] for layer, equations in chosen.items()}
+
+    def _reads(self) -> tuple[Var, ...]:
+        """What the backward reads that it does not make again."""
+        again = [eqn for equations in self._again.values() for eqn in equations]
+        made = {v for eqn in again for v in eqn.outvars}
+        operands = (v for eqn in again for v in operands_of(eqn))
+        return tuple(dict.fromkeys(v for v in (*self._backward.reads, *operands) if v not in made))
 
 
-def _needed(forward: Sequence[Equation], wanted: set[Var], kept: Set[Var]) -> Sequence[Equation]:
-    """The forward operations behind wanted values, in order, as far as what is kept."""
-    chosen = []
+def _place_others(forward: Sequence[Equation], layer_of: Mapping[Equation, int]) -> dict[Equation, int]:
+    """The layer of every forward operation: of one beside the chain, that of its readers, `SHARED` if these are several."""
+    readers: dict[Var, set[int]] = {}
+    found: dict[Equation, int] = {}
     for eqn in reversed(forward):
-        if any(v in wanted for v in eqn.outvars):
-            chosen.append(eqn)
-            wanted.update(v for v in operands_of(eqn) if v not in kept)
-    return chosen[::-1]
+        layers = {layer_of[eqn]} if eqn in layer_of else set[int]().union(*(readers.get(v, ()) for v in eqn.outvars))
+        layers = layers if len(layers) == 1 else {SHARED}
+        (found[eqn],) = layers
+        for v in operands_of(eqn):
+            readers.setdefault(v, set()).update(layers)
+    return found
 
 
 def _read_by_others(segments: Iterable[Segment]) -> Iterable[Var]:
