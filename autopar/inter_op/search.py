@@ -211,20 +211,28 @@ class _StageSearch:
         """The best of what is known when the budget is over.
 
         Stages on submeshes whose layers are only estimated count as slower, and those of planned layers alone are chosen as well.
+        One stage that is only estimated is the last resort: to plan it takes as long as all stages, and there is no time left.
         """
         ended = {way: (choice, self._hoped_s(way, choice)) for way, choice in choices.items()}
-        for way in sorted(ended, key=lambda way: ended[way][1])[: self.tuning.ways_at_once]:
-            if way.microbatches in self.costs.counts:
-                planned = self.stages.solve_planned(way, min(seconds for _, seconds in ended.values()))
-                if isinstance(planned, StageChoice) and planned.step_s < ended[way][1]:
-                    ended[way] = (planned, planned.step_s)
-        best = min(ended, key=lambda way: ended[way][1])
+        doubtful = {way for way, choice in choices.items() if self._is_doubtful(way, choice)}
+        planned_ways = sorted((way for way in ended if way.microbatches in self.costs.counts), key=lambda w: ended[w][1])
+        for way in planned_ways[: self.tuning.ways_at_once]:
+            below_s = min((seconds for one, (_, seconds) in ended.items() if one not in doubtful), default=math.inf)
+            planned = self.stages.solve_planned(way, below_s)
+            if isinstance(planned, StageChoice) and (way in doubtful or planned.step_s < ended[way][1]):
+                ended[way] = (planned, planned.step_s)
+                doubtful.discard(way)
+        best = min(ended.keys() - doubtful or ended, key=lambda way: ended[way][1])
         choice, _ = ended[best]
         if best.microbatches not in self.costs.counts:
             self.costs.plan_more(best.microbatches, [stage.submesh for stage in choice.stages])
         is_faster = choice.step_s < self.beat_s
         known = {way: choice for way, (choice, _) in ended.items()}
         return self._describe(best, known) if is_faster else NotFaster(self._compare(known))
+
+    def _is_doubtful(self, way: Timetable, choice: StageChoice) -> bool:
+        """Whether it is one stage, of layers that are not planned on its devices."""
+        return len(choice.stages) == 1 and not self.costs.is_planned(way.microbatches, choice.stages[0].submesh)
 
     def _hoped_s(self, way: Timetable, choice: StageChoice) -> float:
         """Seconds of a step; more if some of its stages are on submeshes on which no layer is planned."""

@@ -9,12 +9,16 @@ from autopar.errors import OutOfMemoryError
 from autopar.inter_op import given_stages, one_or_stages, search_pipeline
 from autopar.inter_op.one_or_stages import plan_one_or_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes
+from autopar.inter_op.plan_stage import plan_program
 from autopar.inter_op.search import search_stages
+from autopar.inter_op.timetables import Timetable
 from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.planner import plan_step
 from autopar.layouts.mesh import LogicalMesh
 from autopar.solver.budget import Budget, LateError
 from autopar.solver.outcomes import Unfinished
+from autopar.stages.split_scans import split_scans
+from autopar.stages.time_loops import make_loops
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
 
 WISHES = PipelineWishes(num_stages=1, num_microbatches=4)
@@ -48,6 +52,28 @@ def test_stages_that_the_clock_leaves_unplanned_end_the_search(traced, monkeypat
     monkeypatch.setattr(search_pipeline, "plan_with_recomputation", refuse)
     with pytest.raises(LateError):
         search_pipeline.search_pipeline(traced, WISHES, request_until(Budget()), beat_s=math.inf, **options)
+
+
+def test_one_stage_that_is_only_estimated_is_not_chosen_when_the_clock_ends(traced):
+    """Its estimate is perfect division, and to plan it would take longer than all of the search."""
+    budget = Budget()
+
+    def plan_and_stop(program, request):
+        budget.stop()
+        return plan_program(program, request)
+
+    timetables = [Timetable(4, "1f1b")]
+    options = {"devices": 4, "timetables": timetables, "budget": budget}
+    found = search_stages(make_loops(split_scans(traced, ()), 4), request_until(Budget()), **options)
+    late = search_stages(
+        make_loops(split_scans(traced, ()), 4),
+        request_until(Budget()),
+        planner=plan_and_stop,
+        **options,
+    )
+    assert len(found.sizes) == 2
+    assert late.ended_early
+    assert len(late.sizes) > 1
 
 
 def test_the_plan_on_one_mesh_is_handed_over_and_says_what_was_left(traced, monkeypatch):
