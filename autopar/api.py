@@ -340,7 +340,7 @@ def parallelize(
             `"inference"`; `"auto"` compares 1F1B, eager 1F1B, ZB-H1 and interleaved.
         virtual_stages: stages per mesh, for the interleaved schedule; `"auto"` compares 2 and 4.
         recompute: `"layer"` repeats forward work in the backward pass, with the same results, so that less is kept in memory: of
-            a whole stage in a pipeline, of one layer after the other on one mesh. `"named"` keeps the values that
+            one layer after the other, in a pipeline as on one mesh. `"named"` keeps the values that
             `jax.ad_checkpoint.checkpoint_name` names. `"none"` repeats nothing. `"auto"` repeats as much as has to be for the
             rest to fit, where nothing else does, and on one mesh where that beats microbatches.
         batch_statistics: of what batch normalisation takes mean and variance: `"batch"`, exactly as without autopar, or each

@@ -102,7 +102,9 @@ def _working_bytes(figures: Sequence[LayerFigures], case: _CostCase) -> np.ndarr
     residual = _sums([one.residual_bytes for one in figures])
     kept = (1.0 - case.share) * residual
     again = np.where(_repeats_by_layers(figures), _largest([one.residual_bytes for one in figures]), residual)
-    return np.asarray(np.minimum(kept + again, residual) / margin - kept if case.share else residual / margin - residual)
+    return np.asarray(
+        np.minimum(kept + again, residual) / margin - kept if case.share else residual / margin - residual
+    )
 
 
 class LayerCosts:

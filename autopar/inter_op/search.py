@@ -215,7 +215,9 @@ class _StageSearch:
         """
         ended = {way: (choice, self._hoped_s(way, choice)) for way, choice in choices.items()}
         doubtful = {way for way, choice in choices.items() if self._is_doubtful(way, choice)}
-        planned_ways = sorted((way for way in ended if way.microbatches in self.costs.counts), key=lambda w: ended[w][1])
+        planned_ways = sorted(
+            (way for way in ended if way.microbatches in self.costs.counts), key=lambda w: ended[w][1]
+        )
         for way in planned_ways[: self.tuning.ways_at_once]:
             below_s = min((seconds for one, (_, seconds) in ended.items() if one not in doubtful), default=math.inf)
             planned = self.stages.solve_planned(way, below_s)

@@ -84,12 +84,12 @@ class _Repetition:
     def backward(self) -> Segment:
         """The backward that first makes again what it reads, each layer's results just before it reads them."""
         waiting = dict(self._again)
-        equations: list[Equation] = list(waiting.pop(SHARED, ()))
+        equations: dict[Equation, None] = dict.fromkeys(waiting.pop(SHARED, ()))
         layer_made = {v: layer for layer, again in waiting.items() for eqn in again for v in eqn.outvars}
         for eqn in self._backward.equations:
             for layer in sorted({layer_made[v] for v in operands_of(eqn) if v in layer_made}, reverse=True):
-                equations += waiting.pop(layer, ())
-            equations.append(eqn)
+                equations |= dict.fromkeys(waiting.pop(layer, ()))
+            equations[eqn] = None
         return dataclasses.replace(self._backward, equations=tuple(equations), reads=self._reads())
 
     def _handed_on(self) -> set[Var]:
