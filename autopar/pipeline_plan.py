@@ -36,6 +36,8 @@ class StagePlan:
         state_bytes: what of the peak is weights and the optimizer's state, and inputs that lie there for the whole step.
         sum_bytes: what of it is sums over microbatches, such as gradients.
         microbatch_bytes: what each microbatch in flight keeps between forward and backward.
+        in_flight_bytes: what all of them keep at the most, where a split backward lets go of a part of it before the weight
+            gradient; 0 where each keeps `microbatch_bytes` to the end.
         node_kind: the name of its kind of node in a mixed cluster; empty where all nodes are alike.
     """
 
@@ -53,6 +55,7 @@ class StagePlan:
     state_bytes: int = 0
     sum_bytes: int = 0
     microbatch_bytes: int = 0
+    in_flight_bytes: int = 0
     node_kind: str = ""
 
     @property
@@ -63,7 +66,7 @@ class StagePlan:
     @property
     def flying_bytes(self) -> int:
         """What all microbatches in flight keep."""
-        return self.microbatch_bytes * self.microbatches_in_flight
+        return self.in_flight_bytes or self.microbatch_bytes * self.microbatches_in_flight
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

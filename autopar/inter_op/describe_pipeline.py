@@ -22,7 +22,7 @@ from autopar.intra_op.request import PlanRequest
 from autopar.layouts.mesh import LogicalMesh
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.program.step import TracedStep
-from autopar.schedules.in_flight import microbatches_in_flight
+from autopar.schedules.in_flight import InFlight
 from autopar.schedules.tasks import Schedule
 
 
@@ -38,14 +38,14 @@ class PlannedPipeline:
 def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, request: PlanRequest) -> PlannedPipeline:
     """The stages under a schedule, with the plan that describes them; its `planning_s` is 0."""
     first_devices = _first_devices(staged.stages[: schedule.num_meshes], request)
-    in_flight = microbatches_in_flight(schedule)
+    in_flight = InFlight(schedule)
     stages = tuple(
         _describe_stage(
             stage,
             number=number,
             mesh=number % schedule.num_meshes,
             first_device=first_devices[number % schedule.num_meshes],
-            in_flight=in_flight[number],
+            in_flight=in_flight,
             share=staged.shares[number] if staged.shares else 0.0,
         )
         for number, stage in enumerate(staged.stages)
@@ -88,7 +88,7 @@ def _first_devices(stages: Sequence[StagedStage], request: PlanRequest) -> list[
 
 
 def _describe_stage(
-    stage: StagedStage, *, number: int, mesh: int, first_device: int, in_flight: int, share: float
+    stage: StagedStage, *, number: int, mesh: int, first_device: int, in_flight: InFlight, share: float
 ) -> StagePlan:
     cut = stage.program.cut
     leaves = tuple(
@@ -104,13 +104,14 @@ def _describe_stage(
         forward_s=stage.forward_s,
         backward_s=stage.backward_s,
         once_s=stage.once_s,
-        microbatches_in_flight=in_flight,
+        microbatches_in_flight=in_flight.microbatches[number],
         peak_bytes=stage.peak_bytes,
         plan=stage.plan,
         recomputed_share=share,
         state_bytes=stage.memory.kept_bytes,
         sum_bytes=stage.memory.accumulator_bytes,
         microbatch_bytes=stage.memory.residual_bytes,
+        in_flight_bytes=stage.memory.flying_bytes(in_flight) if in_flight.is_split else 0,
         node_kind=stage.node_kind,
     )
 

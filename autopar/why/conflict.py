@@ -5,8 +5,9 @@ constraint, a preset, or an argument that the user gave and that could be left o
 them all, whatever the others say. All wishes together conflict, as the error says; from there each is left out where the others
 still do. That is an answer at any time, and one from which no wish can be left out if there was time for all. What needs no
 search comes first: state that exceeds all devices together, sets of which more is known already. Each relaxation is tried, and
-its price is that of the plan found. What can go wrong: a search that ends before it has found the plan there is; a relaxation
-is then said to be not enough. A search has to find something before the clock ends it, so the last one may overrun.
+its price is that of the plan found. No search takes more than its share of the time, so that all have some, and none is made
+twice. What can go wrong: a search that ends before it has found the plan there is; a relaxation is then said to be not enough.
+A search has to find something before the clock ends it, so the last one may overrun.
 """
 
 from __future__ import annotations
@@ -99,11 +100,14 @@ def find_conflict(
     """
     seconds = budget_s or settings.planning_seconds or BUDGET_S
     tries, limit = _Tries(settings, traced, Budget(seconds=seconds)), make_request(settings).memory_limit_bytes or 0
-    wishes, is_smallest = _conflicting(tries, _wishes(settings), Budget(seconds=_FOR_WISHES * seconds))
-    relaxations = [_with_more_memory(tries, error)]
-    relaxations += [tries.price(f"without {wish.words}", wish.given_up(settings)) for wish in wishes]
-    if isinstance(settings.devices, int) and settings.meshes == "auto":
-        relaxations.append(tries.price(f"devices={2 * settings.devices}", _on_more_devices(settings)))
+    every, more_devices = _wishes(settings), isinstance(settings.devices, int) and settings.meshes == "auto"
+    tries.ahead = 1 + (2 * len(every) if len(every) > 1 else len(every)) + more_devices
+    wishes, is_smallest = _conflicting(tries, every, Budget(seconds=_FOR_WISHES * seconds))
+    tries.ahead = 1 + sum(not tries.knows([wish]) for wish in wishes) + more_devices
+    relaxations = [_of_plan(f"without {wish.words}", tries.without([wish])) for wish in wishes]
+    relaxations.append(_with_more_memory(tries, error))
+    if more_devices:
+        relaxations.append(tries.price(f"devices={2 * count_devices(settings)}", _on_more_devices(settings)))
     return Conflict(
         limit_bytes=limit,
         wishes=tuple(wish.words for wish in wishes),
@@ -116,10 +120,28 @@ def find_conflict(
 
 
 class _Tries:
-    """Searches under one clock. Ctrl-C ends it like the clock: there is an answer by then."""
+    """Searches under one clock, `ahead` of them still to be made. Ctrl-C ends it like the clock: there is an answer by then."""
 
     def __init__(self, settings: Settings, traced: TracedStep, clock: Budget) -> None:
         self.settings, self.traced, self.clock = settings, traced, clock
+        self.ahead = 1
+        self._known: dict[frozenset[str], Plan | PipelinePlan | str] = {}
+
+    def knows(self, given_up: Sequence[Wish]) -> bool:
+        """Whether it has been tried what there is without some wishes."""
+        return _key(given_up) in self._known
+
+    def without(self, given_up: Sequence[Wish]) -> Plan | PipelinePlan | str | None:
+        """The plan without some wishes, or why there is none; None if there is no time. It is sought once."""
+        if not self.knows(given_up):
+            settings = self.settings
+            for wish in given_up:
+                settings = wish.given_up(settings)
+            found = self.plan(f"without {', '.join(wish.words for wish in given_up)}", settings)
+            if found is None:
+                return None
+            self._known[_key(given_up)] = found
+        return self._known[_key(given_up)]
 
     def plan(self, words: str, settings: Settings) -> Plan | PipelinePlan | str | None:
         """The plan under some settings, or why there is none; None if there is no time. What needs no search comes first."""
@@ -130,7 +152,9 @@ class _Tries:
             return None
         enter(f"why nothing fits: {words}")
         try:
-            most_s = min(settings.planning_seconds or self.clock.seconds_left, self.clock.seconds_left)
+            share_s = self.clock.seconds_left / max(1, self.ahead)
+            self.ahead -= 1
+            most_s = min(settings.planning_seconds or share_s, share_s)
             return solve(dataclasses.replace(settings, planning_seconds=most_s), self.traced)
         except KeyboardInterrupt:
             self.clock.stop()
@@ -168,8 +192,11 @@ def _wishes(settings: Settings) -> list[Wish]:
 
 def _conflicting(tries: _Tries, wishes: Sequence[Wish], clock: Budget) -> tuple[list[Wish], bool]:
     """Wishes that leave no plan, the others given up, and whether none of them can be left out."""
-    if not wishes or _leaves_plan(tries, wishes, ()) is False:
+    is_free = _leaves_plan(tries, wishes, ()) if wishes else False
+    if is_free is False:
         return [], True
+    if is_free is None or len(wishes) == 1:
+        return list(wishes), is_free is True
     kept = list(wishes)
     for wish in wishes:
         fewer = [one for one in kept if one is not wish]
@@ -182,11 +209,7 @@ def _conflicting(tries: _Tries, wishes: Sequence[Wish], clock: Budget) -> tuple[
 
 def _leaves_plan(tries: _Tries, wishes: Sequence[Wish], kept: Sequence[Wish]) -> bool | None:
     """Whether there is a plan that keeps some of the wishes; None if there is no time to find out."""
-    settings = tries.settings
-    for wish in wishes:
-        if wish not in kept:
-            settings = wish.given_up(settings)
-    found = tries.plan(", ".join(wish.words for wish in kept) or "nothing asked for", settings)
+    found = tries.without([wish for wish in wishes if wish not in kept])
     return None if found is None else not isinstance(found, str)
 
 
@@ -213,6 +236,10 @@ def _of_plan(words: str, plan: Plan | PipelinePlan | str | None) -> Relaxation:
     if plan is None or isinstance(plan, str):
         return Relaxation(words=words, is_tried=plan is not None)
     return Relaxation(words=words, step_s=plan.step_s, peak_bytes=plan.peak_bytes, ended_early=plan.ended_early)
+
+
+def _key(given_up: Sequence[Wish]) -> frozenset[str]:
+    return frozenset(wish.words for wish in given_up)
 
 
 def _is_of_preset(rule: Rule) -> bool:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -84,7 +86,7 @@ def conflict_text(conflict: Conflict) -> str:
     if conflict.wishes:
         lines = [f"No plan fits {limit} and keeps:", *(f"  {wish}" for wish in conflict.wishes)]
         lines += [] if conflict.is_smallest else ["There was no time to find out whether fewer of these conflict."]
-    lines += ["The largest tensors that are alive together:", *(f"  {tensor}" for tensor in conflict.tensors)]
+    lines += ["The largest tensors that are alive together:", *(f"  {tensor}" for tensor in _counted(conflict.tensors))]
     table = new_table("What would do, tried", "instead", "step", "peak", numbers=("step", "peak"))
     for one in conflict.relaxations:
         figures = (_without_plan(one), "") if one.step_s is None else _figures(one.step_s, one.peak_bytes)
@@ -93,6 +95,12 @@ def conflict_text(conflict: Conflict) -> str:
     stream = io.StringIO()
     Console(file=stream, width=TEXT_WIDTH, color_system=None).print(table)
     return "\n".join([*lines, "", *(line.rstrip() for line in stream.getvalue().splitlines())])
+
+
+def _counted(tensors: Sequence[str]) -> Iterator[str]:
+    """Equal tensors once, with their number."""
+    for tensor, number in Counter(tensors).items():
+        yield f"{number} x {tensor}" if number > 1 else tensor
 
 
 def _without_plan(one: Relaxation) -> str:

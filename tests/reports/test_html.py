@@ -13,6 +13,7 @@ import pytest
 from autopar.__main__ import main
 from autopar.explain.figures import figures_of
 from autopar.explain.units import bytes_text, seconds_text
+from autopar.reports.html import charts
 from autopar.reports.html import page as pages
 from tests.explain.test_pipelines import TRANSFERS, pipeline_of, stage_of
 from tests.plan_examples import BATCH, collective, layer_stack, plan_of
@@ -208,3 +209,10 @@ def test_every_cell_knows_its_column_because_narrow_pages_show_rows_as_cards(pla
     columns = re.findall(r"<th [^>]*>([^<]*)</th>", head[1])
     assert columns == re.findall(r'data-name="([^"]*)"', head[2])
     assert "content: attr(data-name)" in page
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0, 2.9, 3.1])
+def test_a_limit_above_the_peak_is_within_the_picture(factor):
+    text = charts.area("memory", [2**33, 2**34], limit=int(factor * 2**34))
+    assert text.count(">limit<") == (2 if factor < 3 else 0)
+    assert text.count("% of the step") == 2

@@ -8,6 +8,7 @@ from autopar.__main__ import main
 from autopar.commands.plans.flags import in_flags
 from autopar.errors import OutOfMemoryError, PlanError
 from autopar.why import conflict
+from autopar.why.report import WhyNot
 from tests.why.test_leaf import SETTINGS, shapes, train_step
 
 WHOLE = {"state/params/*": autopar.Replicated()}
@@ -116,6 +117,27 @@ def test_state_that_exceeds_all_devices_needs_no_search_to_say_so(monkeypatch):
     assert answer.answer.wishes == ()
     assert answer.answer.is_smallest
     assert all(settings.memory_limit_bytes != 1000 for settings in asked)
+
+
+@pytest.mark.parametrize("preset", [(), autopar.data_parallel()])
+def test_every_search_has_a_share_of_the_time_and_none_is_made_twice(monkeypatch, preset):
+    given = {"mesh_shape": (4,), "num_microbatches": 1, "recompute": "none"}
+    limit = int(1.3 * plan(**given).peak_bytes)
+    with pytest.raises(OutOfMemoryError) as caught:
+        plan(constraints=[autopar.data_parallel(), *([WHOLE] if preset == () else [])], memory_limit_bytes=limit // 4)
+    asked, free = [], plan(**given)
+    monkeypatch.setattr(conflict, "solve", lambda settings, traced: asked.append(settings) or free)
+    answer = caught.value.conflict(budget_s=60.0)
+    assert answer.answer.is_smallest
+    assert all(one.is_tried and one.step_s == free.step_s for one in answer.answer.relaxations)
+    shares = [settings.planning_seconds for settings in asked]
+    assert all(share * (len(shares) - number) <= 60.0 for number, share in enumerate(shares)), shares
+    assert len({(str(one.constraints), one.memory_limit_bytes, one.devices) for one in asked}) == len(asked)
+
+
+def test_equal_tensors_are_a_line():
+    told = conflict.Conflict(limit_bytes=1, wishes=(), tensors=("1.0 GiB exp",) * 4 + ("3 B x",), relaxations=())
+    assert "\n  4 x 1.0 GiB exp\n  3 B x\n" in str(WhyNot(told))
 
 
 def test_an_interrupted_search_leaves_the_answer_so_far(monkeypatch):

@@ -69,15 +69,17 @@ def area(name: str, values: Sequence[float], *, limit: float | None = None, of: 
     def draw(axes: Axes) -> None:
         steps = [100 * number / max(len(values) - 1, 1) for number in range(len(values))]
         axes.fill_between(steps, values, step="mid", color=SERIES[0], alpha=0.85, linewidth=0)
-        axes.set_ylim(bottom=0)
+        shown = [limit] if limit is not None and limit < 3 * max(values) else []
+        highest = max([*values, *shown])
+        axes.set_ylim(0, 1.05 * highest)
         axes.set_xlim(0, 100)
-        axes.yaxis.set_major_locator(_binary_ticks(max(values)))
+        axes.yaxis.set_major_locator(_binary_ticks(highest))
         axes.set_xlabel(f"% of the {of}")
         axes.yaxis.set_major_formatter(lambda value, _: bytes_text(max(value, 0)))
         axes.grid(axis="y", linewidth=0.5)
-        if limit is not None and limit < 3 * max(values):
-            axes.axhline(limit, color=TEXT, linestyle="--", linewidth=1)
-            axes.text(100, limit, "limit", ha="right", va="bottom")
+        for one in shown:
+            axes.axhline(one, color=TEXT, linestyle="--", linewidth=1)
+            axes.text(100, one, "limit", ha="right", va="bottom")
 
     return _both(name, draw, height=2.6)
 

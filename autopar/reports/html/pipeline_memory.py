@@ -1,8 +1,9 @@
 """The memory of a pipeline's meshes over the step, by the predicted clock.
 
 In: a `PipelinePlan` that knows the parts of its stages' peaks. Out: bytes of one device of a mesh at equal intervals of the
-step. The state and the sums lie there throughout; a microbatch keeps its part from the start of its forward to the end of its
-backward, of its weight gradient where that is a task of its own; and tasks need theirs while they run. What can go wrong:
+step. The state and the sums lie there throughout; a microbatch keeps an equal share of what all in flight keep at the most,
+from the start of its forward to the end of its backward, of its weight gradient where that is a task of its own; and tasks need
+theirs while they run. What can go wrong: a split backward lets go of a part before its end, which the shares do not show, and
 stages that share a mesh reach their peaks at different times, so the plan's peak, their sum, is more than the picture shows.
 """
 
@@ -31,7 +32,7 @@ def memory_over_step(plan: PipelinePlan, mesh: int, *, intervals: int = INTERVAL
         if isinstance(span.instruction, Run) and span.instruction.stage in stages
         for time_s, change in _changes(span, span.instruction, stages[span.instruction.stage], last)
     )
-    now = sum(stage.state_bytes + stage.sum_bytes for stage in stages.values())
+    now = float(sum(stage.state_bytes + stage.sum_bytes for stage in stages.values()))
     found, place = [], 0
     for number in range(1, intervals + 1):
         end_s, most = number * done.makespan_s / intervals, now
@@ -39,15 +40,15 @@ def memory_over_step(plan: PipelinePlan, mesh: int, *, intervals: int = INTERVAL
             now += changes[place][1]
             place += 1
             most = max(most, now)
-        found.append(most)
+        found.append(round(most))
     return found
 
 
-def _changes(span: Span, run: Run, stage: StagePlan, last: str) -> Iterator[tuple[float, int]]:
+def _changes(span: Span, run: Run, stage: StagePlan, last: str) -> Iterator[tuple[float, float]]:
     """When a task adds bytes, and when they go; at one instant, what goes makes room for what comes."""
     yield span.start_s, stage.working_bytes
     yield span.end_s, -stage.working_bytes
     if run.kind == "forward":
-        yield span.start_s, stage.microbatch_bytes
+        yield span.start_s, stage.flying_bytes / max(1, stage.microbatches_in_flight)
     if run.kind == last:
-        yield span.end_s, -stage.microbatch_bytes
+        yield span.end_s, -stage.flying_bytes / max(1, stage.microbatches_in_flight)

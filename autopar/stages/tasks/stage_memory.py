@@ -59,6 +59,15 @@ class StageMemory:
         loop_bytes = in_flight.most_bytes(self.stage, (*self.handed_on(in_flight), *working))
         return max(self.peak_bytes, self.kept_bytes + tasks.once_bytes + loop_bytes)
 
+    def flying_bytes(self, in_flight: InFlight) -> int:
+        """The most that microbatches keep at once between tasks: residuals, and cotangents that wait for weight gradients."""
+        kept = [
+            one
+            for one in self.handed_on(in_flight)
+            if (one.maker == "forward" and one.reader != "forward") or one.reader == "weight_gradient"
+        ]
+        return in_flight.most_bytes(self.stage, kept)
+
     def move_to(self, stage: int, senders: Mapping[int, int]) -> StageMemory:
         """The memory of an equal stage; `senders`: for each stage that sends to this one, that which sends to the other."""
         passing = tuple(dataclasses.replace(one, source=senders[one.source]) for one in self.passing)
