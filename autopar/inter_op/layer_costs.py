@@ -93,7 +93,7 @@ def _repeats_by_layers(figures: Sequence[LayerFigures]) -> np.ndarray:
     received, residual = [one.received_bytes for one in figures], [one.residual_bytes for one in figures]
     in_flight = np.arange(len(figures), 0, -1)[:, None]
     by_layers = in_flight * _sums(received) + _largest(residual)
-    return np.asarray(by_layers <= in_flight * np.array(received)[:, None] + _sums(residual))
+    return np.asarray(by_layers < in_flight * np.array(received)[:, None] + _sums(residual))
 
 
 def _working_bytes(figures: Sequence[LayerFigures], case: _CostCase) -> np.ndarray:

@@ -42,7 +42,7 @@ def recompute_in_backward(
         if name.kind == "backward" and shares[name.stage] > 0:
             forward = _first_part(cut.segments[TaskName("forward", name.stage)], shares[name.stage])
             named = find_named(forward) if keeps_named else frozenset()
-            ways = [_Repetition(segment, forward, own, named) for own in (layer_of, dict.fromkeys(layer_of, 0))]
+            ways = [_Repetition(segment, forward, own, named) for own in (dict.fromkeys(layer_of, 0), layer_of)]
             best = min(ways, key=lambda way: way.bytes_needed(cut.num_stages - name.stage))
             segments[name] = best.backward()
     read = set(_read_by_others(segments.values()))
