@@ -339,10 +339,10 @@ def parallelize(
         schedule: the order of work in a pipeline: `"gpipe"`, `"1f1b"`, `"eager-1f1b"`, `"interleaved"`, `"zb-h1"` or
             `"inference"`; `"auto"` compares 1F1B, eager 1F1B, ZB-H1 and interleaved.
         virtual_stages: stages per mesh, for the interleaved schedule; `"auto"` compares 2 and 4.
-        recompute: `"layer"` repeats forward work in the backward pass, with the same results, so that less is kept in memory: of
-            one layer after the other, in a pipeline as on one mesh. `"named"` keeps the values that
-            `jax.ad_checkpoint.checkpoint_name` names. `"none"` repeats nothing. `"auto"` repeats as much as has to be for the
-            rest to fit, where nothing else does, and on one mesh where that beats microbatches.
+        recompute: `"layer"` repeats the forward work of each layer in the backward pass, one layer after the other, with the same
+            results, so that less is kept in memory. `"named"` keeps the values that `jax.ad_checkpoint.checkpoint_name` names.
+            `"none"` repeats nothing. `"auto"` repeats as much as has to be for the rest to fit, where nothing else does, and on
+            one mesh where that beats microbatches.
         batch_statistics: of what batch normalisation takes mean and variance: `"batch"`, exactly as without autopar, or each
             `"microbatch"` for itself, without which a step that has it runs in one. What the state remembers is averaged.
         planning_processes: how many processes plan layers and stages, to the same plan. Those beside this one are forks of it,

@@ -173,7 +173,7 @@ class Cluster:
 
         The host calls ahead, so devices of their own only wait for it where their work is shorter than the call: they starve.
         """
-        call_s = self.call_s + self.call_s_per_array * arrays
+        call_s = self.dispatch_s(arrays)
         return device_s + call_s if self.shares_host else max(device_s, call_s)
 
     def of_kind(self, name: str) -> Cluster:

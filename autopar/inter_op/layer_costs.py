@@ -100,11 +100,11 @@ def _working_bytes(figures: Sequence[LayerFigures], case: _CostCase) -> np.ndarr
     """[i, j]: what backward makes again of layers i to j - 1, with the margin for it and for what is kept of a microbatch."""
     margin = memory_tuning.TUNING.temporaries_margin
     residual = _sums([one.residual_bytes for one in figures])
+    if not case.share:
+        return residual / margin - residual
     kept = (1.0 - case.share) * residual
     again = np.where(_repeats_by_layers(figures), _largest([one.residual_bytes for one in figures]), residual)
-    return np.asarray(
-        np.minimum(kept + again, residual) / margin - kept if case.share else residual / margin - residual
-    )
+    return np.asarray(np.minimum(kept + again, residual) / margin - kept)
 
 
 class LayerCosts:

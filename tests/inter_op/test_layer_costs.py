@@ -1,0 +1,31 @@
+"""What the search counts of a stage's memory whose backward does layers again, before any stage is planned."""
+
+import pytest
+
+from autopar.inter_op.layer_costs import _CostCase, _in_flight_bytes, _working_bytes
+from autopar.inter_op.planned_layers import LayerFigures
+from autopar.intra_op.memory import tuning as memory_tuning
+
+MARGIN = memory_tuning.TUNING.temporaries_margin
+LAYERS = 4
+
+
+def bytes_of_stage(received, residual, share):
+    """(in flight for each microbatch, what a task needs beside them with its margin) of all layers, which are alike."""
+    figures = [LayerFigures(received_bytes=received, residual_bytes=residual)] * LAYERS
+    case = _CostCase(8, share, False)
+    needed = _working_bytes(figures, case)[0, LAYERS] + (1 - share) * LAYERS * residual
+    return _in_flight_bytes(figures, case, 1)[0, LAYERS], needed * MARGIN
+
+
+@pytest.mark.parametrize(
+    ("received", "share", "in_flight", "needed"),
+    [
+        (2, 0.0, 4 * 34, 4 * 34),  # everything is kept
+        (2, 1.0, 4 * 2, 34),  # layers keep what they received, and one is done again at a time
+        (2, 0.5, (4 * 2 + 4 * 34) / 2, 2 * 34 + 34),  # half is kept
+        (40, 1.0, 40, 4 * 34),  # layers hand on more than they keep: the stage is done again as a whole
+    ],
+)
+def test_stages_keep_what_their_layers_received_where_that_is_less(received, share, in_flight, needed):
+    assert bytes_of_stage(received, 34, share) == pytest.approx((in_flight, needed))
