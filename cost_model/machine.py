@@ -164,7 +164,7 @@ class Cluster:
             tiers=self.tiers,
         )
 
-    def dispatch_s(self, arrays: int) -> float:
+    def dispatch_s(self, arrays: float) -> float:
         """Seconds of a call of a compiled step with so many arrays, each of which comes back."""
         return self.call_s + self.call_s_per_array * arrays
 

@@ -101,7 +101,7 @@ def _working_bytes(figures: Sequence[LayerFigures], case: _CostCase) -> np.ndarr
     margin = memory_tuning.TUNING.temporaries_margin
     residual = _sums([one.residual_bytes for one in figures])
     if not case.share:
-        return residual / margin - residual
+        return np.asarray(residual / margin - residual)
     kept = (1.0 - case.share) * residual
     again = np.where(_repeats_by_layers(figures), _largest([one.residual_bytes for one in figures]), residual)
     return np.asarray(np.minimum(kept + again, residual) / margin - kept)
