@@ -85,12 +85,13 @@ class _Repetition:
         """The backward that first makes again what it reads, each layer's results just before it reads them."""
         waiting = dict(self._again)
         equations: dict[Equation, None] = dict.fromkeys(waiting.pop(SHARED, ()))
-        layer_made = {v: layer for layer, again in waiting.items() for eqn in again for v in eqn.outvars}
+        reads = self._reads()
+        layer_made = {v: n for n, again in waiting.items() for eqn in again for v in eqn.outvars if v not in reads}
         for eqn in self._backward.equations:
             for layer in sorted({layer_made[v] for v in operands_of(eqn) if v in layer_made}, reverse=True):
                 equations |= dict.fromkeys(waiting.pop(layer, ()))
             equations[eqn] = None
-        return dataclasses.replace(self._backward, equations=tuple(equations), reads=self._reads())
+        return dataclasses.replace(self._backward, equations=tuple(equations), reads=reads)
 
     def _handed_on(self) -> set[Var]:
         """What a layer makes, and another one of these reads."""
@@ -112,9 +113,9 @@ class _Repetition:
         return {layer: equations[::-1] for layer, equations in chosen.items()}
 
     def _reads(self) -> tuple[Var, ...]:
-        """What the backward reads that it does not make again."""
+        """What the backward reads that it does not make again, and what is kept; a loop that is done again may make that too."""
         again = [eqn for equations in self._again.values() for eqn in equations]
-        made = {v for eqn in again for v in eqn.outvars}
+        made = {v for eqn in again for v in eqn.outvars} - self._kept
         operands = (v for eqn in again for v in operands_of(eqn))
         return tuple(dict.fromkeys(v for v in (*self._backward.reads, *operands) if v not in made))
 

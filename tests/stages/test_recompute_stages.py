@@ -186,6 +186,31 @@ def test_layers_that_hand_on_all_that_they_make_are_done_again_together():
     assert len(by_operations.reads) == len(whole.reads)
 
 
+def test_what_a_loop_hands_on_is_kept_when_the_loop_is_done_again_for_its_other_results():
+    """A backward reads nothing before it is made, also where one equation makes what is handed on and what is not."""
+
+    def scanned(weights, x):
+        def loss(weights):
+            h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.stack(weights))
+            return jnp.mean(jnp.tanh(h @ weights[0]) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    (weights, _), x = arguments()
+    signature = CallSignature(scanned, (1,), (), "auto")
+    loop = make_time_loop(trace(signature, bind_arguments(signature, (weights, x), {})), 4)
+    length = len(forward_chain(loop))
+    for place in range(1, length):
+        again = recompute_in_backward(cut_stages(loop, []), (1.0,), layers=(place,))
+        backward = again.segments[TaskName("backward", 0)]
+        made = set(backward.reads)
+        for eqn in backward.equations:
+            early = {v for v in operands_of(eqn) if v in set(backward.made())} - made
+            assert not early, f"layers begin at {place}: {eqn} reads what is not made yet"
+            made |= set(eqn.outvars)
+
+
 @pytest.mark.sweep
 def test_stages_of_several_layers_need_the_memory_that_is_predicted():
     """XLA's own account of the tasks is not above the plan's, and does not come near that of all layers at once."""
