@@ -163,6 +163,7 @@ def test_processes_that_plan_different_things_are_told_both(tmp_path):
     assert "OutOfMemoryError" in str(found[1]["memory"])
 
 
+@pytest.mark.fault(1)
 @pytest.mark.slow
 def test_a_stage_that_fails_in_one_process_is_reported_by_all(tmp_path):
     zero, one = numbers_of("stage_that_fails", tmp_path)

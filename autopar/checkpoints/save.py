@@ -373,4 +373,4 @@ def _in_our_words(where: object, done: str) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

@@ -1,9 +1,11 @@
 """What goes wrong around the files of a run ends in our words and costs no checkpoint, or the run goes on."""
 
-import contextlib
 import functools
 import io
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,9 +19,10 @@ from autopar.checkpoints import Checkpoints
 from autopar.errors import CheckpointError
 from autopar.testing.faults import inject, no_room
 from tests.checkpoints.steps import bits, laid_out, make_batch, make_state, planned, scanned_step
+from tests.unwritable import unwritable
 
+ROOT = Path(__file__).resolve().parents[2]
 step_of = functools.cache(planned)
-NOBODY = 65534
 
 
 def save(path, number=0):
@@ -32,6 +35,7 @@ def run(folder, step, **options):
     return autopar.Run(step, batches, folder, create_state=make_state, **more)
 
 
+@pytest.mark.fault(30)
 @pytest.mark.parametrize(
     ("full", "words"),
     [(lambda: no_room(2000), "File too large"), (lambda: inject("full@write:*"), "No space left on device")],
@@ -48,6 +52,7 @@ def test_a_disk_that_is_full_is_told_and_what_was_there_stays(full, words, tmp_p
     assert save(tmp_path / "2", 2).wait() == tmp_path / "2"
 
 
+@pytest.mark.fault(30)
 def test_a_run_whose_disk_is_full_ends_with_the_reason_and_goes_on_once_there_is_room(tmp_path):
     step = step_of("zero3")
     with inject("full@write,count=2,times=99"), pytest.raises(CheckpointError, match="No space left on device"):
@@ -56,21 +61,29 @@ def test_a_run_whose_disk_is_full_ends_with_the_reason_and_goes_on_once_there_is
     assert bits(run(tmp_path, step).train(9).state) == bits(run(None, step).train(9).state)
 
 
-@contextlib.contextmanager
-def unwritable(folder):
-    """A context in which a folder cannot be written to; who may write everywhere is somebody else there."""
-    folder.chmod(0o555)
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
-        folder.chmod(0o755)
+KILLED = """
+import sys
+from pathlib import Path
+from autopar.testing.faults import inject
+from tests.checkpoints.test_faults_of_files import run, step_of
+with inject("kill@write,count=2"):
+    run(Path(sys.argv[1]), step_of("zero3")).train(9)
+"""
 
 
+@pytest.mark.fault(26)
+def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path):
+    folder, step = tmp_path / "run", step_of("zero3")
+    killed = subprocess.run([sys.executable, "-c", KILLED, folder], cwd=ROOT, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert Checkpoints(folder, step).numbers() == [2]
+    assert [path.name.partition(".")[0] for path in folder.glob("*.orbax-checkpoint-tmp*")] == ["4"]
+    assert bits(autopar.restore(folder, step)) == bits(run(None, step).train(2).state)
+    assert bits(run(folder, step).train(9).state) == bits(run(None, step).train(9).state)
+    assert sorted(os.listdir(folder)) == ["6", "8", "9"]
+
+
+@pytest.mark.fault(31)
 def test_a_folder_that_is_read_only_is_restored_from_and_not_written_to():
     step = step_of("zero3")
     with tempfile.TemporaryDirectory() as name:
@@ -85,6 +98,7 @@ def test_a_folder_that_is_read_only_is_restored_from_and_not_written_to():
         assert os.listdir(folder) == ["1"]
 
 
+@pytest.mark.fault(32)
 def test_a_save_and_a_restore_that_fail_leave_everything_as_it_was(tmp_path):
     save(tmp_path / "1", 1).wait()
     with inject("raise@write"), pytest.raises(CheckpointError, match="2 cannot be written: fault on purpose at write"):
@@ -94,6 +108,7 @@ def test_a_save_and_a_restore_that_fail_leave_everything_as_it_was(tmp_path):
     assert bits(autopar.restore(tmp_path, step_of("zero3"))) == bits(make_state(1))
 
 
+@pytest.mark.fault(29)
 def test_the_plan_of_a_step_that_has_changed_is_searched_anew(tmp_path, caplog):
     def with_loss_doubled(state, batch):
         new, loss = scanned_step(state, batch)
@@ -110,6 +125,7 @@ def test_the_plan_of_a_step_that_has_changed_is_searched_anew(tmp_path, caplog):
     )
 
 
+@pytest.mark.fault(34)
 def test_of_two_runs_in_one_folder_the_second_is_refused_and_the_first_goes_on(tmp_path):
     step, refused = step_of("zero3"), []
 
@@ -127,6 +143,7 @@ def test_of_two_runs_in_one_folder_the_second_is_refused_and_the_first_goes_on(t
     assert sorted(os.listdir(tmp_path)) == ["6", "8", "9"]
 
 
+@pytest.mark.fault(35)
 @pytest.mark.parametrize("jump_s", [-86_400, 86_400])
 def test_a_clock_that_jumps_changes_neither_order_nor_times(tmp_path, jump_s, monkeypatch):
     step, real, made = step_of("zero3"), time.time, []

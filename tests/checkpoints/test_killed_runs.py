@@ -87,6 +87,7 @@ def check(folder, kills, count):
         assert found == [one.split()[0] for one in expected]
 
 
+@pytest.mark.fault(26)
 @pytest.mark.slow
 @pytest.mark.parametrize(("kills", "count"), [(3, 1), (70, 1), (25, 2), (5, 4)])
 def test_a_run_that_is_killed_a_hundred_times_ends_as_one_that_is_not(tmp_path, kills, count):

@@ -118,6 +118,7 @@ def without(*gone):
     return batches
 
 
+@pytest.mark.fault(36)
 def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(tmp_path):
     with pytest.raises(
         TrainingError,
@@ -127,6 +128,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_not_saved(tmp_path):
     assert Checkpoints(tmp_path, step_of("zero3")).numbers()[-1] == 4
 
 
+@pytest.mark.fault(36)
 @pytest.mark.parametrize("at", [0, 5, 8])
 def test_skip_is_as_if_the_batch_had_not_been_there(tmp_path, at):
     found = run(tmp_path / "a", data=poisoned(at), guard=Guard(action="skip")).train(STEPS)
@@ -134,12 +136,14 @@ def test_skip_is_as_if_the_batch_had_not_been_there(tmp_path, at):
     assert (found.number, bits(found.state)) == (STEPS, bits(expected.state))
 
 
+@pytest.mark.fault(36)
 def test_back_goes_on_behind_the_batch_and_the_checkpoint_stays_before_it(tmp_path):
     found = run(tmp_path / "a", data=poisoned(5), guard=Guard(action="back")).train(STEPS)
     expected = run(None, data=without(4, 5)).train(STEPS)  # the checkpoint is that of step 4
     assert bits(found.state) == bits(expected.state)
 
 
+@pytest.mark.fault(36)
 def test_a_spike_is_a_bad_loss_and_three_times_is_enough(tmp_path):
     guard = Guard(action="back", spike=10, window=3)
     found = run(tmp_path / "a", data=poisoned(5, 100.0), guard=guard).train(STEPS)
@@ -220,6 +224,7 @@ def test_a_run_that_goes_on_takes_the_plan_of_its_checkpoint_without_a_search(tm
     assert bits(again.state) == bits(run(None, two_devices()).train(6).state)
 
 
+@pytest.mark.fault(25, 29)
 @pytest.mark.parametrize(
     "other", [{"mesh_shape": (4,)}, {"constraints": autopar.data_parallel()}, {"memory_limit_bytes": 2**30}]
 )

@@ -19,6 +19,7 @@ def test_lines_are_added_to_those_that_are_there(tmp_path):
     assert path.read_text() == "one\ntwo\n" * 2
 
 
+@pytest.mark.fault(21)
 def test_half_a_line_is_cut_off_and_told_once_and_later_lines_follow(tmp_path):
     path = tmp_path / "lines"
     log = LineLog(path)

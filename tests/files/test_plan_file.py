@@ -86,6 +86,7 @@ def test_text_that_json_allows_and_no_file_holds_is_refused(text, words):
         Plan.from_json(text)
 
 
+@pytest.mark.fault(23)
 @pytest.mark.parametrize("version", [1, 99])
 def test_a_plan_of_another_version_says_to_plan_again(plan, version):
     with pytest.raises(PlanError, match=f"a plan of version {version}, this autopar reads version 2: plan again"):

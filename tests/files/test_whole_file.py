@@ -3,6 +3,7 @@
 import os
 import re
 import stat
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from autopar import ArgumentError, AutoparWarning
 from autopar.files import loss_log
 from autopar.files.loss_log import LossLog
-from autopar.files.whole_file import write_whole
+from autopar.files.whole_file import save, write_whole
 from tests.commands.command_line import SMALL, run
+from tests.unwritable import unwritable
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ROOT / "docs/examples/runs.csv"
@@ -69,6 +71,7 @@ def write_rows(file):
     return run("simulate", "--table", ROWS, "--closed-form", "--csv", file)
 
 
+@pytest.mark.fault(21)
 @pytest.mark.parametrize("write", [write_plan, write_rows])
 def test_a_full_disk_leaves_the_file_that_was_there_and_says_what_to_do(write, tmp_path, monkeypatch, capsys):
     file = tmp_path / "file"
@@ -80,6 +83,22 @@ def test_a_full_disk_leaves_the_file_that_was_there_and_says_what_to_do(write, t
         "Make room there, or name a file elsewhere\n"
     )
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "a good file")]
+
+
+@pytest.mark.fault(21)
+def test_a_folder_that_is_read_only_keeps_its_file_and_is_named(capsys):
+    with tempfile.TemporaryDirectory() as name:
+        file = Path(name) / "plan.json"
+        file.write_text("a good file")
+        with unwritable(Path(name)):
+            assert write_plan(file) == 2
+        assert capsys.readouterr().err == (
+            f"autopar: cannot write {file}: Permission denied; the file that was there is as it was. "
+            "Make room there, or name a file elsewhere\n"
+        )
+        with unwritable(Path(name)), pytest.raises(ArgumentError, match="Permission denied"):
+            save(Path(name) / "another", "text")
+        assert [(path.name, path.read_text()) for path in Path(name).iterdir()] == [("plan.json", "a good file")]
 
 
 def test_nothing_of_autopar_writes_to_a_file_in_another_way():
@@ -118,6 +137,7 @@ def test_losses_are_in_the_file_when_the_run_ends_and_each_second_before(tmp_pat
     assert file.read_bytes() == f"{TEXT}3,0.125,0.250000\r\n".encode()
 
 
+@pytest.mark.fault(21)
 def test_a_full_disk_does_not_end_the_run_whose_losses_are_written_once_there_is_room(tmp_path, monkeypatch):
     monkeypatch.setattr(loss_log, "PAUSE_S", 0.0)
     log, file = LossLog(tmp_path / "log.csv"), tmp_path / "log.csv"

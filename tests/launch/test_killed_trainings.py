@@ -1,6 +1,7 @@
 """A training with checkpoints is killed two hundred times, also while it saves, and ends with the bits of one that is not.
 
 In half of the runs steps go on while a checkpoint is written; in the others they wait, and no kill costs more than an interval.
+One that goes on with fewer devices after kills, on another plan, has the losses of one device.
 """
 
 import os
@@ -8,9 +9,11 @@ import random
 import signal
 import time
 
+import numpy as np
 import pytest
 
 from tests.launch.launching import HERE, end, lines, processes_of, said, start, wait_until
+from tests.launch.training_step import losses_of_one_device
 
 pytestmark = pytest.mark.slow
 TRAINING, STEPS, EVERY = (HERE / "training.py",), 120, 3
@@ -18,10 +21,10 @@ KILLS = 10
 LIMIT_S = 1500
 
 
-def begin(folder, count, waits=False):
-    """A job of so many workers with four devices together, which keeps its plan beside its checkpoints."""
+def begin(folder, count, waits=False, devices=4, more_options=()):
+    """A job of so many workers with these devices together, which keeps its plans beside its checkpoints."""
     folder.mkdir()
-    options = ("-n", str(count), "--devices-per-process", str(4 // count), "--max-restarts", "1000")
+    options = (*f"-n {count} --devices-per-process {devices // count} --max-restarts 1000".split(), *more_options)
     more = {"TRAINING_PAUSE_S": "0.05", "AUTOPAR_CACHE": str(folder / "plans")}
     if waits:
         more["TRAINING_WAITS"] = "1"
@@ -115,6 +118,7 @@ def lost_steps(folder, moment, waits):
     return kind, was_saving, lost
 
 
+@pytest.mark.fault(13, 15, 26)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "goes on"])
@@ -132,3 +136,26 @@ def test_a_training_that_is_killed_ten_times_ends_as_one_that_is_not(waits, coun
     assert losses(folder) == expected
     assert lines(folder, "end") == digest
     (tmp_path / "moments").write_text(str([lost_steps(folder, moment, waits) for moment in moments]))
+
+
+@pytest.mark.fault(13, 15, 18, 26)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_training_whose_workers_are_killed_and_not_replaced_goes_on_under_other_plans(seed, tmp_path):
+    """Each second kill costs the job a worker: it has six devices, then four, then two."""
+    chance, folder = random.Random(seed), tmp_path / "job"
+    job, before, moments = begin(folder, 3, True, 6, ("--min-processes", "1")), set(), []
+    for count in (3, 3, 2, 2):
+        workers, moment = kill(folder, count, before, chance)
+        before |= workers
+        moments.append(moment)
+    status, words = end(job, folder, LIMIT_S)
+    assert status == 0, words
+    assert words.count("start again from the last checkpoint") == len(moments)
+    (tmp_path / "moments").write_text(str([lost_steps(folder, moment, True) for moment in moments]))
+    attempts = [tuple(map(int, line.split()[:2])) for line in lines(folder, "losses")]
+    assert {devices for attempt, devices in attempts if attempt == 4} == {2}
+    assert all(devices == (6, 6, 4, 4, 2)[attempt] for attempt, devices in attempts)
+    made = losses(folder)
+    assert sorted(made) == [*range(STEPS)]
+    for number, expected in enumerate(losses_of_one_device(STEPS)):
+        np.testing.assert_allclose([float(loss) for loss in made[number]], expected, rtol=1e-5)

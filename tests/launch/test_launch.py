@@ -11,6 +11,7 @@ import pytest
 from autopar.__main__ import main
 from tests.launch.launching import (
     COUNTING,
+    HERE,
     end,
     is_gone,
     lines,
@@ -39,6 +40,7 @@ def check_restarted(folder, status, said, words):
     assert ends == {f"[{rank}] ends with {state['x']!r}" for rank, state in enumerate(uninterrupted(2, STEPS))}
 
 
+@pytest.mark.fault(13, 16)
 @pytest.mark.parametrize(
     ("what", "words"),
     [
@@ -71,6 +73,7 @@ STANDSTILLS = {
 }
 
 
+@pytest.mark.fault(11, 14)
 def test_a_worker_that_stands_still_in_whatever_way_is_told_and_the_job_starts_again(tmp_path):
     """Jobs side by side, as all that they do is to wait."""
     jobs = {}
@@ -83,6 +86,7 @@ def test_a_worker_that_stands_still_in_whatever_way_is_told_and_the_job_starts_a
     assert (tmp_path / "stand" / "metrics1").exists()
 
 
+@pytest.mark.fault(16)
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -102,6 +106,17 @@ def test_a_fault_on_purpose_happens_in_its_worker(fault, words, tmp_path):
     assert results(tmp_path, 2) == uninterrupted(2, 20)
 
 
+@pytest.mark.fault(15)
+def test_the_worker_with_the_coordination_service_may_be_lost_like_any_other(tmp_path):
+    fault = "kill@point:all have joined,rank=0,attempt=0"
+    status, said = run(tmp_path, "-n", "2", "--fault", fault, script=(HERE / "joined.py",), arguments=())
+    assert status == 0, said
+    assert "autopar launch: worker 0 was ended by SIGKILL" in said
+    assert "2 workers start again from the last checkpoint (restart 1 of 10)" in said
+    assert "restart 2" not in said
+    assert sorted(printed(tmp_path).splitlines()) == [f"[{rank}] ends in attempt 1" for rank in range(2)]
+
+
 @pytest.mark.slow
 def test_a_standstill_of_the_supervisor_itself_is_not_held_against_workers(tmp_path):
     job = start(tmp_path, "-n", "2", "--silence-seconds", "4", arguments=(550,), COUNTING_HOLD="549")
@@ -116,6 +131,7 @@ def test_a_standstill_of_the_supervisor_itself_is_not_held_against_workers(tmp_p
     assert results(tmp_path, 2) == uninterrupted(2, 550)
 
 
+@pytest.mark.fault(17)
 def test_an_error_that_comes_twice_without_a_step_in_between_ends_the_job(tmp_path):
     status, said = run(tmp_path, "-n", "2", arguments=(40, "always raise", 0, 5))
     assert status == 1
@@ -132,6 +148,7 @@ LAST = {
 }
 
 
+@pytest.mark.fault(18)
 def test_a_job_that_may_not_start_again_ends_soon_with_the_status_of_what_failed(tmp_path):
     """A script that has raised is known before its process has ended, and whatever becomes of that."""
     jobs = {}
@@ -164,6 +181,7 @@ def test_a_signal_that_is_ignored_for_the_supervisor_ends_nothing(tmp_path):
     assert results(tmp_path, 1) == uninterrupted(1, 40)
 
 
+@pytest.mark.fault(19)
 def test_no_process_is_left_when_the_supervisor_itself_is_killed(tmp_path):
     job = start(tmp_path, "-n", "2", arguments=(10_000, "leave", 1, 2))
     assert wait_until(lambda: any(b"-c" in words for words in processes_of(tmp_path).values())), (
@@ -174,12 +192,14 @@ def test_no_process_is_left_when_the_supervisor_itself_is_killed(tmp_path):
     assert is_gone(tmp_path)
 
 
+@pytest.mark.fault(20)
 def test_a_process_that_a_worker_has_left_behind_ends_with_the_job(tmp_path):
     status, said = run(tmp_path, "-n", "2", arguments=(10, "leave", 1, 2))
     assert status == 0
     assert "1 process that the workers had left behind is killed" in said
 
 
+@pytest.mark.fault(25)
 def test_a_job_takes_another_size_while_it_runs(tmp_path):
     size = tmp_path / "size"
     job = start(tmp_path, "-n", "2", "--size-file", size, arguments=(90,), COUNTING_HOLD="80")
@@ -198,6 +218,7 @@ def test_a_job_takes_another_size_while_it_runs(tmp_path):
     assert results(tmp_path, 1) == uninterrupted(1, 90)
 
 
+@pytest.mark.fault(18)
 @pytest.mark.slow
 def test_a_job_goes_on_with_fewer_workers_if_it_may(tmp_path):
     job = start(tmp_path, "-n", "3", "--min-processes", "2", arguments=(60,), COUNTING_HOLD="50")
@@ -229,6 +250,7 @@ def test_arguments_that_cannot_be_used_are_named(argv, words, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.fault(13, 14)
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("first", range(0, 50, 10))

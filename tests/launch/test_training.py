@@ -3,12 +3,11 @@
 import re
 import time
 
-import jax
 import numpy as np
 import pytest
 
 from tests.launch.launching import HERE, end, lines, run, start, wait_until
-from tests.launch.training_step import batch, init_state, train_step
+from tests.launch.training_step import losses_of_one_device
 
 pytestmark = pytest.mark.slow
 TRAINING = (HERE / "training.py",)
@@ -19,12 +18,7 @@ LIMIT_S = 400
 
 @pytest.fixture(scope="module")
 def reference():
-    """The losses of steps in one process, by `jax.jit`."""
-    state, step, found = init_state(), jax.jit(train_step), []
-    for number in range(MOST_STEPS):
-        state, loss = step(state, batch(number))
-        found.append(float(loss))
-    return found
+    return losses_of_one_device(MOST_STEPS)
 
 
 def losses(folder):
@@ -45,6 +39,7 @@ def check(found, reference, steps=STEPS):
         assert len({(devices, loss) for _, devices, loss in found[number]}) == len({d for _, d, _ in found[number]})
 
 
+@pytest.mark.fault(3, 6, 13, 14, 15, 26, 30)
 @pytest.mark.parametrize(
     ("way", "fault", "words"),
     [
@@ -86,6 +81,7 @@ def test_a_training_goes_on_after_a_fault_as_if_nothing_had_happened(way, fault,
     check(losses(tmp_path), reference)
 
 
+@pytest.mark.fault(25)
 def test_a_job_goes_on_with_eight_four_six_and_eight_devices(reference, tmp_path):
     size = tmp_path / "size"
     job = start(
@@ -113,6 +109,7 @@ def test_a_job_goes_on_with_eight_four_six_and_eight_devices(reference, tmp_path
     assert max(seconds) < 60, seconds
 
 
+@pytest.mark.fault(11)
 def test_a_pipeline_that_stands_still_is_named_by_each_process_with_its_peer(reference, tmp_path):
     fault = "slow@instruction:run backward*,count=9,rank=1,attempt=0,seconds=300"
     options = ("-n", "2", "--devices-per-process", "2", "--stall-seconds", "10", "--fault", fault)

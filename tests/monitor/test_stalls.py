@@ -53,6 +53,7 @@ def stalled_at(choose, pattern):
     return next(words for words in said if re.search(pattern, words))
 
 
+@pytest.mark.fault(11)
 def test_a_task_that_stands_still_is_named_with_its_stage_and_whoever_waits_for_it():
     chosen = stalled_at(
         lambda i: isinstance(i, Run) and (i.stage, i.microbatch, i.kind) == (1, 0, "forward"),
@@ -105,6 +106,7 @@ def test_what_moves_is_not_named_and_what_stands_is_named_once():
     assert not watch.forget()
 
 
+@pytest.mark.fault(12)
 def test_a_wait_for_another_process_is_named():
     said, told, gone_on = [], threading.Event(), threading.Event()
     told_or_gone_on = {True: told.set, False: gone_on.set}

@@ -21,6 +21,7 @@ from tests.schedules.chains import callables_of, inputs_of
 pytestmark = pytest.mark.usefixtures("no_thread_is_left")
 
 
+@pytest.mark.fault(1, 2, 3)
 @pytest.mark.parametrize(("name", "p", "m"), SMALL)
 def test_a_failure_at_any_place_is_named_stops_all_and_leaves_nothing(name, p, m):
     schedule = make_schedule(name, num_meshes=p, num_microbatches=m)

@@ -43,6 +43,7 @@ def expected():
     return float(jax.jit(train_step)(start(), BATCH)[1])
 
 
+@pytest.mark.fault(5, 6)
 @pytest.mark.parametrize("phase", ["tracing", "planning", "compiling"])
 def test_a_fault_of_a_phase_is_raised_as_it_is_and_the_next_call_goes_on(phase, parallel):
     state = start()
@@ -56,6 +57,7 @@ def test_after_faults_of_all_phases_the_step_is_right(parallel, expected):
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
 
+@pytest.mark.fault(7)
 def test_a_fault_of_a_gather_leaves_what_was_to_be_gathered(parallel, expected):
     state, _ = parallel(start(), BATCH)
     with inject("raise@gather"), pytest.raises(InjectedFaultError, match="fault on purpose at gather 2 arrays"):
@@ -66,6 +68,7 @@ def test_a_fault_of_a_gather_leaves_what_was_to_be_gathered(parallel, expected):
         np.testing.assert_allclose(whole[name], reference[name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.fault(9)
 def test_a_nan_in_the_batch_is_found_where_it_is_looked_for_and_otherwise_in_the_loss(parallel):
     with inject("corrupt@step"):
         assert np.isnan(parallel(start(), BATCH)[1])
@@ -74,6 +77,7 @@ def test_a_nan_in_the_batch_is_found_where_it_is_looked_for_and_otherwise_in_the
         parallel(start(), BATCH)
 
 
+@pytest.mark.fault(8)
 def test_a_fault_at_the_beginning_of_a_step_consumes_nothing(parallel, expected):
     state = start()
     with inject("raise@step"), pytest.raises(InjectedFaultError, match="fault on purpose at step train_step"):
@@ -94,6 +98,7 @@ def test_calls_of_pipelines_are_measured_task_by_task_if_asked_for(parallel):
         assert first == second
 
 
+@pytest.mark.fault(24)
 def test_a_clock_that_jumps_is_no_stall_and_no_step_of_a_day(monkeypatch):
     day, real, found, said = 86_400.0, time.time, [], []
     with Monitor(stall_s=5, on_step=found.append, on_stall=said.append):
@@ -106,6 +111,7 @@ def test_a_clock_that_jumps_is_no_stall_and_no_step_of_a_day(monkeypatch):
     assert found[0].step_s < 60
 
 
+@pytest.mark.fault(23)
 def test_a_plan_of_another_step_is_refused_with_what_differs(parallel):
     def other(state, batch):
         return {"a": state["a"] * 2, "b": state["b"]}, batch.sum()

@@ -90,6 +90,7 @@ def test_a_fault_whose_moment_never_comes_is_told():
         point("here")
 
 
+@pytest.mark.fault(1, 2, 3, 4)
 def test_each_instruction_of_a_pipeline_can_fail_and_the_next_step_is_whole():
     step = Watched(make_schedule("1f1b", num_meshes=2, num_microbatches=2), nothing)
     good = {key: number.content for key, number in step.driver.run(step.inputs()).items()}
@@ -108,6 +109,7 @@ def test_each_instruction_of_a_pipeline_can_fail_and_the_next_step_is_whole():
     assert kinds == {Run, Send, Receive, Free}
 
 
+@pytest.mark.fault(10)
 def test_a_slow_instruction_takes_longer_and_changes_nothing():
     step = Watched(make_schedule("gpipe", num_meshes=2, num_microbatches=2), nothing)
     good = {key: number.content for key, number in step.driver.run(step.inputs()).items()}
@@ -134,6 +136,7 @@ def test_what_an_instruction_reads_can_be_changed():
     assert found != good
 
 
+@pytest.mark.fault(21, 22)
 @pytest.mark.parametrize(("kind", "kept"), [("write", "old"), ("replace", "old"), ("written", "new")])
 @pytest.mark.parametrize(("effect", "error"), [("full", ArgumentError), ("raise", InjectedFaultError)])
 def test_a_file_is_old_or_new_at_whatever_moment_of_its_writing_something_fails(kind, kept, effect, error, tmp_path):
