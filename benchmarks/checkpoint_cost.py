@@ -99,11 +99,14 @@ def main():
             "step_s": without,
             "step_with_saves_s": with_saves,
             "cost": statistics.median(shares),
+            "pairs": shares,
         }
         print(
             f"state {size / 2**20:.0f} MiB, {without * 1e3:.2f} ms per step, {with_saves * 1e3:.2f} ms with a save every {EVERY}"
         )
-        print(f"saving costs {result['cost']:.1%} of a step (median of {options.rounds} pairs; target 5 %)")
+        spread = f"{min(shares):.1%} to {max(shares):.1%}"
+        print(f"saving costs {result['cost']:.1%} of a step (median of {options.rounds} pairs, {spread}; target 5 %)")
+        print(f"processes that wanted a core: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
         if options.growth:
             result |= grow(step, state, batch, save, checkpoints, options.growth)
     print(json.dumps(result))
