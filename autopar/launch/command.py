@@ -117,6 +117,10 @@ def settings_of(options: argparse.Namespace) -> LaunchSettings:
         raise ArgumentError(f"there is no script {command[0]}; options of launch stand before it, its own after it")
     if options.min_processes is not None and options.min_processes > options.processes:
         raise ArgumentError(f"--min-processes {options.min_processes} is more than --processes {options.processes}")
+    if options.min_processes is not None and options.nodes > 1:
+        raise ArgumentError(
+            "--min-processes is for one machine: on --nodes the others would not know that one has fewer workers"
+        )
     if options.nodes > 1 and options.coordinator is None:
         raise ArgumentError("--nodes needs --coordinator HOST:PORT, an address of the first machine that all can reach")
     if options.node_rank >= options.nodes:

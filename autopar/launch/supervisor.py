@@ -55,11 +55,11 @@ class _Supervisor:
                 self._settings, self._size, token=self._token, number=number, signals=self._signals, say=say
             ).run()
             number += 1
-            self._size = outcome.size
             if outcome.kind == "done":
                 return 0
             if outcome.kind == "failed":
                 outcome = self._start_again(outcome)
+            self._size = outcome.size
             if outcome.kind == "failed":
                 assert outcome.cause is not None
                 return outcome.cause.exit_status

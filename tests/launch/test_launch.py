@@ -219,7 +219,6 @@ def test_a_job_takes_another_size_while_it_runs(tmp_path):
 
 
 @pytest.mark.fault(18)
-@pytest.mark.slow
 def test_a_job_goes_on_with_fewer_workers_if_it_may(tmp_path):
     job = start(tmp_path, "-n", "3", "--min-processes", "2", arguments=(60,), COUNTING_HOLD="50")
     for attempt in range(2):
@@ -229,6 +228,7 @@ def test_a_job_goes_on_with_fewer_workers_if_it_may(tmp_path):
     status, said = end(job, tmp_path)
     assert status == 0, said
     assert "2 workers start again" in said
+    assert [line.split()[2] for line in lines(tmp_path, "started")] == ["3"] * 6 + ["2"] * 2
     assert results(tmp_path, 2) == uninterrupted(2, 60)
 
 
@@ -239,6 +239,10 @@ def test_a_job_goes_on_with_fewer_workers_if_it_may(tmp_path):
         (["none.py", "-n", "2"], "there is no script none.py; options of launch stand before it"),
         (["-n", "0", COUNTING], "argument -n/--processes: '0' is no whole number from 1 on"),
         (["-n", "2", "--min-processes", "3", COUNTING], "--min-processes 3 is more than --processes 2"),
+        (
+            ["-n", "2", "--min-processes", "1", "--nodes", "2", COUNTING],
+            "--min-processes is for one machine: on --nodes the",
+        ),
         (["--nodes", "2", COUNTING], "--nodes needs --coordinator HOST:PORT"),
         (["--node-rank", "1", COUNTING], "--node-rank 1 is not below --nodes 1"),
         (["--grace-seconds", "-1", COUNTING], "'-1' is no number of seconds"),
