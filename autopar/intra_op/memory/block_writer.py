@@ -12,6 +12,8 @@ import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
 
+import jax
+
 from autopar.avals import Aval, dtype_name, is_opaque, itemsize_of
 from autopar.compat import Literal, Var, module_path
 from autopar.intra_op.choices.graph import Source
@@ -90,6 +92,7 @@ class BlockWriter:
         self.operations: list[Operation] = []
         self.ends: list[int] = []
         self.known: dict[Hashable, list[Held]] = {}
+        self.factors: dict[int, Hashable] = {}
 
     def block(self) -> Block:
         """What has been written."""
@@ -172,13 +175,16 @@ class BlockWriter:
             return self._contraction(eqn, operands, layouts, orders)
         entry = entry_for(eqn)
         if entry.fused and not entry.free:
-            read = [self._spread(v, n, eqn, layouts) for v, n in zip(eqn.invars, read, strict=True)]
+            factors = [self.factors[n] for n in read if n in self.factors and xla_cpu.takes_factors(eqn)]
+            read = [self._spread(v, n, eqn, layouts, factors) for v, n in zip(eqn.invars, read, strict=True)]
         same = _same_work(eqn, read, layouts) if eqn.after is None else None
         if same is not None and same in self.known:
             return self.known[same]
         results = self.outputs(eqn, layouts)
         if same is not None:
             self.known[same] = results
+        if (factor := xla_cpu.factor_of(eqn)) is not None:
+            self.factors[results[0].value] = factor
         if entry.scratch is not None:
             shapes = [
                 held.layout.local_shape(v.aval.shape, self.values.mesh)
@@ -212,6 +218,8 @@ class BlockWriter:
             self.emit(Kind.ALIAS, operands[:1], outputs)
             if operands[0] in self.values.permuted and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape:
                 self.values.permuted[outputs[0]] = self.values.permuted[operands[0]]
+            if operands[0] in self.factors:
+                self.factors[outputs[0]] = self.factors[operands[0]]
         else:
             by_library, adds = xla_cpu.can_join_library(eqn), xla_cpu.can_move_sums(eqn)
             self.emit(_KINDS[making], operands, outputs, by_library=by_library, adds=adds)
@@ -258,20 +266,34 @@ class BlockWriter:
         is_undone = order == tuple(range(len(order))) or value in self.values.products
         self.emit(Kind.ALIAS if is_undone else Kind.MOVED, (source,), (out,), by_library=True)
 
-    def _spread(self, atom: Atom, value: int, eqn: Equation, layouts: Sequence[Layout]) -> int:
-        """An operand of pointwise work, repeated as often as the result needs it: an operation of its own, made once."""
+    def _spread(
+        self, atom: Atom, value: int, eqn: Equation, layouts: Sequence[Layout], factors: Sequence[Hashable]
+    ) -> int:
+        """An operand of pointwise work, repeated as often as the result needs it: an operation of its own, made once.
+
+        `factors`: constants that move into what is repeated, which is another value then. A constant is repeated as well, if a
+        library may read the result; where it moves itself it is not.
+        """
         (out, *_), (layout, *_) = eqn.outvars, layouts
-        if value < 0 or atom.aval.shape == out.aval.shape or is_opaque(out.aval):
+        if is_opaque(out.aval) or (value >= 0 and atom.aval.shape == out.aval.shape):
             return value
-        key = (value, out.aval.shape, layout)
+        itemsize = itemsize_of(atom.aval)
+        size = layout.local_bytes(out.aval.shape, itemsize, self.values.mesh)
+        if value < 0 and (size < itemsize * xla_cpu.LIBRARY_ELEMENTS or xla_cpu.factor_of(eqn) is not None):
+            return value
+        if value >= 0 and size == self.values.values[value].bytes:
+            return value
+        dtype = dtype_name(atom.aval.dtype)
+        source = (str(atom.val), dtype) if isinstance(atom, Literal) else value
+        key = (source, out.aval.shape, layout, *factors)
         if key not in self.known:
-            given = self.values.values[value]
-            size = layout.local_bytes(out.aval.shape, given.itemsize, self.values.mesh)
-            if size == given.bytes:
-                return value
-            spread = dataclasses.replace(given, shape=tuple(out.aval.shape), bytes=size, key=self.values.key(out))
-            self.known[key] = [Held(self.values.add(spread), layout)]
-            self.emit(Kind.CHEAP, (value,), (self.known[key][0].value,), by_library=True)
+            name = str(source) if value < 0 else self.values.values[value].name
+            scope = "" if value < 0 else self.values.values[value].scope
+            spread = self.values.add_shard(
+                jax.core.ShapedArray(out.aval.shape, atom.aval.dtype), layout, self.values.key(out), name, scope
+            )
+            self.known[key] = [Held(spread, layout)]
+            self.emit(Kind.CHEAP, (value,), (spread,), by_library=True)
         return self.known[key][0].value
 
     def _contraction(

@@ -27,6 +27,12 @@ class Kind(enum.Enum):
     WHOLE = "whole"
 
 
+FOLDED = (Kind.CHEAP, Kind.MOVED, Kind.COSTLY)
+"""Operations that are folded into those that read them."""
+ELEMENTWISE = (Kind.CHEAP, Kind.COSTLY)
+"""Those of them that read each element where they write the result, if the result is as large."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Value:
     """A value of one device; `key` is the (node, output, stacked) of the strategy graph whose layout decides its size.

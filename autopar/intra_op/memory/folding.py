@@ -10,10 +10,8 @@ from __future__ import annotations
 import collections
 from collections.abc import Mapping, Sequence
 
-from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
-from autopar.intra_op.xla_cpu.table import LIBRARY_ELEMENTS
-
-FOLDED = (Kind.CHEAP, Kind.MOVED, Kind.COSTLY)
+from autopar.intra_op.memory.device_operations import ELEMENTWISE, FOLDED, Block, Kind, Operation, Value
+from autopar.intra_op.memory.library_groups import LibraryGroups
 
 
 class Folding:
@@ -37,7 +35,9 @@ class Folding:
                 self.users[v].append(op)
         self.ends = {self.original(v) for v in block.outputs}
         operations = [op for op in block.operations if op.kind is not Kind.ALIAS]
-        self.library = self._left_to_library(operations)
+        self.library = LibraryGroups(
+            operations, values, names=self._original, makers=self.maker, users=self.users, ends=self.ends
+        ).last_of
         self.with_buffer: set[int] = set()
         self._bits, self._behind = self._shared(operations)
         self._again: set[int] = set()
@@ -48,7 +48,7 @@ class Folding:
                 self._settle(v, op)
         self._sources: dict[int, Mapping[int, bool]] = {}
         for op in operations:  # in program order, so that no search goes deep
-            for v in op.outputs if op.kind in FOLDED else ():
+            for v in op.outputs if self._is_inside(op) else ():
                 self._sources[v] = self._sources_through(op)
         self.running = [op for op in operations if self._runs(op)]
         self._reads = {op: self._sources_through(op) for op in self.running}
@@ -61,33 +61,6 @@ class Folding:
     def read_in_place(self, op: Operation) -> tuple[int, ...]:
         """The buffers of which a running operation reads each element where it writes the result."""
         return tuple(v for v, is_in_place in self._reads[op].items() if is_in_place)
-
-    def _left_to_library(self, operations: Sequence[Operation]) -> dict[Operation, Operation]:
-        """What a library does together with a reduction, and the reduction: all that nobody else reads on the way to it."""
-        found: dict[Operation, Operation] = {}
-        for op in operations:
-            if op.kind is not Kind.LIBRARY or not self._is_large(op):
-                continue
-            found[op] = op
-            waiting = list(op.inputs)
-            while waiting:
-                v = self.original(waiting.pop())
-                maker = self.maker.get(v)
-                if (
-                    maker is None
-                    or maker in found
-                    or not maker.by_library
-                    or v in self.ends
-                    or not self._is_large(maker)
-                ):
-                    continue
-                if maker.kind in FOLDED and all(found.get(user) is op for user in self.users[v]):
-                    found[maker] = op
-                    waiting += maker.inputs
-        return found
-
-    def _is_large(self, op: Operation) -> bool:
-        return any(self.values[v].elements >= LIBRARY_ELEMENTS for v in (*op.inputs, *op.outputs))
 
     def _reads_buffers(self, op: Operation) -> bool:
         return op.kind is Kind.WHOLE or op in self.library
@@ -103,11 +76,12 @@ class Folding:
                     roots.update(dict.fromkeys(self._roots[out]))
                     widest = max(widest, self.values[out].elements, self._widest[out])
             else:
-                roots[user] = None
+                roots[self.library.get(user, user)] = None
         needed_by = tuple(roots)[:2]
         is_folded = op.kind in FOLDED and value not in self.ends
-        if is_folded and op in self.library:
-            has_buffer = False
+        last = self.library.get(op)
+        if last is not None:
+            has_buffer, is_folded = op is last, False
         else:
             is_read_whole = any(self._reads_buffers(user) for user in users)
             is_twice = op.kind is Kind.COSTLY and (len(needed_by) > 1 or widest > self.values[value].elements)
@@ -187,17 +161,24 @@ class Folding:
         return all(self.values[v].elements < self.values[value].elements for v in op.inputs)
 
     def _runs(self, op: Operation) -> bool:
+        last = self.library.get(op)
+        if last is not None:
+            return op is last
         return op.kind not in FOLDED or any(v in self.with_buffer for v in op.outputs)
+
+    def _is_inside(self, op: Operation) -> bool:
+        """Whether an operation may be computed inside of those that read it: it is folded, or part of a library's work."""
+        return op.kind in FOLDED or self.library.get(op, op) is not op
 
     def _sources_through(self, op: Operation) -> dict[int, bool]:
         """The buffers from which an operation computes its result, and whether element by element."""
         found: dict[int, bool] = {}
         for v in op.inputs:
             v = self.original(v)
-            is_folded = v in self.maker and self.maker[v].kind in FOLDED
-            if not is_folded or (v in self.with_buffer and (self._reads_buffers(op) or v not in self._again)):
-                found[v] = found.get(v, True) and op.kind is not Kind.MOVED
+            is_inside = v in self.maker and self._is_inside(self.maker[v])
+            if not is_inside or (v in self.with_buffer and (self._reads_buffers(op) or v not in self._again)):
+                found[v] = found.get(v, True) and op.kind in ELEMENTWISE
             else:
                 for source, is_in_place in self._sources[v].items():
-                    found[source] = found.get(source, True) and is_in_place and op.kind is not Kind.MOVED
+                    found[source] = found.get(source, True) and is_in_place and op.kind in ELEMENTWISE
         return found

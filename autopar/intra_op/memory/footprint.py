@@ -7,7 +7,8 @@ order in which XLA runs the steps. What is modelled, as XLA's sources say and it
       collective, a loop, the end), or it is costly and would be computed in two places or often; a cheap value of one large
       operand that has a buffer all the same is still computed again by its other readers, which hold on to that operand; one of
       several large operands has a buffer if a reader also waits for something with a buffer made of it, as backward does;
-    - a large reduction is left to a library, which reads buffers; what only leads to it the library computes too;
+    - a large reduction is left to a library, which reads buffers, also of what only repeats a smaller value or a constant; what
+      leads to it and what follows it the library computes too: see `library_groups`;
     - steps run breadth first, each as soon as its operands are there: a gather of a parameter, random bits, or a part that
       is recomputed without waiting for the backward pass run at the very start, wherever they stand in the program;
     - pointwise work writes over an operand of its size that nobody reads again; a loop writes over what it starts from;
@@ -25,8 +26,8 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from autopar.intra_op.memory.device_operations import Block, Operation, Span, Value
-from autopar.intra_op.memory.folding import FOLDED, Folding
+from autopar.intra_op.memory.device_operations import FOLDED, Block, Operation, Span, Value
+from autopar.intra_op.memory.folding import Folding
 from autopar.intra_op.memory.lent import Lent, copied_arguments, lie_in_lent
 from autopar.intra_op.memory.xla_rewrites import merge_groups, move_sums_into_scatters
 

@@ -19,8 +19,8 @@ import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from autopar.intra_op.memory.device_operations import Operation, Span
-from autopar.intra_op.memory.folding import FOLDED, Folding
+from autopar.intra_op.memory.device_operations import FOLDED, Operation, Span
+from autopar.intra_op.memory.folding import Folding
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

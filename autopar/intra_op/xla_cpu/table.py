@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+
+import jax
 
 from autopar.compat import JaxprEqn, Literal
 from autopar.intra_op.xla_cpu.contraction_orders import Orders, OrdersOf, of_convolution, of_product
@@ -77,6 +79,9 @@ _LIBRARY = """
     min mul neg pad pow round rsqrt sign sin sqrt square sub tan tanh transpose
 """
 _SUMS = frozenset({"add", "add_any", "scatter-add"})
+_PRODUCTS = frozenset({"mul", "div"})
+_MOVES_FACTORS = jax.__version_info__ < (0, 12)
+"""Whether (a * constant) * repeated(b) becomes a * repeated(b * constant): seen in 0.10.2, and no longer in 0.12.0."""
 _ORDERS: Mapping[str, OrdersOf] = {"conv_general_dilated": of_convolution, "dot_general": of_product}
 
 
@@ -107,6 +112,20 @@ def can_join_library(eqn: JaxprEqn) -> bool:
 def can_move_sums(eqn: JaxprEqn) -> bool:
     """Whether it is a sum, of two operands or onto the first in place, that XLA's simplifier moves into another one."""
     return eqn.primitive.name in _SUMS
+
+
+def factor_of(eqn: JaxprEqn) -> Hashable:
+    """The constant factor of a product or quotient, which XLA moves into what the result is multiplied by; None without one."""
+    if not _MOVES_FACTORS or eqn.primitive.name not in _PRODUCTS:
+        return None
+    return next(
+        ((place, eqn.primitive.name, str(v.val)) for place, v in enumerate(eqn.invars) if isinstance(v, Literal)), None
+    )
+
+
+def takes_factors(eqn: JaxprEqn) -> bool:
+    """Whether it is a product or quotient, so that a factor of one operand can move into the other one."""
+    return eqn.primitive.name in _PRODUCTS
 
 
 def orders_of(eqn: JaxprEqn) -> Orders | None:

@@ -18,25 +18,18 @@ from autopar import OutOfMemoryError, data_parallel, zero3
 from autopar.cost_model.hardware import PRESETS
 from autopar.intra_op.choices.graph import build_graph
 from autopar.intra_op.choices.options import PlannerOptions
-from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
+from autopar.intra_op.memory.device_operations import Block, Kind, Operation
 from autopar.intra_op.memory.folding import Folding
 from autopar.intra_op.memory.footprint import footprint_of
 from autopar.intra_op.memory.model import MemoryModel
 from autopar.intra_op.memory.tuning import TUNING
 from autopar.intra_op.xla_cpu.contraction_orders import of_product
-from autopar.intra_op.xla_cpu.table import LIBRARY_ELEMENTS
 from autopar.layouts.mesh import LogicalMesh
 from autopar.models.registry import build
 from autopar.program.from_jaxpr import program_of
+from tests.intra_op.memory.buffers import FLOAT, buffers, real_bytes, values
 
 LEAST_RATIO, MOST_RATIO = 0.9, 1.1
-FLOAT = 4
-
-
-def real_bytes(compiled):
-    account = compiled.memory_analysis()
-    kept = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
-    return kept + account.temp_size_in_bytes
 
 
 def required_bytes(plan):
@@ -51,11 +44,14 @@ def shapes_of(model):
 
 # --- against XLA ------------------------------------------------------------------------------------------------------
 
+LONG = {"layers": 2, "hidden": 64, "ffn": 192, "seq": 128, "batch": 8}
 MODELS = {
     "mlp": lambda: build("mlp"),
     "wide_mlp": lambda: build("mlp", hidden=128, layers=3, batch=64),
     "small_gpt": lambda: build("gpt", layers=1, hidden=64, seq=32),
     "gpt": lambda: build("gpt", layers=2, hidden=64),
+    "llama": lambda: build("llama", **LONG),
+    "fused_llama": lambda: build("llama", **LONG, fused_attention=True),
 }
 PLANS = {
     "one device": {"devices": 1},
@@ -65,7 +61,7 @@ PLANS = {
 }
 
 
-FAST = {("mlp", plan) for plan in PLANS} | {("small_gpt", "data parallel")}
+FAST = {("mlp", plan) for plan in PLANS} | {("small_gpt", "data parallel"), ("llama", "one device")}
 NEAR = [
     pytest.param(name, plan, marks=() if (name, plan) in FAST else pytest.mark.slow)
     for name in MODELS
@@ -253,17 +249,6 @@ def test_the_tensors_at_the_peak_are_named_largest_first():
 # --- what has a buffer ------------------------------------------------------------------------------------------------
 
 
-def values(*elements):
-    return [
-        Value(name=f"v{i}", shape=(n,), dtype="float32", bytes=n * FLOAT, key=None, itemsize=FLOAT)
-        for i, n in enumerate(elements)
-    ]
-
-
-def buffers(operations, given, *, outputs=()):
-    return sorted(span.value for span in footprint_of(Block(tuple(operations), tuple(outputs)), given).spans)
-
-
 def test_costly_work_that_two_readers_would_repeat_has_a_buffer_though_one_cheap_value_lies_between():
     costly = Operation(kind=Kind.COSTLY, inputs=(0,), outputs=(1,))
     between = Operation(kind=Kind.CHEAP, inputs=(1,), outputs=(2,))
@@ -315,14 +300,6 @@ def test_costly_work_is_not_done_again_for_every_repetition_of_its_result():
         Operation(kind=Kind.CHEAP, inputs=(1,), outputs=(2,)),
     )
     assert buffers([costly, spread], values(8, 8, 64), outputs=(2,)) == [1, 2]
-
-
-@pytest.mark.parametrize(("elements", "expected"), [(LIBRARY_ELEMENTS, [1, 3]), (LIBRARY_ELEMENTS - 1, [3])])
-def test_a_large_sum_is_left_to_a_library_which_reads_buffers_and_multiplies_by_itself(elements, expected):
-    select = Operation(kind=Kind.CHEAP, inputs=(0,), outputs=(1,))
-    product = Operation(kind=Kind.CHEAP, inputs=(1,), outputs=(2,), by_library=True)
-    total = Operation(kind=Kind.LIBRARY, inputs=(2,), outputs=(3,))
-    assert buffers([select, product, total], values(elements, elements, elements, 1), outputs=(3,)) == expected
 
 
 def test_the_result_takes_the_place_of_its_operand_unless_elements_move():
