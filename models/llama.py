@@ -45,7 +45,8 @@ class LlamaAttention(nn.Module):
         keys = rotate(self._heads(x, "key", config.kv_heads), angles)
         values = self._heads(x, "value", config.kv_heads)
         if config.fused_attention:
-            mixed = dot_product_attention(query, keys, values, is_causal=True)
+            is_balanced = config.balanced_attention
+            mixed = dot_product_attention(query, keys, values, is_causal=True, is_balanced=is_balanced)
         else:
             keys, values = (jnp.repeat(given, config.heads // config.kv_heads, axis=2) for given in (keys, values))
             scaled = scores(query, keys) / config.head_depth**0.5

@@ -138,6 +138,7 @@ class LlamaConfig(TransformerConfig):
     """Sizes of the transformer; `theta` is the base of the rotary angles.
 
     `fused_attention`: attention is `autopar.dot_product_attention`, one operation, which has no dropout on its weights.
+    `balanced_attention`: where that goes around a ring of devices, they exchange halves of queries to have the same work.
     """
 
     kv_heads: int = 2
@@ -146,6 +147,7 @@ class LlamaConfig(TransformerConfig):
     dropout: float = 0.0
     tied_embeddings: bool = False
     fused_attention: bool = False
+    balanced_attention: bool = True
 
     def _problems(self) -> Iterator[str]:
         yield from super()._problems()

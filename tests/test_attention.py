@@ -37,6 +37,7 @@ RINGS = {
     "all devices": ((8,), {"batch": 1}, P(None, "x")),
     "recomputed in a scan": ((2, 4), {"batch": 2, "layers": 2, "scan_layers": True, "remat": True}, P("x", "y")),
     "along two axes": ((2, 4), {"batch": 1}, P(None, ("x", "y"))),
+    "keys and values alone": ((8,), {"batch": 1, "balanced_attention": False}, P(None, "x")),
 }
 
 
@@ -71,8 +72,9 @@ def test_a_llama_whose_sequence_is_split_equals_jit_and_hands_keys_and_values_ar
     kept = autopar.plan_from_json(plan.to_json())
     assert kept == plan
     sequence = split[1] if isinstance(split[1], tuple) else (split[1],)
-    found = within(plan)
-    assert ("collective-permute", f"float32[{model.config.batch},64,2,4]", sequence) in found
+    found, of_keys = within(plan), f"float32[{model.config.batch},64,2,4]"
+    assert ("collective-permute", of_keys, sequence) in found
+    assert ({operand for _, operand, _ in found} == {of_keys}) == (not model.config.balanced_attention)
     assert {(kind, axes) for kind, _, axes in found} == {("collective-permute", sequence)}
 
     step = ringed(model, mesh_shape, split, plan=kept)
@@ -107,19 +109,25 @@ def test_the_predicted_peak_counts_what_attention_needs_while_it_runs(devices):
     assert 0.9 <= compiled.plan.peak_bytes / (kept + account.temp_size_in_bytes) <= 1.1
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_what_travels_around_the_ring_are_keys_and_values_and_queries_only_to_balance_causal_work(is_causal):
+@pytest.mark.parametrize(("is_causal", "is_balanced"), [(False, True), (True, True), (True, False)])
+def test_what_travels_around_the_ring_are_keys_and_values_and_queries_only_to_balance_causal_work(
+    is_causal, is_balanced
+):
     arrays = [jax.ShapeDtypeStruct((1, 64, heads, 4), jnp.float32) for heads in (4, 2, 2)]
 
     def loss_of(*arrays):
-        return autopar.dot_product_attention(*arrays, is_causal=is_causal).sum()
+        return autopar.dot_product_attention(*arrays, is_causal=is_causal, is_balanced=is_balanced).sum()
 
     program, _ = program_of(jax.make_jaxpr(jax.grad(loss_of, argnums=(0, 1, 2)))(*arrays))
     forward, backward = (eqn for eqn in program.equations if "attention" in eqn.primitive.name)
     for eqn, gradients in ((forward, set()), (backward, {len(backward.invars) + 1, len(backward.invars) + 2})):
         rule = rule_for(eqn)
         axes = {factor: (0,) for group in rule.together for factor in group}
-        sent = {one.value for one in entry_for(eqn).divided(eqn, rule, axes, LogicalMesh.of((8,))).exchanges}
+        division = entry_for(eqn).divided(eqn, rule, axes, LogicalMesh.of((8,)))
+        sent = {one.value for one in division.exchanges}
         around = {1, 2} | gradients
         assert sent >= around
-        assert (sent == around) == (not is_causal)
+        assert (sent == around) == (not is_causal or not is_balanced)
+        pairs = [sum(i + 1 for i in range(8 * d, 8 * d + 8)) for d in range(8)]
+        longest = max(pairs) / (sum(pairs) / 8) if is_causal and not is_balanced else 1.0
+        assert division.slowest == pytest.approx(longest, rel=0.02)

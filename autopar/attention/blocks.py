@@ -37,6 +37,7 @@ class Setting:
         has_mask: whether a mask says what is looked at.
         queries: positions of the whole sequence of queries.
         keys: positions of that of keys.
+        is_balanced: whether devices around a ring may exchange halves of causal queries, so that all have the same work.
     """
 
     scale: float
@@ -46,6 +47,7 @@ class Setting:
     has_mask: bool
     queries: int
     keys: int
+    is_balanced: bool = True
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

@@ -37,10 +37,11 @@ def dot_product_attention(
     is_causal: bool = False,
     key_value_seq_lengths: jax.typing.ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    is_balanced: bool = True,
 ) -> jax.Array:
     """Attention of every query to every key: `jax.nn.dot_product_attention`, as one operation that can be split over devices.
 
-    It keeps one block of scores at a time. It may be split by examples, heads, queries, and by queries and keys at once.
+    It keeps one block of scores, and may be split by examples, heads, queries, and by queries and keys at once.
 
     Args:
         query: (B, T, N, H), or without B.
@@ -52,6 +53,7 @@ def dot_product_attention(
         is_causal: whether a query looks at no key of a later position.
         key_value_seq_lengths: int32 (B,), how many of the keys of each example count.
         local_window_size: how many positions a query looks to the left and to the right; one number is for both.
+        is_balanced: whether devices exchange halves of a causal sequence to have the same work; else keys and values alone move.
 
     Returns:
         The result, of the shape and type of `query`.
@@ -59,28 +61,36 @@ def dot_product_attention(
     Raises:
         ArgumentError: the shapes or types do not go together.
     """
-    given = jnp.asarray(query)
-    arrays = [_four_dimensions(x) for x in (given, key, value)]
+    arrays = [_four_dimensions(x) for x in (query, key, value)]
     pairwise = [None if x is None else _four_dimensions(x) for x in (bias, mask)]
     _check(*arrays, *pairwise)
-    if key_value_seq_lengths is not None:
-        pairwise[1] = _mask_of_lengths(jnp.asarray(key_value_seq_lengths), arrays[1].shape[1], pairwise[1])
-    window = (local_window_size, local_window_size) if isinstance(local_window_size, int) else local_window_size
+    pairwise[1] = _with_lengths(key_value_seq_lengths, arrays[1].shape[1], pairwise[1])
     setting = Setting(
-        scale=given.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale=arrays[0].shape[-1] ** -0.5 if scale is None else float(scale),
         is_causal=bool(is_causal),
-        window=None if window is None else (int(window[0]), int(window[1])),
+        window=_both_sides(local_window_size),
         has_bias=pairwise[0] is not None,
         has_mask=pairwise[1] is not None,
         queries=arrays[0].shape[1],
         keys=arrays[1].shape[1],
+        is_balanced=bool(is_balanced),
     )
-    return _attend(setting, *arrays, *pairwise).reshape(given.shape)
+    return _attend(setting, *arrays, *pairwise).reshape(jnp.shape(query))
 
 
-def _mask_of_lengths(lengths: jax.Array, keys: int, mask: jax.Array | None) -> jax.Array:
-    """A mask that also leaves out the keys behind the end of each example."""
-    counted = (jnp.arange(keys) < lengths[:, None])[:, None, None, :]
+def _both_sides(window: int | tuple[int, int] | None) -> tuple[int, int] | None:
+    """How far a query looks to the left and to the right."""
+    if window is None:
+        return None
+    left, right = (window, window) if isinstance(window, int) else window
+    return int(left), int(right)
+
+
+def _with_lengths(lengths: jax.typing.ArrayLike | None, keys: int, mask: jax.Array | None) -> jax.Array | None:
+    """The mask, which also leaves out the keys behind the end of each example, if ends are given."""
+    if lengths is None:
+        return mask
+    counted = (jnp.arange(keys) < jnp.asarray(lengths)[:, None])[:, None, None, :]
     return counted if mask is None else jnp.logical_and(mask, counted)
 
 

@@ -7,7 +7,8 @@ travel with them, and arrive at home. While a device works on one part, the next
 
 In causal attention the last part of the sequence has the most to look at. If every device has as many queries as keys, each
 works on one part of the front half and on its mirror in the back half instead: device d of n gets halves d and 2n-1-d of the 2n
-halves that n parts have. Then all devices do the same work in every step. Two permutations bring halves there, and back.
+halves that n parts have. Then all devices do the same work in every step. Two permutations bring halves there, and back. Without
+`Setting.is_balanced` keys and values alone travel, each device has its own queries, and the last one works the longest.
 
 What can go wrong: a device elsewhere along the other mesh axes of the sequence has other queries, and the same keys. `start` is
 where this one's queries stand in the whole sequence.
@@ -105,6 +106,7 @@ def is_mirrored(setting: Setting, queries: int, keys: int, ring_size: int) -> bo
     half = queries // 2
     blocks = max(1, -(-half // TUNING.longest_block))
     is_plain = setting.is_causal and setting.window is None and not setting.has_bias and not setting.has_mask
+    is_plain = is_plain and setting.is_balanced
     is_even = queries == keys and keys * ring_size == setting.keys == setting.queries and queries % 2 == 0
     return ring_size > 1 and is_plain and is_even and half % blocks == 0
 
