@@ -50,6 +50,7 @@ from autopar.settings import (
     make_request,
     plan_to_follow,
 )
+from autopar.solver.budget import LeftError
 from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following
 from autopar.stages.recompute_layers import Repeated
@@ -71,7 +72,7 @@ def decide(settings: Settings, traced: TracedStep) -> Planned:
         search: Callable[[], Planned] = functools.partial(_search_timed, settings, marked)
         try:
             planned = recall_or_search(settings, marked, search=search, restore=restore)
-        except OutOfMemoryError as error:
+        except (OutOfMemoryError, LeftError) as error:
             error.asked = settings, traced
             raise
     planned.plan.know_question(settings, traced)

@@ -35,13 +35,22 @@ class OutOfMemoryError(AutoparError, MemoryError):
     Attributes:
         needed_bytes: the lowest limit, per device, that one of the plans that were tried would fit; None if none was tried.
         tensors: the largest that are alive together, in words.
+        is_settled: whether no plan fits; else none was found, and the search ended before it had tried all that may.
         asked: the settings and the step that were asked for; None where nobody planned a whole step.
     """
 
-    def __init__(self, message: str, *, needed_bytes: int | None = None, tensors: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        needed_bytes: int | None = None,
+        tensors: Sequence[str] = (),
+        is_settled: bool = True,
+    ) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.tensors = tuple(tensors)
+        self.is_settled = is_settled
         self.asked: tuple[object, object] | None = None
 
     def conflict(self, budget_s: float | None = None) -> object:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from autopar.explain.bound import is_proven
 from autopar.explain.tables import new_table
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan
@@ -20,6 +21,7 @@ from autopar.plan import Alternative, Plan
 MOST_ROWS = 10
 """So many rows have the table unless all are asked for."""
 _LISTED = 6
+_MORE_SECONDS = "more planning seconds"
 
 
 def compared_table(plan: Plan | PipelinePlan, *, full: bool = False, most_rows: int = MOST_ROWS) -> Table:
@@ -45,15 +47,18 @@ def compared_table(plan: Plan | PipelinePlan, *, full: bool = False, most_rows: 
 
 
 def what_is_missing(plan: Plan | PipelinePlan) -> Iterator[str]:
-    """That planning ended early, and what it did not compare."""
+    """What more time for planning would do; nothing is said of a plan that is proven."""
     if not plan.ended_early:
+        if not is_proven(plan):
+            yield f"all that was left open and may be faster was compared: {_MORE_SECONDS} would find nothing else"
         return
     stopped = f"planning stopped after {seconds_text(plan.planning_s)}"
     listed, others = "; ".join(plan.not_compared[:_LISTED]), len(plan.not_compared) - _LISTED
     if not listed:
-        yield f"{stopped}, before everything was compared"
+        yield f"{stopped}, before everything was compared: {_MORE_SECONDS} would compare the rest"
         return
-    yield f"{stopped}; not compared: {listed}{f'; and {others} more' if others > 0 else ''}"
+    more = f"; and {others} more" if others > 0 else ""
+    yield f"{stopped}; {_MORE_SECONDS} would also compare: {listed}{more}"
 
 
 def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:

@@ -112,7 +112,7 @@ def _parts_of_mesh(plan: Plan) -> tuple[Part, ...]:
         for kind, name in KINDS.items():
             some = [item for item in plan.collectives if item.overlap == kind]
             seconds, hidden_s = seconds_of(some)
-            parts += [Part(name, seconds, hidden_s, seconds - hidden_s)] if some else []
+            parts += [Part(f"communication: {name}", seconds, hidden_s, seconds - hidden_s)] if some else []
     elif plan.collectives:
         parts.append(Part("communication", plan.comm_s, plan.hidden_s, plan.comm_s - plan.hidden_s))
     return tuple(parts)

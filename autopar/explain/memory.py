@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from autopar.explain.paths import shape_text
-from autopar.explain.stages import group_stages, numbers_text, range_text
+from autopar.explain.paths import shape_text, value_text
+from autopar.explain.stages import RANGES, group_stages, numbers_text, range_text
 from autopar.explain.tables import group_tensors, new_table
 from autopar.explain.units import bytes_text
 from autopar.pipeline_plan import PipelinePlan, StagePlan
 
-PARTS = ("state", "sums", "in flight", "tasks")
+PARTS = ("state", "sums over microbatches", "microbatches in flight", "while a task runs")
 """What a stage's peak consists of, in the order of `parts_of_peak`."""
+TITLE = "Memory at the peak"
 MOST_GROUPS = 4
 """So many groups of stages have rows of their own; of more, the fullest stage has one, and all others."""
 
@@ -38,13 +39,14 @@ def knows_parts(plan: PipelinePlan) -> bool:
 def memory_table(plan: PipelinePlan, *, full: bool = False) -> Table:
     """What the stages' peaks consist of, and their largest tensors of one microbatch; no rows if the plan does not know."""
     columns = ("stage", "peak per device", *PARTS, "largest of one microbatch")
-    table = new_table("Memory at the peak", *columns, numbers=columns[1:-1])
     if not knows_parts(plan):
-        return table
+        return new_table(TITLE, *columns)
     groups = [[stage] for stage in plan.stages] if full else group_stages(plan)
     if not full and len(groups) > MOST_GROUPS:
         fullest = max(plan.stages, key=lambda stage: stage.peak_bytes)
         groups = [[fullest], [stage for stage in plan.stages if stage is not fullest]]
+    title = f"{TITLE} ({RANGES})" if any(len(group) > 1 for group in groups) else TITLE
+    table = new_table(title, *columns, numbers=columns[1:-1])
     for group in groups:
         parts = zip(*map(parts_of_peak, group), strict=True)
         cells = (
@@ -63,4 +65,4 @@ def _largest(group: Sequence[StagePlan]) -> str:
     if not tensors:
         return "-"
     alike = max(tensors, key=lambda alike: len(alike) * alike[0].bytes_per_device)
-    return f"{len(alike)} x {alike[0].name}, {alike[0].dtype}{shape_text(alike[0].shape)}"
+    return f"{len(alike)} x {value_text(alike[0].name, alike[0].shape)}, {alike[0].dtype}{shape_text(alike[0].shape)}"

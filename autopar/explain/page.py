@@ -8,12 +8,14 @@ prints all.
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from autopar.explain.compared import what_is_missing
 from autopar.explain.figures import figures_of
 from autopar.explain.paths import layout_text, path_patterns
 from autopar.explain.pipeline import pipeline_findings
@@ -42,13 +44,15 @@ def line(plan: Plan | PipelinePlan) -> str:
 
 def page(plan: Plan | PipelinePlan) -> str:
     """The report in brief."""
-    said = pipeline_findings(plan) if isinstance(plan, PipelinePlan) else findings(plan)
-    lines = header(plan).splitlines() + [_fitting(f"- {sentence}") for sentence in said[:_SENTENCES]]
+    found = pipeline_findings(plan) if isinstance(plan, PipelinePlan) else findings(plan)
+    said = (*what_is_missing(plan), *found)[:_SENTENCES]
     tables = [time_table(plan), brief_stage_table(plan) if isinstance(plan, PipelinePlan) else _leaves_table(plan)]
     every = plan.collectives if isinstance(plan, Plan) else [c for stage in plan.stages for c in stage.plan.collectives]
-    for table in (*tables, _collectives_table(every)):
-        if table.row_count:
-            lines += ["", *_lines_of(table)]
+    below = [
+        line for table in (*tables, _collectives_table(every)) if table.row_count for line in ("", *_lines_of(table))
+    ]
+    above = [part for line in header(plan).splitlines() for part in _wrapped(line)]
+    lines = [*above, *_said(said, MOST_LINES - 2 - len(above) - len(below)), *below]
     end = "plan.show() prints the whole report"
     if len(lines) > MOST_LINES - 2:
         lines = [*lines[: MOST_LINES - 3], "..."]
@@ -91,6 +95,21 @@ def _lines_of(table: Table) -> list[str]:
             column.min_width = max(len(str(cell)) for cell in column.cells)
     Console(file=stream, width=PAGE_WIDTH, color_system=None).print(table)
     return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+def _said(sentences: Sequence[str], room: int) -> Iterator[str]:
+    """Sentences, a line for each at least; the first may take more of those that there is room for, others lose their ends."""
+    spare = max(0, room - len(sentences))
+    for sentence in sentences:
+        lines = _wrapped(f"- {sentence}")
+        if len(lines) - 1 > spare:
+            lines = [_fitting(f"- {sentence}")]
+        spare -= len(lines) - 1
+        yield from lines
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, PAGE_WIDTH, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _fitting(text: str) -> str:

@@ -36,6 +36,11 @@ def shape_text(shape: Sequence[int]) -> str:
     return str(tuple(shape))
 
 
+def value_text(name: str, shape: Sequence[int]) -> str:
+    """What a value is called where its shape stands beside it: an operation's result without the shape in its name."""
+    return name.removesuffix(f" {shape_text(shape)}")
+
+
 def source_text(source: str) -> str:
     """A line of source without the folders that say nothing: those of an environment, and the current one."""
     _, marker, inside = source.rpartition("/site-packages/")

@@ -1,8 +1,8 @@
 """The tables of a pipeline: its stages and what crosses between them; neighbours that are alike share a row.
 
 In: a `PipelinePlan`. Out: rich tables. Sixteen stages of equal layers are three rows: the first, "1 to 14" and the last. What
-differs within a row, such as the microbatches in flight, is a range. What can go wrong: two stages that look alike to three
-digits; they share a row, and `--full` gives each its own.
+differs within a row, such as the microbatches in flight, is a range from the least to the most, whichever stage has it, and the
+title says so. What can go wrong: two stages that look alike to three digits; they share a row, and `--full` gives each its own.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from autopar.plan import Plan
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
+RANGES = "ranges from the least to the most"
+"""What a title says of a table in which rows stand for several stages."""
 MOST_TRANSFERS = 5
 """So many groups of transfers have rows of their own; more are grouped by what they are for."""
 
@@ -94,8 +96,8 @@ def _looks(stage: StagePlan) -> Hashable:
 def brief_stage_table(plan: PipelinePlan) -> Table:
     """The stages in so few columns that they fit a page."""
     columns = ("stage", "devices", "logical mesh", "what lives there", "forward", "backward", "peak per device")
-    table = new_table("Stages (forward and backward per microbatch)", *columns, numbers=columns[-3:])
     groups = group_stages(plan)
+    table = new_table(_stages_title(groups), *columns, numbers=columns[-3:])
     for group, lives in zip(groups, living(groups), strict=True):
         first = group[0]
         cells = (
@@ -114,8 +116,8 @@ def brief_stage_table(plan: PipelinePlan) -> Table:
 def _stage_table(plan: PipelinePlan, full: bool) -> Table:
     times = ("forward", "backward", "once per step", "compute per step", "in flight", "peak per device")
     columns = ("stage", "mesh", "devices", "logical mesh", "leaves", "what lives there", *times)
-    table = new_table("Stages (forward and backward per microbatch)", *columns, numbers=("leaves", *times))
     groups = [[stage] for stage in plan.stages] if full else group_stages(plan)
+    table = new_table(_stages_title(groups), *columns, numbers=("leaves", *times))
     for group, lives in zip(groups, living(groups), strict=True):
         first = group[0]
         meshes = sorted({stage.mesh for stage in group})
@@ -137,10 +139,14 @@ def _stage_table(plan: PipelinePlan, full: bool) -> Table:
     return table
 
 
+def _stages_title(groups: Sequence[Sequence[StagePlan]]) -> str:
+    return f"Stages (forward and backward per microbatch{f'; {RANGES}' if any(len(one) > 1 for one in groups) else ''})"
+
+
 def range_text(values: Sequence[N], text: Callable[[N], str]) -> str:
-    """The largest and the smallest of values, or the one that all have."""
-    most, least = text(max(values)), text(min(values))
-    return most if most == least else f"{most} to {least}"
+    """The smallest and the largest of values, or the one that all have."""
+    least, most = text(min(values)), text(max(values))
+    return most if most == least else f"{least} to {most}"
 
 
 def devices_text(group: Sequence[StagePlan]) -> str:
@@ -179,13 +185,21 @@ def _transfer_table(plan: PipelinePlan, full: bool) -> Table:
     if not full and len(groups) > MOST_TRANSFERS:
         groups = _by_use(plan.transfers)
     for group in groups:
-        ends = (sorted({t.source for t in group}), sorted({t.target for t in group}))
-        table.add_row(*map(stages_text, ends), *map(Text, _transfer_cells(group)))
+        table.add_row(*_ends(group), *map(Text, _transfer_cells(group)))
     if plan.transfers:
         table.add_section()
         count, size, seconds = _transfer_sums(plan.transfers)
         table.add_row("all", "", "", str(count), "", bytes_text(size), "", seconds_text(seconds))
     return table
+
+
+def _ends(group: Sequence[TransferPlan]) -> tuple[str, str]:
+    """Where transfers come from and where they go, in words: of several between neighbours to the next one, or the one before."""
+    sources, targets = sorted({t.source for t in group}), sorted({t.target for t in group})
+    steps = {t.target - t.source for t in group}
+    if len(sources) > 1 and steps <= {1, -1} and len(steps) == 1:
+        return stages_text(sources), "the next stage" if steps == {1} else "the stage before"
+    return stages_text(sources), stages_text(targets)
 
 
 def _by_use(transfers: Sequence[TransferPlan]) -> list[list[TransferPlan]]:

@@ -76,7 +76,7 @@ def traffic(plan: Plan) -> tuple[str, ...]:
     return tuple(
         f"collectives over {' and '.join(axes)}: "
         + "; ".join(f"{count:,.0f} {kind}, {bytes_text(size)}" for kind, (count, size) in kinds.items())
-        + f"; {seconds_text(seconds[axes])} beside {seconds_text(plan.compute_s)} of compute"
+        + f"; {seconds_text(seconds[axes])} in all, and compute takes {seconds_text(plan.compute_s)}"
         for axes, kinds in sums.items()
     )
 

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.explain.figures import KINDS, parts_of, seconds_of
-from autopar.explain.paths import axes_text, layout_text, path_patterns, shape_text, source_text
+from autopar.explain.paths import axes_text, layout_text, path_patterns, shape_text, source_text, value_text
 from autopar.explain.units import bytes_text, seconds_text
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Candidate, CollectivePlan, LiveTensor, Plan, ValuePlan
@@ -235,13 +235,19 @@ def peak_table(plan: Plan) -> Table:
     """Tensors alive at the peak, those of equal name and shape in one row, the largest first."""
     columns = ("value", "times", "shape", "dtype", "each per device", "from")
     names = columns if any(tensor.scope for tensor in plan.peak_tensors) else columns[:-1]
-    table = new_table("Largest at the memory peak", *names, numbers=("times", "each per device"))
+    table = new_table(_peak_title(len(plan.peak_tensors)), *names, numbers=("times", "each per device"))
     for group in group_tensors(plan.peak_tensors):
         first = group[0]
-        cells = (first.name, str(len(group)), shape_text(first.shape), first.dtype, bytes_text(first.bytes_per_device))
+        what, size = value_text(first.name, first.shape), bytes_text(first.bytes_per_device)
+        cells = (what, str(len(group)), shape_text(first.shape), first.dtype, size)
         where = ", ".join(map(str, path_patterns(tensor.scope for tensor in group if tensor.scope)))
         table.add_row(*map(Text, (*cells, where)[: len(names)]))
     return table
+
+
+def _peak_title(number: int) -> str:
+    """How many tensors there are in the table: a plan knows the largest alone."""
+    return f"The {number} largest tensors at the memory peak" if number > 1 else "The largest tensor at the memory peak"
 
 
 def group_tensors(tensors: Sequence[LiveTensor]) -> list[list[LiveTensor]]:

@@ -7,13 +7,17 @@ the largest tensors and the ways out. What can go wrong: bounds that are far bel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from autopar.errors import OutOfMemoryError
+from autopar.explain.paths import value_text
 from autopar.explain.units import bytes_text
 from autopar.intra_op.memory.model import Resident
 from autopar.intra_op.memory.tuning import TUNING
 from autopar.layouts.mesh import LogicalMesh
+
+_LISTED = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,6 +52,8 @@ def out_of_memory(
     best = min(failures, key=lambda f: f.bound_bytes if f.tried_bytes is None else f.tried_bytes)
     tried = [f.tried_bytes for f in failures if f.tried_bytes is not None]
     is_settled = all(f.is_settled for f in failures)
+    largest = list(_largest(best.tensors))
+    width = max((len(size) for size, _ in largest), default=0)
     devices = "1 device" if best.mesh.size == 1 else f"{best.mesh.size} devices"
     lines = [
         f"no plan {'fits' if is_settled else 'was found that fits'} {bytes_text(memory_limit_bytes or 0)} per device on "
@@ -56,14 +62,25 @@ def out_of_memory(
         f"A limit must leave room for {1 / TUNING.temporaries_margin - 1:.0%} more temporaries than predicted, which XLA may "
         "need. "
         "The largest tensors that are alive together:",
-        *(f"  {bytes_text(t.bytes):>12}  {t.name}  {t.dtype}{list(t.shape)}" for t in best.tensors[:6]),
+        *(f"  {size:>{width}}  {what}" for size, what in largest),
         "Ways out: more devices; a smaller batch; recompute activations in the backward pass (jax.checkpoint on the layers); "
         "a smaller type for state or activations; or a higher memory_limit_bytes.",
     ]
     if is_constrained:
         lines.append("Constraints are in force; those that keep leaves replicated cost memory on every device.")
-    tensors = [f"{bytes_text(t.bytes)} {t.name}" for t in best.tensors[:6]]
-    return OutOfMemoryError("\n".join(lines), needed_bytes=min(tried, default=None), tensors=tensors)
+    tensors = [f"{size}  {what}" for size, what in largest]
+    return OutOfMemoryError(
+        "\n".join(lines), needed_bytes=min(tried, default=None), tensors=tensors, is_settled=is_settled
+    )
+
+
+def _largest(tensors: Sequence[Resident]) -> Iterator[tuple[str, str]]:
+    """Sizes and names of the tensors that take most, equal ones together with their number."""
+    alike = Counter((t.bytes, value_text(t.name, t.shape), t.dtype, t.shape) for t in tensors)
+    by_bytes = sorted(alike.items(), key=lambda one: -one[0][0] * one[1])
+    for (size, name, dtype, shape), number in by_bytes[:_LISTED]:
+        times = f"{number} x " if number > 1 else ""
+        yield f"{times}{bytes_text(size)}", f"{name}  {dtype}{list(shape)}"
 
 
 def _what_is_known(tried: Sequence[int], is_settled: bool) -> str:

@@ -23,6 +23,16 @@ class LateError(Exception):
     """The clock has ended what cannot hand over a part of itself."""
 
 
+class LeftError(BaseException):
+    """A search is left where it stands, from outside. It is no Exception, or the search would take it for an error of a job.
+
+    Attributes:
+        asked: what was sought, noted by who knows it on the way out.
+    """
+
+    asked: tuple[object, object] | None = None
+
+
 class Flag:
     """A truth that forks of this process share: whoever raises it, all see it."""
 

@@ -6,8 +6,8 @@ them all, whatever the others say. All wishes together conflict, as the error sa
 still do. That is an answer at any time, and one from which no wish can be left out if there was time for all. What needs no
 search comes first: state that exceeds all devices together, sets of which more is known already. Each relaxation is tried, and
 its price is that of the plan found. No search takes more than its share of the time, so that all have some, and none is made
-twice. What can go wrong: a search that ends before it has found the plan there is; a relaxation is then said to be not enough.
-A search has to find something before the clock ends it, so the last one may overrun.
+twice. A search that the clock has ended without a plan says nothing: there was no time to try. What can go wrong: a search that
+ends by itself before it has found the plan there is; a relaxation is then said to be not enough.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from autopar.program.step import TracedStep
 from autopar.progress import enter
 from autopar.settings import Settings, count_devices, make_request
 from autopar.solver.budget import Budget
-from autopar.why.question import solve
+from autopar.why.deadline import Deadline
+from autopar.why.question import OUT_OF_TIME, solve
 
 BUDGET_S = 60.0
 """How long to look where nobody says it and planning has no limit."""
+_SEARCH = 0.8
+"""Of a search's share of the time, for finding plans; in the rest it describes the one that it has."""
 _ROOM = 1.25
 """A limit above a plan's own peak by this factor has room for what XLA may need beyond the prediction."""
 _FOR_WISHES = 0.6
@@ -78,6 +81,7 @@ class Conflict:
         tensors: the largest that are alive together, in words.
         relaxations: what was tried, the fastest plan first.
         is_smallest: whether no wish can be left out; else the clock ended before all were tried.
+        is_settled: whether no plan fits; else none was found, and the search ended before it had tried all that may.
     """
 
     limit_bytes: int
@@ -85,24 +89,22 @@ class Conflict:
     tensors: tuple[str, ...]
     relaxations: tuple[Relaxation, ...]
     is_smallest: bool = True
+    is_settled: bool = True
 
 
-def find_conflict(
-    settings: Settings, traced: TracedStep, error: OutOfMemoryError, budget_s: float | None = None
-) -> Conflict:
+def find_conflict(settings: Settings, traced: TracedStep, error: OutOfMemoryError, deadline: Deadline) -> Conflict:
     """The conflict of a step that fits no memory, and the cheapest ways out.
 
     Args:
         settings: under which nothing was found.
         traced: the step.
         error: that says so.
-        budget_s: seconds to look; None: as long as planning may take, or `BUDGET_S`.
+        deadline: until when to look.
     """
-    seconds = budget_s or settings.planning_seconds or BUDGET_S
-    tries, limit = _Tries(settings, traced, Budget(seconds=seconds)), make_request(settings).memory_limit_bytes or 0
+    tries, limit = _Tries(settings, traced, deadline), make_request(settings).memory_limit_bytes or 0
     every, more_devices = _wishes(settings), isinstance(settings.devices, int) and settings.meshes == "auto"
     tries.ahead = 1 + (2 * len(every) if len(every) > 1 else len(every)) + more_devices
-    wishes, is_smallest = _conflicting(tries, every, Budget(seconds=_FOR_WISHES * seconds))
+    wishes, is_smallest = _conflicting(tries, every, deadline.clock.part(_FOR_WISHES))
     tries.ahead = 1 + sum(not tries.knows([wish]) for wish in wishes) + more_devices
     relaxations = [_of_plan(f"without {wish.words}", tries.without([wish])) for wish in wishes]
     relaxations.append(_with_more_memory(tries, error))
@@ -116,14 +118,15 @@ def find_conflict(
             sorted(relaxations, key=lambda one: (one.step_s is None, not one.is_tried, one.step_s or 0.0))
         ),
         is_smallest=is_smallest,
+        is_settled=error.is_settled,
     )
 
 
 class _Tries:
-    """Searches under one clock, `ahead` of them still to be made. Ctrl-C ends it like the clock: there is an answer by then."""
+    """Searches under one clock, `ahead` of them still to be made."""
 
-    def __init__(self, settings: Settings, traced: TracedStep, clock: Budget) -> None:
-        self.settings, self.traced, self.clock = settings, traced, clock
+    def __init__(self, settings: Settings, traced: TracedStep, deadline: Deadline) -> None:
+        self.settings, self.traced, self.deadline = settings, traced, deadline
         self.ahead = 1
         self._known: dict[frozenset[str], Plan | PipelinePlan | str] = {}
 
@@ -148,17 +151,16 @@ class _Tries:
         devices = count_devices(settings)
         if state_is_too_large(self.traced, make_request(settings), devices):
             return f"the state alone is more than {devices} devices hold"
-        if self.clock.is_late:
+        clock = self.deadline.clock
+        if clock.is_late:
             return None
         enter(f"why nothing fits: {words}")
-        try:
-            share_s = self.clock.seconds_left / max(1, self.ahead)
-            self.ahead -= 1
-            most_s = min(settings.planning_seconds or share_s, share_s)
-            return solve(dataclasses.replace(settings, planning_seconds=most_s), self.traced)
-        except KeyboardInterrupt:
-            self.clock.stop()
-            return None
+        share_s = clock.seconds_left / max(1, self.ahead)
+        self.ahead -= 1
+        most_s = min(settings.planning_seconds or share_s, _SEARCH * share_s)
+        asked = dataclasses.replace(settings, planning_seconds=most_s)
+        found = self.deadline.run(lambda: solve(asked, self.traced), share_s)
+        return None if found == OUT_OF_TIME else found
 
     def price(self, words: str, settings: Settings) -> Relaxation:
         """A relaxation with the plan there is."""
@@ -197,14 +199,13 @@ def _conflicting(tries: _Tries, wishes: Sequence[Wish], clock: Budget) -> tuple[
         return [], True
     if is_free is None or len(wishes) == 1:
         return list(wishes), is_free is True
-    kept = list(wishes)
+    kept, is_smallest = list(wishes), True
     for wish in wishes:
         fewer = [one for one in kept if one is not wish]
         found = None if clock.is_late else not fewer or _leaves_plan(tries, wishes, fewer)
-        if found is None:
-            return kept, False
-        kept = kept if found else fewer
-    return kept, True
+        is_smallest = is_smallest and found is not None
+        kept = fewer if found is False else kept
+    return kept, is_smallest
 
 
 def _leaves_plan(tries: _Tries, wishes: Sequence[Wish], kept: Sequence[Wish]) -> bool | None:

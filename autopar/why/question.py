@@ -63,11 +63,16 @@ class Question:
         )
 
 
+OUT_OF_TIME = "no plan was found in the time there was"
+"""What `solve` says where the clock ended a search that might have found one."""
+
+
 def solve(settings: Settings, traced: TracedStep) -> Plan | PipelinePlan | str:
     """The plan for a step; if there is none, why in a few words."""
+    asked = start_clock(settings)
     try:
-        return decide(start_clock(settings), traced).plan
+        return decide(asked, traced).plan
     except OutOfMemoryError:
-        return "does not fit the memory"
+        return OUT_OF_TIME if asked.budget.is_late else "does not fit the memory"
     except ConstraintError as error:
         return f"cannot be kept: {str(error).splitlines()[0]}"

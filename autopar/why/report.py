@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-from collections import Counter
-from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -23,7 +21,8 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.program.step import TracedStep
 from autopar.settings import Settings
-from autopar.why.conflict import Conflict, Relaxation, find_conflict
+from autopar.why.conflict import BUDGET_S, Conflict, Relaxation, find_conflict
+from autopar.why.deadline import Deadline
 from autopar.why.leaf import LayoutPrice, LeafAnswer, why_leaf
 from autopar.why.priced import FROM_A_FILE
 from autopar.why.question import Question
@@ -71,22 +70,35 @@ class WhyNot:
 
 def why_not(error: OutOfMemoryError, budget_s: float | None = None) -> WhyNot:
     """Why nothing fits the memory, found in so many seconds. Raises PlanError if the error knows no step."""
+    settings, _ = _asked_of(error)
+    return why_not_until(Deadline(budget_s or settings.planning_seconds or BUDGET_S), error)
+
+
+def why_not_until(deadline: Deadline, error: OutOfMemoryError) -> WhyNot:
+    """Why nothing fits the memory, as far as it is found under a clock, which others may stop. Raises PlanError as `why_not`."""
+    settings, traced = _asked_of(error)
+    return WhyNot(find_conflict(settings, traced, error, deadline))
+
+
+def _asked_of(error: OutOfMemoryError) -> tuple[Settings, TracedStep]:
     if error.asked is None:
         raise PlanError("the error knows no step: it has to come from parallelize")
     settings, traced = error.asked
     assert isinstance(settings, Settings)
     assert isinstance(traced, TracedStep)
-    return WhyNot(find_conflict(settings, traced, error, budget_s))
+    return settings, traced
 
 
 def conflict_text(conflict: Conflict) -> str:
     """An answer as text: what conflicts, what fills the memory, and the ways out with their prices."""
-    limit = f"{bytes_text(conflict.limit_bytes)} per device"
-    lines = [f"No plan fits {limit}, whatever is given up."]
+    found = "No plan fits" if conflict.is_settled else "No plan was found in the time there was that fits"
+    none = f"{found} {bytes_text(conflict.limit_bytes)} per device"
+    lines = [f"{none}, whatever is given up."]
     if conflict.wishes:
-        lines = [f"No plan fits {limit} and keeps:", *(f"  {wish}" for wish in conflict.wishes)]
+        lines = [f"{none} and keeps:", *(f"  {wish}" for wish in conflict.wishes)]
         lines += [] if conflict.is_smallest else ["There was no time to find out whether fewer of these conflict."]
-    lines += ["The largest tensors that are alive together:", *(f"  {tensor}" for tensor in _counted(conflict.tensors))]
+    if conflict.tensors:
+        lines += ["The largest tensors that are alive together:", *(f"  {tensor}" for tensor in conflict.tensors)]
     table = new_table("What would do, tried", "instead", "step", "peak", numbers=("step", "peak"))
     for one in conflict.relaxations:
         figures = (_without_plan(one), "") if one.step_s is None else _figures(one.step_s, one.peak_bytes)
@@ -95,12 +107,6 @@ def conflict_text(conflict: Conflict) -> str:
     stream = io.StringIO()
     Console(file=stream, width=TEXT_WIDTH, color_system=None).print(table)
     return "\n".join([*lines, "", *(line.rstrip() for line in stream.getvalue().splitlines())])
-
-
-def _counted(tensors: Sequence[str]) -> Iterator[str]:
-    """Equal tensors once, with their number."""
-    for tensor, number in Counter(tensors).items():
-        yield f"{number} x {tensor}" if number > 1 else tensor
 
 
 def _without_plan(one: Relaxation) -> str:

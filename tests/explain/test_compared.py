@@ -60,18 +60,30 @@ def test_where_nothing_else_fits_the_report_says_so_and_where_nothing_was_compar
 
 def test_a_plan_that_ended_early_says_after_how_long_and_what_was_not_compared():
     plan = dataclasses.replace(compared(), planning_s=60.0, ended_early=True, not_compared=("mesh (2, 4)", "4 stages"))
-    assert "- planning stopped after 60.0 s; not compared: mesh (2, 4); 4 stages\n" in explain(plan)
+    more = "more planning seconds would"
+    assert f"- planning stopped after 60.0 s; {more} also compare: mesh (2, 4); 4 stages\n" in explain(plan)
     many = dataclasses.replace(plan, not_compared=tuple(f"{n} stages" for n in range(2, 10)))
     assert "; 7 stages; and 2 more\n" in explain(many)
-    assert "- planning stopped after 60.0 s, before everything was compared\n" in explain(
+    assert f"- planning stopped after 60.0 s, before everything was compared: {more} compare the rest\n" in explain(
         dataclasses.replace(plan, not_compared=())
     )
-    assert "planning stopped" not in explain(dataclasses.replace(plan, ended_early=False))
+
+
+def test_a_search_that_ended_by_itself_says_that_more_time_would_find_nothing():
+    said = "was compared: more planning seconds would find nothing else"
+    plan = dataclasses.replace(compared(), ended_early=False)
+    assert said in explain(plan)
+    assert "planning stopped" not in explain(plan)
+    assert said in str(plan), "the page of print(plan) says it too"
+    one = stage_of(0).plan
+    assert said in explain(dataclasses.replace(one, lower_bound_s=0.5 * one.step_s))
+    assert "planning seconds" not in explain(dataclasses.replace(one, lower_bound_s=one.step_s)), "it is proven"
 
 
 def test_a_plan_of_one_mesh_that_ended_early_says_so_too():
     plan = dataclasses.replace(stage_of(0).plan, planning_s=2.0, ended_early=True, not_compared=("2 microbatches",))
-    assert "- planning stopped after 2.00 s; not compared: 2 microbatches\n" in explain(plan)
+    assert "- planning stopped after 2.00 s; " in explain(plan)
+    assert " would also compare: 2 microbatches\n" in explain(plan)
 
 
 def test_what_the_clock_left_out_may_be_faster_than_the_plan():

@@ -11,6 +11,8 @@ from autopar.__main__ import main
 from autopar.cost_model.hardware import preset
 from autopar.explain import explain, seconds_text
 from autopar.explain.figures import figures_of, parts_of
+from autopar.explain.memory import TITLE
+from autopar.explain.stages import RANGES
 from autopar.explain.units import bytes_text
 from autopar.models.registry import build
 from autopar.plan import WITHIN, CollectivePlan
@@ -133,12 +135,12 @@ def test_sixteen_equal_stages_are_a_row_and_fit_sixty_lines():
     plan = pipeline_of(*stages, transfers=(*sent, *back), num_microbatches=16)
     text = explain(plan)
     assert text.count("\n") <= 60
-    rows = rows_of(text, "Stages (forward and backward per microbatch)")
+    rows = rows_of(text, f"Stages (forward and backward per microbatch; {RANGES})")
     assert [row[0] for row in rows] == ["0 to 15"]
-    assert rows[0][-2:] == ["16 to 1", "20.0 GiB to 5.0 GiB"]
+    assert rows[0][-2:] == ["1 to 16", "5.0 GiB to 20.0 GiB"]
     crossing = rows_of(text, "Transfers between meshes per step")
-    assert crossing[0][:4] == ["stages 0 to 14", "stages 1 to 15", "forward", "60"]
-    assert crossing[1][:4] == ["stages 1 to 15", "stages 0 to 14", "backward", "60"]
+    assert crossing[0][:4] == ["stages 0 to 14", "the next stage", "forward", "60"]
+    assert crossing[1][:4] == ["stages 1 to 15", "the stage before", "backward", "60"]
     assert crossing[2][:2] == ["all", "120"]
     assert len(rows_of(explain(plan, full=True), "Stages (forward and backward per microbatch)")) == 16
 
@@ -173,11 +175,11 @@ def test_eight_stages_of_unequal_layers_fit_sixty_lines_with_the_picture_of_thei
     assert text.count("\n") <= 60
     assert len(rows_of(text, "Stages (forward and backward per microbatch)")) == 8
     assert "- stages 0 to 7: collectives over x: 4 to 8 all-reduce, 4.0 KiB to 8.0 KiB" in text
-    assert [row[0] for row in rows_of(text, "Memory at the peak")] == ["0", "1 to 7"]
+    assert [row[0] for row in rows_of(text, f"{TITLE} ({RANGES})")] == ["0", "1 to 7"]
     assert len(rows_of(explain(pipeline_of(*stages), full=True), "Memory at the peak")) == 8
     crossing = rows_of(text, "Transfers between meshes per step")
     assert [row[2] for row in crossing[:-1]] == ["forward", "backward", "update", "shared weights"]
-    assert crossing[2][3:5] == ["7", "10 B to 4 B"]
+    assert crossing[2][3:5] == ["7", "4 B to 10 B"]
 
 
 def test_stages_that_differ_have_rows_of_their_own():
@@ -191,7 +193,10 @@ def test_what_hides_within_operations_is_a_part_of_the_step_on_every_cluster(tmp
         predicted_s=1e-3, hidden_s=0.75e-3, overlap=WITHIN,
     )  # fmt: skip
     plan = plan_of(BATCH, collectives=(item,), comm_s=4e-3, hidden_s=3e-3, cluster="dgx-h100", memory_limit_bytes=None)
-    assert [(part.name, part.hidden_s) for part in parts_of(plan)] == [("compute", 0.0), ("within operations", 3e-3)]
+    assert [(part.name, part.hidden_s) for part in parts_of(plan)] == [
+        ("compute", 0.0),
+        ("communication: within operations", 3e-3),
+    ]
     _, priced = simulated(plan, tmp_path, capsys)
     seconds = priced["communication"][0]["seconds"]
     assert priced["hidden_s"] == pytest.approx(0.75 * seconds)

@@ -16,10 +16,24 @@ def test_sentences_that_differ_in_figures_are_one_with_their_ranges():
         (1, "collectives over x: 9 all-gather, 700.0 KiB; 2,048 all-reduce, 900.0 KiB"),
         (2, "nothing is split over y"),
         (4, "collectives over x: 30 all-gather, 1.0 GiB; 1,024 all-reduce, 900.0 KiB"),
+        (8, "collectives over x: 9 all-gather, 1.0 MiB; 1,024 all-reduce, 1.0 KiB"),
     ]
     assert list(group_sentences(said)) == [
-        "stages 0 to 1, 4: collectives over x: 9 to 30 all-gather, 700.0 KiB to 1.0 GiB; 1,024 to 2,048 all-reduce, 900.0 KiB",
+        "stages 0 to 1, 4, 8: collectives over x: 9 to 30 all-gather, 700.0 KiB to 1.0 GiB; 1,024 to 2,048 all-reduce, "
+        "1.0 KiB to 900.0 KiB",
         "stages 1 to 2: nothing is split over y",
+    ]
+
+
+def test_few_sentences_that_differ_in_counts_stay_apart_for_counts_belong_together():
+    said = [
+        (0, "26 of 26 parameters (100% of their bytes) split, 3.0 MiB"),
+        (1, "6 of 24 parameters (91% of their bytes) split, 2.0 MiB"),
+        (2, "26 of 26 parameters (98% of their bytes) split, 1.0 MiB"),
+    ]
+    assert list(group_sentences(said)) == [
+        "stages 0, 2: 26 of 26 parameters (98% to 100% of their bytes) split, 1.0 MiB to 3.0 MiB",
+        "stage 1: 6 of 24 parameters (91% of their bytes) split, 2.0 MiB",
     ]
 
 

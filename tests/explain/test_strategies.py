@@ -40,8 +40,8 @@ def test_collectives_are_summed_for_each_combination_of_axes():
     both = dataclasses.replace(collective("all-reduce", "x", count=3), axes=("x", "y"))
     items = (both, collective("all-gather", "y", count=2), collective("all-reduce", "y"), both)
     assert traffic(plan_of(BATCH, collectives=items)) == (
-        "collectives over x and y: 6 all-reduce, 6.0 KiB; 6.00 ms beside 100 ms of compute",
-        "collectives over y: 2 all-gather, 2.0 KiB; 1 all-reduce, 1.0 KiB; 3.00 ms beside 100 ms of compute",
+        "collectives over x and y: 6 all-reduce, 6.0 KiB; 6.00 ms in all, and compute takes 100 ms",
+        "collectives over y: 2 all-gather, 2.0 KiB; 1 all-reduce, 1.0 KiB; 3.00 ms in all, and compute takes 100 ms",
     )
     assert "- collectives over y: 2 all-gather" in explain(plan_of(BATCH, collectives=items))
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from autopar.intra_op.memory.model import Resident
 from autopar.intra_op.memory_limit import Fits, TooLarge, _LimitSearch, choose_within_limit
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
 from autopar.intra_op.tuning import Tuning
@@ -143,3 +144,17 @@ def test_the_error_claims_that_nothing_fits_only_where_that_is_settled(settled, 
     assert str(error).startswith(begin)
     assert end in str(error)
     assert error.needed_bytes == 20_000
+
+
+def test_the_error_lists_equal_tensors_once_with_their_number_those_first_that_take_most_together():
+    def resident(name, shape, size):
+        return Resident(name=f"{name} {shape}", shape=shape, dtype="float32", bytes=size, is_kept=False)
+
+    tensors = (resident("large", (7,), 2**20), *[resident("exp", (4, 8), 2**19)] * 24, resident("exp", (2, 8), 2**10))
+    failure = NothingFits(mesh=MESH, bound_bytes=8_000, tried_bytes=None, tensors=tensors, is_settled=True)
+    error = out_of_memory([failure], memory_limit_bytes=10_240, is_constrained=False)
+    listed = ["24 x 512.0 KiB  exp  float32[4, 8]", "1.0 MiB  large  float32[7]", "1.0 KiB  exp  float32[2, 8]"]
+    lines = str(error).splitlines()
+    assert [line.strip() for line in lines[1:4]] == listed
+    assert lines[4].startswith("Ways out: ")
+    assert error.tensors == tuple(listed)

@@ -1,13 +1,20 @@
 """Why nothing fits: the wishes that are named leave no plan, each of them is needed for that, and each way out has its price."""
 
+import contextlib
+import signal
+import time
+
 import jax
 import pytest
 
 import autopar
 from autopar.__main__ import main
 from autopar.commands.plans.flags import in_flags
-from autopar.errors import OutOfMemoryError, PlanError
+from autopar.errors import ArgumentError, OutOfMemoryError, PlanError
+from autopar.progress import listening
 from autopar.why import conflict
+from autopar.why.deadline import Deadline, nothing_found
+from autopar.why.question import OUT_OF_TIME, solve
 from autopar.why.report import WhyNot
 from tests.why.test_leaf import SETTINGS, shapes, train_step
 
@@ -21,7 +28,7 @@ def plan(**changes):
 def conflict_of(**changes):
     with pytest.raises(OutOfMemoryError) as caught:
         plan(**changes)
-    return caught.value.conflict()
+    return caught.value.conflict(budget_s=900.0)
 
 
 def prices(answer) -> dict[str, float | None]:
@@ -135,22 +142,122 @@ def test_every_search_has_a_share_of_the_time_and_none_is_made_twice(monkeypatch
     assert len({(str(one.constraints), one.memory_limit_bytes, one.devices) for one in asked}) == len(asked)
 
 
-def test_equal_tensors_are_a_line():
-    told = conflict.Conflict(limit_bytes=1, wishes=(), tensors=("1.0 GiB exp",) * 4 + ("3 B x",), relaxations=())
-    assert "\n  4 x 1.0 GiB exp\n  3 B x\n" in str(WhyNot(told))
+def test_each_kind_of_tensors_is_a_line():
+    told = conflict.Conflict(limit_bytes=1, wishes=(), tensors=("4 x 1.0 GiB  exp", "3 B  x"), relaxations=())
+    assert "\n  4 x 1.0 GiB  exp\n  3 B  x\n" in str(WhyNot(told))
 
 
-def test_an_interrupted_search_leaves_the_answer_so_far(monkeypatch):
+def interrupted(settings, traced):
+    raise KeyboardInterrupt
+
+
+def endless(settings, traced):
+    """A search that never looks at its clock, and that no error of its own ends."""
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(1.0)
+
+
+def out_of_time(settings, traced):
+    """A search that the clock ends before it has found a plan."""
+    return OUT_OF_TIME
+
+
+@pytest.mark.parametrize("search", [interrupted, endless, out_of_time])
+def test_a_search_that_is_left_says_nothing_and_the_answer_is_what_was_found_so_far(search, monkeypatch):
     with pytest.raises(OutOfMemoryError) as caught:
         plan(mesh_shape=(4,), constraints=WHOLE, memory_limit_bytes=100_000)
-
-    def interrupted(settings, traced):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(conflict, "solve", interrupted)
-    answer = caught.value.conflict()
+    monkeypatch.setattr(conflict, "solve", search)
+    answer = caught.value.conflict(budget_s=0.5)
     assert len(answer.answer.wishes) == 2
+    assert not answer.answer.is_smallest
     assert not any(one.is_tried for one in answer.answer.relaxations)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_an_alarm_that_rings_where_nothing_can_be_left_rings_again(capsys):
+    class Slow:
+        def __del__(self):
+            time.sleep(0.3)
+
+    def search():
+        one = Slow()
+        del one
+        return endless(None, None)
+
+    assert Deadline(60.0).run(search, 0.1) is None
+    assert capsys.readouterr().err == ""
+
+
+def test_an_alarm_of_the_callers_is_left_alone():
+    rings = []
+    before = signal.signal(signal.SIGALRM, lambda number, frame: rings.append(number))
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        deadline = Deadline(0.01)
+        assert deadline.run(lambda: bool(rings) or time.sleep(0.2) or bool(rings), 0.01) is True
+        assert deadline.run(lambda: True, 1.0) is None, "the time is over"
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_a_search_that_has_ended_is_not_left_by_its_alarm():
+    deadline = Deadline(3600.0)
+    assert [deadline.run(lambda: 7, 0.02), time.sleep(0.1), deadline.run(lambda: 8, 0.02)] == [7, None, 8]
+
+
+def test_a_search_without_a_plan_that_the_clock_ended_is_not_said_to_fit_nothing(monkeypatch):
+    def late(settings, traced):
+        settings.budget.stop()
+        raise OutOfMemoryError("none was found")
+
+    with pytest.raises(OutOfMemoryError) as caught:
+        plan(memory_limit_bytes=20_000)
+    monkeypatch.setattr("autopar.why.question.decide", late)
+    assert solve(caught.value.asked[0], None) == OUT_OF_TIME
+
+
+def test_a_search_for_the_plan_that_is_left_is_a_conflict_that_claims_less():
+    deadline = Deadline(60.0)
+
+    def left():
+        step = autopar.parallelize(train_step, **SETTINGS, memory_limit_bytes=20_000)
+        with listening(lambda progress: progress.phase == "planning on one mesh" and deadline.stop()):
+            return step.plan(*shapes())
+
+    assert deadline.run(left, 60.0) is None
+    error = nothing_found(deadline)
+    answer = str(error.conflict(budget_s=1e-9))
+    assert answer.startswith("No plan was found in the time there was that fits 19.5 KiB per device, whatever is given")
+    assert "largest tensors" not in answer, "the error knows none"
+    with pytest.raises(ArgumentError, match="before the search for a plan began"):
+        nothing_found(Deadline(60.0))
+
+
+def granted(words: str, given: dict[str, object]):
+    """The plan where what the words say is given up, or asked for."""
+    if words.startswith("without "):
+        lost = {
+            "zero3()": "constraints", "mesh_shape=[(2, 2)]": "mesh_shape", "num_microbatches=1": "num_microbatches",
+            "recompute='none'": "recompute",
+        }[words.removeprefix("without ")]  # fmt: skip
+        return plan(**{name: value for name, value in given.items() if name != lost})
+    name, _, value = words.partition(" ")[0].partition("=")
+    return plan(**given | {name: int(value.replace("_", ""))})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0.35, 0.6])
+def test_each_relaxation_that_has_a_price_gives_a_plan_of_that_price_when_it_is_granted(part):
+    free = {"mesh_shape": (2, 2), "num_microbatches": 1, "recompute": "none", "constraints": autopar.zero3()}
+    given = free | {"memory_limit_bytes": int(part * plan(**free).peak_bytes)}
+    priced = [one for one in conflict_of(**given).answer.relaxations if one.step_s is not None]
+    assert priced
+    for one in priced:
+        found = granted(one.words, given)
+        assert found.step_s == pytest.approx(one.step_s, rel=1e-9), one.words
+        assert found.peak_bytes == one.peak_bytes, one.words
 
 
 def test_an_error_of_nobodys_step_has_no_conflict():

@@ -29,7 +29,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--conflict",
         action="store_true",
-        help="if nothing fits the memory: which wishes conflict, and ways out with prices",
+        help="if nothing fits the memory: which of your flags leave no plan, and what it costs to give one up; half of "
+        "--planning-seconds is for the plan, half for this",
     )
     add_json(parser, "a report")
     parser.add_argument(

@@ -9,11 +9,10 @@ import dataclasses
 import json
 from collections.abc import Mapping
 
-from autopar.commands.plans.flags import conflict_in_flags
-from autopar.errors import OutOfMemoryError
 from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Plan
 from autopar.why.classic import Classic
+from autopar.why.report import WhyNot
 from autopar.why.what_if import WhatIf
 
 
@@ -45,6 +44,6 @@ def answers_document(answers: Mapping[str, Classic | WhatIf]) -> dict[str, objec
     return {name: [dataclasses.asdict(row) for row in answer.rows] for name, answer in answers.items()}
 
 
-def conflict_document(error: OutOfMemoryError) -> dict[str, object]:
+def conflict_document(found: WhyNot) -> dict[str, object]:
     """Why nothing fits, and what to give up."""
-    return {"conflict": dataclasses.asdict(conflict_in_flags(error).answer)}
+    return {"conflict": dataclasses.asdict(found.answer)}

@@ -1,7 +1,7 @@
 """What conflicts, in the flags of the command line.
 
-In: an error that knows its step. Out: the answer of `OutOfMemoryError.conflict`, with `--data-parallel` for `data_parallel()` and
-`--memory-limit` for `memory_limit_bytes`. What can go wrong: words for which there is no flag; they stay.
+In: an error that knows its step, and a clock. Out: the answer of `OutOfMemoryError.conflict`, with `--data-parallel` for
+`data_parallel()` and `--memory-limit` for `memory_limit_bytes`. What can go wrong: words for which there is no flag; they stay.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import dataclasses
 import re
 
 from autopar.errors import OutOfMemoryError
-from autopar.why.report import WhyNot
+from autopar.why.deadline import Deadline
+from autopar.why.report import WhyNot, why_not_until
 
 _FLAGS = (
     (r"data_parallel\(\)", "--data-parallel"),
@@ -27,11 +28,9 @@ _FLAGS = (
 )
 
 
-def conflict_in_flags(error: OutOfMemoryError) -> WhyNot:
-    """Why nothing fits, in words of the command line. Raises PlanError if the error knows no step."""
-    found = error.conflict()
-    assert isinstance(found, WhyNot)
-    told = found.answer
+def conflict_in_flags(error: OutOfMemoryError, deadline: Deadline) -> WhyNot:
+    """Why nothing fits, as far as it is found by then, in words of the command line. Raises PlanError as `why_not`."""
+    told = why_not_until(deadline, error).answer
     relaxations = tuple(dataclasses.replace(one, words=in_flags(one.words)) for one in told.relaxations)
     return WhyNot(dataclasses.replace(told, wishes=tuple(map(in_flags, told.wishes)), relaxations=relaxations))
 

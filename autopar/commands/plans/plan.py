@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import gc
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from autopar.commands.arguments.subject import Subject, find_subject
 from autopar.commands.plans.document import answers_document, conflict_document, leaf_document, plan_document
 from autopar.commands.plans.flags import conflict_in_flags
 from autopar.commands.plans.parallel import FOR_PIPELINES, count_devices, make_parallel
-from autopar.commands.terminal.interruption import interruptible
+from autopar.commands.terminal.interruption import Interruption, interruptible
 from autopar.commands.terminal.live_line import live_line
 from autopar.commands.terminal.printing import print_json, reports
 from autopar.errors import ArgumentError, AutoparError, OutOfMemoryError, PlanError
@@ -30,8 +31,13 @@ from autopar.plan import Plan
 from autopar.progress import enter
 from autopar.reports.report import Answer, html, show
 from autopar.why.classic import Classic
+from autopar.why.conflict import BUDGET_S
+from autopar.why.deadline import Deadline, nothing_found
 from autopar.why.what_if import WhatIf
 
+_IN_ALL, _FOR_THE_PLAN, _FOR_PLANS = 0.95, 0.5, 0.4
+"""Of the time, where what conflicts is asked for: for all searches, so that the answer is there when it is over; of that, for the
+plan, whose search is then left; and for that search by its own clock."""
 NOTHING_FITS = 1
 """The exit status where no plan fits and what conflicts is printed."""
 
@@ -43,20 +49,15 @@ def plan(options: argparse.Namespace) -> int:
     with live_line(options.verbose):
         enter("building the model")
         subject = find_subject(options.model, options.sizes)
-        step = make_parallel(subject.step, count, options)
-        with interruptible(step.stop_planning) as interruption:
+        step = make_parallel(subject.step, count, _with_time_for_the_conflict(options))
+        deadline = Deadline(_IN_ALL * (options.planning_seconds or math.inf))
+        with interruptible(lambda: step.stop_planning() and deadline.hurry()) as interruption:
             try:
-                found = plan_step(step, subject, options)
+                found = _plan_until(deadline, step, subject, options)
             except OutOfMemoryError as error:
                 if not options.conflict:
                     raise
-                if options.json:
-                    print_json(conflict_document(error))
-                else:
-                    standard_output().print(
-                        str(conflict_in_flags(error)), markup=False, highlight=False, soft_wrap=True
-                    )
-                return NOTHING_FITS
+                return _print_conflict(error, deadline, options, interruption)
     atexit.register(gc.freeze)  # or the interpreter looks for garbage in all that was planned before it ends
     if output is not None:
         save(output, found.to_json())
@@ -68,6 +69,43 @@ def plan(options: argparse.Namespace) -> int:
     write_page(found, options.html, console, answers=tuple(answers.values()))
     interruption.finish()
     return 0
+
+
+def _with_time_for_the_conflict(options: argparse.Namespace) -> argparse.Namespace:
+    """The options; if what conflicts is asked for, with less than half of the time for finding plans, see `_plan_until`."""
+    if not options.conflict or options.planning_seconds is None:
+        return options
+    seconds = _FOR_PLANS * options.planning_seconds
+    return argparse.Namespace(**{**vars(options), "planning_seconds": seconds})
+
+
+def _plan_until(
+    deadline: Deadline, step: ParallelStep, subject: Subject, options: argparse.Namespace
+) -> Plan | PipelinePlan:
+    """Plan a step; if what conflicts is asked for, in half of the time. Raises OutOfMemoryError where that was too short, too."""
+    if not options.conflict:
+        return plan_step(step, subject, options)
+    found = deadline.run(lambda: plan_step(step, subject, options), _FOR_THE_PLAN * deadline.clock.seconds_left)
+    if found is None:
+        raise nothing_found(deadline)
+    return found
+
+
+def _print_conflict(
+    error: OutOfMemoryError, deadline: Deadline, options: argparse.Namespace, interruption: Interruption
+) -> int:
+    """Find out and print what conflicts, as far as it is found when the time is up or a signal comes."""
+    atexit.register(gc.freeze)  # as below
+    if options.planning_seconds is None:
+        deadline = Deadline(BUDGET_S)
+    with interruption.stopping_by(deadline.stop):
+        answer = conflict_in_flags(error, deadline)
+    if options.json:
+        print_json(conflict_document(answer))
+    else:
+        standard_output().print(str(answer), markup=False, highlight=False, soft_wrap=True)
+    interruption.finish("the answer is what was found so far")
+    return NOTHING_FITS
 
 
 def _notes(found: Plan | PipelinePlan, options: argparse.Namespace) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 SIGTERM does the same. The command prints that plan and ends with the exit status of an interrupted one, 130 or 143, so that a
 script does not go on as if nothing had happened. Before a search is under way there is no plan to wait for: the first signal
-ends the command. What can go wrong: the search has no plan yet; its error is printed, and the status is the same.
+ends the command. What comes after the search may be stopped in its own way (`stopping_by`). What can go wrong: the search has no
+plan yet; its error is printed, and the status is the same.
 """
 
 from __future__ import annotations
@@ -28,17 +29,30 @@ class Interruption:
         self.number: int | None = None
         self._stop = stop
 
-    def finish(self) -> None:
+    def finish(self, words: str = "the plan is the best that was found so far") -> None:
         """End the command if it was interrupted: KeyboardInterrupt after Ctrl-C, SystemExit after SIGTERM."""
         if self.number is not None:
-            _raise(self.number, "the plan is the best that was found so far")
+            _raise(self.number, words)
+
+    @contextlib.contextmanager
+    def stopping_by(self, stop: Callable[[], bool]) -> Iterator[None]:
+        """A context in which `stop` is called instead, at once if a signal has come already. It may raise, as handlers may."""
+        before, self._stop = self._stop, stop
+        try:
+            if self.number is not None:
+                stop()
+            yield
+        finally:
+            self._stop = before
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Take a signal."""
-        if self.number is not None or not self._stop():
+        if self.number is not None:
             _raise(number)
         self.number = number
         tell(Progress(stopping="stopping, once more ends at once"))
+        if not self._stop():
+            _raise(number)
 
 
 @contextlib.contextmanager

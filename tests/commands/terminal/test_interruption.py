@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM while a plan is sought: when they end the command at once, and when with the best plan so far."""
 
+import re
 import signal
 import subprocess
 
@@ -95,6 +96,33 @@ def test_a_signal_that_is_ignored_stays_ignored(capsys):
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert capsys.readouterr().err == ""
+
+
+CONFLICT = ("plan", "mlp", *SMALL, "--devices", "2", "--mesh", "2", "--memory-limit", "4KB", "--conflict")
+
+
+@pytest.mark.parametrize("phase", ["planning on one mesh", "why nothing fits"])
+@pytest.mark.parametrize(
+    ("number", "status", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
+)
+def test_a_signal_while_it_looks_for_what_conflicts_hands_over_the_answer_so_far(number, status, name, phase, capsys):
+    with sent(phase, number):
+        try:
+            ended = run(*CONFLICT)
+        except SystemExit as error:
+            ended = error.code
+    printed = capsys.readouterr()
+    assert ended == status
+    found = re.match(r"No plan (fits|was found in the time there was that fits) 3\.9 KiB per device", printed.out)
+    assert found is not None, printed.out
+    assert "no time to try" in printed.out
+    assert printed.err == f"autopar: stopped by {name}: the answer is what was found so far\n"
+
+
+def test_a_second_signal_ends_the_command_without_an_answer(capsys):
+    with sent("why nothing fits", signal.SIGINT, signal.SIGINT):
+        assert run(*CONFLICT) == 130
+    assert capsys.readouterr() == ("", "autopar: stopped by Ctrl-C\n")
 
 
 @pytest.mark.sampled(4)
