@@ -80,10 +80,11 @@ def draw(cases: Sequence[Case], known: Mapping[str, Mapping[str, Row]], folder: 
     for number, case in enumerate(shown):
         ratios = [over_ours(known[case], name) or 0.0 for name in names]
         axes.barh([place + number * height for place in range(len(names))], ratios, height=0.9 * height, label=case)
-    axes.set_yticks([place + 0.3 for place in range(len(names))], names)
+    middle = 0.5 * height * (len(shown) - 1)
+    axes.set_yticks([place + middle for place in range(len(names))], names)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.invert_yaxis()
-    axes.set_xlabel("predicted step over that of the whole search; no bar: does not fit, or cannot be")
+    axes.set_xlabel("predicted step over that of the whole search; no bar: there is no such plan, or none fits")
     axes.set_xlim(0, 4)
     axes.legend(frameon=False)
     for kind in ("png", "svg"):

@@ -50,7 +50,7 @@ def what_is_missing(plan: Plan | PipelinePlan) -> Iterator[str]:
     """What more time for planning would do; nothing is said of a plan that is proven."""
     if not plan.ended_early:
         if not is_proven(plan):
-            yield f"all that was left open and may be faster was compared: {_MORE_SECONDS} would find nothing else"
+            yield f"all that was left open and may be faster was compared: {_MORE_SECONDS} would find nothing faster"
         return
     stopped = f"planning stopped after {seconds_text(plan.planning_s)}"
     listed, others = "; ".join(plan.not_compared[:_LISTED]), len(plan.not_compared) - _LISTED

@@ -143,11 +143,11 @@ def _crossing(plan: PipelinePlan) -> Iterator[str]:
     for transfer in plan.transfers:
         size[transfer.what] += transfer.bytes * transfer.count
     if not size:
-        yield "nothing crosses between meshes"
+        yield "the meshes send each other nothing"
         return
     kinds = sorted(size, key=lambda what: list(_READERS).index(what) if what in _READERS else len(_READERS))
     listed = "; ".join(f"{bytes_text(size[what])} {_READERS.get(what, f'for {what}')}" for what in kinds)
-    yield f"between meshes cross per step: {listed}"
+    yield f"the meshes send each other per step: {listed}"
 
 
 def _borrowed(stage: StagePlan, plan: PipelinePlan) -> Iterator[str]:

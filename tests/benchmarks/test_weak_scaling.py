@@ -3,6 +3,8 @@
 import dataclasses
 import importlib
 import json
+import re
+import shutil
 import sys
 
 import pytest
@@ -20,6 +22,7 @@ NAMES = (
     "weak_scaling",
     "ablations",
 )
+PAGES = SCRIPTS.parent / "docs" / "benchmarks"
 SMALL = {"layers": 2, "batch": 8, "hidden": 64, "vocab": 256, "seq": 32, "heads": 4}
 
 
@@ -105,6 +108,25 @@ def test_what_is_left_out_is_planned_and_drawn_beside_the_whole_search(scripts, 
     script.main([*arguments, "--plot"])
     assert (tmp_path / "ablations.svg").exists()
     assert f"| {ways[1]} | {script.over_ours(rows, ways[1]):.3f} |" in (tmp_path / "ablations_table.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["weak_scaling", "ablations"])
+def test_the_pictures_and_tables_of_the_pages_are_drawn_from_the_rows_beside_them(scripts, name, tmp_path):
+    shutil.copytree(PAGES / name, tmp_path / name)
+    scripts[name].main(["--results", str(tmp_path / name), "--plot"])
+    assert (tmp_path / f"{name}_table.md").read_text() == (PAGES / f"{name}_table.md").read_text()
+    drawn, shown = ((folder / f"{name}.svg").read_text() for folder in (tmp_path, PAGES))
+    assert bars(drawn) == bars(shown)
+    page = (PAGES / "simulated.md").read_text()
+    assert f"({name}.svg)" in page
+    assert f"{name}_table.md" in page
+
+
+def bars(svg: str) -> list[tuple[float, ...]]:
+    """The corners of everything that is drawn, to a tenth of a point; a new version of matplotlib may move texts."""
+    paths = re.findall(r'<path d="([^"]*)" clip-path', svg)
+    assert paths
+    return [tuple(round(float(number), 1) for number in re.findall(r"-?[\d.]+", path)) for path in paths]
 
 
 def test_the_largest_dimension_that_divides_is_split(scripts):

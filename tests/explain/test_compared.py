@@ -70,7 +70,7 @@ def test_a_plan_that_ended_early_says_after_how_long_and_what_was_not_compared()
 
 
 def test_a_search_that_ended_by_itself_says_that_more_time_would_find_nothing():
-    said = "was compared: more planning seconds would find nothing else"
+    said = "was compared: more planning seconds would find nothing faster"
     plan = dataclasses.replace(compared(), ended_early=False)
     assert said in explain(plan)
     assert "planning stopped" not in explain(plan)

@@ -136,10 +136,10 @@ def test_the_fullest_mesh_and_the_longest_update_are_named():
 def test_what_crosses_is_summed_by_the_pass_that_reads_it():
     text = explain(pipeline_of(*two_stages(), transfers=TRANSFERS))
     assert (
-        "- between meshes cross per step: 4.0 KiB for forward passes; 8.0 KiB for backward passes; 4 B once, for the update; "
-        "512 B once, for shared weights\n"
+        "- the meshes send each other per step: 4.0 KiB for forward passes; 8.0 KiB for backward passes; 4 B once, for the "
+        "update; 512 B once, for shared weights\n"
     ) in text
-    assert "- nothing crosses between meshes" in explain(pipeline_of(*two_stages()))
+    assert "- the meshes send each other nothing" in explain(pipeline_of(*two_stages()))
 
 
 def test_the_table_of_stages_says_where_what_lives():

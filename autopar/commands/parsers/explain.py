@@ -8,13 +8,18 @@ from pathlib import Path
 from autopar.commands.arguments.checks import check_folder, check_readable
 from autopar.commands.parsers.printed import add_json
 
-HELP = "print a plan that `plan -o` wrote, or write its report as a page of HTML; with a model for the file, plan it"
+HELP = (
+    "print a plan that `plan -o` wrote, or write its report as a page of HTML; with a model in place of the file, plan that as "
+    "`plan` does, with the flags of `plan`"
+)
 HELP_OF_SHOW = "print a plan that `plan -o` wrote, as `explain` does"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `explain`."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="a plan in JSON")
+    parser.add_argument(
+        "file", metavar="FILE", type=Path, help="a plan in JSON; or a model, as `autopar plan` takes it"
+    )
     add_report(parser)
     add_json(parser, "a report")
     parser.set_defaults(check=_check)

@@ -23,25 +23,26 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--leaf",
         metavar="PATH",
-        help="why this leaf has its layout, such as state/params/block_0/ffn/up/kernel, instead of the report: what decides, and "
-        "what each other layout would cost, tried",
+        help="instead of the report, tell why an array of the state or the batch, such as "
+        "state/params/block_0/ffn/up/kernel, has its layout: what decides, and what each other layout would cost",
     )
     parser.add_argument(
         "--conflict",
         action="store_true",
-        help="if nothing fits the memory: which of your flags leave no plan, and what it costs to give one up; half of "
-        "--planning-seconds is for the plan, half for this",
+        help="if nothing fits the memory, tell which of your flags leave no plan, and what it costs to give one of them up, "
+        "to have more memory or more devices; half of --planning-seconds is for the plan, half for this",
     )
     add_json(parser, "a report")
     parser.add_argument(
         "--classic",
         action="store_true",
-        help="plan data parallel, ZeRO-2, ZeRO-3, tensor parallel and a pipeline beside it",
+        help="also plan data parallel, ZeRO-2, ZeRO-3, tensor parallel and a pipeline, and compare them with the plan",
     )
     parser.add_argument(
         "--what-if",
         action="store_true",
-        help="plan it again with 1 GiB more memory per device, and with twice the bandwidth of each kind of link",
+        help="also plan it with 1 GiB more memory per device, and with twice the bandwidth of each kind of link, to see "
+        "what that would buy",
     )
     parser.set_defaults(check=_check)
 

@@ -18,10 +18,14 @@ def add_planning(parser: argparse.ArgumentParser, *, on_each_core: bool, many: b
         type=values.mesh_shapes,
         action="extend",
         metavar="SIZES",
-        help="such as 2,4 or data=2,model=4; one for each stage as 1,2/1,2/1,4, or repeated; default: compare all",
+        help="how the devices are arranged along named axes, such as 2,4 or data=2,model=4; one mesh for each pipeline stage as "
+        "1,2/1,2/1,4, or repeated; default: compare all",
     )
     group.add_argument(
-        "--memory-limit", type=values.byte_count, metavar="SIZE", help="per device, such as 16GB or 16GiB"
+        "--memory-limit",
+        type=values.byte_count,
+        metavar="SIZE",
+        help="the most that a plan may take of each device, such as 16GB or 16GiB; default: the memory of the cluster's devices",
     )
     group.add_argument(
         "--constraint",
@@ -33,16 +37,21 @@ def add_planning(parser: argparse.ArgumentParser, *, on_each_core: bool, many: b
         "or -, such as state/params/*/kernel=-,x; or it is replicated, split or split:x; repeatable",
     )
     group.add_argument(
-        "--zero", type=int, choices=(1, 2, 3), help="split optimizer state (1), gradients (2), parameters (3)"
+        "--zero",
+        type=int,
+        choices=(1, 2, 3),
+        help="data parallel, with optimizer state (1), also gradients (2), also parameters (3) split over the devices",
     )
-    group.add_argument("--data-parallel", action="store_true", help="split the batch over all axes, and nothing else")
+    group.add_argument(
+        "--data-parallel", action="store_true", help="split the batch over all devices, and nothing else"
+    )
     _add_allowed(group)
     _add_search(parser, on_each_core=on_each_core)
     _add_pipeline(parser)
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--devices", type=values.positive, metavar="N", help="how many; default 8")
+    group.add_argument("--devices", type=values.positive, metavar="N", help="number of devices; default 8")
     group.add_argument(
         "--nodes", type=values.positive, metavar="N", help="machines of --cluster, each with all of its devices"
     )
@@ -56,7 +65,11 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_allowed(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--allow-redundant-compute", action="store_true", help="let devices repeat contractions")
+    group.add_argument(
+        "--allow-redundant-compute",
+        action="store_true",
+        help="let devices repeat each other's matrix products where that saves communication",
+    )
     group.add_argument(
         "--collectives",
         type=values.names,
@@ -67,8 +80,8 @@ def _add_allowed(group: argparse._ArgumentGroup) -> None:
         "--recompute",
         choices=("auto", "none", "layer", "named"),
         default="auto",
-        help="forward work that the backward pass repeats, of layers or all but what checkpoint_name names; default: what "
-        "the memory needs",
+        help="forward work that the backward pass repeats to save memory: none, that of whole layers, or all but the values "
+        "named by jax.ad_checkpoint.checkpoint_name; default: what the memory needs",
     )
 
 
@@ -79,8 +92,7 @@ def _add_search(parser: argparse.ArgumentParser, *, on_each_core: bool) -> None:
         type=values.positive,
         default=available_cores() if on_each_core else 1,
         metavar="N",
-        help="processes that plan layers and stages side by side; default: "
-        + ("one for each core" if on_each_core else "1"),
+        help="number of processes that search side by side; default: " + ("one for each core" if on_each_core else "1"),
     )
     group.add_argument(
         "--planning-seconds",
@@ -112,22 +124,27 @@ def _add_pipeline(parser: argparse.ArgumentParser) -> None:
         "--stages",
         type=values.positive,
         metavar="N",
-        help="meshes that work as a pipeline; default: as many as are fastest, or one for each --mesh",
+        help="number of pipeline stages, each on its own devices; default: as many as are fastest, or one for each --mesh",
     )
     group.add_argument(
         "--microbatches",
         type=values.positive,
         metavar="N",
-        help="parts of the batch, one after the other; default: on one mesh what the memory needs, in stages the fastest",
+        help="number of parts into which the batch is cut, done one after the other; default: on one mesh what the memory needs, "
+        "in stages the fastest",
     )
     group.add_argument(
         "--batch-statistics",
         choices=("batch", "microbatch"),
         default="batch",
-        help="of what batch normalisation takes its statistics; default: of the whole batch, which cannot be in microbatches",
+        help="what batch normalisation averages over: the whole batch, which then cannot be cut into microbatches, or each "
+        "microbatch; default batch",
     )
     group.add_argument(
-        "--schedule", choices=("auto", *sorted(SCHEDULES)), default="auto", help="of a pipeline; default: the fastest"
+        "--schedule",
+        choices=("auto", *sorted(SCHEDULES)),
+        default="auto",
+        help="order of work in a pipeline; default: the fastest",
     )
     group.add_argument(
         "--virtual-stages",

@@ -10,7 +10,7 @@ from autopar.commands.parsers.printed import add_json
 from autopar.commands.parsers.sizes import STEPS_HELP
 from autopar.errors import ArgumentError
 
-HELP = "plan a step on several clusters and numbers of devices, and compare time, memory and price"
+HELP = "plan a step on several clusters and numbers of devices, and compare time, memory and price: which to rent"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -24,9 +24,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="NAMES|FILES",
         help="presets or cluster files, such as p4d.24xlarge,dgx-h100; a file may state `usd_per_device_hour`",
     )
-    parser.add_argument("--devices", type=values.numbers, metavar="N,...", help="how many of each; default 8")
     parser.add_argument(
-        "--nodes", type=values.numbers, metavar="N,...", help="how many machines of each, in place of --devices"
+        "--devices",
+        type=values.numbers,
+        metavar="N,...",
+        help="numbers of devices, each tried on each cluster; default 8",
+    )
+    parser.add_argument(
+        "--nodes", type=values.numbers, metavar="N,...", help="numbers of machines, in place of --devices"
     )
     parser.set_defaults(check=_check)
     add_json(parser, "a table")

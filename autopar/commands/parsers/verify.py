@@ -10,7 +10,7 @@ from autopar.commands.parsers.planning import add_planning
 from autopar.commands.parsers.printed import add_json
 from autopar.commands.parsers.sizes import STEPS_HELP
 
-HELP = "compile a step, and hold what is compiled against the plan: collectives, memory, operations, values"
+HELP = "compile a step, and check the compiled programs against its plan: collectives, memory, operations, results"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
