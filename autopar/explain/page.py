@@ -51,7 +51,7 @@ def page(plan: Plan | PipelinePlan) -> str:
     below = [
         line for table in (*tables, _collectives_table(every)) if table.row_count for line in ("", *_lines_of(table))
     ]
-    above = [part for line in header(plan).splitlines() for part in _wrapped(line)]
+    above = [part for line in header(plan).splitlines() for part in _in_two(line)]
     lines = [*above, *_said(said, MOST_LINES - 2 - len(above) - len(below)), *below]
     end = "plan.show() prints the whole report"
     if len(lines) > MOST_LINES - 2:
@@ -106,6 +106,14 @@ def _said(sentences: Sequence[str], room: int) -> Iterator[str]:
             lines = [_fitting(f"- {sentence}")]
         spare -= len(lines) - 1
         yield from lines
+
+
+def _in_two(line: str) -> list[str]:
+    """A line of the header; where it is too long, it goes on below its semicolon."""
+    first, semicolon, rest = line.partition("; ")
+    if len(line) <= PAGE_WIDTH or not rest:
+        return _wrapped(line)
+    return [first + semicolon.rstrip(), *_wrapped(f"  {rest}")]
 
 
 def _wrapped(text: str) -> list[str]:
