@@ -11,6 +11,7 @@ READY := $(VENV)/.ready
 .PHONY: help demo test test-sweeps test-all test-libraries lint format types contracts docs bench setup clean
 
 help:
+	@echo "make setup      an environment in $(VENV); its commands are in $(BIN), such as $(BIN)/autopar"
 	@echo "make demo       train a small GPT on 8 virtual CPU devices: on one mesh and as a pipeline, both compared with jax.jit"
 	@echo "make test       a sample of every kind of test"
 	@echo "make test-sweeps   what make test leaves out, without the slow tests"

@@ -13,11 +13,12 @@ ends by itself before it has found the plan there is; a relaxation is then said 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from autopar.errors import OutOfMemoryError
 from autopar.explain.units import bytes_text
-from autopar.inter_op.one_mesh import state_is_too_large
+from autopar.inter_op.one_mesh import bytes_held, state_is_too_large
 from autopar.intra_op.choices.options import PlannerOptions
 from autopar.layouts.constraints import Constraints, Rule, SplitBatch
 from autopar.pipeline_plan import PipelinePlan
@@ -82,6 +83,7 @@ class Conflict:
         relaxations: what was tried, the fastest plan first.
         is_smallest: whether no wish can be left out; else the clock ended before all were tried.
         is_settled: whether no plan fits; else none was found, and the search ended before it had tried all that may.
+        state_bytes: of the state on each device, if it is spread evenly over all of them; no plan takes less.
     """
 
     limit_bytes: int
@@ -90,6 +92,7 @@ class Conflict:
     relaxations: tuple[Relaxation, ...]
     is_smallest: bool = True
     is_settled: bool = True
+    state_bytes: int = 0
 
 
 def find_conflict(settings: Settings, traced: TracedStep, error: OutOfMemoryError, deadline: Deadline) -> Conflict:
@@ -119,6 +122,9 @@ def find_conflict(settings: Settings, traced: TracedStep, error: OutOfMemoryErro
         ),
         is_smallest=is_smallest,
         is_settled=error.is_settled,
+        state_bytes=math.ceil(
+            bytes_held(leaf for leaf in traced.inputs if leaf.role != "batch") / count_devices(settings)
+        ),
     )
 
 

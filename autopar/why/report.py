@@ -97,6 +97,9 @@ def conflict_text(conflict: Conflict) -> str:
     if conflict.wishes:
         lines = [f"{none} and keeps:", *(f"  {wish}" for wish in conflict.wishes)]
         lines += [] if conflict.is_smallest else ["There was no time to find out whether fewer of these conflict."]
+    if conflict.state_bytes:
+        spread = f"{bytes_text(conflict.state_bytes)} per device, spread evenly over all"
+        lines += [f"The state alone takes {spread}; gradients, activations and temporaries come on top."]
     if conflict.tensors:
         lines += ["The largest tensors that are alive together:", *(f"  {tensor}" for tensor in conflict.tensors)]
     table = new_table("What would do, tried", "instead", "step", "peak", numbers=("step", "peak"))
@@ -106,7 +109,10 @@ def conflict_text(conflict: Conflict) -> str:
         table.add_row(*map(Text, (one.words + early, *figures)))
     stream = io.StringIO()
     Console(file=stream, width=TEXT_WIDTH, color_system=None).print(table)
-    return "\n".join([*lines, "", *(line.rstrip() for line in stream.getvalue().splitlines())])
+    lines += ["", *(line.rstrip() for line in stream.getvalue().splitlines())]
+    if not all(one.is_tried for one in conflict.relaxations):
+        lines.append("More planning seconds would try what there was no time for.")
+    return "\n".join(lines)
 
 
 def _without_plan(one: Relaxation) -> str:

@@ -77,6 +77,8 @@ def test_where_no_wish_is_to_blame_more_devices_and_more_memory_are_tried():
     answer = conflict_of(memory_limit_bytes=20_000)
     assert answer.answer.wishes == ()
     assert "No plan fits 19.5 KiB per device, whatever is given up." in str(answer)
+    assert answer.answer.state_bytes == 2 * 2 * 64 * 256 * 4 // 4, "the parameters of two layers on four devices"
+    assert "The state alone takes 64.0 KiB per device, spread evenly over all; gradients," in str(answer)
     found = prices(answer)
     assert "devices=8" in found
     (memory,) = (words for words in found if words.startswith("memory_limit_bytes="))
@@ -113,6 +115,7 @@ def test_without_time_all_wishes_are_the_answer_and_nothing_is_tried():
     assert not any(one.is_tried for one in answer.answer.relaxations)
     assert "There was no time to find out whether fewer of these conflict." in str(answer)
     assert "no time to try" in str(answer)
+    assert str(answer).endswith("\nMore planning seconds would try what there was no time for.")
 
 
 def test_state_that_exceeds_all_devices_needs_no_search_to_say_so(monkeypatch):

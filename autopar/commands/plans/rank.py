@@ -127,13 +127,19 @@ def make_table(rows: Sequence[Ranked]) -> Table:
     table = new_table("Fastest first", *columns, words=("cluster", "plan"))
     for row in rows:
         if row.step_s is None or row.device_s is None or row.peak_bytes is None:
-            cells = ["-", "-", "-", f"no plan: {row.reason}"]
+            cells = ["-", "-", "-", _reason_text(row.reason)]
         else:
             cells = [seconds_text(row.step_s), f"{row.device_s:.4g}", _memory_text(row), row.way]
         if priced:
             cells.insert(2, "-" if row.usd_per_1000_steps is None else f"{row.usd_per_1000_steps:,.2f}")
         table.add_row(*map(Text, (row.cluster, str(row.devices), *cells)))
     return table
+
+
+def _reason_text(reason: str) -> str:
+    """Why there is no plan, in a sentence; all of it is in the JSON."""
+    sentence = reason.partition("\n")[0].partition("; ")[0].rstrip(".")
+    return sentence if sentence.startswith("no plan") else f"no plan: {sentence}"
 
 
 def _memory_text(row: Ranked) -> str:
@@ -155,5 +161,9 @@ def describe_best(rows: Sequence[Ranked]) -> Iterator[str]:
         if known:
             best = min(known, key=lambda pair: pair[0])[1]
             yield f"{words}: {best.devices} devices of {best.cluster}"
+    without = next((row for row in rows if row.step_s is None), None)
+    if without is not None:
+        at = f"--cluster {without.cluster} --devices {without.devices}"
+        yield f"why there is no plan, and what would do: `autopar explain MODEL {at} --conflict`, with the same flags"
     if all(row.step_s is None for row in rows):
         yield "the step fits none of them: more devices, or --memory-limit and --recompute, may help"
