@@ -176,8 +176,8 @@ class BlockWriter:
             return self._contraction(eqn, operands, layouts, orders)
         entry = entry_for(eqn)
         if entry.fused and not entry.free:
-            factors = [self.factors[n] for n in read if n in self.factors and xla_cpu.takes_factors(eqn)]
-            read = [self._spread(v, n, eqn, layouts, factors) for v, n in zip(eqn.invars, read, strict=True)]
+            apart = self._apart(eqn, read)
+            read = [self._spread(v, n, eqn, layouts, apart) for v, n in zip(eqn.invars, read, strict=True)]
         same = _same_work(eqn, read, layouts) if eqn.after is None else None
         if same is not None and same in self.known:
             return self.known[same]
@@ -267,26 +267,33 @@ class BlockWriter:
         is_undone = order == tuple(range(len(order))) or value in self.values.products
         self.emit(Kind.ALIAS if is_undone else Kind.MOVED, (source,), (out,), by_library=True)
 
+    def _apart(self, eqn: Equation, read: Sequence[int]) -> list[Hashable]:
+        """What tells a value that is repeated for an equation from the same one, repeated for others.
+
+        That is constants that move into it; and if XLA does not find that the two are the same, all that the equation reads.
+        """
+        factors = [self.factors[n] for n in read if n in self.factors and xla_cpu.takes_factors(eqn)]
+        return factors if xla_cpu.shares_repeated(eqn, self.values.mesh.size) else [*factors, *read]
+
     def _spread(
-        self, atom: Atom, value: int, eqn: Equation, layouts: Sequence[Layout], factors: Sequence[Hashable]
+        self, atom: Atom, value: int, eqn: Equation, layouts: Sequence[Layout], apart: Sequence[Hashable]
     ) -> int:
         """An operand of pointwise work, repeated as often as the result needs it: an operation of its own, made once.
 
-        `factors`: constants that move into what is repeated, which is another value then. A constant is repeated as well, if a
-        library may read the result; where it moves itself it is not.
+        `apart` tells it from others. A constant is repeated as well, if a library may read the result and others may share it.
         """
         (out, *_), (layout, *_) = eqn.outvars, layouts
         if is_opaque(out.aval) or (value >= 0 and atom.aval.shape == out.aval.shape):
             return value
         itemsize = itemsize_of(atom.aval)
         size = layout.local_bytes(out.aval.shape, itemsize, self.values.mesh)
-        if value < 0 and (size < itemsize * xla_cpu.LIBRARY_ELEMENTS or xla_cpu.factor_of(eqn) is not None):
+        if value < 0 and (size < itemsize * xla_cpu.LIBRARY_ELEMENTS or not self._is_shared_constant(eqn)):
             return value
         if value >= 0 and size == self.values.values[value].bytes:
             return value
         dtype = dtype_name(atom.aval.dtype)
         source = (str(atom.val), dtype) if isinstance(atom, Literal) else value
-        key = (source, out.aval.shape, layout, *factors)
+        key = (source, out.aval.shape, layout, *apart)
         if key not in self.known:
             name = str(source) if value < 0 else self.values.values[value].name
             scope = "" if value < 0 else self.values.values[value].scope
@@ -296,6 +303,10 @@ class BlockWriter:
             self.known[key] = [Held(spread, layout)]
             self.emit(Kind.CHEAP, (value,), (spread,), by_library=True)
         return self.known[key][0].value
+
+    def _is_shared_constant(self, eqn: Equation) -> bool:
+        """Whether all readers of a constant that an equation reads are found to read the same."""
+        return self.values.mesh.size == 1 and xla_cpu.factor_of(eqn) is None
 
     def _contraction(
         self,

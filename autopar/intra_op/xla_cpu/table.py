@@ -128,6 +128,15 @@ def takes_factors(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _PRODUCTS
 
 
+def shares_repeated(eqn: JaxprEqn, devices: int) -> bool:
+    """Whether XLA finds that what is repeated for an equation is what is repeated for others, before its library takes any.
+
+    In a program of several devices each division still divides then, by what it repeats itself; in one of a single device all
+    multiply by one inverse, repeated once.
+    """
+    return devices == 1 or eqn.primitive.name != "div"
+
+
 def orders_of(eqn: JaxprEqn) -> Orders | None:
     """The orders of dimensions in which a contraction reads its operands; None for everything else."""
     orders = _ORDERS.get(eqn.primitive.name)

@@ -82,3 +82,21 @@ def test_a_repeated_value_that_takes_up_a_constant_factor_is_another_one_exactly
 
     (predicted, actual), (scaled, actual_scaled) = (most_bytes(step_of(s)) for s in (lambda g: g, lambda g: g * 0.7))
     assert (scaled < predicted) == (actual_scaled < actual)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_softmax_of_one_device_keeps_its_repeated_inverse_for_backward_and_one_of_several_does_not(devices):
+    def step(state, batch):
+        def loss_of(state):
+            h = batch
+            for _ in range(3):
+                weights = jnp.exp(h @ state)
+                h = (weights / jnp.sum(weights, -1, keepdims=True)) @ state
+            return jnp.sum(h**2)
+
+        return state - jax.grad(loss_of)(state)
+
+    shapes = [jax.ShapeDtypeStruct((rows, 64), jnp.float32) for rows in (64, 2 * LIBRARY_ELEMENTS * devices)]
+    wishes = {"devices": devices, "mesh_shape": (devices,), "constraints": autopar.data_parallel()}
+    compiled = autopar.parallelize(step, **wishes).compile(*shapes)
+    assert 0.95 <= compiled.plan.peak_bytes / real_bytes(compiled) <= 1.05
