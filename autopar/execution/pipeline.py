@@ -33,7 +33,8 @@ from autopar.execution.inputs import StepInputs
 from autopar.execution.one_mesh import CompiledStep
 from autopar.execution.pipeline_tasks import Item, PlannedStage, make_pipeline_tasks
 from autopar.execution.processes import PipelineProcesses, bring_leaves
-from autopar.execution.slots import link_tasks
+from autopar.execution.slots import Links, link_tasks
+from autopar.execution.stage_tasks import StageTask
 from autopar.execution.transfers import Transfers
 from autopar.execution.turns import RUNNING
 from autopar.inter_op.describe_pipeline import PlannedPipeline
@@ -108,6 +109,16 @@ def _watch_on(processes: PipelineProcesses) -> Watch | None:
     return Watch(processes.all, service)
 
 
+def _shapes_in(links: Links, inputs: StepInputs, slot: str, mesh: int) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and shardings of a slot's arrays on a mesh."""
+    return [inputs.shape_of(item, mesh) for item in links.groups[slot].items]
+
+
+def _lines_of(tasks: Mapping[TaskName, StageTask], task: str) -> str:
+    """The lines of the user's program that a task comes from."""
+    return next((one.lines() for name, one in tasks.items() if str(name) == task), "")
+
+
 class CompiledPipeline:
     """A step compiled into pipeline stages. Calling it runs one step; results stay on the stages that make them."""
 
@@ -147,13 +158,15 @@ class CompiledPipeline:
         self._watch = _watch_on(self._processes)
         self._group = group_of(lambda: devices)
         self._words = "" if self._group is None else describe_run(signature.name, self.traced)
+        # Neither holds the pipeline, so that one that is dropped goes at once, with its executables.
+        shapes = functools.partial(_shapes_in, self.links, self._inputs)
         self._driver = Driver(
             self.instructions,
             self.links.callables,
-            Transfers(self.links.targets, self._shapes_in, several_processes=self._processes.are_several),
+            Transfers(self.links.targets, shapes, several_processes=self._processes.are_several),
             part=self._part,
             watch=None if self._watch is None else self._watch.look,
-            lines=self._lines_of,
+            lines=functools.partial(_lines_of, self.tasks),
         )
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
@@ -258,20 +271,12 @@ class CompiledPipeline:
             numbers.append(number)
         return tuple(numbers)
 
-    def _shapes_in(self, slot: str, mesh: int) -> list[jax.ShapeDtypeStruct]:
-        """Shapes and shardings of a slot's arrays on a mesh."""
-        return [self._inputs.shape_of(item, mesh) for item in self.links.groups[slot].items]
-
     def _standing(self) -> list[str]:
         """Where each mesh of this process is."""
         several = self._processes.are_several
         return self._driver.standing(
             lambda mesh: f" of process {min(self._processes.of_mesh[mesh])}" if several else ""
         )
-
-    def _lines_of(self, task: str) -> str:
-        """The lines of the user's program that a task comes from."""
-        return next((one.lines() for name, one in self.tasks.items() if str(name) == task), "")
 
     def executables(self) -> dict[TaskName, jax.stages.Compiled]:
         """XLA's executable of every task, compiled under the settings of JAX under which the step was traced."""
