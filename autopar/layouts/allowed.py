@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-import re
 from collections.abc import Container, Sequence
 from typing import Protocol
 
@@ -28,8 +27,7 @@ from autopar.layouts.constraints import (
 )
 from autopar.layouts.mesh import Axes, Layout, LogicalMesh
 from autopar.layouts.moves import all_layouts
-
-_PIECE = re.compile(r"(?P<whole>.*)\[(?::, )*\d+:\d+\]")
+from autopar.layouts.pieces import whole_path
 
 
 class Leaf(Protocol):
@@ -88,12 +86,6 @@ def batch_axes(
                 if isinstance(rule.layout, SplitBatch) and leaf.shape and i not in shared:
                     found[i] = tuple(a for a in _numbers(rule.layout.axes, leaf, mesh) if mesh.shape[a] > 1)
     return found
-
-
-def whole_path(path: str) -> str:
-    """The path of the leaf of which this is a piece, such as `state/w` for `state/w[0:2]`; others are whole already."""
-    found = _PIECE.fullmatch(path)
-    return found["whole"] if found else path
 
 
 def _matches(rule: Rule, leaf: Leaf) -> bool:

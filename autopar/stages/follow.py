@@ -22,14 +22,13 @@ from autopar.compat import Var
 from autopar.errors import ArgumentError
 from autopar.layouts.constraints import Rule
 from autopar.layouts.mesh import LogicalMesh
+from autopar.layouts.pieces import read_piece, whole_path
 from autopar.microbatches.loop import TimeLoop
 from autopar.pipeline_plan import PipelinePlan
 from autopar.program.program import Equation, operands_of
 from autopar.program.step import TracedStep
 from autopar.stages.dependence import Dependence
 from autopar.stages.scan_stacks import ScanCuts, find_stacks
-
-_PIECE = re.compile(r"(?P<path>.*)\[(?::, )*(?P<first>\d+):\d+\]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Following:
 
     def check(self, traced: TracedStep) -> None:
         """Raise ArgumentError if the step has no leaf of the leader's."""
-        known = {_whole(path) for path in self.homes}
+        known = {whole_path(path) for path in self.homes}
         if not any(leaf.path in known for leaf in traced.inputs):
             own = [leaf.path for leaf in traced.inputs if leaf.role not in ("batch", "const")]
             raise ArgumentError(
@@ -70,8 +69,8 @@ class Following:
         """The layers at which the step's stacks are divided so that their leaves lie as the leader's do."""
         starts: dict[str, set[int]] = {}
         for path in self.homes:
-            if found := _PIECE.fullmatch(path):
-                starts.setdefault(found["path"], set()).add(int(found["first"]))
+            if piece := read_piece(path):
+                starts.setdefault(piece.whole, set()).add(piece.start)
         cuts = []
         for stack in find_stacks(traced):
             layers: set[int] = set()
@@ -154,11 +153,6 @@ def _fill(stage: int, stages: list[int], chain: Sequence[Equation], read: Mappin
 def _literally(path: str) -> str:
     """A glob that matches this path alone; those of pieces have brackets."""
     return re.sub(r"([\[*?])", r"[\1]", path)
-
-
-def _whole(path: str) -> str:
-    found = _PIECE.fullmatch(path)
-    return found["path"] if found else path
 
 
 def _some(paths: Sequence[str]) -> str:

@@ -27,6 +27,7 @@ from jax.typing import ArrayLike
 
 from autopar.avals import is_opaque
 from autopar.compat import Literal, Var, attributed_to
+from autopar.layouts.pieces import Piece
 from autopar.program.fingerprint import fingerprint_of
 from autopar.program.from_jaxpr import program_of
 from autopar.program.program import Atom, Equation, Program
@@ -203,12 +204,13 @@ def _shapes(shape: Sequence[int], pieces: LeafPieces) -> list[tuple[int, ...]]:
 
 
 def _leaf_pieces(leaf: Leaf, pieces: LeafPieces) -> list[Leaf]:
-    """A leaf's pieces; their paths end in what they are of the whole, such as [0:2]: `constraints.whole_path` undoes it."""
+    """A leaf's pieces, each a leaf with a path of its own."""
     if not pieces.bounds:
         return [leaf]
-    head = f"{leaf.path}[{':, ' * pieces.dim}"
     parts = zip(itertools.pairwise(pieces.bounds), _shapes(leaf.shape, pieces), strict=True)
-    return [dataclasses.replace(leaf, path=f"{head}{a}:{b}]", shape=shape) for (a, b), shape in parts]
+    return [
+        dataclasses.replace(leaf, path=Piece(leaf.path, pieces.dim, a, b).path, shape=shape) for (a, b), shape in parts
+    ]
 
 
 def _without_unused_constants(step: TracedStep) -> TracedStep:
