@@ -26,7 +26,7 @@ from autopar.intra_op.request import PlanRequest
 from autopar.pipeline_plan import PipelinePlan, TransferPlan
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
-from autopar.schedules.schedules import make_schedule
+from autopar.schedules.schedules import interleaves, make_schedule
 from autopar.stages.chain import forward_chain
 from autopar.stages.even_cuts import find_indivisible_work, warn_of_indivisible_work
 from autopar.stages.scan_stacks import cuts_for_stages
@@ -59,7 +59,7 @@ def plan_best_pipeline(
 def _is_possible(timetable: Timetable, wishes: PipelineWishes) -> bool:
     """Whether the meshes can interleave the microbatches; if the user fixed both, `make_schedule` says what is wrong."""
     is_asked_for = wishes.schedule != "auto" and wishes.num_microbatches != "auto"
-    return is_asked_for or timetable.schedule != "interleaved" or timetable.microbatches % wishes.num_stages == 0
+    return is_asked_for or not interleaves(timetable.schedule) or timetable.microbatches % wishes.num_stages == 0
 
 
 class _Comparison:

@@ -26,7 +26,7 @@ from autopar.pipeline_plan import PipelinePlan
 from autopar.plan import Alternative
 from autopar.program.step import TracedStep
 from autopar.schedules.in_flight import InFlight
-from autopar.schedules.schedules import TRAINING, Open, Recompute, ScheduleName, make_schedule
+from autopar.schedules.schedules import TRAINING, Open, Recompute, ScheduleName, interleaves, make_schedule
 from autopar.schedules.tasks import Schedule
 from autopar.stages.dependence import takes_gradients
 from autopar.stages.follow import Following, homes_of
@@ -65,7 +65,7 @@ class PipelineWishes:
 
     def _counts(self, traced: TracedStep) -> tuple[int, ...]:
         counts = microbatch_counts(traced)
-        if self.schedule == "interleaved":
+        if interleaves(self.schedule):
             return tuple(m for m in counts if m % self.num_stages == 0) or counts
         return counts
 

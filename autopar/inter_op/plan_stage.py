@@ -20,6 +20,7 @@ from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.intra_op.restore import restore
 from autopar.plan import Plan, ValuePlan
 from autopar.schedules.in_flight import InFlight
+from autopar.schedules.schedules import keeps_least
 from autopar.solver.budget import Budget
 from autopar.stages.tasks.equal_stages import key_of_stage, match_senders
 from autopar.stages.tasks.ports import Port, StagePorts
@@ -108,8 +109,8 @@ class StagePlanning:
             if room <= 0:
                 break
         assert stage is not None
-        keeps_least = self.in_flight is None or self.in_flight.schedule.name in ("1f1b", "inference")
-        others = " or more devices" if keeps_least else ", more devices, or the 1f1b schedule, which keeps less"
+        is_leanest = self.in_flight is None or keeps_least(self.in_flight.schedule.name)
+        others = " or more devices" if is_leanest else ", more devices, or the 1f1b schedule, which keeps less"
         raise OutOfMemoryError(
             f"stage {program.stage} of {program.cut.num_stages} needs {stage.peak_bytes:,} bytes per device, the limit is "
             f"{limit:,}: {count} microbatches in flight keep {stage.memory.each_text(self.in_flight)}. Use more microbatches, "

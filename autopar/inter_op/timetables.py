@@ -22,7 +22,7 @@ from typing import cast
 import numpy as np
 
 from autopar.inter_op.tuning import TUNING, Tuning
-from autopar.schedules.schedules import NAMED_SCHEDULES, TRAINING, Open, ScheduleName
+from autopar.schedules.schedules import NAMED_SCHEDULES, TRAINING, Open, ScheduleName, interleaves
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -73,7 +73,7 @@ def list_timetables(
     """
     chunks = tuning.virtual_stages if virtual_stages == "auto" else (virtual_stages,)
     if schedule != "auto":
-        shapes = [(schedule, v) for v in (chunks if schedule == "interleaved" or virtual_stages != "auto" else (1,))]
+        shapes = [(schedule, v) for v in (chunks if interleaves(schedule) or virtual_stages != "auto" else (1,))]
     elif not gradients:
         shapes = [("inference", 1 if virtual_stages == "auto" else virtual_stages)]
     else:

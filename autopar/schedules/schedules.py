@@ -48,6 +48,8 @@ class NamedSchedule:
         chunks: How many chunks a mesh may have: only one, two or more, or any number.
         trains: It has a backward.
         is_compared: A search for the fastest schedule compares it.
+        keeps_least: No other schedule of as many stages keeps residuals of fewer microbatches. A stage that is too large for
+            the memory does not fit under another one either.
     """
 
     row: Callable[[_Shape, int], Iterator[Task]]
@@ -56,11 +58,17 @@ class NamedSchedule:
     chunks: Literal["one", "several", "any"] = "one"
     trains: bool = True
     is_compared: bool = True
+    keeps_least: bool = False
 
     @property
     def fewest_chunks(self) -> int:
         """The least number of chunks that a mesh may have."""
-        return 2 if self.chunks == "several" else 1
+        return 2 if self.interleaves else 1
+
+    @property
+    def interleaves(self) -> bool:
+        """Whether microbatches go round the meshes in groups of as many as there are meshes, once for each chunk."""
+        return self.chunks == "several"
 
 
 def make_schedule(name: str, *, num_meshes: int, num_microbatches: int, virtual_stages: int = 1) -> Schedule:
@@ -195,12 +203,16 @@ def _interleaved_in_flight(shape: _Shape) -> list[int]:
 
 
 NAMED_SCHEDULES: Mapping[ScheduleName, NamedSchedule] = {
-    "1f1b": NamedSchedule(row=_one_f_one_b, in_flight=lambda s: [min(s.m, s.p - mesh) for mesh in range(s.p)]),
+    "1f1b": NamedSchedule(
+        row=_one_f_one_b, in_flight=lambda s: [min(s.m, s.p - mesh) for mesh in range(s.p)], keeps_least=True
+    ),
     "eager-1f1b": NamedSchedule(
         row=_eager_one_f_one_b, in_flight=lambda s: [min(s.m, 2 * (s.p - mesh) - 1) for mesh in range(s.p)]
     ),
     "gpipe": NamedSchedule(row=_gpipe, in_flight=lambda s: [s.m] * s.p * s.v, chunks="any", is_compared=False),
-    "inference": NamedSchedule(row=_inference, in_flight=lambda s: [1] * s.p * s.v, chunks="any", trains=False),
+    "inference": NamedSchedule(
+        row=_inference, in_flight=lambda s: [1] * s.p * s.v, chunks="any", trains=False, keeps_least=True
+    ),
     "interleaved": NamedSchedule(row=_interleaved, in_flight=_interleaved_in_flight, chunks="several"),
     "zb-h1": NamedSchedule(row=_zb_h1, in_flight=lambda s: [min(s.p, s.m)] * s.p, is_split=True),
 }
@@ -208,6 +220,16 @@ SCHEDULES: tuple[ScheduleName, ...] = tuple(NAMED_SCHEDULES)
 """The names that `make_schedule` knows."""
 TRAINING: tuple[ScheduleName, ...] = tuple(name for name, known in NAMED_SCHEDULES.items() if known.trains)
 """Those with a backward."""
+
+
+def interleaves(name: str) -> bool:
+    """Whether the schedule of this name interleaves the chunks of a mesh; False for "auto", which leaves it open."""
+    return any(known.interleaves for key, known in NAMED_SCHEDULES.items() if key == name)
+
+
+def keeps_least(name: str) -> bool:
+    """Whether no other schedule of as many stages keeps residuals of fewer microbatches than the one of this name."""
+    return any(known.keeps_least for key, known in NAMED_SCHEDULES.items() if key == name)
 
 
 def _find(name: str) -> NamedSchedule:
@@ -224,13 +246,13 @@ def _check_arguments(name: str, *, num_meshes: int, num_microbatches: int, virtu
             f"schedule {name!r} runs one stage per mesh: virtual_stages={virtual_stages} is for 'interleaved'; use that, or "
             "virtual_stages=1"
         )
-    elif _find(name).chunks == "several" and virtual_stages == 1:
+    elif interleaves(name) and virtual_stages == 1:
         wrong.append(f"schedule {name!r} with virtual_stages=1 has nothing to interleave; use '1f1b', or two or more")
-    if name == "interleaved" and num_meshes > 0 and num_microbatches % num_meshes:
+    if interleaves(name) and num_meshes > 0 and num_microbatches % num_meshes:
         below = num_microbatches // num_meshes * num_meshes
         either = f"{below} or {below + num_meshes}" if below else f"{num_meshes}"
         wrong.append(
-            f"schedule 'interleaved' sends microbatches round {num_meshes} meshes in groups of {num_meshes}, and "
+            f"schedule {name!r} sends microbatches round {num_meshes} meshes in groups of {num_meshes}, and "
             f"num_microbatches={num_microbatches} does not divide; use {either} microbatches, or '1f1b' with any number"
         )
     if wrong:

@@ -4,16 +4,20 @@
 `AUTOPAR_WRITE_GOLDEN=1 python -m pytest tests/schedules/test_schedules.py -k golden` and read the difference.
 """
 
+import ast
+import itertools
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import autopar
 from autopar.errors import ScheduleError
 from autopar.schedules.check_schedule import check_schedule
 from autopar.schedules.grid import draw_grid
 from autopar.schedules.in_flight import microbatches_in_flight
-from autopar.schedules.schedules import NAMED_SCHEDULES, make_schedule, most_in_flight
+from autopar.schedules.schedules import NAMED_SCHEDULES, TRAINING, keeps_least, make_schedule, most_in_flight
 from autopar.schedules.tasks import Task, dependencies, task_times
 from tests.schedules.chains import small_schedules
 
@@ -90,6 +94,44 @@ def test_what_the_planner_knows_of_a_schedule_is_what_counting_gives():
         known = most_in_flight(schedule.name, virtual_stages=schedule.virtual_stages, **sizes)
         assert known == microbatches_in_flight(schedule), schedule
         assert NAMED_SCHEDULES[schedule.name].is_split == ("weight_gradient" in schedule.kinds)
+
+
+def test_schedules_that_keep_least_keep_no_more_of_any_stage_than_the_others():
+    for p, m in itertools.product(range(1, 6), range(1, 11)):
+        kept = {
+            name: np.array(most_in_flight(name, num_meshes=p, num_microbatches=m))
+            for name, known in NAMED_SCHEDULES.items()
+            if known.fewest_chunks == 1
+        }
+        for least in filter(keeps_least, kept):
+            others = [name for name in kept if NAMED_SCHEDULES[name].trains == NAMED_SCHEDULES[least].trains]
+            assert all((kept[least] <= kept[name]).all() for name in others), (least, p, m)
+    assert any(keeps_least(name) for name in TRAINING)
+    assert not keeps_least("gpipe")
+
+
+def names_compared(source):
+    """The schedules' names that a source text compares something with, or looks something up by."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            constants = [part for side in sides for part in ast.walk(side) if isinstance(part, ast.Constant)]
+            yield from (part.value for part in constants if part.value in NAMED_SCHEDULES)
+
+
+def test_what_a_schedule_needs_is_asked_of_its_entry_and_not_of_its_name():
+    root = Path(autopar.__file__).parent
+    found = {}
+    for top in sorted(root.iterdir()):
+        for path in sorted(top.rglob("*.py")) if top.is_dir() else [top]:
+            if path.suffix == ".py" and (names := list(names_compared(path.read_text()))):
+                found[path.relative_to(root).as_posix()] = names
+    assert found == {}
+    assert list(names_compared("a = way.schedule in ('1f1b', 'x') or schedule == 'gpipe'")) == ["1f1b", "gpipe"]
+
+
+def test_users_read_the_name_of_every_schedule_in_the_docstring_of_parallelize():
+    assert [name for name in NAMED_SCHEDULES if f'`"{name}"`' not in autopar.parallelize.__doc__] == []
 
 
 def test_interleaving_keeps_as_many_chunk_activations_on_the_first_mesh_as_its_warm_up_says():

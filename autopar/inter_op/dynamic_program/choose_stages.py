@@ -47,7 +47,7 @@ from autopar.inter_op.dynamic_program.describe_choice import (
 from autopar.inter_op.dynamic_program.problem import Manual, SlowerStages, StageChoice, StageProblem
 from autopar.inter_op.dynamic_program.recursion import TIE, Family, Stages, exact, families_of, quick, stages_of
 from autopar.inter_op.dynamic_program.submeshes import Submesh, kind_of, place, place_in_parts, submeshes, tiles
-from autopar.schedules.schedules import SCHEDULES
+from autopar.schedules.schedules import SCHEDULES, interleaves
 from autopar.solver.budget import Budget
 
 
@@ -115,7 +115,7 @@ def _check(problem: StageProblem, manual: Manual) -> None:
     wrong = []
     if problem.schedule not in SCHEDULES:
         wrong.append(f"schedule {problem.schedule!r} is unknown; there are {', '.join(map(repr, SCHEDULES))}")
-    if (problem.schedule == "interleaved") != (problem.virtual_stages > 1) or problem.virtual_stages < 1:
+    if interleaves(problem.schedule) != (problem.virtual_stages > 1) or problem.virtual_stages < 1:
         wrong.append(
             f"schedule {problem.schedule!r} with virtual_stages={problem.virtual_stages}: 'interleaved' needs two or more, "
             "the others one"

@@ -141,7 +141,7 @@ def families_of(problem: StageProblem, manual: Manual) -> Iterator[Family]:
         sizes = {"num_meshes": meshes, "num_microbatches": batches, "virtual_stages": chunks}
         return most_in_flight(problem.schedule, **sizes)[::-1]
 
-    if schedule.chunks == "several":
+    if schedule.interleaves:
         for p in counts if not problem.parts else ():
             if problem.devices % p == 0 and batches % p == 0:
                 yield family(
