@@ -54,7 +54,7 @@ def of_factorization(eqn: JaxprEqn, rule: FactorRule) -> float:
     return 2.0 * math.prod(batch) * rows * columns * min(rows, columns)
 
 
-def of_triangular_solve(eqn: JaxprEqn, rule: FactorRule) -> float:
+def of_substitution(eqn: JaxprEqn, rule: FactorRule) -> float:
     """Half a multiply-add for every element of the matrix and right-hand side."""
     unknowns = shape_of(eqn.invars[0])[-1]
     return float(math.prod(shape_of(eqn.invars[1])) * unknowns)
