@@ -12,7 +12,6 @@ from autopar.cost_model.hardware import Cluster
 from autopar.errors import PlanError
 from autopar.files.checked import Fields
 from autopar.files.json_form import build, text_of
-from autopar.files.pieces import whole_path
 from autopar.files.plan_file import VERSION, is_pipeline, load_plan
 from autopar.plan import Alternative, Plan, ValuePlan
 from autopar.presented.methods import Presented
@@ -233,4 +232,4 @@ def _build(fields: Fields) -> PipelinePlan:
 
 def _is_or_has(path: str, leaf: str) -> bool:
     """Whether a leaf is the one with this path, or a piece of it, such as `path[0:2]`."""
-    return path in (leaf, whole_path(leaf))
+    return leaf == path or leaf.startswith(f"{path}[")

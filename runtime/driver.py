@@ -4,7 +4,7 @@ In: a verified `InstructionList`, one callable per task, and a function that sta
 the arrays of the outputs. With one mesh everything runs in the calling thread.
 
 What can go wrong: a mesh fails, or the user presses Ctrl-C. Then every mesh stops before its next instruction, all threads
-end before `run` raises, and every array that the step had made is let go. Tasks without witnesses
+end before `run` raises, and every array that the step had made is released. Tasks without witnesses
 (`autopar.runtime.performer`) may still be in computation when `run` returns, as always in JAX.
 """
 
@@ -27,7 +27,7 @@ from autopar.schedules.timeline import Span, Timeline
 
 
 class Driver(Generic[A]):
-    """Runs one program again and again. Holds no thread and no array between two runs."""
+    """Runs one program again and again. It holds no thread and no array between two runs."""
 
     def __init__(
         self,
@@ -50,10 +50,10 @@ class Driver(Generic[A]):
                 a witness: one more small array of the same program.
             transfer: Takes (array, value, source mesh, target mesh), starts a copy, and returns the array on the target
                 mesh. It gets None in place of arrays that lie on no mesh of this process.
-            part: What this process does of a program that several run; inputs and outputs are those of its meshes.
+            part: The meshes of this process, if several run the program. Inputs and outputs are those of its meshes.
             watch: Called now and then while threads work; raises if another process has failed. Then threads that wait for
                 that process are left behind.
-            lines: Which lines of the user's program a task comes from; asked for when it has failed.
+            lines: Returns the lines of the user's program that a task comes from. Called when the task has failed.
         """
         needed = {i.task for i in program.instructions if isinstance(i, Run)}
         if missing := sorted(needed - set(callables)):
@@ -82,9 +82,9 @@ class Driver(Generic[A]):
         """Run one step.
 
         Args:
-            inputs: An array for each (mesh, value) of the program's inputs. Those that the program may consume are let go
-                after their last use; to free their memory during the step, pass a mapping that nobody else holds.
-            record: Measure a timeline, for which every task is waited for.
+            inputs: An array for each (mesh, value) of the program's inputs. The driver releases those that the program may
+                consume after their last use. To free their memory during the step, pass a mapping that nobody else holds.
+            record: Measure a timeline. The driver then waits for every task.
 
         Returns:
             The outputs by (mesh, value).
@@ -110,12 +110,12 @@ class Driver(Generic[A]):
             step.clear()
 
     def standing(self, whose: Callable[[int], str] = lambda mesh: "") -> list[str]:
-        """Where each mesh of this process is, for another thread while `run` is at work; `whose` names a mesh's process."""
+        """Describe where each mesh of this process is. Another thread calls this during `run`; `whose` names a mesh's process."""
         step = self._running
         return [] if step is None else describe_standing(step, self._part.meshes, whose)
 
     def timeline(self) -> Timeline:
-        """The measured timeline of the last run with `record=True`."""
+        """Return the timeline of the last run with `record=True`."""
         if self._timeline is None:
             raise ArgumentError("No timeline was recorded: call run(..., record=True) first.")
         return self._timeline
@@ -126,7 +126,7 @@ class Driver(Generic[A]):
         return run_in_threads(self._performer.drive, step, self._part.meshes, watch=self._watch)
 
     def _make_states(self, inputs: Mapping[tuple[int, Value], A]) -> list[MeshState[A]]:
-        """Each mesh with its inputs."""
+        """Make the state of each mesh, with its inputs."""
         self._check_inputs(inputs)
         states: list[MeshState[A]] = [
             MeshState(mesh=mesh, machine=MeshMachine(self._program.of(mesh)))

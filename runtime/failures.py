@@ -1,4 +1,4 @@
-"""What is said when a mesh fails: first the cause, then stage, microbatch and mesh, then the lines of the user's program.
+"""Describe the failure of a mesh: first the cause, then stage, microbatch and mesh, then the lines of the user's program.
 
 In: the exceptions, each with the mesh and its position. Out: a `PipelineError` with the first exception as its cause. What
 can go wrong: tracebacks keep the locals of their frames alive, and with them the arrays of the step. `describe_failures`
@@ -19,7 +19,7 @@ TRACEBACK = "Traceback (most recent call last):"
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception on a mesh, and how many of its instructions were done before."""
+    """An exception on a mesh, and the number of instructions that the mesh had done before."""
 
     mesh: int
     position: int
@@ -29,9 +29,9 @@ class Failure:
 def describe_failures(
     program: InstructionList, failures: Sequence[Failure], lines: Callable[[str], str]
 ) -> BaseException:
-    """What to raise: an error about the failure that is first in the global order; an interrupt is returned as it is.
+    """Return the exception to raise: an error about the failure that is first in the global order, or an interrupt as it is.
 
-    `lines` says which lines of the user's program a task comes from.
+    `lines` returns the lines of the user's program that a task comes from.
     """
     for failure in failures:
         _clear_frames(failure.error)
@@ -55,7 +55,7 @@ def _describe(program: InstructionList, failure: Failure, lines: Callable[[str],
 
 
 def _summary(error: BaseException) -> str:
-    """The first line; if a traceback follows it, as for a callback that failed, the traceback's last line instead."""
+    """Return the first line of an error. If a traceback follows it, as for a failed callback, return that one's last line."""
     lines = str(error).strip().splitlines()
     if not lines or not lines[0].endswith(TRACEBACK):
         return lines[0] if lines else ""

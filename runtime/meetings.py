@@ -1,11 +1,10 @@
-"""Processes meet before they do something together: all are about to do the same, or all refuse alike.
+"""Processes meet before they act together: either all are about to do the same, or all refuse alike.
 
-In: on each process, words for what it is about to do. Out: nothing, or a PlanError that is the same on all of them. JAX's
-coordination service carries it: each process publishes the words of its n-th meeting, the first process compares them and
+In: on each process, words for what it is about to do. Out: nothing, or a PlanError that is the same on all of them. The words
+travel over JAX's coordination service: each process publishes those of its n-th meeting, and the first process compares them and
 publishes the outcome. Nothing has been launched by then, so processes that disagree can go on afterwards. What can go wrong: a
-process that never comes. If it ends in Python, it leaves a note; otherwise it is waited for `LIMIT_S` seconds, with a warning
-after `SILENCE_S`. Then all that came refuse alike. A process that ends without a note is noticed by JAX alone, which then ends
-the others.
+process never comes. If it ends in Python, it leaves a note. Otherwise the others wait `LIMIT_S` seconds, warn after `SILENCE_S`,
+and then refuse alike. Only JAX notices a process that ends without a note, and it then ends the others.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from autopar.events import reach
 LIMIT_S = 1800.0
 """Seconds that a process waits for another one."""
 SILENCE_S = 30.0
-"""Seconds of waiting after which a process says for whom it waits."""
+"""Seconds of waiting after which a process warns and names the process that it waits for."""
 LOOK_S = 1.0
-"""Seconds between two looks at this process's signals, and for notes of processes that ended, while it waits."""
+"""Seconds between two looks for signals to this process, and for notes of processes that ended, while it waits."""
 MAX_WORDS = 4000
-"""Characters of the words that are published; beyond them a digest tells words apart."""
+"""The most characters of the words that are published. A digest tells longer words apart."""
 KEPT_MEETINGS = 64
-"""The first process lets go of meetings in blocks of this many; a block is kept until the next but one begins."""
+"""The first process deletes meetings in blocks of this many. It keeps a block until the next but one begins."""
 MANY = 4
-"""Of more missing processes than this, all words that have come are asked for at once."""
+"""With more missing processes than this, the first process asks for all words that have come at once."""
 
 
 ENDED = "autopar/ended/"
-"""The folder of the service with the notes of processes that ended."""
+"""The folder in the service that holds the notes of processes that ended."""
 LINGER_S = 2 * LOOK_S
-"""Seconds that process 0, where the service runs, waits with its end after an error, so that the others can read its note."""
+"""Seconds that process 0, which runs the service, delays its end after an error, so that the others can read its note."""
 
 _GROUPS: dict[tuple[int, ...], Group] = {}
 
 
 class Group:
-    """The processes that meet, as the process `here` sees them; the first is the one that compares."""
+    """The processes that meet, as the process `here` sees them. The first of them compares the words."""
 
     def __init__(self, service: Coordination, here: int, processes: Sequence[int], *, limit_s: float = LIMIT_S) -> None:
         self.service, self.here, self.processes, self.limit_s = service, here, tuple(processes), limit_s
@@ -80,7 +79,7 @@ class Group:
         return topic
 
     def refuse(self, error: BaseException) -> None:
-        """Take part in a meeting without being able to do what the others are about to do, and tell them why."""
+        """Take part in a meeting of which this process cannot do its part, and tell the others why."""
         _, topic = self._open()
         told = f"process {self.here} cannot go on: {type(error).__name__}: {str(error).partition(chr(10))[0]}"[
             :MAX_WORDS
@@ -91,11 +90,11 @@ class Group:
             self._publish(f"{topic}/words {self.here}", {"error": told})
 
     def leave(self) -> None:
-        """Leave a note that this process ends, and why, for those that wait for it in a meeting."""
+        """Leave a note for those that wait in a meeting: this process ends, and why."""
         error = getattr(sys, "last_value", None)
         why = "" if error is None else f" with {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         note = f"process {self.here} has ended{why}"[:MAX_WORDS]
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service has ended before, or the note is there
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service has ended, or the note exists
             self.service.key_value_set_bytes(f"{ENDED}{self.here}", note.encode())
             if why and self.here == 0:
                 time.sleep(LINGER_S)
@@ -105,7 +104,7 @@ class Group:
         return number, f"autopar/meeting/{self._name}/{number // KEPT_MEETINGS}/{number}"
 
     def _compare(self, topic: str, words: str) -> str:
-        """The first process's part: the outcome, which it publishes; empty if all are about to do the same."""
+        """Compare and publish the outcome, as the first process. It is empty if all are about to do the same."""
         outcome = self._interrupted
         try:
             outcome = self._judge(words, self._collect(topic, words))
@@ -116,9 +115,9 @@ class Group:
         return outcome
 
     def _hear(self, topic: str, words: str) -> str:
-        """The part of the other processes: the outcome, which is theirs to say where the first one does not come.
+        """Wait for the outcome, as one of the other processes. They decide it themselves if the first one does not come.
 
-        They wait twice as long: the first process may come late, and then waits for others itself.
+        They wait twice as long, because the first process may come late and then wait for others itself.
         """
         try:
             message = json.loads(self.read(f"{topic}/outcome", self.leader, words, limit_s=2 * self.limit_s))
@@ -130,7 +129,7 @@ class Group:
         return str(message["outcome"])
 
     def _conclude(self, topic: str, outcome: str) -> str:
-        """Publish the outcome; whoever is first decides, and a late one takes over what was decided without it."""
+        """Publish the outcome. The first to publish decides; a late process takes over what was decided without it."""
         try:
             self._publish(f"{topic}/outcome", {"outcome": outcome})
         except jax.errors.JaxRuntimeError as error:
@@ -142,7 +141,7 @@ class Group:
         return outcome
 
     def _judge(self, words: str, found: dict[int, dict[str, str]]) -> str:
-        """What is wrong with the words of the other processes."""
+        """Say what is wrong with the words of the other processes; empty if nothing is."""
         failed = [found[process]["error"] for process in self.others if "error" in found[process]]
         if failed:
             return f"{failed[0]}. Processes {self._name} act together; this one was about to go on: {words[:MAX_WORDS]}"
@@ -156,7 +155,7 @@ class Group:
         )
 
     def _collect(self, topic: str, words: str) -> dict[int, dict[str, str]]:
-        """What all other processes have published."""
+        """Collect what all other processes have published."""
         found: dict[int, dict[str, str]] = {}
         for process in self.others:
             if process not in found:
@@ -169,14 +168,14 @@ class Group:
         return found
 
     def read(self, key: str, process: int, words: str, *, limit_s: float | None = None, warns: bool = True) -> bytes:
-        """What another process publishes; waits for it, and looks at this process's signals meanwhile.
+        """Wait for what another process publishes. Signals to this process are handled meanwhile.
 
         Args:
             key: the entry of the service.
-            process: who publishes it.
+            process: the number of the process that publishes it.
             words: what this process is about to do, for errors.
-            limit_s: how long to wait; as long as for any other if None.
-            warns: whether to say for whom it waits.
+            limit_s: the most seconds to wait; by default the limit of the group.
+            warns: whether to warn and name the process after `SILENCE_S`.
         """
         if not warns:
             return self._read(key, process, words, limit_s=limit_s, warns=False)
@@ -209,7 +208,7 @@ class Group:
         notes = dict(self.service.key_value_dir_get_bytes(ENDED))
         if f"{ENDED}{process}" in notes:
             raise PlanError(
-                f"{notes[f'{ENDED}{process}'].decode()}, and does not come to what process {self.here} {words}. Every process "
+                f"{notes[f'{ENDED}{process}'].decode()}, while process {self.here} {words}. Every process "
                 "has to make the same calls. If that one failed, end all of them, and start again from a saved state."
             )
 
@@ -231,7 +230,7 @@ class Group:
         self.service.key_value_set_bytes(key, json.dumps(message).encode())
 
     def _forget(self, number: int) -> None:
-        """Let go of old meetings, whose outcomes all have read: they have come to later ones."""
+        """Delete old meetings. All processes have read their outcomes, because they have come to later ones."""
         block = number // KEPT_MEETINGS
         if number % KEPT_MEETINGS == 0 and block > 1:
             self.service.key_value_delete(f"autopar/meeting/{self._name}/{block - 2}/")
@@ -239,7 +238,7 @@ class Group:
 
 @contextlib.contextmanager
 def refusing_together(group: Group | None) -> Iterator[None]:
-    """A context in which an error of this process alone is told to the others, which then refuse too instead of waiting."""
+    """Open a context that tells the others of an error of this process alone, so that they refuse instead of waiting."""
     try:
         yield
     except AutoparError as error:
@@ -258,7 +257,7 @@ def _digest(words: str) -> str:
 
 
 def group_of(devices: Callable[[], Sequence[jax.Device]]) -> Group | None:
-    """The group of the processes that have the devices; None if it is one. Without `jax.distributed` nobody asks for devices."""
+    """Return the group of the processes that have the devices; None if that is one process, or `jax.distributed` is not used."""
     service = coordination()
     if service is None:
         return None
@@ -266,5 +265,5 @@ def group_of(devices: Callable[[], Sequence[jax.Device]]) -> Group | None:
     if len(processes) < 2:
         return None
     if not _GROUPS:
-        atexit.register(_leave_all)  # runs before what JAX has registered, while the service is there
+        atexit.register(_leave_all)  # runs before the exit function of JAX, while the service exists
     return _GROUPS.setdefault(processes, Group(service, jax.process_index(), processes))

@@ -1,8 +1,8 @@
-"""Runs the meshes of a step in one thread each, and ends them all before it returns.
+"""Run each mesh of a step in a thread, and end all threads before returning.
 
-What can go wrong: a thread waits in XLA for another process and cannot be woken. If `watch` raises, because another process
-has failed, such a thread is left behind; without `watch` no thread ever is. It comes back when the other process ends, and would
-end this one badly if its interpreter were about to exit then; so this one waits for it before it exits.
+What can go wrong: a thread waits in XLA for another process and cannot be woken. If `watch` raises because another process
+has failed, such a thread is left behind; without `watch` no thread ever is. The thread comes back when the other process ends. If
+this process were exiting at that time, it would abort. So it waits for the thread before it exits.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ def run_in_threads(
     *,
     watch: Callable[[], None] | None,
 ) -> list[Failure]:
-    """Drive each mesh in a thread of its own, under the caller's settings of JAX; returns what failed.
+    """Drive each mesh in a thread of its own, under the caller's settings of JAX. Returns the failures.
 
     Args:
-        drive: Runs one mesh to its end and returns what failed there.
-        step: The step; it is ended here if the caller is interrupted.
+        drive: Runs one mesh to its end and returns the failures there.
+        step: The step, which is ended here if the caller is interrupted.
         meshes: Numbers of the meshes to drive.
-        watch: Called now and then while threads work; raises if another process has failed.
+        watch: Called at intervals while threads work; raises if another process has failed.
     """
     ended: SimpleQueue[list[Failure]] = SimpleQueue()
     settings = settings_here()
@@ -74,7 +74,7 @@ def run_in_threads(
 
 
 def _join(threads: Sequence[threading.Thread], wait_s: float | None) -> None:
-    """Wait for threads to end, for this long each; those that do not are left behind."""
+    """Wait up to `wait_s` seconds for each thread to end. Threads that do not are left behind."""
     for thread in threads:
         if thread.is_alive():
             thread.join(wait_s)
@@ -86,10 +86,10 @@ def _join(threads: Sequence[threading.Thread], wait_s: float | None) -> None:
 def _wait_at_exit(stuck: Sequence[threading.Thread]) -> None:
     """Leave the other processes, and wait for threads that wait for them in XLA.
 
-    Each process waits longer than those before it, as they may all have such threads: the first ones to end free the others'.
+    Each process waits longer than the one before it. All may have such threads, and the first to end frees those of the others.
     """
     wait_s = min(TUNING.exit_s * (1 + jax.process_index()), TUNING.longest_exit_s)
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has ended before
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has ended already
         jax.distributed.shutdown()
     ends = time.monotonic() + wait_s
     for thread in stuck:

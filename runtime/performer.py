@@ -1,4 +1,4 @@
-"""Performs the instructions of one mesh, from the first to the last or to the first failure anywhere.
+"""Perform the instructions of one mesh, from the first to the last, or until something fails anywhere.
 
 A mesh walks its instructions in order, as its `MeshMachine` says. A receive waits for the sender's array; nothing else waits.
 
@@ -34,15 +34,15 @@ Transfer: TypeAlias = Callable[[A | None, Value, int, int], A]
 
 @dataclass(frozen=True, kw_only=True)
 class Performer(Generic[A]):
-    """What performs the instructions of a program; it keeps nothing of a step.
+    """Performs the instructions of a program. It keeps nothing of a step.
 
     Attributes:
         executables: One per task of the program.
         transfer: Starts a copy to another mesh.
-        places: Where instructions find their arrays.
+        places: The places of the arrays of each instruction.
         part: What this process does of the program.
         turns: For each mesh, the turn of each instruction that is shared with other processes, by its index.
-        is_watched: Other processes take part, and may never do their part of what is waited for.
+        is_watched: Other processes take part. They may never do what this one waits for.
     """
 
     executables: Mapping[str, Executable[A]]
@@ -53,7 +53,7 @@ class Performer(Generic[A]):
     is_watched: bool
 
     def drive(self, step: StepState[A], mesh: int) -> list[Failure]:
-        """One mesh to its end. Returns what failed: an instruction, and one before it whose results turn out to hold an error."""
+        """Run one mesh to its end. Returns the failures: an instruction, and an earlier one whose results hold an error."""
         failure = self._walk(step, mesh)
         failures = [] if failure is None else [failure]
         if failures:
@@ -112,13 +112,13 @@ class Performer(Generic[A]):
             del arrays[places.gone[0]]
 
     def _receive(self, receive: Receive, state: MeshState[A]) -> A:
-        """What has arrived. From a mesh of other processes alone, this side's half of the transfer fetches it."""
+        """Return the array that has arrived. If only other processes have the mesh, this half of the transfer fetches it."""
         if receive.number not in self.part.remote:
             return state.arrivals.pop(receive.number)
         return self.transfer(None, receive.value, receive.source_mesh, receive.target_mesh)
 
     def _call(self, run: Run, places: Places, state: MeshState[A], *, wait: bool) -> None:
-        """Donated arrays are let go before the call: they do not exist afterwards, whatever happens."""
+        """Call a task. Donated arrays are released before the call, because they do not exist after it, even if it fails."""
         arrays = state.arrays
         arguments = [arrays[place] for place in places.reads]
         reach("instruction", run, arguments)
@@ -136,9 +136,9 @@ class Performer(Generic[A]):
             arrays[place] = array
 
     def _find_late_failure(self, step: StepState[A], mesh: int) -> Failure | None:
-        """The first instruction of a mesh whose result holds an error; waits for all that the mesh has started.
+        """Find the first instruction of a mesh whose result holds an error. Waits for all that the mesh has started.
 
-        Where other processes take part it waits no longer than the step lasts.
+        If other processes take part, it waits no longer than the step lasts.
         """
         for position, witness in step.meshes[mesh].witnesses:
             try:

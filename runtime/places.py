@@ -1,4 +1,4 @@
-"""Where the instructions of a program find their arrays: looked up once per program, since a task may have hundreds."""
+"""The places of the arrays of a program's instructions, looked up once per program, since a task may have hundreds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.schedules.instructions import Free, Instruction, InstructionList, R
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places of one instruction's arrays among those of its mesh. `gone`: reads that do not exist afterwards."""
+    """The places of one instruction's arrays among those of its mesh. `gone`: reads that do not exist after it."""
 
     reads: tuple[int, ...]
     writes: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which process has which devices, and values that every process knows as arrays of all of them.
+"""The processes of devices, and values that all processes know, as arrays on the devices of all.
 
 In: shardings, and values that are the same on every process. Out: arrays of which each process holds its own part. A *global*
 array has one sharding that all processes know: autopar made it, or `jax.jit` did. Any other value (a NumPy array, a number, a
@@ -27,14 +27,14 @@ from autopar.runtime.tuning import TUNING
 
 @runtime_checkable
 class _Waitable(Protocol):
-    """What an array offers that may still be in computation; JAX's annotations do not say so."""
+    """An array that may still be in computation. JAX's annotations do not have this method."""
 
     def is_ready(self) -> bool:
-        """Whether it has been computed, or failed."""
+        """Whether the array has been computed, or its computation has failed."""
 
 
 class ShapeAndType(Protocol):
-    """What has the shape and the type of an array: an array, or what stands for one while a step is traced."""
+    """Anything with the shape and the type of an array: an array, or a stand-in during tracing."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -46,47 +46,47 @@ class ShapeAndType(Protocol):
 
 
 def processes_of(sharding: Sharding) -> frozenset[int]:
-    """The processes that have devices of a sharding."""
+    """Return the processes that have devices of a sharding."""
     devices: Iterable[jax.Device] = sharding.device_set
     return frozenset(device.process_index for device in devices)
 
 
 def is_here(sharding: Sharding) -> bool:
-    """Whether this process has one of the devices."""
+    """Whether this process has a device of the sharding."""
     return jax.process_index() in processes_of(sharding)
 
 
 def are_here(devices: Iterable[jax.Device]) -> bool:
-    """Whether all devices are of this process."""
+    """Whether all devices belong to this process."""
     here = jax.process_index()
     return all(device.process_index == here for device in devices)
 
 
 def absent(shape: Sequence[int], dtype: np.dtype, sharding: Sharding) -> jax.Array:
-    """An array that lies on devices of other processes alone: shape, type and sharding, and no shard here."""
+    """Make an array that lies only on devices of other processes: shape, type and sharding, and no shard here."""
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
 
 def absent_like(like: ShapeAndType, sharding: Sharding) -> jax.Array:
-    """The same, of the shape and type of `like`. The type is weak if that of `like` is: all processes must trace alike."""
+    """Make such an array with the shape and type of `like`. Its type is weak if that of `like` is: all must trace alike."""
     array = absent(like.shape, like.dtype, sharding)
     return as_weak(array) if getattr(like, "weak_type", False) else array
 
 
 def as_weak(array: jax.Array) -> jax.Array:
-    """The same array, whose type yields to that of other operands. JAX's public functions make none without shards."""
+    """Return the array with a weak type. JAX's public functions make none without shards."""
     make: Callable[..., jax.Array] = type(array)
     shards = [shard.data for shard in array.addressable_shards]
     return make(jax.typeof(array).update(weak_type=True), array.sharding, shards, committed=True)
 
 
 def is_global(value: object) -> TypeGuard[jax.Array]:
-    """Whether a value is a global array, one that all processes know by one sharding."""
+    """Whether a value is a global array, which has one sharding that all processes know."""
     return isinstance(value, jax.Array) and not isinstance(value.sharding, SingleDeviceSharding)
 
 
 def as_host(value: object) -> object:
-    """Take a host value off its device, so that every process may pass it to a program of all; other values stay."""
+    """Copy a host value off its device, so that every process can pass it to a program of all. Other values are returned."""
     if not isinstance(value, jax.Array) or is_global(value):
         return value
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -96,7 +96,7 @@ def as_host(value: object) -> object:
 
 
 def from_host(value: ArrayLike, sharding: Sharding) -> jax.Array:
-    """Make the array of a host value on devices of any processes; each makes its own part. PRNG keys travel as their words."""
+    """Make an array of a host value on devices of any processes. Each makes its own part; PRNG keys travel as words."""
     if not is_here(sharding):
         return absent(np.shape(value), jax.typeof(value).dtype, sharding)
     if are_here(sharding.device_set):
@@ -111,7 +111,7 @@ def from_host(value: ArrayLike, sharding: Sharding) -> jax.Array:
 
 
 def is_ready(array: object) -> bool:
-    """Whether an array has been computed, or failed; so have those that no longer exist, and what is no array."""
+    """Whether an array has been computed, or has failed. True also for a deleted array and for anything but an array."""
     try:
         return array.is_ready() if isinstance(array, _Waitable) else True
     except RuntimeError:  # it was consumed by a later program
@@ -119,9 +119,9 @@ def is_ready(array: object) -> bool:
 
 
 def wait_until_ready(array: object, given_up: Callable[[], bool]) -> bool:
-    """Wait for an array in Python, where a waiting thread can be told to stop; False if it has given up.
+    """Wait for an array in Python, where a waiting thread can be told to stop. Returns False if it has given up.
 
-    What waits in XLA for another process cannot be woken up, and ends the process badly when the interpreter exits.
+    A thread that waits in XLA for another process cannot be woken, and aborts the process when the interpreter exits.
     """
     assert isinstance(array, _Waitable), f"a {type(array).__name__} cannot be waited for"
     pause_s = TUNING.shortest_pause_s

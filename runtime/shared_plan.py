@@ -1,4 +1,4 @@
-"""One plan for all processes: the first makes it, the others take it over.
+"""One plan for all processes: the first one makes it, and the others take it over.
 
 In: what each process asks for, and a function that plans. Out: on every process the same plan as text. The processes meet first
 (`meetings.py`), so that all ask for the same; then the first one plans and publishes the plan, or the error. So only one process
@@ -21,7 +21,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class SharedPlan:
-    """A plan that all processes of a group are about to ask for; `topic` is the folder of their meeting."""
+    """A plan that all processes of a group ask for. `topic` is the folder of their meeting."""
 
     group: Group
     topic: str
@@ -33,9 +33,9 @@ class SharedPlan:
         return cls(group, group.meet(f"plans {question}"), question)
 
     def make(self, plan: Callable[[], str], *, within_s: float) -> str:
-        """`plan()` of the first process, on each of them; the others wait `within_s` seconds for it.
+        """Return the result of `plan()` on the first process. The others wait for it, at most `within_s` seconds.
 
-        An error of the first process is raised on all: its own there, a PlanError with its words elsewhere.
+        An error of `plan` is raised on all: as it is on the first process, as a PlanError with its words on the others.
         """
         group = self.group
         if group.here == group.leader:

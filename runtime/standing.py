@@ -1,7 +1,7 @@
-"""Where each mesh of a running step is: which instruction, in which state, and for whom it waits.
+"""Describe where each mesh of a running step is: the instruction, its state, and the mesh that it waits for.
 
-In: the state of a step, from another thread than those that change it. Out: a line for each mesh, the same as long as the mesh
-stands still. What can go wrong: a mesh moves on meanwhile, and the line is of the moment before.
+In: the state of a step, read from another thread than those that change it. Out: a line for each mesh, which is the same as long
+as the mesh stands still. What can go wrong: a mesh moves on meanwhile, and its line is a moment old.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from autopar.schedules.instructions import Free, Instruction, Receive, Run, Send
 
 
 def describe_standing(step: StepState[A], meshes: Sequence[int], whose: Callable[[int], str]) -> list[str]:
-    """A line for each of these meshes; `whose` says of which process a mesh is, in words that follow its number."""
+    """Return a line for each of these meshes. `whose` names the process of a mesh, in words that follow its number."""
     return [f"mesh {mesh}{whose(mesh)} {_describe(step.meshes[mesh], whose)}" for mesh in meshes]
 
 
@@ -42,7 +42,7 @@ def _describe(state: MeshState[A], whose: Callable[[int], str]) -> str:
 
 
 def _describe_sources(instructions: Sequence[Instruction], position: int, whose: Callable[[int], str]) -> str:
-    """From which meshes a task has what it reads: a transfer may be under way still when the task that reads it is launched."""
+    """Name the meshes from which a task reads. A transfer may still be under way when the task that reads it is launched."""
     task = instructions[position]
     if not isinstance(task, Run):
         return ""
@@ -53,7 +53,7 @@ def _describe_sources(instructions: Sequence[Instruction], position: int, whose:
 
 
 def _name(instruction: Instruction, whose: Callable[[int], str]) -> str:
-    """The instruction with its stage and microbatch, or with the other mesh and its process."""
+    """Name an instruction with its stage and microbatch, or with the other mesh and its process."""
     match instruction:
         case Run():
             at = "" if instruction.microbatch is None else f", microbatch {instruction.microbatch}"
@@ -67,5 +67,5 @@ def _name(instruction: Instruction, whose: Callable[[int], str]) -> str:
 
 
 def _pending(state: MeshState[A]) -> int | None:
-    """The first instruction whose result has not been computed, of those that tell."""
+    """Return the index of the first instruction whose witness has not been computed; None if there is none."""
     return next((position for position, witness in tuple(state.witnesses) if not is_ready(witness)), None)

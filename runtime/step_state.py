@@ -1,4 +1,4 @@
-"""What changes while a step runs: the arrays and the position of each mesh, whose turn it is, and whether the step is over."""
+"""The state of a running step: the arrays and the position of each mesh, the turn, and whether the step is over."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from autopar.runtime.tuning import TUNING
 from autopar.schedules.machine import MeshMachine
 
 A = TypeVar("A")
-"""What tasks and transfers pass to each other: a `jax.Array`, or a group of them."""
+"""A value that tasks and transfers pass on: a `jax.Array`, or a group of them."""
 
 
 @dataclass(kw_only=True)
 class MeshState(Generic[A]):
-    """One mesh during one step.
+    """The state of one mesh during one step.
 
     Attributes:
-        mesh: Its number.
-        machine: Which instruction is next.
-        arrays: What exists on the mesh, by the places of `autopar.runtime.places`.
-        inbox: What arrives from other meshes, as (number of the transfer, array); None only wakes the mesh.
-        arrivals: What has arrived and was not yet received, by the number of the transfer.
-        spans: (index of the instruction, start, end) of what was performed, in seconds of `time.perf_counter`.
+        mesh: The number of the mesh.
+        machine: Knows the next instruction.
+        arrays: The arrays that exist on the mesh, by the places of `autopar.runtime.places`.
+        inbox: The transfers that arrive, as (number of the transfer, array). None only wakes the mesh.
+        arrivals: The arrays that have arrived and are not received yet, by the number of the transfer.
+        spans: (index, start, end) of each instruction performed, in seconds of `time.perf_counter`.
         witnesses: (index of the instruction, its witness) of the tasks that returned one.
     """
 
@@ -37,7 +37,7 @@ class MeshState(Generic[A]):
     witnesses: list[tuple[int, A]] = field(default_factory=list)
 
     def accept(self) -> None:
-        """Wait for one transfer to this mesh, or for a reason to look up."""
+        """Wait for a transfer to this mesh, or for a wake-up."""
         try:
             message = self.inbox.get(timeout=TUNING.poll_s)
         except Empty:
@@ -48,7 +48,7 @@ class MeshState(Generic[A]):
             self.machine.arrived(number)
 
     def clear(self) -> None:
-        """Let go of every array."""
+        """Release every array."""
         self.arrays.clear()
         self.witnesses.clear()
         self.arrivals.clear()
@@ -58,14 +58,14 @@ class MeshState(Generic[A]):
 
 @dataclass(kw_only=True)
 class StepState(Generic[A]):
-    """All meshes during one step.
+    """The state of all meshes during one step.
 
     Attributes:
         meshes: One state per mesh.
         wait: Each task is waited for before the next instruction of its mesh, so that times can be measured.
-        over: Nothing more may start, because of a failure or an interrupt.
-        abandoned: The calling thread was interrupted; nobody waits for what is under way.
-        turn: How many instructions that are shared with other processes have been launched.
+        over: No instruction may start any more, because of a failure or an interrupt.
+        abandoned: The calling thread was interrupted. Nobody waits for the instructions under way.
+        turn: The number of launched instructions that other processes share.
     """
 
     meshes: list[MeshState[A]]
@@ -76,7 +76,7 @@ class StepState(Generic[A]):
     _turned: threading.Condition = field(default_factory=threading.Condition)
 
     def wait_for_turn(self, turn: int) -> bool:
-        """Wait until all earlier instructions that other processes share have been launched; False if the step is over."""
+        """Wait until all earlier instructions that other processes share are launched. Returns False if the step is over."""
         with self._turned:
             while self.turn != turn and not self.over:
                 self._turned.wait(TUNING.poll_s)
@@ -89,12 +89,12 @@ class StepState(Generic[A]):
             self._turned.notify_all()
 
     def end(self) -> None:
-        """Make every mesh find out before its next instruction, and wake those that wait."""
+        """End the step: every mesh stops before its next instruction, and those that wait are woken."""
         self.over = True
         for mesh in self.meshes:
             mesh.inbox.put(None)
 
     def clear(self) -> None:
-        """Let go of every array."""
+        """Release every array."""
         for mesh in self.meshes:
             mesh.clear()

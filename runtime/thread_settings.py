@@ -1,4 +1,4 @@
-"""JAX's settings of one thread, carried to another.
+"""Carry JAX's settings of one thread to another.
 
 Context managers such as `jax.enable_x64` change settings for the calling thread alone. Programs are traced, lowered and
 checked where they are first called, so without this module a step of 64-bit numbers in stages would be lowered for 32. What
@@ -26,25 +26,25 @@ CARRIED: MappingProxyType[str, Callable[..., AbstractContextManager[object]]] = 
         "jax_threefry_partitionable": jax.threefry_partitionable,
     }
 )
-"""Settings that decide what a program computes and what is checked while it does, by their names in `jax.config`."""
+"""Settings that decide what a program computes and which checks it makes, by their names in `jax.config`."""
 CHECKS = ("jax_debug_infs", "jax_debug_nans")
-"""Checks of what a program has computed: the same program runs with them and without."""
+"""Checks of the results of a program. The same program runs with and without them."""
 OF_PROGRAMS = tuple(name for name in CARRIED if name not in CHECKS)
 
 
 def settings_here() -> dict[str, object]:
-    """The settings of the calling thread."""
+    """Return the settings of the calling thread."""
     return {name: getattr(jax.config, name) for name in CARRIED}
 
 
 def program_settings_here() -> dict[str, object]:
-    """The settings of the calling thread that decide what a step computes; under others it is another program."""
+    """Return the settings of the calling thread that decide what a step computes. Under others it is another program."""
     return {name: getattr(jax.config, name) for name in OF_PROGRAMS}
 
 
 @contextlib.contextmanager
 def under(settings: dict[str, object]) -> Iterator[None]:
-    """Run a block under the settings of another thread; those that hold here already are left alone."""
+    """Open a context with the settings of another thread. Settings that hold here already are not touched."""
     with contextlib.ExitStack() as stack:
         for name, value in settings.items():
             if getattr(jax.config, name) != value:

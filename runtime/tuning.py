@@ -1,4 +1,4 @@
-"""The runtime's intervals: how long a thread waits before it looks up again."""
+"""The runtime's intervals: how long a thread waits before it looks again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Tuning:
     """Seconds. All trade processor time against a late reaction; `benchmarks/runtime_overhead.py` shows what they cost.
 
     Attributes:
-        poll_s: No thread waits longer without looking up: a mesh, in case a second Ctrl-C keeps the first from waking it;
+        poll_s: No thread waits longer without looking: a mesh, in case a second Ctrl-C keeps the first from waking it;
             the calling thread, because Python does not notice a signal that comes between its last look and a wait.
-        leave_s: How long the caller waits for a thread that may be stuck in XLA, waiting for another process.
+        leave_s: How long the caller waits for a thread that may be stuck in XLA because of another process.
         exit_s: How much longer each process than the one before it waits for such threads when it exits. Only where several
             have such threads does one wait so long: another one ends in seconds, also on a busy machine, and frees them. With
             two seconds a process whose thread was freed a moment later aborted (`tests/test_processes.py`).

@@ -1,10 +1,10 @@
-"""Tells the other processes of a failure here, and this one of failures elsewhere.
+"""Tell other processes of a failure here, and this one of failures elsewhere.
 
 A process that fails leaves a note in JAX's coordination service, and the others raise `PipelineError` with the note's words
-when they look. A process that waits for another one inside XLA waits without end and without a sign. So waiting is done
-here, with a look for notes now and then.
+when they look. A process that waits for another one inside XLA waits without end and without a sign. So it waits here
+instead, and looks for notes at intervals.
 
-What can go wrong: what waits inside XLA cannot be cancelled. After a note the processes have lost step, and all have to be
+What can go wrong: a wait inside XLA cannot be cancelled. After a note the processes are out of step, and all have to be
 started again. The notes stay.
 """
 
@@ -22,7 +22,7 @@ from autopar.runtime.processes import wait_until_ready
 from autopar.runtime.tuning import TUNING
 
 MAX_NOTE = 2000
-"""Characters of a note."""
+"""The most characters of a note."""
 
 
 class Watch:
@@ -36,7 +36,7 @@ class Watch:
         self._lost: str | None = None
 
     def post(self, error: BaseException) -> None:
-        """Tell the others that this process has failed; the first failure counts."""
+        """Tell the others that this process has failed. Only the first failure counts."""
         if self._lost is None:
             lines = 2 if isinstance(error, PipelineError) else 1
             cause_and_place = " ".join(str(error).splitlines()[:lines])
@@ -56,20 +56,20 @@ class Watch:
             raise PipelineError(self._describe_loss())
 
     def wait(self, arrays: Sequence[jax.Array]) -> None:
-        """Wait until arrays are computed; raise PipelineError if a process fails before."""
+        """Wait until arrays are computed. Raises PipelineError if a process fails before."""
         for array in arrays:
             while not wait_until_ready(array, self._make_alarm()):
                 self.look()
         jax.block_until_ready(arrays)
 
     def _make_alarm(self) -> Callable[[], bool]:
-        """A function that says whether it is time to look."""
+        """Make a function that says whether it is time to look."""
         began = time.monotonic()
         return lambda: time.monotonic() - began > TUNING.look_s
 
     def _describe_loss(self) -> str:
         listed = ", ".join(map(str, self._processes))
         return (
-            f"{self._lost}\nThe step runs on processes {listed} together, and they have lost step with each other: what waits "
+            f"{self._lost}\nThe step runs on processes {listed} together, and they are out of step: what waits "
             "for another process cannot be cancelled. End all of them, and start again from saved state."
         )

@@ -202,9 +202,7 @@ def test_a_process_that_fails_between_steps_is_named_to_the_other_with_its_error
     codes = ended(started("ends_between_steps", tmp_path, devices=1))
     assert codes[ends] == 1, said(tmp_path)
     words = (tmp_path / "words.txt").read_text()
-    assert words.startswith(
-        f"process {ends} has ended with RuntimeError: no more data, and does not come to what process"
-    )
+    assert words.startswith(f"process {ends} has ended with RuntimeError: no more data, while process")
 
 
 PRINTED = """

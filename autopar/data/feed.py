@@ -1,8 +1,8 @@
-"""Batches are made in a thread, a few ahead of the step that takes them.
+"""Make items in a thread, a few ahead of the step that takes them.
 
-In: a function that makes the next item. Out: a `Feed`, from which one thread takes items in their order. An exception, such as
-the StopIteration at the end, comes in the place of the item that it kept from being made. What can go wrong: whoever takes items
-goes away, and the thread ends by itself; or the program ends, and waits a moment for the item that is being made.
+In: a function that makes the next item. Out: a `Feed`, from which one thread takes items in order. An exception, such as the
+StopIteration at the end, takes the place of the item that it prevented. What can go wrong: the feed is dropped, and the thread
+ends by itself; or the program ends, and waits a moment for the item that is being made.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 LEAVE_S = 10.0
-"""Seconds that the end of a program waits for an item that is being made: a source may wait for ever."""
+"""The most seconds that the end of a program waits for an item that is being made. A source may wait for ever."""
 
 
 class _Shared(Generic[T]):
-    """What the thread and the feed both hold, so that the thread does not keep the feed alive."""
+    """The state that the thread and the feed share. The thread holds no reference to the feed, which would keep it alive."""
 
     def __init__(self, ahead: int) -> None:
         self.ahead, self.is_over = ahead, False
@@ -28,7 +28,7 @@ class _Shared(Generic[T]):
         self.changed = threading.Condition()
 
     def stop(self) -> None:
-        """Tell the thread that nobody takes anything any more."""
+        """Tell the thread that nobody takes items any more."""
         with self.changed:
             self.is_over = True
             self.made.clear()
@@ -36,7 +36,7 @@ class _Shared(Generic[T]):
 
 
 def _fill(shared: _Shared[T], make: Callable[[], T]) -> None:
-    """The thread: make items while fewer than `ahead` are there."""
+    """Run the thread: make an item whenever fewer than `ahead` are ready."""
     while True:
         with shared.changed:
             shared.changed.wait_for(lambda: shared.is_over or len(shared.made) < shared.ahead)
@@ -44,7 +44,7 @@ def _fill(shared: _Shared[T], make: Callable[[], T]) -> None:
                 return
         try:
             found: T | BaseException = make()
-        except BaseException as error:  # noqa: BLE001 - it is raised where the item is taken
+        except BaseException as error:  # noqa: BLE001 - `take` raises it
             found = error
         with shared.changed:
             if not shared.is_over:
@@ -55,16 +55,16 @@ def _fill(shared: _Shared[T], make: Callable[[], T]) -> None:
 
 
 def _leave(shared: _Shared[T], thread: threading.Thread) -> None:
-    """At the end of a program: let the thread end. Python would end it inside of XLA, and that ends the program with SIGABRT."""
+    """Let the thread end before the program does. Python would stop it inside XLA, and the program would abort (SIGABRT)."""
     shared.stop()
     thread.join(LEAVE_S)
 
 
 class Feed(Generic[T]):
-    """See the module's text."""
+    """Items that a thread makes ahead."""
 
     def __init__(self, make: Callable[[], T], *, ahead: int) -> None:
-        """`ahead`: how many items are made before they are asked for."""
+        """Start the thread. `ahead`: the number of items to make in advance."""
         self._shared: _Shared[T] = _Shared(ahead)
         self._thread = threading.Thread(target=_fill, args=(self._shared, make), name="autopar data", daemon=True)
         self._leave = functools.partial(_leave, self._shared, self._thread)
@@ -72,7 +72,7 @@ class Feed(Generic[T]):
         self._thread.start()
 
     def take(self) -> T:
-        """The next item; waits until it is made, and raises what was raised instead of it."""
+        """Take the next item, once it is made. Raises the exception that took its place, if there is one."""
         with self._shared.changed:
             self._shared.changed.wait_for(lambda: self._shared.made or self._shared.is_over)
             if self._shared.is_over:
@@ -87,7 +87,7 @@ class Feed(Generic[T]):
             return found
 
     def stop(self) -> None:
-        """End the thread, and wait until the item that it works on is made."""
+        """End the thread, and wait for the item that it is making."""
         self._shared.stop()
         if self._thread is not threading.current_thread():
             self._thread.join()

@@ -1,8 +1,8 @@
 """`sharded`: batches that lie where a step wants them before the step asks for them.
 
 In: a source of batches, the same in every process, and a step that has been planned. Out: an iterator over batches whose leaves
-are on their devices, of each process the rows that its devices compute with; in a pipeline these are devices of the stages that
-read the leaf. What can go wrong: a batch has shapes that the step has not been planned for; it is handed over as it is.
+are on their devices. Each process holds the rows that its devices compute with; in a pipeline these are devices of the stages
+that read the leaf. What can go wrong: the step has no plan for the shapes of a batch. The batch is then handed over unchanged.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ _Kind = tuple[jax.tree_util.PyTreeDef, tuple[tuple[tuple[int, ...], str], ...]]
 
 
 class PlannedStep(Protocol):
-    """What is asked of a step: an `autopar.ParallelStep` that has been planned."""
+    """The part of a planned `autopar.ParallelStep` that batches need."""
 
     def places(self) -> Places:
-        """Where its arrays go."""
+        """Return the places of the step's arrays under its last plan."""
 
 
 class _Ready(NamedTuple):
-    """A batch for the step, and how far the source was behind it."""
+    """A batch for the step, and the position of the source after it."""
 
     batch: PyTree
     position: Position
 
 
 class ShardedBatches(Iterator[PyTree]):
-    """An iterator over batches on their devices; made by `sharded`. `position` and `seek` are what a checkpoint keeps of it."""
+    """An iterator over batches on their devices, made by `sharded`. A checkpoint keeps its `position` for `seek`."""
 
     def __init__(self, source: Source, step: PlannedStep, *, prefetch: int) -> None:
         self._source, self._step, self._prefetch = source, step, prefetch
@@ -60,40 +60,43 @@ class ShardedBatches(Iterator[PyTree]):
         if self._feed is None:
             if dict(self._source.position()) != self._position:
                 self._source.seek(self._position)
-            make = functools.partial(_make, self._source, self._places)  # the thread does not keep this object alive
+            make = functools.partial(
+                _make, self._source, self._places
+            )  # so that the thread does not keep this object alive
             self._feed = Feed(make, ahead=self._prefetch)
         ready = self._feed.take()
         self._position = dict(ready.position)
         return ready.batch
 
     def position(self) -> Position:
-        """How far the source was behind the last batch that was handed over: `batches`, and the source's own `state`.
+        """Return the position of the source after the last batch that was handed over.
 
-        Batches that are made ahead do not count.
+        Returns:
+            JSON: the number of `batches` so far, and the source's own `state`. Batches made ahead do not count.
         """
         return dict(self._position)
 
     def seek(self, position: Position) -> None:
-        """Go on behind the batch of a position.
+        """Continue after the batch of a position.
 
         Args:
-            position: what `position` returned, in this process or in another run.
+            position: a result of `position`, of this process or of another run.
 
         Raises:
-            ArgumentError: the source cannot go there: it is a generator that is further, or has fewer batches.
+            ArgumentError: the source cannot go there. It is a generator that is past the position, or has fewer batches.
         """
         self.close()
         self._source.seek(position)
         self._position = dict(position)
 
     def close(self) -> None:
-        """End the thread that makes batches ahead; if more are taken, those that were not handed over are drawn again."""
+        """End the thread that makes batches ahead. The next batch taken starts it again, without loss."""
         if self._feed is not None:
             self._feed.stop()
             self._feed = None
 
     def _learn(self) -> None:
-        """Look up where the last plan wants its batch; the thread may not ask, because a step may be under way."""
+        """Look up where the last plan wants its batch. The thread must not ask itself, because a step may be under way."""
         places = self._step.places()
         if places.plan is self._known:
             return
@@ -103,13 +106,13 @@ class ShardedBatches(Iterator[PyTree]):
 
 
 def _make(source: Source, places: Mapping[_Kind, list[PlacedBatch]]) -> _Ready:
-    """In the thread: draw a batch, and lay it out."""
+    """Draw a batch and lay it out. Runs in the thread."""
     drawn = source.draw()
     return _Ready(_lay_out(drawn, places), source.position())
 
 
 def _lay_out(drawn: Drawn, known: Mapping[_Kind, list[PlacedBatch]]) -> PyTree:
-    """The batch on its devices, or on the host if no plan for its shapes is known."""
+    """Lay a batch out on its devices; on the host if no plan for its shapes is known."""
     leaves, structure = jax.tree.flatten(drawn.like)
     places = known.get((structure, tuple(map(_kind_of, leaves))))
     if places is None:
@@ -138,24 +141,24 @@ def sharded(
     shuffle_seed: int | None = None,
     epochs: int | None = 1,
 ) -> ShardedBatches:
-    """Lay batches out for a step, a few ahead of it, in a thread.
+    """Lay batches out for a step in a thread, a few ahead of it.
 
-    Every process calls it with the same source, and every process hands the step the same sequence of batches. Of each batch a
-    process keeps the rows that its devices compute with, as the step's plan says, also in a pipeline.
+    Every process calls this with the same source, and passes the step the same sequence of batches. Of each batch a process keeps
+    the rows that its devices compute with under the step's plan, on one mesh or in a pipeline.
 
     Args:
-        source: batches, each a tree of arrays of the host with the examples along their leading dimension, in the order in which
-            the step is to get them. A list, a data set or a function that makes an iterable can be begun anew; an iterator with
-            `get_state` and `set_state`, such as those of grain, goes on from its state; a generator can only go forward. With
-            `batch_size` it is `len(source)` single examples by number instead, of which each process reads its own alone.
-        step: the step, planned before for such batches.
-        prefetch: how many batches are laid out before the step asks for them.
-        batch_size: how many examples make a batch.
-        shuffle_seed: with `batch_size`, the seed of an order that is another one in each epoch; None keeps the order.
-        epochs: with `batch_size`, how often all examples are gone through; None has no end.
+        source: batches in the order in which the step gets them. Each is a tree of host arrays with the examples along their
+            leading dimension. A list, a data set or a function that makes an iterable can start again. An iterator with
+            `get_state` and `set_state`, such as those of grain, continues from its state. A generator can only go forward. With
+            `batch_size` the source is instead a sequence of single examples, of which each process reads only its own.
+        step: the step, planned for such batches.
+        prefetch: the number of batches to lay out before the step asks for them.
+        batch_size: the number of examples in a batch.
+        shuffle_seed: with `batch_size`, the seed of the order, which differs in each epoch; None keeps the order.
+        epochs: with `batch_size`, the number of passes over all examples; None never ends.
 
     Returns:
-        An iterator over batches. Its `position()` is JSON, and `seek(position)` goes on exactly there; `autopar.save`,
+        An iterator over batches. Its `position()` returns JSON, and `seek(position)` continues exactly there. `autopar.save`,
         `autopar.restore` and `autopar.Run` take it as `data`.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Where batches come from, and how far a source is.
+"""Sources of batches, each with a position from which it can continue.
 
-In: something that is iterated over, or examples by number. Out: a `Source`, whose `draw` gives one batch after the other, and
-whose position is JSON from which it goes on exactly. Every process has the whole order, and draws the same batches: what differs
-is which rows it reads. What can go wrong: a generator cannot go back; ArgumentError says what to give instead.
+In: an iterable, or examples by number. Out: a `Source`. Its `draw` returns one batch after the other, and its position is JSON
+from which it continues exactly. Every process knows the whole order and draws the same batches, but reads only its own rows. What
+can go wrong: a generator cannot go back. The ArgumentError says what to pass instead.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from autopar.files.checked import Fields
 from autopar.program.call import PyTree
 
 Position: TypeAlias = Fields
-"""How far a source is, as JSON: `batches` that were drawn and, for iterators that have one, their own `state`."""
+"""The position of a source, as JSON: the number of `batches` drawn, and the iterator's own `state` if it has one."""
 
 
 @runtime_checkable
 class Resumable(Protocol):
-    """An iterator that knows its own state, as those of grain do."""
+    """An iterator that can save and restore its state, as those of grain do."""
 
     def get_state(self) -> object:
-        """Its state."""
+        """Return the state."""
 
     def set_state(self, state: object) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
 
 
 @runtime_checkable
@@ -39,52 +39,52 @@ class ExamplesByNumber(Protocol):
     """Examples that can be read in any order, each a tree of arrays: a list, an array, a data source or MapDataset of grain."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of examples."""
 
     def __getitem__(self, number: int) -> PyTree:
-        """One of them."""
+        """Return the example with this number."""
 
 
 class Drawn(Protocol):
-    """A batch that was drawn: the tree of its leaves' shapes and types, and how to get rows of it."""
+    """A batch that was drawn: the shapes and types of its leaves, and access to its rows."""
 
     @property
     def like(self) -> PyTree:
         """The batch, or a tree of the same structure with a `jax.ShapeDtypeStruct` for each leaf."""
 
     def leaf(self, number: int, rows: np.ndarray) -> np.ndarray:
-        """The examples with the numbers `rows` of one leaf, which has some."""
+        """Return the examples with the numbers `rows` of one leaf. The leaf has examples."""
 
     def whole(self) -> PyTree:
-        """All of it, on the host."""
+        """Return the whole batch on the host."""
 
 
 class WholeBatch:
-    """A batch that is there as a whole. Its leaves may differ in their number of examples, and need have none."""
+    """A batch that exists as a whole. Its leaves may have different numbers of examples, or none."""
 
     def __init__(self, batch: PyTree) -> None:
         self.like, self._leaves = batch, jax.tree.leaves(batch)
 
     def leaf(self, number: int, rows: np.ndarray) -> np.ndarray:
-        """The examples with the numbers `rows` of one leaf."""
+        """Return the examples with the numbers `rows` of one leaf."""
         found: np.ndarray = np.asarray(self._leaves[number])[rows]
         return found
 
     def whole(self) -> PyTree:
-        """The batch; whoever made it may fill the same memory again."""
+        """Return a copy of the batch, because its maker may reuse the memory."""
         return jax.tree.map(lambda x: x if isinstance(x, jax.Array | int | float | complex) else np.array(x), self.like)
 
 
 class BatchByNumber:
-    """A batch of examples that are read one by one, when they are asked for, and those alone."""
+    """A batch of examples that are read one by one, and only when they are needed."""
 
     def __init__(self, examples: ExamplesByNumber, numbers: np.ndarray, shapes: PyTree) -> None:
-        """`numbers`: of the batch's examples. `shapes`: the tree of one example's leaves, with their shapes and types."""
+        """Take the numbers of the batch's examples, and the tree of shapes and types of one example's leaves."""
         self._examples, self._numbers, self._read = examples, numbers, dict[bytes, list[np.ndarray]]()
         self.like = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(numbers), *x.shape), x.dtype), shapes)
 
     def leaf(self, number: int, rows: np.ndarray) -> np.ndarray:
-        """The examples with the numbers `rows` of one leaf; for leaves that ask for the same ones these are read once."""
+        """Return the examples with the numbers `rows` of one leaf. Leaves with the same numbers share one read."""
         key = rows.tobytes()
         if key not in self._read:
             read = [jax.tree.leaves(self._examples[int(example)]) for example in self._numbers[rows]]
@@ -92,7 +92,7 @@ class BatchByNumber:
         return self._read[key][number]
 
     def whole(self) -> PyTree:
-        """All of its examples."""
+        """Return the whole batch on the host."""
         every = np.arange(len(self._numbers))
         leaves, structure = jax.tree.flatten(self.like)
         return jax.tree.unflatten(structure, [self.leaf(number, every) for number in range(len(leaves))])
@@ -102,17 +102,17 @@ class Source(Protocol):
     """Batches in an order that is the same in every process."""
 
     def draw(self) -> Drawn:
-        """The next batch. Raises StopIteration behind the last one."""
+        """Draw the next batch. Raises StopIteration after the last one."""
 
     def position(self) -> Position:
-        """How far it is."""
+        """Return the position."""
 
     def seek(self, position: Position) -> None:
-        """Go on from there."""
+        """Continue from a position."""
 
 
 class IteratedSource:
-    """What is iterated over: something that can be begun anew, a function that makes it, or a generator."""
+    """A source that iterates: over an iterable that can start again, the result of a function, or a generator."""
 
     def __init__(self, iterable: Iterable[PyTree] | Callable[[], Iterable[PyTree]]) -> None:
         self._iterable = iterable
@@ -121,18 +121,18 @@ class IteratedSource:
         self._drawn = 0
 
     def draw(self) -> Drawn:
-        """The next batch. Raises StopIteration behind the last one."""
+        """Draw the next batch. Raises StopIteration after the last one."""
         batch = next(self._iterator)
         self._drawn += 1
         return WholeBatch(batch)
 
     def position(self) -> Position:
-        """How far it is."""
+        """Return the position."""
         state = self._iterator.get_state() if isinstance(self._iterator, Resumable) else None
         return {"batches": self._drawn, "state": _as_json(state)}
 
     def seek(self, position: Position) -> None:
-        """Go on from there: by the iterator's own state, or by drawing as many batches as have been drawn."""
+        """Continue from a position, by the iterator's own state, or by drawing as many batches as had been drawn."""
         wanted = int(position["batches"])
         if isinstance(self._iterator, Resumable) and position["state"] is not None:
             self._iterator.set_state(_from_json(position["state"]))
@@ -144,9 +144,9 @@ class IteratedSource:
         if wanted < self._drawn:
             if not self._is_anew:
                 raise ArgumentError(
-                    f"the data is a generator of which {self._drawn} batches are drawn, and it is to go on after batch {wanted}: "
-                    "a generator cannot go back. Give the function that makes it, sharded(make_batches, step), or a list, a data "
-                    "set, or an iterator with get_state and set_state."
+                    f"the data is a generator of which {self._drawn} batches are drawn, and it has to continue after batch "
+                    f"{wanted}: a generator cannot go back. Give the function that makes it, sharded(make_batches, step), or a "
+                    "list, a data set, or an iterator with get_state and set_state."
                 )
             self._iterator, self._drawn = self._begin(), 0
         for number in range(self._drawn, wanted):
@@ -154,7 +154,7 @@ class IteratedSource:
                 next(self._iterator)
             except StopIteration:
                 raise ArgumentError(
-                    f"the data ends after {number} batches, and the run that is to go on had drawn {wanted}: give the data that "
+                    f"the data ends after {number} batches, and the run to continue had drawn {wanted}: give the data that "
                     "it was given"
                 ) from None
 
@@ -165,7 +165,7 @@ class IteratedSource:
 def peek(
     data: Iterable[PyTree] | Callable[[], Iterable[PyTree]],
 ) -> tuple[PyTree, Iterable[PyTree] | Callable[[], Iterable[PyTree]]]:
-    """(The first batch, the data, which still begins with it). Raises ArgumentError if there is none."""
+    """Return the first batch, and the data, which still begins with it. Raises ArgumentError if there is no batch."""
     iterator = iter(data() if callable(data) else data)
     state = iterator.get_state() if isinstance(iterator, Resumable) else None
     try:
@@ -181,12 +181,12 @@ def peek(
 
 
 class NumberedSource:
-    """Examples by number, in batches: in order, or shuffled anew for each epoch. Rests of an epoch are left out."""
+    """Batches of examples by number, in order or shuffled anew for each epoch. An incomplete last batch is left out."""
 
     def __init__(
         self, examples: ExamplesByNumber, *, batch_size: int, shuffle_seed: int | None = None, epochs: int | None = 1
     ) -> None:
-        """`epochs` of None has no end."""
+        """Take the examples and their order. `epochs`: the number of passes; None never ends."""
         self._examples, self._size, self._seed, self._epochs = examples, batch_size, shuffle_seed, epochs
         self._per_epoch = len(examples) // batch_size
         if not self._per_epoch:
@@ -197,7 +197,7 @@ class NumberedSource:
         self._order: tuple[int, np.ndarray] = (-1, np.arange(0))
 
     def draw(self) -> Drawn:
-        """The next batch, none of whose examples has been read yet. Raises StopIteration behind the last one."""
+        """Draw the next batch without reading its examples. Raises StopIteration after the last one."""
         epoch, number = divmod(self._drawn, self._per_epoch)
         if self._epochs is not None and epoch >= self._epochs:
             raise StopIteration
@@ -208,11 +208,11 @@ class NumberedSource:
         return BatchByNumber(self._examples, numbers, self._shapes)
 
     def position(self) -> Position:
-        """How far it is."""
+        """Return the position."""
         return {"batches": self._drawn, "state": None}
 
     def seek(self, position: Position) -> None:
-        """Go on from there; nothing is read for it."""
+        """Continue from a position, without reading any example."""
         self._drawn = int(position["batches"])
 
     def _order_of(self, epoch: int) -> np.ndarray:

@@ -1,9 +1,9 @@
-"""Where the batch of a compiled step lives, and a batch that is there before the step is called.
+"""Lay the batch of a compiled step out on its devices before the step is called.
 
-In: a compiled step. Out: the tree of its batch with a `PlacedBatch` for each array, which tells which examples go where; and
-`place`, which makes `BatchLeaf`s: each process holds the examples that its devices compute with, and no others. The step takes
-them without another copy. What can go wrong: such a leaf is given to a step with another plan, and this process lacks some of its
-examples; ArgumentError says so.
+In: a compiled step. Out: the tree of its batch with a `PlacedBatch` for each array, which says which examples go to which
+devices; and `place`, which makes a `BatchLeaf` of an array. Each process holds only the examples that its devices compute with,
+and the step takes a `BatchLeaf` without another copy. What can go wrong: a leaf is passed to a step with another plan, and this
+process lacks some of the examples. An ArgumentError says so.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from autopar.program.step import Leaf, TracedStep
 from autopar.runtime.processes import absent, is_here
 
 Rows = tuple[int, int] | None
-"""The first example and the one behind the last; None for a leaf that is taken as it is."""
+"""The numbers of the first example and of the one after the last; None for a leaf without examples."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RowsPlace:
-    """Some examples of a leaf, as one array that the step computes with.
+    """A range of examples of a leaf, held in one array that the step computes with.
 
     Attributes:
-        rows: which examples.
-        shape: of the array; with microbatches on one mesh these are its first dimension, and their examples the second.
-        sharding: where it is.
+        rows: the range of examples; None if the leaf has none.
+        shape: the shape of the array: (examples, ...), or (microbatches, examples, ...) with microbatches on one mesh.
+        sharding: the sharding of the array.
     """
 
     rows: Rows
@@ -43,13 +43,13 @@ class RowsPlace:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """The sizes of the dimensions of the array that the examples are laid out along."""
+        """The sizes of the leading dimensions that count examples: one dimension, or two with microbatches."""
         assert self.rows is not None
         count, sizes = self.rows[1] - self.rows[0], self.shape[:1]
         return sizes if sizes == (count,) else self.shape[:2]
 
     def rows_of(self, index: Sequence[slice] | None) -> np.ndarray:
-        """The numbers of the examples that a part of the array holds, in the order in which it holds them."""
+        """Return the numbers of the examples in the part of the array at `index`, in the order of the part."""
         if self.rows is None or index is None:
             return np.arange(0)
         leading = self.leading
@@ -59,7 +59,7 @@ class RowsPlace:
 
 @dataclasses.dataclass(frozen=True)
 class PlacedBatch:
-    """Shape, type and places of an array of the batch; several stages may each have their own copy of it."""
+    """Shape, type and places of an array of the batch. Several stages may each have a copy of it."""
 
     path: str
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class PlacedBatch:
     places: tuple[RowsPlace, ...]
 
     def rows_here(self) -> np.ndarray:
-        """The numbers of the examples that devices of this process compute with, ascending."""
+        """Return the numbers of the examples that devices of this process compute with, in ascending order."""
         found = [
             place.rows_of(index)
             for place in self.places
@@ -77,18 +77,18 @@ class PlacedBatch:
 
 
 class BatchLeaf:
-    """A leaf of a batch whose examples are on their devices, under the plan of one step. It has the shape of the whole leaf."""
+    """A leaf of a batch, laid out on devices for the plan of one step. `shape` is that of the whole leaf."""
 
     def __init__(self, like: PlacedBatch, arrays: Mapping[tuple[Rows, NamedSharding], jax.Array]) -> None:
         self.shape, self.dtype, self.ndim = like.shape, like.dtype, len(like.shape)
         self._like, self._arrays = like, arrays
 
     def find(self, rows: Rows, sharding: NamedSharding) -> jax.Array | None:
-        """The array of these examples in this place, if the leaf was laid out so."""
+        """Return the array that holds these examples under this sharding, or None if the leaf was laid out otherwise."""
         return self._arrays.get((rows, sharding))
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        """All examples on the host. Raises ArgumentError if some are in other processes alone."""
+        """Return all examples as an array on the host. Raises ArgumentError if only other processes hold some of them."""
         whole = np.empty(self.shape, self.dtype)
         missing = np.ones(self.shape[:1], bool)
         for place in self._like.places:
@@ -113,11 +113,14 @@ class BatchLeaf:
 
 
 def batch_tree(traced: TracedStep, places: Mapping[int, Sequence[RowsPlace]]) -> PyTree:
-    """The batch of a step, with a `PlacedBatch` for each of its arrays; a tuple of trees if several arguments are batch.
+    """Return the batch of a step as a tree with a `PlacedBatch` for each array.
 
     Args:
         traced: the step.
-        places: those of each leaf, by number.
+        places: the places of each leaf of the batch, by the number of the leaf.
+
+    Returns:
+        The tree; a tuple of trees if several arguments are batch.
     """
     positional, keywords = jax.tree.unflatten(traced.in_tree, range(traced.in_tree.num_leaves))
 
@@ -134,7 +137,7 @@ def batch_tree(traced: TracedStep, places: Mapping[int, Sequence[RowsPlace]]) ->
 
 
 def places_on_one_mesh(traced: TracedStep, shardings: Sequence[NamedSharding]) -> dict[int, list[RowsPlace]]:
-    """Where a step on one mesh takes each leaf of its batch."""
+    """Return the places of each leaf of the batch of a step on one mesh, by the number of the leaf."""
     return {
         number: [RowsPlace(_rows(leaf), leaf.shape, sharding)]
         for number, (leaf, sharding) in enumerate(zip(traced.inputs, shardings, strict=True))
@@ -147,15 +150,15 @@ def _rows(leaf: Leaf) -> Rows:
 
 
 def place(like: PlacedBatch, read: Callable[[np.ndarray], np.ndarray], whole: ArrayLike | None = None) -> BatchLeaf:
-    """Lay out one leaf of a batch, of which this process reads the examples that its devices need.
+    """Lay out one leaf of a batch. This process reads only the examples that its devices need.
 
     Args:
-        like: shape, type and places.
-        read: the examples with these numbers, as one array; it is asked once.
-        whole: the leaf itself, where it has no examples.
+        like: shape, type and places of the leaf.
+        read: takes the numbers of examples and returns these as one array (examples, ...). It is called once at most.
+        whole: the leaf itself, if it has no examples.
 
     Returns:
-        The leaf, as the step takes it.
+        The leaf on its devices, which the step takes as it is.
     """
     rows = like.rows_here()
     numbers = read(rows) if rows.size else np.empty((0, *like.shape[1:]), like.dtype)
@@ -172,7 +175,7 @@ def place(like: PlacedBatch, read: Callable[[np.ndarray], np.ndarray], whole: Ar
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Entries:
-    """The entries of one place, from the examples with the numbers `rows`, or from a leaf without examples."""
+    """The source of one place: the examples with the numbers `rows`, or a leaf without examples."""
 
     where: RowsPlace
     dtype: np.dtype
@@ -180,7 +183,7 @@ class _Entries:
     numbers: np.ndarray
 
     def read(self, index: tuple[slice, ...] | None) -> np.ndarray:
-        """Those of one device, in memory of their own: a device of a CPU may keep it."""
+        """Return the entries of one device. They are a copy, because a CPU device may keep the memory that it is given."""
         index = index or ()
         if self.where.rows is None:
             return np.array(self.numbers[index], self.dtype)

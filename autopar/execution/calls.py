@@ -1,7 +1,8 @@
-"""The arrays of one call: what identifies the call, and what is checked before it runs.
+"""The arrays of one call: the key that identifies the call, and the checks before it runs.
 
-In: a step's arguments. Out: the key under which its plan is kept, and flat leaves that may be run. What can go wrong: leaves of
-another structure, shape or type, tracers, and arrays whose memory an earlier step has taken; the errors name the leaves' paths.
+In: a step's arguments. Out: the key under which the plan is kept, and the flat leaves that the step runs on. What can go wrong:
+leaves have another structure, shape or type, are tracers, or are arrays whose memory an earlier step has taken. The errors name
+the paths of the leaves.
 """
 
 from __future__ import annotations
@@ -24,14 +25,18 @@ from autopar.runtime.thread_settings import program_settings_here
 from autopar.split_array import SplitArray
 
 Given: TypeAlias = jax.typing.ArrayLike | SplitArray | BatchLeaf
-"""A leaf of a call: an array on devices or on the host, a number, or one whose parts autopar has laid out."""
+"""A leaf of a call: an array on devices or on the host, a number, or an array that autopar has laid out in parts."""
 T = TypeVar("T")
 
 
 class CallKey(NamedTuple):
-    """What a step is traced, planned and compiled for: calls with equal keys run the same program.
+    """The key of a call. Calls with equal keys run the same program, which is traced, planned and compiled once.
 
-    `kinds`: of each leaf of `tree`. `settings`: JAX's settings that decide what a program computes, by name.
+    Attributes:
+        tree: the structure of the arguments.
+        kinds: for each leaf its shape, type and weakness; the Python type of a leaf that is no array.
+        static: the values of the static arguments.
+        settings: the settings of JAX that decide what a program computes, with their names.
     """
 
     tree: jax.tree_util.PyTreeDef
@@ -41,13 +46,13 @@ class CallKey(NamedTuple):
 
 
 def key_of(call: BoundArguments) -> CallKey:
-    """The key of a call under the present settings of JAX."""
+    """Return the key of a call under the current settings of JAX."""
     leaves, tree = call.flatten()
     return CallKey(tree, tuple(map(_kind_of, leaves)), call.constants, tuple(program_settings_here().items()))
 
 
 def _kind_of(leaf: Any) -> object:
-    """What a leaf is traced as; numbers and arrays of the host as the `jax.Array` that takes their place after the first step."""
+    """Return what a leaf is traced as. Numbers and host arrays count as the `jax.Array` that replaces them after a step."""
     if isinstance(leaf, (bool, int, float, complex)):
         try:
             leaf = jax.typeof(leaf)
@@ -65,7 +70,7 @@ def _kind_of(leaf: Any) -> object:
 def check_leaves(
     signature: CallSignature, traced: TracedStep, args: Sequence[PyTree], kwargs: Mapping[str, PyTree]
 ) -> tuple[BoundArguments, list[Given]]:
-    """A call with its flat leaves. Raises ArgumentError if they are not of the traced structure, shapes and types."""
+    """Bind and flatten a call. Raises ArgumentError if its leaves differ from the traced structure, shapes or types."""
     bound = bind_arguments(signature, args, kwargs)
     leaves, tree = bound.flatten()
     refuse_tracers(signature.name, leaves)
@@ -86,14 +91,14 @@ def check_leaves(
 
 
 def describe_run(name: str, traced: TracedStep) -> str:
-    """What a process is about to do that runs a step, in words that are the same on every process that runs the same one."""
+    """Say which step this process is about to run. All processes that run the same program get the same words."""
     leaves = [leaf for leaf in traced.inputs if leaf.role == "batch"]
     batch = ", ".join(f"{leaf.path} {leaf.dtype}{list(leaf.shape)}" for leaf in leaves)
     return f"runs {name} (program {traced.fingerprint}; {batch})"
 
 
 def refuse_tracers(name: str, leaves: Sequence[object]) -> None:
-    """Raise ArgumentError inside a function that JAX traces, where arrays have no values, or no step can be run."""
+    """Raise ArgumentError if the call is inside a function that JAX traces, where no step can run."""
     traced = sum(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
     if not traced and not is_inside_trace():
         return
@@ -106,7 +111,7 @@ def refuse_tracers(name: str, leaves: Sequence[object]) -> None:
 
 
 def refuse_consumed(name: str, paths: Iterable[str], leaves: Sequence[object]) -> None:
-    """Raise ArgumentError for arrays whose memory an earlier step has taken, by their paths."""
+    """Raise ArgumentError if an earlier step has taken the memory of some arrays; the error lists their paths."""
     gone = _consumed(paths, leaves)
     if gone:
         raise ArgumentError(
@@ -119,7 +124,7 @@ def refuse_consumed(name: str, paths: Iterable[str], leaves: Sequence[object]) -
 
 @contextlib.contextmanager
 def telling_what_is_left(name: str, paths: Iterable[str], leaves: Sequence[object]) -> Iterator[None]:
-    """A context that adds to an exception which of the arrays given to a step it has consumed before it failed."""
+    """Open a context in which an exception gets a note that lists the arrays which the step consumed before it failed."""
     try:
         yield
     except BaseException as error:
@@ -135,7 +140,7 @@ def telling_what_is_left(name: str, paths: Iterable[str], leaves: Sequence[objec
 
 
 def _consumed(paths: Iterable[str], leaves: Sequence[object]) -> list[str]:
-    """The paths of arrays that no longer exist."""
+    """Return the paths of the arrays that no longer exist."""
     is_gone = [hasattr(x, "is_deleted") and x.is_deleted() for x in leaves]
     return list(itertools.compress(paths, is_gone)) if any(is_gone) else []
 
@@ -145,10 +150,17 @@ def _list(paths: Sequence[str]) -> str:
 
 
 def copy_repeated(arrays: Sequence[T], donated: Collection[int]) -> Sequence[T | jax.Array]:
-    """The arrays of a call with copies of donated ones that are given twice, so that the step takes no memory that it also reads.
+    """Copy the donated arrays of a call that occur in it more than once, so that the step takes no memory that it also reads.
 
-    `donated`: the numbers of the arrays whose memory the step takes. If one buffer is donated twice, or read and donated, XLA
-    ends the process (0.10) or fails (0.12). Arrays held entirely by another process are left alone.
+    If one buffer is donated twice, or is both read and donated, XLA ends the process (JAX 0.10) or fails (0.12). Arrays that
+    only other processes hold are left as they are.
+
+    Args:
+        arrays: the flat arrays of the call.
+        donated: the numbers of the arrays whose memory the step takes.
+
+    Returns:
+        The arrays, with copies in place of those that occurred before.
     """
     if len(set(map(id, arrays))) == len(arrays):
         return arrays

@@ -1,6 +1,6 @@
-"""What a slot of the runtime holds, as values; their texts are the names of the slots.
+"""The contents of the runtime's slots, as frozen values. Their texts are the names of the slots.
 
-The runtime knows a slot by its name alone, which it prints in instructions and timelines. Names are never read back.
+The runtime knows a slot only by its name, and prints the name in instructions and timelines. No code reads a name back.
 """
 
 from __future__ import annotations
@@ -12,46 +12,46 @@ from autopar.program.task_name import TaskName
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A task of the pipeline makes the arrays."""
+    """Arrays that a task of the pipeline makes."""
 
     task: TaskName
 
     def __str__(self) -> str:
-        """The name of the task."""
+        """Return the name of the task."""
         return str(self.task)
 
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """The caller hands in the arrays, once per step, on the mesh of the tasks that read them."""
+    """Arrays that the caller passes in once per step, on the mesh of the tasks that read them."""
 
     def __str__(self) -> str:
-        """One word."""
+        """Return the name of the source."""
         return "given"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The caller hands in the arrays of every microbatch: its part of the batch, and its number."""
+    """Arrays that the caller passes in for every microbatch: its part of the batch, and its number."""
 
     def __str__(self) -> str:
-        """One word."""
+        """Return the name of the source."""
         return "rows"
 
 
 @dataclasses.dataclass(frozen=True)
 class Lent:
-    """The caller hands in the arrays on the mesh of another stage, where they live."""
+    """Arrays that the caller passes in on the mesh of another stage, where they live."""
 
     stage: int
 
     def __str__(self) -> str:
-        """The stage where they live."""
+        """Return the stage where they live, in words."""
         return f"lent by {self.stage}"
 
 
 Source = Made | Given | Rows | Lent
-"""Where arrays come from."""
+"""The source of arrays."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,31 +62,31 @@ class Passed:
     readers: tuple[TaskName, ...]
 
     def __str__(self) -> str:
-        """Where they come from and who reads them."""
+        """Return the source and the readers, in words."""
         return f"{self.source} > {', '.join(map(str, self.readers))}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What a task adds up over the microbatches."""
+    """Sums over the microbatches, which a task accumulates."""
 
     task: TaskName
 
     def __str__(self) -> str:
-        """Whose sums they are."""
+        """Return the task whose sums these are, in words."""
         return f"sums of {self.task}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What a task returns to the caller."""
+    """Arrays that a task returns to the caller."""
 
     task: TaskName
 
     def __str__(self) -> str:
-        """Whose results they are."""
+        """Return the task whose results these are, in words."""
         return f"results of {self.task}"
 
 
 Content = Passed | Sums | Results
-"""What a slot holds."""
+"""The content of a slot."""

@@ -15,7 +15,7 @@ from autopar.layouts.mesh import LogicalMesh
 
 
 def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """JAX devices arranged as a logical mesh; ArgumentError if there are too few."""
+    """Arrange JAX devices as a logical mesh. Raises ArgumentError if there are too few."""
     if mesh.size > len(devices):
         raise ArgumentError(
             f"mesh {mesh.shape} needs {mesh.size} devices, there are {len(devices)} ({', '.join(map(str, devices[:4]))}"

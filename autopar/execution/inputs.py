@@ -1,8 +1,8 @@
-"""From the leaves of a call to the driver's inputs: every leaf where its readers want it, the batch in slices.
+"""Make the driver's inputs from the leaves of a call: each leaf goes where its readers want it, the batch in slices.
 
-In: the divided step, the tasks of its stages, and the arrays that the tasks are given from outside. Out: `StepInputs`, which
-places the leaves of a step, all copies in one call, and knows where leaves live between steps. What can go wrong:
-`jax.device_put` may share the caller's buffer, and a step that donates would take it; donated arrays are copied first.
+In: the divided step, the tasks of its stages, and the arrays that the tasks read from outside. Out: `StepInputs`, which places
+the leaves of a step with all copies in one call, and knows where leaves live between steps. What can go wrong:
+`jax.device_put` may share the caller's buffer, and a step that donates the array would take it. Such arrays are copied first.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Key = tuple[int, Value]
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Placement:
-    """One array that the driver is handed, and where.
+    """One input of the driver and its sharding.
 
-    It is the leaf of this number or, of a leaf of the batch, the examples of one microbatch, `rows`; or it is a `constant`.
+    The input is the leaf with this number, or the examples `rows` of it for one microbatch, or a `constant`.
     """
 
     leaf: int | None
@@ -50,14 +50,14 @@ class StepInputs:
     def __init__(
         self, step: TracedStep, tasks: PipelineTasks, given: Mapping[Key, Sequence[Item]], *, num_microbatches: int
     ) -> None:
-        """`given`: the arrays that the driver is handed from outside, by mesh and value."""
+        """Find the place of every input. `given`: the arrays that the tasks read from outside, by mesh and value."""
         self._step, self._tasks, self._given = step, tasks, given
         self._num_microbatches = num_microbatches
         self._numbers = {v: i for i, v in enumerate(step.program.invars)}
 
     @functools.cached_property
     def places(self) -> dict[int, NamedSharding]:
-        """Where each leaf of the divided step lives between steps, by number; leaves of the batch have no such place."""
+        """The sharding of each leaf of the divided step between steps, by number; leaves of the batch have none."""
         places: dict[int, NamedSharding] = {}
         for stage in self._tasks.stages:
             for i, port in enumerate(stage.program.inputs):
@@ -68,7 +68,7 @@ class StepInputs:
 
     @functools.cached_property
     def wanted(self) -> dict[int, list[NamedSharding | None]]:
-        """The shardings in which the driver is handed each leaf of the divided step; None for slices of it."""
+        """For each leaf of the divided step the shardings in which the driver takes it; None for slices of it."""
         wanted: dict[int, list[NamedSharding | None]] = {number: [] for number in self._numbers.values()}
         for one in (one for several in self._placements.values() for one in several):
             if one.leaf is not None:
@@ -76,14 +76,14 @@ class StepInputs:
         return wanted
 
     def supply(self, leaves: Sequence[ArrayLike], meshes: Collection[int]) -> dict[Key, list[jax.Array]]:
-        """The driver's inputs on these meshes; all copies are one call."""
+        """Return the driver's inputs on these meshes. All copies are one call."""
         mine = {key: placements for key, placements in self._placements.items() if key[0] in meshes}
         flat = [one for placements in mine.values() for one in placements]
         placed = iter(_place([_array(one, leaves) for one in flat], flat))
         return {key: [next(placed) for _ in placements] for key, placements in mine.items()}
 
     def rows_places(self) -> dict[int, list[RowsPlace]]:
-        """Where each leaf of the divided step is handed to the driver, by number: whole, or some examples of it at a time."""
+        """Return the places in which the driver takes each leaf of the divided step, by number, each with its examples."""
         found: dict[int, list[RowsPlace]] = {}
         for one in (one for several in self._placements.values() for one in several):
             if one.leaf is None:
@@ -97,7 +97,7 @@ class StepInputs:
         return found
 
     def shape_of(self, item: Item, mesh: int) -> jax.ShapeDtypeStruct:
-        """Shape, type and sharding of what a task on a mesh makes, or of what the driver is handed there."""
+        """Return shape, type and sharding of an array that a task on a mesh makes, or that the driver takes there."""
         stage, ref = item
         if item in self._tasks.makers:
             return self._tasks.maker_of(item).results[ref]
@@ -106,7 +106,7 @@ class StepInputs:
         return jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=self._sharding(item, mesh))
 
     def _leaf_of(self, stage: int, ref: Ref) -> Var | None:
-        """The leaf of the step, or the value of another stage, that an input of a stage is; None for constants and numbers."""
+        """Find the leaf or the other stage's value behind an input of a stage; None for constants and microbatch numbers."""
         ports = self._tasks.stages[stage].program.inputs
         return ports[ref.port].var if isinstance(ref, InputRef | RowRef) and ref.port < len(ports) else None
 
@@ -135,7 +135,7 @@ class StepInputs:
         return _Placement(leaf=number, rows=rows, sharding=sharding, is_donated=False)
 
     def _constant(self, stage: int, ref: Ref, microbatch: int | None) -> ArrayLike:
-        """A constant of the stage's program, or the number of a microbatch."""
+        """Return a constant of the stage's program, or the number of a microbatch."""
         if isinstance(ref, NumberRef):
             return np.int32(microbatch or 0)
         assert isinstance(ref, InputRef), f"{ref} of stage {stage} comes from a task"
@@ -143,7 +143,7 @@ class StepInputs:
         return program.step.constants[ref.port - len(program.inputs)]
 
     def _sharding(self, item: Item, mesh: int) -> NamedSharding:
-        """Where the driver is handed an array: where its reader wants it, or, if that is another mesh, where it lives."""
+        """Return the sharding in which the driver takes an array: its reader's, or its home's if that is on another mesh."""
         stage, ref = item
         if self._tasks.mesh_of(stage) == mesh:
             for name, task in self._tasks.by_name.items():
@@ -168,7 +168,7 @@ def _array(one: _Placement, leaves: Sequence[ArrayLike]) -> ArrayLike:
 
 
 def _slice(leaf: ArrayLike, start: int, end: int) -> ArrayLike:
-    """Some examples of a batch leaf; of an array without a transfer from the host."""
+    """Return a range of examples of a batch leaf. For an array on devices this transfers nothing from the host."""
     if isinstance(leaf, jax.Array):
         return jax.lax.slice_in_dim(without_explicit_axes(leaf), start, end)
     rows: np.ndarray = np.asarray(leaf)[start:end]
@@ -176,9 +176,9 @@ def _slice(leaf: ArrayLike, start: int, end: int) -> ArrayLike:
 
 
 def _place(arrays: Sequence[Any], placements: Sequence[_Placement]) -> list[jax.Array]:
-    """Arrays where they are wanted, in one call for all that are not there yet.
+    """Move arrays to their placements, with one call for all that are elsewhere.
 
-    Donated ones are copied first: `device_put` may share the caller's buffer, and donation would take that.
+    Donated arrays are copied first: `device_put` may share the caller's buffer, and donation would take that.
     """
     result = list(arrays)
     moving = []

@@ -1,9 +1,9 @@
-"""From a step planned on one mesh to something that runs: one jitted shard_map program over the devices.
+"""Compile a step that is planned on one mesh: one jitted shard_map program over the devices.
 
-In: a `PlannedStep`, JAX devices. Out: a `CompiledStep`, called with the step's own arguments. Arrays that are not laid out as the
-plan says are moved first; state that the step returned is in its place already, and is donated. The devices may belong to
-several processes, each of which calls the step and holds its own part of every array. What can go wrong: too few devices, or
-arguments of another shape; both are refused with the numbers.
+In: a `PlannedStep` and JAX devices. Out: a `CompiledStep`, called with the step's own arguments. Arrays that are not laid out as
+the plan says are moved first. State that the step returned is in place already, and is donated. The devices may belong to several
+processes; each of them calls the step and holds its own part of every array. What can go wrong: there are too few devices, or
+arguments have another shape. The errors give the numbers.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from autopar.split_array import SplitArray
 
 
 def _cut_into_microbatches(value: ArrayLike, shape: tuple[int, ...]) -> ArrayLike:
-    """A leaf of the batch in the shape (microbatches, examples, ...); on the host this copies nothing."""
+    """Reshape a leaf of the batch to (microbatches, examples, ...). On the host this copies nothing."""
     array = without_explicit_axes(value)
     return array.reshape(shape) if isinstance(array, jax.Array | np.ndarray) else np.reshape(array, shape)
 
 
 class CompiledStep:
-    """A step compiled for its plan. Calling it runs one step; it accepts arguments of the traced shapes only."""
+    """A step compiled for its plan. A call runs one step, on arguments of the traced shapes only."""
 
     def __init__(self, signature: CallSignature, planned: PlannedStep, devices: Sequence[jax.Device]) -> None:
         self.signature, self.traced, self.plan = signature, planned.traced, planned.plan
@@ -93,8 +93,8 @@ class CompiledStep:
         return deliver(bound, self.run(leaves))
 
     def run(self, leaves: Sequence[Given]) -> Any:
-        """Run on the flat leaves of the step's arguments; returns the step's results as a tree."""
-        with self._compiling:  # before its turn, so that steps of other threads run meanwhile
+        """Run one step on the flat leaves of its arguments. Returns the step's results as a tree."""
+        with self._compiling:  # before the turn is taken, so that other threads can run steps meanwhile
             executable = self._callable()
         with RUNNING.take(self.signature.name), undisturbed():
             with refusing_together(self._group):
@@ -116,12 +116,13 @@ class CompiledStep:
         return jax.tree_util.tree_unflatten(self.traced.out_tree, found)
 
     def _place(self, number: int, value: Given) -> jax.Array:
-        """The array laid out as the step takes it; state that the step returned is already.
+        """Lay an array out as the step takes it. State that the step returned is laid out so already.
 
-        State that comes back has the very sharding object that was accepted before, so `run` only compares the objects.
+        Such state has the same sharding object that was accepted before, so `run` only compares the objects.
 
-        A donated array that comes from elsewhere stays the caller's: replicating it would share its buffer, and the
-        donation would take that, so it is copied first. (`device_put(may_alias=False)` shares it all the same, 0.10-0.12.)
+        A donated array that comes from elsewhere remains the caller's. Replicating it would share its buffer, and the
+        donation would take that, so it is copied first. (`device_put(may_alias=False)` shares the buffer all the same in JAX
+        0.10 to 0.12.)
         """
         sharding, leaf = self.in_shardings[number], self.traced.inputs[number]
         if isinstance(value, BatchLeaf):
@@ -148,19 +149,20 @@ class CompiledStep:
 
     @functools.cached_property
     def batch_places(self) -> dict[int, list[RowsPlace]]:
-        """Where each leaf of the batch is computed with, by number."""
+        """Return the places of each leaf of the batch, by number."""
         return places_on_one_mesh(self.traced, self.in_shardings[: len(self.traced.inputs)])
 
     @functools.cached_property
     def executable(self) -> jax.stages.Compiled:
-        """XLA's executable, compiled ahead of time from shapes, under the settings of JAX under which the step was traced."""
+        """Return XLA's executable. It is compiled ahead of time from shapes, under the settings of JAX at the time of tracing."""
         with undisturbed(), under(self._settings):
             return self.lower().compile()
 
     def _callable(self) -> Callable[..., Sequence[jax.Array]]:
-        """What runs a step: the executable; or the jitted function, where an argument has entries of less than a byte.
+        """Return the function that runs a step: the executable, or the jitted function if an argument has entries below a byte.
 
-        JAX 0.10 compiles ahead of time for packed entries, but its arrays do not say that theirs are, so it refuses them.
+        JAX 0.10 compiles ahead of time for packed entries. Its arrays do not say that their entries are packed, so the
+        executable refuses them.
         """
         if not any(_is_packed(leaf.dtype) for leaf in self.traced.inputs):
             return self.executable
@@ -173,7 +175,7 @@ class CompiledStep:
         return run
 
     def lower(self) -> jax.stages.Lowered:
-        """The program as it is given to XLA, under the same settings."""
+        """Lower the program for XLA under the settings at the time of tracing."""
         shapes = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
             for leaf, sharding in zip(self.traced.inputs, self.in_shardings, strict=True)
@@ -182,16 +184,16 @@ class CompiledStep:
             return self._run.lower(*shapes)
 
     def as_text(self) -> str:
-        """The optimised HLO."""
+        """Return the optimised HLO."""
         return str(self.executable.as_text())
 
     def memory_analysis(self) -> Any:
-        """XLA's own account of the memory of one device."""
+        """Return XLA's own account of the memory of one device, in bytes."""
         return self.executable.memory_analysis()
 
 
 def _is_packed(dtype: np.dtype) -> bool:
-    """Whether XLA packs several entries of this type into a byte."""
+    """Whether XLA packs several entries of this type into one byte."""
     if jnp.issubdtype(dtype, jnp.integer):
         return bool(jnp.iinfo(dtype).bits < 8)
     return bool(jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8)

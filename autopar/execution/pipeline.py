@@ -1,9 +1,9 @@
-"""A planned pipeline as something that runs: one driver thread per mesh, state that stays on its stage.
+"""Compile a planned pipeline: one driver thread per mesh, and state that stays on its stage.
 
-In: the stages' programs, assignments and devices, a schedule. Out: a `CompiledPipeline`, called with the step's flat
-leaves. What the tasks are is in `execution/pipeline_tasks.py`, what they hand to each other in `execution/slots.py`; where
-several processes have the devices, each runs its part of the same instructions. What can go wrong: an executable fails on
-one mesh; the runtime stops all and names it.
+In: the stages' programs, assignments and devices, and a schedule. Out: a `CompiledPipeline`, called with the step's arguments.
+`execution/pipeline_tasks.py` makes the tasks, `execution/slots.py` the groups of arrays that they pass to each other. If several
+processes have the devices, each runs its part of the same instructions. What can go wrong: an executable fails on one mesh. The
+runtime then stops all meshes and names it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from autopar.stages.tasks.refs import OutputRef
 def compile_planned(
     signature: CallSignature, planned: PlannedStep | PlannedPipeline, devices: Sequence[jax.Device]
 ) -> CompiledStep | CompiledPipeline:
-    """The step as its plan says, on devices. Raises ArgumentError if there are too few."""
+    """Compile a step, on one mesh or in stages as its plan says. Raises ArgumentError if there are too few devices."""
     match planned:
         case PlannedStep():
             return CompiledStep(signature, planned, devices)
@@ -80,7 +80,7 @@ def compile_pipeline(
     plan: PipelinePlan,
     devices: Sequence[jax.Device],
 ) -> CompiledPipeline:
-    """A planned pipeline on devices; ArgumentError if there are too few."""
+    """Compile a planned pipeline. Raises ArgumentError if there are too few devices."""
     schedule = schedule_of(plan)
     needed = max(s.first_device + math.prod(s.plan.mesh_shape) for s in plan.stages)
     if needed > len(devices):
@@ -101,7 +101,7 @@ def compile_pipeline(
 
 
 def _watch_on(processes: PipelineProcesses) -> Watch | None:
-    """What tells of failures of the other processes; None if there are no others."""
+    """Make the watch over failures of the other processes; None if there are no others."""
     if not processes.are_several:
         return None
     service = coordination()
@@ -110,17 +110,17 @@ def _watch_on(processes: PipelineProcesses) -> Watch | None:
 
 
 def _shapes_in(links: Links, inputs: StepInputs, slot: str, mesh: int) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and shardings of a slot's arrays on a mesh."""
+    """Return shapes and shardings of the arrays of a slot on a mesh."""
     return [inputs.shape_of(item, mesh) for item in links.groups[slot].items]
 
 
 def _lines_of(tasks: Mapping[TaskName, StageTask], task: str) -> str:
-    """The lines of the user's program that a task comes from."""
+    """Return the lines of the user's program that a task comes from."""
     return next((one.lines() for name, one in tasks.items() if str(name) == task), "")
 
 
 class CompiledPipeline:
-    """A step compiled into pipeline stages. Calling it runs one step; results stay on the stages that make them."""
+    """A step compiled into pipeline stages. A call runs one step. Results stay on the stages that make them."""
 
     def __init__(
         self,
@@ -176,12 +176,12 @@ class CompiledPipeline:
 
     @functools.cached_property
     def in_shardings(self) -> dict[int, NamedSharding | SplitSharding]:
-        """Where each leaf of the step lives between steps, by number; leaves of the batch have no such place."""
+        """The sharding of each leaf of the step between steps, by number; leaves of the batch have none."""
         return leaf_shardings(self._split.inputs, self._inputs.places)
 
     @functools.cached_property
     def batch_places(self) -> dict[int, list[RowsPlace]]:
-        """Where each leaf of the batch is computed with, by number: of each microbatch, in each stage that reads it."""
+        """Return the places of each leaf of the batch, by number: one for each microbatch in each stage that reads the leaf."""
         found, held = self._inputs.rows_places(), self._split.inputs
         return {
             number: found.get(held[number].first, [])
@@ -193,7 +193,7 @@ class CompiledPipeline:
         """One step on the flat leaves of its arguments; results as a tree, each on the stage that made it."""
         if self._watch is not None:
             self._watch.refuse_if_lost()
-        with RUNNING.take(self.signature.name), undisturbed(), under(self._settings):  # the first call lowers its tasks
+        with RUNNING.take(self.signature.name), undisturbed(), under(self._settings):  # the first call lowers the tasks
             with refusing_together(self._group):
                 refuse_consumed(self.signature.name, self.traced.input_paths(), leaves)
             if self._group is not None:
@@ -210,7 +210,7 @@ class CompiledPipeline:
         return jax.tree.unflatten(self.traced.out_tree, join_leaves(flat, self._split.outputs))
 
     def _make_run(self) -> StepRun:
-        """A call that is about to begin."""
+        """Make the record of a call that is about to begin."""
         return StepRun(
             name=self.signature.name,
             plan=self.plan,
@@ -220,7 +220,7 @@ class CompiledPipeline:
         )
 
     def _run_with_others(self, run: StepRun, leaves: list[Given], watch: Watch, *, record: bool) -> list[Any]:
-        """The same where other processes have stages; scalars come to each of them, and a failure is told to all."""
+        """Run a step of which other processes have stages. Every process gets the scalars, and hears of a failure."""
         try:
             with running(run, leaves):
                 devices = self._processes.devices
@@ -239,19 +239,19 @@ class CompiledPipeline:
     def _drive(
         self, run: StepRun, leaves: Sequence[Given], *, record: bool
     ) -> dict[tuple[int, Value], list[jax.Array]]:
-        """What the driver makes of the leaves; with a timeline if that is asked for, also by whoever observes the run."""
+        """Drive the instructions on the leaves. Records a timeline if the caller or an observer of the run asks for one."""
         record = record or run.wants_timeline
         found = self._driver.run(self._supply(leaves), record=record)
         run.timeline = self._driver.timeline() if record else None
         return found
 
     def _supply(self, leaves: Sequence[Any]) -> dict[tuple[int, Value], list[Any]]:
-        """The driver's inputs, from the leaves of a call: stacks in pieces, and constants."""
+        """Return the driver's inputs for the leaves of a call: stacks in pieces, and constants."""
         parts = [*cut_leaves(leaves, self._split.inputs), *self._split.step.constants]
         return self._inputs.supply(copy_repeated(parts, self._donated), self._part.meshes)
 
     def _results(self, found: Mapping[tuple[int, Value], Sequence[Any]]) -> list[Any]:
-        """The outputs of the divided step; those of stages elsewhere without shards."""
+        """Return the outputs of the divided step. Outputs of stages on other processes have no shards here."""
         flat: list[Any] = [None] * len(self._split.step.outputs)
         for (mesh, value), items in self.links.outputs.items():
             arrays = found.get((mesh, value))
@@ -263,7 +263,7 @@ class CompiledPipeline:
         return flat
 
     def _output_numbers(self, items: Sequence[Item]) -> tuple[int, ...]:
-        """The numbers that arrays have among the outputs of the divided step."""
+        """Return the number of each array among the outputs of the divided step."""
         numbers = []
         for stage, ref in items:
             number = self.stages[stage].program.outputs[ref.port].output if isinstance(ref, OutputRef) else None
@@ -272,26 +272,26 @@ class CompiledPipeline:
         return tuple(numbers)
 
     def _standing(self) -> list[str]:
-        """Where each mesh of this process is."""
+        """Describe where each mesh of this process is in the step."""
         several = self._processes.are_several
         return self._driver.standing(
             lambda mesh: f" of process {min(self._processes.of_mesh[mesh])}" if several else ""
         )
 
     def executables(self) -> dict[TaskName, jax.stages.Compiled]:
-        """XLA's executable of every task, compiled under the settings of JAX under which the step was traced."""
+        """Return XLA's executable of every task, compiled under the settings of JAX at the time of tracing."""
         with undisturbed(), under(self._settings):
             return {name: task.executable for name, task in self.tasks.items()}
 
     def lower(self, name: TaskName) -> jax.stages.Lowered:
-        """A task as it is given to XLA."""
+        """Lower a task for XLA."""
         with undisturbed(), under(self._settings):
             return self.tasks[name].lower()
 
     def as_text(self) -> str:
-        """The optimised HLO of every task, under its name."""
+        """Return the optimised HLO of every task, each under the name of the task."""
         return "\n\n".join(f"// {name}\n{executable.as_text()}" for name, executable in self.executables().items())
 
     def timeline(self) -> Timeline:
-        """The timeline of the last run with `record=True`."""
+        """Return the timeline of the last run with `record=True`."""
         return self._driver.timeline()

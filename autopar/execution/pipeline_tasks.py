@@ -1,8 +1,8 @@
-"""All tasks of a planned pipeline, and which of them makes what.
+"""All tasks of a planned pipeline, and the task that makes each array.
 
 In: the stages' programs, assignments and devices. Out: `PipelineTasks`: every executable by its name, and for each array between
 tasks the task that makes it. What can go wrong: an accumulator has two makers, the prologue that starts it and the task that adds
-to it; those that read it mean the second.
+to it. Its readers mean the second.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from autopar.stages.tasks.refs import AccumulatorRef, Ref
 from autopar.stages.tasks.stage_program import StageProgram
 
 Item = tuple[int, Ref]
-"""An array between tasks: the stage, and the ref there."""
+"""An array between tasks: the number of the stage, and the ref within the stage."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedStage:
-    """A stage with its layouts and the mesh of devices that it runs on, `mesh` its number."""
+    """A stage with its layouts and its mesh of devices; `mesh` is the number of the mesh."""
 
     program: StageProgram
     assignment: Assignment
@@ -42,16 +42,16 @@ class PipelineTasks:
     makers: Mapping[Item, TaskName]
 
     def mesh_of(self, stage: int) -> int:
-        """The number of the mesh that a stage runs on."""
+        """Return the number of the mesh that a stage runs on."""
         return self.stages[stage].mesh
 
     def maker_of(self, item: Item) -> StageTask:
-        """The task that makes an array."""
+        """Return the task that makes an array."""
         return self.by_name[self.makers[item]]
 
 
 def make_pipeline_tasks(stages: Sequence[PlannedStage], *, split_backward: bool) -> PipelineTasks:
-    """The tasks of all stages; `split_backward`: input gradients and weight gradients are two tasks."""
+    """Make the tasks of all stages. With `split_backward` input gradients and weight gradients are two tasks."""
     tasks = {
         task.name: task
         for stage in stages
@@ -78,7 +78,7 @@ def _makers(tasks: Mapping[TaskName, StageTask]) -> dict[Item, TaskName]:
 
 
 def _lent_on(mesh: int, stages: Sequence[PlannedStage]) -> frozenset[Var]:
-    """Leaves that updates on a mesh are lent by any stage; what the loop is lent it has read before the updates."""
+    """Find the leaves that stages lend to updates on a mesh. The loop has read what it is lent before the updates run."""
     found: set[Var] = set()
     for program in (stage.program for stage in stages if stage.mesh == mesh):
         updates = [segment for segment in program.cut.of_stage(program.stage) if segment.name.kind == "update"]

@@ -1,8 +1,8 @@
 """The second back end: a plan's PartitionSpecs for a plain `jax.jit`, for users who want only the shardings.
 
-In: a plan, the function it was made for, arguments. Out: `jax.jit` of the function with the plan's layouts as in_shardings and
-out_shardings, found by leaf path. XLA's partitioner chooses what lies between; only the boundary is the plan's. What can go
-wrong: leaves that the plan does not have, or has with another shape; refused by their paths.
+In: a plan, the function that was planned, and arguments. Out: `jax.jit` of the function with the plan's layouts as in_shardings
+and out_shardings, found by leaf path. Only the boundary is the plan's; XLA's partitioner chooses the layouts between. What can go
+wrong: the plan lacks a leaf, or has it with another shape. The error lists the paths.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autopar.program.call import BoundArguments, CallSignature, PyTree, bind_arg
 from autopar.program.crossing import Crossing, deliver, output_paths
 
 MAX_PROGRAMS = 64
-"""For how many sets of shapes a program is kept; the set that was not used for longest goes first."""
+"""The number of sets of shapes for which a program is kept. The least recently used one is dropped first."""
 _Type: TypeAlias = jax.core.ShapedArray | jax.ShapeDtypeStruct
 
 
@@ -36,7 +36,7 @@ class _Jitted:
 
 
 class ShardedJit:
-    """`jax.jit` of a function with a plan's shardings; called like the function. Made by `plain_jit`."""
+    """`jax.jit` of a function with a plan's shardings, made by `plain_jit`. It is called like the function."""
 
     def __init__(self, plan: Plan, signature: CallSignature, devices: Sequence[jax.Device] | None) -> None:
         self.plan, self._signature = plan, signature
@@ -46,13 +46,13 @@ class ShardedJit:
         functools.update_wrapper(self, signature.fun, updated=())
 
     def __call__(self, *args: PyTree, **kwargs: PyTree) -> Any:
-        """The function's results, laid out as the plan says; arguments are moved to their places first."""
+        """Move the arguments to the plan's layouts and run the function. Its results have the plan's layouts."""
         jitted, bound = self._prepare(args, kwargs)
         leaves = [as_it_is_now(x) for x in bound.flatten()[0]]
         return deliver(bound, jitted.run(*jax.device_put(leaves, list(jitted.in_shardings))))
 
     def lower(self, *args: PyTree, **kwargs: PyTree) -> jax.stages.Lowered:
-        """The lowered program for arrays or `jax.ShapeDtypeStruct`s, as `jax.jit(fun).lower` gives it."""
+        """Lower the program for arrays or `jax.ShapeDtypeStruct`s, as `jax.jit(fun).lower` does."""
         jitted, bound = self._prepare(args, kwargs)
         return jitted.run.lower(*bound.flatten()[0])
 
@@ -86,7 +86,7 @@ class ShardedJit:
     def _shardings(
         self, what: str, planned: Sequence[ValuePlan], paths: Sequence[str], types: Sequence[_Type]
     ) -> tuple[NamedSharding, ...]:
-        """The planned sharding of every leaf, in order; PlanError lists leaves that it lacks, or has with another shape."""
+        """Return the planned sharding of every leaf. Raises PlanError for leaves that the plan lacks or has otherwise."""
         by_path = {value.path: value for value in planned}
         wrong = [
             f"{what} {path} is {leaf.dtype}{list(leaf.shape)}, planned {_type_of(by_path.get(path))}"
@@ -115,12 +115,12 @@ def plain_jit(
     donate_argnums: tuple[int, ...] = (),
     static_argnums: tuple[int, ...] = (),
 ) -> ShardedJit:
-    """`jax.jit(fun)` with a plan's layouts of arguments and results; XLA chooses what lies between.
+    """Return `jax.jit(fun)` with a plan's layouts of arguments and results. XLA chooses the layouts between.
 
     Args:
         plan: a plan of one mesh.
         fun: the function that was planned.
-        devices: the devices to run on; all of JAX's if None.
+        devices: the devices to run on; by default all devices of JAX.
         donate_argnums: positional arguments whose memory the results may take.
         static_argnums: positional arguments that are compile-time constants.
 
@@ -129,6 +129,6 @@ def plain_jit(
 
     Raises:
         ArgumentError: there are too few devices.
-        PlanError: when called with leaves that the plan does not have, or has with another shape.
+        PlanError: a call passes leaves that the plan lacks, or has with another shape.
     """
     return ShardedJit(plan, CallSignature(fun, (), static_argnums, donate_argnums), devices)

@@ -1,8 +1,8 @@
-"""Which processes have devices of a pipeline's meshes, and how the leaves of a call reach them.
+"""The processes that have devices of a pipeline's meshes, and how the leaves of a call reach them.
 
-In: the stages on their devices; a step's leaves. Out: `PipelineProcesses`; leaves that lie where tasks want them, or on one
-device of every process. What can go wrong: processes that decide differently wait for each other; so every decision depends on
-shardings alone, which are the same in every process.
+In: the stages on their devices, and the leaves of a call. Out: `PipelineProcesses`, and leaves that lie where tasks want them, or
+on one device of every process. What can go wrong: processes that decide differently wait for each other without end. So every
+decision depends on shardings alone, which are the same in every process.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from autopar.split_array import LeafPieces, SplitArray
 
 @dataclasses.dataclass(frozen=True)
 class PipelineProcesses:
-    """Which processes have devices of each mesh, and all devices."""
+    """The processes that have devices of each mesh, and the devices of all meshes."""
 
     of_mesh: tuple[frozenset[int], ...]
     devices: tuple[jax.Device, ...]
 
     @classmethod
     def of(cls, stages: Sequence[PlannedStage]) -> PipelineProcesses:
-        """Those of these stages."""
+        """Return the processes and devices of these stages."""
         devices = {stage.mesh: stage.device_mesh.devices for stage in stages}
         found = tuple(frozenset(d.process_index for d in devices[mesh].flat) for mesh in sorted(devices))
         return cls(found, tuple(d for mesh in sorted(devices) for d in devices[mesh].flat))
@@ -48,14 +48,14 @@ class PipelineProcesses:
 def bring_leaves(
     leaves: Sequence[Given], held: Sequence[LeafPieces], inputs: StepInputs, *, devices: Sequence[jax.Device]
 ) -> list[Given]:
-    """Bring the leaves that do not lie where tasks want them to one device of every process, which can then cut them."""
+    """Bring leaves that do not lie where tasks want them to one device of every process, which then cuts them."""
     ready = [_lies_well(leaf, pieces, inputs) for leaf, pieces in zip(leaves, held, strict=True)]
     moved = iter(gather_to_one([leaf for leaf, is_ready in zip(leaves, ready, strict=True) if not is_ready], devices))
     return [leaf if is_ready else next(moved) for leaf, is_ready in zip(leaves, ready, strict=True)]
 
 
 def _lies_well(leaf: Given, pieces: LeafPieces, inputs: StepInputs) -> bool:
-    """Whether a leaf is a host value, or all its parts are where every task wants them."""
+    """Whether a leaf is a host value, or all its parts lie where every task wants them."""
     if isinstance(leaf, SplitArray):
         parts = leaf.pieces if (leaf.dim, leaf.bounds) == (pieces.dim, pieces.bounds) else ()
     elif not is_global(leaf):

@@ -1,7 +1,7 @@
-"""Where a compiled step keeps its state and computes with its batch, as trees that others can read.
+"""The places of a compiled step's state and batch, as trees that callers can read.
 
-In: a compiled step. Out: `Places`, with a `PlacedLeaf` for each array of the state and a `PlacedBatch` for each of the batch.
-Several arguments that are state, or batch, are a tuple of trees. What can go wrong: the step has no state.
+In: a compiled step. Out: `Places`, with a `PlacedLeaf` for each array of the state and a `PlacedBatch` for each of the batch. If
+several arguments are state, or batch, their trees come in a tuple. What can go wrong: the step has no state.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from autopar.split_array import SplitSharding
 
 @dataclasses.dataclass(frozen=True)
 class PlacedLeaf:
-    """Shape, type and place of an array of the state; `path` is the one that plans and errors name.
+    """Shape, type and sharding of an array of the state. `path` is its name in plans and errors.
 
-    The `sharding` of an array that stages hold in pieces is a `SplitSharding`; one that no stage reads has none.
+    The `sharding` is a `SplitSharding` if stages hold the array in pieces, and None if no stage reads it.
     """
 
     path: str
@@ -42,17 +42,17 @@ class PlacedLeaf:
 
 
 class Places:
-    """Where the arrays of a step go, under one plan; `name` is the step's."""
+    """The places of the arrays of a step under one plan; `name` is the name of the step."""
 
     def __init__(
         self, name: str, plan: Plan | PipelinePlan, compiled: CompiledStep | CompiledPipeline, wishes: Callable[[], str]
     ) -> None:
-        """`wishes`: gives a digest of what was asked of the plan."""
+        """Look the places up in a compiled step. `wishes` returns a digest of what was asked of the plan."""
         self.name, self.plan, self._compiled, self._wishes = name, plan, compiled, wishes
 
     @property
     def wishes(self) -> str:
-        """A digest of what was asked of the plan: cluster, devices, options and constraints, not the step."""
+        """A digest of what was asked of the plan: cluster, devices, options and constraints, but not the step."""
         return self._wishes()
 
     @property
@@ -67,21 +67,21 @@ class Places:
     def batch(self) -> PyTree:
         """The batch's tree, with a `PlacedBatch` (path, shape, dtype, places) in the place of each array.
 
-        In a pipeline an array has a place for each microbatch in each stage that reads it. `rows_here()` are the numbers of the
-        examples that devices of this process compute with.
+        In a pipeline an array has a place for each microbatch in each stage that reads it. `rows_here()` returns the numbers of
+        the examples that devices of this process compute with.
         """
         return batch_tree(self._compiled.traced, self._compiled.batch_places)
 
     @property
     def num_devices(self) -> int:
-        """The devices that the step runs on."""
+        """The number of devices that the step runs on."""
         compiled = self._compiled
         meshes = [compiled.mesh] if isinstance(compiled, CompiledStep) else [one.device_mesh for one in compiled.stages]
         return len({device for mesh in meshes for device in mesh.devices.flat})
 
     @functools.cached_property
     def flops(self) -> Mapping[str, float]:
-        """Floating-point operations of one step on all devices together, by the type of their results."""
+        """The floating-point operations of one step on all devices together, by the type of their results."""
         found: dict[str, float] = {}
         for eqn in self._compiled.traced.program.equations:
             _add_flops(found, eqn, 1)
@@ -89,7 +89,7 @@ class Places:
 
 
 def _add_flops(found: dict[str, float], eqn: Equation, times: int) -> None:
-    """Add those of an equation that runs so often; of a loop those of its body."""
+    """Add the operations of an equation that runs `times` times; for a loop, the operations of its body."""
     if isinstance(eqn, LoopEquation):
         for inner in (inner for region in eqn.regions for inner in region.equations):
             _add_flops(found, inner, times * max(eqn.loop.trips, 1))
@@ -103,7 +103,7 @@ def state_tree(
     shardings: Sequence[NamedSharding] | Mapping[int, NamedSharding | SplitSharding],
     name: str,
 ) -> PyTree:
-    """The state of a step, with a `PlacedLeaf` for each of its arrays. Raises ArgumentError if it has no state."""
+    """Return the state of a step as a tree with a `PlacedLeaf` for each array. Raises ArgumentError if it has no state."""
     require_state(traced, name)
     places = dict(enumerate(shardings)) if not isinstance(shardings, Mapping) else shardings
     numbers = jax.tree.unflatten(traced.in_tree, range(traced.in_tree.num_leaves))

@@ -1,4 +1,4 @@
-"""The values of the keys that were used last, up to a number of them."""
+"""A table of the most recently used keys, of limited size."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """A table that lets go of the key that was not used for longest when it has more than `limit`; None keeps all."""
+    """A table that drops the least recently used key when it has more than `limit` keys; None keeps all keys."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
@@ -26,7 +26,7 @@ class Recent(Generic[K, V]):
         return len(self._values)
 
     def find(self, key: K, *, is_use: bool = True, holds: Callable[[V], bool] = lambda value: True) -> V | None:
-        """The value of a key, or None, also if it no longer `holds`; where it `is_use`, the key counts as used now."""
+        """Return the value of a key, or None if there is none that still `holds`. With `is_use` the key counts as used now."""
         with self._lock:
             if is_use and key in self._values:
                 self._values.move_to_end(key)
@@ -34,7 +34,7 @@ class Recent(Generic[K, V]):
             return value if value is not None and holds(value) else None
 
     def keep(self, key: K, value: V) -> None:
-        """Keep a value for a key, which counts as used now; `dropped` counts the keys that had to go."""
+        """Keep a value for a key, which counts as used now. `dropped` counts the keys that were dropped."""
         with self._lock:
             self._values[key] = value
             self._values.move_to_end(key)
@@ -43,15 +43,15 @@ class Recent(Generic[K, V]):
                 self.dropped += 1
 
     def values(self) -> tuple[V, ...]:
-        """All values, the one that was not used for longest first."""
+        """Return all values, the least recently used one first."""
         with self._lock:
             return tuple(self._values.values())
 
 
 def warn_of_many(name: str, limit: int | None) -> None:
-    """Warn that a step, the function of this name, has let go of a program."""
+    """Warn that the step with this name has dropped a program."""
     warn(
-        f"{name} was called with more than {limit} sets of shapes, types and static values, and from now on lets go of the "
-        "program that was not used for longest: a call that needs it again plans and compiles again. Pad batches to a few "
-        "sizes, or raise max_programs."
+        f"{name} was called with more than {limit} sets of shapes, types and static values, and from now on drops the least "
+        "recently used program: a call that needs it again plans and compiles again. Pad batches to a few sizes, or raise "
+        "max_programs."
     )

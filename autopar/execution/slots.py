@@ -1,9 +1,9 @@
-"""Which groups of arrays tasks hand to each other: the slots by which the runtime knows them.
+"""The groups of arrays that tasks pass to each other, which are the slots of the runtime.
 
 In: the tasks of a pipeline and its schedule. Out: `Links`: a `TaskSpec` and a callable for each task, the arrays that the driver
-is handed from outside and those that it returns. A task has one slot per task that it reads from, and one for each set of tasks
-that read the same of it; so a transfer is one call and an instruction costs little. What can go wrong: a slot that is not the
-latest version of what it holds; a loop's sums are therefore one slot, read and written under one name.
+takes from outside, and those that it returns. A task has one slot for each task that it reads from, and one for each set of tasks
+that read the same arrays of it. So a transfer is one call, and an instruction costs little. What can go wrong: a slot holds an
+old version of its arrays. The sums of a loop are therefore one slot, read and written under one name.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from autopar.stages.tasks.ports import Source as PortSource
 from autopar.stages.tasks.refs import AccumulatorRef, InputRef, OutputRef, Ref, RowRef, SendRef
 
 Call = Callable[[Sequence[Any]], Sequence[Any]]
-"""From the arrays of the slots that a task reads to those of the slots that it writes, each a list, and the driver's witness."""
+"""Takes the arrays of each slot that a task reads; returns those of each slot that it writes, and the driver's witness."""
 _Place = tuple[int, int]
-"""An array among the slots of a task: the position of its slot, and its own in the slot."""
+"""An array among the slots of a task: the position of the slot, and the position within the slot."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Arrays that travel together, in order: a slot of the runtime."""
+    """Arrays that travel together in this order. The runtime has one slot for them."""
 
     content: Content
     per_microbatch: bool
@@ -42,16 +42,21 @@ class Group:
 
     @property
     def slot(self) -> Slot:
-        """The slot as the runtime knows it."""
+        """The slot of the runtime."""
         return Slot(str(self.content), self.per_microbatch)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Links:
-    """The tasks as the runtime knows them.
+    """The tasks in the form that the runtime takes.
 
-    `given`: the arrays that the driver is handed, by mesh and value; `outputs`: those that it returns. `groups`: all slots by
-    name. `targets`: for slots that may travel the shardings in which their readers want the arrays.
+    Attributes:
+        specs: the slots that each task reads and writes.
+        callables: the function of each task.
+        given: the arrays that the driver takes from outside, by mesh and value.
+        outputs: the arrays that the driver returns.
+        groups: the arrays of every slot, by the name of the slot.
+        targets: for slots that may travel, the shardings in which their readers want the arrays.
     """
 
     specs: tuple[TaskSpec, ...]
@@ -63,7 +68,7 @@ class Links:
 
     @property
     def inputs(self) -> dict[int, tuple[Value, ...]]:
-        """The values that the driver is handed, by mesh."""
+        """The values that the driver takes from outside, by mesh."""
         found: dict[int, tuple[Value, ...]] = {}
         for mesh, value in self.given:
             found[mesh] = (*found.get(mesh, ()), value)
@@ -71,12 +76,12 @@ class Links:
 
 
 def link_tasks(tasks: PipelineTasks, schedule: Schedule) -> Links:
-    """The tasks with their slots; a stage that has nothing to do in some kind of the schedule's work gets an empty task."""
+    """Give the tasks their slots. A stage without work for some kind of task in the schedule gets an empty task."""
     return _Linker(tasks, schedule).link()
 
 
 class _Linker:
-    """Gives every task its slots: one per task that it reads from, and one for each that reads from it."""
+    """Gives every task its slots: one for each task that it reads from, and one for each set of tasks that reads from it."""
 
     def __init__(self, tasks: PipelineTasks, schedule: Schedule) -> None:
         self.tasks, self.schedule = tasks, schedule
@@ -121,7 +126,7 @@ class _Linker:
         )
 
     def _missing(self, specs: Iterable[TaskSpec]) -> list[TaskSpec]:
-        """Tasks of the schedule for which a stage has nothing to do."""
+        """Make empty tasks for the parts of the schedule in which a stage has nothing to do."""
         have = {(spec.kind, spec.stage) for spec in specs}
         return [
             TaskSpec(
@@ -138,7 +143,7 @@ class _Linker:
         ]
 
     def _link_sums(self, task: StageTask) -> None:
-        """A task of the loop keeps its accumulators in one slot, which the prologue fills and updates read."""
+        """Put the accumulators of a task of the loop in one slot, which the prologue fills and updates read."""
         name = task.name
         own = [ref for ref in task.writes if isinstance(ref, AccumulatorRef)] if name.in_loop else []
         if not own:
@@ -152,7 +157,7 @@ class _Linker:
                 self.reads[other].append(group)
 
     def _link_operands(self) -> None:
-        """What the same tasks of a stage read of the same source is one slot, so that it is moved once for all of them."""
+        """Put arrays of one source that the same tasks of a stage read in one slot, so that they move once for all of them."""
         readers: dict[tuple[int, Ref, NamedSharding], list[TaskName]] = {}
         for name, task in self.tasks.by_name.items():
             covered = {item for group in self.reads[name] for item in group.items}
@@ -167,7 +172,7 @@ class _Linker:
             self._pass(content, [item for item, _ in found], [sharding for _, sharding in found])
 
     def _pass(self, content: Passed, items: Sequence[Item], shardings: Sequence[NamedSharding]) -> None:
-        """A slot from its source to its readers."""
+        """Make a slot and give it to its source and its readers."""
         source = content.source
         repeated = source.task.in_loop if isinstance(source, Made) else items[0][1].per_microbatch
         group = Group(content, repeated, tuple(items))
@@ -182,7 +187,7 @@ class _Linker:
             self.given[self.tasks.mesh_of(home), Value(group.slot.name, microbatch)] = group.items
 
     def _source(self, stage: int, ref: Ref) -> tuple[Source, Item]:
-        """Where an array comes from that a task of a stage reads, and what it is there."""
+        """Return the source of an array that a task of a stage reads, and the array's ref at the source."""
         program = self.tasks.stages[stage].program
         here = (stage, ref)
         if here in self.tasks.makers:
@@ -197,13 +202,13 @@ class _Linker:
         return (Lent(program.cut.homes[port.var]) if port.source == "lent" else outside), here
 
     def _output_of(self, stage: int, var: Var, source: PortSource) -> Ref:
-        """The ref under which a stage returns a value that another one reads."""
+        """Return the ref under which a stage writes a value that another stage reads."""
         ports = self.tasks.stages[stage].program.outputs
         number = next(i for i, port in enumerate(ports) if port.var is var and port.source == source)
         return SendRef(number) if source == "received" else OutputRef(number)
 
     def _link_results(self, task: StageTask) -> None:
-        """What a task returns to the caller."""
+        """Put the arrays that a task returns to the caller in one slot."""
         stage = task.name.stage
         ports = self.tasks.stages[stage].program.outputs
         returned = [ref for ref in task.writes if isinstance(ref, OutputRef) and ports[ref.port].output is not None]
@@ -214,7 +219,7 @@ class _Linker:
             self.outputs[self.tasks.mesh_of(stage), Value(group.slot.name)] = group.items
 
     def _callable(self, task: StageTask) -> Call:
-        """The executable between groups: flatten what is read, split what is written."""
+        """Return the executable as a function of groups: it flattens the groups that it reads and splits what it writes."""
         name, count = task.name, self.schedule.num_microbatches
         come_as_lists = [group.per_microbatch and not name.in_loop for group in self.reads[name]]
         starts, position = [], 0
@@ -244,7 +249,7 @@ class _Linker:
         return call
 
     def _place(self, name: TaskName, ref: Ref) -> _Place:
-        """Where an array that a task reads is among the task's slots."""
+        """Return the position, among the task's slots, of an array that it reads."""
         source, item = self._source(name.stage, ref)
         for g, group in enumerate(self.reads[name]):
             if isinstance(group.content, Sums) or (

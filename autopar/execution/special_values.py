@@ -1,8 +1,8 @@
-"""The checks of `jax.debug_nans` and `jax.debug_infs` for programs whose operands are gone afterwards.
+"""The checks of `jax.debug_nans` and `jax.debug_infs` for programs that consume their operands.
 
-In: a compiled function and its operands. Out: its results, if they have no NaN or infinity that is looked for. What can go wrong:
-JAX's own check runs a function again, operation by operation, to find the place, and fails on operands that it has consumed. Here
-the results are looked at, and nothing runs again.
+In: a compiled function and its operands. Out: its results, if they hold no NaN or infinity that the settings look for. What can
+go wrong: JAX's own check runs the function again, operation by operation, to find the place, and fails because the operands are
+gone. This check looks at the results only, and runs nothing again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 LOOKED_FOR: MappingProxyType[str, Callable[[np.ndarray], np.ndarray]] = MappingProxyType(
     {"nan": np.isnan, "inf": np.isinf}
 )
-"""What `jax.debug_nans` and `jax.debug_infs` look for, by the words in their names."""
+"""The values that `jax.debug_nans` and `jax.debug_infs` look for, by the words in their names."""
 
 
 def run_checked(name: str, run: Callable[..., Sequence[jax.Array]], operands: Sequence[object]) -> Sequence[jax.Array]:
-    """What `run` returns. Raises FloatingPointError for values that the caller's settings of JAX look for."""
+    """Run a function on operands. Raises FloatingPointError if a result holds a value that the settings of JAX look for."""
     wanted = [word for word in LOOKED_FOR if getattr(jax.config, f"jax_debug_{word}s")]
     if not wanted:
         return run(*operands)
@@ -38,7 +38,7 @@ def run_checked(name: str, run: Callable[..., Sequence[jax.Array]], operands: Se
 
 
 def _parts(arrays: Iterable[jax.Array]) -> Iterable[np.ndarray]:
-    """What this process has of the arrays of floating-point and complex numbers."""
+    """Return this process's parts of the arrays of floating-point and complex numbers."""
     for array in arrays:
         if jnp.issubdtype(array.dtype, jnp.inexact):
             yield from (np.asarray(shard.data) for shard in array.addressable_shards)

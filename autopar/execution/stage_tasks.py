@@ -1,9 +1,9 @@
 """Tasks of a planned stage as compiled functions.
 
-In: a `StageProgram`, the `Assignment` that planning chose for it, a device mesh. Out: a `StageTask` for each `TaskCut`. A value
-that is partial over mesh axes leaves an executable as it is, unreduced: as an array with one more leading dimension per partial
-axis, of which every device holds its own term. What can go wrong: a result whose layout is not the one that its reader expects;
-both take it from the same `PlacedRef`.
+In: a `StageProgram`, the `Assignment` that planning chose for it, and a device mesh. Out: a `StageTask` for each `TaskCut`. A
+value that is partial over mesh axes leaves an executable unreduced. It is then an array with one more leading dimension for each
+partial axis, and every device holds its own term. What can go wrong: a result has another layout than its reader expects. Both
+take the layout from the same `PlacedRef`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,15 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class StageTask:
-    """One executable: `run` takes the arrays of `reads`, in order, and returns those of `writes` and the driver's witness.
+    """One executable. `run` takes the arrays of `reads` in order, and returns those of `writes` and the driver's witness.
 
-    For a ref that is per microbatch, a task that runs once takes the list of all microbatches' arrays. `run` is a jitted
-    function, `shapes` are those of its arguments, `results` those of `writes`, `equations` what it computes.
+    A task that runs once takes a list of the arrays of all microbatches for a ref that is per microbatch.
+
+    Attributes:
+        run: a jitted function.
+        shapes: shapes and types of the arguments of `run`.
+        results: shapes and types of `writes`.
+        equations: the equations that the task computes.
     """
 
     name: TaskName
@@ -52,22 +57,22 @@ class StageTask:
     equations: tuple[Equation, ...]
 
     def lines(self) -> str:
-        """The lines of the user's program that it comes from, from the first to the last; empty if there are none."""
+        """Return the lines of the user's program that the task comes from, first and last; empty if none are known."""
         found = list(dict.fromkeys(filter(None, map(source_line, self.equations))))
         return " to ".join(dict.fromkeys((found[0], found[-1]))) if found else ""
 
     def lower(self) -> jax.stages.Lowered:
-        """The program as it is given to XLA."""
+        """Lower the program for XLA."""
         lowered: jax.stages.Lowered = self.run.lower(*self.shapes)
         return lowered
 
     @functools.cached_property
     def executable(self) -> jax.stages.Compiled:
-        """XLA's executable, compiled from shapes to be looked at."""
+        """Compile an executable from shapes, for inspection."""
         return self.lower().compile()
 
     def as_text(self) -> str:
-        """The optimised HLO."""
+        """Return the optimised HLO."""
         return str(self.executable.as_text())
 
 
@@ -79,7 +84,7 @@ def make_stage_tasks(
     split_backward: bool = False,
     kept: Set[Var] = frozenset(),
 ) -> tuple[StageTask, ...]:
-    """The executables of one stage in the order in which they first run.
+    """Make the executables of one stage, in the order in which they first run.
 
     Args:
         stage: the stage's program.
@@ -98,14 +103,14 @@ def make_stage_tasks(
 def _make_task(
     cut: TaskCut, lowering: Lowering, device_mesh: jax.sharding.Mesh, *, microbatches: int, weak: Set[Ref]
 ) -> StageTask:
-    """The executable of one task; `weak`: what it writes weakly typed."""
+    """Make the executable of one task; `weak` says which results are weakly typed."""
     reads, mesh = cut.reads, lowering.assignment.mesh
     by_ref: dict[Ref, PlacedRef] = {}
     for placed in cut.operands.values():
         by_ref.setdefault(placed.ref, placed)
 
     def each(of: Callable[[Ref], T]) -> tuple[T | list[T], ...]:
-        """What holds for each argument; for each array of it where it is a list."""
+        """Return the value of each argument; a list of values for an argument that is a list of arrays."""
         return tuple([of(ref)] * microbatches if cut.comes_as_list(ref) else of(ref) for ref in reads)
 
     shardings = {ref: NamedSharding(device_mesh, _spec(mesh, by_ref[ref].layout)) for ref in reads}
@@ -141,7 +146,7 @@ def _make_task(
 
 
 def _local(cut: TaskCut, lowering: Lowering) -> Callable[..., tuple[jax.Array, ...]]:
-    """What one device does: arrays of the reads in, arrays of the writes and the driver's witness out."""
+    """Return the function of one device: from the arrays of the reads to those of the writes and the driver's witness."""
 
     def local(*arrays: Any) -> tuple[jax.Array, ...]:
         given = dict(zip(cut.reads, arrays, strict=True))

@@ -1,7 +1,7 @@
-"""State on the devices of a plan: created there leaf by leaf, and gathered from there as ordinary arrays.
+"""Create state on the devices of a plan, and gather it from there as ordinary arrays.
 
-In: a function that makes the state, and shardings; or a tree of arrays on any devices. Out: the tree. What can go wrong: a state
-may be too large for any one device, so each device makes its own part alone.
+In: a function that makes the state, and shardings; or a tree of arrays on any devices. Out: the tree. What can go wrong: the
+state is too large for any one device. So each device makes only its own part.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 def create_sharded(
     create_fn: Callable[..., PyTree], args: Sequence[PyTree], shardings: Sequence[NamedSharding | SplitSharding]
 ) -> PyTree:
-    """`create_fn(*args)` with its leaves in the given shardings; no device ever holds more than its part.
+    """Compute `create_fn(*args)` with its leaves in the given shardings. No device holds more than its part at any time.
 
     Leaves, and pieces of leaves, that live on different meshes are made by one program per mesh, in the processes that have
     devices of it.
@@ -53,7 +53,7 @@ def create_sharded(
 
 
 def gather_to_one(tree: T, devices: Sequence[jax.Device]) -> T:
-    """The tree with ordinary arrays on one device: the first of all, or with several processes the first of each."""
+    """Gather a tree as ordinary arrays on one device: the first device, or with several processes the first of each."""
     leaves, structure = jax.tree.flatten(tree)
     reach("gather", f"{len(leaves)} arrays")
     held, parts = take_apart(leaves)

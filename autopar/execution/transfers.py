@@ -1,4 +1,4 @@
-"""The driver's transfers: groups of arrays go from the mesh of the task that makes them to the mesh of their readers.
+"""The driver's transfers: they move groups of arrays from the mesh of their task to the mesh of their readers.
 
 In: for every slot the shardings in which its readers want its arrays, and the arrays' shapes where they are made. Out:
 `Transfers`, which the driver calls in the sending mesh's thread; it returns a `Parcel` that the receiving mesh's thread opens.
@@ -20,14 +20,14 @@ from autopar.schedules.instructions import Value
 
 
 class Parcel:
-    """Arrays on their way; the receiving mesh's thread finishes the transfer, once."""
+    """Arrays on their way. The thread of the receiving mesh finishes the transfer, once."""
 
     def __init__(self, resharder: Resharder, sent: Sent) -> None:
         self._resharder, self._sent = resharder, sent
         self._arrays: list[jax.Array] | None = None
 
     def arrays(self) -> list[jax.Array]:
-        """The arrays on the receiving mesh."""
+        """Return the arrays on the receiving mesh."""
         if self._arrays is None:
             self._arrays = self._resharder.receive(self._sent)
             del self._sent
@@ -39,12 +39,12 @@ Group: TypeAlias = Sequence[jax.Array] | Parcel
 
 
 def arrays_of(group: Group) -> Sequence[jax.Array]:
-    """The arrays of a group; a parcel is opened."""
+    """Return the arrays of a group, and open it if it is a parcel."""
     return group.arrays() if isinstance(group, Parcel) else group
 
 
 def in_sharding(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """The array in the sharding that an executable wants; between stages on one mesh they may differ."""
+    """Move an array to the sharding that an executable wants. Shardings may differ between stages on one mesh."""
     if array.sharding.is_equivalent_to(sharding, array.ndim):
         return array
     moved: jax.Array = jax.device_put(array, sharding) if are_here(sharding.device_set) else reshard(array, sharding)
@@ -52,7 +52,7 @@ def in_sharding(array: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 class Transfers:
-    """Starts the transfers of a step; the transfer of a slot is prepared when it first starts."""
+    """Starts the transfers of a step. The transfer of a slot is prepared when it first starts."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Transfers:
         *,
         several_processes: bool,
     ) -> None:
-        """`targets` by slot; `shapes(slot, mesh)` are those of the slot's arrays on a mesh, with shardings."""
+        """Take the target shardings of each slot. `shapes(slot, mesh)` returns shapes and shardings of its arrays on a mesh."""
         self._targets, self._shapes = targets, shapes
         self._several = several_processes
         self._resharders: dict[str, Resharder] = {}
 
     def __call__(self, group: Group | None, value: Value, source_mesh: int, target_mesh: int) -> Parcel:
-        """Start to move a group of arrays; None in place of arrays that lie on no device of this process."""
+        """Start to move a group of arrays. `group` is None if they lie on no device of this process."""
         arrays = None if group is None else arrays_of(group)
         if value.name not in self._resharders:
             self._resharders[value.name] = Resharder(self._moves(value.name, arrays, source_mesh))
@@ -77,7 +77,7 @@ class Transfers:
         return Parcel(resharder, resharder.send(arrays))
 
     def _moves(self, slot: str, arrays: Sequence[jax.Array] | None, source_mesh: int) -> list[Move]:
-        """The moves of a transfer; if several processes take part, from facts that all of them know."""
+        """Return the moves of a transfer. If several processes take part, they follow from facts that all of them know."""
         targets = self._targets[slot]
         if arrays is not None and not self._several:
             return [Move.of(x, target) for x, target in zip(arrays, targets, strict=True)]

@@ -1,10 +1,9 @@
-"""Threads take turns: of all threads of this process one plans a step, and one starts a step or moves its state, at a time.
+"""Threads take turns: at any time one thread of this process plans a step, and one starts a step or moves its state.
 
-In: the name of a step. Out: a context that one thread at a time is in. What can go wrong without it: two threads give the same
-state to steps that consume it, both find it there, and XLA ends the process as it takes one piece of memory twice; or two
-programs reach the devices in different orders, and each waits for the other. A step that is called while it runs, by one of its
-own callbacks, would wait for itself without end, and one that is planned while it is traced would be traced without end: both are
-refused.
+In: the name of a step. Out: a context that one thread at a time can enter. Without it two threads could pass the same state to
+steps that consume it, and XLA would end the process because it takes one buffer twice. Or two programs could reach the devices in
+different orders, and each would wait for the other. What can go wrong: a callback of a running step calls the step, which would
+wait for itself; or a step is planned while it is traced, which would never end. Both are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from autopar.errors import ArgumentError
 
 
 class Turn:
-    """What one thread at a time may do."""
+    """A right that one thread at a time has."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,11 +26,11 @@ class Turn:
 
     @contextlib.contextmanager
     def take(self, name: str) -> Iterator[None]:
-        """Wait until no other thread is in this context. Raises ArgumentError if this thread is, or a device waits for it."""
+        """Enter the context once no other thread is in it. Raises ArgumentError if this thread is, or a device waits for it."""
         if is_inside_callback():
             raise ArgumentError(
                 f"{name} is called from a Python callback of a step that is running: the devices wait for the callback, and "
-                f"{name} would wait for the devices. Return from the callback what it is to work on, and call it after the step."
+                f"{name} would wait for the devices. Return its input from the callback, and call it after the step."
             )
         if self._thread == threading.get_ident():
             raise ArgumentError(
@@ -47,4 +46,4 @@ class Turn:
 
 
 RUNNING = Turn()
-"""To start a step, or to move its state."""
+"""The turn to start a step, or to move its state."""

@@ -1,9 +1,9 @@
 """Results of a compiled function that stay weakly typed, as `jax.jit` leaves them.
 
-In: a function of arrays, and which of its results are weakly typed in the step as it was traced. Out: the function with those
-types. A result of `jax.shard_map` never is weakly typed, so a learning rate that began as 0.1 would come back as a float32
-array that decides types, and bfloat16 weights would be float32 after the next step. What can go wrong: JAX's public
-`convert_element_type` makes types strong again; only the primitive takes `weak_type`.
+In: a function of arrays, and which of its results are weakly typed in the traced step. Out: the function with those types. A
+result of `jax.shard_map` is never weakly typed. So a learning rate that began as 0.1 would come back as a strongly typed float32
+array, and bfloat16 weights would be float32 after the next step. What can go wrong: JAX's public `convert_element_type` makes
+types strong again; only the primitive takes `weak_type`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.program.call import PyTree
 
 
 def keep_weak_types(fun: Callable[..., PyTree], weak: Sequence[bool]) -> Callable[..., PyTree]:
-    """The function with its first results weakly typed where `weak` says so; XLA runs the same operations."""
+    """Make the first results of a function weakly typed where `weak` says so. XLA runs the same operations."""
     if not any(weak):
         return fun
 

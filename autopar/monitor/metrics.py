@@ -1,6 +1,6 @@
-"""The metrics of a step, and where they go: a callback, a file of JSON lines, TensorBoard.
+"""The metrics of a step, and their destinations: a callback, a file of JSON lines, TensorBoard.
 
-What can go wrong: the file cannot be written any more. That ends no training (`autopar/files/line_log.py`).
+What can go wrong: the file can no longer be written. Training goes on (`autopar/files/line_log.py`).
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from autopar.schedules.timeline import Timeline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What one call of a step took, in seconds and bytes.
+    """The time and the memory of one call of a step, in seconds and bytes.
 
     Attributes:
-        name: the step's.
-        call: which call of any step of this process it was, from 1.
-        step_s: from its beginning, or from the end of the call before it if that was later, until its results were there.
-        call_s: how long the call itself took, which goes on before the results are there.
-        predicted_s: what the plan predicts for `step_s`.
-        exposed_comm_s: communication that compute does not hide. On one mesh what the plan predicts, a part of `predicted_s`. In
-            stages what was measured, if this call was: the longest that a mesh waited for transfers under way.
-        device_bytes: in use on the fullest device of this process; None where the device does not say, as on CPUs.
-        device_peak_bytes: the most that has been in use on it.
-        host_bytes: resident memory of this process; None without `/proc`.
+        name: the name of the step.
+        call: the number of the call among all calls of steps in this process, from 1.
+        step_s: seconds from the start of the call, or from the end of the call before if that is later, until the results exist.
+        call_s: seconds until the call returned, which may be before its results exist.
+        predicted_s: the plan's prediction of `step_s`.
+        exposed_comm_s: seconds of communication that compute does not hide. On one mesh this is the plan's prediction, a part of
+            `predicted_s`. In stages it is measured: the longest time that a mesh waited for transfers. None if this call was
+            not measured.
+        device_bytes: bytes in use on the fullest device of this process; None if the device does not report them, as on CPUs.
+        device_peak_bytes: the most bytes that have been in use on that device.
+        host_bytes: bytes of resident memory of this process; None without `/proc`.
     """
 
     name: str
@@ -56,7 +57,7 @@ Sink: TypeAlias = Callable[[StepMetrics], None]
 
 
 def measure(run: StepRun, *, call: int, step_s: float, call_s: float) -> StepMetrics:
-    """The metrics of a call that has just ended."""
+    """Measure a call that has just ended."""
     plan = run.plan
     stats = [found for device in jax.local_devices() if (found := device.memory_stats()) is not None]
     return StepMetrics(
@@ -81,7 +82,7 @@ def _exposed_comm_s(run: StepRun) -> float | None:
 
 
 def host_bytes() -> int | None:
-    """Resident memory of this process."""
+    """Return the bytes of resident memory of this process; None without `/proc`."""
     statm = Path("/proc/self/statm")
     if not statm.exists():
         return None
@@ -89,14 +90,14 @@ def host_bytes() -> int | None:
 
 
 class JsonLines:
-    """A file with a line for each step; lines are added to those that are there."""
+    """A file with a line of JSON for each step. New lines are appended."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises ArgumentError if that cannot be done."""
+        """Open the file. Raises ArgumentError if it cannot be opened."""
         self._log = LineLog(path)
 
     def __call__(self, metrics: StepMetrics) -> None:
-        """Add a line, with the time of day."""
+        """Append a line with the time of day."""
         known = {name: value for name, value in dataclasses.asdict(metrics).items() if value is not None}
         self._log.add(json.dumps({"time": round(time.time(), 3), **known}))
 
@@ -107,21 +108,21 @@ class JsonLines:
 
 class _Writer(Protocol):
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """A number of a step."""
+        """Write one number of a step."""
 
     def close(self) -> None:
         """Write what is left."""
 
 
 class TensorBoard:
-    """A folder for TensorBoard."""
+    """A folder that TensorBoard reads."""
 
     def __init__(self, folder: Path) -> None:
-        """Begin to write. Raises ArgumentError without a package that writes for TensorBoard."""
+        """Open the folder. Raises ArgumentError if no package that writes for TensorBoard is installed."""
         self._writer = _find_writer(folder)
 
     def __call__(self, metrics: StepMetrics) -> None:
-        """Add a step's numbers."""
+        """Write the numbers of a step."""
         for name, value in dataclasses.asdict(metrics).items():
             if isinstance(value, float | int) and name != "call":
                 self._writer.add_scalar(f"{metrics.name}/{name}", value, metrics.call)

@@ -1,9 +1,8 @@
 """A `Monitor` watches the steps of this process while it is open.
 
-In: the moments of `autopar.events`. Out: for each call of a step its `StepMetrics`, and for one that stands still a description
-of where each of its meshes is. A thread of its own waits for results and looks at what is under way, so that the steps wait for
-nothing. What can go wrong: metrics go to a callback that raises; that is logged, and the callback is called again for the next
-step.
+In: the moments of `autopar.events`. Out: the `StepMetrics` of each call of a step, and for a call that stands still a description
+of where each mesh is. The monitor's own thread waits for results and looks at what is under way, so that steps never wait for it.
+What can go wrong: a callback for metrics raises. The monitor logs the exception, and calls the callback again for the next step.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class _Call:
 
 
 class Monitor:
-    """See the module's text. Use it as a context around the loop of a training."""
+    """Watches the steps of this process. Use it as a context around a training loop."""
 
     def __init__(
         self,
@@ -53,17 +52,21 @@ class Monitor:
         tensorboard: str | os.PathLike[str] | None = None,
         timeline_every: int | None = None,
     ) -> None:
-        """Say what to watch.
+        """Choose what to watch. The context starts it.
 
         Args:
-            stall_s: seconds after which a step that stands still is described; the first call of a plan, which compiles, has
-                three times as long. None: steps may take any time.
-            on_stall: gets the description, which is logged as an error in any case; and an empty text when the step goes on.
-            on_step: gets the metrics of each call, in the monitor's thread.
-            metrics: a file that gets them as lines of JSON.
-            tensorboard: a folder that gets them for TensorBoard; needs tensorboardX or PyTorch.
-            timeline_every: of so many calls of pipelines one is measured task by task, which takes longer, and gives
-                `StepMetrics.exposed_comm_s`. The same for all processes. None: none is.
+            stall_s: seconds after which a step that stands still is described. The first call of a plan compiles, and has
+                three times as long. None sets no limit.
+            on_stall: called with the description of a stall, and with an empty text when the step goes on. The description is
+                also logged as an error.
+            on_step: called with the metrics of each call, in the monitor's thread.
+            metrics: a file to which the metrics are appended as lines of JSON.
+            tensorboard: a folder to which the metrics are written for TensorBoard; needs tensorboardX or PyTorch.
+            timeline_every: measures one of this many calls of pipelines task by task. Such a call takes longer, and gives
+                `StepMetrics.exposed_comm_s`. All processes need the same number. None measures none.
+
+        Raises:
+            ArgumentError: `stall_s` or `timeline_every` is not positive.
         """
         if stall_s is not None and stall_s <= 0:
             raise ArgumentError(
@@ -86,7 +89,7 @@ class Monitor:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        """Begin to watch. Raises ArgumentError if a file cannot be written."""
+        """Start to watch. Raises ArgumentError if a file cannot be opened."""
         if self._metrics is not None:
             self._sinks.append(self._stack.enter_context(contextlib.closing(JsonLines(Path(self._metrics)))))
         if self._tensorboard is not None:
@@ -99,7 +102,7 @@ class Monitor:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Wait a moment for the last results, and end."""
+        """Wait a moment for the last results, and stop watching."""
         self._stack.close()
 
     def _end(self) -> None:
@@ -107,7 +110,7 @@ class Monitor:
         self._wake.set()
 
     def observe(self, moment: Moment) -> None:
-        """Note what happens, in the thread in which it does."""
+        """Note a moment of a step, in the thread in which it happens."""
         match moment.kind, moment.about:
             case "step", StepRun() as run:
                 self._count += 1
@@ -133,22 +136,22 @@ class Monitor:
         self._wake.set()
 
     def _calls_of(self, run: StepRun) -> list[_Call]:
-        """The calls under way of a `StepRun`."""
+        """Return the calls of a `StepRun` that are under way."""
         with self._lock:
             return [call for call in self._calls if call.run is run]
 
     def _oldest(self) -> _Call | None:
-        """The call that has been under way for longest."""
+        """Return the call that has been under way for longest."""
         with self._lock:
             return self._calls[0] if self._calls else None
 
     def _drop(self, call: _Call) -> None:
         """Note that a call is no longer under way."""
-        with self._lock, contextlib.suppress(ValueError):  # it has failed, and was dropped before
+        with self._lock, contextlib.suppress(ValueError):  # it failed, and was dropped before
             self._calls.remove(call)
 
     def _work(self) -> None:
-        """The monitor's thread: wait for results, look for stalls, until the end."""
+        """Run the monitor's thread: wait for results and look for stalls until the context ends."""
         ends_s = float("inf")
         while not (self._is_over and (not self._calls or time.monotonic() > ends_s)):
             if self._is_over and ends_s == float("inf"):
@@ -163,7 +166,7 @@ class Monitor:
             self._look()
 
     def _complete(self, call: _Call, launched_s: float) -> None:
-        """Hand the metrics of a call on."""
+        """Measure a call and pass its metrics on."""
         now_s = time.monotonic()
         self._drop(call)
         found = measure(
@@ -177,10 +180,10 @@ class Monitor:
             try:
                 sink(found)
             except Exception:  # noqa: BLE001 - metrics end no training
-                LOGGER.exception("the metrics of a step could not be handed on")
+                LOGGER.exception("the metrics of a step could not be passed on")
 
     def _look(self) -> None:
-        """Describe what stands still, once."""
+        """Report a stall once, and its end once."""
         if self._stalls is None:
             return
         call, waiting = self._oldest(), self._waiting
@@ -204,14 +207,14 @@ class Monitor:
 
 
 def _lines_of(call: _Call | None) -> list[str]:
-    """Where a call is."""
+    """Describe where a call is."""
     if call is None:
         return []
     lines = call.run.standing()
     if lines:
         return lines
     if call.launched_s is None:
-        return ["its arrays are being placed, or its first results are waited for"]
+        return ["its arrays are being placed, or it waits for its first results"]
     return [
         "it was launched, and its results are not there: a device waits in a collective for another one, or a callback does not "
         "return"
@@ -219,7 +222,7 @@ def _lines_of(call: _Call | None) -> list[str]:
 
 
 def _wait(result: jax.Array | None, until_s: float) -> bool:
-    """Wait for a result until a moment; returns whether it is there."""
+    """Wait for a result until the time `until_s`. Returns whether the result exists."""
     pause_s = TUNING.shortest_pause_s
     while not is_ready(result):
         if time.monotonic() > until_s:
@@ -230,6 +233,6 @@ def _wait(result: jax.Array | None, until_s: float) -> bool:
 
 
 def _witness(results: Sequence[object]) -> jax.Array | None:
-    """The result to wait for: a scalar if there is one, such as a loss, which the next step does not consume."""
+    """Return the result to wait for: the smallest, such as a loss, which the next step does not consume."""
     arrays = [x for x in results if isinstance(x, jax.Array) and not x.is_deleted()]
     return min(reversed(arrays), key=lambda x: x.size, default=None)

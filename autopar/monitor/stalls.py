@@ -1,7 +1,7 @@
-"""Which step stands still, where, and for how long.
+"""Find out which step stands still, where, and for how long.
 
-In: again and again, lines that say where things are. Out: once, a description, when all of them have been the same for too long;
-and once more, when they go on. A line that has not changed is one that stands still.
+In: lines that say where each mesh is, at one time after another. Out: a description, once, when no line has changed for too long.
+`told` is empty again when a line changes.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StallWatch:
-    """What was seen so far. `told` is what was said of a stall that lasts."""
+    """The lines seen so far, each with the time since when it has been the same. `told` describes a stall that lasts."""
 
     limit_s: float
     told: str = ""
     _since: dict[str, float] = field(default_factory=dict)
 
     def look(self, title: str, lines: Sequence[str], now_s: float, *, patience: float = 1.0) -> str | None:
-        """Take the lines of this moment; returns what is to be said of them, once, if they stand still.
+        """Take the lines of this time. Returns the description of a stall when it is found, and None otherwise.
 
         Args:
             title: what is under way, such as a step and the number of its call.
-            lines: where it is; none if nothing is under way.
-            now_s: the moment.
-            patience: how many times longer than usual it may stand still.
+            lines: where each mesh is; empty if that is not known.
+            now_s: the time in seconds.
+            patience: the factor by which the step may stand still longer than `limit_s`.
         """
         self._since = {line: self._since.get(line, now_s) for line in (title, *lines)}
         for_s = now_s - max(self._since.values())
@@ -39,6 +39,6 @@ class StallWatch:
         return self.told
 
     def forget(self) -> bool:
-        """Nothing is under way any more; returns whether something stood still before."""
+        """Forget all lines, because nothing is under way. Returns whether a stall had been reported."""
         was_told, self.told, self._since = bool(self.told), "", {}
         return was_told

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """They trade processor time against a late reaction; `benchmarks/monitor_overhead.py` shows what they cost.
+    """Intervals that trade processor time against a late reaction; `benchmarks/monitor_overhead.py` shows their cost.
 
     Attributes:
-        look_s: Seconds between two looks at what stands still, at the most.
-        looks: How many looks there are within the time after which a step is named.
-        first_call: How many times longer the first call of a plan may take, in which a pipeline is compiled.
+        look_s: The most seconds between two looks for a stall.
+        looks: The number of looks within the time after which a stall is reported.
+        first_call: The factor by which the first call of a plan, which compiles a pipeline, may take longer.
         shortest_pause_s: Seconds of the first pause between two looks at a result; each pause is twice the one before.
-        longest_pause_s: Seconds of the longest such pause, and how exact `StepMetrics.step_s` is.
-        leave_s: How many seconds the end of monitoring waits for the results of steps that are still under way.
+        longest_pause_s: Seconds of the longest such pause, which bounds the error of `StepMetrics.step_s`.
+        leave_s: The most seconds that the end of monitoring waits for results of steps that are under way.
     """
 
     look_s: float = 0.5

@@ -1,7 +1,7 @@
-"""When the loss of a step is one that no run should go on from.
+"""Judge the loss of a step: a run does not go on from a bad one.
 
-In: the losses of the last steps, and that of one more. Out: what is wrong with it, in words, or None. The same losses are judged
-alike in every process and after every resume. What can go wrong: a threshold that ordinary noise exceeds.
+In: the losses of the last steps, and the loss of the next one. Out: what is wrong with it, in words, or None. Every process, and
+every resumed run, judges the same losses alike. What can go wrong: ordinary noise exceeds the threshold.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ ACTIONS = ("stop", "skip", "back")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Guard:
-    """What makes a loss bad, and what is done about it. A loss that is no finite number is always bad.
+    """The conditions that make a loss bad, and what the run does then. A loss that is not finite is always bad.
 
     Attributes:
         action: `"stop"` ends the run with a TrainingError. `"skip"` goes back to the last checkpoint and makes the steps again
-            without the batch of the bad one, as if the batch had not been there. `"back"` goes back to the last checkpoint and on
-            with the batches behind the bad one.
-        spike: a loss above so many times the median of the last ones is bad; None looks for no spikes. Below zero, where a larger
-            loss is a smaller number, it is bad above the median by as much as that.
-        window: the number of losses that the median is of; while there are fewer, there are no spikes.
-        most: so often a run goes back without reaching another checkpoint; then it stops.
+            without the bad batch, as if it had not been there. `"back"` goes back to the last checkpoint and continues with the
+            batches after the bad one.
+        spike: a loss is bad if it exceeds the median of the last losses by more than (spike - 1) times the absolute value of
+            the median; for positive losses, if it is more than `spike` times the median. None looks for no spikes.
+        window: the number of losses of which the median is taken. With fewer losses there are no spikes.
+        most: how often a run may go back without reaching another checkpoint. After that it stops.
     """
 
     action: Literal["stop", "skip", "back"] = "stop"
@@ -37,7 +37,7 @@ class Guard:
     most: int = 3
 
     def __post_init__(self) -> None:
-        """Raises ArgumentError for an action that there is not, and for a factor that every loss exceeds."""
+        """Raise ArgumentError for an unknown action, a factor that every loss exceeds, and counts below 1."""
         if self.action not in ACTIONS:
             raise ArgumentError(f"Guard(action={self.action!r}): give one of {', '.join(map(repr, ACTIONS))}")
         if self.spike is not None and not self.spike > 1:
@@ -46,7 +46,7 @@ class Guard:
             raise ArgumentError(f"Guard(window={self.window}, most={self.most}): give positive numbers")
 
     def judge(self, losses: Sequence[float], loss: float) -> str | None:
-        """What is wrong with a loss after these ones; None if nothing is."""
+        """Say what is wrong with a loss that follows `losses`; None if it is good."""
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if self.spike is None or len(losses) < self.window:

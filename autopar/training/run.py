@@ -1,9 +1,8 @@
 """`Run`: a training loop that loses nothing when it is interrupted.
 
-In: a step, a source of batches, a folder. Out: the state after so many steps. It begins where the last complete
-checkpoint in the folder ends: there is one after every so many steps, after the last one, and when the run is asked to stop. On
-the same plan the result is bit for bit that of a run that was never interrupted. What can go wrong: the loss is no number; see
-`Guard`.
+In: a step, a source of batches, and a folder. Out: the state after a number of steps. The run begins at the last complete
+checkpoint in the folder. It saves one after every `every` steps, after the last step, and when it is asked to stop. On the same
+plan the result is bit for bit that of a run without interruption. What can go wrong: the loss is not finite; see `Guard`.
 """
 
 from __future__ import annotations
@@ -34,39 +33,39 @@ from autopar.training.stop import StopRequest
 
 
 class RunnableStep(Protocol):
-    """What is asked of a step: an `autopar.ParallelStep`."""
+    """The part of `autopar.ParallelStep` that a run uses."""
 
     def __call__(self, state: PyTree, batch: PyTree, /) -> tuple[PyTree, ...]:
-        """Make a step."""
+        """Run one step and return the new state first."""
 
     def init_state(self, create_fn: Callable[..., PyTree], /, *args: PyTree) -> PyTree:
-        """The first state where the plan wants it."""
+        """Create the first state on the devices of the plan."""
 
     def plan(self, *args: PyTree) -> object:
-        """Plan it."""
+        """Plan the step for these arguments."""
 
     def last_plan(self) -> object:
-        """Raises PlanError if it has not been planned."""
+        """Return the last plan. Raises PlanError if the step has not been planned."""
 
     def places(self) -> Places:
-        """Where its arrays go."""
+        """Return the places of the step's arrays under its last plan."""
 
     def jax_devices(self) -> list[jax.Device]:
-        """The devices that it may run on."""
+        """Return the devices that the step may run on."""
 
     def cluster(self) -> Cluster:
-        """The cluster that its devices make up."""
+        """Return the cluster that these devices make up."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trained:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
-        state: after the last step, on the devices.
-        number: how many steps have been made, over all interruptions.
-        loss: of the last step of this run; None if it made none.
-        stopped: the signal that ended it before its last step, such as `"SIGTERM"`; None if it came to its end.
+        state: the state after the last step, on the devices.
+        number: the number of steps made so far, those before interruptions included.
+        loss: the loss of the last step of this run; None if it made no step.
+        stopped: the signal that ended the run before its last step, such as `"SIGTERM"`; None if it made all steps.
     """
 
     state: Any
@@ -77,7 +76,7 @@ class Trained:
 
 @dataclasses.dataclass(kw_only=True)
 class _Progress:
-    """Where a run is. `pending` is the loss of the last step, which nobody has read yet, and `behind` is behind its batch."""
+    """The progress of a run. `pending` is the loss of the last step, not read yet; `behind` the position after its batch."""
 
     state: PyTree
     number: int
@@ -92,7 +91,7 @@ class _Progress:
 
 
 class Run:
-    """A training run; see `train`. Every process that has devices of the step makes one, with the same arguments."""
+    """A training run; see `train`. Every process that has devices of the step makes one with the same arguments."""
 
     def __init__(
         self,
@@ -113,24 +112,24 @@ class Run:
         tokens_per_batch: int | None = None,
         name: str | None = None,
     ) -> None:
-        """A run of a step.
+        """Describe a run; `train` starts it.
 
         Args:
-            step: a step `(state, batch) -> (state, ...)`. If it has no plan, it gets that of the last checkpoint, or a new one.
-            data: batches, as `autopar.data.sharded` makes or takes them.
-            checkpoint_dir: the folder of the checkpoints, which is made if it is not there; None saves nothing.
+            step: a step `(state, batch) -> (state, ...)`. A step without a plan takes that of the last checkpoint, or a new one.
+            data: batches, made by `autopar.data.sharded`, or a source that it takes.
+            checkpoint_dir: the folder of the checkpoints, which is created if it does not exist; None saves nothing.
             create_state: makes the first state, `create_state(*args)`, as for `step.init_state`.
-            args: its arguments.
-            every: after how many steps the state is saved; None saves at the end, and when the run is stopped.
-            keep: how many checkpoints stay; None keeps all.
-            wait_for_saves: whether steps wait until a checkpoint is complete: then a kill costs `every` steps at most.
-            resume: whether to go on from the last checkpoint in the folder. Without it, a folder with checkpoints is refused.
-            guard: which losses are bad, and what is then done; by default a loss that is no number ends the run.
-            find_loss: the loss in what the step returns behind the state; by default that itself, or its `"loss"`.
-            on_step: gets each step once its loss is known.
-            console: where progress is shown; standard output by default. Only the first process shows it.
-            tokens_per_batch: for the rate; without it, examples are counted.
-            name: of the run where it tells of itself; by default that of the step.
+            args: the arguments of `create_state`.
+            every: the number of steps between two checkpoints; None saves only at the end, and when the run is stopped.
+            keep: the number of checkpoints to keep; None keeps all.
+            wait_for_saves: whether steps wait until a checkpoint is complete. Then a kill costs `every` steps at most.
+            resume: whether to continue from the last checkpoint in the folder. If False, a folder with checkpoints is refused.
+            guard: which losses are bad, and what the run does then; by default a loss that is not finite ends the run.
+            find_loss: finds the loss in what the step returns after the state; by default that itself, or its `"loss"`.
+            on_step: called with each step once its loss is known.
+            console: the stream for progress; by default standard output. Only the first process writes to it.
+            tokens_per_batch: the number of tokens in a batch, for the rate; by default the rate counts examples.
+            name: the name of the run in messages; by default the name of the step.
 
         Raises ArgumentError if an argument cannot be used.
         """
@@ -148,7 +147,7 @@ class Run:
     def _plan(
         self, data: Iterable[PyTree] | Callable[[], Iterable[PyTree]]
     ) -> Iterable[PyTree] | Callable[[], Iterable[PyTree]]:
-        """Plan the step if nobody has; returns the data, of which nothing is drawn."""
+        """Plan the step unless it has a plan. Returns the data with no batch drawn from it."""
         try:
             self._step.last_plan()
         except PlanError:
@@ -158,20 +157,21 @@ class Run:
         return data
 
     def train(self, steps: int) -> Trained:
-        """Train until so many steps have been made, those of earlier runs in the same folder included.
+        """Train until `steps` steps have been made, those of earlier runs in the same folder included.
 
-        SIGTERM and Ctrl-C end it after a step, with a checkpoint; a second one ends it at once, with the last complete one.
+        SIGTERM and Ctrl-C end the run after a step, with a checkpoint. A second signal ends it at once; the last complete
+        checkpoint remains.
 
         Args:
-            steps: how many, from the first state on.
+            steps: the number of steps, counted from the first state.
 
         Returns:
-            How it ended; the state is on the devices.
+            The end of the run, with the state on the devices.
 
         Raises:
             TrainingError: a loss was bad, and the guard says to stop.
             CheckpointError: a checkpoint cannot be written or restored, or another run writes to the folder.
-            ArgumentError: the data ended early, or there are checkpoints already and `resume` is off.
+            ArgumentError: the data ended early, or the folder has checkpoints and `resume` is False.
         """
         alone = contextlib.nullcontext() if self._checkpoints is None else self._checkpoints.alone()
         with alone:
@@ -195,7 +195,7 @@ class Run:
         return Trained(state=now.state, number=now.number, loss=now.loss, stopped=stop.name if is_stopped else None)
 
     def _begin(self) -> _Progress:
-        """The first state, or that of the last checkpoint."""
+        """Return the progress to begin with: the first state, or the last checkpoint."""
         if self._checkpoints is not None:
             self._checkpoints.wait()
         known = self._checkpoints.numbers() if self._checkpoints is not None else []
@@ -224,7 +224,7 @@ class Run:
         return _Progress(state=found.state, number=number, losses=losses, saved=number)
 
     def _make_steps(self, now: _Progress, steps: int, stop: StopRequest, report: Report) -> bool:
-        """Make steps until all are made, or one of the processes is asked to stop; returns whether that is so."""
+        """Make steps until all are made, or one of the processes is asked to stop. Returns whether it was asked."""
         while True:
             if now.number >= steps or stop.is_due(now.number):
                 if not self._settle(now, report):
@@ -253,7 +253,7 @@ class Run:
                 return batch
 
     def _settle(self, now: _Progress, report: Report) -> bool:
-        """Wait for the loss of the step that is under way, and judge it; False if the run has gone back because of it."""
+        """Wait for the loss of the step that is under way, and judge it. Returns False if the run has gone back because of it."""
         if now.pending is None:
             return True
         loss, now.pending = float(now.pending), None
@@ -271,7 +271,7 @@ class Run:
         return True
 
     def _go_back(self, now: _Progress, wrong: str, report: Report) -> None:
-        """From a bad step to the last checkpoint, or to the beginning. Raises TrainingError if the guard says to stop."""
+        """Go back to the last checkpoint, or to the first state. Raises TrainingError if the guard says to stop."""
         if self._checkpoints is not None:
             self._checkpoints.wait()
         known = self._checkpoints.numbers() if self._checkpoints is not None else []
@@ -279,7 +279,7 @@ class Run:
         if self._guard.action == "stop" or now.times_back >= self._guard.most:
             raise TrainingError(
                 f"step {now.number} of {self._step.places().name}: {wrong}. The last good state is {where}. Lower the learning "
-                "rate or look at this batch; Guard(action='skip') goes on without it, and Guard(action='back') behind it."
+                "rate or look at this batch; Guard(action='skip') goes on without it, and Guard(action='back') after it."
             )
         bad, times_back, skipped = now.behind, now.times_back, now.skipped
         report.say(f"step {now.number}: {wrong}; goes back to {where}")
@@ -292,7 +292,7 @@ class Run:
             self._data.seek(bad)
 
     def _save(self, now: _Progress) -> None:
-        """Save the state, whose loss is known to be good, if that has not been done."""
+        """Save the state unless it is saved already. Its loss is known to be good."""
         if self._checkpoints is not None and now.number != now.saved:
             notes = {"losses": [loss.hex() for loss in now.losses]}
             self._checkpoints.save(now.number, now.state, data=self._data, notes=notes)
@@ -302,11 +302,11 @@ class Run:
 
 
 def usual_loss(rest: PyTree) -> jax.Array:
-    """The loss in what a step returns behind the state."""
+    """Find the loss in what a step returns after the state. Raises ArgumentError if it is not a scalar."""
     found = rest["loss"] if isinstance(rest, Mapping) and "loss" in rest else rest
     if not isinstance(found, jax.Array) or found.shape != ():
         raise ArgumentError(
-            "the step returns no scalar behind the state, and no mapping with a scalar 'loss': say where the loss is, with "
+            "the step returns no scalar after the state, and no mapping with a scalar 'loss': say where the loss is, with "
             "find_loss=lambda rest: ..."
         )
     return found

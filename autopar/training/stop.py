@@ -1,8 +1,8 @@
 """SIGTERM and Ctrl-C end a run after a step, the same one in every process.
 
-In: signals to any of the processes. Out: `StopRequest.is_due`, asked before each step. A process that got a signal says before
-which step all stop: the next but one, for which no other process can have asked yet, as steps start together. What can go wrong:
-a second signal, which ends the process at once.
+In: signals to any of the processes. Out: `StopRequest.is_due`, which a run asks before each step. A process that gets a signal
+publishes the step before which all stop. That is the next step but one: no other process can have asked about it yet, because
+steps start together. What can go wrong: a second signal comes. It ends the process at once.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Whether a run is to stop. `name` is that of the signal that this process, or another one, got."""
+    """A request to stop a run. `name` is the name of the signal that this process, or another one, got."""
 
     def __init__(self, *, several: bool) -> None:
-        """`several`: whether other processes run the same."""
+        """Make a request that is not due. `several`: whether other processes run the same steps."""
         self.name: str | None = None
         self._own: str | None = None
         self._service: Coordination | None = coordination() if several else None
@@ -35,9 +35,9 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """A context in which the first signal is a request; a second one ends the process. Threads get no signals.
+        """Open a context in which the first signal is a request, and a second one ends the process.
 
-        A signal that is ignored stays ignored, as shells want of commands in the background.
+        Only the main thread gets signals. An ignored signal stays ignored, as shells expect of commands in the background.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -51,7 +51,7 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def is_due(self, number: int) -> bool:
-        """Whether to stop before the step of this number; every process asks before every step."""
+        """Whether to stop before the step with this number. Every process asks before every step."""
         if self._service is None:
             return self.name is not None
         if self._at is None:
@@ -59,9 +59,9 @@ class StopRequest:
         return self._at is not None and number >= self._at
 
     def _agreed(self, service: Coordination, number: int) -> int | None:
-        """Before which step all stop, if any process has asked for it."""
+        """Return the step before which all processes stop, or None if none has asked for it."""
         if self._own is not None:
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first, and its word counts
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first, and its step counts
                 service.key_value_set_bytes(f"{self._key}/at", f"{number + 1} {self._own}".encode())
         for _, said in service.key_value_dir_get_bytes(f"{self._key}/"):
             at, _, name = said.decode().partition(" ")

@@ -1,4 +1,4 @@
-"""Who sends which box, so that no sender is the bottleneck of a transfer."""
+"""Choose who sends which box, so that no sender is the bottleneck of a transfer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.runtime.resharding.plan import BoxSend
 
 
 def nearest_holders(receiver: int, holders: Sequence[int], links: Links) -> Sequence[int]:
-    """The holders nearest to a receiver: itself, those of its node, or all."""
+    """Return the holders nearest to a receiver: itself, those of its node, or all."""
     if receiver in holders:
         return (receiver,)
     return [holder for holder in holders if not links.is_slow(holder, receiver)] or holders
@@ -56,7 +56,7 @@ def _find_handover(
     holders_of: Mapping[int, Sequence[int]],
     links: Links,
 ) -> tuple[int, BoxSend, BoxSend] | None:
-    """Which of the busiest sender's boxes to cut, and its two ends: kept, and given to another holder."""
+    """Choose a box of the busiest sender to cut. Returns its number and its two ends: kept, and given to another holder."""
     best: tuple[int, BoxSend, BoxSend] | None = None
     for position, send in enumerate(chosen):
         if send.sender != busiest or send.receiver == busiest:

@@ -1,4 +1,4 @@
-"""Moves arrays between meshes of which several processes hold the devices: one program over the devices of both sides.
+"""Move arrays between meshes whose devices belong to several processes: one program over the devices of both sides.
 
 In: for each array its `ReshardPlan`, its type, and this process's tiles of it. Out: the tiles of `plan.between` on this
 process's target devices. Every process that has a device of either side launches the same program. In it the boxes of the
@@ -35,7 +35,7 @@ AXIS = "device"
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """One array on its way: what crosses which link, the boxes in which it arrives, and its type."""
+    """One array on its way: its plan, the boxes in which it arrives, and its type."""
 
     plan: ReshardPlan
     frames: Mapping[int, Box]
@@ -43,7 +43,7 @@ class Passage:
 
 
 class Exchange:
-    """Moves the tiles of several arrays at once; every process with a device of either side has to call it."""
+    """Moves the tiles of several arrays at once. Every process with a device of either side has to call it."""
 
     def __init__(
         self, passages: Sequence[Passage], devices: Mapping[int, jax.Device], *, is_rare: bool = False
@@ -51,7 +51,7 @@ class Exchange:
         """Prepare the program; it is compiled at the first call.
 
         Args:
-            passages: What moves.
+            passages: The arrays to move.
             devices: The devices of both sides, by id. The program's mesh has them in the order of their ids, because it has
                 to be one order in all processes.
             is_rare: Make the zeros anew at each call, so that no memory is held between two calls.
@@ -87,7 +87,7 @@ class Exchange:
         return self._make_zeros()
 
     def _make_zeros(self) -> dict[tuple[int, int], Array]:
-        """What devices that are no source put in, by (array, device); equal ones are one array."""
+        """Make the zeros that devices without a source tile put in, by (array, device). Equal ones are one array."""
         made: dict[tuple[tuple[int, ...], np.dtype, int], Array] = {}
         found = {}
         for n, (passage, journey) in enumerate(zip(self._passages, self._journeys, strict=True)):
@@ -125,7 +125,7 @@ class _Round:
 
 @dataclasses.dataclass(frozen=True)
 class _Journey:
-    """How one array's tiles become frames; a scalar travels as an array of one element."""
+    """The way of one array from tiles to frames. A scalar travels as an array of one element."""
 
     tile: tuple[int, ...]
     frame: tuple[int, ...]

@@ -30,7 +30,7 @@ class Step:
     run: Callable[..., Sequence[Array]]
 
     def apply(self, values: dict[Key, Array]) -> None:
-        """Run it, and add the outputs to `values`, in place of older values of the same keys."""
+        """Run the executable, and put its outputs in `values`, in place of older values of the same keys."""
         values.update(zip(self.outputs, self.run(*[values[key] for key in self.inputs]), strict=True))
 
 
@@ -95,7 +95,7 @@ def make_joiners(routes: Sequence[Route]) -> list[Step]:
 
 @dataclasses.dataclass(frozen=True)
 class _Join:
-    """The boxes that make a tile. What they leave open at its end is filled with zeros."""
+    """The boxes that make a tile. Zeros fill the end of the tile that no box covers."""
 
     frame: Box
     boxes: tuple[Box, ...]
@@ -123,7 +123,7 @@ def _join(frame: Box, parts: Sequence[tuple[Box, Array]], dtype: np.dtype) -> Ar
 
 
 def _find_free_cut(frame: Box, boxes: Sequence[Box]) -> tuple[int, int]:
-    """A dimension and a place inside the frame at which no box is cut."""
+    """Find a dimension and a position inside the frame at which no box is cut."""
     for dim, (start, stop) in enumerate(frame):
         for place in sorted({edge for box in boxes for edge in box[dim]}):
             if start < place < stop and not any(box[dim][0] < place < box[dim][1] for box in boxes):

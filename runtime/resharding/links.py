@@ -1,4 +1,4 @@
-"""Which devices share a fast link, and the least that must cross the slow links between two tilings.
+"""The devices that share a fast link, and the least that must cross the slow links between two tilings.
 
 Two devices of one node have a fast link between them, two of different nodes a slow one. With R(n) the elements that the
 devices of node n need and H(n) those that they hold,
@@ -20,18 +20,18 @@ from autopar.runtime.resharding.tuning import TUNING, Tuning
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """The node of each device, and what work beside the copy is worth."""
+    """The node of each device, and the price of work beside the copy."""
 
     node_of: Mapping[int, int]
     tuning: Tuning = TUNING
 
     @classmethod
     def between(cls, source: Tiling, target: Tiling) -> Links:
-        """The target mesh is one node, all devices outside it another."""
+        """Make the target mesh one node, and all devices outside it another."""
         return cls(dict.fromkeys(source.devices, 0) | dict.fromkeys(target.devices, 1))
 
     def node(self, device: int) -> int:
-        """The node of a device."""
+        """Return the node of a device."""
         return self.node_of[device]
 
     def is_slow(self, a: int, b: int) -> bool:
@@ -40,7 +40,7 @@ class Links:
 
 
 def replica_axes(tiling: Tiling, links: Links) -> tuple[int, ...]:
-    """The mesh axes along which neither the tile nor the node changes."""
+    """Return the mesh axes along which neither the tile nor the node changes."""
     held = [(box, links.node(device)) for device, box in zip(tiling.devices, tiling.boxes, strict=True)]
     numbers: dict[tuple[Box, int], int] = {}
     for tile_and_node in held:
@@ -54,7 +54,7 @@ def replica_axes(tiling: Tiling, links: Links) -> tuple[int, ...]:
 
 
 def lower_bound(source: Tiling, target: Tiling, links: Links) -> int:
-    """Elements that must cross slow links: for each node, those that its devices need and none of them holds."""
+    """Count the elements that must cross slow links: for each node, those that its devices need and none of them holds."""
     edges = [
         sorted({edge for box in (*source.boxes, *target.boxes) for edge in box[dim]})
         for dim in range(len(target.boxes[0]))
@@ -70,7 +70,7 @@ def lower_bound(source: Tiling, target: Tiling, links: Links) -> int:
 
 
 def _cells_of(tiling: Tiling, links: Links, node: int, *, edges: Sequence[Sequence[int]]) -> np.ndarray:
-    """Which cells of the grid of all tile edges the devices of one node hold, as booleans."""
+    """Mark the cells of the grid of all tile edges that the devices of one node hold."""
     covered = np.zeros([len(places) - 1 for places in edges], dtype=bool)
     for device, box in zip(tiling.devices, tiling.boxes, strict=True):
         if links.node(device) == node:

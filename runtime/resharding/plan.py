@@ -1,4 +1,4 @@
-"""What is sent to whom when an array moves from one mesh to another: pure data, no device is touched."""
+"""The boxes that devices send when an array moves from one mesh to another: pure data, no device is touched."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReshardPlan:
-    """How one array moves, and the bytes that this costs.
+    """The plan by which one array moves, and the bytes that this costs.
 
     Attributes:
         kind: "copy" sends every device's whole tile to the device of the same number. "tiles" sends the boxes in `sends`, cut
             from the source's tiles and joined by the receivers.
         shape: The array's shape.
         itemsize: Bytes of an element.
-        source: What each device holds before.
-        target: What each device holds at the end.
-        between: What the target mesh holds right after the copy: the target's tiles, or with `cuts` shares of them, which
+        source: The box that each device holds before.
+        target: The box that each device holds at the end.
+        between: The boxes on the target mesh right after the copy: the target's tiles, or with `cuts` shares of them, which
             all-gathers on the target mesh complete.
         cuts: How the target's tiles are cut into shares.
         sends: The boxes that are sent.

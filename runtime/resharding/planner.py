@@ -42,8 +42,8 @@ def plan_reshard(
     Args:
         shape: The array's shape.
         itemsize: Bytes of an element.
-        source: What each device holds.
-        target: What each device is to hold.
+        source: The box that each device holds.
+        target: The box that each device is to hold.
         links: Which devices share a node. By default the target mesh is one node, and all devices outside it another.
     """
     planner = _Planner(
@@ -72,7 +72,7 @@ class _Planner:
     links: Links
 
     def work_bytes(self, plan: ReshardPlan) -> float:
-        """What a plan costs beside its bytes over the slow link, in such bytes."""
+        """Return the cost of a plan beside its bytes over the slow link, in bytes over that link."""
         tuning = self.links.tuning
         return (
             plan.fast_bytes * tuning.fast_ratio
@@ -82,14 +82,14 @@ class _Planner:
         )
 
     def candidates(self) -> Iterator[ReshardPlan]:
-        """All plans worth comparing."""
+        """Return all plans worth comparing."""
         for between, cuts in self._betweens():
             if between.boxes == self.source.boxes:
                 yield self._plan("copy", between, cuts, _copy_sends(self.source, between))
             yield self._plan("tiles", between, cuts, self._balanced_sends(between))
 
     def _betweens(self) -> Iterator[tuple[Tiling, tuple[Cut, ...]]]:
-        """The target's tiles, and the shares of them along one dimension or that the source holds in this order."""
+        """Return the target's tiles, and their shares: along one dimension, or those that the source holds in this order."""
         yield self.target, ()
         axes, rank = replica_axes(self.target, self.links), len(self.shape)
         for dims in itertools.product(range(rank), repeat=len(axes)) if axes else ():
@@ -104,7 +104,7 @@ class _Planner:
                 yield dataclasses.replace(self.target, boxes=boxes), tuple(cuts)
 
     def _cut(self, boxes: tuple[Box, ...], dim: int, axes: tuple[int, ...]) -> tuple[tuple[Box, ...], int]:
-        """Boxes cut along a dimension into one part per device along mesh axes, and the longest part."""
+        """Cut boxes along a dimension into one part per device along mesh axes. Returns the parts and the longest length."""
         mesh_shape = self.target.mesh_shape
         parts = math.prod(mesh_shape[axis] for axis in axes)
         cut = []
@@ -138,7 +138,7 @@ class _Planner:
 
 
 def _missing(held: Sequence[Box], wanted: Sequence[Box]) -> int:
-    """Elements that devices want and do not hold, device by device."""
+    """Count the elements that devices want and do not hold, over all devices."""
     total = 0
     for have, want in zip(held, wanted, strict=True):
         common = intersect(have, want)
@@ -147,13 +147,13 @@ def _missing(held: Sequence[Box], wanted: Sequence[Box]) -> int:
 
 
 def _copy_sends(source: Tiling, between: Tiling) -> list[BoxSend]:
-    """Every device's whole tile to the device of the same number."""
+    """Send every device's whole tile to the device of the same number."""
     pairs = zip(source.devices, between.devices, between.boxes, strict=True)
     return [BoxSend(sender, receiver, box) for sender, receiver, box in pairs if volume(box)]
 
 
 def _direct_sends(source: Tiling, between: Tiling, links: Links) -> list[BoxSend]:
-    """For every receiver the boxes it needs, each from the nearest holder: itself, its node, the first."""
+    """Send every receiver the boxes that it needs, each from the nearest holder: itself, its node, or the first."""
     sends = []
     for receiver, wanted in zip(between.devices, between.boxes, strict=True):
         for held, holders in source.holders.items():

@@ -1,4 +1,4 @@
-"""Moves arrays from one mesh to another, whatever the two meshes and layouts are.
+"""Move arrays from one mesh to another, whatever the two meshes and layouts are.
 
 In: arrays, and the sharding that each is to have. Out: arrays with those shardings. `planner.py` decides what crosses which
 link; this module performs it, for many arrays at once in few calls. One executable per sender cuts boxes out of tiles, a
@@ -39,12 +39,12 @@ Array = jax.Array
 
 
 def reshard(array: Array, target: NamedSharding) -> Array:
-    """Move an array to another sharding, on any devices. What is prepared for it is kept for the next such array."""
+    """Move an array to another sharding, on any devices. Its compiled programs are kept for the next such array."""
     return reshard_all([array], [target])[0]
 
 
 def reshard_all(arrays: Sequence[Array], targets: Sequence[NamedSharding]) -> list[Array]:
-    """Move several arrays to other shardings, together. What is prepared is kept for the next such arrays."""
+    """Move several arrays to other shardings together. The compiled programs are kept for the next such arrays."""
     return _prepare(tuple(map(Move.of, arrays, targets)))(arrays)
 
 
@@ -83,13 +83,13 @@ def _group_in_portions(arrays: Mapping[int, Array]) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=1024)
 def _prepare(moves: tuple[Move, ...]) -> Resharder:
-    """Keeps compiled programs and no results, as `jax.jit` does."""
+    """Prepare moves. The cache keeps compiled programs and no results, as `jax.jit` does."""
     return Resharder(moves, is_rare=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """What `Resharder.send` hands to `receive`."""
+    """The values that `Resharder.send` passes to `receive`."""
 
     values: Mapping[Key, Array]
 
@@ -101,7 +101,7 @@ class Resharder:
         """Plan every move and prepare the programs; they are compiled at the first call.
 
         Args:
-            moves: What each array is and where it goes.
+            moves: Shape, type, and the two shardings of each array.
             links: Which devices share a node. By default each target mesh is one node and all devices outside it another;
                 where several processes take part, each process is a node.
             is_rare: See `Exchange`.
@@ -122,16 +122,16 @@ class Resharder:
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """What this was prepared for, array by array."""
+        """The moves for which this was prepared, one for each array."""
         return tuple(route.move for route in self._routes)
 
     @property
     def plans(self) -> tuple[ReshardPlan, ...]:
-        """What crosses which link, array by array."""
+        """The plans of the moves, one for each array."""
         return tuple(route.plan for route in self._routes)
 
     def __call__(self, arrays: Sequence[Array]) -> list[Array]:
-        """Move the arrays to their target shardings; does not wait for them to be computed."""
+        """Move the arrays to their target shardings, without waiting for their computation."""
         return self.receive(self.send(arrays))
 
     def send(self, arrays: Sequence[Array]) -> Sent:

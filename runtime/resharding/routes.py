@@ -1,4 +1,4 @@
-"""How one array moves to another mesh: which way it takes, what stands for it on the way, and what it becomes at the end.
+"""The route of one array to another mesh: the values that stand for it on the way, and the array at the end.
 
 In: a `Move`, that is, an array's shape and type and its two shardings. Out: a `Route`. It knows the keys of the values on the
 way (tiles of the source, boxes, tiles of the target), turns an array into the first of them and the last into an array. No
@@ -40,27 +40,27 @@ class Move:
 
     @classmethod
     def of(cls, array: Array, target: NamedSharding) -> Move:
-        """The move of an existing array."""
+        """Return the move of an existing array to a sharding."""
         return cls(array.shape, array.dtype, array.sharding, target)
 
     @property
     def is_key(self) -> bool:
-        """Whether the array holds PRNG keys; these travel as their words."""
+        """Whether the array holds PRNG keys, which travel as their words."""
         return bool(jnp.issubdtype(self.dtype, jax.dtypes.prng_key))
 
     def in_words(self) -> Move:
-        """The move of the numbers that the array is made of: itself unless it holds PRNG keys."""
+        """The move of the words of an array of PRNG keys; for another array the move itself."""
         if not self.is_key:
             return self
         data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(self.shape, self.dtype))
         return dataclasses.replace(self, shape=data.shape, dtype=data.dtype)
 
     def absent(self) -> Array:
-        """What stands for the array in a process without a device of the source."""
+        """Return a stand-in for the array in a process without a device of the source."""
         return absent(self.shape, self.dtype, self.source)
 
     def plan(self, links: Links | None) -> ReshardPlan:
-        """What crosses which link."""
+        """Plan the boxes that cross each link."""
         source, target = (Tiling.of_sharding(sharding, self.shape) for sharding in (self.source, self.target))
         if links is None and len(self.processes) > 1:
             links = Links({device.id: device.process_index for device in self.devices.values()})
@@ -87,7 +87,7 @@ class Parcel:
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What one device holds of one of the arrays, before the copy or after it."""
+    """The part of one array that a device holds, before the copy or after it."""
 
     side: Literal["source", "target"]
     move: int
@@ -99,7 +99,7 @@ Key = int | Parcel | Tile
 
 
 class Route:
-    """How one array of a batch moves."""
+    """The route of one array of those that move together."""
 
     def __init__(self, number: int, move: Move, links: Links | None) -> None:
         self.number = number
@@ -117,7 +117,7 @@ class Route:
         self.arrivals = {device: self._find_arrival(device) for device in self.frames}
 
     def _find_kind(self) -> Literal["empty", "elsewhere", "exchange", "copy", "tiles"]:
-        """What this process does. All devices may be those of others; and several processes exchange."""
+        """Find the part of this process: none without a device of its own; an exchange if several processes have devices."""
         if jax.process_index() not in self.move.processes:
             return "elsewhere"
         if 0 in self.words.shape:
@@ -125,7 +125,7 @@ class Route:
         return "exchange" if len(self.move.processes) > 1 else self.plan.kind
 
     def to_words(self, array: Array) -> Array:
-        """The numbers that an array of this move is made of; ArgumentError if the array is another one."""
+        """Return the array, or the words of its PRNG keys. Raises ArgumentError if the array is not that of the move."""
         wanted = self.move.source
         if array.shape != self.move.shape or array.dtype != self.move.dtype:
             raise ArgumentError(
@@ -142,7 +142,7 @@ class Route:
         return jax.random.key_data(array) if is_here(wanted) else self.words.absent()
 
     def from_words(self, words: Array | None) -> Array:
-        """The array of this move that is made of these numbers; None makes an array of size zero."""
+        """Make the array of this move from its words. From None it makes an array of size zero."""
         if not is_here(self.target):
             return absent(self.move.shape, self.move.dtype, self.move.target)
         if words is None:
@@ -151,23 +151,23 @@ class Route:
         return words if self.key_impl is None else jax.random.wrap_key_data(words, impl=self.key_impl)
 
     def tiles(self, array: Array) -> dict[Key, Array]:
-        """What each sender holds, and those boxes that are whole tiles."""
+        """Return the tile of each sender, and the boxes that are whole tiles."""
         held = tiles_by_device(array)
         values: dict[Key, Array] = {Tile("source", self.number, device): tile for device, tile in held.items()}
         values.update({parcel: held[parcel.send.sender] for parcel in self.parcels if not self.is_cut(parcel)})
         return values
 
     def is_cut(self, parcel: Parcel) -> bool:
-        """Whether a box is less than its sender holds."""
+        """Whether a box is smaller than the tile of its sender."""
         return parcel.send.box != self.tile_of[parcel.send.sender]
 
     def on_device(self, device: int) -> SingleDeviceSharding:
-        """One device of the target mesh, in the target's kind of memory."""
+        """Return the sharding on one device of the target mesh, in the target's kind of memory."""
         (found,) = (one for one in self.target.mesh.devices.flat if one.id == device)
         return SingleDeviceSharding(found, memory_kind=self.target.memory_kind)
 
     def _frame(self, box: Box) -> Box:
-        """A target device's tile of `between`, as long as the longest: the last shares may be shorter."""
+        """Return a tile of `between`, extended to the longest length, because the last shares may be shorter."""
         frame = list(box)
         for cut in self.plan.cuts:
             start, _ = box[cut.dim]
@@ -175,7 +175,7 @@ class Route:
         return tuple(frame)
 
     def _find_arrival(self, device: int) -> Key:
-        """The key of what becomes a device's tile: the one box that it receives, or boxes joined."""
+        """Return the key of the value that becomes a device's tile: the one box that it receives, or boxes joined."""
         arriving = [parcel for parcel in self.parcels if parcel.send.receiver == device]
         if len(arriving) == 1 and arriving[0].send.box == self.frames[device]:
             return arriving[0]
@@ -211,7 +211,7 @@ class Route:
 
 
 def tiles_by_device(array: Array) -> dict[int, Array]:
-    """What each device of this process holds of an array."""
+    """Return the part of an array on each device of this process."""
     return {shard.device.id: shard.data for shard in array.addressable_shards}
 
 
@@ -222,14 +222,14 @@ def _per_device(
 
 
 def _key_impl(dtype: np.dtype) -> Hashable:
-    """The generator of a key type; JAX tells it of an array only, so one is traced."""
+    """Return the generator of a key type. JAX tells it only of an array, so one is traced."""
     found: list[Hashable] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
     return found[0]
 
 
 def _between_sharding(move: Move, plan: ReshardPlan) -> NamedSharding:
-    """The sharding on the target mesh right after the copy."""
+    """Return the sharding on the target mesh right after the copy."""
     target = move.target
     if not plan.cuts:
         return target

@@ -1,4 +1,4 @@
-"""Which box of an array each device of a mesh holds: pure data, no device is touched.
+"""The box of an array that each device of a mesh holds: pure data, no device is touched.
 
 What can go wrong: tiles of one side that overlap without being equal. No sharding produces them, and `Tiling` refuses them.
 """
@@ -18,7 +18,7 @@ from autopar.runtime.resharding.box import Box, index_along, part_of, volume
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The box that each device holds; devices are in row-major order of their mesh. Equal boxes are replicas."""
+    """The box of each device, in row-major order of the mesh. Equal boxes are replicas."""
 
     mesh_shape: tuple[int, ...]
     devices: tuple[int, ...]
@@ -37,7 +37,7 @@ class Tiling:
 
     @classmethod
     def of_sharding(cls, sharding: jax.sharding.Sharding, shape: Sequence[int]) -> Tiling:
-        """The tiles of an array of this shape under a JAX sharding."""
+        """Return the tiles of an array of this shape under a JAX sharding."""
         held: Mapping[jax.Device, tuple[slice, ...]] = dict(sharding.devices_indices_map(tuple(shape)))
         boxes = tuple(
             tuple(index.indices(size)[:2] for index, size in zip(indices, shape, strict=True))
@@ -65,7 +65,7 @@ class Tiling:
 
     @property
     def holders(self) -> dict[Box, tuple[int, ...]]:
-        """The devices that hold each distinct tile with anything in it."""
+        """Return the devices that hold each distinct tile that is not empty."""
         held: dict[Box, tuple[int, ...]] = {}
         for device, box in zip(self.devices, self.boxes, strict=True):
             if volume(box):

@@ -1,4 +1,4 @@
-"""What work beside the copy is worth in bytes over a slow link, and how much one exchange may move."""
+"""The price of work beside the copy, in bytes over a slow link, and the most that one exchange may move."""
 
 from __future__ import annotations
 

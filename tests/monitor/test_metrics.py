@@ -68,7 +68,7 @@ def test_a_callback_that_raises_ends_no_training(caplog):
             _, loss = step(jnp.ones((2, 2)), jnp.ones((2, 2)))
         reach("launched", run, [loss])
         assert monitor is not None
-    assert "the metrics of a step could not be handed on" in caplog.text
+    assert "the metrics of a step could not be passed on" in caplog.text
     assert "broken on purpose" in caplog.text
 
 

@@ -114,7 +114,7 @@ def test_a_process_that_ends_leaves_a_note_and_is_not_waited_for(ended, why, mon
     here = {process: group for process, group in groups.items() if process != ended}
     (words,) = {*said(outcomes(here, lambda group: group.meet("runs step")))}
     cause = " with ValueError: no more data" if why else ""
-    assert words.startswith(f"process {ended} has ended{cause}, and does not come to what process ")
+    assert words.startswith(f"process {ended} has ended{cause}, while process ")
 
 
 def test_process_0_lingers_after_an_error_so_that_its_note_is_read(monkeypatch):

@@ -14,7 +14,7 @@ from autopar.runtime.tuning import TUNING, Tuning
 from autopar.runtime.watch import MAX_NOTE, Watch
 from tests.process_table import Table
 
-TOGETHER = "The step runs on processes 0, 3 together, and they have lost step with each other"
+TOGETHER = "The step runs on processes 0, 3 together, and they are out of step"
 
 
 class Slow:

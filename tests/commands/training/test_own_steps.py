@@ -101,7 +101,7 @@ def test_examples_are_counted(own, capsys):
             "a_word",
             "returned object for its batches; it must be a tree of arrays or shapes, or something to iterate over",
         ),
-        ("without_loss", "the step returns no scalar behind the state, and no mapping with a scalar 'loss'"),
+        ("without_loss", "the step returns no scalar after the state, and no mapping with a scalar 'loss'"),
         ("listed", "the data ended after 2 batches, and 3 steps were asked for"),
         ("step", "must be a function without required arguments"),
     ],
