@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, beside the state: the plan, the step, its leaves, and how far the run was.
+"""The description in a checkpoint, beside the state: the plan, the step, its leaves, and the progress of the run.
 
 In: an `About`. Out: JSON with a digest of its content, and back. What can go wrong: the file is damaged, or another version of
 autopar wrote it; CheckpointError says which.
@@ -16,7 +16,7 @@ from autopar.files.checked import Fields
 
 VERSION = 1
 Position: TypeAlias = Fields
-"""How far a source of batches was, as JSON."""
+"""The position of a source of batches, as JSON."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,17 +32,17 @@ class SavedLeaf:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class About:
-    """See the module's text.
+    """The description of a checkpoint.
 
     Attributes:
         step: the name of the step.
-        fingerprint: of its program.
-        plan: what the `to_json` of its plan wrote.
-        wishes: a digest of what was asked of the plan; empty if nobody wrote it.
-        leaves: the state's arrays.
-        number: how many steps had been made; None if nobody counted.
-        position: how far the source of batches was; None if there is none.
-        notes: what else the caller wants to keep, as JSON.
+        fingerprint: the fingerprint of its program.
+        plan: its plan, as `to_json` wrote it.
+        wishes: a digest of what was asked of the plan; empty if it is not known.
+        leaves: the arrays of the state.
+        number: the number of steps made; None if it was not given.
+        position: the position of the source of batches; None without a source.
+        notes: further JSON of the caller.
     """
 
     step: str
@@ -55,13 +55,13 @@ class About:
     wishes: str = ""
 
     def to_json(self) -> dict[str, object]:
-        """The JSON value that is written."""
+        """Return the description as a JSON value."""
         content = dataclasses.asdict(self)
         return {"version": VERSION, "digest": _digest(content), "content": content}
 
     @classmethod
     def from_json(cls, value: Fields, where: object) -> About:
-        """What was written. Raises CheckpointError; `where` names the checkpoint."""
+        """Read a description. Raises CheckpointError if it is damaged or foreign; `where` names the checkpoint."""
         try:
             if value["version"] != VERSION:
                 raise CheckpointError(

@@ -36,12 +36,12 @@ from autopar.program.call import PyTree
 from autopar.runtime.meetings import group_of, refusing_together
 
 _LEAVING = ".removed"
-"""How the name of a checkpoint ends while its files are removed."""
+"""The end of a checkpoint's name while its files are removed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A state that was restored, and what its checkpoint says: `about.number` steps had been made."""
+    """A restored state, and the description of its checkpoint; `about.number` is the number of steps made."""
 
     state: PyTree
     about: About
@@ -54,12 +54,12 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], step: StepWithPlan, *, keep: int | None = 3) -> None:
-        """The checkpoints in a folder, which is made by the first save.
+        """Open a folder of checkpoints. The first save creates it.
 
         Args:
-            folder: where they are.
-            step: the step whose state they hold.
-            keep: how many complete ones stay; the oldest go first. None keeps all.
+            folder: the folder.
+            step: the step whose state the checkpoints hold.
+            keep: the number of complete checkpoints to keep; the oldest are removed first. None keeps all.
 
         Raises:
             ArgumentError: `keep` is no positive number.
@@ -68,18 +68,18 @@ class Checkpoints:
         self._last: Saving | None = None
 
     def numbers(self) -> list[int]:
-        """The numbers of the complete checkpoints, ascending."""
+        """Return the numbers of the complete checkpoints in ascending order."""
         return complete_numbers(self.folder)
 
     def plan(self, *args: PyTree) -> None:
-        """Plan the step: with the plan of the last checkpoint if the same is asked of it, else by a search."""
+        """Plan the step: take the plan of the last checkpoint if the same was asked of it, and search otherwise."""
         with offering(offer_of(self.folder)):
             self.step.plan(*args)
 
     def save(
         self, number: int, state: PyTree, *, data: Positioned | None = None, notes: Fields | None = None
     ) -> Saving:
-        """Write the state after so many steps, in the background; see `autopar.save`."""
+        """Write the state after `number` steps in the background; see `autopar.save`."""
         self.wait()
         self._last = save(self.folder / str(number), state, self.step, data=data, number=number, notes=notes)
         return self._last
@@ -105,7 +105,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A context in which no other run has the folder. Raises CheckpointError in every process if one has it."""
+        """Open a context in which no other run uses the folder. Raises CheckpointError in every process if one uses it."""
         group = group_of(self.step.jax_devices)
         with contextlib.ExitStack() as stack:
             with refusing_together(group):
@@ -116,19 +116,19 @@ class Checkpoints:
             yield
 
     def clear_unfinished(self) -> None:
-        """Remove what processes left that ended while they saved; no other run may be writing to the folder."""
+        """Remove unfinished checkpoints of processes that ended. No other run may be writing to the folder."""
         self.wait()
         if self._is_first() and self.folder.is_dir():
             for one in [*self.folder.glob(f"*{UNFINISHED}*"), *self.folder.glob(f"*{_LEAVING}")]:
                 shutil.rmtree(one, ignore_errors=True)
 
     def _remove_old(self) -> None:
-        """A checkpoint that goes has another name first, so that none is ever half there."""
+        """Remove the oldest checkpoints. Each is renamed first, so that no checkpoint is ever half removed."""
         if self.keep is None or not self._is_first():
             return
         for number in self.numbers()[: -self.keep]:
             leaving = self.folder / f"{number}{_LEAVING}"
-            with contextlib.suppress(OSError):  # what cannot be removed stays
+            with contextlib.suppress(OSError):  # files that cannot be removed stay
                 os.replace(self.folder / str(number), leaving)
                 shutil.rmtree(leaving)
 

@@ -1,4 +1,4 @@
-"""Memory that was freed goes back to the system while a restore goes on, and between saves.
+"""Return freed memory to the system during a restore, and between saves.
 
 TensorStore reads, encodes and decodes in threads, each of which has a heap of its own under glibc. What was freed in one of them
 stays there for the next time, so that a restore would hold some chunks for each thread beside the state: a quarter of a process's
@@ -16,14 +16,14 @@ from autopar.checkpoints.tuning import TUNING
 
 
 class Freed:
-    """How many bytes were let go of since the heaps were last trimmed."""
+    """Counts the bytes that were freed since the heaps were last trimmed."""
 
     def __init__(self, most_bytes: int, *, trim: Callable[[], None] | None = None) -> None:
-        """`most_bytes`: after so many the heaps are trimmed, by `trim`; by default with the C library's `malloc_trim`."""
+        """Trim the heaps by `trim` after `most_bytes` freed bytes; by default with the C library's `malloc_trim`."""
         self._most, self._since, self._trim = most_bytes, 0, trim or trim_heaps
 
     def add(self, freed_bytes: int) -> None:
-        """Bytes were let go of."""
+        """Count bytes that were freed, and trim the heaps if they are many."""
         self._since += freed_bytes
         if self._since >= self._most:
             self._since = 0
@@ -31,7 +31,7 @@ class Freed:
 
 
 def trim_heaps() -> None:
-    """Give what is free in the heaps of all threads back to the system."""
+    """Return the free memory in the heaps of all threads to the system."""
     trim = _malloc_trim()
     if trim is not None:
         trim(0)
@@ -43,4 +43,4 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 SAVED = Freed(TUNING.saved_bytes)
-"""What the saves of this process let go of."""
+"""The bytes that the saves of this process freed."""

@@ -1,4 +1,4 @@
-"""The arrays of a state by their paths, and whether they are those of a step.
+"""Name the arrays of a state by their paths, and check them against those of a step.
 
 In: a state, and where a step keeps its own. Out: arrays by path, or errors that name the paths. A path is that below the state,
 such as `params/0/w`. What can go wrong: the state is of another model; all differences are told at once.
@@ -28,7 +28,7 @@ _SHOWN = 4
 
 
 def arrays_by_name(state: PyTree) -> dict[Name, Saved]:
-    """The arrays of a state; numbers of Python become arrays, what is no array is left out."""
+    """Return the arrays of a state by path. Python numbers become arrays; other values are left out."""
     found: dict[Name, Saved] = {}
     for keys, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         if isinstance(leaf, SplitArray | jax.Array):
@@ -39,7 +39,7 @@ def arrays_by_name(state: PyTree) -> dict[Name, Saved]:
 
 
 def places_by_name(tree: PyTree) -> dict[Name, PlacedLeaf]:
-    """The places of a state's arrays."""
+    """Return the places of a state's arrays by path."""
     return {
         _name(keys): leaf
         for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -52,7 +52,7 @@ def _name(keys: Sequence[Hashable]) -> Name:
 
 
 def nested(arrays: Mapping[Name, object]) -> Tree:
-    """The arrays as dictionaries in dictionaries, which orbax takes. Raises ArgumentError for two that orbax would name alike."""
+    """Nest the arrays in dictionaries for orbax. Raises ArgumentError for two arrays that orbax would name alike."""
     named: dict[str, Name] = {}
     tree: Tree = {}
     for name, array in arrays.items():
@@ -71,12 +71,12 @@ def nested(arrays: Mapping[Name, object]) -> Tree:
 
 
 def path_of(name: Name) -> str:
-    """The path as errors and plans write it."""
+    """Return the path as errors and plans write it."""
     return "/".join(name)
 
 
 def describe_leaf(name: Name, array: Saved) -> SavedLeaf:
-    """An array as a checkpoint describes it."""
+    """Describe an array for a checkpoint."""
     key_kind = None
     if isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         key_kind = str(jax.random.key_impl(array))
@@ -112,7 +112,7 @@ def refuse_other_checkpoint(
 
 
 def _differences(given: Sequence[SavedLeaf], wanted: Mapping[Name, PlacedLeaf]) -> list[str]:
-    """What is wrong with given arrays, in words, one for each leaf."""
+    """Say what is wrong with the given arrays, in one text for each leaf."""
     targets = {path_of(name): leaf for name, leaf in wanted.items()}
     paths = {leaf.path for leaf in given}
     wrong = [f"{path} is missing" for path in targets if path not in paths]

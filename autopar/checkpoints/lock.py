@@ -1,8 +1,8 @@
 """One run at a time writes checkpoints to a folder.
 
 In: a folder. Out: a context that holds a lock of the operating system on `FOLDER/.lock`, which ends with the process, however it
-ends. What can go wrong: another run has it, and CheckpointError names its process; or the file system knows no locks, and then
-there is a line in the log, and nobody is kept out.
+ends. What can go wrong: another run has the lock, and CheckpointError names its process. Or the file system has no locks; then a
+line in the log says so, and no run is kept out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAME = ".lock"
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A context in which no other run has the folder. Raises CheckpointError if one has it, or if it cannot be made."""
+    """Open a context in which no other run uses the folder. Raises CheckpointError if one does, or if it cannot be created."""
     path = folder / NAME
     file = _open(path)
     try:

@@ -46,13 +46,13 @@ _CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "c
 
 @dataclasses.dataclass(kw_only=True)
 class LeafRestoreArgs(type_handlers.RestoreArgs):  # type: ignore[misc]
-    """What a leaf is read as.
+    """The form in which a leaf is read.
 
     Attributes:
-        path: of the leaf, for errors.
-        shape: of the whole leaf.
-        type: of its elements; a type of keys for keys of `jax.random`, whose kind is `key_kind`.
-        sharding: where it goes; None for a NumPy array on every process.
+        path: the path of the leaf, for errors.
+        shape: the shape of the whole leaf.
+        type: the type of its elements; a key type for keys of `jax.random`, whose kind is `key_kind`.
+        sharding: the sharding of the result; None for a NumPy array on every process.
     """
 
     path: str
@@ -84,7 +84,7 @@ class LeafHandler(type_handlers.TypeHandler):  # type: ignore[misc]
         self._is_writer = is_writer
 
     def typestr(self) -> str:
-        """The type that orbax notes beside each leaf: to whoever reads it the leaf is an ordinary array."""
+        """Return the type that orbax notes beside each leaf. Readers see the leaf as an ordinary array."""
         return "jax.Array"
 
     async def metadata(self, infos: Sequence[type_handlers.ParamInfo]) -> list[ocp.metadata.ArrayMetadata]:
@@ -241,7 +241,7 @@ async def _read_array(
         try:
             numbers = await _read_range(store, index, room)
             made = _on_devices(numbers if arg.key_kind else numbers.view(arg.type), wanted, arg.key_kind)
-            await asyncio.to_thread(jax.block_until_ready, made)  # the numbers are held until they are copied
+            await asyncio.to_thread(jax.block_until_ready, made)  # the numbers are kept until they are copied
             arrays += made
             del numbers
         finally:
@@ -279,12 +279,12 @@ def blocks_of(store: ts.TensorStore, index: Index) -> Iterator[Index]:
 
 
 def _bytes_of_chunks(store: ts.TensorStore, index: Index) -> int:
-    """The size of the chunks that hold these entries: all of them is read."""
+    """Return the bytes of the chunks that hold these entries. They are read as wholes."""
     return math.prod((*_counts_of_chunks(store, index), *_chunk_of(store), int(store.dtype.numpy_dtype.itemsize)))
 
 
 def _counts_of_chunks(store: ts.TensorStore, index: Index) -> list[int]:
-    """How many chunks hold these entries, along each dimension."""
+    """Return the number of chunks that hold these entries, along each dimension."""
     return [-(-s.stop // size) - s.start // size for s, size in zip(index, _chunk_of(store), strict=False)]
 
 
@@ -293,7 +293,7 @@ def _chunk_of(store: ts.TensorStore) -> list[int]:
 
 
 def _on_devices(numbers: np.ndarray, wanted: Wanted, key_kind: str | None) -> list[jax.Array]:
-    """The same entries on each device. Devices of a CPU may take NumPy's memory for their own, so each is given its own."""
+    """Put the same entries on each device. A CPU device may keep the memory that it is given, so each gets a copy."""
     is_shared = wanted.devices[0].platform == "cpu"
     arrays = [
         jax.device_put(numbers.copy() if k and is_shared else numbers, device)
@@ -303,7 +303,7 @@ def _on_devices(numbers: np.ndarray, wanted: Wanted, key_kind: str | None) -> li
 
 
 def registry_of(*, is_writer: bool) -> type_handlers.TypeHandlerRegistry:
-    """Orbax's registry with autopar's handler for every array."""
+    """Return orbax's registry with autopar's handler for every array."""
     handler = LeafHandler(is_writer=is_writer)
     return type_handlers.create_type_handler_registry(
         *((kind, handler) for kind in (SplitArray, jax.Array, np.ndarray, int, float, complex, bool))

@@ -1,4 +1,4 @@
-"""Which entries of a leaf each process writes, and which ones each device reads.
+"""Find the entries of a leaf that each process writes, and those that each device reads.
 
 In: a leaf on devices, or the sharding that it is to have. Out: ranges of entries with their numbers in host memory, and the shape
 of the chunks in which a file holds the leaf. A chunk belongs to one shard, so that no two processes write the same one: its sizes
@@ -44,7 +44,7 @@ class Part:
             self.data.copy_to_host_async()
 
     def on_host(self) -> np.ndarray:
-        """The numbers in memory that nothing else writes to: a step may take the memory of the array meanwhile."""
+        """Return the numbers in memory of their own, because a step may take the memory of the array meanwhile."""
         if not isinstance(self.data, jax.Array):
             return np.array(self.data)
         words = jax.random.key_data(self.data) if _is_key(self.data) else self.data
@@ -58,7 +58,7 @@ def _is_key(leaf: jax.Array) -> bool:
 
 
 def words_per_entry(dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:
-    """(dimensions behind those of the array, type) in which a file holds entries of this type."""
+    """Return the further dimensions, and the type, in which a file holds entries of this type."""
     if not jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return (), np.dtype(dtype) if _is_known_to_files(dtype) else np.dtype(np.uint8)
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
@@ -67,7 +67,7 @@ def words_per_entry(dtype: np.dtype) -> tuple[tuple[int, ...], np.dtype]:
 
 @functools.cache
 def _is_known_to_files(dtype: np.dtype) -> bool:
-    """Whether TensorStore has this type; those that it lacks, such as uint4, have a byte for each entry in host memory."""
+    """Whether TensorStore has this type. Types that it lacks, such as uint4, take a byte for each entry on the host."""
     try:
         ts.dtype(dtype.name)
     except (TypeError, ValueError):
@@ -77,7 +77,7 @@ def _is_known_to_files(dtype: np.dtype) -> bool:
 
 
 def parts_to_write(leaf: Saved, *, is_writer: bool) -> list[Part]:
-    """The entries of a leaf that this process writes; of equal copies the first alone.
+    """Return the entries of a leaf that this process writes. Of equal copies only the first is written.
 
     Args:
         leaf: an array on devices, in pieces or whole, or a value that every process has.
@@ -103,12 +103,12 @@ def _shifted(index: Index, dim: int, by: int) -> Index:
 
 
 def _closed(index: Sequence[slice], shape: Sequence[int]) -> Index:
-    """The same ranges with both ends. Those of an array of keys have one for the words as well, in JAX 0.10 to 0.12."""
+    """Return the ranges with both ends. In JAX 0.10 to 0.12 an array of keys has one for the words as well."""
     return tuple(slice(*s.indices(size)[:2]) for s, size in zip(index, shape, strict=False))
 
 
 def chunk_shape(leaf: Saved, *, most_bytes: int) -> tuple[int, ...]:
-    """The shape of the chunks of a leaf, without the words of a key; all processes find the same one.
+    """Return the shape of the chunks of a leaf, without the words of a key. All processes find the same shape.
 
     A dimension that is divided has chunks that divide its shards; one that is whole is cut anywhere, and its last chunk may be
     shorter. So a prime number of rows, such as of a vocabulary, is not cut into single ones.
@@ -128,7 +128,7 @@ def chunk_shape(leaf: Saved, *, most_bytes: int) -> tuple[int, ...]:
 
 
 def _cut(sizes: list[int], is_whole: Sequence[bool], most: float) -> tuple[int, ...]:
-    """Sizes whose product is at most `most`, or ones.
+    """Choose sizes whose product is at most `most`; ones if there are none.
 
     One dimension is cut where that is enough: the first that leaves a quarter of `most`, since chunks of whole rows are copied as
     one run of memory, or else the one that leaves the most. Where no dimension is enough, the largest is cut to one.
@@ -146,7 +146,7 @@ def _cut(sizes: list[int], is_whole: Sequence[bool], most: float) -> tuple[int, 
 
 
 def _most_below(size: int, most: float, *, is_free: bool) -> int:
-    """The largest size of equal parts that is at most `most`; the last may be shorter if they are free. 1 if there is none."""
+    """Return the largest size of equal parts up to `most`, or 1. The last part may be shorter if `is_free`."""
     if most < 1:
         return 1
     if is_free:
@@ -157,14 +157,14 @@ def _most_below(size: int, most: float, *, is_free: bool) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Entries that devices of this process read: the same ones on each of the devices."""
+    """Entries that devices of this process read: the same entries on each of the devices."""
 
     index: Index
     devices: tuple[jax.Device, ...]
 
 
 def entries_wanted(shape: Sequence[int], sharding: Sharding) -> Iterator[Wanted]:
-    """What the devices of this process need of an array; each range once."""
+    """Return the ranges of an array that devices of this process need, each range once."""
     found: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(tuple(shape)).items():
         closed = _closed(index or (), shape) if shape else ()
@@ -176,7 +176,7 @@ def entries_wanted(shape: Sequence[int], sharding: Sharding) -> Iterator[Wanted]
 def pieces_wanted(
     shape: Sequence[int], sharding: Sharding | SplitSharding
 ) -> Iterable[tuple[tuple[int, ...], int, int, Sharding]]:
-    """(shape, dimension, first entry along it, sharding) of each array that together make up a leaf."""
+    """Yield shape, dimension, first entry along it, and sharding of each of the arrays that make up a leaf."""
     if not isinstance(sharding, SplitSharding):
         yield tuple(shape), 0, 0, sharding
         return
@@ -186,5 +186,5 @@ def pieces_wanted(
 
 
 def shifted(index: Index, dim: int, by: int) -> Index:
-    """A range of a piece as one of the whole leaf."""
+    """Return a range of a piece as a range of the whole leaf."""
     return _shifted(index, dim, by) if index and by else index

@@ -1,4 +1,4 @@
-"""One checkpoint: a folder with a state and what it says about itself, complete or absent.
+"""One checkpoint: a folder with a state and its description, complete or absent.
 
 In: a state on any devices, and the step that made it; or a folder, and the step that is to go on. Out: the folder, written in the
 background by orbax while steps run on, each process its own part; or the state where the step's plan wants it, whatever the plan
@@ -50,30 +50,30 @@ from autopar.split_array import SplitArray
 TIMEOUT_S = 1200
 """Seconds that the processes wait for each other while a checkpoint is written."""
 UNFINISHED = ".orbax-checkpoint-tmp"
-"""How orbax marks the folder of a checkpoint that is being written, or whose process ended meanwhile."""
+"""The mark of orbax on the folder of a checkpoint that is being written, or whose process ended meanwhile."""
 
 
 class Positioned(Protocol):
-    """A source of batches that knows how far it is, such as what `autopar.data.sharded` makes."""
+    """A source of batches with a position, such as the result of `autopar.data.sharded`."""
 
     def position(self) -> Position:
-        """How far it is, as JSON."""
+        """Return the position as JSON."""
 
     def seek(self, position: Position) -> None:
-        """Go on from there."""
+        """Continue from a position."""
 
 
 class StepWithPlan(Protocol):
-    """What is asked of a step: an `autopar.ParallelStep` that has been planned."""
+    """The part of a planned `autopar.ParallelStep` that checkpoints need."""
 
     def plan(self, *args: PyTree) -> object:
-        """Plan it."""
+        """Plan the step for these arguments."""
 
     def places(self) -> Places:
-        """Where its arrays go."""
+        """Return the places of the step's arrays under its last plan."""
 
     def jax_devices(self) -> list[jax.Device]:
-        """The devices that it may run on."""
+        """Return the devices that the step may run on."""
 
 
 class Saving:
@@ -105,19 +105,19 @@ def save(
     number: int | None = None,
     notes: Fields | None = None,
 ) -> Saving:
-    """Write a state, in the background; the step may take the state's memory as soon as this returns.
+    """Write a state in the background. The step may take the state's memory as soon as this returns.
 
-    Every process that has devices of the step calls it, and writes the shards that its devices hold. The folders of all processes
-    are one: on several machines it is on a disk that they share. One checkpoint is written at a time: a save waits for the one
+    Every process that has devices of the step calls this, and writes the shards that its devices hold. All processes use one
+    folder; on several machines it is on a disk that they share. Checkpoints are written one at a time: a save waits for the one
     before.
 
     Args:
-        path: the folder of the checkpoint, which must not be there yet. It appears when the checkpoint is complete.
-        state: the step's state, as it returns it: a tree of arrays. Several arguments that are state are a tuple.
-        step: the step, planned before. Its plan and the fingerprint of its program are kept beside the state.
-        data: a source of batches, from `autopar.data.sharded`, whose position is kept as well.
-        number: how many steps have been made.
-        notes: what else is to be kept, as JSON.
+        path: the folder of the checkpoint, which must not exist. It appears when the checkpoint is complete.
+        state: the state as the step returns it, a tree of arrays; a tuple of trees if several arguments are state.
+        step: the step, planned before. Its plan and the fingerprint of its program are saved beside the state.
+        data: a source of batches, made by `autopar.data.sharded`, whose position is saved as well.
+        number: the number of steps made so far.
+        notes: further JSON to save.
 
     Returns:
         A `Saving`, whose `wait()` returns once the checkpoint is complete.
@@ -151,12 +151,13 @@ def save(
 def restore(path: str | os.PathLike[str], step: StepWithPlan, *, data: Positioned | None = None) -> Any:
     """Read a state where the plan of a step wants it. Plan, devices, stages and processes may be others than when it was saved.
 
-    Each device reads what it needs, and no process holds more than its part. Every process that has devices of the step calls it.
+    Each device reads the entries that it needs, and no process holds more than its part. Every process that has devices of the
+    step calls this.
 
     Args:
-        path: the folder of a checkpoint, or one with numbered checkpoints, of which the last is taken.
-        step: the step that is to go on, planned before, e.g. by `step.plan(shapes, batch)`.
-        data: a source of batches, from `autopar.data.sharded`, which goes on from where it was.
+        path: the folder of a checkpoint, or a folder with numbered checkpoints, of which the last complete one is read.
+        step: the step, planned before, for example by `step.plan(shapes, batch)`.
+        data: a source of batches, made by `autopar.data.sharded`, which continues from the saved position.
 
     Returns:
         The state, bit for bit as it was saved.
@@ -175,7 +176,7 @@ def restore(path: str | os.PathLike[str], step: StepWithPlan, *, data: Positione
 
 
 def read(where: Path, step: StepWithPlan) -> tuple[PyTree, About]:
-    """(the state of a checkpoint where the step wants it, what the checkpoint says about itself); raises as `restore` does."""
+    """Return the state of a checkpoint where the step wants it, and the description of the checkpoint. Raises as `restore`."""
     group, processes = group_of(step.jax_devices), _processes_of(step)
     places = step.places()
     tree = places.state
@@ -217,7 +218,7 @@ def _read_arrays(
 
 
 def _as_saved(array: Saved, leaf: SavedLeaf) -> Saved:
-    """The array with a weak type, if it had one: a step is planned for either."""
+    """Give an array the weak type that it had when it was saved, because a step is planned for either type."""
     if not leaf.weak_type:
         return array
     if isinstance(array, SplitArray):
@@ -226,18 +227,18 @@ def _as_saved(array: Saved, leaf: SavedLeaf) -> Saved:
 
 
 def _in_order(tree: PyTree, arrays: Mapping[Name, Saved]) -> list[Saved]:
-    """The arrays in the order of a tree's leaves."""
+    """Return the arrays in the order of a tree's leaves."""
     return [arrays[name] for name in places_by_name(tree)]
 
 
 def wait_for_saves(step: StepWithPlan) -> None:
-    """Wait until no save of this process is under way, whoever began it. Raises CheckpointError if the last one failed."""
+    """Wait until no save of this process is under way. Raises CheckpointError if the last one failed."""
     with _in_our_words("the checkpoint before", "written"):
         checkpointer_of(_processes_of(step)).wait_until_finished()
 
 
 def read_about(where: Path) -> About:
-    """What a checkpoint says about itself. Raises CheckpointError if it is none, or damaged."""
+    """Read the description of a checkpoint. Raises CheckpointError if the folder is no checkpoint, or is damaged."""
     try:
         found = ocp.Checkpointer(ocp.CompositeCheckpointHandler(about=ocp.JsonCheckpointHandler())).restore(
             where, args=ocp.args.Composite(about=ocp.args.JsonRestore())
@@ -250,20 +251,20 @@ def read_about(where: Path) -> About:
 
 
 def offer_of(folder: Path) -> Offer | None:
-    """The plan of the last complete checkpoint in a folder, for a step that is about to be planned; None if there is none."""
+    """Return the plan of the last complete checkpoint in a folder, for a step to be planned; None if there is none."""
     numbers = complete_numbers(folder)
     if not numbers:
         return None
     where = folder / str(numbers[-1])
     try:
         about = read_about(where)
-    except CheckpointError:  # it is told when the state is restored
+    except CheckpointError:  # the restore of the state reports it
         return None
     return Offer(about.plan, about.wishes, f"the checkpoint {where}")
 
 
 def newest(where: Path) -> Path:
-    """The checkpoint at a path: itself, or the one with the largest number in it. Raises CheckpointError if there is none."""
+    """Find the checkpoint at a path: the path itself, or the largest number in it. Raises CheckpointError if there is none."""
     if is_complete(where):
         return where
     numbers = complete_numbers(where)
@@ -277,19 +278,19 @@ def newest(where: Path) -> Path:
 
 
 def is_complete(where: Path) -> bool:
-    """Whether a folder is a complete checkpoint; orbax renames it to this name once it is."""
+    """Whether a folder is a complete checkpoint. Orbax renames the folder to this name when it is complete."""
     return UNFINISHED not in where.name and (where / "about").is_dir() and (where / "state").is_dir()
 
 
 def complete_numbers(folder: Path) -> list[int]:
-    """The numbers of the complete checkpoints in a folder, ascending."""
+    """Return the numbers of the complete checkpoints in a folder in ascending order."""
     if not folder.is_dir():
         return []
     return sorted(int(one.name) for one in folder.iterdir() if one.name.isdecimal() and is_complete(one))
 
 
 def _checked(state: PyTree, places: Places) -> dict[Name, Saved]:
-    """The arrays of a state. Raises ArgumentError if they are not those of the step, or no longer exist."""
+    """Return the arrays of a state. Raises ArgumentError if they are not those of the step, or no longer exist."""
     arrays = arrays_by_name(state)
     refuse_consumed(places.name, map(path_of, arrays), list(arrays.values()))
     refuse_other_state(arrays, places_by_name(places.state), places.name)
@@ -327,7 +328,7 @@ def _processes_of(step: StepWithPlan) -> tuple[int, ...]:
 
 @functools.cache
 def checkpointer_of(processes: tuple[int, ...]) -> ocp.AsyncCheckpointer:
-    """What writes and reads the checkpoints of these processes; the first of them makes folders and names them."""
+    """Make the orbax checkpointer of these processes. The first of them creates and renames folders."""
     is_writer = jax.process_index() == processes[0]
     among = ocp.options.MultiprocessingOptions(
         primary_host=processes[0],
@@ -354,16 +355,16 @@ def checkpointer_of(processes: tuple[int, ...]) -> ocp.AsyncCheckpointer:
 
 
 def _finish(checkpointer: ocp.AsyncCheckpointer) -> None:
-    """Wait for the last save of a program that ends without waiting, and tell of a failure."""
+    """Wait for the last save of a program that ends without waiting, and report a failure."""
     try:
         checkpointer.wait_until_finished()
-    except Exception as error:  # noqa: BLE001 - whatever it was, the program ends and the user has to hear of it
+    except Exception as error:  # noqa: BLE001 - the program ends, and the user has to see the error
         warn(f"the last checkpoint was not written: {_first_line(error)}")
 
 
 @contextlib.contextmanager
 def _in_our_words(where: object, done: str) -> Iterator[None]:
-    """A context that raises what fails in orbax as a CheckpointError."""
+    """Open a context that raises failures of orbax as a CheckpointError."""
     try:
         yield
     except AutoparError:

@@ -1,11 +1,11 @@
 """One start of all workers, watched until all of them have ended.
 
-In: a job, its size, signals. Out: an `Outcome`. The first bad ending ends the attempt: after a moment, in which more may be seen,
-the cause is told, the survivors are asked to end, the first worker last because JAX's coordination service is in it, and after a
-time of grace they are killed with all that they have started.
+In: a job, its size, signals. Out: an `Outcome`. The first bad ending ends the attempt. The supervisor waits a moment for further
+endings, reports the cause, and asks the survivors to end. The first worker comes last, because it runs JAX's coordination
+service. After a time of grace it kills them and all that they have started.
 
-What can go wrong: survivors wait in XLA for the one that is gone and cannot be reached by a signal that Python handles; the grace
-is for them.
+What can go wrong: survivors wait in XLA for the worker that is gone, and no signal that Python handles reaches them. The grace
+bounds this wait.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from autopar.launch.tuning import TUNING
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How an attempt ended.
+    """The end of an attempt.
 
     Attributes:
         kind: All workers came to their end; one failed; a signal asked to stop; the job is to have another size.
-        cause: The ending that the others follow from, of a failure.
-        signal: What asked to stop.
-        size: What the job is to have from now on.
+        cause: The ending that caused the others, after a failure.
+        signal: The signal that asked to stop.
+        size: The size that the job has from now on.
     """
 
     kind: Literal["done", "failed", "stopped", "resized"]
@@ -57,7 +57,7 @@ class Attempt:
         signals: Signals,
         say: Callable[[str], None],
     ) -> None:
-        """Prepare a start; `number` counts them, and `say` tells the user."""
+        """Prepare a start. `number` counts the starts, and `say` tells the user."""
         self._settings, self._size, self._token, self._number = settings, size, token, number
         self._signals, self._say = signals, say
         self._loop = signals.loop
@@ -108,7 +108,7 @@ class Attempt:
                 return Outcome(kind="resized", size=wanted)
 
     def _fail(self) -> Outcome:
-        """Tell the cause, and end the survivors."""
+        """Report the cause, and end the survivors."""
         self._look_for(TUNING.settle_s, until=lambda: all(worker.ending is not None for worker in self._workers))
         endings = [worker.ending for worker in self._workers if worker.ending is not None]
         cause = cause_of(endings)
@@ -155,7 +155,7 @@ class Attempt:
             worker.signal(signal.SIGCONT)
 
     def _look_for(self, seconds: float, *, until: Callable[[], bool]) -> None:
-        """Look at the workers for so long, or until something holds."""
+        """Look at the workers for this long, or until `until` holds."""
         ends = time.monotonic() + seconds
         while not until() and time.monotonic() < ends:
             self._look()

@@ -1,7 +1,7 @@
-"""What a worker does beside its script: it says what it is doing, has faults on purpose, and is watched.
+"""Attend a worker's script: report what it is doing, cause faults on purpose, and watch its steps.
 
 In: the environment, and the moments of `autopar.events`. Out: the words of the beats; the `Monitor` if one was asked for. JAX is
-not imported before the script has done so, because the script may set JAX's environment first.
+not imported before the script imports it, because the script may set JAX's environment first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OF_STEPS = ("phase", "step", "waiting")
 
 @contextlib.contextmanager
 def attending(line: Line) -> Iterator[None]:
-    """A context around a worker's script."""
+    """Open a context around a worker's script."""
     faults = list(filter(None, os.environ.get(FAULTS, "").split("\n")))
     with contextlib.ExitStack() as stack:
         stack.enter_context(observing(_Attendant(line, stack)))
@@ -31,7 +31,7 @@ def attending(line: Line) -> Iterator[None]:
 
 
 class _Attendant:
-    """Hears of every moment of the script."""
+    """Observes every moment of the script."""
 
     def __init__(self, line: Line, stack: contextlib.ExitStack) -> None:
         self._line, self._stack = line, stack

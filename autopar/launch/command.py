@@ -1,4 +1,4 @@
-"""`autopar launch`: its arguments, and what they mean."""
+"""`autopar launch`: its arguments and their meaning."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Run the command; returns its exit status."""
+    """Run the command. Returns its exit status."""
     return supervise(settings_of(options))
 
 
 def settings_of(options: argparse.Namespace) -> LaunchSettings:
-    """The job that a command line asks for. Raises ArgumentError."""
+    """Return the job that a command line asks for. Raises ArgumentError if an argument cannot be used."""
     command = list(options.script)
     if command[:1] == ["--"]:
         command = command[1:]

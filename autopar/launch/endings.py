@@ -1,4 +1,4 @@
-"""How workers end, which of several endings is the cause of the others, and what is said of it.
+"""The endings of workers, and which of several endings caused the others.
 
 In: what the supervisor has seen of its workers. Out: an `Ending` for each, one of which is the cause. A worker that is killed
 takes others with it: they raise `PipelineError`, or JAX's coordination service aborts them. So a loss counts before an error, an
@@ -15,7 +15,7 @@ from typing import Literal
 
 Kind = Literal["done", "exit", "signal", "stopped", "silent", "stalled"]
 TIMED_OUT = 124
-"""The exit status for a worker that did not end by itself, as of the command `timeout`."""
+"""The exit status for a worker that did not end by itself; the command `timeout` has the same."""
 OF_OTHERS = re.compile(
     r"process \d+ (failed|has ended|cannot go on)|coordination service|JaxRuntimeError: (UNAVAILABLE|ABORTED|CANCELLED|DEADLINE)"
     r"|Gloo|Connection (closed|reset) by peer",
@@ -29,11 +29,11 @@ class Ending:
     """The end of a worker, or the moment when the supervisor gave it up.
 
     Attributes:
-        rank: The worker.
+        rank: The number of the worker.
         kind: It ended with a status or by a signal; it stands still by a signal, gives no sign, or its step stands still.
-        at_s: When, by the monotonic clock.
+        at_s: The time in seconds of the monotonic clock.
         status: The exit status, or the signal's number.
-        steps: The steps that it had done.
+        steps: The number of steps that it had done.
         words: Its own words: the error, or what it was doing.
         silent_s: Since when it stands still, for a worker that was given up.
     """
@@ -48,23 +48,23 @@ class Ending:
 
     @property
     def is_good(self) -> bool:
-        """The script came to its end."""
+        """Whether the script came to its end."""
         return self.kind == "done"
 
     @property
     def is_loss(self) -> bool:
-        """The worker was lost, for no reason that its script knows."""
+        """Whether the worker was lost for a reason outside its script."""
         return self.kind in ("stopped", "silent") or (self.kind == "signal" and self.status != signal.SIGABRT)
 
     @property
     def exit_status(self) -> int:
-        """What the command ends with if this was the cause."""
+        """The exit status of the command if this ending was the cause."""
         if self.kind == "signal":
             return 128 + self.status
         return self.status if self.kind in ("done", "exit") else TIMED_OUT
 
     def describe(self) -> str:
-        """What happened, in words."""
+        """Describe the ending in words."""
         exactly = "" if self.kind in ("done", "exit") else "at least "  # it says so twice a second, and when it fails
         at = f" after {exactly}{self.steps} step{'s' * (self.steps != 1)}" if self.steps else ""
         said = f": {self.words}" if self.words else ""
@@ -86,7 +86,7 @@ class Ending:
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
+    """Return the name of a signal: SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -94,7 +94,7 @@ def signal_name(number: int) -> str:
 
 
 def cause_of(endings: Sequence[Ending]) -> Ending:
-    """The bad ending that the others follow from."""
+    """Return the bad ending that caused the others."""
     return min((ending for ending in endings if not ending.is_good), key=lambda ending: (_weight(ending), ending.at_s))
 
 

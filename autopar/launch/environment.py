@@ -1,4 +1,4 @@
-"""What a worker finds in its environment: who it is, where the others are, and what it is to do beside its script.
+"""The environment of a worker: its number, the address of the others, and its duties beside the script.
 
 In: a job, an attempt, a worker's number. Out: environment variables, which `worker.py` and `join.py` read. What can go wrong: a
 port that was free is taken before the first worker has it; that attempt fails, and the next one has another port.
@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody has at the moment."""
+    """Return a port of the loopback that is free at the moment."""
     with socket.socket() as server:
         server.bind((LOOPBACK, 0))
         port: int = server.getsockname()[1]
@@ -30,7 +30,7 @@ def free_port() -> int:
 
 
 def variables_of_job(settings: LaunchSettings, size: Size, *, token: str, attempt: int) -> dict[str, str]:
-    """What all workers of an attempt find."""
+    """Return the variables that all workers of an attempt have."""
     found = {
         **os.environ,
         TOKEN: token,
@@ -56,7 +56,7 @@ def variables_of_job(settings: LaunchSettings, size: Size, *, token: str, attemp
 
 
 def variables_of_worker(job: Mapping[str, str], settings: LaunchSettings, *, rank: int, pipe: int) -> dict[str, str]:
-    """What one worker finds; `rank` counts over all machines."""
+    """Return the variables of one worker; `rank` counts over all machines."""
     found = {**job, RANK: str(rank), PIPE: str(pipe)}
     if settings.metrics is not None:
         found[METRICS] = settings.metrics.replace("{rank}", str(rank))
@@ -64,6 +64,6 @@ def variables_of_worker(job: Mapping[str, str], settings: LaunchSettings, *, ran
 
 
 def with_virtual_devices(flags: str, count: int) -> str:
-    """XLA's flags with another number of virtual CPU devices."""
+    """Return XLA's flags with another number of virtual CPU devices."""
     others = [flag for flag in flags.split() if not flag.startswith(VIRTUAL_DEVICES)]
     return " ".join([*others, f"{VIRTUAL_DEVICES}={count}"])

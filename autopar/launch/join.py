@@ -11,9 +11,9 @@ START_LIMIT_S, SILENCE_LIMIT_S, END_LIMIT_S = 300, 100, 60
 
 
 def join() -> None:
-    """Make the devices of all workers one; to be called before the first use of a device.
+    """Join the other workers of the job, so that JAX sees all devices. Call this before the first use of a device.
 
-    Alone, and without a supervisor, a script needs no others: nothing is done. The coordination service of a job on one
+    A script that runs alone, without a supervisor, has no others: this does nothing. The coordination service of a job on one
     machine listens on its loopback only.
     """
     processes = int(os.environ.get(PROCESSES, "1"))

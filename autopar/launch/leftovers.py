@@ -1,4 +1,4 @@
-"""No process of a job outlives it: those that workers have left behind are found by their environment, and killed.
+"""Kill the processes that workers have left behind, so that no process of a job outlives it.
 
 In: the token of a job, which every process has in its environment that a worker or its children started. Out: none of them is
 there. `python leftovers.py TOKEN` does it as soon as its standard input ends: it is a process beside the supervisor, for the case
@@ -23,10 +23,10 @@ VARIABLE = b"AUTOPAR_LAUNCH="
 
 
 def find(token: str) -> list[int]:
-    """The processes of a job, and of jobs that its workers have started."""
+    """Return the processes of a job, and of jobs that its workers have started."""
     wanted, found = VARIABLE + token.encode(), []
     for folder in PROCESSES.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             words = (folder / "environ").read_bytes().split(b"\0")
             if any(word.startswith(wanted) for word in words) and int(folder.name) != os.getpid():
                 found.append(int(folder.name))
@@ -34,7 +34,7 @@ def find(token: str) -> list[int]:
 
 
 def kill(token: str, limit_s: float = LIMIT_S) -> list[int]:
-    """Kill the processes of a job until there are none; returns those that were there at first."""
+    """Kill the processes of a job until there are none. Returns those that existed at first."""
     ends, first = time.monotonic() + limit_s, find(token)
     left = first
     while left and time.monotonic() < ends:

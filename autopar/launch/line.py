@@ -1,4 +1,4 @@
-"""A worker's way to its supervisor: a pipe, and what is said through it."""
+"""The pipe from a worker to its supervisor, and the messages through it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from autopar.launch.tuning import TUNING
 
 
 class Line:
-    """What a worker says. `steps` and `doing` are said with each beat."""
+    """Sends the messages of a worker. Each beat carries `steps` and `doing`."""
 
     def __init__(self, pipe: int, doing: str) -> None:
-        """Speak through a file descriptor, which no process that this one starts takes over."""
+        """Send through a file descriptor, which processes that this one starts do not inherit."""
         os.set_inheritable(pipe, False)
         self._pipe = pipe
         self.steps, self.doing = 0, doing
 
     def say(self, kind: MessageKind, words: str) -> None:
-        """Send a message. Without a supervisor this process is to end, too."""
+        """Send a message. If the supervisor is gone, this process ends too."""
         message = Message(kind=kind, at_s=time.monotonic(), steps=self.steps, words=words)
         try:
             os.write(self._pipe, message.line())
@@ -28,7 +28,7 @@ class Line:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def beat(self) -> None:
-        """Say for ever that this process lives."""
+        """Send a beat at every interval, for ever."""
         while True:
             self.say("beat", self.doing)
             time.sleep(TUNING.beat_s)

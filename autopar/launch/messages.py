@@ -1,4 +1,4 @@
-"""What a worker tells its supervisor, as lines of JSON through a pipe that only the two of them have.
+"""The messages of a worker to its supervisor: lines of JSON through a pipe that only the two of them have.
 
 A beat says that the worker lives, how many steps it has done, and what it is doing. A note says why it ends, or that a step
 stands still. What can go wrong: half a line, where the worker was killed while it wrote; it is left out.
@@ -17,13 +17,13 @@ MOST_CHARACTERS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One line.
+    """One message, which is one line.
 
     Attributes:
         kind: A beat; that the script failed; that a step stands still, or goes on.
-        at_s: When it happened, by the machine's monotonic clock, which all processes share.
-        steps: How many steps the worker has done since it started.
-        words: What it is doing, or what has failed.
+        at_s: The time in seconds of the monotonic clock, which all processes of the machine share.
+        steps: The number of steps that the worker has done since it started.
+        words: What the worker is doing, or the error that it failed with.
     """
 
     kind: MessageKind
@@ -32,7 +32,7 @@ class Message:
     words: str = ""
 
     def line(self) -> bytes:
-        """The message as it goes through the pipe."""
+        """Return the message as bytes for the pipe."""
         cut = {**asdict(self), "words": self.words[:MOST_CHARACTERS]}
         text = json.dumps(cut)
         if len(text) > 4000:  # characters that JSON writes as six
@@ -42,12 +42,12 @@ class Message:
 
 
 class MessageReader:
-    """Puts the bytes of a pipe together to messages."""
+    """Makes messages of the bytes of a pipe."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[Message]:
-        """The messages that are whole with these bytes."""
+        """Take the next bytes. Returns the messages that are complete with them."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [Message(**json.loads(line)) for line in lines]

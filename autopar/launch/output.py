@@ -1,4 +1,4 @@
-"""What workers write, line by line with the worker's number in front: `[2] step 17`.
+"""The output of workers, line by line with the worker's number in front: `[2] step 17`.
 
 In: bytes as they come, in any pieces. Out: whole lines. What can go wrong: a line without end, which is cut after `LONGEST`
 bytes; a reader of ours that has gone, after which workers write to nobody and go on; a full disk, for which lines are lost.
@@ -14,7 +14,7 @@ ENDS = re.compile(rb"\r\n|\n|\r")
 
 
 class PrefixedLines:
-    """Lines of one stream of one worker."""
+    """The lines of one stream of one worker, each with a prefix."""
 
     def __init__(self, prefix: str, target: TextIO) -> None:
         """Write to `target`, each line after `prefix`."""
@@ -22,14 +22,14 @@ class PrefixedLines:
         self._is_read = True
 
     def feed(self, data: bytes) -> None:
-        """Take the next bytes; write the lines that are whole."""
+        """Take the next bytes, and write the lines that are complete."""
         *lines, self._rest = ENDS.split(self._rest + data)
         if len(self._rest) > LONGEST:
             lines, self._rest = [*lines, self._rest], b""
         self._write(lines)
 
     def close(self) -> None:
-        """Write what is left without the end of a line."""
+        """Write the rest, which has no end of a line."""
         if self._rest:
             self._write([self._rest])
             self._rest = b""
@@ -42,7 +42,7 @@ class PrefixedLines:
 
 
 def write_through(target: TextIO, text: str) -> bool:
-    """Write to a stream at once; returns whether anybody reads it. What a full disk has no room for is lost: it ends no job."""
+    """Write to a stream at once. Returns whether anybody reads it. Text that a full disk cannot take is lost."""
     try:
         target.write(text)
         target.flush()

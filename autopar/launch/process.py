@@ -1,8 +1,8 @@
 """One worker as its supervisor sees it: a process in a group of its own, its output, and the signs that it gives.
 
-In: a command and its environment. Out: what the worker writes, with its number in front, and an `Ending` once it has ended or has
-to be given up. What can go wrong: a process that the worker has left behind keeps its output open; it is read for a moment
-after the worker's end, and no longer.
+In: a command and its environment. Out: the worker's output, with its number in front, and an `Ending` once it has ended or has to
+be given up. What can go wrong: a process that the worker has left behind keeps the output open. The supervisor reads it for a
+moment after the worker's end, and no longer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHUNKS = 16
 
 
 class WorkerProcess:
-    """A worker from its start to its end. `ending` is None while it runs and nothing speaks against it."""
+    """A worker from its start to its end. `ending` is None while it runs as it should."""
 
     def __init__(
         self,
@@ -36,13 +36,13 @@ class WorkerProcess:
         variables: Callable[[int], Mapping[str, str]],
         loop: selectors.BaseSelector,
     ) -> None:
-        """Start it.
+        """Start the worker.
 
         Args:
             rank: its number among all workers.
-            command: what it runs.
-            variables: its environment, of the descriptor of its pipe.
-            loop: tells its owner when there is something to read; calls `data()` of what is registered.
+            command: the command that it runs.
+            variables: returns its environment, given the descriptor of its pipe.
+            loop: the selector of the supervisor, which calls `data()` of a registered stream when there is something to read.
         """
         self.rank, self._loop = rank, loop
         self.ending: Ending | None = None
@@ -79,16 +79,16 @@ class WorkerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """The process is no more."""
+        """Whether the process has ended."""
         return self._process.returncode is not None
 
     @property
     def is_drained(self) -> bool:
-        """It is no more, and all that it wrote has been read."""
+        """Whether the process has ended, and all its output has been read."""
         return self.has_ended and not self._open
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process, but to none that it has started."""
+        """Send a signal to the process, but not to those that it has started."""
         if not self.has_ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
@@ -99,7 +99,7 @@ class WorkerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def look(self, now_s: float, *, silence_s: float) -> None:
-        """Find out whether it has ended, stands still, or is silent for too long."""
+        """Find out whether the worker has ended, stands still, or is silent for too long."""
         self._wait(now_s)
         if self.has_ended or self.ending is not None:
             return
@@ -120,7 +120,7 @@ class WorkerProcess:
             self._stopped = (self._stopped[0], self._stopped[1] + seconds)
 
     def close(self) -> None:
-        """Read what is there, and read no more."""
+        """Read the rest of the output, and close it."""
         for descriptor in list(self._open):
             self._read(descriptor)
         for descriptor in list(self._open):
@@ -129,7 +129,7 @@ class WorkerProcess:
             lines.close()
 
     def _wait(self, now_s: float) -> None:
-        """Ask the kernel for changes of the process, and note its end."""
+        """Ask the kernel for changes of the process, and note the end."""
         while not self.has_ended:
             found, status = os.waitpid(self._process.pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
             if found == 0:
@@ -143,13 +143,15 @@ class WorkerProcess:
                 self._note_end(self._process.returncode, now_s)
 
     def _note_end(self, code: int, now_s: float) -> None:
-        """The ending of a process that has ended by itself; one that was given up keeps the reason for that."""
+        """Note the ending of a process that has ended by itself. One that was given up keeps the reason for that."""
         if self._pipe in self._open:
             self._read(self._pipe)
         if self.ending is not None:
             return
         failed = self._failed
-        if failed is not None and code != 0:  # what ends a process while it exits after an error is not the cause
+        if (
+            failed is not None and code != 0
+        ):  # a signal that ends a process during its exit after an error is not the cause
             self.ending = self._end("exit", failed.at_s, status=max(code, 1), words=failed.words)
         elif code < 0:
             self.ending = self._end("signal", now_s, status=-code, words=self.last.words)
@@ -173,7 +175,7 @@ class WorkerProcess:
             self.last = message
 
     def _read(self, descriptor: int) -> None:
-        """Read what a descriptor has, a pipe full of it at the least; the rest waits, since a worker may write without end."""
+        """Read from a descriptor as much as a pipe holds. The rest waits, since a worker may write without end."""
         for _ in range(CHUNKS):
             if descriptor not in self._open:
                 return

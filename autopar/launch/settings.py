@@ -1,4 +1,4 @@
-"""What `autopar launch` is asked for, as data, and the size of a job."""
+"""The settings of `autopar launch` as data, and the size of a job."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Size:
-    """How many workers run on this machine, and how many devices each of them has; None: what it finds."""
+    """The number of workers on this machine, and of devices of each; None takes the devices that there are."""
 
     processes: int
     devices: int | None = None
 
     def __str__(self) -> str:
-        """In words: 4 workers with 2 devices each."""
+        """Return the size in words: 4 workers with 2 devices each."""
         workers = f"{self.processes} worker{'s' if self.processes != 1 else ''}"
         if self.devices is None:
             return workers
@@ -26,9 +26,9 @@ class Nodes:
     """The machines of a job, each with a supervisor of its own.
 
     Attributes:
-        count: How many.
-        rank: Which of them this is.
-        coordinator: HOST:PORT of the first worker of the first machine; None: a free port of this machine's loopback.
+        count: The number of machines.
+        rank: The number of this machine.
+        coordinator: HOST:PORT of the first worker of the first machine; None takes a free port of the loopback.
     """
 
     count: int = 1
@@ -38,21 +38,21 @@ class Nodes:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSettings:
-    """A job.
+    """The settings of a job.
 
     Attributes:
-        command: What each worker runs, after `python -m autopar.launch.worker`: a script's path, or `-m` and a module, and
-            its arguments.
-        size: Of the first attempt.
-        size_file: A file whose content is the size that the job is to have from now on; it is looked at all the time.
-        min_processes: Down to how many workers the job goes on if workers are lost again and again; None: as many as before.
-        max_restarts: How often a job that failed is started again.
+        command: The script of each worker and its arguments, as they follow `python -m autopar.launch.worker`: a path, or
+            `-m` and a module.
+        size: The size of the first attempt.
+        size_file: A file with the size that the job has from now on. The supervisor reads it again and again.
+        min_processes: The fewest workers with which the job goes on if workers are lost again and again; None: as many as before.
+        max_restarts: The number of times that a failed job is started again.
         restart_pause_s: Seconds between a failure and the next start.
         grace_s: Seconds that workers have to save and end when the job is to stop or to change its size.
         silence_s: Seconds without a sign of a worker after which it counts as lost.
-        stall_s: Seconds after which a step that stands still is named, and the job started again; None: it is waited for.
+        stall_s: Seconds after which a step that stands still is named, and the job started again; None sets no limit.
         metrics: The file of each worker's metrics; `{rank}` in its name stands for the worker.
-        faults: What is to go wrong, in the notation of `autopar.testing.faults`.
+        faults: The faults to cause, in the notation of `autopar.testing.faults`.
         nodes: The machines of the job.
     """
 

@@ -19,7 +19,7 @@ PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Signals:
-    """A context in which signals are kept; afterwards they mean what they meant before."""
+    """A context in which signals are kept. Afterwards the earlier handlers are in place again."""
 
     def __init__(self, loop: selectors.BaseSelector) -> None:
         """Wake `loop` when a signal comes."""
@@ -28,7 +28,7 @@ class Signals:
         self.loop, self._stack = loop, ExitStack()
 
     def __enter__(self) -> Self:
-        """Take the signals over."""
+        """Install the handlers."""
         here, there = (self._stack.enter_context(end) for end in socket.socketpair())
         here.setblocking(False)
         there.setblocking(False)
@@ -42,7 +42,7 @@ class Signals:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Give them back."""
+        """Restore the earlier handlers."""
         self._stack.close()
 
     def _take(self, number: signal.Signals, kept: deque[int]) -> None:

@@ -1,6 +1,6 @@
-"""The size of a job while it runs: a file that whoever gives and takes devices writes, such as `4` or `4 2`.
+"""The size of a running job, read from a file such as `4` or `4 2`, which a scheduler writes.
 
-In: a path. Out: the size that it asks for, once it is another one. The first number counts workers, the second, if there is one,
+In: a path. Out: the size that the file asks for, when it changes. The first number counts workers, the second, if there is one,
 the devices of each. What can go wrong: something else is in the file, or it cannot be read; the supervisor says so once, and the
 job stays as it is.
 """
@@ -18,14 +18,14 @@ LINE = re.compile(r"\s*(\d+)(?:\s*[x, ]\s*(\d+))?\s*")
 
 
 class SizeFile:
-    """Looked at again and again."""
+    """A file that the supervisor reads again and again."""
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
-        """Look at a path, or at nothing; what cannot be read is said."""
+        """Read a path, or nothing if it is None. `say` reports a file that cannot be read."""
         self._path, self._say, self._wrong = path, say, ""
 
     def read(self, now: Size) -> Size:
-        """The size that the job is to have; `now` if the file is not there or says nothing else."""
+        """Return the size that the file asks for; `now` if there is no file, or no other size in it."""
         if self._path is None:
             return now
         try:
@@ -40,7 +40,7 @@ class SizeFile:
 
 
 def parse_size(text: str, now: Size) -> Size:
-    """`4` or `4 2`; without a second number the devices stay as they are. Raises ArgumentError."""
+    """Read `4` or `4 2`. Without a second number the devices stay as they are. Raises ArgumentError for other text."""
     found = LINE.fullmatch(text)
     if not text.strip():  # it is being written
         return now

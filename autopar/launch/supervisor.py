@@ -1,7 +1,7 @@
-"""A job on one machine: its workers are started, watched, and started again from their last checkpoint when one is lost.
+"""Run a job on one machine: start its workers, watch them, and start them again when one is lost.
 
-In: `LaunchSettings`. Out: an exit status; and no process that the job has started. What was saved is the script's own: each start
-runs the same script, which looks for its last complete checkpoint. The supervisor is outside of all workers, so it can say what
+In: `LaunchSettings`. Out: an exit status; and no process that the job has started. Checkpoints are the script's: each start runs
+the same script, which looks for its last complete checkpoint. The supervisor is outside of all workers, so it can say what
 happened when JAX's coordination service, which is in one of them, no longer can.
 
 What can go wrong: the supervisor itself is killed. The kernel then kills its workers, and a small process beside it what these
@@ -30,7 +30,7 @@ from autopar.launch.tuning import TUNING
 
 
 def supervise(settings: LaunchSettings) -> int:
-    """Run a job to its end; returns the exit status.
+    """Run a job to its end. Returns the exit status.
 
     It is 0 if all workers came to their end, 128 and the signal's number if a signal asked the job to stop, and otherwise that of
     the worker that failed first: its own status, 128 and the number of the signal that ended it, or 124 for one that stood still.
@@ -68,7 +68,7 @@ class _Supervisor:
                 return 128 + outcome.signal
 
     def _start_again(self, outcome: Outcome) -> Outcome:
-        """What follows from a failure: another size to start with, the failure itself, or a signal that came meanwhile."""
+        """Decide what follows from a failure: another start, the failure itself, or a signal that came meanwhile."""
         cause, before, self._last = outcome.cause, self._last, outcome.cause
         assert cause is not None
         if self._restarts >= self._settings.max_restarts:
@@ -88,7 +88,7 @@ class _Supervisor:
         return Outcome(kind="stopped" if number else "resized", size=size, signal=number)
 
     def _smaller(self, cause: Ending, before: Ending | None) -> Size:
-        """One worker less if workers are lost again and again, and the job may go on without it."""
+        """Return a size with one worker less, if workers are lost again and again and the job may go on without it."""
         least = self._settings.min_processes
         is_lost_again = cause.is_loss and before is not None and before.is_loss
         if least is None or not is_lost_again or self._size.processes <= least:
@@ -97,7 +97,7 @@ class _Supervisor:
         return Size(self._size.processes - 1, self._size.devices)
 
     def _pause(self, seconds: float) -> int:
-        """Wait; returns the signal that asks the job to stop, or 0."""
+        """Wait. Returns the signal that asks the job to stop, or 0."""
         ends = time.monotonic() + seconds
         while not self._signals.stops and time.monotonic() < ends:
             for key, _ in self._signals.loop.select(min(seconds, TUNING.look_s)):
@@ -113,7 +113,7 @@ def is_certain(cause: Ending, before: Ending | None) -> bool:
 
 @contextlib.contextmanager
 def beside(token: str) -> Iterator[None]:
-    """A context with a process beside this one, which kills the job's processes if this one is killed."""
+    """Open a context with a process beside this one, which kills the job's processes if this one is killed."""
     command: list[str] = [sys.executable, "-I", "-S", leftovers.__file__, token]
     guard = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     try:

@@ -1,10 +1,10 @@
-"""One worker: runs the user's script, says every now and then that it lives, and why it ends if it fails.
+"""One worker: it runs the user's script, sends beats while it lives, and says why it ends if it fails.
 
 `python -m autopar.launch.worker SCRIPT ARGS` or `... -m MODULE ARGS`, as `supervisor.py` starts it. The script finds what it
 would find if Python ran it alone: its own arguments, its folder first on the path, and the module `__main__`.
 
-What can go wrong: an extension that keeps Python's lock for long keeps the beats back, too. Whoever calls one gives the
-supervisor more patience (`--silence-seconds`).
+What can go wrong: an extension that holds Python's lock for long also delays the beats. A job with such an extension needs a
+longer `--silence-seconds`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
-    """Run the script as the only thing that this process is there for."""
+    """Run the script, and attend it."""
     end_with_supervisor()
     line = Line(int(os.environ.pop(PIPE)), f"runs {' '.join(argv[:2]) if argv[0] == '-m' else argv[0]}")
     threading.Thread(target=line.beat, name="autopar heartbeat", daemon=True).start()
@@ -44,10 +44,10 @@ def main(argv: list[str]) -> None:
 
 
 def end_with_supervisor() -> None:
-    """Let the kernel kill this process as soon as its supervisor has ended; without Linux the next beat finds that out."""
+    """Let the kernel kill this process when its supervisor ends. Without Linux the next beat notices the end."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(os.environ[SUPERVISOR]):  # it ended before
+        if os.getppid() != int(os.environ[SUPERVISOR]):  # the supervisor has ended already
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -69,7 +69,7 @@ def run(argv: list[str]) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The kind of an error, its first lines, and the line of the script or of its packages where it was raised."""
+    """Describe an error: its kind, its first lines, and the line of the script or its packages that raised it."""
     place = ""
     trace = error.__traceback__
     while trace is not None:
