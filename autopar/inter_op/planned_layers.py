@@ -21,6 +21,7 @@ from autopar.compat import Var
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
+from autopar.inter_op.dynamic_program.layer_figures import LayerFigures
 from autopar.inter_op.dynamic_program.problem import ChosenStage
 from autopar.inter_op.dynamic_program.submeshes import machine_shape, size_of
 from autopar.inter_op.plan_stage import Planner, plan_program
@@ -48,37 +49,6 @@ def layer_meshes(devices: int, machine: Cluster, most_axes: int) -> tuple[Logica
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerFigures:
-    """What a layer costs on some devices: seconds per microbatch, of the update per step, and bytes as in `StageMemory`."""
-
-    forward_s: float = 0.0
-    backward_s: float = 0.0
-    once_s: float = 0.0
-    kept_bytes: float = 0.0
-    passing_bytes: float = 0.0
-    residual_bytes: float = 0.0
-    received_bytes: float = 0.0
-    late_residual_bytes: float = 0.0
-    cotangent_bytes: float = 0.0
-
-    @classmethod
-    def of(cls, stage: StagedStage) -> LayerFigures:
-        """Of a layer planned as a stage."""
-        memory = stage.memory
-        return cls(
-            forward_s=stage.forward_s,
-            backward_s=stage.backward_s,
-            once_s=stage.once_s,
-            kept_bytes=memory.kept_bytes + memory.accumulator_bytes / memory_tuning.TUNING.temporaries_margin,
-            passing_bytes=memory.passing_bytes,
-            residual_bytes=memory.residual_bytes,
-            received_bytes=memory.received_bytes,
-            late_residual_bytes=memory.late_residual_bytes,
-            cotangent_bytes=memory.cotangent_bytes,
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class _PlannedLayer:
     """A layer on some devices: its figures, the best mesh with its seconds, and at least how many seconds each mesh takes.
 
@@ -97,7 +67,7 @@ class _PlannedLayer:
         times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in stage.plan.candidates}
         plan = stage.plan
         waiting = (plan.comm_s - plan.hidden_s) / plan.step_s if plan.step_s else 0.0
-        figures = LayerFigures.of(stage)
+        figures = _figures_of(stage)
         return cls(figures=figures, mesh=stage.mesh, step_s=plan.step_s, waiting=waiting, times=times)
 
 
@@ -189,9 +159,16 @@ class PlannedLayers:
         return np.maximum(sent, received)
 
     def meshes(self, stage: ChosenStage) -> tuple[LogicalMesh, ...]:
-        """The logical meshes that are best for the layers of a stage, the most frequent first."""
-        devices = size_of(stage.submesh)
-        planned = (self._plan_layer(layer, devices) for layer in range(stage.first_layer, stage.end_layer))
+        """The logical meshes that are best for the layers of a stage, the most frequent first.
+
+        Of layers that are not planned only the most frequent one counts, and only if no other is planned.
+        """
+        devices, layers = size_of(stage.submesh), range(stage.first_layer, stage.end_layer)
+        known = [layer for layer in layers if self._key(layer, devices) in self._planned]
+        if not known:
+            (most, _), *_ = collections.Counter(self._first[layer] for layer in layers).most_common(1)
+            known = [most]
+        planned = (self._plan_layer(layer, devices) for layer in known)
         count = collections.Counter(one.mesh for one in planned if isinstance(one, _PlannedLayer))
         return tuple(mesh for mesh, _ in count.most_common())
 
@@ -305,3 +282,19 @@ class PlannedLayers:
                 return tuple(one for one in meshes if one.shape in good or one == mesh)
             case _:
                 return meshes
+
+
+def _figures_of(stage: StagedStage) -> LayerFigures:
+    """The figures of a layer planned as a stage."""
+    memory = stage.memory
+    return LayerFigures(
+        forward_s=stage.forward_s,
+        backward_s=stage.backward_s,
+        once_s=stage.once_s,
+        kept_bytes=memory.kept_bytes + memory.accumulator_bytes / memory_tuning.TUNING.temporaries_margin,
+        passing_bytes=memory.passing_bytes,
+        residual_bytes=memory.residual_bytes,
+        received_bytes=memory.received_bytes,
+        late_residual_bytes=memory.late_residual_bytes,
+        cotangent_bytes=memory.cotangent_bytes,
+    )

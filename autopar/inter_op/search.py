@@ -168,7 +168,9 @@ class _StageSearch:
         """Plan what the best way is an estimate of. The result of the search if there is nothing of the kind."""
         submeshes = [stage.submesh for stage in self.stages.choices[best].stages]
         is_too_slow = self.stages.choices[best].step_s >= (1 + self.tuning.near) * self.beat_s
-        if not is_too_slow and self.costs.plan_more(best.microbatches, submeshes):
+        if not is_too_slow and (
+            self.costs.plan_more(best.microbatches, submeshes) or self.costs.plan_rest(best.microbatches)
+        ):
             self.stages.outdate()
             return None
         self.stages.solve_rest()
@@ -226,8 +228,7 @@ class _StageSearch:
                 doubtful.discard(way)
         best = min(ended.keys() - doubtful or ended, key=lambda way: ended[way][1])
         choice, _ = ended[best]
-        if best.microbatches not in self.costs.counts:
-            self.costs.plan_more(best.microbatches, [stage.submesh for stage in choice.stages])
+        self.costs.cut(best.microbatches)
         is_faster = choice.step_s < self.beat_s
         known = {way: choice for way, (choice, _) in ended.items()}
         return self._describe(best, known) if is_faster else NotFaster(self._compare(known))

@@ -60,3 +60,51 @@ def test_an_error_of_what_nobody_asked_for_is_raised_when_somebody_does():
     layers.plan({1}, perhaps=4)
     with pytest.raises(ConstraintError, match="not on four"):
         layers.plan({1, 4})
+
+
+class Noting:
+    """Plans, and notes which layer it planned on how many devices."""
+
+    def __init__(self):
+        self.planned = []
+
+    def __call__(self, program, request):
+        self.planned.append((program.stage, request.meshes[0].size))
+        return plan_program(program, request)
+
+
+def test_other_layers_are_planned_where_they_are_asked_for_and_change_like_the_one_that_repeats_elsewhere():
+    options = [(1, 1), (1, 2), (1, 4)]
+    planner = Noting()
+    weights, x = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * LAYERS, jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    loop = make_time_loop(traced_step(weights, x), 4)
+    costs = LayerCosts(lambda _: loop, 4, request_on(preset("p3.16xlarge")), options, planner=planner)
+    estimated = costs.table(4, options)
+    common = costs.of(4).common
+    others = {layer for layer, _ in planner.planned} - {common}
+    assert sorted(size for layer, size in planner.planned if layer == common) == [1, 2, 4]
+    assert others
+    assert {size for layer, size in planner.planned if layer != common} == {4}
+    assert all(costs.is_planned(4, option) for option in options)
+    layers = costs.of(4)
+    for place, size in enumerate((1, 2)):
+        usual, large = layers.figures(common, size), layers.figures(common, 4)
+        for layer in others:
+            own = layers.figures(layer, 4)
+            expected = (
+                own.forward_s * usual.forward_s / large.forward_s + own.backward_s * usual.backward_s / large.backward_s
+            )
+            assert estimated.seconds[place, layer, layer + 1] == pytest.approx(expected)
+    assert not costs.plan_more(4, [(1, 4)])
+    assert costs.plan_more(4, [(1, 2), (1, 4)]), "all layers are planned on what was chosen"
+    assert costs.plan_rest(4)
+    assert not costs.plan_rest(4)
+    known = costs.table(4, options)
+    assert {(layer, size) for layer, size in planner.planned} >= {
+        (layer, size) for layer in others for size in (1, 2, 4)
+    }
+    for place, size in enumerate((1, 2, 4)):
+        for layer in range(len(layers)):
+            figures = layers.figures(layer, size)
+            assert known.seconds[place, layer, layer + 1] == pytest.approx(figures.forward_s + figures.backward_s)
+    assert (known.seconds[2] == estimated.seconds[2]).all(), "what was planned stays as it was"
