@@ -290,7 +290,7 @@ class LayerCosts:
         ways = self._ways(count, devices)
         planned = {m: figures for m, figures in planned.items() if self._ways(m, devices) >= ways}
         if planned:
-            return _carry_over(planned, count, share=self._share(layer))
+            return _carry_over(planned, count, latency_s=self._latency_s(layer, devices))
         if self.has_common and not self._is_common(layer):
             return self._scale_with_common(count, layer, devices)
         smaller = {size for m in self._layers for size in self._planned_on(m, layer) if size < devices}
@@ -337,27 +337,29 @@ class LayerCosts:
         """The number of devices among which the examples of a microbatch can be divided evenly."""
         return math.gcd(max(1, self._examples // count), devices)
 
-    def _share(self, layer: int) -> np.ndarray | float:
-        """The part of a layer's (forward, backward) seconds that is latency, from submeshes planned under several counts."""
-        shares = []
+    def _latency_s(self, layer: int, devices: int) -> np.ndarray | float:
+        """The latency in a layer's (forward, backward) seconds, on the nearest number of devices with several planned counts."""
         planned_on = {m: self._planned_on(m, layer) for m in self._layers}
-        for devices in set[int]().union(*planned_on.values()):
-            counts = [m for m, sizes in planned_on.items() if devices in sizes]
-            known = {m: f for m in counts if (f := self._layers[m].figures(layer, devices)) is not None}
-            if len(known) > 1:
-                share = latency_share({m: _task_seconds(f) for m, f in known.items()}, next(iter(known)))
-                shares += [] if share is None else [share]
-        return np.asarray(np.mean(shares, axis=0)) if shares else 0.0
+        sizes = set[int]().union(*planned_on.values())
+        for size in sorted(sizes, key=lambda one: (abs(math.log(one / devices)), one)):
+            counts = [m for m, own in planned_on.items() if size in own]
+            known = {m: _task_seconds(f) for m in counts if (f := self._layers[m].figures(layer, size)) is not None}
+            first = next(iter(known), 0)
+            if known and (share := latency_share(known, first)) is not None:
+                return np.asarray(share * known[first])
+        return 0.0
 
 
 def _task_seconds(figures: LayerFigures) -> np.ndarray:
     return np.array([figures.forward_s, figures.backward_s])
 
 
-def _carry_over(planned: Mapping[int, LayerFigures], count: int, *, share: np.ndarray | float) -> LayerFigures:
+def _carry_over(planned: Mapping[int, LayerFigures], count: int, *, latency_s: np.ndarray | float) -> LayerFigures:
     """Figures under another number of microbatches: seconds by their latency, what a microbatch keeps by its size."""
     nearest = min(planned, key=lambda m: abs(math.log(m / count)))
     near, smaller = planned[nearest], nearest / count
+    own_s = _task_seconds(near)
+    share = np.minimum(np.divide(latency_s, own_s, out=np.zeros_like(own_s), where=own_s > 0), 1.0)
     forward_s, backward_s = seconds_at({m: _task_seconds(f) for m, f in planned.items()}, count, share=share)
     return dataclasses.replace(
         near,

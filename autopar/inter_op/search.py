@@ -212,18 +212,19 @@ class _StageSearch:
     def _end(self, choices: Mapping[Timetable, StageChoice]) -> Found | NotFaster:
         """The best of what is known when the budget is over.
 
-        Stages on submeshes whose layers are only estimated count as slower, and those of planned layers alone are chosen as well.
+        Stages on submeshes whose layers are only estimated count as slower. Those of planned layers alone are chosen as well, in
+        the timetables that promise most, whether or not they are up to date.
         One stage that is only estimated is the last resort: to plan it takes as long as all stages, and there is no time left.
         """
         ended = {way: (choice, self._hoped_s(way, choice)) for way, choice in choices.items()}
         doubtful = {way for way, choice in choices.items() if self._is_doubtful(way, choice)}
-        planned_ways = sorted(
-            (way for way in ended if way.microbatches in self.costs.counts), key=lambda w: ended[w][1]
-        )
-        for way in planned_ways[: self.tuning.ways_at_once]:
+        last = Budget(seconds=self.tuning.last_look_s)
+        hoped_s = {way: self.stages.promised_s(way) for way in self.stages.ways} | {w: s for w, (_, s) in ended.items()}
+        for way in sorted(hoped_s, key=lambda one: hoped_s[one])[: self.tuning.ways_at_once]:
             below_s = min((seconds for one, (_, seconds) in ended.items() if one not in doubtful), default=math.inf)
-            planned = self.stages.solve_planned(way, below_s)
-            if isinstance(planned, StageChoice) and (way in doubtful or planned.step_s < ended[way][1]):
+            planned = self.stages.solve_planned(way, below_s, last)
+            is_first = way in doubtful or way not in ended
+            if isinstance(planned, StageChoice) and (is_first or planned.step_s < ended[way][1]):
                 ended[way] = (planned, planned.step_s)
                 doubtful.discard(way)
         best = min(ended.keys() - doubtful or ended, key=lambda way: ended[way][1])

@@ -108,3 +108,24 @@ def test_other_layers_are_planned_where_they_are_asked_for_and_change_like_the_o
             figures = layers.figures(layer, size)
             assert known.seconds[place, layer, layer + 1] == pytest.approx(figures.forward_s + figures.backward_s)
     assert (known.seconds[2] == estimated.seconds[2]).all(), "what was planned stays as it was"
+
+
+def test_latency_is_carried_over_from_other_devices_in_seconds():
+    """On one device a layer takes longer than on four. Its latency takes no longer, so that it is a smaller share."""
+    options = [(1, 1), (1, 4)]
+    weights, x = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * LAYERS, jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    traced = traced_step(weights, x)
+    loops = {count: make_time_loop(traced, count) for count in (4, 2)}
+    costs = LayerCosts(loops.__getitem__, 4, request_on(preset("p3.16xlarge")), options)
+    assert costs.plan_more(2, [(1, 4)])
+    seconds = costs.table(2, options).seconds
+    common = costs.of(4).common
+    four, two = (costs.of(count).figures(common, 4) for count in (4, 2))
+    one = costs.of(4).figures(common, 1)
+    expected = 0.0
+    for name in ("forward_s", "backward_s"):
+        latency_s = min(max((4 * getattr(four, name) - 2 * getattr(two, name)) / 2, 0.0), getattr(four, name))
+        own_s = getattr(one, name)
+        share = min(latency_s / own_s, 1.0)
+        expected += own_s * (share + (1 - share) * 4 / 2)
+    assert seconds[0, common, common + 1] == pytest.approx(expected)
