@@ -20,14 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from autopar.errors import ArgumentError, UnsupportedProgramError
-from autopar.inter_op.dynamic_program.layer_figures import (
-    CostCase,
-    LayerFigures,
-    in_flight_bytes,
-    largest,
-    sums,
-    working_bytes,
-)
 from autopar.inter_op.dynamic_program.problem import CostTable
 from autopar.inter_op.dynamic_program.submeshes import Submesh
 from autopar.inter_op.plan_stage import Planner, plan_program
@@ -40,6 +32,14 @@ from autopar.microbatches.counts import microbatch_counts
 from autopar.microbatches.loop import TimeLoop
 from autopar.stages.chain import forward_chain
 from autopar.stages.layers import find_layers
+from autopar.stages.tasks.layer_figures import (
+    CostCase,
+    LayerFigures,
+    in_flight_bytes,
+    largest,
+    sums,
+    working_bytes,
+)
 
 _COSTS = dataclasses.fields(CostTable)
 

@@ -21,7 +21,6 @@ from autopar.compat import Var
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import AutoparError, OutOfMemoryError
 from autopar.forked_jobs import run_side_by_side
-from autopar.inter_op.dynamic_program.layer_figures import LayerFigures
 from autopar.inter_op.dynamic_program.problem import ChosenStage
 from autopar.inter_op.dynamic_program.submeshes import machine_shape, size_of
 from autopar.inter_op.plan_stage import Planner, plan_program
@@ -36,6 +35,7 @@ from autopar.program.program import Program
 from autopar.progress import enter
 from autopar.stages.cut import cut_stages
 from autopar.stages.identical import find_identical
+from autopar.stages.tasks.layer_figures import LayerFigures
 from autopar.stages.tasks.stage_program import StageProgram, program_of_stage
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from autopar.inter_op.dynamic_program.layer_figures import CostCase, LayerFigures, in_flight_bytes, working_bytes
 from autopar.intra_op.memory import tuning as memory_tuning
+from autopar.stages.tasks.layer_figures import CostCase, LayerFigures, in_flight_bytes, working_bytes
 
 MARGIN = memory_tuning.TUNING.temporaries_margin
 LAYERS = 4
