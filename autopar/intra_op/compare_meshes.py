@@ -165,7 +165,7 @@ class MeshComparison:
         if not shared.work_s and shared.first is not None:
             alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
             devices = max(mesh.size for mesh in request.meshes)
-            dispatch_s = request.cluster.dispatch_s(len(shared.first.inputs))
+            dispatch_s = request.cluster.dispatch_s(len(shared.first.inputs), devices=devices)
             shared.work_s = find_work(shared.first.program, alone).on_one_mesh_s(devices) + dispatch_s
         return shared.work_s
 
