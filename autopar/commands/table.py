@@ -1,6 +1,6 @@
 """The commands of `autopar`, a line for each.
 
-A new command is a file of its flags in `parsers/`, a file that does what it is for in the folder of its kin, and a line here.
+A new command is a file of its flags in `parsers/`, a file that does its work in the folder of its kin, and a line here.
 """
 
 from __future__ import annotations

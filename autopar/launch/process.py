@@ -149,9 +149,8 @@ class WorkerProcess:
         if self.ending is not None:
             return
         failed = self._failed
-        if (
-            failed is not None and code != 0
-        ):  # a signal that ends a process during its exit after an error is not the cause
+        # A signal that ends a process during its exit after an error is not the cause.
+        if failed is not None and code != 0:
             self.ending = self._end("exit", failed.at_s, status=max(code, 1), words=failed.words)
         elif code < 0:
             self.ending = self._end("signal", now_s, status=-code, words=self.last.words)

@@ -1,6 +1,6 @@
 """A piece of a leaf: a stack of layers that stages divide is held in pieces, and each of them is a leaf of its own.
 
-Its path says what it is of the whole, such as `state/w[0:2]`, or `state/w[:, 0:2]` along dimension 1. Plans hold that path. Only
+Its path ends in its range, as in `state/w[0:2]`, or `state/w[:, 0:2]` along dimension 1. Plans hold that path. Only
 this file writes it and reads it as data. What can go wrong: a key of the user's that ends in such brackets is taken for a piece.
 """
 

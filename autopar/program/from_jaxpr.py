@@ -192,7 +192,7 @@ class _ProgramBuilder:
         )
 
     def show_observed(self, results: list[Atom]) -> list[Atom]:
-        """The program's results, one of which waits until Python has been shown what it is to be shown."""
+        """Return the program's results. One of them waits until Python has seen the observed values."""
         for eqn, operands in self.observers:
             made, results = observe(eqn, operands, results)
             self.equations.append(made)

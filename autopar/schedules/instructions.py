@@ -54,7 +54,7 @@ class TaskSpec:
     Attributes:
         name: Unique among all specs.
         mesh: Where it runs.
-        kind: What it is to the schedule, or "prologue" or "epilogue" for what runs once.
+        kind: The kind of task in the schedule, or "prologue" or "epilogue" for a task that runs once.
         stage: The stage; in a prologue or epilogue it only serves messages.
         inputs: The slots that it reads, in the order of its arguments.
         outputs: The slots that it writes, in the order of its results.

@@ -1,4 +1,4 @@
-"""What a command is about: a train step with the shapes of its arguments, found by name, and what it is trained with.
+"""The subject of a command: a train step with the shapes of its arguments, found by name, and its training data.
 
 MODEL is a name in the registry, at the sizes that flags give, or `module:function`, which `own_step` calls. Shapes are all that
 planning needs: it touches no device.
@@ -31,7 +31,7 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trainee:
-    """A step with what it is trained with.
+    """A step with its first state and its batches.
 
     Attributes:
         subject: The step, and shapes.

@@ -1,7 +1,7 @@
-"""`doctor`: whether autopar and JAX work here, what devices there are, and how they are priced.
+"""`doctor`: checks whether autopar and JAX work here, and shows the devices and their prices.
 
-Out: a line for each thing that was looked at, which says what was found, and whether that is well. Nothing is changed. What can
-go wrong is what it is for: whatever a check raises is its line, and the exit status is 1.
+Out: a line for each check, with its finding and whether that is good. Nothing is changed. What can go wrong: a check raises. Its
+line then holds the error, and the exit status is 1.
 """
 
 from __future__ import annotations

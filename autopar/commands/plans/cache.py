@@ -79,7 +79,7 @@ def _clear(folder: CacheFolder, *, as_json: bool) -> None:
 
 
 def _describe(file: StoredFile) -> tuple[str, str]:
-    """How far was searched for a plan, and what it is for."""
+    """Describe how far the search for a plan went, and the step that the plan is for."""
     try:
         entry = unpack(file.path.read_bytes(), file.key)
     except (OSError, PlanError) as error:

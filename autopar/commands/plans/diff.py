@@ -31,7 +31,7 @@ _MOST_ROWS = 20
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """Something that differs: its name, and what it is in either plan, as text; empty where a plan has none."""
+    """A difference between two plans: its name, and its value in either plan as text; empty if a plan has none."""
 
     name: str
     before: str

@@ -38,10 +38,10 @@ class Contestant:
     """A step that is timed: from (state, batch) to (state, ...).
 
     Attributes:
-        name: What it is.
+        name: The name of the step.
         step: The step, compiled.
         state: The current state.
-        times_s: What its steps took.
+        times_s: The seconds of each of its steps.
     """
 
     name: str

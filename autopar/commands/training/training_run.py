@@ -93,7 +93,7 @@ class Training:
 
     @property
     def scale(self) -> Scale:
-        """What one step amounts to, whoever makes it."""
+        """The size of one step, however it is run."""
         tokens = self.trainee.tokens_per_batch
         if tokens is not None:
             return Scale(count=tokens, noun="tokens")

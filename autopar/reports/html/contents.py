@@ -57,7 +57,7 @@ class Section:
 
 
 def key_figures(plan: Plan | PipelinePlan) -> list[tuple[str, str, str]]:
-    """(name, figure, what it is a part of) of what a reader looks for first."""
+    """Return (name, figure, whole of which it is a part) of the figures that a reader looks for first."""
     figures, limit = figures_of(plan), plan.memory_limit_bytes
     of_limit = f"{percent_text(figures.peak_bytes, limit)} of {bytes_text(limit)}" if limit else "no limit"
     in_stages = isinstance(plan, PipelinePlan)

@@ -1,4 +1,4 @@
-"""Sizes of a transformer: what it is made of, its parameters and its FLOPs.
+"""Sizes of a transformer: its blocks, its parameters and its FLOPs.
 
 In: the sizes of a row. Out: the kinds of its blocks in order, parameters by block, FLOPs of a forward pass in the convention
 of the published tables (attention counted whole, no recomputation). Families differ in few ways: LLaMA has a gated
