@@ -25,6 +25,8 @@ LEFT_TO_XLA = {"cos", "round", "sin", "tan"}
 """What the library that comes with JAX 0.10 does not compute, though XLA has a name for it there."""
 BECOME_OTHERS = {"cosh", "exp2"}
 """What XLA writes as other operations, which the library computes."""
+REFUSED_ON_SOME_PROCESSORS = {"mulhi"}
+"""What XLA 0.10 takes for an operation of its library on some processors, and then cannot compile."""
 
 
 def temporary_bytes(fun, arguments):
@@ -62,7 +64,12 @@ def test_the_library_for_large_reductions_computes_what_leads_to_one(name):
     def reduce(*arguments):
         return jnp.sum(result_of(example, arguments))
 
-    has_buffer = temporary_bytes(reduce, arguments) >= LIBRARY_ELEMENTS
+    try:
+        has_buffer = temporary_bytes(reduce, arguments) >= LIBRARY_ELEMENTS
+    except jax.errors.JaxRuntimeError as error:
+        if name in REFUSED_ON_SOME_PROCESSORS and "Unsupported elementwise operation" in str(error):
+            return
+        raise
     if name not in LEFT_TO_XLA | BECOME_OTHERS:
         assert (name in JOINING_LIBRARY) != has_buffer
 
