@@ -75,8 +75,8 @@ class Values:
 
     def add_var(self, var: Var, layout: Layout, maker: Equation) -> Held:
         """A new value for a variable that an equation makes."""
-        what = "reused value" if maker.primitive is fan_out_p else maker.primitive.name
-        name = f"{what} {tuple(var.aval.shape)}"
+        shape = tuple(var.aval.shape)
+        name = f"reused value {shape}" if maker.primitive is fan_out_p else f"{maker.primitive.name} {shape}"
         return Held(self.add_shard(var.aval, layout, self.key(var), name, module_path(maker)), layout)
 
     def key(self, var: Var) -> tuple[int, int, bool] | None:
