@@ -4,8 +4,7 @@ In: a traced step, a request, what is known from other ways to run the step (`Sh
 mesh, or `Beaten`. Meshes are looked at one after the other, or by several processes side by side, those of fewest axes first.
 Each is left as soon as its bound says that it cannot beat the best plan so far, of this way or another. A mesh of three axes or
 more is only looked at if what it may gain repays the search, and, in a large program, if one of two axes is the best so far. What
-can go wrong: nothing fits the memory; the error names the largest tensors and the ways out. The time may be over; the plan says
-which meshes were not compared.
+can go wrong: nothing fits the memory; the error names the largest tensors and the ways out. The clock ends it; the plan says so.
 """
 
 from __future__ import annotations
@@ -164,9 +163,8 @@ class MeshComparison:
         shared, request = self.shared, self.request
         if not shared.work_s and shared.first is not None:
             alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
-            devices = max(mesh.size for mesh in request.meshes)
-            dispatch_s = request.cluster.dispatch_s(len(shared.first.inputs), devices=devices)
-            shared.work_s = find_work(shared.first.program, alone).on_one_mesh_s(devices) + dispatch_s
+            largest = max(request.meshes, key=lambda mesh: mesh.size)
+            shared.work_s = find_work(shared.first.program, alone).on_one_mesh_s(largest.size) + self._call_s(largest)
         return shared.work_s
 
     def _is_too_late(self, meshes: Sequence[LogicalMesh]) -> bool:
