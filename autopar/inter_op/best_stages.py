@@ -184,12 +184,18 @@ class BestStages:
         problem = self._rules.problem(way, self.table(way))
         return self._choose(problem, below_s, num_stages=num_stages)
 
-    def solve_planned(self, way: Timetable, below_s: float, budget: Budget) -> Outcome:
-        """The choice, within a budget of its own, among submeshes on which layers are planned: an estimate need not come true."""
+    def solve_planned(
+        self, way: Timetable, below_s: float, budget: Budget, *, submeshes: tuple[Submesh, ...] | None = None
+    ) -> Outcome:
+        """The choice, within a budget of its own, among submeshes on which layers are planned: an estimate need not come true.
+
+        `submeshes`: those of all meshes, if they are given.
+        """
         table, rules = self.table(way), self._rules
         is_known = [self._costs.is_planned(way.microbatches, one) for one in rules.options] * len(rules.shares)
         seconds = np.where(np.array(is_known)[:, None, None], table.seconds, np.inf)
-        return self._choose(rules.problem(way, dataclasses.replace(table, seconds=seconds)), below_s, budget=budget)
+        problem = rules.problem(way, dataclasses.replace(table, seconds=seconds))
+        return self._choose(problem, below_s, budget=budget, submeshes=submeshes)
 
     def promised_s(self, way: Timetable) -> float:
         """What a step takes in a timetable, or at least takes, by the costs when it was solved; 0 if it never was."""
@@ -239,9 +245,16 @@ class BestStages:
         return outcome, time.perf_counter() - started
 
     def _choose(
-        self, problem: StageProblem, below_s: float, *, num_stages: int | None = None, budget: Budget | None = None
+        self,
+        problem: StageProblem,
+        below_s: float,
+        *,
+        num_stages: int | None = None,
+        submeshes: tuple[Submesh, ...] | None = None,
+        budget: Budget | None = None,
     ) -> Outcome:
-        manual, tolerance = Manual(num_stages=num_stages or self._rules.num_stages), self._tuning.tolerance
+        manual = Manual(num_stages=num_stages or self._rules.num_stages, submeshes=submeshes)
+        tolerance = self._tuning.tolerance
         own = budget or self._budget
         try:
             return choose_faster_stages(problem, below_s, manual=manual, tolerance=tolerance, budget=own)

@@ -228,11 +228,25 @@ class _StageSearch:
                 ended[way] = (planned, planned.step_s)
                 doubtful.discard(way)
         best = min(ended.keys() - doubtful or ended, key=lambda way: ended[way][1])
-        choice, _ = ended[best]
+        choice = self._even_out(best, ended[best][0], last)
+        ended[best] = choice, choice.step_s
         self.costs.cut(best.microbatches)
         is_faster = choice.step_s < self.beat_s
         known = {way: choice for way, (choice, _) in ended.items()}
         return self._describe(best, known) if is_faster else NotFaster(self._compare(known))
+
+    def _even_out(self, way: Timetable, choice: StageChoice, budget: Budget) -> StageChoice:
+        """Stages on equal submeshes, if they may be as fast: equal stages are planned as wholes once, unlike ones take long."""
+        if len({stage.submesh for stage in choice.stages}) == 1 or self.rules.parts:
+            return choice
+        devices, near_s = math.prod(self.rules.shape), (1 + self.tuning.worth) * choice.step_s
+        even: list[StageChoice] = []
+        for submesh in self.rules.options:
+            count, rest = divmod(devices, size_of(submesh))
+            if count > 1 and not rest and self.costs.is_planned(way.microbatches, submesh):
+                found = self.stages.solve_planned(way, near_s, budget, submeshes=(submesh,) * count)
+                even += [found] if isinstance(found, StageChoice) and found.step_s <= near_s else []
+        return min(even, key=lambda one: one.step_s, default=choice)
 
     def _is_doubtful(self, way: Timetable, choice: StageChoice) -> bool:
         """Whether it is one stage, of layers that are not planned on its devices."""
