@@ -76,8 +76,6 @@ class Cluster:
         all_reduce_latency: The part of its latency that one of many all-reduces pays where the compiler merges them.
         call_s: Seconds of a call of a compiled step on the host.
         call_s_per_array: Seconds that each array adds to a call, in and out.
-        call_s_per_device: Seconds that each device of the called mesh adds to a call.
-        call_s_per_shard: Seconds that each shard of an array adds to a call, in and out: an array has one on each device.
         shares_host: The devices compute on the cores of the host, as virtual ones do, so that a call takes their time. If not,
             the host calls tasks ahead of the devices.
         usd_per_device_hour: What a device costs, in US dollars per hour; None if unknown. No plan depends on it.
@@ -93,8 +91,6 @@ class Cluster:
     all_reduce_latency: float = 1.0
     call_s: float = 0.0
     call_s_per_array: float = 0.0
-    call_s_per_device: float = 0.0
-    call_s_per_shard: float = 0.0
     shares_host: bool = False
     usd_per_device_hour: float | None = dataclasses.field(default=None, repr=False, compare=False)
 
@@ -168,25 +164,16 @@ class Cluster:
             tiers=self.tiers,
         )
 
-    def dispatch_s(self, arrays: float, *, devices: int) -> float:
-        """Seconds of a call of a compiled step on so many devices with so many arrays, each of which comes back.
+    def dispatch_s(self, arrays: float) -> float:
+        """Seconds of a call of a compiled step with so many arrays, each of which comes back."""
+        return self.call_s + self.call_s_per_array * arrays
 
-        c + d c' + arrays (a + d a'): `call_s`, `call_s_per_device`, `call_s_per_array` and `call_s_per_shard`. The host starts
-        the program of each device and makes a buffer of each shard.
-        """
-        per_array_s = self.call_s_per_array + self.call_s_per_shard * devices
-        return self.call_s + self.call_s_per_device * devices + per_array_s * arrays
-
-    def without_calls(self) -> Cluster:
-        """The same where a call takes no time."""
-        return dataclasses.replace(self, call_s=0.0, call_s_per_array=0.0, call_s_per_device=0.0, call_s_per_shard=0.0)
-
-    def called_s(self, device_s: float, arrays: float, *, devices: int) -> float:
+    def called_s(self, device_s: float, arrays: float) -> float:
         """Seconds of one of many calls in a row: work of the devices that takes `device_s`, and the call of `arrays` on the host.
 
         The host calls ahead, so devices of their own only wait for it where their work is shorter than the call: they starve.
         """
-        call_s = self.dispatch_s(arrays, devices=devices)
+        call_s = self.dispatch_s(arrays)
         return device_s + call_s if self.shares_host else max(device_s, call_s)
 
     def of_kind(self, name: str) -> Cluster:

@@ -51,7 +51,7 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
         for number, stage in enumerate(staged.stages)
     )
     transfers = _list_transfers(staged, schedule, request)
-    seconds = [(stage.forward_s, stage.backward_in_s(schedule)) for stage in staged.stages]
+    seconds = [(stage.forward_s, stage.backward_s) for stage in staged.stages]
     work = time_stages(schedule, seconds)
     once_s = once_a_step_s([stage.once_s for stage in staged.stages], transfers)
     plan = PipelinePlan(
@@ -102,7 +102,7 @@ def _describe_stage(
         first_device=first_device,
         leaves=leaves,
         forward_s=stage.forward_s,
-        backward_s=stage.backward_in_s(in_flight.schedule),
+        backward_s=stage.backward_s,
         once_s=stage.once_s,
         microbatches_in_flight=in_flight.microbatches[number],
         peak_bytes=stage.peak_bytes,

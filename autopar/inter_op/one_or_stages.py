@@ -179,8 +179,7 @@ def _plan_mesh_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
             raise
         return found.pipeline
     cluster, together_s = comparison.request.cluster, repeated_s(one.assignment)
-    dispatch_s = cluster.dispatch_s(len(comparison.traced.inputs), devices=one.plan.num_devices)
-    moving_s = one.plan.compute_s - _computed_s(one.assignment) - dispatch_s
+    moving_s = one.plan.compute_s - _computed_s(one.assignment) - cluster.dispatch_s(len(comparison.traced.inputs))
     most = _most_microbatches(comparison.traced, comparison.wishes)
     equations = sum(1 for _ in comparison.traced.program.walk())
     if not stages_may_pay(one.plan, together_s + moving_s, most, equations, comparison.tuning):

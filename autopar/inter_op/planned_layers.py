@@ -237,7 +237,7 @@ class PlannedLayers:
         except OutOfMemoryError:
             return _TooLarge()
         # Its stage is called, with all layers at once.
-        cluster = request.cluster.without_calls()
+        cluster = dataclasses.replace(request.cluster, call_s=0.0, call_s_per_array=0.0)
         return _PlannedLayer.of(price_stage(program, planned.plan, planned.assignment, cluster=cluster))
 
     def _try_key(self, key: _Key) -> _PlannedLayer | _TooLarge | _Failed:

@@ -25,7 +25,6 @@ from autopar.program.program import Equation
 from autopar.program.step import TracedStep
 from autopar.program.task_name import TaskName
 from autopar.schedules.in_flight import InFlight
-from autopar.schedules.tasks import Schedule
 from autopar.stages.segments import StageCut
 from autopar.stages.split_scans import SplitStep
 from autopar.stages.tasks.stage_memory import StageMemory, stage_memory
@@ -36,7 +35,6 @@ from autopar.stages.tasks.stage_program import StageProgram
 class StagedStage:
     """A planned stage. Seconds are per microbatch for forward and backward, per step for the rest.
 
-    `split_backward_s`: of a backward that a schedule splits, which is two calls.
     `assign`: makes the assignment that the plan describes, when it is first asked for. Only what runs the stage asks.
     `node_kind`: the name of its kind of node in a mixed cluster.
     """
@@ -46,15 +44,10 @@ class StagedStage:
     assign: Callable[[], Assignment]
     forward_s: float
     backward_s: float
-    split_backward_s: float
     once_s: float
     memory: StageMemory
     peak_bytes: int
     node_kind: str = ""
-
-    def backward_in_s(self, schedule: Schedule) -> float:
-        """Seconds of the backward of a microbatch under a schedule."""
-        return self.split_backward_s if "weight_gradient" in schedule.kinds else self.backward_s
 
     @functools.cached_property
     def assignment(self) -> Assignment:
@@ -93,8 +86,8 @@ def price_stage(
 ) -> StagedStage:
     """What a planned stage takes: the seconds of its tasks, its memory with as many microbatches as are in flight.
 
-    Each task is a call of a compiled program, with the arrays that its segment reads and writes. Of a backward that a schedule
-    splits, either call has half of the work and of the arrays; what one hands to the other is not counted.
+    Each task is a call of a compiled program, with the arrays that its segment reads and writes. A backward that a schedule
+    splits is counted as one.
     """
     seconds = task_seconds(program.step, assignment, cluster.overlap)
     m = program.cut.loop.plan.microbatches
@@ -102,22 +95,19 @@ def price_stage(
     backward_s = sum(s for task, s in seconds.items() if task is not None and task.kind == "backward") / m
     once_s = sum(seconds.values()) - m * (forward_s + backward_s)
     arrays = arrays_of_calls(program)
-
-    def called_s(kind: str, work_s: float, calls: int = 1) -> float:
-        if kind not in arrays:
-            return work_s
-        return calls * cluster.called_s(work_s / calls, arrays[kind] / calls, devices=plan.num_devices)
-
+    forward_s, backward_s, once_s = (
+        cluster.called_s(work_s, arrays[kind]) if kind in arrays else work_s
+        for kind, work_s in (("forward", forward_s), ("backward", backward_s), ("update", once_s))
+    )
     memory = stage_memory(program, plan, assignment)
     peak_bytes = memory.peak_bytes if in_flight is None else memory.with_in_flight(in_flight)
     return StagedStage(
         program=program,
         plan=plan,
         assign=lambda: assignment,
-        forward_s=called_s("forward", forward_s),
-        backward_s=called_s("backward", backward_s),
-        split_backward_s=called_s("backward", backward_s, calls=2),
-        once_s=called_s("update", once_s),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        once_s=once_s,
         memory=memory,
         peak_bytes=peak_bytes,
     )

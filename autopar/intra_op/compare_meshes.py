@@ -164,7 +164,7 @@ class MeshComparison:
         if not shared.work_s and shared.first is not None:
             alone = request.catalogues.of(LogicalMesh.of((1,)), request.cluster, request.options)
             largest = max(request.meshes, key=lambda mesh: mesh.size)
-            shared.work_s = find_work(shared.first.program, alone).on_one_mesh_s(largest.size) + self._call_s(largest)
+            shared.work_s = find_work(shared.first.program, alone).on_one_mesh_s(largest.size) + self._call_s()
         return shared.work_s
 
     def _is_too_late(self, meshes: Sequence[LogicalMesh]) -> bool:
@@ -181,11 +181,11 @@ class MeshComparison:
         return self.shared.has_other_ways and bool(self.failures) and self.shared.excess > self.request.tuning.far
 
     def _bound_s(self, mesh: LogicalMesh) -> float:
-        return max(self.shared.at_least_s.get(mesh, 0.0), self.shared.evenly_divided_s) + self._call_s(mesh)
+        return max(self.shared.at_least_s.get(mesh, 0.0), self.shared.evenly_divided_s) + self._call_s()
 
-    def _call_s(self, mesh: LogicalMesh) -> float:
-        """Seconds that every step on a mesh takes to be called, which the objective leaves out."""
-        return self.request.cluster.dispatch_s(len(self.traced.inputs), devices=mesh.size)
+    def _call_s(self) -> float:
+        """Seconds that every step takes to be called, which the objective leaves out."""
+        return self.request.cluster.dispatch_s(len(self.traced.inputs))
 
     def _may_win(self, mesh: LogicalMesh) -> bool:
         """Whether to look at a mesh at all; notes it as a candidate if not."""
@@ -294,7 +294,7 @@ class MeshComparison:
         at_least_s, least_s = shared.at_least_s.get(mesh, 0.0), 0.0
         if shared.is_bounded and math.isfinite(shared.best_s):
             at_least_s, least_s = self._bound(search, at_least_s)
-        bound_s = max(at_least_s, evenly_divided_s) + self._call_s(mesh)
+        bound_s = max(at_least_s, evenly_divided_s) + self._call_s()
         is_beaten, most_work = bound_s >= (1 - self.worth) * shared.best_s, math.inf
         if self._is_optional(mesh) and math.isfinite(shared.best_s):
             search_s = request.tuning.search_s_per_equation * self.equations - request.tuning.quick_s
@@ -302,7 +302,7 @@ class MeshComparison:
             is_small_gain = self.is_large and gain_s < request.tuning.least_gain * shared.best_s
             is_beaten = is_beaten or is_small_gain or not self._repays(gain_s, search_s)
             most_work = (request.tuning.quick_s + request.tuning.repaid_in_steps * gain_s) / SECONDS_PER_UNIT
-        outcome = None if is_beaten else search.plan(shared.best_s - self._call_s(mesh), most_work=most_work)
+        outcome = None if is_beaten else search.plan(shared.best_s - self._call_s(), most_work=most_work)
         if isinstance(outcome, PlannedStep):
             self._has_plan.lift()
             self._is_planned_here = True

@@ -52,7 +52,7 @@ def describe_plan(
     within, waited_s = exchanges_of(graph, choice.numbers)
     collectives += within
     compute_s = float(sum(n.choices.seconds[p] * n.trips for n, p in zip(graph.nodes, choice.numbers, strict=True)))
-    compute_s += local_s - waited_s + cluster.dispatch_s(len(traced.inputs), devices=mesh.size)
+    compute_s += local_s - waited_s + cluster.dispatch_s(len(traced.inputs))
     comm_s = sum(item.count * item.predicted_s for item in collectives)
     named = name_strategies(assignment)
     peak, tensors = memory.peak(choice.numbers, copy_span=assignment.copy_span)

@@ -93,7 +93,7 @@ class MeshSearch:
         `at_least_s` and `bound_s` bound the objective, which pays for a change of layout once per reader; a step pays once.
         """
         request, catalogues = self.request, self.request.catalogues
-        constant_s = request.cluster.dispatch_s(len(self.traced.inputs), devices=self.mesh.size)
+        constant_s = request.cluster.dispatch_s(len(self.traced.inputs))
         request.budget.require_time()
         costs = least_costs(self.graph, catalogues.of(self.mesh, request.cluster, request.options))
         if costs is None:

@@ -86,8 +86,7 @@ def _one_mesh(plan: Plan, cluster: Cluster, before: Cluster) -> RepricedPlan:
     kinds = tuple(_of_kind(kind, plan, costs) for kind in dict.fromkeys(item.kind for item in plan.collectives))
     # What is local in a change of layout, a slice or a mask, counts as compute.
     planned_compute_s = plan.step_s + plan.hidden_s - sum(kind.planned_s for kind in kinds)
-    called_s, call_s = (one.dispatch_s(len(plan.inputs), devices=plan.num_devices) for one in (before, cluster))
-    compute_s = max(0.0, planned_compute_s - called_s) * scale + call_s
+    compute_s = planned_compute_s * scale
     hidden_s = sum(item.hidden_s for item in communication_of(plan, cluster, compute_s=compute_s))
     hidden_s += _hidden_within_s(plan, costs)
     return RepricedPlan(

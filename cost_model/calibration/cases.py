@@ -43,7 +43,7 @@ class Case:
         kind: What is done.
         sizes: m, n, k of a "product"; examples, positions, heads and width of "reordered" products; rows and columns of a
             "transposed" copy; bytes of "pointwise" and "random" work; ranks and bytes of a collective; the number of small
-            operations of an "operation" case; devices and arrays of a "dispatch".
+            operations of an "operation" case; arrays of a "dispatch".
         dtype: The number format.
     """
 
@@ -78,8 +78,8 @@ def cases_for(platform: str, devices: int) -> tuple[Case, ...]:
     lengths = (2**12, 2**16, 2**20, 2**23) if on_cpu else (2**16, 2**22, 2**26, 2**29)
     cases += [Case("pointwise", (length,)) for length in lengths]
     cases += [Case("operation", (TUNING.chains * TUNING.chain_length,))]
+    cases += [Case("dispatch", (arrays,)) for arrays in (1, 100)]
     groups = [n for n in range(2, devices + 1) if devices % n == 0 and (n & (n - 1) == 0 or n == devices)]
-    cases += [Case("dispatch", (n, arrays)) for n in (1, *groups) for arrays in (1, 25, 100)]
     payloads = (2**10, 2**16, 2**20, 2**22) if on_cpu else (2**12, 2**20, 2**26)
     cases += [Case(kind, (n, size)) for kind in COLLECTIVES for n in groups for size in payloads]
     return tuple(cases)

@@ -10,7 +10,7 @@ a `Cluster`, and how far each kind of sample lies from what the cluster says of 
     operation    launch, of operations that do next to nothing                  launch
     pointwise    bytes that the equations of a fused chain write / bandwidth    bandwidth
     collective   a + a1 n + (b + b1 n) x bytes each rank sends                  a, a1, b, b1 for each kind
-    dispatch     c + c1 d + (a + a1 d) x arrays, on d devices                   c, c1, a, a1
+    dispatch     c + c1 x arrays                                                c, c1
 
 The bandwidth is that of equations, not of copies: the planner prices each equation of a chain by what it writes, fused or not,
 and a chain as training steps have it (exponentials, divisions) takes longer than its traffic. `slow_down` then makes up for
@@ -68,8 +68,7 @@ def fit_cluster(samples: Sequence[Sample], preset: Cluster, devices: MeasuredDev
     errors: dict[str, float] = {}
     device = _fit_device(by_kind, devices, errors)
     device = _fit_copies(by_kind, device, errors)
-    calls, errors["dispatch"] = fit_calls(by_kind["dispatch"])
-    call_s, call_s_per_array, call_s_per_device, call_s_per_shard = calls
+    call_s, call_s_per_array, errors["dispatch"] = fit_calls(by_kind["dispatch"])
     measured: dict[str, MeasuredCollective] = {}
     for kind in COLLECTIVES:
         if kind in by_kind:
@@ -83,8 +82,6 @@ def fit_cluster(samples: Sequence[Sample], preset: Cluster, devices: MeasuredDev
         tiers=(dataclasses.replace(first, measured=measured if holds_all else {}), *preset.tiers[1:]),
         call_s=call_s,
         call_s_per_array=call_s_per_array,
-        call_s_per_device=call_s_per_device,
-        call_s_per_shard=call_s_per_shard,
     )
     return Calibrated(cluster, errors)
 

@@ -65,12 +65,11 @@ def fit_beside(samples: Sequence[Sample], known: Sequence[tuple[float, float]]) 
     return s_per_byte, statistics.fmean(errors)
 
 
-def fit_calls(samples: Sequence[Sample]) -> tuple[tuple[float, float, float, float], float]:
-    """(seconds of a call, of each array, of each device, of each array on each device; error)."""
-    sizes = [tuple(map(float, sample.case.sizes)) for sample in samples]
-    rows = [(1.0, arrays, devices, arrays * devices) for devices, arrays in sizes]
-    (call_s, per_array_s, per_device_s, per_shard_s), error = nonnegative_fit(rows, [s.seconds for s in samples])
-    return (call_s, per_array_s, per_device_s, per_shard_s), error
+def fit_calls(samples: Sequence[Sample]) -> tuple[float, float, float]:
+    """(seconds of a call, seconds of each array, error)."""
+    rows = [(1.0, float(sample.case.sizes[0])) for sample in samples]
+    (call_s, per_array_s), error = nonnegative_fit(rows, [s.seconds for s in samples])
+    return call_s, per_array_s, error
 
 
 def fit_collective(kind: Collective, samples: Sequence[Sample]) -> tuple[MeasuredCollective, float]:

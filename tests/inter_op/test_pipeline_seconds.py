@@ -82,27 +82,3 @@ def test_a_call_pays_for_the_arrays_that_come_and_go():
         assert stage.backward_s >= stage.forward_s / 2
         assert 2 * stage.forward_s == pytest.approx(round(2 * stage.forward_s), abs=0.01)
         assert stage.once_s >= weights
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_call_of_a_stage_pays_for_its_devices_and_a_split_backward_is_two_calls(devices):
-    """A second for each device of a call is more than a stage's work, which is microseconds."""
-    cluster = dataclasses.replace(machine(1), call_s_per_device=1.0, shares_host=True)
-    known = STAGES | {"mesh_shape": (devices,), "devices": 2 * devices}
-    for schedule, backwards in (("1f1b", 1), ("zb-h1", 2)):
-        plan = planned(**known, schedule=schedule, cluster=cluster)
-        for stage in plan.stages:
-            found = (stage.forward_s, stage.backward_s, stage.once_s)
-            assert found == pytest.approx((devices, backwards * devices, devices), rel=1e-2)
-        assert predict_step_s(plan) == pytest.approx(plan.step_s, rel=1e-12)
-
-
-def test_a_shard_of_an_array_is_paid_for_on_each_device():
-    """With the same layouts, twice the devices have twice the shards."""
-    cluster = dataclasses.replace(machine(1), call_s_per_shard=1.0, shares_host=True)
-    one, two = (
-        planned(**STAGES | {"mesh_shape": (n,), "devices": 2 * n}, schedule="1f1b", cluster=cluster) for n in (1, 2)
-    )
-    for of_one, of_two in zip(one.stages, two.stages, strict=True):
-        for name in ("forward_s", "backward_s", "once_s"):
-            assert getattr(of_two, name) == pytest.approx(2 * getattr(of_one, name), rel=1e-2), name

@@ -60,17 +60,7 @@ def make_table(found: Calibrated, samples: Sequence[Sample]) -> Table:
     row("transposed copies", f"{device.transpose_s_per_byte * 1e9:.2f} ns a byte", "transposed")
     row("random bits", f"{device.random_s_per_byte * 1e9:.2f} ns a byte", "random")
     table.add_row("launch of an operation", f"{device.launch_s * 1e6:.1f} us")
-    call_s = [
-        f"{seconds * 1e6:.1f} us{each}"
-        for seconds, each in (
-            (cluster.call_s, ""),
-            (cluster.call_s_per_device, " a device"),
-            (cluster.call_s_per_array, " an array"),
-            (cluster.call_s_per_shard, " an array on a device"),
-        )
-        if seconds
-    ]
-    row("calls", " + ".join(call_s) or "0 us", "dispatch")
+    row("calls", f"{cluster.call_s * 1e6:.0f} us + {cluster.call_s_per_array * 1e6:.1f} us an array", "dispatch")
     for kind, figures in cluster.tiers[0].measured.items():
         latency = f"{figures.latency_s * 1e6:.0f} + {figures.latency_s_per_rank * 1e6:.1f} n us"
         per_byte = f"{figures.s_per_byte * 1e9:.3f} + {figures.s_per_byte_per_rank * 1e9:.4f} n ns a byte"

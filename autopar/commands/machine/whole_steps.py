@@ -99,7 +99,7 @@ def _plan_step(name: str, sizes: Mapping[str, int], *, cluster: Cluster, devices
     batch = next(model.data(0))
     plan = step.plan(state, batch)
     assert isinstance(plan, Plan)
-    beside_s = plan.comm_s + cluster.dispatch_s(len(plan.inputs), devices=plan.num_devices)
+    beside_s = plan.comm_s + cluster.dispatch_s(len(plan.inputs))
     return WholeStep(
         name=name, step=step, state=state, batch=batch, computed_s=plan.step_s - beside_s, beside_s=beside_s
     )

@@ -72,8 +72,7 @@ def true_seconds(case: Case) -> float:
         case "operation":
             return 2e-6 * case.sizes[0]
         case "dispatch":
-            devices, arrays = case.sizes
-            return 50e-6 + 6e-6 * devices + (4e-6 + 2e-6 * devices) * arrays
+            return 50e-6 + 4e-6 * case.sizes[0]
     a, a1, b, b1 = PER_KIND[case.kind]
     n, size = case.sizes
     factor = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}.get(case.kind, (n - 1) / n)
@@ -95,9 +94,7 @@ def test_the_fit_finds_the_device_that_made_the_measurements(found):
     assert device.reorder_s_per_byte == pytest.approx(0.7e-9, rel=1e-2)
     assert device.random_s_per_byte == pytest.approx(3e-9, rel=1e-6)
     assert device.transpose_s_per_byte == pytest.approx(2e-9, rel=1e-6)
-    cluster = found.cluster
-    assert (cluster.call_s, cluster.call_s_per_device) == pytest.approx((50e-6, 6e-6))
-    assert (cluster.call_s_per_array, cluster.call_s_per_shard) == pytest.approx((4e-6, 2e-6))
+    assert (found.cluster.call_s, found.cluster.call_s_per_array) == pytest.approx((50e-6, 4e-6))
     assert max(found.errors.values()) < 1e-3
 
 
