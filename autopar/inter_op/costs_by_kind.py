@@ -71,16 +71,6 @@ class CostsByKind:
             is_new |= one.plan_more(count, [s[:2] for s in submeshes if kind_of(s) == kind])
         return is_new
 
-    def plan_rest(self, count: int) -> bool:
-        """From now on, plan all layers wherever the one that repeats is planned; whether that is new for any kind."""
-        new = [one.plan_rest(count) for one in self._costs.values()]
-        return any(new)
-
-    def cut(self, count: int) -> bool:
-        """See that `of` knows the layers in this number of microbatches; whether the step can be cut into it."""
-        cuts = [one.cut(count) for one in self._costs.values()]
-        return all(cuts)
-
     def start_with(self, count: int) -> bool:
         """Plan layers in this number of microbatches at first instead, if the step can be cut into it; whether it can."""
         starts = [one.start_with(count) for one in self._costs.values()]

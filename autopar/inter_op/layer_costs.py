@@ -3,11 +3,9 @@
 In: a step, cut into numbers of microbatches as they are asked for, and the machine. Out: a `CostTable` for the dynamic
 program. The forward chain is clustered into layers (`stages/layers.py`), which are planned (`inter_op/planned_layers.py`),
 and a range of layers costs the sum of its layers. At first only the submeshes of one node are planned, or the smallest one,
-under one number of microbatches; `plan_more` adds to them. Where one layer repeats often, it is planned on a submesh first, and
-the others on the largest of the first submeshes alone, until they are asked for (`plan_more`, `plan_rest`). Everything else is
-estimated: a larger submesh costs what perfect division of a smaller one gives, the other layers change with the submesh as the
-one that repeats does, and `inter_op/timetables.py` carries figures over to another number of microbatches. What can go wrong: an
-estimate need not be a bound, so a caller that chooses by an estimate has that planned and chooses again.
+under one number of microbatches; `plan_more` adds to them. Everything else is estimated: a larger submesh costs what perfect
+division of a smaller one gives, and `inter_op/timetables.py` carries figures over to another number of microbatches. What can
+go wrong: an estimate need not be a bound, so a caller that chooses by an estimate has that planned and chooses again.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.inter_op.dynamic_program.problem import CostTable
 from autopar.inter_op.dynamic_program.submeshes import Submesh
 from autopar.inter_op.plan_stage import Planner, plan_program
-from autopar.inter_op.planned_layers import PlannedLayers
+from autopar.inter_op.planned_layers import LayerFigures, PlannedLayers
 from autopar.inter_op.timetables import latency_share, seconds_at
 from autopar.inter_op.tuning import TUNING, Tuning
 from autopar.intra_op.memory import tuning as memory_tuning
@@ -32,16 +30,81 @@ from autopar.microbatches.counts import microbatch_counts
 from autopar.microbatches.loop import TimeLoop
 from autopar.stages.chain import forward_chain
 from autopar.stages.layers import find_layers
-from autopar.stages.tasks.layer_figures import (
-    CostCase,
-    LayerFigures,
-    in_flight_bytes,
-    largest,
-    sums,
-    working_bytes,
-)
+from autopar.stages.tasks.stage_memory import split_in_flight
+
+
+def _sums(values: Sequence[float]) -> np.ndarray:
+    """[i, j]: the sum of values i to j - 1; 0 where there are none."""
+    before = np.concatenate([[0.0], np.cumsum(values)])
+    return np.triu(before[None, :] - before[:-1, None], 1)
+
+
+def _largest(values: Sequence[float]) -> np.ndarray:
+    """[i, j]: the largest of values i to j - 1."""
+    largest = np.zeros((len(values), len(values) + 1))
+    for i in range(len(values)):
+        largest[i, i + 1 :] = np.maximum.accumulate(values[i:])
+    return largest
+
+
+@dataclasses.dataclass(frozen=True)
+class _CostCase:
+    """How a step runs: the number of microbatches, what part of forward is done again, and whether backward is split in two."""
+
+    count: int
+    share: float
+    split: bool
+
 
 _COSTS = dataclasses.fields(CostTable)
+
+
+def _in_flight_bytes(figures: Sequence[LayerFigures], case: _CostCase, meshes: int) -> np.ndarray:
+    """[i, j]: what each microbatch in flight keeps of layers i to j - 1.
+
+    `meshes`: the most that there may be; as many microbatches or more fill the pipeline.
+    """
+    residual, late, cotangents = (
+        _sums([getattr(one, name) for one in figures])
+        for name in ("residual_bytes", "late_residual_bytes", "cotangent_bytes")
+    )
+    if not case.split:
+        kept, again = residual, 0.0
+    else:
+        kept = split_in_flight(residual - late, late, cotangents, is_full=case.count >= meshes)
+        again = late + cotangents
+    if not case.share:
+        return np.asarray(kept)
+    received = _received_bytes(figures)
+    return np.asarray(case.share * (received + again) + (1 - case.share) * np.maximum(kept, received))
+
+
+def _received_bytes(figures: Sequence[LayerFigures]) -> np.ndarray:
+    """[i, j]: what a microbatch keeps of layers i to j - 1 where backward does all of them again.
+
+    Each layer keeps what it received; or the first alone, and backward makes all results at once, where that is less.
+    """
+    first = np.array([one.received_bytes for one in figures])[:, None]
+    return np.where(_repeats_by_layers(figures), _sums([one.received_bytes for one in figures]), first)
+
+
+def _repeats_by_layers(figures: Sequence[LayerFigures]) -> np.ndarray:
+    """[i, j]: whether less is kept by as many microbatches as there are layers left if layers are done again one at a time."""
+    received, residual = [one.received_bytes for one in figures], [one.residual_bytes for one in figures]
+    in_flight = np.arange(len(figures), 0, -1)[:, None]
+    by_layers = in_flight * _sums(received) + _largest(residual)
+    return np.asarray(by_layers < in_flight * np.array(received)[:, None] + _sums(residual))
+
+
+def _working_bytes(figures: Sequence[LayerFigures], case: _CostCase) -> np.ndarray:
+    """[i, j]: what backward makes again of layers i to j - 1, with the margin for it and for what is kept of a microbatch."""
+    margin = memory_tuning.TUNING.temporaries_margin
+    residual = _sums([one.residual_bytes for one in figures])
+    if not case.share:
+        return np.asarray(residual / margin - residual)
+    kept = (1.0 - case.share) * residual
+    again = np.where(_repeats_by_layers(figures), _largest([one.residual_bytes for one in figures]), residual)
+    return np.asarray(np.minimum(kept + again, residual) / margin - kept)
 
 
 class LayerCosts:
@@ -77,8 +140,7 @@ class LayerCosts:
         sizes, per_node = {*map(math.prod, options)}, request.cluster.devices_per_node or math.inf
         at_first = {min(sizes)} if smallest_first else {size for size in sizes if size <= per_node}
         at_first |= {max(sizes)} if largest_too else set()
-        self._sizes = {count: {max(at_first)} if self.has_common else at_first}
-        self._usual_sizes = {count: at_first}
+        self._sizes = {count: at_first}
         self._tables: dict[tuple[int, tuple[float, ...], bool], CostTable] = {}
         self._known: dict[tuple[int, int, int], LayerFigures | None] = {}
         self._sent_once: dict[int, np.ndarray] = {}
@@ -91,13 +153,8 @@ class LayerCosts:
         return frozenset(self._layers)
 
     def is_planned(self, count: int, submesh: Submesh) -> bool:
-        """Whether layers, or the one that repeats, are planned on a submesh in a number of microbatches, not estimated.
-
-        Or in another number that divides its examples as well, from which their figures are carried over.
-        """
-        devices = math.prod(submesh)
-        known = [m for sizes in (self._sizes, self._usual_sizes) for m, own in sizes.items() if devices in own]
-        return any(self._ways(m, devices) >= self._ways(count, devices) for m in known)
+        """Whether layers are planned on a submesh in a number of microbatches; otherwise they are estimated there."""
+        return math.prod(submesh) in self._sizes.get(count, ())
 
     def of(self, count: int) -> PlannedLayers:
         """The layers under a number of microbatches that has been planned."""
@@ -106,47 +163,29 @@ class LayerCosts:
     def plan_more(self, count: int, submeshes: Sequence[Submesh]) -> bool:
         """From now on, plan layers on the smallest of these submeshes that is new, in `count` microbatches; whether there is one.
 
-        The estimate of a larger one is better then. The layer that repeats is planned on all of them before the others are.
+        The estimate of a larger one is better then.
         """
-        if not self.cut(count):
+        if count not in self._layers and not self._cut(count):
+            self.impossible.add(count)
             return True
-        asked = {math.prod(submesh) for submesh in submeshes}
-        ways = (self._usual_sizes, self._sizes) if self.has_common else (self._sizes,)
-        for sizes in ways:
-            known = sizes.setdefault(count, set())
-            if new := asked - known - self._sizes.get(count, set()):
-                known.add(min(new))
-                self._tables.clear()
-                self._known.clear()
-                return True
-        return False
-
-    def plan_rest(self, count: int) -> bool:
-        """From now on, plan all layers wherever the one that repeats is planned, in `count` microbatches; whether that is new."""
         known = self._sizes.setdefault(count, set())
-        new = self._usual_sizes.get(count, set()) - known
-        known |= new
-        if new:
-            self._tables.clear()
-            self._known.clear()
-        return bool(new)
-
-    def cut(self, count: int) -> bool:
-        """See that `of` knows the layers in this number of microbatches; whether the step can be cut into it."""
-        if count in self._layers or self._cut(count):
-            return True
-        self.impossible.add(count)
-        return False
+        new = {math.prod(submesh) for submesh in submeshes} - known
+        if not new:
+            return False
+        known.add(min(new))
+        self._tables.clear()
+        self._known.clear()
+        return True
 
     def start_with(self, count: int) -> bool:
         """Plan layers in this number of microbatches at first instead, if the step can be cut into it; whether it can."""
-        (first,) = self._layers
+        (first,) = self._sizes
         if count == first:
             return True
-        if not self.cut(count):
+        if not self._cut(count):
+            self.impossible.add(count)
             return False
-        for sizes in (self._sizes, self._usual_sizes):
-            sizes[count] = sizes.pop(first)
+        self._sizes[count] = self._sizes.pop(first)
         del self._layers[first]
         self._tables.clear()
         self._known.clear()
@@ -174,13 +213,9 @@ class LayerCosts:
         key = (count, tuple(shares), split)
         if key not in self._tables:
             all_sizes = {*map(math.prod, options)}
-            for planned, layers in self._layers.items():
-                usual, sizes = self._usual_sizes.get(planned, set()), self._sizes.get(planned, set())
-                if self.has_common:
-                    perhaps = min(all_sizes - usual - sizes, default=None)
-                    layers.plan(usual & all_sizes, perhaps=perhaps, common_alone=True)
-                layers.plan(sizes & all_sizes)
-            cases = [CostCase(count, share, split) for share in shares]
+            for planned, sizes in self._sizes.items():
+                self._layers[planned].plan(sizes & all_sizes, perhaps=min(all_sizes - sizes, default=None))
+            cases = [_CostCase(count, share, split) for share in shares]
             self._tables[key] = self._stack(cases, options)
         return self._tables[key]
 
@@ -189,11 +224,13 @@ class LayerCosts:
     ) -> CostTable:
         """As `table`, as if the layers that do not repeat cost nothing, and only the one that repeats were planned."""
         (layers,) = self._layers.values()
-        (sizes,) = self._usual_sizes.values()
+        (sizes,) = self._sizes.values()
         layers.plan(sizes, common_alone=True)
-        return self._stack([CostCase(count, share, split) for share in shares], options, common_alone=True)
+        return self._stack([_CostCase(count, share, split) for share in shares], options, common_alone=True)
 
-    def _stack(self, cases: Sequence[CostCase], options: Sequence[Submesh], *, common_alone: bool = False) -> CostTable:
+    def _stack(
+        self, cases: Sequence[_CostCase], options: Sequence[Submesh], *, common_alone: bool = False
+    ) -> CostTable:
         costs = [
             self._costs_on(math.prod(submesh), case, options, common_alone=common_alone)
             for case in cases
@@ -203,12 +240,11 @@ class LayerCosts:
 
     @property
     def has_common(self) -> bool:
-        """Whether one layer repeats often, the same in all numbers of microbatches."""
-        layers = self._layers.values()
-        return all(one.has_common for one in layers) and len({one.common for one in layers}) == 1
+        """Whether one layer repeats often."""
+        return all(layers.has_common for layers in self._layers.values())
 
     def _costs_on(
-        self, devices: int, case: CostCase, options: Sequence[Submesh], *, common_alone: bool = False
+        self, devices: int, case: _CostCase, options: Sequence[Submesh], *, common_alone: bool = False
     ) -> CostTable:
         """Arrays (first layer, end layer) of the costs on one submesh.
 
@@ -221,19 +257,19 @@ class LayerCosts:
             for layer in range(layers)
         ]
         figures = [one or LayerFigures() for one in found]
-        has_plan = (sums([float(one is None) for one in found]) == 0) & (sums([1.0] * layers) > 0)
+        has_plan = (_sums([float(one is None) for one in found]) == 0) & (_sums([1.0] * layers) > 0)
         forward_s, backward_s, once_s = (
-            sums([getattr(one, name) for one in figures]) for name in ("forward_s", "backward_s", "once_s")
+            _sums([getattr(one, name) for one in figures]) for name in ("forward_s", "backward_s", "once_s")
         )
-        passing = largest([one.passing_bytes for one in figures]) / memory_tuning.TUNING.temporaries_margin
-        first = working_bytes(figures, case)
+        passing = _largest([one.passing_bytes for one in figures]) / memory_tuning.TUNING.temporaries_margin
+        first = _working_bytes(figures, case)
         meshes = min(layers, self._devices // min(map(math.prod, options)))
         return CostTable(
             seconds=np.where(has_plan, (1.0 + case.share) * forward_s + backward_s, np.inf),
             once_s=np.where(has_plan, once_s + self._sent_once_s(devices), 0.0),
             transfer_s=np.where(has_plan, self._transfer_s(case.count, devices)[None, :], 0.0),
-            weight_bytes=np.where(has_plan, sums([one.kept_bytes for one in figures]) + passing + first, 0.0),
-            activation_bytes=np.where(has_plan, in_flight_bytes(figures, case, meshes), 0.0),
+            weight_bytes=np.where(has_plan, _sums([one.kept_bytes for one in figures]) + passing + first, 0.0),
+            activation_bytes=np.where(has_plan, _in_flight_bytes(figures, case, meshes), 0.0),
         )
 
     def _transfer_s(self, count: int, devices: int) -> np.ndarray:
@@ -261,10 +297,8 @@ class LayerCosts:
         """What a layer costs on these devices in this number of microbatches, planned or estimated; None if there is no plan.
 
         If other numbers of microbatches are planned, whose examples the devices divide as well, it is carried over from them.
-        If none is, a layer changes from the submesh that it is planned on as the one does that repeats often. Of that one, or
-        without one, work, state and all else of a smaller submesh are divided evenly among more devices, but for the time in
-        which it waits for communication: what devices send each other in a larger submesh is seldom less, and its links are no
-        better.
+        If none is, work, state and all else of a smaller submesh are divided evenly among more devices, but for the time in which
+        it waits for communication: what devices send each other in a larger submesh is seldom less, and its links are no better.
         """
         key = (count, self._kind(layer), devices)
         if key not in self._known:
@@ -279,9 +313,7 @@ class LayerCosts:
         return max(layers.first_alike(layer) for layers in self._layers.values())
 
     def _find_figures(self, count: int, layer: int, devices: int) -> LayerFigures | None:
-        known = {
-            m: self._layers[m].figures(layer, devices) for m in self._layers if devices in self._planned_on(m, layer)
-        }
+        known = {m: self._layers[m].figures(layer, devices) for m, sizes in self._sizes.items() if devices in sizes}
         if count in known:
             return known[count]
         planned = {m: figures for m, figures in known.items() if figures is not None}
@@ -290,10 +322,8 @@ class LayerCosts:
         ways = self._ways(count, devices)
         planned = {m: figures for m, figures in planned.items() if self._ways(m, devices) >= ways}
         if planned:
-            return _carry_over(planned, count, latency_s=self._latency_s(layer, devices))
-        if self.has_common and not self._is_common(layer):
-            return self._scale_with_common(count, layer, devices)
-        smaller = {size for m in self._layers for size in self._planned_on(m, layer) if size < devices}
+            return _carry_over(planned, count, share=self._share(layer))
+        smaller = {size for sizes in self._sizes.values() for size in sizes if size < devices}
         divided = [
             {name: size / devices * figure for name, figure in dataclasses.asdict(figures).items()}
             for size in smaller
@@ -304,30 +334,10 @@ class LayerCosts:
         slower = self._slowdown(count, layer, devices)
         return dataclasses.replace(found, forward_s=slower * found.forward_s, backward_s=slower * found.backward_s)
 
-    def _planned_on(self, count: int, layer: int) -> set[int]:
-        """Numbers of devices on which a layer is planned in a number of microbatches."""
-        usual = self._usual_sizes.get(count, set()) if self.has_common and self._is_common(layer) else set()
-        return usual | self._sizes.get(count, set())
-
-    def _scale_with_common(self, count: int, layer: int, devices: int) -> LayerFigures | None:
-        """A layer's figures in the nearest case in which it is planned, changed as those of the layer that repeats."""
-        cases = {(m, size) for m in self._layers for size in self._planned_on(m, layer)}
-        m, near = min(cases, key=lambda case: (abs(math.log(case[1] / devices)), abs(math.log(case[0] / count)), case))
-        layers = self._layers[m]
-        own, common = layers.figures(layer, near), layers.figures(layers.common, near) or LayerFigures()
-        here = self._figures(count, layers.common, devices)
-        if own is None or here is None:
-            return None
-        changed = {
-            name: figure * (getattr(here, name) / there if (there := getattr(common, name)) else near / devices)
-            for name, figure in dataclasses.asdict(own).items()
-        }
-        return LayerFigures(**changed)
-
     def _slowdown(self, count: int, layer: int, devices: int) -> float:
         """How many times longer a layer takes on these devices than if all of its time on fewer of them were divided evenly."""
         for known in (count, *self._layers):
-            fewer = [size for size in self._planned_on(known, layer) if size < devices]
+            fewer = [size for size in self._sizes.get(known, ()) if size < devices]
             if fewer:
                 waiting = self._layers[known].waiting(layer, max(fewer))
                 return 1 - waiting + waiting * devices / max(fewer)
@@ -337,29 +347,26 @@ class LayerCosts:
         """The number of devices among which the examples of a microbatch can be divided evenly."""
         return math.gcd(max(1, self._examples // count), devices)
 
-    def _latency_s(self, layer: int, devices: int) -> np.ndarray | float:
-        """The latency in a layer's (forward, backward) seconds, on the nearest number of devices with several planned counts."""
-        planned_on = {m: self._planned_on(m, layer) for m in self._layers}
-        sizes = set[int]().union(*planned_on.values())
-        for size in sorted(sizes, key=lambda one: (abs(math.log(one / devices)), one)):
-            counts = [m for m, own in planned_on.items() if size in own]
-            known = {m: _task_seconds(f) for m in counts if (f := self._layers[m].figures(layer, size)) is not None}
-            first = next(iter(known), 0)
-            if known and (share := latency_share(known, first)) is not None:
-                return np.asarray(share * known[first])
-        return 0.0
+    def _share(self, layer: int) -> np.ndarray | float:
+        """The part of a layer's (forward, backward) seconds that is latency, from submeshes planned under several counts."""
+        shares = []
+        for devices in set[int]().union(*self._sizes.values()):
+            counts = [m for m, sizes in self._sizes.items() if devices in sizes]
+            known = {m: f for m in counts if (f := self._layers[m].figures(layer, devices)) is not None}
+            if len(known) > 1:
+                share = latency_share({m: _task_seconds(f) for m, f in known.items()}, next(iter(known)))
+                shares += [] if share is None else [share]
+        return np.asarray(np.mean(shares, axis=0)) if shares else 0.0
 
 
 def _task_seconds(figures: LayerFigures) -> np.ndarray:
     return np.array([figures.forward_s, figures.backward_s])
 
 
-def _carry_over(planned: Mapping[int, LayerFigures], count: int, *, latency_s: np.ndarray | float) -> LayerFigures:
+def _carry_over(planned: Mapping[int, LayerFigures], count: int, *, share: np.ndarray | float) -> LayerFigures:
     """Figures under another number of microbatches: seconds by their latency, what a microbatch keeps by its size."""
     nearest = min(planned, key=lambda m: abs(math.log(m / count)))
     near, smaller = planned[nearest], nearest / count
-    own_s = _task_seconds(near)
-    share = np.minimum(np.divide(latency_s, own_s, out=np.zeros_like(own_s), where=own_s > 0), 1.0)
     forward_s, backward_s = seconds_at({m: _task_seconds(f) for m, f in planned.items()}, count, share=share)
     return dataclasses.replace(
         near,

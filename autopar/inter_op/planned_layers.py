@@ -35,7 +35,6 @@ from autopar.program.program import Program
 from autopar.progress import enter
 from autopar.stages.cut import cut_stages
 from autopar.stages.identical import find_identical
-from autopar.stages.tasks.layer_figures import LayerFigures
 from autopar.stages.tasks.stage_program import StageProgram, program_of_stage
 
 
@@ -46,6 +45,37 @@ def layer_meshes(devices: int, machine: Cluster, most_axes: int) -> tuple[Logica
     nodes, per_node = machine_shape(machine, devices)
     meshes = (mesh for mesh in logical_meshes(devices) if len(mesh.shape) <= most_axes)
     return tuple(mesh for mesh in meshes if nodes == 1 or len(mesh.shape) == 1 or per_node % mesh.shape[-1] == 0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerFigures:
+    """What a layer costs on some devices: seconds per microbatch, of the update per step, and bytes as in `StageMemory`."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    once_s: float = 0.0
+    kept_bytes: float = 0.0
+    passing_bytes: float = 0.0
+    residual_bytes: float = 0.0
+    received_bytes: float = 0.0
+    late_residual_bytes: float = 0.0
+    cotangent_bytes: float = 0.0
+
+    @classmethod
+    def of(cls, stage: StagedStage) -> LayerFigures:
+        """Of a layer planned as a stage."""
+        memory = stage.memory
+        return cls(
+            forward_s=stage.forward_s,
+            backward_s=stage.backward_s,
+            once_s=stage.once_s,
+            kept_bytes=memory.kept_bytes + memory.accumulator_bytes / memory_tuning.TUNING.temporaries_margin,
+            passing_bytes=memory.passing_bytes,
+            residual_bytes=memory.residual_bytes,
+            received_bytes=memory.received_bytes,
+            late_residual_bytes=memory.late_residual_bytes,
+            cotangent_bytes=memory.cotangent_bytes,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +97,7 @@ class _PlannedLayer:
         times = {c.mesh_shape: c.at_least_s if c.step_s is None else c.step_s for c in stage.plan.candidates}
         plan = stage.plan
         waiting = (plan.comm_s - plan.hidden_s) / plan.step_s if plan.step_s else 0.0
-        figures = _figures_of(stage)
+        figures = LayerFigures.of(stage)
         return cls(figures=figures, mesh=stage.mesh, step_s=plan.step_s, waiting=waiting, times=times)
 
 
@@ -159,16 +189,9 @@ class PlannedLayers:
         return np.maximum(sent, received)
 
     def meshes(self, stage: ChosenStage) -> tuple[LogicalMesh, ...]:
-        """The logical meshes that are best for the layers of a stage, the most frequent first.
-
-        Of layers that are not planned only the most frequent one counts, and only if no other is planned.
-        """
-        devices, layers = size_of(stage.submesh), range(stage.first_layer, stage.end_layer)
-        known = [layer for layer in layers if self._key(layer, devices) in self._planned]
-        if not known:
-            (most, _), *_ = collections.Counter(self._first[layer] for layer in layers).most_common(1)
-            known = [most]
-        planned = (self._plan_layer(layer, devices) for layer in known)
+        """The logical meshes that are best for the layers of a stage, the most frequent first."""
+        devices = size_of(stage.submesh)
+        planned = (self._plan_layer(layer, devices) for layer in range(stage.first_layer, stage.end_layer))
         count = collections.Counter(one.mesh for one in planned if isinstance(one, _PlannedLayer))
         return tuple(mesh for mesh, _ in count.most_common())
 
@@ -282,19 +305,3 @@ class PlannedLayers:
                 return tuple(one for one in meshes if one.shape in good or one == mesh)
             case _:
                 return meshes
-
-
-def _figures_of(stage: StagedStage) -> LayerFigures:
-    """The figures of a layer planned as a stage."""
-    memory = stage.memory
-    return LayerFigures(
-        forward_s=stage.forward_s,
-        backward_s=stage.backward_s,
-        once_s=stage.once_s,
-        kept_bytes=memory.kept_bytes + memory.accumulator_bytes / memory_tuning.TUNING.temporaries_margin,
-        passing_bytes=memory.passing_bytes,
-        residual_bytes=memory.residual_bytes,
-        received_bytes=memory.received_bytes,
-        late_residual_bytes=memory.late_residual_bytes,
-        cotangent_bytes=memory.cotangent_bytes,
-    )

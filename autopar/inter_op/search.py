@@ -168,9 +168,7 @@ class _StageSearch:
         """Plan what the best way is an estimate of. The result of the search if there is nothing of the kind."""
         submeshes = [stage.submesh for stage in self.stages.choices[best].stages]
         is_too_slow = self.stages.choices[best].step_s >= (1 + self.tuning.near) * self.beat_s
-        if not is_too_slow and (
-            self.costs.plan_more(best.microbatches, submeshes) or self.costs.plan_rest(best.microbatches)
-        ):
+        if not is_too_slow and self.costs.plan_more(best.microbatches, submeshes):
             self.stages.outdate()
             return None
         self.stages.solve_rest()
@@ -212,41 +210,27 @@ class _StageSearch:
     def _end(self, choices: Mapping[Timetable, StageChoice]) -> Found | NotFaster:
         """The best of what is known when the budget is over.
 
-        Stages on submeshes whose layers are only estimated count as slower. Those of planned layers alone are chosen as well, in
-        the timetables that promise most, whether or not they are up to date.
+        Stages on submeshes whose layers are only estimated count as slower, and those of planned layers alone are chosen as well.
         One stage that is only estimated is the last resort: to plan it takes as long as all stages, and there is no time left.
         """
         ended = {way: (choice, self._hoped_s(way, choice)) for way, choice in choices.items()}
         doubtful = {way for way, choice in choices.items() if self._is_doubtful(way, choice)}
-        last = Budget(seconds=self.tuning.last_look_s)
-        hoped_s = {way: self.stages.promised_s(way) for way in self.stages.ways} | {w: s for w, (_, s) in ended.items()}
-        for way in sorted(hoped_s, key=lambda one: hoped_s[one])[: self.tuning.ways_at_once]:
+        planned_ways = sorted(
+            (way for way in ended if way.microbatches in self.costs.counts), key=lambda w: ended[w][1]
+        )
+        for way in planned_ways[: self.tuning.ways_at_once]:
             below_s = min((seconds for one, (_, seconds) in ended.items() if one not in doubtful), default=math.inf)
-            planned = self.stages.solve_planned(way, below_s, last)
-            is_first = way in doubtful or way not in ended
-            if isinstance(planned, StageChoice) and (is_first or planned.step_s < ended[way][1]):
+            planned = self.stages.solve_planned(way, below_s)
+            if isinstance(planned, StageChoice) and (way in doubtful or planned.step_s < ended[way][1]):
                 ended[way] = (planned, planned.step_s)
                 doubtful.discard(way)
         best = min(ended.keys() - doubtful or ended, key=lambda way: ended[way][1])
-        choice = self._even_out(best, ended[best][0], last)
-        ended[best] = choice, choice.step_s
-        self.costs.cut(best.microbatches)
+        choice, _ = ended[best]
+        if best.microbatches not in self.costs.counts:
+            self.costs.plan_more(best.microbatches, [stage.submesh for stage in choice.stages])
         is_faster = choice.step_s < self.beat_s
         known = {way: choice for way, (choice, _) in ended.items()}
         return self._describe(best, known) if is_faster else NotFaster(self._compare(known))
-
-    def _even_out(self, way: Timetable, choice: StageChoice, budget: Budget) -> StageChoice:
-        """Stages on equal submeshes, if they may be as fast: equal stages are planned as wholes once, unlike ones take long."""
-        if len({stage.submesh for stage in choice.stages}) == 1 or self.rules.parts:
-            return choice
-        devices, near_s = math.prod(self.rules.shape), (1 + self.tuning.worth) * choice.step_s
-        even: list[StageChoice] = []
-        for submesh in self.rules.options:
-            count, rest = divmod(devices, size_of(submesh))
-            if count > 1 and not rest and self.costs.is_planned(way.microbatches, submesh):
-                found = self.stages.solve_planned(way, near_s, budget, submeshes=(submesh,) * count)
-                even += [found] if isinstance(found, StageChoice) and found.step_s <= near_s else []
-        return min(even, key=lambda one: one.step_s, default=choice)
 
     def _is_doubtful(self, way: Timetable, choice: StageChoice) -> bool:
         """Whether it is one stage, of layers that are not planned on its devices."""

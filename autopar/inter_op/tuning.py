@@ -64,9 +64,6 @@ class Tuning:
     ways_at_once: int = 4
     """Timetables for which stages are chosen side by side, before the best of them is looked at. More use more cores, and choose
     for timetables that are not needed (`benchmarks/stage_search_time.py`)."""
-    last_look_s: float = 3.0
-    """Seconds in which the last choice among planned layers is made after the clock has ended the search. Without them it is the
-    first choice that fits (`benchmarks/planning_ordinary.py`, GPT-39B)."""
     hoped: float = 1.3
     """If the clock ends the search, an estimate of stages on submeshes on which no layer is planned counts as this many times
     longer. Submeshes that were planned turned out up to this much slower than estimated (`benchmarks/planning_ordinary.py`, GPT

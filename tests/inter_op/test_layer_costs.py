@@ -2,8 +2,9 @@
 
 import pytest
 
+from autopar.inter_op.layer_costs import _CostCase, _in_flight_bytes, _working_bytes
+from autopar.inter_op.planned_layers import LayerFigures
 from autopar.intra_op.memory import tuning as memory_tuning
-from autopar.stages.tasks.layer_figures import CostCase, LayerFigures, in_flight_bytes, working_bytes
 
 MARGIN = memory_tuning.TUNING.temporaries_margin
 LAYERS = 4
@@ -12,9 +13,9 @@ LAYERS = 4
 def bytes_of_stage(received, residual, share):
     """(in flight for each microbatch, what a task needs beside them with its margin) of all layers, which are alike."""
     figures = [LayerFigures(received_bytes=received, residual_bytes=residual)] * LAYERS
-    case = CostCase(8, share, False)
-    needed = working_bytes(figures, case)[0, LAYERS] + (1 - share) * LAYERS * residual
-    return in_flight_bytes(figures, case, 1)[0, LAYERS], needed * MARGIN
+    case = _CostCase(8, share, False)
+    needed = _working_bytes(figures, case)[0, LAYERS] + (1 - share) * LAYERS * residual
+    return _in_flight_bytes(figures, case, 1)[0, LAYERS], needed * MARGIN
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_where_stages_were_searched_and_are_slower_the_report_says_by_how_much()
     assert isinstance(plan, Plan)
     stages = [way for way in plan.compared if way.schedule]
     assert any(way.estimate_s is not None for way in stages)
-    assert all({way.step_s, way.estimate_s, way.at_least_s} != {None} for way in stages)
+    assert all(way.estimate_s is not None or way.at_least_s is not None for way in stages)
     text = explain(plan)
     assert "1 microbatch is the fastest" in text
     assert " in stages in schedule " in text
