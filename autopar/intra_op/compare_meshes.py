@@ -4,7 +4,7 @@ In: a traced step, a request, what is known from other ways to run the step (`Sh
 mesh, or `Beaten`. Meshes are looked at one after the other, or by several processes side by side, those of fewest axes first.
 Each is left as soon as its bound says that it cannot beat the best plan so far, of this way or another. A mesh of three axes or
 more is only looked at if what it may gain repays the search, and, in a large program, if one of two axes is the best so far. What
-can go wrong: nothing fits the memory; the error names the largest tensors and the ways out. The clock ends it; the plan says so.
+can go wrong: nothing fits the memory; the error names the largest tensors and the ways out. The time is over; the plan says so.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import numpy as np
 
@@ -224,12 +224,14 @@ TRAINING: tuple[ScheduleName, ...] = tuple(name for name, known in NAMED_SCHEDUL
 
 def interleaves(name: str) -> bool:
     """Whether the schedule of this name interleaves the chunks of a mesh; False for "auto", which leaves it open."""
-    return any(known.interleaves for key, known in NAMED_SCHEDULES.items() if key == name)
+    known = NAMED_SCHEDULES.get(cast(ScheduleName, name))
+    return known is not None and known.interleaves
 
 
 def keeps_least(name: str) -> bool:
     """Whether no other schedule of as many stages keeps residuals of fewer microbatches than the one of this name."""
-    return any(known.keeps_least for key, known in NAMED_SCHEDULES.items() if key == name)
+    known = NAMED_SCHEDULES.get(cast(ScheduleName, name))
+    return known is not None and known.keeps_least
 
 
 def _find(name: str) -> NamedSchedule:

@@ -85,13 +85,13 @@ class _Repetition:
         """The backward that first makes again what it reads, each layer's results just before it reads them."""
         waiting = dict(self._again)
         equations: dict[Equation, None] = dict.fromkeys(waiting.pop(SHARED, ()))
-        reads = self._reads()
+        reads = dict.fromkeys(self._reads())
         layer_made = {v: n for n, again in waiting.items() for eqn in again for v in eqn.outvars if v not in reads}
         for eqn in self._backward.equations:
             for layer in sorted({layer_made[v] for v in operands_of(eqn) if v in layer_made}, reverse=True):
                 equations |= dict.fromkeys(waiting.pop(layer, ()))
             equations[eqn] = None
-        return dataclasses.replace(self._backward, equations=tuple(equations), reads=reads)
+        return dataclasses.replace(self._backward, equations=tuple(equations), reads=tuple(reads))
 
     def _handed_on(self) -> set[Var]:
         """What a layer makes, and another one of these reads."""

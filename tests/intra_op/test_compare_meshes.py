@@ -32,6 +32,19 @@ def question(width=64, batch=512, *, devices=8, limit=None, **changes):
     )
 
 
+def test_meshes_are_left_by_the_same_bounds_where_every_step_takes_long_to_be_called():
+    """All steps are called, on whichever mesh: what a call takes is in the bounds as in the steps, once."""
+    step, request = question(width=512, batch=512)
+    slow = dataclasses.replace(request.cluster, call_s=1.0, call_s_per_array=0.01)
+    call_s = slow.dispatch_s(len(step.inputs))
+    assert call_s > 1.0
+    plan, called = (plan_step(step, dataclasses.replace(request, cluster=one)).plan for one in (request.cluster, slow))
+    assert called.step_s == pytest.approx(plan.step_s + call_s)
+    bounds, with_call = ({c.mesh_shape: c.at_least_s for c in p.candidates if c.step_s is None} for p in (plan, called))
+    assert bounds
+    assert with_call == pytest.approx({shape: bound_s + call_s for shape, bound_s in bounds.items()})
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("width", "batch"), [(16, 4096), (64, 512), (512, 8), (512, 512)])
 def test_no_mesh_that_is_left_would_have_won(width, batch):
