@@ -4,7 +4,7 @@ In: a length and sizes. Out: per number of devices the bytes of one device besid
 on virtual CPU devices and by the plan, and the part of what one device alone needs. The ideal is 1 / devices. What can go wrong:
 short sequences, of which the scores of one block of 512 queries and 512 keys are a large part; they are the same on every device.
 
-    python benchmarks/ring_attention.py [--seq 65536]
+    python benchmarks/ring_attention.py [--seq 65536] [--keys-and-values-alone]
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ def main() -> None:
     """Print a line for each number of devices."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=65_536)
+    parser.add_argument("--keys-and-values-alone", action="store_true", help="no halves of queries travel for balance")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="that the model computes in")
     given = parser.parse_args()
     sizes = {"batch": 1, "layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 256, "sgd": True}
-    model = build("llama", **sizes, seq=given.seq, dtype=given.dtype, fused_attention=True)
+    sizes |= {"dtype": given.dtype, "balanced_attention": not given.keys_and_values_alone}
+    model = build("llama", **sizes, seq=given.seq, fused_attention=True)
     warnings.simplefilter("ignore", autopar.AutoparWarning)
     alone = None
     for devices in (1, 2, 4, 8):

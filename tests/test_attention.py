@@ -87,13 +87,16 @@ LONG = {"batch": 1, "layers": 1, "hidden": 4096, "heads": 32, "ffn": 14336, "seq
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize(("kv_heads", "is_ring"), [(2, True), (8, False)])
+@pytest.mark.parametrize(("kv_heads", "is_balanced", "is_ring"), [(2, True, True), (2, False, True), (8, True, False)])
 @pytest.mark.filterwarnings("ignore:the batch of")
-def test_for_128k_positions_on_eight_a100s_the_search_takes_the_ring_where_heads_of_keys_are_too_few(kv_heads, is_ring):
-    model = build("llama", **LONG, kv_heads=kv_heads, fused_attention=True)
+def test_for_128k_positions_on_eight_a100s_the_search_takes_the_ring_where_heads_of_keys_are_too_few(
+    kv_heads, is_balanced, is_ring
+):
+    model = build("llama", **LONG, kv_heads=kv_heads, fused_attention=True, balanced_attention=is_balanced)
     wishes = {"cluster": "dgx-a100-80gb", "devices": 8, "mesh_shape": (8,), "num_microbatches": 1, "recompute": "none"}
     plan = autopar.parallelize(model.train_step, **wishes).plan(*shapes_of(model))
     assert bool(within(plan)) == is_ring
+    assert is_balanced or {operand for _, operand, _ in within(plan)} == {"float32[1,131072,2,128]"}
     assert plan.peak_bytes < 40e9
 
 

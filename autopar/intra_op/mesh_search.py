@@ -34,6 +34,7 @@ from autopar.solver.classes import merge_classes
 from autopar.solver.outcomes import Chosen, CutOff, DoesNotFit, NotSearched, Unfinished, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.repeated_layers import lift_bound, tie_layers
+from autopar.solver.search import bound_quickly
 from autopar.solver.solve import choose
 from autopar.solver.tuning import TUNING
 
@@ -106,8 +107,10 @@ class MeshSearch:
         problem = dataclasses.replace(problem, classes=None)
         if problem.costs.pairs > request.tuning.bounded_pairs:
             return constant_s + lift_bound(tie_layers(problem))
-        is_quick = problem.costs.pairs > request.tuning.quick_pairs
-        match choose(dataclasses.replace(problem, is_quick=is_quick)):
+        if problem.costs.pairs > request.tuning.quick_pairs:
+            bound_s = bound_quickly(problem.costs, tuning=problem.tuning, budget=budget)
+            return constant_s + (bound_s if math.isfinite(bound_s) else 0.0)
+        match choose(problem):
             case Chosen(lower_bound_s=bound_s) | CutOff(bound_s) | NotSearched(bound_s):
                 return constant_s + bound_s
         return constant_s

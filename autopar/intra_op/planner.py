@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import time
 
+from autopar.avals import bytes_of
 from autopar.errors import warn
 from autopar.intra_op.choices.allowed_values import fitting_meshes
 from autopar.intra_op.compare_meshes import Beaten, MeshComparison, SharedSearch
 from autopar.intra_op.mesh_search import least_excess
 from autopar.intra_op.request import PlannedStep, PlanRequest
+from autopar.program.program import Program
 from autopar.program.step import TracedStep
 
 
@@ -46,11 +48,20 @@ def far_excess(traced: TracedStep, request: PlanRequest) -> float:
     0 if it may fit in some division among the devices, and for a small step, which is planned in less time than this takes.
     """
     is_large = sum(1 for _ in traced.program.walk()) >= request.tuning.large
-    if request.memory_limit_bytes is None or not is_large:
+    limit = request.memory_limit_bytes
+    if limit is None or not is_large:
         return 0.0
     request = dataclasses.replace(request, meshes=fitting_meshes(traced, request.meshes))
+    devices = max(mesh.size for mesh in request.meshes)
+    if _bytes_of_all_values(traced.program) <= devices * limit:  # found out in no time
+        return 0.0
     excess = request.tuning.undivided * least_excess(traced, request)
     return excess if excess > request.tuning.far else 0.0
+
+
+def _bytes_of_all_values(program: Program) -> int:
+    """Bytes of a program's inputs and of every result of its equations, as if all were alive at once."""
+    return sum(map(bytes_of, program.invars)) + sum(bytes_of(v) for eqn in program.walk() for v in eqn.outvars)
 
 
 def _warn_of_undividable_batch(traced: TracedStep, request: PlanRequest) -> None:

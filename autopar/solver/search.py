@@ -62,6 +62,30 @@ def search(
     return _Search(tuning, budget or Budget(), is_quick).run(costs, cutoff_s, round_number=0)
 
 
+def bound_quickly(costs: Costs, *, tuning: Tuning = TUNING, budget: Budget | None = None) -> float:
+    """Bound an objective without looking for a choice, by elimination if that is cheap, or else by a few sweeps of dual ascent.
+
+    Args:
+        costs: the objective.
+        tuning: `quick_entries` says what is cheap, `quick_sweeps` what is few.
+        budget: when it is over, the bound reached is returned.
+
+    Returns:
+        Seconds that no choice goes below; infinity if there is no choice of finite cost.
+    """
+    budget = budget or Budget()
+    reduced = reduce_costs(costs, dominance=False, budget=budget)
+    if not np.isfinite(reduced.constant) or not reduced.costs.nodes:
+        return reduced.constant
+    order = find_order(reduced.costs, tuning.quick_entries)
+    exact = None if order is None else eliminate(reduced.costs, order, budget)
+    if exact is not None:
+        return reduced.constant + exact.value
+    few = dataclasses.replace(tuning, sweeps=tuning.quick_sweeps)
+    bounded = bound_costs(reduced.costs, gap=tuning.good_enough, cutoff=np.inf, tuning=few, budget=budget)
+    return reduced.constant + bounded.lower
+
+
 @dataclasses.dataclass(frozen=True)
 class _Search:
     """The search by one tuning. `round_number`: how often a bound has shrunk the problem before."""

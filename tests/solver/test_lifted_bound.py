@@ -1,7 +1,8 @@
-"""The lifted bound against brute force, and against dual ascent on the whole problem."""
+"""The lifted bound and the quick one against brute force, and against dual ascent on the whole problem."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -10,6 +11,11 @@ import pytest
 from autopar.solver.dual_ascent import bound_costs
 from autopar.solver.problem import ChoiceProblem, Costs
 from autopar.solver.repeated_layers import lift_bound, tie_nodes
+from autopar.solver.search import bound_quickly
+from autopar.solver.tuning import TUNING
+
+BY_SWEEPS = dataclasses.replace(TUNING, quick_entries=0)
+"""No problem is narrow enough for elimination."""
 
 
 def _stack(layers: int, seed: int, *, choices: int = 3, forbidden: float = 0.0, coupling: float = 1.0) -> Costs:
@@ -39,6 +45,19 @@ def test_no_choice_goes_below(seed: int, is_tied: bool) -> None:
     least = min(costs.value(c) for c in itertools.product(range(3), repeat=len(costs.nodes)))
     ties = tie_nodes(costs, radius=1 + seed % 4) if is_tied else None
     assert lift_bound(ChoiceProblem(costs=costs, ties=ties)) <= least * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_quick_bound_is_the_optimum_by_elimination_and_below_it_by_sweeps(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    edges = {pair: rng.random((3, 3)) for pair in itertools.combinations(range(6), 2)}
+    for matrix in edges.values():
+        matrix[rng.random(matrix.shape) < 0.2 * (seed % 4)] = np.inf
+    costs = Costs.of([rng.random(3) for _ in range(6)], edges)
+    least = min(costs.value(c) for c in itertools.product(range(3), repeat=6))
+    assert bound_quickly(costs) == pytest.approx(least)
+    by_sweeps = bound_quickly(costs, tuning=BY_SWEEPS)
+    assert 0.5 * least <= by_sweeps < least if seed % 4 == 0 else by_sweeps <= least * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(10))
