@@ -76,9 +76,13 @@ def plan_on_one_mesh(
     least = 1 if num_microbatches == "auto" else num_microbatches
     counts = microbatch_counts(traced) if num_microbatches == "auto" else (num_microbatches,)
     step, repeated = _recompute_as_asked(traced, recompute)
+    if state_is_too_large(traced, request, devices) or _keeps_too_much(traced, request):
+        attempts.narrow_to_least_state(traced)
+        attempts.plan(cut_into_microbatches(step, least), repeated)
+        if attempts.errors:
+            raise attempts.errors[0]
+        return attempts.best()
     first = attempts.plan_first(cut_into_microbatches(step, least), repeated, excess if step is traced else None)
-    if first is None and (state_is_too_large(traced, request, devices) or _keeps_too_much(traced, request)):
-        raise attempts.errors[0] if attempts.errors else attempts.error_of_smallest()
     far = attempts.excess
     if first is None and promising is not None and promising.microbatches in counts:
         attempts.prefer(promising.meshes)
@@ -206,6 +210,11 @@ class _Attempts:
         others = tuple(mesh for mesh in self._request.meshes if mesh not in meshes)
         first = tuple(mesh for mesh in meshes if mesh in self._request.meshes)
         self._request = replace(self._request, meshes=(*first, *others))
+
+    def narrow_to_least_state(self, traced: TracedStep) -> None:
+        """Look at one mesh alone, that on which the state takes the least: what does not fit there fits nowhere."""
+        least = min(self._request.meshes, key=lambda mesh: _least_held(traced, self._request, mesh))
+        self._request = replace(self._request, meshes=(least,))
 
     @property
     def is_over(self) -> bool:

@@ -142,6 +142,8 @@ class MeshSearch:
         self, cutoff_s: float, most_work: float
     ) -> PlannedStep | NothingFits | CutOff | NotSearched | Unreachable | Unfinished:
         request, limit = self.request, self.request.memory_limit_bytes
+        if limit is not None and self.memory.least_of_inputs() > limit:
+            return self._nothing_fits()
         problem = dataclasses.replace(self.problem, cutoff_s=cutoff_s)
         free = choose(dataclasses.replace(problem, budget=request.budget.hurried(work=most_work)))
         if isinstance(free, Unfinished) and not request.budget.is_over:
@@ -155,9 +157,8 @@ class MeshSearch:
         if limit is None or self.memory.required(free.numbers) <= limit:
             return self._describe(free, None, free.seconds)
         self._note_excess(self.memory.parts(free.numbers)[1], limit)
-        bound, tensors = self.memory.bound(), self.memory.least()[1]
-        if bound > limit:
-            return NothingFits(mesh=self.mesh, bound_bytes=bound, tried_bytes=None, tensors=tensors, is_settled=True)
+        if self.memory.bound() > limit:
+            return self._nothing_fits()
         if math.isfinite(cutoff_s):  # there is a plan to fall back on
             problem = dataclasses.replace(problem, budget=request.budget.limit(work=most_work))
         problem = dataclasses.replace(problem, proof=request.tuning.limited_gap)
@@ -165,11 +166,14 @@ class MeshSearch:
             case Fits(choice, copy_span, unlimited_s):
                 return self._describe(choice, copy_span, unlimited_s)
             case TooLarge(tried_bytes, is_settled):
-                return NothingFits(
-                    mesh=self.mesh, bound_bytes=bound, tried_bytes=tried_bytes, tensors=tensors, is_settled=is_settled
-                )
+                return dataclasses.replace(self._nothing_fits(), tried_bytes=tried_bytes, is_settled=is_settled)
             case ended:
                 return ended
+
+    def _nothing_fits(self) -> NothingFits:
+        """What is known before anything was tried."""
+        bound, tensors = self.memory.bound(), self.memory.least()[1]
+        return NothingFits(mesh=self.mesh, bound_bytes=bound, tried_bytes=None, tensors=tensors, is_settled=True)
 
     def _note_excess(self, temporaries: int, limit: int) -> None:
         """State in its smallest layouts costs little, so it is what else is alive that has to shrink."""

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import one_mesh
@@ -11,11 +12,12 @@ from autopar.inter_op.one_mesh import Promising, Slower, plan_on_one_mesh
 from autopar.intra_op import planner
 from autopar.intra_op.compare_meshes import SharedSearch
 from autopar.intra_op.planner import plan_way
+from autopar.layouts.constraints import as_constraints
 from autopar.layouts.mesh import LogicalMesh
 from tests.inter_op.test_search import arguments, request_on, traced_step, two_nodes
 
-WAYS = []
-"""Numbers of microbatches that were planned."""
+WAYS, MESHES = [], []
+"""Numbers of microbatches that were planned, and the meshes that were looked at for each."""
 
 
 @pytest.fixture
@@ -26,9 +28,11 @@ def traced():
 @pytest.fixture(autouse=True)
 def noted(monkeypatch):
     WAYS.clear()
+    MESHES.clear()
 
     def noting(step, request, shared):
         WAYS.append(step.microbatches)
+        MESHES.append(request.meshes)
         return plan_way(step, request, shared)
 
     monkeypatch.setattr(one_mesh, "plan_way", noting)
@@ -67,6 +71,19 @@ def test_one_microbatch_is_left_out_where_it_cannot_fit_and_the_plan_is_the_same
     assert (large.step_s, large.num_microbatches) == (usual.step_s, usual.num_microbatches)
     assert large.lower_bound_s <= usual.lower_bound_s
     assert [one.num_microbatches for one in large.compared] == [one.num_microbatches for one in usual.compared]
+
+
+@pytest.mark.parametrize(("constraints", "share"), [({}, 0.25), ({"weights/*": P()}, 1.0)], ids=["free", "replicated"])
+def test_a_state_that_is_too_large_in_its_smallest_layouts_is_told_after_one_mesh_in_one_way(
+    traced, constraints, share
+):
+    held = one_mesh.bytes_held(leaf for leaf in traced.inputs if leaf.role != "batch")
+    request = request_for(int(held * share) - 1, large=0)
+    meshes = (LogicalMesh.of((4,)), LogicalMesh.of((2, 2)))
+    request = dataclasses.replace(request, meshes=meshes, constraints=as_constraints(constraints))
+    with pytest.raises(OutOfMemoryError, match="this is a bound that no choice of layouts goes below"):
+        plan_on_one_mesh(traced, request, num_microbatches="auto", recompute="none", devices=4)
+    assert [len(meshes) for meshes in MESHES] == [1]
 
 
 @pytest.mark.sampled(4)

@@ -19,6 +19,18 @@ pytestmark = pytest.mark.slow
 TRAINING, STEPS, EVERY = (HERE / "training.py",), 120, 3
 KILLS = 10
 LIMIT_S = 1500
+JOBS = []
+"""All that were begun. One whose test fails is ended with the test."""
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left():
+    yield
+    for job in JOBS:
+        if job.poll() is None:
+            job.kill()
+            job.wait()
+    JOBS.clear()
 
 
 def begin(folder, count, waits=False, devices=4, more_options=()):
@@ -28,7 +40,8 @@ def begin(folder, count, waits=False, devices=4, more_options=()):
     more = {"TRAINING_PAUSE_S": "0.05", "AUTOPAR_CACHE": str(folder / "plans")}
     if waits:
         more["TRAINING_WAITS"] = "1"
-    return start(folder, *options, script=TRAINING, arguments=(STEPS, "mesh"), **more)
+    JOBS.append(start(folder, *options, script=TRAINING, arguments=(STEPS, "mesh"), **more))
+    return JOBS[-1]
 
 
 @pytest.fixture(scope="module")
@@ -86,15 +99,15 @@ def wait_for_a_moment(folder, kind, chance):
     time.sleep(chance.uniform(0, 0.05 if kind == "save" else 0.6))
 
 
-def kill(folder, count, before, chance):
-    """Kill a worker of the next attempt.
+def kill(job, folder, count, before, chance):
+    """Kill a worker of the next attempt of a job.
 
     Returns:
         Its workers, and (kind of moment, steps noted by all attempts, steps that are made if this one made any, last complete
         checkpoint, whether a save was under way).
     """
     noted = len(steps_of(folder))
-    wait_until(lambda: len(workers_of(folder) - before) == count or not processes_of(folder), LIMIT_S, 0.1)
+    wait_until(lambda: len(workers_of(folder) - before) == count or job.poll() is not None, LIMIT_S, 0.1)
     assert len(workers_of(folder) - before) == count, said(folder)
     workers, kind = workers_of(folder) - before, chance.choice(["start", "steps", "save"])
     wait_for_a_moment(folder, kind, chance)
@@ -127,7 +140,7 @@ def test_a_training_that_is_killed_ten_times_ends_as_one_that_is_not(waits, coun
     chance, folder = random.Random(100 * count + seed), tmp_path / "job"
     job, before, moments = begin(folder, count, waits), set(), []
     while len(moments) < KILLS and complete(folder) < STEPS - 4 * EVERY:
-        workers, moment = kill(folder, count, before, chance)
+        workers, moment = kill(job, folder, count, before, chance)
         before |= workers
         moments.append(moment)
     status, words = end(job, folder, LIMIT_S)
@@ -146,7 +159,7 @@ def test_a_training_whose_workers_are_killed_and_not_replaced_goes_on_under_othe
     chance, folder = random.Random(seed), tmp_path / "job"
     job, before, moments = begin(folder, 3, True, 6, ("--min-processes", "1")), set(), []
     for count in (3, 3, 2, 2):
-        workers, moment = kill(folder, count, before, chance)
+        workers, moment = kill(job, folder, count, before, chance)
         before |= workers
         moments.append(moment)
     status, words = end(job, folder, LIMIT_S)

@@ -153,6 +153,10 @@ class MemoryModel:
             most = max(most, sum(self._least_of(v) for v in together))
         return kept + math.ceil(most / self.tuning.temporaries_margin)
 
+    def least_of_inputs(self) -> int:
+        """Bytes per device of the inputs alone, each in its smallest layout, found out without the memory of anything else."""
+        return sum(map(self._least_of, self.graph.program.invars))
+
     def _together(self, eqn: Equation, operands: Sequence[int], strategy: ShardingStrategy) -> int:
         """Bytes of an operation's result and of some of its operands, each counted once."""
         layouts = {(eqn.invars[i], strategy.inputs[i]) for i in operands}
