@@ -44,6 +44,8 @@ class Tier:
             all others to a group of the tier below. In a torus and a hybrid cube mesh it is the bandwidth of one link.
         efficiency: The part of the bandwidth that large messages reach.
         ports: How many ports a group of the tier below has.
+        oversubscription: Of a switch: how many times the bandwidth of all these ports is what goes through at once. A rank that
+            sends alone has its port to itself.
         torus_dimensions: How many dimensions a torus has.
         wraps_at: The least length of a torus dimension whose ends are joined; those of its multiples are too.
         link_counts: `link_counts[i][j]` is the number of links between devices i and j of a hybrid cube mesh.
@@ -58,6 +60,7 @@ class Tier:
     bytes_per_s: float
     efficiency: float = 1.0
     ports: int = 1
+    oversubscription: float = 1.0
     torus_dimensions: int = 1
     wraps_at: int = 1
     link_counts: tuple[tuple[int, ...], ...] = ()

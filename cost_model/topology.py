@@ -114,10 +114,10 @@ def _levels_within(tier: Tier, size: int, stride: int, group: _Group) -> list[Di
 
 def _port_bandwidths(tier: Tier, below: int, inside: int) -> tuple[float, float, float]:
     """Bytes/s out of a group of `below` devices: of one ring, of each rank when all send, of one rank that sends alone."""
-    port = tier.sustained_bytes_per_s
+    port, at_once = tier.sustained_bytes_per_s, tier.ports / tier.oversubscription
     rings = max(1.0, below / inside)
     alone = max(1.0, tier.ports / below)
-    return port * min(tier.ports / rings, inside * alone), port * tier.ports / below, port * alone
+    return port * min(at_once / rings, inside * alone), port * at_once / below, port * alone
 
 
 def _cube_level(tier: Tier, size: int, stride: int) -> Dimension:
