@@ -171,6 +171,8 @@ def aval_key(atom: Var | JaxLiteral) -> Hashable:
 
 def _value(value: object) -> Hashable:
     """A parameter as a value that compares by content; a function or the like compares by identity."""
+    if value is None or type(value) in (bool, int, str):  # most are
+        return type(value).__name__, value
     if hasattr(open_jaxpr(value), "eqns"):
         return _scope(cast(_Scope, open_jaxpr(value)), constants_of(value))
     if isinstance(value, (np.ndarray, np.generic, jax.Array)) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):

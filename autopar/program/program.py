@@ -14,10 +14,12 @@ Values are JAX's Vars and Literals. What can go wrong: a side effect in the prog
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 
 from autopar.compat import Literal, Var
@@ -75,7 +77,13 @@ Tag: TypeAlias = TaskName | Equation
 
 def can_be_awaited(v: Var) -> bool:
     """Whether it has elements, and they are real numbers."""
-    return bool(v.aval.size) and jnp.issubdtype(v.aval.dtype, jnp.floating)
+    return bool(v.aval.size) and _is_real(v.aval.dtype)
+
+
+@functools.cache
+def _is_real(dtype: np.dtype) -> bool:
+    """Whether elements are real numbers; asked of a handful of types, thousands of times."""
+    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def variables_of(atoms: Sequence[Atom]) -> list[Var]:
