@@ -1,9 +1,10 @@
 """The named schedules: what each is called, in which order its meshes work, and what the planner has to know of it.
 
-A new schedule is one entry of `NAMED_SCHEDULES`, its name in `ScheduleName` and in `autopar/files/plan.schema.json`, and a
-function that yields the tasks of one mesh in order. Everything else asks the entry: whether the schedule trains, whether a search
-compares it, how many chunks it may have. `tests/schedules/test_schedules.py` draws it into `tests/golden/schedules.txt` and
-checks that it is complete and free of deadlock, and that the entry's facts are those that counting gives.
+A new schedule is one entry of `NAMED_SCHEDULES`, its name in `ScheduleName`, in `autopar/files/plan.schema.json` and in the
+docstring of `autopar.parallelize`, and a function that yields the tasks of one mesh in order. Everything else asks the entry:
+whether the schedule trains, whether a search compares it, how many chunks it may have. `tests/schedules/test_schedules.py` draws
+it into `tests/golden/schedules.txt` and checks that it is complete and free of deadlock, and that the entry's facts are those
+that counting gives.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """How many bytes of what tasks hand on are there at once: closed forms, and never less than the simulator counts."""
 
+import dataclasses
 import random
 
 import pytest
 
+from autopar.errors import ScheduleError
 from autopar.schedules.chain import make_chain
 from autopar.schedules.in_flight import InFlight, Kept
 from autopar.schedules.schedules import make_schedule
@@ -85,3 +87,11 @@ def test_no_speeds_of_tasks_make_a_stage_keep_more():
                     value_bytes=lambda value, sizes=sizes: sizes.get(value.name, 0),
                 )
                 assert simulation.peak_bytes[mesh] <= most, (schedule.name, stage)
+
+
+def test_a_schedule_that_does_not_end_is_refused_with_the_task_that_comes_too_early():
+    schedule = make_schedule("1f1b", num_meshes=2, num_microbatches=2)
+    first, *others = schedule.rows
+    wrong = dataclasses.replace(schedule, rows=(tuple(reversed(first)), *others))
+    with pytest.raises(ScheduleError, match="comes before the forward of stage"):
+        InFlight(wrong).most_bytes(0, [Kept("forward", 0, "backward", 1)])
