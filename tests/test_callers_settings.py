@@ -331,3 +331,25 @@ def test_a_nan_that_is_looked_for_is_an_error_as_under_jit_which_says_what_is_le
         words = f"has consumed {len(gone)} of the" if gone else "All arrays that step was given are still there"
         assert words in caught.value.__notes__[-1]
         assert bool(gone) == (given is state)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [ONE_MESH, ONE_MESH | {"num_microbatches": 2}, TWO_STAGES],
+    ids=["one mesh", "microbatches", "stages"],
+)
+def test_what_a_step_leaves_out_may_be_no_number_where_these_are_looked_for(options):
+    """As under jit: an array that only moves is nobody's result. A best loss begins at infinity, and a column has gaps."""
+
+    def step(state, batch):
+        params, loss = train(state["params"], batch | {"x": jnp.nan_to_num(batch["x"], posinf=0.0)})
+        return {"params": params, "best": jnp.minimum(state["best"], loss)}, loss
+
+    state, batch = {"params": layers(), "best": jnp.float32(jnp.inf)}, rows()
+    batch["x"] = batch["x"].at[0, :2].set(jnp.asarray([jnp.nan, jnp.inf]))
+    parallel = autopar.parallelize(step, **options)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        expected = jax.jit(step)(state, batch)
+        found = parallel(state, batch)
+        assert_trees_close(parallel.gather(found), expected)
+        assert_trees_close(parallel.gather(parallel(found[0], batch)), jax.jit(step)(expected[0], batch))

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from autopar.compat import Var, as_it_is_now, without_explicit_axes
 from autopar.execution.batch_places import BatchLeaf, RowsPlace
 from autopar.execution.pipeline_tasks import Item, PipelineTasks
+from autopar.execution.special_values import unchecked
 from autopar.intra_op.lowering.per_device import partition_spec
 from autopar.program.step import TracedStep
 from autopar.runtime.processes import are_here, from_host
@@ -79,7 +80,8 @@ class StepInputs:
         """Return the driver's inputs on these meshes. All copies are one call."""
         mine = {key: placements for key, placements in self._placements.items() if key[0] in meshes}
         flat = [one for placements in mine.values() for one in placements]
-        placed = iter(_place([_array(one, leaves) for one in flat], flat))
+        with unchecked():
+            placed = iter(_place([_array(one, leaves) for one in flat], flat))
         return {key: [next(placed) for _ in placements] for key, placements in mine.items()}
 
     def rows_places(self) -> dict[int, list[RowsPlace]]:

@@ -36,6 +36,7 @@ from autopar.execution.calls import (
     telling_what_is_left,
 )
 from autopar.execution.devices import device_mesh
+from autopar.execution.special_values import unchecked
 from autopar.execution.turns import RUNNING
 from autopar.execution.weak_types import keep_weak_types
 from autopar.intra_op.lowering.per_device import map_over_mesh, partition_spec
@@ -104,11 +105,12 @@ class CompiledStep:
             leaves, name = list(leaves), self.signature.name
             run = StepRun(name=name, plan=self.plan, standing=list, compiled=self, is_first=self._is_new)
             with running(run, leaves):
-                arrays = copy_repeated([*leaves, *self._constants], self._donated)
-                placed = [
-                    x if getattr(x, "sharding", None) is self._accepted[i] else self._place(i, x)
-                    for i, x in enumerate(arrays[: len(leaves)])
-                ]
+                with unchecked():
+                    arrays = copy_repeated([*leaves, *self._constants], self._donated)
+                    placed = [
+                        x if getattr(x, "sharding", None) is self._accepted[i] else self._place(i, x)
+                        for i, x in enumerate(arrays[: len(leaves)])
+                    ]
                 with telling_what_is_left(name, self.traced.input_paths(), leaves), checked_for_nans(name):
                     found = executable(*placed, *self._constants)
             self._is_new = False

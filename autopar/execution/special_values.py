@@ -2,12 +2,14 @@
 
 In: a compiled function and its operands. Out: its results, if they hold no NaN or infinity that the settings look for. What can
 go wrong: JAX's own check runs the function again, operation by operation, to find the place, and fails because the operands are
-gone. This check looks at the results only, and runs nothing again.
+gone. This check looks at the results only, and runs nothing again. JAX also checks what merely moves or cuts an array; a step may
+be given NaNs that it leaves out, as under `jax.jit`, so `unchecked` turns the checks off there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MappingProxyType
 
 import jax
@@ -20,12 +22,19 @@ LOOKED_FOR: MappingProxyType[str, Callable[[np.ndarray], np.ndarray]] = MappingP
 """The values that `jax.debug_nans` and `jax.debug_infs` look for, by the words in their names."""
 
 
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Open a context in which JAX looks for neither NaNs nor infinities, because arrays are moved and nothing is computed."""
+    with jax.debug_nans(False), jax.debug_infs(False):
+        yield
+
+
 def run_checked(name: str, run: Callable[..., Sequence[jax.Array]], operands: Sequence[object]) -> Sequence[jax.Array]:
     """Run a function on operands. Raises FloatingPointError if a result holds a value that the settings of JAX look for."""
     wanted = [word for word in LOOKED_FOR if getattr(jax.config, f"jax_debug_{word}s")]
     if not wanted:
         return run(*operands)
-    with jax.debug_nans(False), jax.debug_infs(False):
+    with unchecked():
         results = run(*operands)
     for part in _parts(results):
         for word in wanted:
