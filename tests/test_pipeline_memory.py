@@ -186,3 +186,23 @@ def test_under_a_limit_that_fits_1f1b_and_not_zb_h1_the_search_chooses_the_faste
             OutOfMemoryError, match=f"and cotangents that wait for their weight gradients {waiting}. Use"
         ):
             by_two(weights, x, memory_limit_bytes=between, schedule="zb-h1", recompute=recompute)
+
+
+def test_what_all_microbatches_hand_on_together_may_exceed_the_memory_of_which_each_takes_a_little():
+    """The second stage reads 16 MiB of activations, 64th by 64th."""
+
+    def train_step(weights, batch):
+        def loss_of(weights):
+            return jnp.mean((jnp.tanh(batch @ weights[0]) @ weights[1]) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), loss
+
+    weights = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1024), (1024, 64))]
+    batch = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    wishes = {"mesh_shape": (1,), "num_stages": 2, "num_microbatches": 64, "cluster": "dgx-a100"}
+    plan = autopar.parallelize(train_step, memory_limit_bytes=4_000_000, **wishes).plan(weights, batch)
+    assert {leaf.shape for leaf in plan.stages[1].plan.inputs} >= {(1024, 64)}
+    assert all(stage.plan.peak_bytes <= 4_000_000 for stage in plan.stages)
+    with pytest.raises(OutOfMemoryError, match="every plan needs at least"):
+        autopar.parallelize(train_step, memory_limit_bytes=1_000_000, **wishes).plan(weights, batch)

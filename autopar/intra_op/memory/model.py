@@ -154,8 +154,9 @@ class MemoryModel:
         return kept + math.ceil(most / self.tuning.temporaries_margin)
 
     def least_of_inputs(self) -> int:
-        """Bytes per device of the inputs alone, each in its smallest layout, found out without the memory of anything else."""
-        return sum(map(self._least_of, self.graph.program.invars))
+        """Bytes per device of the inputs that are there as wholes, each in its smallest layout; `bound` is never less."""
+        inputs, streamed = self.graph.program.invars, self.streams.inputs
+        return sum(self._least_of(v) for i, v in enumerate(inputs) if i not in streamed)
 
     def _together(self, eqn: Equation, operands: Sequence[int], strategy: ShardingStrategy) -> int:
         """Bytes of an operation's result and of some of its operands, each counted once."""
