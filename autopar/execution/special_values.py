@@ -25,13 +25,21 @@ LOOKED_FOR: MappingProxyType[str, Callable[[np.ndarray], np.ndarray]] = MappingP
 @contextlib.contextmanager
 def unchecked() -> Iterator[None]:
     """Open a context in which JAX looks for neither NaNs nor infinities, because arrays are moved and nothing is computed."""
+    if not _looked_for():  # a setting costs microseconds, and most steps look for nothing
+        yield
+        return
     with jax.debug_nans(False), jax.debug_infs(False):
         yield
 
 
+def _looked_for() -> list[str]:
+    """The words of the values that the settings of JAX look for now."""
+    return [word for word in LOOKED_FOR if getattr(jax.config, f"jax_debug_{word}s")]
+
+
 def run_checked(name: str, run: Callable[..., Sequence[jax.Array]], operands: Sequence[object]) -> Sequence[jax.Array]:
     """Run a function on operands. Raises FloatingPointError if a result holds a value that the settings of JAX look for."""
-    wanted = [word for word in LOOKED_FOR if getattr(jax.config, f"jax_debug_{word}s")]
+    wanted = _looked_for()
     if not wanted:
         return run(*operands)
     with unchecked():

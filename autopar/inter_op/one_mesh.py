@@ -280,12 +280,6 @@ class _Attempts:
         least_s = min(one.plan.unlimited_s for one in self._found)
         return self._shared.best_s > (1 + self._tuning.dear) * least_s
 
-    def error_of_smallest(self) -> OutOfMemoryError | ConstraintError:
-        """Why nothing fits, of the way that needs the least memory."""
-        assert self._smallest is not None, "there is a way that does not fit"
-        self._plan_smallest_at_any_cost(*self._smallest)
-        return self.errors[-1]
-
     def _plan_smallest_at_any_cost(self, step: TracedStep, repeated: Repeated | None) -> None:
         """Every way has failed at little cost: the last one again."""
         self._shared.has_other_ways = False

@@ -53,7 +53,7 @@ class Tuning:
     """Units of work (`solver/budget.py`) for that, three seconds or less. GPT and BERT of the command line are then within 3 % of
     their bound, and take a quarter longer to plan; with a third of it they are within 17 and 21 %."""
     quick_pairs: int = 200_000
-    """Beyond so many pairs that ascent ends after `solver.tuning.Tuning.quick_sweeps`, which takes a sixth of the time that it
+    """Beyond so many pairs that ascent ends after `solver.tuning.Tuning.quick_sweeps`, which takes a fifth of the time that it
     takes to its end and leaves the bound within 0.1 % of that (`benchmarks/planning_ordinary.py`, densenet)."""
     large_pairs: int = 100_000
     """Problems that reductions leave with more pairs than this are searched to within 0.05 % of the best
