@@ -174,8 +174,8 @@ class _Search:
         """
         best, upper = bounded.choice, bounded.upper
         is_too_deep = round_number > self.tuning.rounds + self.tuning.nested
-        for slack in () if is_too_deep else self.tuning.slacks:
-            if upper - bounded.lower > self.tuning.gap * abs(upper) and not self.budget.is_over:
+        for slack, enough in () if is_too_deep else zip(self.tuning.slacks, self.tuning.slack_gaps, strict=True):
+            if upper - bounded.lower > enough * abs(upper) and not self.budget.is_over:
                 trial = self._search_among(bounded, bounded.near_optimal(slack), np.inf, round_number)
                 value = costs.value(trial.choice) if isinstance(trial, Found) else np.inf
                 if isinstance(trial, Found) and value < upper:
