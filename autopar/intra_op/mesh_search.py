@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from autopar.intra_op.choices.allowed_values import allowed_inputs, allowed_outputs, layouts_asked
-from autopar.intra_op.choices.equal_axes import find_equal_axes, number_classes
+from autopar.intra_op.choices.equal_axes import ClassNumbers, find_equal_axes
 from autopar.intra_op.choices.graph import BatchSplit, StrategyGraph, build_graph
 from autopar.intra_op.choices.least_costs import least_costs
 from autopar.intra_op.choices.overlap import Exposure, least_exposure
@@ -279,9 +279,9 @@ def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | N
         return None
     links = request.cluster.links_of(mesh.shape)
     groups = find_equal_axes(mesh.shape, links) or find_equal_axes([min(size, 2) for size in mesh.shape], links)
-    known: dict[int, np.ndarray] = {}
+    numbers, known = ClassNumbers(groups), dict[int, np.ndarray]()
     for node in graph.nodes:
         strategies = node.choices.strategies
         if id(strategies) not in known:
-            known[id(strategies)] = number_classes([(*s.inputs, *s.outputs) for s in strategies], groups)
+            known[id(strategies)] = numbers.of([(*s.inputs, *s.outputs) for s in strategies])
     return [known[id(node.choices.strategies)] for node in graph.nodes]

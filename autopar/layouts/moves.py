@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -183,25 +183,35 @@ class MoveTable:
         mesh = network.mesh
         self.layouts = all_layouts(shape, mesh, monoids)
         self.index = {layout: i for i, layout in enumerate(self.layouts)}
+        local = [layout.local_shape(shape, mesh) for layout in self.layouts]
         tiled: dict[tuple[int, ...], list[Layout]] = {}
-        for layout in self.layouts:
+        for layout, one in zip(self.layouts, local, strict=True):
             if not layout.partial:
-                tiled.setdefault(layout.local_shape(shape, mesh), []).append(layout)
+                tiled.setdefault(one, []).append(layout)
+        allowed = network.kinds.union(LOCAL_KINDS)
         self.moves: list[Move] = []
-        for layout in self.layouts:
-            for move in (*moves_from(layout, shape, mesh, monoids), *_permutations(layout, shape, mesh, tiled)):
-                if move.kind in network.kinds or move.kind in LOCAL_KINDS:
+        ends: list[tuple[int, int]] = []
+        for source, (layout, one) in enumerate(zip(self.layouts, local, strict=True)):
+            for move in itertools.chain(moves_from(layout, shape, mesh, monoids), _permutations(layout, tiled.get(one, ()))):
+                if move.kind in allowed:
                     self.moves.append(move)
-        self.ends = np.array([(self.index[m.source], self.index[m.target]) for m in self.moves], dtype=np.int64)
-        self.ends = self.ends.reshape(-1, 2)
+                    ends.append((source, self.index[move.target]))
+        self.ends = np.array(ends, dtype=np.int64).reshape(-1, 2)
+        self._sort_by_price(network, shape)
+
+    def _sort_by_price(self, network: Network, shape: tuple[int, ...]) -> None:
+        """Number the kinds of moves that cost the same, whatever the shape."""
+        parts = [network.mesh.ways(layout.sharded_axes) for layout in self.layouts]
         prices: dict[tuple[object, ...], int] = {}
-        kinds = []
-        for move in self.moves:
-            parts = mesh.ways(move.larger.sharded_axes)
-            key = (move.kind, move.axes, parts, network.is_transposed(move, shape))
-            kinds.append(prices.setdefault(key, len(prices)))
+        kinds, self._first = [], list[int]()
+        for number, (move, (source, target)) in enumerate(zip(self.moves, self.ends.tolist(), strict=True)):
+            larger = target if move.kind == "all-gather" else source
+            key = (move.kind, move.axes, parts[larger], network.is_transposed(move, shape))
+            kind = prices.setdefault(key, len(prices))
+            kinds.append(kind)
+            if kind == len(self._first):
+                self._first.append(number)
         self._kind_of = np.array(kinds, dtype=np.int64)
-        self._first = [kinds.index(kind) for kind in range(len(prices))]
 
     def seconds(self, shape: tuple[int, ...], itemsize: int, network: Network) -> np.ndarray:
         """The price of each move of a shape of this key (moves,); moves of one kind and size are priced once."""
@@ -233,11 +243,12 @@ class LayoutSpace:
         self._move = np.full((count, count), -1, dtype=np.int64)
         self._via = np.full((count, count), -1, dtype=np.int64)
         self._note_moves()
+        through, better = np.empty_like(self.seconds), np.empty((count, count), dtype=bool)
         for k in range(count):
-            through = self.seconds[:, k, None] + self.seconds[None, k, :]
-            better = through < self.seconds
-            self.seconds = np.where(better, through, self.seconds)
-            self._via[better] = k
+            np.add(self.seconds[:, k, None], self.seconds[None, k, :], out=through)
+            np.less(through, self.seconds, out=better)
+            np.copyto(self.seconds, through, where=better)
+            np.copyto(self._via, k, where=better)
 
     def _note_moves(self) -> None:
         """Of the moves between two layouts the cheapest, of equally cheap ones the first."""
@@ -262,15 +273,14 @@ class LayoutSpace:
         return (*self._path(source, via), *self._path(via, target))
 
 
-def _permutations(
-    layout: Layout, shape: tuple[int, ...], mesh: LogicalMesh, tiled: Mapping[tuple[int, ...], Sequence[Layout]]
-) -> Iterator[Move]:
-    """Moves to layouts with the same tiles on other devices; `tiled`: layouts by what one device holds."""
-    if not layout.sharded_axes or layout.partial:
+def _permutations(layout: Layout, alike: Sequence[Layout]) -> Iterator[Move]:
+    """Moves to layouts with the same tiles on other devices; `alike`: layouts of which a device holds as much."""
+    used = layout.sharded_axes
+    if not used or layout.partial:
         return
-    for target in tiled[layout.local_shape(shape, mesh)]:
-        if target != layout:
-            axes = tuple(sorted({*layout.sharded_axes, *target.sharded_axes}))
+    for target in alike:
+        if target is not layout:
+            axes = tuple(sorted({*used, *target.sharded_axes}))
             yield Move(kind="collective-permute", axes=axes, source=layout, target=target)
 
 

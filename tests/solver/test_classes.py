@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.intra_op.choices.equal_axes import find_equal_axes, number_classes
+from autopar.intra_op.choices.equal_axes import ClassNumbers, find_equal_axes
 from autopar.intra_op.request import logical_meshes
 from autopar.layouts.mesh import Layout
 from autopar.solver.classes import merge_edges, take_least
@@ -30,12 +30,12 @@ def test_exchanging_equal_axes_makes_choices_alike():
     both, swapped = Layout(((0,), (1,))), Layout(((1,), (0,)))
     reduced, other_reduced = Layout(((), ()), ((0, "sum"),)), Layout(((), ()), ((1, "sum"),))
     layouts = (row, column, other_row, third_row, both, swapped, reduced, other_reduced)
-    assert number_classes([(la,) for la in layouts], [(0, 1)]).tolist() == [0, 1, 0, 2, 3, 3, 4, 4]
+    assert ClassNumbers([(0, 1)]).of([(la,) for la in layouts]).tolist() == [0, 1, 0, 2, 3, 3, 4, 4]
 
 
 def test_operands_of_one_choice_are_renamed_together():
     row, other_row = Layout(((0,), ())), Layout(((1,), ()))
-    assert number_classes([(row, row), (row, other_row), (other_row, row)], [(0, 1)]).tolist() == [0, 1, 1]
+    assert ClassNumbers([(0, 1)]).of([(row, row), (row, other_row), (other_row, row)]).tolist() == [0, 1, 1]
 
 
 def test_a_class_costs_what_its_cheapest_member_costs():

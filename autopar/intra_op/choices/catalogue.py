@@ -187,8 +187,9 @@ class Catalogue:
         key = (strategies_key(rule, self.mesh), carried, is_divided)
         if key not in self._offers:
             exchanges = "collective-permute" in self.options.kinds
-            strategies = strategies_of(rule, self.mesh, monoids=tuple(sorted(carried)), exchanges=exchanges)
-            if not self.options.every_strategy:
+            every, monoids = self.options.every_strategy, tuple(sorted(carried))
+            strategies = strategies_of(rule, self.mesh, monoids=monoids, exchanges=exchanges, every_order=every)
+            if not every:
                 strategies = most_divided(strategies) if is_divided else strategies
                 strategies = tuple(s for s in strategies if all(la.is_ascending for la in (*s.inputs, *s.outputs)))
             self._offers[key] = _Offer.of(strategies, self.mesh)

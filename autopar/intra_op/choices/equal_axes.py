@@ -23,29 +23,30 @@ def find_equal_axes(shape: Sequence[int], links: Sequence[object]) -> list[Axes]
     return [tuple(members) for members in groups.values() if len(members) > 1]
 
 
-def number_classes(choices: Sequence[Sequence[Layout]], groups: Sequence[Axes]) -> np.ndarray:
-    """Equal numbers for the choices, each the layouts of all operands, that an exchange of axes within `groups` makes alike."""
-    names = _Names(list(_list_renamings(groups)))
-    numbers: dict[tuple[int, ...], int] = {}
-    return np.array([numbers.setdefault(names.of(layouts), len(numbers)) for layouts in choices])
+class ClassNumbers:
+    """Numbers the classes of choices that an exchange of axes within `groups` makes alike.
 
+    A layout has a number under each renaming, which is found once for all choices: many have the same layouts.
+    """
 
-class _Names:
-    """Names of layouts under each renaming: numbers, as many choices have the same layouts."""
-
-    def __init__(self, renamings: Sequence[Mapping[int, int]]) -> None:
-        self.renamings = renamings
+    def __init__(self, groups: Sequence[Axes]) -> None:
+        self._renamings = list(_list_renamings(groups))
         self._rows: dict[Layout, list[int]] = {}
         self._numbers: dict[tuple[object, ...], int] = {}
 
-    def of(self, layouts: Sequence[Layout]) -> tuple[int, ...]:
+    def of(self, choices: Sequence[Sequence[Layout]]) -> np.ndarray:
+        """Equal numbers, ints (choices,), for choices, each the layouts of all operands, that are alike."""
+        numbers: dict[tuple[int, ...], int] = {}
+        return np.array([numbers.setdefault(self._name(layouts), len(numbers)) for layouts in choices])
+
+    def _name(self, layouts: Sequence[Layout]) -> tuple[int, ...]:
         """The least name of some layouts, renamed together."""
         rows = [self._rows.get(layout) or self._add(layout) for layout in layouts]
         return min(zip(*rows, strict=True), default=())
 
     def _add(self, layout: Layout) -> list[int]:
         """A layout's number under each renaming; equal for equal renamed layouts."""
-        row = [self._numbers.setdefault(_rename(layout, r), len(self._numbers)) for r in self.renamings]
+        row = [self._numbers.setdefault(_rename(layout, r), len(self._numbers)) for r in self._renamings]
         self._rows[layout] = row
         return row
 

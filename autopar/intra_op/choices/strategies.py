@@ -62,12 +62,17 @@ def strategies_key(rule: FactorRule, mesh: LogicalMesh) -> Hashable:
 
 
 def strategies_of(
-    rule: FactorRule, mesh: LogicalMesh, *, monoids: Sequence[str] = ("sum",), exchanges: bool = True
+    rule: FactorRule,
+    mesh: LogicalMesh,
+    *,
+    monoids: Sequence[str] = ("sum",),
+    exchanges: bool = True,
+    every_order: bool = True,
 ) -> tuple[ShardingStrategy, ...]:
     """All legal strategies.
 
     `monoids` are those that an operation which only moves data may carry. `exchanges`: whether devices may exchange something
-    within the operation.
+    within the operation. `every_order`: whether the axes that share a factor come in every order, or in the mesh's alone.
     """
     sizes = dict(rule.sizes)
     jobs: list[list[_Job]] = []
@@ -79,19 +84,22 @@ def strategies_of(
         jobs.append([_Job(), *(_Job(part) for part in factors), *(_Job((), g, m) for g, m in groups)])
     found: dict[ShardingStrategy, None] = {}
     for choice in itertools.product(*jobs):
-        for factor_axes in _orders(choice, rule):
+        for factor_axes in _orders(choice, rule, every_order=every_order):
             strategy = _strategy(rule, mesh, sizes, choice, factor_axes)
             if strategy is not None:
                 found[strategy] = None
     return tuple(found)
 
 
-def _orders(choice: Sequence[_Job], rule: FactorRule) -> Iterator[dict[str, Axes]]:
-    """Axes per factor; axes that share a factor come in every order, the same for factors that go together."""
+def _orders(choice: Sequence[_Job], rule: FactorRule, *, every_order: bool) -> Iterator[dict[str, Axes]]:
+    """Axes per factor; axes that share a factor come in every order, if asked, the same for factors that go together."""
     members: dict[str, list[int]] = {}
     for axis, job in enumerate(choice):
         for factor in job.factors:
             members.setdefault(factor, []).append(axis)
+    if not every_order:
+        yield {factor: tuple(axes) for factor, axes in members.items()}
+        return
     for orders in itertools.product(*(itertools.permutations(axes) for axes in members.values())):
         factor_axes = dict(zip(members, orders, strict=True))
         if all(_in_one_order([factor_axes.get(f, ()) for f in group]) for group in rule.together):

@@ -122,6 +122,18 @@ def test_strategies_of_every_rule_are_legal_distinct_and_begin_with_the_replicat
             assert strategy.ways == math.prod(mesh.shape[axis] for axis in axes)
 
 
+@pytest.mark.parametrize("mesh_shape", [(2, 4), (2, 2, 2)])
+@pytest.mark.parametrize("name", ["dot_general", "gather", "reshape", "scatter-add"])
+def test_axes_in_the_order_of_the_mesh_alone_give_the_same_strategies_in_that_order(name, mesh_shape):
+    mesh = LogicalMesh.of(mesh_shape)
+    for example in EXAMPLES[name]:
+        rule = rule_for(example.equation(name))
+        every, few = strategies_of(rule, mesh), strategies_of(rule, mesh, every_order=False)
+        is_ascending = [all(la.is_ascending for la in (*s.inputs, *s.outputs)) for s in every]
+        assert {s for s, keep in zip(every, is_ascending, strict=True) if keep} <= set(few) <= set(every)
+        assert max(s.ways for s in few) == max(s.ways for s in every)
+
+
 @given(st.sampled_from([case for case in CASES if case[0] in ("dot_general", "gather", "reduce_sum", "scatter-add")]))
 def test_layouts_follow_from_the_factors_that_the_axes_split(case):
     name, number = case
