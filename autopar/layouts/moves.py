@@ -192,7 +192,9 @@ class MoveTable:
         self.moves: list[Move] = []
         ends: list[tuple[int, int]] = []
         for source, (layout, one) in enumerate(zip(self.layouts, local, strict=True)):
-            for move in itertools.chain(moves_from(layout, shape, mesh, monoids), _permutations(layout, tiled.get(one, ()))):
+            for move in itertools.chain(
+                moves_from(layout, shape, mesh, monoids), _permutations(layout, tiled.get(one, ()))
+            ):
                 if move.kind in allowed:
                     self.moves.append(move)
                     ends.append((source, self.index[move.target]))
