@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from autopar.errors import PlanError
+from autopar.errors import ConstraintError, OutOfMemoryError, PlanError
 from autopar.files.json_form import build, text_of
 from autopar.files.plan_file import VERSION, is_pipeline, load_plan
 from autopar.presented.methods import Presented
@@ -154,7 +154,7 @@ class Candidate:
 class Alternative:
     """A way to run the step that was compared.
 
-    If no seconds are given, the way is impossible: nothing fits the memory, or the step cannot be cut so.
+    If no seconds are given, the way is impossible, for the reason in `obstacle`.
 
     Attributes:
         num_stages: pipeline stages, virtual ones counted; 1 is one mesh, None that they were not chosen.
@@ -168,6 +168,8 @@ class Alternative:
         estimate_s: estimated seconds per step, if it was not.
         at_least_s: seconds per step that it exceeds by that estimate, if it was given up before the best stages were known.
         peak_bytes: predicted peak memory of one device, if it was planned.
+        obstacle: why it is impossible: `memory`, `constraints`, or `cut`, if the step cannot be cut so; empty if it is possible,
+            or a plan was written before plans said so.
     """
 
     num_stages: int | None
@@ -181,6 +183,14 @@ class Alternative:
     estimate_s: float | None = None
     at_least_s: float | None = None
     peak_bytes: int | None = None
+    obstacle: str = ""
+
+    @staticmethod
+    def obstacle_of(error: Exception) -> str:
+        """The obstacle that an error of planning tells of."""
+        if isinstance(error, OutOfMemoryError):
+            return "memory"
+        return "constraints" if isinstance(error, ConstraintError) else "cut"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

@@ -20,6 +20,12 @@ from autopar.plan import Alternative, Plan
 
 MOST_ROWS = 10
 """So many rows have the table unless all are asked for."""
+_OBSTACLES = {
+    "memory": "does not fit the memory",
+    "constraints": "cannot meet the constraints",
+    "cut": "cannot be cut so",
+}
+"""What stands in the way of an impossible one, in words; a plan that was written before plans said so knows less."""
 _LISTED = 6
 _MORE_SECONDS = "more planning seconds"
 
@@ -69,7 +75,8 @@ def why_chosen(plan: Plan | PipelinePlan) -> Iterator[str]:
         return
     words = f"{_way_text(chosen, plan)} is the fastest of {len(plan.compared)} ways compared"
     if not math.isfinite(_seconds(others[0])):
-        yield f"{words}: nothing else fits the memory"
+        is_memory = all(one.obstacle in ("", "memory") for one in others)
+        yield f"{words}: {'nothing else fits the memory' if is_memory else 'no other one is possible'}"
         return
     nearest = next((one for one in others if _seconds(one) >= plan.step_s), None)
     if nearest is not None and math.isfinite(_seconds(nearest)):
@@ -118,7 +125,7 @@ def _verdict(one: Alternative, plan: Plan | PipelinePlan) -> str:
     if _is_chosen(one, plan):
         return "chosen"
     if math.isinf(_seconds(one)):
-        return "does not fit, or cannot be cut so"
+        return _OBSTACLES.get(one.obstacle, "does not fit, or cannot be cut so")
     if _seconds(one) < plan.step_s:
         return "may be faster: no time to look into it"
     return f"{'at least ' if _doubt(one) == '>' else ''}{_slower(one, plan)} slower"

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.table import Table
-from rich.text import Text
 
+from autopar.explain.cell import Cell
 from autopar.explain.paths import shape_text, value_text
 from autopar.explain.stages import RANGES, group_stages, numbers_text, range_text
 from autopar.explain.tables import group_tensors, new_table
@@ -55,7 +55,7 @@ def memory_table(plan: PipelinePlan, *, full: bool = False) -> Table:
             *(range_text(sizes, bytes_text) for sizes in parts),
             _largest(group),
         )
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(Cell, cells))
     return table
 
 

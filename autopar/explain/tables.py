@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 
 from rich.table import Table
-from rich.text import Text
 
+from autopar.explain.cell import Cell
 from autopar.explain.figures import KINDS, parts_of, seconds_of
 from autopar.explain.paths import axes_text, layout_text, path_patterns, shape_text, source_text, value_text
 from autopar.explain.units import bytes_text, seconds_text
@@ -65,7 +65,7 @@ def _add_values(table: Table, values: Sequence[ValuePlan], full: bool) -> None:
     for pattern, value in sorted(rows, key=lambda row: order[row[0].first]):
         size = bytes_text(pattern.count * value.bytes_per_device)
         cells = (shape_text(value.shape), value.dtype, layout_text(value.spec), size)
-        table.add_row(*map(Text, (str(pattern), str(pattern.count), *cells)))
+        table.add_row(*map(Cell, (str(pattern), str(pattern.count), *cells)))
 
 
 def _state_table(plan: Plan, full: bool) -> Table:
@@ -75,7 +75,7 @@ def _state_table(plan: Plan, full: bool) -> Table:
     if state:
         table.add_section()
         size = bytes_text(sum(value.bytes_per_device for value in state))
-        table.add_row(*map(Text, ("all", str(len(state)), "", "", "", size)))
+        table.add_row(*map(Cell, ("all", str(len(state)), "", "", "", size)))
     return table
 
 
@@ -87,7 +87,7 @@ def _boundary_table(plan: Plan, full: bool) -> Table:
     returned = [] if full else _returned_state(plan)
     if returned:
         size = bytes_text(sum(value.bytes_per_device for value in returned))
-        table.add_row(*map(Text, ("-> state", str(len(returned)), "", "", "as it came in", size)))
+        table.add_row(*map(Cell, ("-> state", str(len(returned)), "", "", "as it came in", size)))
         outputs = [value for value in plan.outputs if value not in returned]
     _add_values(table, [dataclasses.replace(value, path=f"-> {value.path}") for value in outputs], full)
     return table
@@ -121,18 +121,18 @@ def collectives_table(title: str, collectives: Sequence[CollectivePlan], *, full
     groups = group_collectives(collectives, full=full)
     shown = groups if full or len(groups) <= MOST_COLLECTIVES + 1 else longest_first(groups)[:MOST_COLLECTIVES]
     for group in shown:
-        table.add_row(*map(Text, _collective_cells(group)))
+        table.add_row(*map(Cell, _collective_cells(group)))
     if len(shown) < len(groups):
         rest = [item for group in longest_first(groups)[len(shown) :] for item in group]
         cells = _collective_cells(rest)
         table.add_row(
-            *map(Text, (f"{len(groups) - len(shown)} more", "", cells[2], "", *cells[4:7], "", "each takes less"))
+            *map(Cell, (f"{len(groups) - len(shown)} more", "", cells[2], "", *cells[4:7], "", "each takes less"))
         )
     if collectives:
         table.add_section()
         times, size, seconds, hidden_s = _totals(collectives)
         sums = (f"{times:,.0f}", "", bytes_text(size), seconds_text(seconds), hidden_text(hidden_s))
-        table.add_row(*map(Text, ("all", "", *sums, "", "")))
+        table.add_row(*map(Cell, ("all", "", *sums, "", "")))
     return table
 
 
@@ -157,11 +157,11 @@ def links_table(collectives: Sequence[CollectivePlan]) -> Table:
         words = (first.kind, axes_text(first.axes), KINDS[first.overlap], first.algorithm or "-", first.link or "-")
         sums = (f"{times:,.0f}", bytes_text(first.bytes), seconds_text(seconds), hidden_text(hidden_s))
         where = where_text([item.scope for item in group], first.source)
-        table.add_row(*map(Text, (*words, *sums, seconds_text(seconds - hidden_s), where)))
+        table.add_row(*map(Cell, (*words, *sums, seconds_text(seconds - hidden_s), where)))
     if collectives:
         times, _, seconds, hidden_s = _totals(collectives)
         total = (f"{times:,.0f}", "", seconds_text(seconds), hidden_text(hidden_s), seconds_text(seconds - hidden_s))
-        table.add_row(*map(Text, ("all", "", "", "", "", *total, "")))
+        table.add_row(*map(Cell, ("all", "", "", "", "", *total, "")))
     return table
 
 
@@ -180,7 +180,7 @@ def kinds_table(title: str, collectives: Sequence[CollectivePlan]) -> Table:
     for group in longest_first(list(alike.values())):
         first, (times, size, seconds, hidden_s) = group[0], _totals(group)
         sums = (f"{times:,.0f}", bytes_text(size), seconds_text(seconds), hidden_text(hidden_s))
-        table.add_row(*map(Text, (first.kind, axes_text(first.axes), KINDS[first.overlap], *sums)))
+        table.add_row(*map(Cell, (first.kind, axes_text(first.axes), KINDS[first.overlap], *sums)))
     if collectives:
         table.add_section()
         times, size, seconds, hidden_s = _totals(collectives)
@@ -241,7 +241,7 @@ def peak_table(plan: Plan) -> Table:
         what, size = value_text(first.name, first.shape), bytes_text(first.bytes_per_device)
         cells = (what, str(len(group)), shape_text(first.shape), first.dtype, size)
         where = ", ".join(map(str, path_patterns(tensor.scope for tensor in group if tensor.scope)))
-        table.add_row(*map(Text, (*cells, where)[: len(names)]))
+        table.add_row(*map(Cell, (*cells, where)[: len(names)]))
     return table
 
 
@@ -265,10 +265,10 @@ def time_table(plan: Plan | PipelinePlan) -> Table:
     table = new_table("Time of the step", *columns, numbers=columns[1:])
     for part in parts_of(plan):
         cells = (part.name, seconds_text(part.seconds), hidden_text(part.hidden_s), seconds_text(part.waited_s))
-        table.add_row(*map(Text, cells[: len(columns)]))
+        table.add_row(*map(Cell, cells[: len(columns)]))
     table.add_section()
     end = ("step", "", "", seconds_text(plan.step_s)) if hides else ("step", seconds_text(plan.step_s))
-    table.add_row(*map(Text, end))
+    table.add_row(*map(Cell, end))
     return table
 
 
@@ -286,5 +286,5 @@ def candidates_table(plan: Plan) -> Table:
     for candidate in plan.candidates:
         step = _candidate_text(candidate)
         chosen = "chosen" if candidate.mesh_shape == plan.mesh_shape else ""
-        table.add_row(*map(Text, (shape_text(candidate.mesh_shape), step, chosen)))
+        table.add_row(*map(Cell, (shape_text(candidate.mesh_shape), step, chosen)))
     return table

@@ -156,13 +156,14 @@ class _Comparison:
     def _alternative(self, timetable: Timetable) -> Alternative:
         if timetable in self._planned:
             return alternative_of(self._planned[timetable].plan)
-        estimate_s = None if timetable in self._failed else self._estimate_s(timetable)
+        error = self._failed.get(timetable)
         return Alternative(
             num_stages=self._wishes.num_stages * timetable.virtual_stages,
             num_microbatches=timetable.microbatches,
             schedule=timetable.schedule,
             virtual_stages=timetable.virtual_stages,
-            estimate_s=estimate_s,
+            estimate_s=None if error else self._estimate_s(timetable),
+            obstacle=Alternative.obstacle_of(error) if error else "",
         )
 
     def _estimate_s(self, timetable: Timetable) -> float:

@@ -248,7 +248,7 @@ class _Attempts:
             if isinstance(error, ConstraintError) and not self._compared:
                 raise  # later ways have microbatches, whose few examples may not meet the constraints
             self.errors.append(error)
-            self._compared.append(row)
+            self._compared.append(replace(row, obstacle=Alternative.obstacle_of(error)))
             return None
         if isinstance(planned, Beaten):
             self._has_beaten = True
@@ -270,7 +270,8 @@ class _Attempts:
             return self.plan(step, repeated)
         self._shared.first, self._shared.excess = step, excess
         self._smallest = (step, repeated)
-        self._compared.append(Alternative(num_stages=1, num_microbatches=step.microbatches, **_fields(repeated)))
+        row = Alternative(num_stages=1, num_microbatches=step.microbatches, **_fields(repeated))
+        self._compared.append(replace(row, obstacle="memory"))
         return None
 
     def is_dear(self) -> bool:

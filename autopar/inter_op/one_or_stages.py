@@ -39,6 +39,7 @@ from autopar.intra_op.request import PlannedStep, PlanRequest
 from autopar.microbatches.counts import microbatch_counts
 from autopar.plan import Alternative, Plan
 from autopar.program.step import TracedStep
+from autopar.progress import Progress, report
 from autopar.solver.budget import LateError
 
 REPEATED_FORWARD = 4 / 3
@@ -65,6 +66,7 @@ class _OneOrStages:
         """See `far_excess`; None if the step cannot run as it is anyway."""
         if self.wishes.num_microbatches != "auto" or self.wishes.recompute not in ("auto", "none"):
             return None
+        report(Progress(at="the least memory on one mesh"))
         return far_excess(self.traced, self.request)
 
     def plan_mesh_below(self, beat_s: float, promising: Promising | None = None) -> PlannedStep | Slower:

@@ -25,21 +25,28 @@ def test_the_fastest_comes_first_and_what_was_not_planned_is_marked():
             way(4, 8, "interleaved", virtual_stages=2, estimate_s=1.25 * step_s),
             way(2, 16, "zb-h1", recompute=True, step_s=1.125 * step_s),
             way(2, 1, "1f1b"),
+            way(2, 2, "1f1b", obstacle="memory"),
+            way(2, 64, "1f1b", obstacle="constraints"),
+            way(2, 4, "interleaved", virtual_stages=4, obstacle="cut"),
             way(None, 32, "1f1b", at_least_s=1.5 * step_s),
-        )
+        ),
+        full=True,
     )
     assert (
-        "is the fastest of 5 ways compared; next is 16 microbatches in schedule zb-h1 with recomputation, 12.5% slower"
+        "is the fastest of 8 ways compared; next is 16 microbatches in schedule zb-h1 with recomputation, 12.5% slower"
         in text
     )
-    table = text[text.index("Compared (~: estimated, >: at least)") :].splitlines()[2:7]
-    assert [line.split()[1] for line in table] == ["4", "16", "8", "32", "1"]
+    table = text[text.index("Compared (~: estimated, >: at least)") :].splitlines()[2:10]
+    assert [line.split()[1] for line in table] == ["4", "16", "8", "32", "1", "2", "64", "4"]
     assert [line.split("  ")[-1] for line in table] == [
         "chosen",
         "12.5% slower",
         "25.0% slower",
         "at least 50.0% slower",
         "does not fit, or cannot be cut so",
+        "does not fit the memory",
+        "cannot meet the constraints",
+        "cannot be cut so",
     ]
     assert "interleaved x 2  -          ~" in table[2]
     assert table[3].startswith("     -  ")
@@ -54,6 +61,7 @@ def test_many_rows_are_cut_short_unless_all_are_asked_for():
 
 def test_where_nothing_else_fits_the_report_says_so_and_where_nothing_was_compared_nothing():
     assert "is the fastest of 2 ways compared: nothing else fits the memory" in explain(compared(way(2, 1, "1f1b")))
+    assert "2 ways compared: no other one is possible" in explain(compared(way(2, 1, "1f1b", obstacle="cut")))
     assert "ways compared" not in explain(compared())
     assert "Compared" not in explain(pipeline_of(stage_of(0), stage_of(1)))
 
