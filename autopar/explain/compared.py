@@ -136,7 +136,7 @@ def _slower(one: Alternative, plan: Plan | PipelinePlan) -> str:
 
 
 def _step_text(one: Alternative) -> str:
-    if math.isinf(_seconds(one)):
+    if math.isinf(_seconds(one)) or not _seconds(one):  # impossible, or the clock left nothing known of it
         return "-"
     return f"{_doubt(one)}{seconds_text(_seconds(one))}"
 

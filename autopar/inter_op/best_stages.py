@@ -137,21 +137,21 @@ class BestStages:
 
     def solve_promising(self) -> None:
         """Solve timetables, the most promising first, until no promise is better than what is up to date."""
-        while waiting := sorted(self._waiting(), key=self._promised_s):
+        while waiting := sorted(self._waiting(), key=self.promised_s):
             best_s = self._best_s()
-            if self._promised_s(waiting[0]) >= best_s < math.inf or self._is_late():
+            if self.promised_s(waiting[0]) >= best_s < math.inf or self._is_late():
                 return
             together = waiting[: self._tuning.ways_at_once if self.outcomes else 1]
-            together = [way for way in together if not self._promised_s(way) >= best_s < math.inf]
+            together = [way for way in together if not self.promised_s(way) >= best_s < math.inf]
             self._solve_all(together, self._hoped_s(together, best_s))
 
     def _hoped_s(self, ways: Sequence[Timetable], best_s: float) -> float:
         """Seconds below which to solve these timetables; any, if all have been given up, as what fits nowhere looks slow."""
         if math.isfinite(best_s):
-            return min(best_s, self._promised_s(ways[-1]) or math.inf) * (1 + self._tuning.worth)
+            return min(best_s, self.promised_s(ways[-1]) or math.inf) * (1 + self._tuning.worth)
         if self._current.issuperset(self.ways):
             return math.inf
-        return (self._promised_s(ways[-1]) or math.inf) * (1 + self._tuning.near)
+        return (self.promised_s(ways[-1]) or math.inf) * (1 + self._tuning.near)
 
     def solve_rest(self) -> None:
         """Bring all timetables up to date that may be the best."""
@@ -184,12 +184,28 @@ class BestStages:
         problem = self._rules.problem(way, self.table(way))
         return self._choose(problem, below_s, num_stages=num_stages)
 
-    def solve_planned(self, way: Timetable, below_s: float) -> Outcome:
-        """The choice among submeshes on which layers are planned, as an estimate need not come true."""
+    def solve_planned(
+        self, way: Timetable, below_s: float, budget: Budget, *, submeshes: tuple[Submesh, ...] | None = None
+    ) -> Outcome:
+        """The choice of several stages, within a budget of its own, on submeshes on which layers are planned.
+
+        The estimates of others need not come true. `submeshes`: those of all meshes, if they are given.
+        """
         table, rules = self.table(way), self._rules
-        is_known = [self._costs.is_planned(way.microbatches, one) for one in rules.options] * len(rules.shares)
+        is_known = [one != rules.shape and self._costs.is_planned(one) for one in rules.options] * len(rules.shares)
         seconds = np.where(np.array(is_known)[:, None, None], table.seconds, np.inf)
-        return self._choose(rules.problem(way, dataclasses.replace(table, seconds=seconds)), below_s)
+        problem = rules.problem(way, dataclasses.replace(table, seconds=seconds))
+        return self._choose(problem, below_s, budget=budget, submeshes=submeshes)
+
+    def promised_s(self, way: Timetable) -> float:
+        """What a step takes in a timetable, or at least takes, by the costs when it was solved; 0 if it never was."""
+        match self.outcomes.get(way):
+            case StageChoice(step_s=seconds) | SlowerStages(at_least_s=seconds):
+                return self.handicap(way, seconds)
+            case Unsolved():
+                return math.inf
+            case None:
+                return 0.0
 
     def table(self, way: Timetable) -> CostTable:
         """What layers cost in a timetable."""
@@ -207,15 +223,6 @@ class BestStages:
         below_s = self._best_s()
         given_up = {way for way, seconds in self.least_s.items() if self.handicap(way, seconds) < below_s}
         return [way for way in self.ways if way not in self._current or way in given_up]
-
-    def _promised_s(self, way: Timetable) -> float:
-        match self.outcomes.get(way):
-            case StageChoice(step_s=seconds) | SlowerStages(at_least_s=seconds):
-                return self.handicap(way, seconds)
-            case Unsolved():
-                return math.inf
-            case None:
-                return 0.0
 
     def _solve_all(self, ways: Sequence[Timetable], below_s: float) -> None:
         """Solve timetables side by side, each as far as it may take less than so many seconds."""
@@ -237,9 +244,18 @@ class BestStages:
         outcome = self._choose(self._rules.problem(way, self.table(way)), below_s)
         return outcome, time.perf_counter() - started
 
-    def _choose(self, problem: StageProblem, below_s: float, *, num_stages: int | None = None) -> Outcome:
-        manual, tolerance = Manual(num_stages=num_stages or self._rules.num_stages), self._tuning.tolerance
+    def _choose(
+        self,
+        problem: StageProblem,
+        below_s: float,
+        *,
+        num_stages: int | None = None,
+        submeshes: tuple[Submesh, ...] | None = None,
+        budget: Budget | None = None,
+    ) -> Outcome:
+        manual = Manual(num_stages=num_stages or self._rules.num_stages, submeshes=submeshes)
+        own, tolerance = budget or self._budget, self._tuning.tolerance
         try:
-            return choose_faster_stages(problem, below_s, manual=manual, tolerance=tolerance, budget=self._budget)
+            return choose_faster_stages(problem, below_s, manual=manual, tolerance=tolerance, budget=own)
         except (OutOfMemoryError, ArgumentError) as error:
             return Unsolved(error)

@@ -107,6 +107,19 @@ def _working_bytes(figures: Sequence[LayerFigures], case: _CostCase) -> np.ndarr
     return np.asarray(np.minimum(kept + again, residual) / margin - kept)
 
 
+def _first_sizes(sizes: set[int], layers: int, request: PlanRequest, *, smallest_first: bool) -> set[int]:
+    """The numbers of devices on which layers are planned at first: those within a node.
+
+    Where so many devices are more than layers on a node each can use, the least number that divides them evenly.
+    """
+    if smallest_first:
+        return {min(sizes)}
+    per_node, devices = request.cluster.devices_per_node or math.inf, max(sizes)
+    if per_node * layers >= devices:
+        return {size for size in sizes if size <= per_node}
+    return {min(size for size in sizes if size * layers >= devices and devices % size == 0)}
+
+
 class LayerCosts:
     """Costs of layers on submeshes under numbers of microbatches: figures of what is planned, and estimates of the rest.
 
@@ -137,9 +150,10 @@ class LayerCosts:
         self._layers = {count: self._plan_layers(loop)}
         self._devices = max(map(math.prod, options))
         self._examples = max(microbatch_counts(loop.traced))
-        sizes, per_node = {*map(math.prod, options)}, request.cluster.devices_per_node or math.inf
-        at_first = {min(sizes)} if smallest_first else {size for size in sizes if size <= per_node}
-        at_first |= {max(sizes)} if largest_too else set()
+        at_first = _first_sizes(
+            {*map(math.prod, options)}, len(self._places) + 1, request, smallest_first=smallest_first
+        )
+        at_first |= {self._devices} if largest_too else set()
         self._sizes = {count: at_first}
         self._tables: dict[tuple[int, tuple[float, ...], bool], CostTable] = {}
         self._known: dict[tuple[int, int, int], LayerFigures | None] = {}
@@ -152,9 +166,9 @@ class LayerCosts:
         """Numbers of microbatches under which something has been planned."""
         return frozenset(self._layers)
 
-    def is_planned(self, count: int, submesh: Submesh) -> bool:
-        """Whether layers are planned on a submesh in a number of microbatches; otherwise they are estimated there."""
-        return math.prod(submesh) in self._sizes.get(count, ())
+    def is_planned(self, submesh: Submesh) -> bool:
+        """Whether layers are planned on as many devices, in some number of microbatches; otherwise they are estimated there."""
+        return any(math.prod(submesh) in sizes for sizes in self._sizes.values())
 
     def of(self, count: int) -> PlannedLayers:
         """The layers under a number of microbatches that has been planned."""

@@ -118,8 +118,9 @@ def plan_one_or_stages(
 def _is_for_one_mesh(comparison: _OneOrStages) -> bool:
     """Whether one mesh probably wins: if it needs few microbatches, and its nodes, if it has several, exchange little."""
     nodes, per_node = machine_shape(comparison.request.cluster, comparison.devices)
-    is_near = (comparison.excess or 0.0) <= comparison.tuning.many
-    return (nodes == 1 or _nodes_exchange_little(comparison, nodes, per_node)) and is_near
+    if nodes > 1 and not _nodes_exchange_little(comparison, nodes, per_node):
+        return False  # and so the excess, which takes seconds for a deep model, need not be known
+    return (comparison.excess or 0.0) <= comparison.tuning.many
 
 
 def _nodes_exchange_little(comparison: _OneOrStages, nodes: int, per_node: int) -> bool:
@@ -137,7 +138,7 @@ def _nodes_exchange_little(comparison: _OneOrStages, nodes: int, per_node: int) 
 def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:
     match comparison.search_stages():
         case SearchedPipeline() as found:
-            if _is_surely_slower(found, comparison.excess or 1.0, comparison.tuning):
+            if _is_surely_slower(found, comparison):
                 return found.pipeline
             if comparison.request.budget.is_over:
                 plan = found.pipeline.plan
@@ -155,7 +156,7 @@ def _plan_stages_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipelin
             return _faster(comparison.plan_on_one_mesh(none_found.promising), none_found)
 
 
-def _is_surely_slower(found: SearchedPipeline, excess: float, tuning: Tuning) -> bool:
+def _is_surely_slower(found: SearchedPipeline, comparison: _OneOrStages) -> bool:
     """Whether one mesh takes far longer than stages by the sum of its layers.
 
     If these do not fit the memory together, as a whole may that is planned within it, what they take in as many microbatches as
@@ -163,9 +164,12 @@ def _is_surely_slower(found: SearchedPipeline, excess: float, tuning: Tuning) ->
     """
     step_s = found.pipeline.plan.step_s
     if math.isfinite(found.one_stage_s):
-        return found.one_stage_s > tuning.surely_slower * step_s
-    enough = [m for m in sorted(found.alone_s) if m >= excess]
-    return found.alone_s[enough[0] if enough else max(found.alone_s)] > step_s
+        return found.one_stage_s > comparison.tuning.surely_slower * step_s
+    is_slower = {m: found.alone_s[m] > step_s for m in sorted(found.alone_s)}
+    if len(set(is_slower.values())) == 1 or comparison.request.budget.is_over:
+        return is_slower[max(is_slower)]
+    enough = [m for m in is_slower if m >= (comparison.excess or 1.0)]
+    return is_slower[enough[0] if enough else max(is_slower)]
 
 
 def _plan_mesh_first(comparison: _OneOrStages) -> PlannedStep | PlannedPipeline:

@@ -210,36 +210,59 @@ class _StageSearch:
     def _end(self, choices: Mapping[Timetable, StageChoice]) -> Found | NotFaster:
         """The best of what is known when the budget is over.
 
-        Stages on submeshes whose layers are only estimated count as slower, and those of planned layers alone are chosen as well.
-        One stage that is only estimated is the last resort: to plan it takes as long as all stages, and there is no time left.
+        Several stages of planned layers alone are chosen, in the timetables that promise most first, up to date or not.
+        Stages on submeshes whose layers are only estimated, and one stage alone, are the last resort: as wholes they may not fit,
+        and there is no time to look for others.
         """
-        ended = {way: (choice, self._hoped_s(way, choice)) for way, choice in choices.items()}
-        doubtful = {way for way, choice in choices.items() if self._is_doubtful(way, choice)}
-        planned_ways = sorted(
-            (way for way in ended if way.microbatches in self.costs.counts), key=lambda w: ended[w][1]
-        )
-        for way in planned_ways[: self.tuning.ways_at_once]:
+        ended = {way: (choice, self._hoped_s(choice)) for way, choice in choices.items()}
+        doubtful = {way for way, choice in choices.items() if self._is_doubtful(choice)}
+        last = Budget(seconds=self.tuning.last_look_s)
+        for way in self._by_promise():
+            if last.is_over:
+                break
             below_s = min((seconds for one, (_, seconds) in ended.items() if one not in doubtful), default=math.inf)
-            planned = self.stages.solve_planned(way, below_s)
-            if isinstance(planned, StageChoice) and (way in doubtful or planned.step_s < ended[way][1]):
+            planned = self.stages.solve_planned(way, below_s, last)
+            is_first = way in doubtful or way not in ended
+            if isinstance(planned, StageChoice) and (is_first or planned.step_s < ended[way][1]):
                 ended[way] = (planned, planned.step_s)
                 doubtful.discard(way)
         best = min(ended.keys() - doubtful or ended, key=lambda way: ended[way][1])
-        choice, _ = ended[best]
+        choice = self._even_out(best, ended[best][0], last)
+        ended[best] = choice, choice.step_s
         if best.microbatches not in self.costs.counts:
             self.costs.plan_more(best.microbatches, [stage.submesh for stage in choice.stages])
         is_faster = choice.step_s < self.beat_s
         known = {way: choice for way, (choice, _) in ended.items()}
         return self._describe(best, known) if is_faster else NotFaster(self._compare(known))
 
-    def _is_doubtful(self, way: Timetable, choice: StageChoice) -> bool:
-        """Whether it is one stage, of layers that are not planned on its devices."""
-        return len(choice.stages) == 1 and not self.costs.is_planned(way.microbatches, choice.stages[0].submesh)
+    def _by_promise(self) -> list[Timetable]:
+        """Timetables that may fit: those that were solved, the fastest first, then each schedule in every number of microbatches."""
+        promised_s = {way: self.stages.promised_s(way) for way in self.stages.ways}
+        schedules = [*dict.fromkeys(way.schedule for way in promised_s)]
+        ways = [way for way, seconds in promised_s.items() if math.isfinite(seconds)]
+        ways.sort(key=lambda way: (way.virtual_stages, schedules.index(way.schedule)))
+        return sorted(ways, key=lambda way: promised_s[way] or math.inf)
 
-    def _hoped_s(self, way: Timetable, choice: StageChoice) -> float:
+    def _even_out(self, way: Timetable, choice: StageChoice, budget: Budget) -> StageChoice:
+        """Stages on equal submeshes, if they may be as fast: equal stages are planned as wholes once, unlike ones take long."""
+        if len({stage.submesh for stage in choice.stages}) == 1 or self.rules.parts:
+            return choice
+        devices, near_s = math.prod(self.rules.shape), (1 + self.tuning.worth) * choice.step_s
+        even: list[StageChoice] = []
+        for submesh in self.rules.options:
+            count, rest = divmod(devices, size_of(submesh))
+            if count > 1 and not rest and self.costs.is_planned(submesh):
+                found = self.stages.solve_planned(way, near_s, budget, submeshes=(submesh,) * count)
+                even += [found] if isinstance(found, StageChoice) and found.step_s <= near_s else []
+        return min(even, key=lambda one: one.step_s, default=choice)
+
+    def _is_doubtful(self, choice: StageChoice) -> bool:
+        """Whether it is one stage, which takes as long to plan as all stages, or layers are not planned on a stage's devices."""
+        return len(choice.stages) == 1 or not all(self.costs.is_planned(stage.submesh) for stage in choice.stages)
+
+    def _hoped_s(self, choice: StageChoice) -> float:
         """Seconds of a step; more if some of its stages are on submeshes on which no layer is planned."""
-        is_known = all(self.costs.is_planned(way.microbatches, stage.submesh) for stage in choice.stages)
-        return choice.step_s * (1.0 if is_known else self.tuning.hoped)
+        return choice.step_s * (self.tuning.hoped if self._is_doubtful(choice) else 1.0)
 
     def _explain(self) -> OutOfMemoryError | ArgumentError:
         """The error of a way that does not fit the memory if there is one, with what its tightest stage needs."""

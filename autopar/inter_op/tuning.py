@@ -58,12 +58,15 @@ class Tuning:
     """Relative excess over the best within which an estimate is planned all the same: of a number of microbatches next to the
     best one, or of stages that have to beat one mesh. The estimate assumes equal stages, and unequal ones may idle less."""
 
-    searched: float = 0.6
+    searched: float = 0.45
     """The part of the time that is left which the search over layers may take. The chosen stages are planned as wholes in the
-    rest: half of the time without a clock for GPT-39B, a sixth on 1,024 devices (`benchmarks/planning_ordinary.py`)."""
+    rest, which takes as long for GPT-39B, and half as long on 1,024 devices (`benchmarks/planning_ordinary.py`)."""
     ways_at_once: int = 4
     """Timetables for which stages are chosen side by side, before the best of them is looked at. More use more cores, and choose
     for timetables that are not needed (`benchmarks/stage_search_time.py`)."""
+    last_look_s: float = 3.0
+    """Seconds in which the last choice among planned layers is made after the clock has ended the search. Without them it is the
+    first choice that fits (`benchmarks/planning_ordinary.py`, GPT-39B)."""
     hoped: float = 1.3
     """If the clock ends the search, an estimate of stages on submeshes on which no layer is planned counts as this many times
     longer. Submeshes that were planned turned out up to this much slower than estimated (`benchmarks/planning_ordinary.py`, GPT

@@ -7,11 +7,14 @@ import pytest
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import given_stages, one_or_stages, search_pipeline
+from autopar.inter_op.best_stages import StageRules
+from autopar.inter_op.dynamic_program.problem import ChosenStage, SlowerStages, StageChoice
 from autopar.inter_op.one_or_stages import plan_one_or_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes
 from autopar.inter_op.plan_stage import plan_program
-from autopar.inter_op.search import search_stages
+from autopar.inter_op.search import _StageSearch, search_stages
 from autopar.inter_op.timetables import Timetable
+from autopar.inter_op.tuning import TUNING
 from autopar.intra_op.mesh_search import MeshSearch
 from autopar.intra_op.planner import plan_step
 from autopar.layouts.mesh import LogicalMesh
@@ -123,3 +126,78 @@ def test_given_stages_are_handed_over_and_say_what_was_left(traced, monkeypatch)
     assert plan.num_stages == 2
     assert plan.ended_early
     assert plan.not_compared[-1] == "stages of unequal work"
+
+
+def chosen(step_s, submeshes):
+    """Stages of a layer each on these submeshes."""
+    stages = [
+        ChosenStage(
+            first_layer=place,
+            end_layer=place + 1,
+            mesh=place,
+            option=0,
+            submesh=submesh,
+            stage_s=0.0,
+            once_s=0.0,
+            in_flight=1,
+            weight_bytes=0.0,
+            activation_bytes=0.0,
+        )
+        for place, submesh in enumerate(submeshes)
+    ]
+    return StageChoice(
+        stages=tuple(stages), step_s=step_s, bound_s=0.0, bottleneck=0, ruled_out=0, devices=((0,),) * len(stages)
+    )
+
+
+@pytest.mark.parametrize(
+    ("even_s", "taken"),
+    [
+        ({(1, 1): 1.5, (1, 2): 1.02, (2, 2): 0.5}, (1, 2)),  # one stage of all devices is none of several
+        ({(1, 1): 1.01, (1, 2): 1.02}, (1, 1)),
+        ({(1, 2): 1.04}, None),
+    ],
+)
+def test_equal_submeshes_are_taken_when_the_clock_ends_if_they_take_hardly_longer(even_s, taken):
+    """Equal stages are planned as wholes once; for many unlike ones there is no time left."""
+
+    class Even:
+        def solve_planned(self, way, below_s, budget, *, submeshes):
+            seconds = even_s[submeshes[0]]
+            return chosen(seconds, submeshes) if seconds <= below_s else SlowerStages(seconds)
+
+    class AllPlanned:
+        def is_planned(self, submesh):
+            return submesh in even_s
+
+    rules = StageRules(
+        options=((1, 1), (1, 2), (2, 2)), shares=(0.0,), shape=(2, 2), limit_bytes=math.inf, num_stages=None
+    )
+    search = _StageSearch(
+        costs=AllPlanned(), stages=Even(), rules=rules, beat_s=math.inf, budget=Budget(), tuning=TUNING
+    )
+    unlike = chosen(1.0, [(1, 1), (1, 1), (1, 2)])
+    found = search._even_out(Timetable(4, "1f1b"), unlike, Budget())
+    if taken is None:
+        assert found is unlike
+    else:
+        assert {stage.submesh for stage in found.stages} == {taken}
+        assert len(found.stages) * math.prod(taken) == 4
+    alike = chosen(1.0, [(1, 2), (1, 2)])
+    assert search._even_out(Timetable(4, "1f1b"), alike, Budget()) is alike
+
+
+def test_what_is_only_estimated_is_the_last_resort_when_the_clock_ends():
+    """One stage as well: to plan it takes as long as all stages."""
+
+    class OnOneDevice:
+        def is_planned(self, submesh):
+            return submesh != (1, 2)
+
+    rules = StageRules(options=((1, 1), (1, 2)), shares=(0.0,), shape=(1, 2), limit_bytes=math.inf, num_stages=None)
+    search = _StageSearch(
+        costs=OnOneDevice(), stages=None, rules=rules, beat_s=math.inf, budget=Budget(), tuning=TUNING
+    )
+    assert search._is_doubtful(chosen(1.0, [(1, 2), (1, 1)]))
+    assert search._is_doubtful(chosen(1.0, [(1, 1)]))
+    assert not search._is_doubtful(chosen(1.0, [(1, 1), (1, 1)]))

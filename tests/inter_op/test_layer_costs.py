@@ -1,10 +1,14 @@
 """What the search counts of a stage's memory whose backward does layers again, before any stage is planned."""
 
+import functools
+
 import pytest
 
-from autopar.inter_op.layer_costs import _CostCase, _in_flight_bytes, _working_bytes
+from autopar.cost_model.hardware import preset
+from autopar.inter_op.layer_costs import _CostCase, _first_sizes, _in_flight_bytes, _working_bytes
 from autopar.inter_op.planned_layers import LayerFigures
 from autopar.intra_op.memory import tuning as memory_tuning
+from tests.inter_op.test_search import request_on
 
 MARGIN = memory_tuning.TUNING.temporaries_margin
 LAYERS = 4
@@ -29,3 +33,13 @@ def bytes_of_stage(received, residual, share):
 )
 def test_stages_keep_what_their_layers_received_where_that_is_less(received, share, in_flight, needed):
     assert bytes_of_stage(received, 34, share) == pytest.approx((in_flight, needed))
+
+
+def test_layers_are_planned_at_first_on_submeshes_that_stages_can_have():
+    """48 stages on 1,024 devices have 21 each or more, which no node has."""
+    sizes = {1, 2, 4, 8, *(8 * nodes for nodes in range(1, 129))}
+    request = request_on(preset("dgx-a100-80gb"))
+    first = functools.partial(_first_sizes, layers=48, request=request)
+    assert first(sizes, smallest_first=False) == {32}
+    assert first(sizes, smallest_first=True) == {1}
+    assert first({size for size in sizes if size <= 64}, smallest_first=False) == {1, 2, 4, 8}
