@@ -236,7 +236,7 @@ class _StageSearch:
         return self._describe(best, known) if is_faster else NotFaster(self._compare(known))
 
     def _by_promise(self) -> list[Timetable]:
-        """Timetables that may fit: those that were solved, the fastest first, then each schedule in every number of microbatches."""
+        """Timetables that may fit: the solved ones, the fastest first, then each schedule in every number of microbatches."""
         promised_s = {way: self.stages.promised_s(way) for way in self.stages.ways}
         schedules = [*dict.fromkeys(way.schedule for way in promised_s)]
         ways = [way for way, seconds in promised_s.items() if math.isfinite(seconds)]
