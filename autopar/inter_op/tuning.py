@@ -58,7 +58,7 @@ class Tuning:
     """Relative excess over the best within which an estimate is planned all the same: of a number of microbatches next to the
     best one, or of stages that have to beat one mesh. The estimate assumes equal stages, and unequal ones may idle less."""
 
-    searched: float = 0.45
+    searched: float = 0.5
     """The part of the time that is left which the search over layers may take. The chosen stages are planned as wholes in the
     rest, which takes as long for GPT-39B, and half as long on 1,024 devices (`benchmarks/planning_ordinary.py`)."""
     ways_at_once: int = 4
