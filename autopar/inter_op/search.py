@@ -211,8 +211,8 @@ class _StageSearch:
         """The best of what is known when the budget is over.
 
         Several stages of planned layers alone are chosen, in the timetables that promise most first, up to date or not.
-        Stages on submeshes whose layers are only estimated, and one stage alone, are the last resort: as wholes they may not fit,
-        and there is no time to look for others.
+        One stage alone is the last resort, and so are stages on submeshes whose layers are only estimated if there is no other
+        plan: as wholes they may not fit, and there is no time to look for others.
         """
         ended = {way: (choice, self._hoped_s(choice)) for way, choice in choices.items()}
         doubtful = {way for way, choice in choices.items() if self._is_doubtful(choice)}
@@ -257,12 +257,16 @@ class _StageSearch:
         return min(even, key=lambda one: one.step_s, default=choice)
 
     def _is_doubtful(self, choice: StageChoice) -> bool:
-        """Whether it is one stage, which takes as long to plan as all stages, or layers are not planned on a stage's devices."""
-        return len(choice.stages) == 1 or not all(self.costs.is_planned(stage.submesh) for stage in choice.stages)
+        """Whether it is one stage, which takes as long to plan as all, or estimated, with no other plan to fall back on."""
+        return len(choice.stages) == 1 or (math.isinf(self.beat_s) and not self._is_planned(choice))
+
+    def _is_planned(self, choice: StageChoice) -> bool:
+        """Whether layers are planned on the devices of all stages."""
+        return all(self.costs.is_planned(stage.submesh) for stage in choice.stages)
 
     def _hoped_s(self, choice: StageChoice) -> float:
         """Seconds of a step; more if some of its stages are on submeshes on which no layer is planned."""
-        return choice.step_s * (self.tuning.hoped if self._is_doubtful(choice) else 1.0)
+        return choice.step_s * (1.0 if self._is_planned(choice) else self.tuning.hoped)
 
     def _explain(self) -> OutOfMemoryError | ArgumentError:
         """The error of a way that does not fit the memory if there is one, with what its tightest stage needs."""

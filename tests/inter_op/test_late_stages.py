@@ -201,3 +201,6 @@ def test_what_is_only_estimated_is_the_last_resort_when_the_clock_ends():
     assert search._is_doubtful(chosen(1.0, [(1, 2), (1, 1)]))
     assert search._is_doubtful(chosen(1.0, [(1, 1)]))
     assert not search._is_doubtful(chosen(1.0, [(1, 1), (1, 1)]))
+    with_fallback = dataclasses.replace(search, beat_s=2.0)
+    assert with_fallback._is_doubtful(chosen(1.0, [(1, 1)]))
+    assert not with_fallback._is_doubtful(chosen(1.0, [(1, 2), (1, 1)]))
