@@ -192,7 +192,8 @@ class BestStages:
         The estimates of others need not come true. `submeshes`: those of all meshes, if they are given.
         """
         table, rules = self.table(way), self._rules
-        is_known = [one != rules.shape and self._costs.is_planned(one) for one in rules.options] * len(rules.shares)
+        known = [one != rules.shape and self._costs.is_planned(way.microbatches, one) for one in rules.options]
+        is_known = known * len(rules.shares)
         seconds = np.where(np.array(is_known)[:, None, None], table.seconds, np.inf)
         problem = rules.problem(way, dataclasses.replace(table, seconds=seconds))
         return self._choose(problem, below_s, budget=budget, submeshes=submeshes)

@@ -56,9 +56,9 @@ class CostsByKind:
         first, *others = (one.counts for one in self._costs.values())
         return first.intersection(*others)
 
-    def is_planned(self, submesh: Submesh) -> bool:
-        """Whether layers are planned on as many devices of a kind, in some number of microbatches."""
-        return self._costs[kind_of(submesh)].is_planned(submesh[:2])
+    def is_planned(self, count: int, submesh: Submesh) -> bool:
+        """Whether layers are planned on as many devices of a kind, in `count` microbatches or what carries over to that."""
+        return self._costs[kind_of(submesh)].is_planned(count, submesh[:2])
 
     def of(self, count: int, kind: int | None = None) -> PlannedLayers:
         """The layers of a kind, the first one unless it is given, under a number of microbatches that has been planned."""

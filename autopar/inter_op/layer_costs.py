@@ -166,9 +166,11 @@ class LayerCosts:
         """Numbers of microbatches under which something has been planned."""
         return frozenset(self._layers)
 
-    def is_planned(self, submesh: Submesh) -> bool:
-        """Whether layers are planned on as many devices, in some number of microbatches; otherwise they are estimated there."""
-        return any(math.prod(submesh) in sizes for sizes in self._sizes.values())
+    def is_planned(self, count: int, submesh: Submesh) -> bool:
+        """Whether layers are planned on as many devices in `count` microbatches, or in a number from which that carries over."""
+        devices = math.prod(submesh)
+        ways = self._ways(count, devices)
+        return any(devices in sizes and self._ways(m, devices) >= ways for m, sizes in self._sizes.items())
 
     def of(self, count: int) -> PlannedLayers:
         """The layers under a number of microbatches that has been planned."""

@@ -214,11 +214,12 @@ class _StageSearch:
         One stage alone is the last resort, and so are stages on submeshes whose layers are only estimated if there is no other
         plan: as wholes they may not fit, and there is no time to look for others.
         """
-        ended = {way: (choice, self._hoped_s(choice)) for way, choice in choices.items()}
-        doubtful = {way for way, choice in choices.items() if self._is_doubtful(choice)}
+        last_ways = self._by_promise()
+        ended = {way: (choice, self._hoped_s(way, choice)) for way, choice in choices.items()}
+        doubtful = {way for way, choice in choices.items() if self._is_doubtful(way, choice) or way not in last_ways}
         last = Budget(seconds=self.tuning.last_look_s)
-        for way in self._by_promise():
-            if last.is_over:
+        for way in last_ways:
+            if last.is_over or (way.microbatches not in self.costs.counts and ended.keys() - doubtful):
                 break
             below_s = min((seconds for one, (_, seconds) in ended.items() if one not in doubtful), default=math.inf)
             planned = self.stages.solve_planned(way, below_s, last)
@@ -236,12 +237,17 @@ class _StageSearch:
         return self._describe(best, known) if is_faster else NotFaster(self._compare(known))
 
     def _by_promise(self) -> list[Timetable]:
-        """Timetables that may fit: the solved ones, the fastest first, then each schedule in every number of microbatches."""
-        promised_s = {way: self.stages.promised_s(way) for way in self.stages.ways}
-        schedules = [*dict.fromkeys(way.schedule for way in promised_s)]
+        """Timetables of the first schedule that may fit: planned numbers of microbatches, the fastest first, then the others.
+
+        Other schedules keep more or less of what is known of whole stages alone. They are priced once these are planned.
+        """
+        promised_s = {way: self.stages.promised_s(way) for way in self.stages.ways if self._is_first_schedule(way)}
         ways = [way for way, seconds in promised_s.items() if math.isfinite(seconds)]
-        ways.sort(key=lambda way: (way.virtual_stages, schedules.index(way.schedule)))
-        return sorted(ways, key=lambda way: promised_s[way] or math.inf)
+        counts = self.costs.counts
+        return sorted(ways, key=lambda way: (way.microbatches not in counts, promised_s[way] or math.inf))
+
+    def _is_first_schedule(self, way: Timetable) -> bool:
+        return (way.schedule, way.virtual_stages) == (self._first.schedule, self._first.virtual_stages)
 
     def _even_out(self, way: Timetable, choice: StageChoice, budget: Budget) -> StageChoice:
         """Stages on equal submeshes, if they may be as fast: equal stages are planned as wholes once, unlike ones take long."""
@@ -251,22 +257,22 @@ class _StageSearch:
         even: list[StageChoice] = []
         for submesh in self.rules.options:
             count, rest = divmod(devices, size_of(submesh))
-            if count > 1 and not rest and self.costs.is_planned(submesh):
+            if count > 1 and not rest and self.costs.is_planned(way.microbatches, submesh):
                 found = self.stages.solve_planned(way, near_s, budget, submeshes=(submesh,) * count)
                 even += [found] if isinstance(found, StageChoice) and found.step_s <= near_s else []
         return min(even, key=lambda one: one.step_s, default=choice)
 
-    def _is_doubtful(self, choice: StageChoice) -> bool:
+    def _is_doubtful(self, way: Timetable, choice: StageChoice) -> bool:
         """Whether it is one stage, which takes as long to plan as all, or estimated, with no other plan to fall back on."""
-        return len(choice.stages) == 1 or (math.isinf(self.beat_s) and not self._is_planned(choice))
+        return len(choice.stages) == 1 or (math.isinf(self.beat_s) and not self._is_planned(way, choice))
 
-    def _is_planned(self, choice: StageChoice) -> bool:
+    def _is_planned(self, way: Timetable, choice: StageChoice) -> bool:
         """Whether layers are planned on the devices of all stages."""
-        return all(self.costs.is_planned(stage.submesh) for stage in choice.stages)
+        return all(self.costs.is_planned(way.microbatches, stage.submesh) for stage in choice.stages)
 
-    def _hoped_s(self, choice: StageChoice) -> float:
+    def _hoped_s(self, way: Timetable, choice: StageChoice) -> float:
         """Seconds of a step; more if some of its stages are on submeshes on which no layer is planned."""
-        return choice.step_s * (1.0 if self._is_planned(choice) else self.tuning.hoped)
+        return choice.step_s * (1.0 if self._is_planned(way, choice) else self.tuning.hoped)
 
     def _explain(self) -> OutOfMemoryError | ArgumentError:
         """The error of a way that does not fit the memory if there is one, with what its tightest stage needs."""

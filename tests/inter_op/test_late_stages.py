@@ -167,7 +167,7 @@ def test_equal_submeshes_are_taken_when_the_clock_ends_if_they_take_hardly_longe
             return chosen(seconds, submeshes) if seconds <= below_s else SlowerStages(seconds)
 
     class AllPlanned:
-        def is_planned(self, submesh):
+        def is_planned(self, count, submesh):
             return submesh in even_s
 
     rules = StageRules(
@@ -191,16 +191,16 @@ def test_what_is_only_estimated_is_the_last_resort_when_the_clock_ends():
     """One stage as well: to plan it takes as long as all stages."""
 
     class OnOneDevice:
-        def is_planned(self, submesh):
+        def is_planned(self, count, submesh):
             return submesh != (1, 2)
 
     rules = StageRules(options=((1, 1), (1, 2)), shares=(0.0,), shape=(1, 2), limit_bytes=math.inf, num_stages=None)
     search = _StageSearch(
         costs=OnOneDevice(), stages=None, rules=rules, beat_s=math.inf, budget=Budget(), tuning=TUNING
     )
-    assert search._is_doubtful(chosen(1.0, [(1, 2), (1, 1)]))
-    assert search._is_doubtful(chosen(1.0, [(1, 1)]))
-    assert not search._is_doubtful(chosen(1.0, [(1, 1), (1, 1)]))
+    assert search._is_doubtful(Timetable(4, "1f1b"), chosen(1.0, [(1, 2), (1, 1)]))
+    assert search._is_doubtful(Timetable(4, "1f1b"), chosen(1.0, [(1, 1)]))
+    assert not search._is_doubtful(Timetable(4, "1f1b"), chosen(1.0, [(1, 1), (1, 1)]))
     with_fallback = dataclasses.replace(search, beat_s=2.0)
-    assert with_fallback._is_doubtful(chosen(1.0, [(1, 1)]))
-    assert not with_fallback._is_doubtful(chosen(1.0, [(1, 2), (1, 1)]))
+    assert with_fallback._is_doubtful(Timetable(4, "1f1b"), chosen(1.0, [(1, 1)]))
+    assert not with_fallback._is_doubtful(Timetable(4, "1f1b"), chosen(1.0, [(1, 2), (1, 1)]))
