@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from autopar.cost_model.hardware import preset
-from autopar.inter_op.layer_costs import _CostCase, _first_sizes, _in_flight_bytes, _working_bytes
+from autopar.inter_op.layer_costs import LayerCosts, _CostCase, _first_sizes, _in_flight_bytes, _working_bytes
 from autopar.inter_op.planned_layers import LayerFigures
 from autopar.intra_op.memory import tuning as memory_tuning
 from tests.inter_op.test_search import request_on
@@ -43,3 +43,13 @@ def test_layers_are_planned_at_first_on_submeshes_that_stages_can_have():
     assert first(sizes, smallest_first=False) == {32}
     assert first(sizes, smallest_first=True) == {1}
     assert first({size for size in sizes if size <= 64}, smallest_first=False) == {1, 2, 4, 8}
+
+
+def test_figures_carry_over_to_numbers_of_microbatches_that_divide_their_examples_no_further():
+    """Of 1,024 examples, 512 microbatches have 2 each, which 32 devices divide in two; 256 have 4, which they divide in four."""
+    costs = LayerCosts.__new__(LayerCosts)
+    costs._examples, costs._sizes = 1024, {512: {32}}
+    assert costs.is_planned(512, (4, 8))
+    assert costs.is_planned(1024, (4, 8))
+    assert not costs.is_planned(256, (4, 8))
+    assert not costs.is_planned(512, (8, 8))
