@@ -167,7 +167,7 @@ def _is_surely_slower(found: SearchedPipeline, comparison: _OneOrStages) -> bool
         return found.one_stage_s > comparison.tuning.surely_slower * step_s
     is_slower = {m: found.alone_s[m] > step_s for m in sorted(found.alone_s)}
     if len(set(is_slower.values())) == 1 or comparison.request.budget.is_over:
-        return is_slower[max(is_slower)]
+        return all(is_slower.values())
     enough = [m for m in is_slower if m >= (comparison.excess or 1.0)]
     return is_slower[enough[0] if enough else max(is_slower)]
 
