@@ -26,6 +26,7 @@ MIXED = [(1,), (1,), (2,)]
 # --- equal to jit -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("num_stages", "num_microbatches", "schedule", "mesh_shape", "virtual_stages"),
     [

@@ -54,6 +54,7 @@ def test_case_15_wide_convolutions_are_split_by_output_and_input_channels_in_tur
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, steps=1, rtol_of_scale=1e-4)
 
 
+@pytest.mark.sweep
 def test_case_15_equals_jit_over_three_steps():
     """In float64. In float32 an entry may differ by 2e-3 of its leaf at the third step, on one JAX end and not on the other.
 

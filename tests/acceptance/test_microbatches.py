@@ -25,6 +25,7 @@ def test_case_19_one_gradient_all_reduce_per_step_after_the_loop():
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("schedule", TRAINING_IN_ONE)
 def test_case_20_two_data_parallel_stages_reduce_each_gradient_once_per_step_and_nothing_in_forward(schedule):
     problem = mlp(256, 16, layers=4)

@@ -214,6 +214,7 @@ def test_a_pipeline_with_a_stage_planned_by_another_version_says_to_plan_again()
         PipelinePlan.from_json(in_pipeline("stages", plan=stage))
 
 
+@pytest.mark.sweep
 def test_no_change_of_one_value_ends_in_another_error_than_a_plan_error():
     """Every value of the file is replaced by one of each JSON type: it is read or refused, nothing else.
 

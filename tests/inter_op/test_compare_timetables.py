@@ -36,6 +36,7 @@ def by_hand(weights, x, counts, schedules=BY_HAND, **options):
     return found
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("width", "batch"), [(64, 8), pytest.param(1024, 512, marks=pytest.mark.slow)])
 def test_the_search_is_no_worse_than_any_choice_by_hand(width, batch):
     weights, x = arguments(width, layers=8, batch=batch)

@@ -177,7 +177,7 @@ def all_in_stages_s(traced, request):
                 yield planned_as_wholes(traced, request, order, stages, places, known)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("seed", "spans"), [(0, False), (1, False), (2, True), (3, False), (4, True), (5, True)])
 def test_the_plan_is_the_best_of_all_ways_and_one_mesh_spans_kinds_only_where_that_wins(seed, spans):
     """The ways: stages, each planned as a whole; one mesh on the nodes of one kind; and one on all devices, as the slowest."""

@@ -64,6 +64,7 @@ def assert_trains_like_jit(parallel, state, batch):
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("slow", [2e7, 5e7])
 def test_faster_nodes_have_more_layers_and_the_step_computes_what_jit_does(slow):
     cluster = mixed(slow=slow)
@@ -103,6 +104,7 @@ def test_where_slow_nodes_would_only_hold_the_others_up_they_idle():
     assert "the new nodes of cluster mixed" in str(plan)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("slow", [2e7, 1e6])
 def test_a_plan_of_kinds_is_read_again_and_used(slow):
     cluster = mixed(slow=slow)
@@ -115,6 +117,7 @@ def test_a_plan_of_kinds_is_read_again_and_used(slow):
     assert_trains_like_jit(parallel, state, batch)
 
 
+@pytest.mark.sweep
 def test_each_kind_has_its_own_memory_unless_the_user_gives_a_limit():
     room = mixed(new=2e9)
     _, plan, _, _ = planned(room)

@@ -15,6 +15,7 @@ from autopar.stages.time_loops import make_loops
 from tests.inter_op.test_search import request_on, traced_step, two_nodes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("widths", [(32,) * 5, (32, 64, 16, 64, 8)], ids=["layers alike", "layers that differ"])
 def test_more_microbatches_are_compared_where_nothing_fits_in_the_usual_ones(widths):
     rng = np.random.default_rng(0)

@@ -331,6 +331,7 @@ def test_a_parallel_step_in_microbatches_equals_jit(mesh_shape):
     assert parallel.last_plan().num_microbatches == 2
 
 
+@pytest.mark.sweep
 def test_a_user_scan_over_layers_runs_in_microbatches():
     example = build("gpt_scan", layers=2, hidden=16, heads=2, vocab=256, seq=8, batch=8, dropout=0.1, sgd=True)
     state, batch = jax.jit(example.create_state)(jax.random.key(0)), next(example.data(0))

@@ -32,6 +32,7 @@ def test_at_the_size_of_gpt_2_small_there_are_as_many_parameters_as_published(pa
     assert parameter_count("gpt_scan", hidden=768, layers=12, heads=12, seq=1024, vocab=50257) == 124_439_808
 
 
+@pytest.mark.sweep
 def test_variants_have_the_same_loss_and_gradients_as_the_plain_model_with_dropout(
     small, loss_and_gradients, assert_close_to_scale
 ):

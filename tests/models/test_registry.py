@@ -30,7 +30,7 @@ def test_losses_fall_and_the_step_compiles_once_with_a_donated_state(small, name
     assert 0 < float(evaluated["absolute_error" if name == "unet" else "accuracy"]) <= 1
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_step_is_a_pure_function_of_state_and_batch(small, name):
     one = small(name)
@@ -39,6 +39,7 @@ def test_the_step_is_a_pure_function_of_state_and_batch(small, name):
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_state_keeps_structure_shapes_dtypes_and_weak_types_and_is_float32(small, name):
     model = small(name).model

@@ -129,6 +129,7 @@ def test_one_device_has_nothing_to_compare_and_a_file_knows_no_step(plan):
             question()
 
 
+@pytest.mark.sweep
 def test_the_command_line_asks_for_both(capsys):
     model = ["mlp", "--layers", "2", "--hidden", "32", "--batch", "32", "--devices", "2", "--cluster", "p3.16xlarge"]
     assert main(["explain", *model, "--mesh", "2", "--classic", "--what-if"]) == 0

@@ -101,6 +101,7 @@ def test_a_signal_that_is_ignored_stays_ignored(capsys):
 CONFLICT = ("plan", "mlp", *SMALL, "--devices", "2", "--mesh", "2", "--memory-limit", "4KB", "--conflict")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("phase", ["planning on one mesh", "why nothing fits"])
 @pytest.mark.parametrize(
     ("number", "status", "name"), [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
