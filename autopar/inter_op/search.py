@@ -46,7 +46,7 @@ class Found:
     microbatches. `one_stage_s`: the least time of one stage on all devices, infinite if that does not fit. `alone_s`: what it
     takes in each number of microbatches, whether or not it fits. `compared`: every timetable with what its best stages would
     take. `ended_early`: the budget ended the search. `others`: choices of other numbers of stages, which may be faster if unequal
-    stages wait longer than assumed.
+    stages wait longer than assumed; of other timetables if the budget ended the search, should the first one not fit as wholes.
     """
 
     cuts: tuple[int, ...]
@@ -234,7 +234,14 @@ class _StageSearch:
             self.costs.plan_more(best.microbatches, [stage.submesh for stage in choice.stages])
         is_faster = choice.step_s < self.beat_s
         known = {way: choice for way, (choice, _) in ended.items()}
-        return self._describe(best, known) if is_faster else NotFaster(self._compare(known))
+        if not is_faster:
+            return NotFaster(self._compare(known))
+        others = [way for way in ended.keys() - doubtful - {best} if way.microbatches in self.costs.counts]
+        others = [way for way in others if self._is_planned(way, known[way])]
+        by_seconds = sorted(others, key=lambda way: ended[way][1])
+        return dataclasses.replace(
+            self._describe(best, known), others=tuple(self._found(way, known[way]) for way in by_seconds)
+        )
 
     def _by_promise(self) -> list[Timetable]:
         """Timetables of the first schedule that may fit: planned numbers of microbatches, the fastest first, then the others.
@@ -360,7 +367,12 @@ class _StageSearch:
         return self.rules.shares[stage.option // len(self.rules.options)]
 
     def _compare(self, choices: Mapping[Timetable, StageChoice]) -> tuple[Alternative, ...]:
-        """Every timetable with what its best stages would take, or at least take."""
+        """Every timetable with what its best stages would take, or at least take.
+
+        Stages for which the clock left no time to plan a layer promise what perfect division gives: they take that at least.
+        """
+        known = {way: one for way, one in choices.items() if not self.budget.is_over or self._is_planned(way, one)}
+        hoped_s = {way: one.step_s for way, one in choices.items() if way not in known}
         rows = [
             Alternative(
                 num_stages=len(choice.stages),
@@ -370,7 +382,7 @@ class _StageSearch:
                 recompute=any(map(self._share_of, choice.stages)),
                 estimate_s=choice.step_s,
             )
-            for way, choice in choices.items()
+            for way, choice in known.items()
         ]
         rows += [
             Alternative(
@@ -380,7 +392,7 @@ class _StageSearch:
                 virtual_stages=way.virtual_stages,
                 at_least_s=seconds,
             )
-            for way, seconds in self.stages.least_s.items()
-            if way not in choices
+            for way, seconds in {**self.stages.least_s, **hoped_s}.items()
+            if way not in known
         ]
         return tuple(sorted(rows, key=lambda one: (one.num_microbatches, one.schedule, one.virtual_stages)))

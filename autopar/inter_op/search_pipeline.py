@@ -143,21 +143,32 @@ def _plan_best_number(
     tuning: Tuning,
     kinds: Sequence[KindOfNodes],
 ) -> tuple[Found, PlannedPipeline]:
-    """The chosen stages, planned; or other numbers of them, if these take longer than promised and those promise less."""
-    known = KnownStages()
-    best = found, _plan_found(traced, split, found, wishes, request, tuning, known, kinds)
-    for other in found.others[: tuning.second_looks]:
-        to_beat_s = best[1].plan.step_s
-        is_as_promised = to_beat_s <= (1 + tuning.worth) * found.choice.step_s
-        if is_as_promised or other.choice.step_s * (1 + tuning.worth) >= to_beat_s or request.budget.is_over:
+    """The chosen stages, planned; or others, if these take longer than promised and those promise less, or do not fit as wholes.
+
+    Raises OutOfMemoryError if none fits.
+    """
+    known, best, too_large = KnownStages(), None, None
+    for one in (found, *found.others[: tuning.second_looks]):
+        if best is not None and not _may_be_faster(one, *best, request, tuning):
             break
         try:
-            planned = _plan_found(traced, split, other, wishes, request, tuning, known, kinds)
-        except OutOfMemoryError:
+            planned = _plan_found(traced, split, one, wishes, request, tuning, known, kinds)
+        except OutOfMemoryError as error:
+            too_large = too_large or error
             continue
-        if planned.plan.step_s < to_beat_s:
-            best = other, planned
+        if best is None or planned.plan.step_s < best[1].plan.step_s:
+            best = one, planned
+    if best is None:
+        assert too_large is not None
+        raise too_large
     return best
+
+
+def _may_be_faster(other: Found, best: Found, planned: PlannedPipeline, request: PlanRequest, tuning: Tuning) -> bool:
+    """Whether the best stages take longer than promised, and others promise less; there has to be time to plan them."""
+    to_beat_s, worth = planned.plan.step_s, 1 + tuning.worth
+    is_as_promised = to_beat_s <= worth * best.choice.step_s
+    return not (is_as_promised or other.choice.step_s * worth >= to_beat_s or request.budget.is_over)
 
 
 def _plan_found(

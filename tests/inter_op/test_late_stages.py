@@ -79,6 +79,62 @@ def test_one_stage_that_is_only_estimated_is_not_chosen_when_the_clock_ends(trac
     assert len(late.sizes) > 1
 
 
+def test_where_the_best_stages_do_not_fit_as_wholes_others_are_planned(traced, monkeypatch):
+    plan_found, tried = search_pipeline._plan_found, []
+
+    def first_is_too_large(traced, split, found, *args):
+        tried.append(found)
+        if len(tried) == 1:
+            raise OutOfMemoryError("too large")
+        return plan_found(traced, split, found, *args)
+
+    def searched(*args, **options):
+        found = search_stages(*args, **options)
+        other = dataclasses.replace(found, timetable=Timetable(4, "gpipe"))
+        return dataclasses.replace(found, others=(other,) * others)
+
+    others = 1
+    monkeypatch.setattr(search_pipeline, "_plan_found", first_is_too_large)
+    monkeypatch.setattr(search_pipeline, "search_stages", searched)
+    options = {"devices": 4, "num_stages": 2}
+    found = search_pipeline.search_pipeline(traced, WISHES, request_until(Budget()), **options)
+    assert [one.timetable.schedule for one in tried] == ["zb-h1", "gpipe"]
+    assert isinstance(found, search_pipeline.SearchedPipeline)
+    others, tried[:] = 0, []
+    with pytest.raises(OutOfMemoryError, match="too large"):
+        search_pipeline.search_pipeline(traced, WISHES, request_until(Budget()), **options)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layers", "best", "others", "promised"), [((256, 8), 1, 1, [], [4]), ((1024, 1024), 4, 4, [1], [])]
+)
+def test_a_search_that_the_clock_ends_knows_what_else_is_planned_and_what_only_promises(
+    sizes, layers, best, others, promised
+):
+    """It ends when so many of the four layers are planned in a second number of microbatches, 4."""
+    width, batch = sizes
+    traced, budget, counts = traced_step(*arguments(width, batch=batch)), Budget(), []
+
+    def plan_and_stop(program, request):
+        counts.append(program.ports.microbatches)
+        if counts.count(4) == layers:
+            budget.stop()
+        return plan_program(program, request)
+
+    late = search_stages(
+        make_loops(split_scans(traced, ()), 4),
+        request_until(Budget()),
+        planner=plan_and_stop,
+        devices=4,
+        timetables=[Timetable(count, "1f1b") for count in (1, 2, 4)],
+        budget=budget,
+    )
+    assert late.ended_early
+    assert late.timetable.microbatches == best
+    assert [other.timetable.microbatches for other in late.others] == others
+    assert [one.num_microbatches for one in late.compared if one.at_least_s is not None] == promised
+
+
 def test_the_plan_on_one_mesh_is_handed_over_and_says_what_was_left(traced, monkeypatch):
     def late(*args, **kwargs):
         raise LateError
