@@ -93,7 +93,7 @@ def conflict_text(conflict: Conflict) -> str:
     """An answer as text: what conflicts, what fills the memory, and the ways out with their prices."""
     found = "No plan fits" if conflict.is_settled else "No plan was found in the time there was that fits"
     none = f"{found} {bytes_text(conflict.limit_bytes)} per device"
-    lines = [f"{none}, whatever is given up."]
+    lines = [f"{none}, whatever is given up." if conflict.is_settled else f"{none}. There may be one."]
     if conflict.wishes:
         lines = [f"{none} and keeps:", *(f"  {wish}" for wish in conflict.wishes)]
         lines += [] if conflict.is_smallest else ["There was no time to find out whether fewer of these conflict."]
@@ -111,7 +111,10 @@ def conflict_text(conflict: Conflict) -> str:
     Console(file=stream, width=TEXT_WIDTH, color_system=None).print(table)
     lines += ["", *(line.rstrip() for line in stream.getvalue().splitlines())]
     if not all(one.is_tried for one in conflict.relaxations):
-        lines.append("More planning seconds would try what there was no time for.")
+        more = (
+            "would try what there was no time for" if conflict.is_settled else "may find a plan, and would try the rest"
+        )
+        lines.append(f"More planning seconds {more}.")
     return "\n".join(lines)
 
 
