@@ -11,11 +11,13 @@ from collections.abc import Sequence
 from typing import Generic
 
 from autopar.avals import Aval, is_opaque
+from autopar.compat import Literal
 from autopar.intra_op.lowering.assignment import Layouts, is_gathered
 from autopar.layouts.mesh import Layout
 from autopar.layouts.moves import Move
 from autopar.program.copies import CopyingDomain
-from autopar.program.walk import V
+from autopar.program.program import Atom
+from autopar.program.walk import Scope, V
 
 
 class LayoutDomain(CopyingDomain[V, Layout], Generic[V]):
@@ -27,6 +29,14 @@ class LayoutDomain(CopyingDomain[V, Layout], Generic[V]):
     @abc.abstractmethod
     def layout_of(self, value: V) -> Layout:
         """The layout in which a value lies."""
+
+    def need(self, atom: Atom, form: Layout, scope: Scope[V]) -> V:
+        """The value of an operand in the layout in which an equation takes it; most lie in it already."""
+        if not isinstance(atom, Literal):
+            value = scope.values[atom]
+            if self.layout_of(value) == form:
+                return value
+        return super().need(atom, form, scope)
 
     def path(self, value: V, layout: Layout, aval: Aval) -> Sequence[Move]:
         """The cheapest moves that bring a value into a layout; none for opaque values, which are never split."""

@@ -18,12 +18,12 @@ from autopar.avals import Aval, dtype_name, is_opaque, itemsize_of
 from autopar.compat import Literal, Var, module_path
 from autopar.intra_op.choices.graph import Source
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
+from autopar.intra_op.memory.equation_facts import EquationFacts, facts_of, result_name
 from autopar.intra_op.xla_cpu import table as xla_cpu
 from autopar.intra_op.xla_cpu.contraction_orders import Orders
 from autopar.intra_op.xla_cpu.table import Making
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS, Move
-from autopar.program.fingerprint import operation_key
 from autopar.program.program import Atom, Equation, fan_out_p
 from autopar.rules.table import entry_for
 
@@ -52,6 +52,7 @@ class Values:
         self.turned: dict[tuple[int, tuple[int, ...]], int] = {}
         self.permuted: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.products: set[int] = set()
+        self._bytes: dict[tuple[tuple[int, ...], int, Layout], int] = {}
 
     def add(self, value: Value) -> int:
         """The number of a new value."""
@@ -62,11 +63,16 @@ class Values:
         self, aval: Aval, layout: Layout, key: tuple[int, int, bool] | None, name: str, scope: str = ""
     ) -> int:
         """The number of a new value that is a device's shard in a layout."""
-        size = layout.local_bytes(aval.shape, itemsize_of(aval), self.mesh)
-        shape, dtype = tuple(aval.shape), dtype_name(aval.dtype)
-        return self.add(
-            Value(name=name, shape=shape, dtype=dtype, bytes=size, key=key, itemsize=itemsize_of(aval), scope=scope)
-        )
+        shape, dtype, itemsize = tuple(aval.shape), dtype_name(aval.dtype), itemsize_of(aval)
+        size = self.local_bytes(shape, itemsize, layout)
+        return self.add(Value(name=name, shape=shape, dtype=dtype, bytes=size, key=key, itemsize=itemsize, scope=scope))
+
+    def local_bytes(self, shape: tuple[int, ...], itemsize: int, layout: Layout) -> int:
+        """Bytes of a device's shard, found once for all values that are alike."""
+        key = shape, itemsize, layout
+        if key not in self._bytes:
+            self._bytes[key] = layout.local_bytes(shape, itemsize, self.mesh)
+        return self._bytes[key]
 
     def add_like(self, value: int, *, factor: int = 1) -> int:
         """The number of a new value like another one, or so many times as large."""
@@ -75,8 +81,7 @@ class Values:
 
     def add_var(self, var: Var, layout: Layout, maker: Equation) -> Held:
         """A new value for a variable that an equation makes."""
-        shape = tuple(var.aval.shape)
-        name = f"reused value {shape}" if maker.primitive is fan_out_p else f"{maker.primitive.name} {shape}"
+        name = result_name(maker, var.aval.shape)
         return Held(self.add_shard(var.aval, layout, self.key(var), name, module_path(maker)), layout)
 
     def key(self, var: Var) -> tuple[int, int, bool] | None:
@@ -113,8 +118,8 @@ class BlockWriter:
         reshaped: frozenset[int] = frozenset(),
     ) -> None:
         """Write an operation; what is made of constants alone is a constant."""
-        read = tuple(v for v in inputs if v >= 0)
-        if kind in (Kind.CHEAP, Kind.MOVED, Kind.ALIAS) and all(v in self.values.constants for v in read):
+        read = tuple([v for v in inputs if v >= 0])
+        if self.values.constants.issuperset(read) and kind in (Kind.CHEAP, Kind.MOVED, Kind.ALIAS):
             self.values.constants.update(outputs)
         self.operations.append(
             Operation(
@@ -160,8 +165,16 @@ class BlockWriter:
         return math.prod(move.source.local_shape(aval.shape, self.values.mesh)[:dim]) > 1
 
     def outputs(self, eqn: Equation, layouts: Sequence[Layout]) -> list[Held]:
-        """New values for the results of an equation."""
+        """New values for the results of a loop."""
         return [self.values.add_var(var, layout, eqn) for var, layout in zip(eqn.outvars, layouts, strict=True)]
+
+    def _results(self, eqn: Equation, facts: EquationFacts, layouts: Sequence[Layout]) -> list[Held]:
+        """New values for the results of an equation that is no loop."""
+        values, scope = self.values, facts.scope
+        return [
+            Held(values.add_shard(var.aval, layout, values.key(var), name, scope), layout)
+            for var, layout, name in zip(eqn.outvars, layouts, facts.names, strict=True)
+        ]
 
     def operation(
         self,
@@ -171,21 +184,23 @@ class BlockWriter:
         after: Held | None,
     ) -> Sequence[Held]:
         """An equation that is no loop; `layouts` are those of its results, `after` is what it waits for without reading it."""
-        read, orders = [held.value for held in operands], xla_cpu.orders_of(eqn)
-        if orders is not None:
-            return self._contraction(eqn, operands, layouts, orders)
+        read, facts = [held.value for held in operands], facts_of(eqn)
+        if facts.orders is not None:
+            return self._contraction(eqn, facts, operands, layouts, facts.orders)
         entry = entry_for(eqn)
         if entry.fused and not entry.free:
-            apart = self._apart(eqn, read)
-            read = [self._spread(v, n, eqn, layouts, apart) for v, n in zip(eqn.invars, read, strict=True)]
-        same = _same_work(eqn, read, layouts) if eqn.after is None else None
-        if same is not None and same in self.known:
-            return self.known[same]
-        results = self.outputs(eqn, layouts)
+            apart = self._apart(eqn, facts, read)
+            read = [self._spread(v, n, eqn, facts, layouts, apart) for v, n in zip(eqn.invars, read, strict=True)]
+        same = None
+        if facts.work is not None and not entry.barrier:  # what is recomputed behind a barrier stays apart
+            same = facts.work, tuple(read[place] for place in facts.variables), tuple(layouts)
+            if same in self.known:
+                return self.known[same]
+        results = self._results(eqn, facts, layouts)
         if same is not None:
             self.known[same] = results
-        if (factor := xla_cpu.factor_of(eqn)) is not None:
-            self.factors[results[0].value] = factor
+        if facts.factor is not None:
+            self.factors[results[0].value] = facts.factor
         if entry.scratch is not None:
             shapes = [
                 held.layout.local_shape(v.aval.shape, self.values.mesh)
@@ -193,19 +208,21 @@ class BlockWriter:
             ]
             self._write_with_scratch(eqn, entry.scratch(eqn, shapes), read, results)
             return results
-        self._write(eqn, read, [held.value for held in results], after)
+        self._write(eqn, facts, read, [held.value for held in results], after)
         return results
 
-    def _write(self, eqn: Equation, operands: Sequence[int], outputs: Sequence[int], after: Held | None) -> None:
+    def _write(
+        self, eqn: Equation, facts: EquationFacts, operands: Sequence[int], outputs: Sequence[int], after: Held | None
+    ) -> None:
         """The operations of an equation whose results are new."""
-        entry, making = entry_for(eqn), xla_cpu.making_of(eqn)
+        entry, making = entry_for(eqn), facts.making
         if entry.random and len(outputs) == 1:  # two halves of a counter, combined
             bits = self.values.add_like(outputs[0], factor=2)
             self.emit(Kind.WHOLE, operands, (bits,))
             self.emit(Kind.CHEAP, (bits,), outputs)
         elif making is Making.IN_PLACE:
             over = (operands[0],) if operands[0] >= 0 else ()
-            self.emit(Kind.WHOLE, operands, outputs, over=over, adds=xla_cpu.can_move_sums(eqn) and bool(over))
+            self.emit(Kind.WHOLE, operands, outputs, over=over, adds=facts.adds and bool(over))
         elif making is Making.SELECTED and operands[1] >= 0:
             self._scatter_selected(operands, outputs)
         elif entry.permutation is not None and operands[0] >= 0:
@@ -222,8 +239,7 @@ class BlockWriter:
             if operands[0] in self.factors:
                 self.factors[outputs[0]] = self.factors[operands[0]]
         else:
-            by_library, adds = xla_cpu.can_join_library(eqn), xla_cpu.can_move_sums(eqn)
-            self.emit(_KINDS[making], operands, outputs, by_library=by_library, adds=adds)
+            self.emit(_KINDS[making], operands, outputs, by_library=facts.by_library, adds=facts.adds)
 
     def _write_with_scratch(self, eqn: Equation, size: int, operands: Sequence[int], results: Sequence[Held]) -> None:
         """An operation that needs so many bytes while it runs, as a loop needs its body's. Its first result divides them."""
@@ -267,16 +283,22 @@ class BlockWriter:
         is_undone = order == tuple(range(len(order))) or value in self.values.products
         self.emit(Kind.ALIAS if is_undone else Kind.MOVED, (source,), (out,), by_library=True)
 
-    def _apart(self, eqn: Equation, read: Sequence[int]) -> list[Hashable]:
+    def _apart(self, eqn: Equation, facts: EquationFacts, read: Sequence[int]) -> list[Hashable]:
         """What tells a value that is repeated for an equation from the same one, repeated for others.
 
         That is constants that move into it; and if XLA does not find that the two are the same, all that the equation reads.
         """
-        factors = [self.factors[n] for n in read if n in self.factors and xla_cpu.takes_factors(eqn)]
+        factors = [self.factors[n] for n in read if n in self.factors] if facts.takes_factors else []
         return factors if xla_cpu.shares_repeated(eqn, self.values.mesh.size) else [*factors, *read]
 
     def _spread(
-        self, atom: Atom, value: int, eqn: Equation, layouts: Sequence[Layout], apart: Sequence[Hashable]
+        self,
+        atom: Atom,
+        value: int,
+        eqn: Equation,
+        facts: EquationFacts,
+        layouts: Sequence[Layout],
+        apart: Sequence[Hashable],
     ) -> int:
         """An operand of pointwise work, repeated as often as the result needs it: an operation of its own, made once.
 
@@ -286,8 +308,8 @@ class BlockWriter:
         if is_opaque(out.aval) or (value >= 0 and atom.aval.shape == out.aval.shape):
             return value
         itemsize = itemsize_of(atom.aval)
-        size = layout.local_bytes(out.aval.shape, itemsize, self.values.mesh)
-        if value < 0 and (size < itemsize * xla_cpu.LIBRARY_ELEMENTS or not self._is_shared_constant(eqn)):
+        size = self.values.local_bytes(tuple(out.aval.shape), itemsize, layout)
+        if value < 0 and (size < itemsize * xla_cpu.LIBRARY_ELEMENTS or not self._is_shared_constant(facts)):
             return value
         if value >= 0 and size == self.values.values[value].bytes:
             return value
@@ -304,13 +326,14 @@ class BlockWriter:
             self.emit(Kind.CHEAP, (value,), (spread,), by_library=True)
         return self.known[key][0].value
 
-    def _is_shared_constant(self, eqn: Equation) -> bool:
+    def _is_shared_constant(self, facts: EquationFacts) -> bool:
         """Whether all readers of a constant that an equation reads are found to read the same."""
-        return self.values.mesh.size == 1 and xla_cpu.factor_of(eqn) is None
+        return self.values.mesh.size == 1 and facts.factor is None
 
     def _contraction(
         self,
         eqn: Equation,
+        facts: EquationFacts,
         operands: Sequence[Held],
         layouts: Sequence[Layout],
         orders: Orders,
@@ -326,7 +349,7 @@ class BlockWriter:
             if order is None and orders.is_reshaped(place):
                 reshaped.add(value)
             read.append(value if value < 0 or order is None else self._turn(value, order))
-        results = self.outputs(eqn, layouts)
+        results = self._results(eqn, facts, layouts)
         outputs = [held.value for held in results]
         if orders.makes_matrix:
             self.values.products.update(outputs)
@@ -364,16 +387,3 @@ _KINDS = {
     Making.REDUCTION: Kind.REDUCE,
     Making.LIBRARY: Kind.LIBRARY,
 }
-
-
-def _same_work(eqn: Equation, operands: Sequence[int], layouts: Sequence[Layout]) -> Hashable:
-    """Equal for equations that do the same to the same values, of which XLA keeps one; None where it does not look.
-
-    It leaves barriers apart, so that what is recomputed behind one stays apart too.
-    """
-    if entry_for(eqn).barrier or xla_cpu.making_of(eqn) in (Making.WHOLE, Making.IN_PLACE):
-        return None
-    read = tuple(
-        (str(v.aval), str(v.val)) if isinstance(v, Literal) else n for v, n in zip(eqn.invars, operands, strict=True)
-    )
-    return operation_key(eqn), read, tuple(layouts)

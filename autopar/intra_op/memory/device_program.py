@@ -99,7 +99,10 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
         return DeviceProgram(block, tuple(self.values.values), tuple(h.value for h in inputs), tuple(outputs))
 
     def _writer(self, scope: Scope[Held]) -> BlockWriter:
-        return self._writers.setdefault(scope, BlockWriter(self.values))
+        found = self._writers.get(scope)
+        if found is None:
+            found = self._writers[scope] = BlockWriter(self.values)
+        return found
 
     def layout_of(self, value: Held) -> Layout:
         return value.layout
