@@ -1,6 +1,6 @@
 """What the memory model asks of an equation for every choice that it prices, found once.
 
-In: an equation. Out: `EquationFacts`, the same for all choices and meshes. The entry of the rule table is not among them, since users
+In: an equation. Out: `EquationFacts`, the same for all choices and meshes. The entry of the rule table is not among them, as users
 can register others. What can go wrong: facts that hold their equation would keep it for ever.
 """
 
