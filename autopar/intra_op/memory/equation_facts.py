@@ -1,7 +1,7 @@
 """What the memory model asks of an equation for every choice that it prices, found once.
 
-In: an equation. Out: `EquationFacts`, the same for all choices and meshes. The entry of the rule table is not among them, as users
-can register others. What can go wrong: facts that hold their equation would keep it for ever.
+In: an equation. Out: `EquationFacts`, the same for all choices and meshes. The entry of the rule table is not among them:
+users can register another one. What can go wrong: facts that hold their equation would keep it for ever.
 """
 
 from __future__ import annotations
