@@ -27,6 +27,7 @@ from hand_plans import TOLERANCE, Row, plan
 from weak_scaling_plots import draw
 
 from autopar.commands.arguments.subject import Subject
+from autopar.cost_model.cores import available_cores
 from autopar.files.whole_file import save
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "weak_scaling"
@@ -147,7 +148,12 @@ def run_all(
     )
     parser.add_argument("--ways", nargs="+", metavar="GLOB", help="only these ways, such as autopar 'ZeRO-*'")
     parser.add_argument("--planning-seconds", type=float, default=60.0, help="of each plan; default %(default)s")
-    parser.add_argument("--planning-processes", type=int, default=1, help="of each plan; default %(default)s")
+    parser.add_argument(
+        "--planning-processes",
+        type=int,
+        default=available_cores(),
+        help="of each plan; default: as `autopar plan` does, one for each core",
+    )
     parser.add_argument("--again", action="store_true", help="plan what is known again")
     parser.add_argument("--plot", action="store_true", help="draw what is known, and plan nothing")
     parser.add_argument("--results", type=Path, default=results, help="the folder of the JSON files")

@@ -120,7 +120,8 @@ def _is_for_one_mesh(comparison: _OneOrStages) -> bool:
     nodes, per_node = machine_shape(comparison.request.cluster, comparison.devices)
     if nodes > 1 and not _nodes_exchange_little(comparison, nodes, per_node):
         return False  # and so the excess, which takes seconds for a deep model, need not be known
-    return (comparison.excess or 0.0) <= comparison.tuning.many
+    most = comparison.tuning.many if nodes == 1 else comparison.tuning.many_across
+    return (comparison.excess or 0.0) <= most
 
 
 def _nodes_exchange_little(comparison: _OneOrStages, nodes: int, per_node: int) -> bool:

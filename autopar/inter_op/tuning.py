@@ -31,6 +31,9 @@ class Tuning:
     """And if its temporaries exceed the memory by at most this factor: one mesh then needs few microbatches, of which one number
     is planned. GPT on 8 V100s (9, `benchmarks/planning_ordinary.py`) is planned twice as fast for it; GPTs and a mixture on 4
     to 16 V100s (30 to 216, `benchmarks/weak_scaling.py`) left no time for stages."""
+    many_across: float = 4.0
+    """The same across nodes, where microbatches send more over slow links and one mesh takes longer to plan. A Wide-ResNet on 32
+    V100s (10, `benchmarks/weak_scaling.py`) got one mesh in 192 microbatches, five times slower than its stages."""
     least_gain: float = 0.1
     """After one mesh, stages are searched only if the bound on their gain exceeds this part of one mesh's step. Stages reach
     about half of the bound."""

@@ -123,6 +123,25 @@ def test_on_one_node_stages_come_first_where_a_large_step_needs_many_microbatche
     assert one_or_stages._is_for_one_mesh(given), "nobody knows yet what eight microbatches take"
 
 
+def test_across_nodes_fewer_microbatches_are_already_many():
+    comparison = one_or_stages._OneOrStages(
+        traced=traced_step(*arguments(32, batch=4096)),
+        wishes=PipelineWishes(num_stages=1),
+        request=dataclasses.replace(
+            request_on(two_nodes(1e12), 220_000),
+            meshes=(LogicalMesh.of((4,)),),
+            tuning=dataclasses.replace(INSIDE, large=0),
+        ),
+        devices=4,
+        tuning=TUNING,
+    )
+    excess = comparison.excess
+    assert excess
+    for most, is_for_one_mesh in ((2 * excess, True), (excess / 2, False)):
+        tuning = dataclasses.replace(TUNING, many=math.inf, many_across=most)
+        assert one_or_stages._is_for_one_mesh(dataclasses.replace(comparison, tuning=tuning)) == is_for_one_mesh
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:the batch of x has 64 examples")
 @pytest.mark.parametrize("devices", [3, 5, pytest.param(6, marks=pytest.mark.slow)])
