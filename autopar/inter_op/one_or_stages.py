@@ -3,9 +3,9 @@
 In: a traced step, what is left open of a pipeline, the planner's request, the number of devices. Out: a `PlannedStep` or a
 `PlannedPipeline`. The mesh comes first where it nearly always wins: on one node, and across nodes that have room for the state
 and reduce gradients in less time than they work (`Tuning.held`, `Tuning.reduced`). Stages are then searched only if they may pay.
-Elsewhere they are searched first: the search prices one stage too, and if that is far slower, one mesh is not planned. That is
-also where a step is far too large to run as it is, however it is divided (`far_excess`, `Tuning.many`): one mesh then needs many
-microbatches, each number of which takes as long to plan as all stages, and has only what the stages leave of the clock.
+Elsewhere they are searched first: the search prices one stage too, and if that is far slower, one mesh is not planned. So it is
+where a step is far too large to run as it is, however it is divided (`far_excess`, `Tuning.many`, `many_across`): one mesh needs
+many microbatches then, each number of which takes as long to plan as all stages, and has what the stages leave of the clock.
 
 When stages may pay:
 
