@@ -260,3 +260,33 @@ def test_what_is_only_estimated_is_the_last_resort_when_the_clock_ends():
     with_fallback = dataclasses.replace(search, beat_s=2.0)
     assert with_fallback._is_doubtful(Timetable(4, "1f1b"), chosen(1.0, [(1, 1)]))
     assert not with_fallback._is_doubtful(Timetable(4, "1f1b"), chosen(1.0, [(1, 2), (1, 1)]))
+
+
+def test_what_only_promises_when_the_clock_ends_takes_at_least_that():
+    class OnOneDevice:
+        def is_planned(self, count, submesh):
+            return submesh != (1, 2)
+
+    class GivenUp:
+        def __init__(self):
+            self.least_s = {Timetable(8, "1f1b"): 3.0}
+
+    rules = StageRules(options=((1, 1), (1, 2)), shares=(0.0,), shape=(1, 4), limit_bytes=math.inf, num_stages=None)
+    choices = {
+        Timetable(2, "1f1b"): chosen(2.0, [(1, 1)] * 4),
+        Timetable(4, "1f1b"): chosen(1.0, [(1, 2)] * 2),
+    }
+    for seconds, expected in (
+        (0.0, [(2, 2.0, None), (4, None, 1.0), (8, None, 3.0)]),
+        (math.inf, [(2, 2.0, None), (4, 1.0, None), (8, None, 3.0)]),
+    ):
+        search = _StageSearch(
+            costs=OnOneDevice(),
+            stages=GivenUp(),
+            rules=rules,
+            beat_s=math.inf,
+            budget=Budget(seconds=seconds),
+            tuning=TUNING,
+        )
+        rows = search._compare(choices)
+        assert [(row.num_microbatches, row.estimate_s, row.at_least_s) for row in rows] == expected
