@@ -238,9 +238,9 @@ class _StageSearch:
             return NotFaster(self._compare(known))
         others = [way for way in ended.keys() - doubtful - {best} if way.microbatches in self.costs.counts]
         others = [way for way in others if self._is_planned(way, known[way])]
-        by_seconds = sorted(others, key=lambda way: ended[way][1])
+        next_best = sorted(others, key=lambda way: ended[way][1])[: self.tuning.second_looks]
         return dataclasses.replace(
-            self._describe(best, known), others=tuple(self._found(way, known[way]) for way in by_seconds)
+            self._describe(best, known), others=tuple(self._found(way, known[way]) for way in next_best)
         )
 
     def _by_promise(self) -> list[Timetable]:
