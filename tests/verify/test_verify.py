@@ -153,6 +153,28 @@ def test_a_peak_that_is_counted_too_low_is_noticed(monkeypatch):
     assert found.differing[0].planned < found.differing[0].compiled
 
 
+@pytest.mark.parametrize(("dtype", "verdict"), [("float32", "matches"), ("float16", "explained")])
+def test_sums_over_microbatches_lie_where_they_were(dtype, verdict):
+    """Weights outweigh the examples here. XLA makes products of 16 bits from copies of all weights in 32."""
+
+    def step(weights, xs):
+        def loss_of(weights):
+            x = xs.astype(dtype)
+            for weight in weights:
+                x = jnp.tanh(x @ weight.astype(dtype))
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        return [p - 0.1 * g for p, g in zip(weights, gradients, strict=True)], loss
+
+    shapes = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4, jax.ShapeDtypeStruct((8, 256), jnp.float32)
+    found = autopar.parallelize(step, devices=1, num_microbatches=4).verify(*shapes)
+    (peak,) = [row for row in rows_of(found, "memory") if row.what == "peak"]
+    assert peak.verdict == verdict
+    if dtype == "float32":
+        assert peak.planned == pytest.approx(peak.compiled, rel=0.01)
+
+
 def test_work_that_every_device_does_is_noticed(monkeypatch):
     """The plan of one mesh with the program of another, where all devices do everything."""
     step = parallel(mesh_shape=(2,))

@@ -91,18 +91,19 @@ class Values:
 
 
 class BlockWriter:
-    """Writes one block; `ends` are the values that it hands on."""
+    """Writes one block; `ends` are the values that it hands on, `places` of a loop's body what they are in the next trip."""
 
     def __init__(self, values: Values) -> None:
         self.values = values
         self.operations: list[Operation] = []
         self.ends: list[int] = []
+        self.places: dict[int, int] = {}
         self.known: dict[Hashable, list[Held]] = {}
         self.factors: dict[int, Hashable] = {}
 
     def block(self) -> Block:
         """What has been written."""
-        return Block(tuple(self.operations), tuple(self.ends))
+        return Block(tuple(self.operations), tuple(self.ends), dict(self.places))
 
     def emit(
         self,

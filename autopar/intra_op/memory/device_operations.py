@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 
 
 class Kind(enum.Enum):
@@ -79,10 +79,14 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Block:
-    """Operations in program order and what they compute; everything they read from elsewhere is there already."""
+    """Operations in program order and what they compute; everything they read from elsewhere is there already.
+
+    `places`: of a loop's body, for outputs the values that they are in the next trip: they end in that memory.
+    """
 
     operations: tuple[Operation, ...]
     outputs: tuple[int, ...]
+    places: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -157,6 +157,8 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
             writer.emit(Kind.REDUCE, (held.value,), ())
         elif held.value >= 0:
             writer.ends.append(held.value)
+            if exit_.carry is not None:
+                writer.places[held.value] = inner.value(exit_.carry.var).value
         return held
 
     def finish(self, eqn: LoopEquation, ends: Mapping[Exit, Held], scope: Scope[Held]) -> Sequence[Held]:

@@ -12,7 +12,8 @@ order in which XLA runs the steps. What is modelled, as XLA's sources say and it
     - steps run breadth first, each as soon as its operands are there: a gather of a parameter, random bits, or a part that
       is recomputed without waiting for the backward pass run at the very start, wherever they stand in the program;
     - pointwise work writes over an operand of its size that nobody reads again; a loop writes over what it starts from;
-    - a loop's body comes on top of what is alive around it;
+    - a loop's body comes on top of what is alive around it, but for what it carries on: that is written where it was, unless
+      something reads it later;
     - a donated argument that is read by what its result does not wait for is copied: see `lent`.
 
 What can go wrong: offsets. Buffers of different sizes leave gaps of 3 to 8 %, which are not modelled: see
@@ -65,7 +66,7 @@ def footprint_of(
     folding = Folding(merge_groups(move_sums_into_scatters(block, values)), values)
     order = _order_breadth_first(folding)
     starts, steps, inner = _steps(order, values)
-    apart = {folding.original(v) for v in elsewhere}
+    apart = {folding.original(v) for v in elsewhere} | _ends_in_place(order, folding, block)
     ends = [*starts, steps]
     spans = [
         Span(v, starts[birth], min(ends[min(death + 1, len(order))], steps) - 1)
@@ -83,6 +84,13 @@ def footprint_of(
         for number, (v, (last, update)) in enumerate(sorted(copied.items()))
     )
     return Footprint((*spans, *inner), steps, lent)
+
+
+def _ends_in_place(order: Sequence[Operation], folding: Folding, block: Block) -> set[int]:
+    """Of a loop's body, the results that lie in the memory of what they are in the next trip."""
+    copied = copied_arguments(order, folding, block.places)
+    made = {folding.original(v): carried for v, carried in block.places.items() if carried not in copied}
+    return {v for v in made if v in folding.maker}
 
 
 def _lifetimes(order: Sequence[Operation], folding: Folding, values: Sequence[Value]) -> dict[int, tuple[int, int]]:
