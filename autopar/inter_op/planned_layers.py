@@ -69,7 +69,7 @@ class LayerFigures:
             forward_s=stage.forward_s,
             backward_s=stage.backward_s,
             once_s=stage.once_s,
-            kept_bytes=memory.kept_bytes + memory.accumulator_bytes / memory_tuning.TUNING.temporaries_margin,
+            kept_bytes=memory.kept_bytes + memory.looped_bytes / memory_tuning.TUNING.temporaries_margin,
             passing_bytes=memory.passing_bytes,
             residual_bytes=memory.residual_bytes,
             received_bytes=memory.received_bytes,

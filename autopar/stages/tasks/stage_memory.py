@@ -106,9 +106,14 @@ class StageMemory:
         return sum(one.bytes for one in self.passing if one.maker != "forward" and one.reader == "weight_gradient")
 
     @property
+    def looped_bytes(self) -> int:
+        """What is there as long as the loop runs: sums over microbatches, and what is made once, such as weights in 16 bits."""
+        return max(self.accumulator_bytes, self.tasks.whole.once_bytes)
+
+    @property
     def passing_bytes(self) -> int:
         """What comes and goes within a task: in the plan's one executable, or in that of the task that takes most."""
-        in_plan = self.peak_bytes - self.kept_bytes - self.accumulator_bytes - self.residual_bytes
+        in_plan = self.peak_bytes - self.kept_bytes - self.looped_bytes - self.residual_bytes
         return max(0, in_plan, *self.tasks.whole.working_bytes.values())
 
 
