@@ -42,6 +42,7 @@ def run_side_by_side(
     patience_s: float = PATIENCE_S,
     may_give_up: Callable[[], bool] = lambda: False,
     given_up: T | None = None,
+    ends_at_error: bool = False,
 ) -> list[T]:
     """The results of all jobs, found by up to `processes` processes.
 
@@ -55,23 +56,18 @@ def run_side_by_side(
         patience_s: see `PATIENCE_S`.
         may_give_up: whether jobs that only forks are still at work on need not be finished; asked while this process waits.
         given_up: their result then.
+        ends_at_error: whether an error that this process meets is raised at once, and the other jobs are left.
 
     Raises:
-        Exception: the error of the first job that raises one.
+        Exception: the error of the first job that raises one, or of any if `ends_at_error`.
     """
     if min(processes, len(jobs)) <= 1 or not hasattr(os, "fork"):
         return [job() for job in jobs]
-    done: dict[int, T] = {}
-    failed: dict[int, Exception] = {}
     order = sorted(range(len(jobs)), key=lambda number: 0 if weights is None else -weights[number])
     with _open_queue(order) as queue, contextlib.ExitStack() as ended:
         started = time.monotonic()
         forks = [ended.enter_context(_fork_worker(jobs, queue, pack)) for _ in range(min(processes, len(jobs)) - 1)]
-        for number in _take_jobs(queue):
-            try:
-                done[number] = jobs[number]()
-            except Exception as error:  # noqa: BLE001 - raised below, unless an earlier job raises one
-                failed[number] = error
+        done, failed = _do_own(jobs, queue, ends_at_error=ends_at_error)
         patience_s = patience_s if CAN_COUNT else max(patience_s, time.monotonic() - started)
         for fork in forks:
             for number, sent in fork.results(patience_s, may_give_up).items():
@@ -99,6 +95,22 @@ def _open_queue(order: Sequence[int]) -> Iterator[int]:
 def _take_jobs(queue: int) -> Iterator[int]:
     while token := os.read(queue, _TOKEN_BYTES):
         yield int.from_bytes(token, "little")
+
+
+def _do_own(
+    jobs: Sequence[Callable[[], T]], queue: int, *, ends_at_error: bool
+) -> tuple[dict[int, T], dict[int, Exception]]:
+    """What this process takes from the queue: results, and the errors of those that raise one, unless the first ends all."""
+    done: dict[int, T] = {}
+    failed: dict[int, Exception] = {}
+    for number in _take_jobs(queue):
+        try:
+            done[number] = jobs[number]()
+        except Exception as error:
+            if ends_at_error:
+                raise
+            failed[number] = error
+    return done, failed
 
 
 class _Fork:

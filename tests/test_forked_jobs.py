@@ -122,7 +122,8 @@ def test_a_fork_that_works_for_longer_than_patience_lasts_is_waited_for(tmp_path
     assert len(set(found)) == 2, "nothing that the fork did is done again"
 
 
-def test_forks_are_gone_after_an_interrupt(tmp_path):
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, ValueError])
+def test_forks_are_gone_after_an_interrupt_or_an_error_that_ends_all(tmp_path, kind):
     here = os.getpid()
 
     def job():
@@ -131,10 +132,10 @@ def test_forks_are_gone_after_an_interrupt(tmp_path):
             time.sleep(LONG_S)
         while not (tmp_path / "fork").exists() or not (tmp_path / "fork").read_text():
             time.sleep(0.01)
-        raise KeyboardInterrupt
+        raise kind
 
-    with pytest.raises(KeyboardInterrupt):
-        run_side_by_side([job] * 2, processes=2)
+    with pytest.raises(kind):
+        run_side_by_side([job] * 2, processes=2, ends_at_error=kind is ValueError)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "fork").read_text()), 0)
 

@@ -208,6 +208,7 @@ def _plan_leaders(planning: StagePlanning, jobs: Sequence[StageJob], *, processe
         weights=[len(jobs[n].program.step.inputs) * jobs[n].request.meshes[0].size for n in numbers],
         pack=lambda planned: (planned.stage.plan, planned.room),
         unpack=restore_sent,
+        ends_at_error=True,
     )
     for number, planned in zip(numbers, found, strict=True):
         planning.known.keep(jobs[number], planned)
