@@ -22,7 +22,7 @@ from autopar.forked_jobs import run_side_by_side
 from autopar.inter_op.costs_by_kind import CostsByKind
 from autopar.inter_op.dynamic_program.choose_stages import choose_faster_stages, choose_stages
 from autopar.inter_op.dynamic_program.problem import CostTable, Manual, SlowerStages, StageChoice, StageProblem
-from autopar.inter_op.dynamic_program.submeshes import Submesh
+from autopar.inter_op.dynamic_program.submeshes import Submesh, size_of
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import Tuning
@@ -135,6 +135,11 @@ class BestStages:
         """Note that costs have changed."""
         self._current.clear()
 
+    def limit_to(self, limit_bytes: float) -> None:
+        """From now on, stages may use so many bytes per device, which are less than before: what was known is a promise."""
+        self._rules = dataclasses.replace(self._rules, limit_bytes=limit_bytes)
+        self.outdate()
+
     def solve_promising(self) -> None:
         """Solve timetables, the most promising first, until no promise is better than what is up to date."""
         while waiting := sorted(self._waiting(), key=self.promised_s):
@@ -198,6 +203,40 @@ class BestStages:
         problem = rules.problem(way, dataclasses.replace(table, seconds=seconds))
         return self._choose(problem, below_s, budget=budget, submeshes=submeshes)
 
+    def by_promise(self) -> list[Timetable]:
+        """Timetables of the first schedule that may fit: planned numbers of microbatches, the fastest first, then the others.
+
+        Other schedules keep more or less of what is known of whole stages alone. They are priced once these are planned.
+        """
+        promised_s = {way: self.promised_s(way) for way in self.ways if self._is_first_schedule(way)}
+        ways = [way for way, seconds in promised_s.items() if math.isfinite(seconds)]
+        counts = self._costs.counts
+        return sorted(ways, key=lambda way: (way.microbatches not in counts, promised_s[way] or math.inf))
+
+    def _is_first_schedule(self, way: Timetable) -> bool:
+        return (way.schedule, way.virtual_stages) == (self.ways[0].schedule, self.ways[0].virtual_stages)
+
+    def even_out(self, way: Timetable, choice: StageChoice, budget: Budget) -> StageChoice:
+        """Stages on equal submeshes, if they may be as fast: equal stages are planned as wholes once, unlike ones take long."""
+        if len({stage.submesh for stage in choice.stages}) == 1 or self._rules.parts:
+            return choice
+        devices, near_s = math.prod(self._rules.shape), (1 + self._tuning.worth) * choice.step_s
+        even: list[StageChoice] = []
+        for submesh in self._rules.options:
+            count, rest = divmod(devices, size_of(submesh))
+            if count > 1 and not rest and self._costs.is_planned(way.microbatches, submesh):
+                found = self.solve_planned(way, near_s, budget, submeshes=(submesh,) * count)
+                even += [found] if isinstance(found, StageChoice) and found.step_s <= near_s else []
+        return min(even, key=lambda one: one.step_s, default=choice)
+
+    def is_planned(self, way: Timetable, choice: StageChoice) -> bool:
+        """Whether layers are planned on the devices of all stages."""
+        return all(self._costs.is_planned(way.microbatches, stage.submesh) for stage in choice.stages)
+
+    def hoped_s(self, way: Timetable, choice: StageChoice) -> float:
+        """Seconds of a step; more if some of its stages are on submeshes on which no layer is planned."""
+        return choice.step_s * (1.0 if self.is_planned(way, choice) else self._tuning.hoped)
+
     def promised_s(self, way: Timetable) -> float:
         """What a step takes in a timetable, or at least takes, by the costs when it was solved; 0 if it never was."""
         match self.outcomes.get(way):
@@ -207,6 +246,13 @@ class BestStages:
                 return math.inf
             case None:
                 return 0.0
+
+    def alone_s(self, way: Timetable) -> float:
+        """Seconds of a step in one stage on all devices, whatever the memory; infinite if there is no plan."""
+        if self._rules.options[-1] != self._rules.shape:
+            return math.inf
+        table, place = self.table(way), len(self._rules.options) - 1
+        return float(way.microbatches * table.seconds[place, 0, -1] + table.once_s[place, 0, -1])
 
     def table(self, way: Timetable) -> CostTable:
         """What layers cost in a timetable."""

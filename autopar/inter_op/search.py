@@ -47,6 +47,8 @@ class Found:
     takes in each number of microbatches, whether or not it fits. `compared`: every timetable with what its best stages would
     take. `ended_early`: the budget ended the search. `others`: choices of other numbers of stages, which may be faster if unequal
     stages wait longer than assumed; of other timetables if the budget ended the search, should the first one not fit as wholes.
+    `choose_within`: makes the choice again for stages that use this part of the memory limit, should none of these fit as wholes;
+    it raises OutOfMemoryError.
     """
 
     cuts: tuple[int, ...]
@@ -57,6 +59,7 @@ class Found:
     shares: tuple[float, ...]
     loop: TimeLoop
     ended_early: bool
+    choose_within: Callable[[float], Found | NotFaster]
     kinds: tuple[int, ...] = ()
     one_stage_s: float = math.inf
     alone_s: Mapping[int, float] = dataclasses.field(default_factory=dict)
@@ -147,14 +150,14 @@ class _StageSearch:
     def run(self) -> Found | NotFaster:
         """The best stages in the best way."""
         self._choose_start()
+        return self._look()
+
+    def _look(self) -> Found | NotFaster:
         while True:
             self.stages.solve_promising()
             choices = self.stages.choices
             if not choices:
-                if self.stages.add_larger():
-                    continue
-                if not self.budget.is_over and self.costs.plan_more(self._first.microbatches, self.rules.options):
-                    self.stages.outdate()
+                if self._look_further():
                     continue
                 if math.isfinite(self.beat_s):
                     return NotFaster(())  # too few layers, or too little memory in parts of the machine
@@ -163,6 +166,41 @@ class _StageSearch:
                 return self._end(choices)
             if found := self._go_on(self._best_of(choices)):
                 return found
+
+    def _look_further(self) -> bool:
+        """Know more where nothing fits: of larger numbers of microbatches, then of larger submeshes; whether there is more.
+
+        Without another plan to fall back on, the clock ends this only once layers are planned in the largest number.
+        """
+        if self.stages.add_larger():
+            return True
+        if self.budget.is_over and math.isfinite(self.beat_s):
+            return False
+        is_new = self._plan_leanest()
+        if not is_new and not self.budget.is_over:
+            is_new = self.costs.plan_more(self._first.microbatches, self.rules.options)
+        if is_new:
+            self.stages.outdate()
+        return is_new
+
+    def _plan_leanest(self) -> bool:
+        """Plan layers in the largest number of microbatches too; whether they were not.
+
+        What is fastest in few, such as data parallelism, may keep more state than fits, and other numbers take that over.
+        """
+        count = max((way.microbatches for way in self.stages.ways), default=self._first.microbatches)
+        if count in self.costs.counts:
+            return False
+        for submesh in self.rules.options:
+            if self.costs.is_planned(self._first.microbatches, submesh):
+                self.costs.plan_more(count, [submesh])
+        return True
+
+    def _choose_within(self, room: float) -> Found | NotFaster:
+        """The choice made again, in this part of the memory limit."""
+        limit_bytes = self.rules.limit_bytes * room / self.tuning.room
+        self.stages.limit_to(limit_bytes)
+        return dataclasses.replace(self, rules=dataclasses.replace(self.rules, limit_bytes=limit_bytes))._look()
 
     def _go_on(self, best: Timetable) -> Found | NotFaster | None:
         """Plan what the best way is an estimate of. The result of the search if there is nothing of the kind."""
@@ -214,8 +252,8 @@ class _StageSearch:
         One stage alone is the last resort, and so are stages on submeshes whose layers are only estimated if there is no other
         plan: as wholes they may not fit, and there is no time to look for others.
         """
-        last_ways = self._by_promise()
-        ended = {way: (choice, self._hoped_s(way, choice)) for way, choice in choices.items()}
+        last_ways = self.stages.by_promise()
+        ended = {way: (choice, self.stages.hoped_s(way, choice)) for way, choice in choices.items()}
         doubtful = {way for way, choice in choices.items() if self._is_doubtful(way, choice) or way not in last_ways}
         last = Budget(seconds=self.tuning.last_look_s)
         for way in last_ways:
@@ -228,7 +266,7 @@ class _StageSearch:
                 ended[way] = (planned, planned.step_s)
                 doubtful.discard(way)
         best = min(ended.keys() - doubtful or ended, key=lambda way: ended[way][1])
-        choice = self._even_out(best, ended[best][0], last)
+        choice = self.stages.even_out(best, ended[best][0], last)
         ended[best] = choice, choice.step_s
         if best.microbatches not in self.costs.counts:
             self.costs.plan_more(best.microbatches, [stage.submesh for stage in choice.stages])
@@ -237,49 +275,15 @@ class _StageSearch:
         if not is_faster:
             return NotFaster(self._compare(known))
         others = [way for way in ended.keys() - doubtful - {best} if way.microbatches in self.costs.counts]
-        others = [way for way in others if self._is_planned(way, known[way])]
+        others = [way for way in others if self.stages.is_planned(way, known[way])]
         next_best = sorted(others, key=lambda way: ended[way][1])[: self.tuning.second_looks]
         return dataclasses.replace(
             self._describe(best, known), others=tuple(self._found(way, known[way]) for way in next_best)
         )
 
-    def _by_promise(self) -> list[Timetable]:
-        """Timetables of the first schedule that may fit: planned numbers of microbatches, the fastest first, then the others.
-
-        Other schedules keep more or less of what is known of whole stages alone. They are priced once these are planned.
-        """
-        promised_s = {way: self.stages.promised_s(way) for way in self.stages.ways if self._is_first_schedule(way)}
-        ways = [way for way, seconds in promised_s.items() if math.isfinite(seconds)]
-        counts = self.costs.counts
-        return sorted(ways, key=lambda way: (way.microbatches not in counts, promised_s[way] or math.inf))
-
-    def _is_first_schedule(self, way: Timetable) -> bool:
-        return (way.schedule, way.virtual_stages) == (self._first.schedule, self._first.virtual_stages)
-
-    def _even_out(self, way: Timetable, choice: StageChoice, budget: Budget) -> StageChoice:
-        """Stages on equal submeshes, if they may be as fast: equal stages are planned as wholes once, unlike ones take long."""
-        if len({stage.submesh for stage in choice.stages}) == 1 or self.rules.parts:
-            return choice
-        devices, near_s = math.prod(self.rules.shape), (1 + self.tuning.worth) * choice.step_s
-        even: list[StageChoice] = []
-        for submesh in self.rules.options:
-            count, rest = divmod(devices, size_of(submesh))
-            if count > 1 and not rest and self.costs.is_planned(way.microbatches, submesh):
-                found = self.stages.solve_planned(way, near_s, budget, submeshes=(submesh,) * count)
-                even += [found] if isinstance(found, StageChoice) and found.step_s <= near_s else []
-        return min(even, key=lambda one: one.step_s, default=choice)
-
     def _is_doubtful(self, way: Timetable, choice: StageChoice) -> bool:
         """Whether it is one stage, which takes as long to plan as all, or estimated, with no other plan to fall back on."""
-        return len(choice.stages) == 1 or (math.isinf(self.beat_s) and not self._is_planned(way, choice))
-
-    def _is_planned(self, way: Timetable, choice: StageChoice) -> bool:
-        """Whether layers are planned on the devices of all stages."""
-        return all(self.costs.is_planned(way.microbatches, stage.submesh) for stage in choice.stages)
-
-    def _hoped_s(self, way: Timetable, choice: StageChoice) -> float:
-        """Seconds of a step; more if some of its stages are on submeshes on which no layer is planned."""
-        return choice.step_s * (1.0 if self._is_planned(way, choice) else self.tuning.hoped)
+        return len(choice.stages) == 1 or (math.isinf(self.beat_s) and not self.stages.is_planned(way, choice))
 
     def _explain(self) -> OutOfMemoryError | ArgumentError:
         """The error of a way that does not fit the memory if there is one, with what its tightest stage needs."""
@@ -317,20 +321,14 @@ class _StageSearch:
             found,
             others=tuple(self._found(best, other) for other in self._other_numbers(best, choices[best])),
             one_stage_s=min((one.step_s for one in alone if isinstance(one, StageChoice)), default=math.inf),
-            alone_s={way.microbatches: self._alone_s(way) for way in ways},
+            alone_s={way.microbatches: self.stages.alone_s(way) for way in ways},
             compared=self._compare(choices),
         )
-
-    def _alone_s(self, way: Timetable) -> float:
-        """Seconds of a step in one stage on all devices, whatever the memory; infinite if there is no plan."""
-        if self.rules.options[-1] != self.rules.shape:
-            return math.inf
-        table, place = self.stages.table(way), len(self.rules.options) - 1
-        return float(way.microbatches * table.seconds[place, 0, -1] + table.once_s[place, 0, -1])
 
     def _found(self, way: Timetable, choice: StageChoice) -> Found:
         layers = self.costs.of(way.microbatches)
         return Found(
+            choose_within=self._choose_within,
             cuts=tuple(layers.places[stage.first_layer - 1] for stage in choice.stages[1:]),
             sizes=tuple(size_of(stage.submesh) for stage in choice.stages),
             meshes=tuple(self._layers_of(way, stage).meshes(stage) for stage in choice.stages),
@@ -371,7 +369,9 @@ class _StageSearch:
 
         Stages for which the clock left no time to plan a layer promise what perfect division gives: they take that at least.
         """
-        known = {way: one for way, one in choices.items() if not self.budget.is_over or self._is_planned(way, one)}
+        known = {
+            way: one for way, one in choices.items() if not self.budget.is_over or self.stages.is_planned(way, one)
+        }
         hoped_s = {way: one.step_s for way, one in choices.items() if way not in known}
         rows = [
             Alternative(

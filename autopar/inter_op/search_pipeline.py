@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op.costs_by_kind import ALIKE, KindsInOrder
@@ -145,14 +145,18 @@ def _plan_best_number(
 ) -> tuple[Found, PlannedPipeline]:
     """The chosen stages, planned; or others, if these take longer than promised and those promise less, or do not fit as wholes.
 
-    Raises OutOfMemoryError if none fits.
+    Raises OutOfMemoryError if none fits, also of those that are chosen in less memory.
     """
     known, best, too_large = KnownStages(), None, None
+
+    def plan(one: Found) -> PlannedPipeline:
+        return _plan_found(traced, split, one, wishes, request, tuning, known, kinds)
+
     for one in (found, *found.others[: tuning.second_looks]):
         if best is not None and not _may_be_faster(one, *best, request, tuning):
             break
         try:
-            planned = _plan_found(traced, split, one, wishes, request, tuning, known, kinds)
+            planned = plan(one)
         except OutOfMemoryError as error:
             too_large = too_large or error
             continue
@@ -160,8 +164,44 @@ def _plan_best_number(
             best = one, planned
     if best is None:
         assert too_large is not None
-        raise too_large
+        return _plan_in_less_memory(found, plan, request, tuning, too_large)
     return best
+
+
+def _plan_in_less_memory(
+    found: Found,
+    plan: Callable[[Found], PlannedPipeline],
+    request: PlanRequest,
+    tuning: Tuning,
+    too_large: OutOfMemoryError,
+) -> tuple[Found, PlannedPipeline]:
+    """Stages chosen again, in less of the memory: a sum of layers leaves things out. Raises `too_large` if none fits."""
+    tried = [found]
+    for room in tuning.smaller_rooms:
+        if request.has_fallback:
+            request.budget.require_time()
+        try:
+            again = found.choose_within(room)
+            if isinstance(again, NotFaster):
+                break
+            if not any(_is_same(again, one) for one in tried):
+                tried.append(again)
+                return again, plan(again)
+        except OutOfMemoryError:
+            continue
+    raise too_large
+
+
+def _is_same(one: Found, other: Found) -> bool:
+    """Whether two choices are of the same stages in the same timetable."""
+    return (one.timetable, one.cuts, one.sizes, one.meshes, one.shares, one.kinds) == (
+        other.timetable,
+        other.cuts,
+        other.sizes,
+        other.meshes,
+        other.shares,
+        other.kinds,
+    )
 
 
 def _may_be_faster(other: Found, best: Found, planned: PlannedPipeline, request: PlanRequest, tuning: Tuning) -> bool:

@@ -7,7 +7,7 @@ import pytest
 
 from autopar.errors import OutOfMemoryError
 from autopar.inter_op import given_stages, one_or_stages, search_pipeline
-from autopar.inter_op.best_stages import StageRules
+from autopar.inter_op.best_stages import BestStages, StageRules
 from autopar.inter_op.dynamic_program.problem import ChosenStage, SlowerStages, StageChoice
 from autopar.inter_op.one_or_stages import plan_one_or_stages
 from autopar.inter_op.plan_pipeline import PipelineWishes
@@ -105,6 +105,43 @@ def test_where_the_best_stages_do_not_fit_as_wholes_others_are_planned(traced, m
         search_pipeline.search_pipeline(traced, WISHES, request_until(Budget()), **options)
 
 
+def test_where_nothing_fits_as_wholes_stages_are_chosen_again_in_less_memory(monkeypatch):
+    plan_found, tried = search_pipeline._plan_found, []
+    traced = traced_step(*arguments(64, batch=4096))
+
+    def first_is_too_large(traced, split, found, *args):
+        tried.append(found)
+        if len(tried) == 1:
+            raise OutOfMemoryError("too large")
+        return plan_found(traced, split, found, *args)
+
+    def needed(found):
+        return max(stage.peak_bytes for stage in found.choice.stages)
+
+    options = {"devices": 4, "num_stages": 2}
+    monkeypatch.setattr(search_pipeline, "_plan_found", first_is_too_large)
+    with pytest.raises(OutOfMemoryError, match="too large"):  # without a limit the choice is the same again
+        search_pipeline.search_pipeline(traced, WISHES, request_until(Budget()), **options)
+    limit = int(1.01 * needed(tried.pop()) / TUNING.room)
+    request = dataclasses.replace(request_until(Budget()), memory_limit_bytes=limit)
+    found = search_pipeline.search_pipeline(traced, WISHES, request, **options)
+    assert isinstance(found, search_pipeline.SearchedPipeline)
+    first, again = tried
+    assert TUNING.smaller_rooms[0] * limit < needed(first) <= TUNING.room * limit
+    assert needed(again) <= TUNING.smaller_rooms[0] * limit
+    assert again.choice.step_s >= first.choice.step_s
+    tried.clear()
+    late = dataclasses.replace(request, budget=Budget(seconds=1000), has_fallback=True)
+
+    def stop(*args):
+        late.budget.stop()
+        raise OutOfMemoryError("too large")
+
+    monkeypatch.setattr(search_pipeline, "_plan_found", stop)
+    with pytest.raises(LateError):  # another plan is handed over instead
+        search_pipeline.search_pipeline(traced, WISHES, late, beat_s=math.inf, **options)
+
+
 @pytest.mark.parametrize(
     ("sizes", "layers", "best", "others", "promised"), [((256, 8), 1, 1, [], [4]), ((1024, 1024), 4, 4, [1], [])]
 )
@@ -184,6 +221,17 @@ def test_given_stages_are_handed_over_and_say_what_was_left(traced, monkeypatch)
     assert plan.not_compared[-1] == "stages of unequal work"
 
 
+def rules_on(options, shape):
+    return StageRules(options=options, shares=(0.0,), shape=shape, limit_bytes=math.inf, num_stages=None)
+
+
+def best_stages(of, costs, rules):
+    """The best stages by fake costs."""
+    return of(
+        costs, [Timetable(count, "1f1b") for count in (2, 4, 8)], rules, processes=1, budget=Budget(), tuning=TUNING
+    )
+
+
 def chosen(step_s, submeshes):
     """Stages of a layer each on these submeshes."""
     stages = [
@@ -217,7 +265,7 @@ def chosen(step_s, submeshes):
 def test_equal_submeshes_are_taken_when_the_clock_ends_if_they_take_hardly_longer(even_s, taken):
     """Equal stages are planned as wholes once; for many unlike ones there is no time left."""
 
-    class Even:
+    class Even(BestStages):
         def solve_planned(self, way, below_s, budget, *, submeshes):
             seconds = even_s[submeshes[0]]
             return chosen(seconds, submeshes) if seconds <= below_s else SlowerStages(seconds)
@@ -226,21 +274,16 @@ def test_equal_submeshes_are_taken_when_the_clock_ends_if_they_take_hardly_longe
         def is_planned(self, count, submesh):
             return submesh in even_s
 
-    rules = StageRules(
-        options=((1, 1), (1, 2), (2, 2)), shares=(0.0,), shape=(2, 2), limit_bytes=math.inf, num_stages=None
-    )
-    search = _StageSearch(
-        costs=AllPlanned(), stages=Even(), rules=rules, beat_s=math.inf, budget=Budget(), tuning=TUNING
-    )
+    stages = best_stages(Even, AllPlanned(), rules_on(((1, 1), (1, 2), (2, 2)), (2, 2)))
     unlike = chosen(1.0, [(1, 1), (1, 1), (1, 2)])
-    found = search._even_out(Timetable(4, "1f1b"), unlike, Budget())
+    found = stages.even_out(Timetable(4, "1f1b"), unlike, Budget())
     if taken is None:
         assert found is unlike
     else:
         assert {stage.submesh for stage in found.stages} == {taken}
         assert len(found.stages) * math.prod(taken) == 4
     alike = chosen(1.0, [(1, 2), (1, 2)])
-    assert search._even_out(Timetable(4, "1f1b"), alike, Budget()) is alike
+    assert stages.even_out(Timetable(4, "1f1b"), alike, Budget()) is alike
 
 
 def test_what_is_only_estimated_is_the_last_resort_when_the_clock_ends():
@@ -250,9 +293,10 @@ def test_what_is_only_estimated_is_the_last_resort_when_the_clock_ends():
         def is_planned(self, count, submesh):
             return submesh != (1, 2)
 
-    rules = StageRules(options=((1, 1), (1, 2)), shares=(0.0,), shape=(1, 2), limit_bytes=math.inf, num_stages=None)
+    rules = rules_on(((1, 1), (1, 2)), (1, 2))
+    stages = best_stages(BestStages, OnOneDevice(), rules)
     search = _StageSearch(
-        costs=OnOneDevice(), stages=None, rules=rules, beat_s=math.inf, budget=Budget(), tuning=TUNING
+        costs=OnOneDevice(), stages=stages, rules=rules, beat_s=math.inf, budget=Budget(), tuning=TUNING
     )
     assert search._is_doubtful(Timetable(4, "1f1b"), chosen(1.0, [(1, 2), (1, 1)]))
     assert search._is_doubtful(Timetable(4, "1f1b"), chosen(1.0, [(1, 1)]))
@@ -264,14 +308,14 @@ def test_what_is_only_estimated_is_the_last_resort_when_the_clock_ends():
 
 def test_what_only_promises_when_the_clock_ends_takes_at_least_that():
     class OnOneDevice:
+        impossible = frozenset()
+
         def is_planned(self, count, submesh):
             return submesh != (1, 2)
 
-    class GivenUp:
-        def __init__(self):
-            self.least_s = {Timetable(8, "1f1b"): 3.0}
-
-    rules = StageRules(options=((1, 1), (1, 2)), shares=(0.0,), shape=(1, 4), limit_bytes=math.inf, num_stages=None)
+    rules = rules_on(((1, 1), (1, 2)), (1, 4))
+    stages = best_stages(BestStages, OnOneDevice(), rules)
+    stages.outcomes[Timetable(8, "1f1b")] = SlowerStages(3.0)
     choices = {
         Timetable(2, "1f1b"): chosen(2.0, [(1, 1)] * 4),
         Timetable(4, "1f1b"): chosen(1.0, [(1, 2)] * 2),
@@ -282,7 +326,7 @@ def test_what_only_promises_when_the_clock_ends_takes_at_least_that():
     ):
         search = _StageSearch(
             costs=OnOneDevice(),
-            stages=GivenUp(),
+            stages=stages,
             rules=rules,
             beat_s=math.inf,
             budget=Budget(seconds=seconds),

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.errors import OutOfMemoryError
+from autopar.errors import ArgumentError, OutOfMemoryError
+from autopar.inter_op.plan_stage import plan_program
 from autopar.inter_op.search import search_stages
 from autopar.inter_op.timetables import Timetable
 from autopar.inter_op.tuning import TUNING
@@ -38,3 +39,25 @@ def test_more_microbatches_are_compared_where_nothing_fits_in_the_usual_ones(wid
     assert tight.timetable in larger
     least_s = min(found([one], limit).choice.step_s for one in larger)
     assert tight.choice.step_s <= (1 + TUNING.worth) * least_s
+
+
+def test_layers_are_planned_in_the_largest_number_if_what_is_best_in_few_does_not_fit():
+    """Another number takes over what is known of few, so it does not fit either; only its own plans tell."""
+    traced = traced_step([jnp.ones((32, 32), jnp.float32)] * 4, jnp.ones((64, 32), jnp.float32))
+    few, more, most = (Timetable(count, "1f1b") for count in (2, 4, 64))
+
+    def plan_in_most(program, request):
+        if program.ports.microbatches < most.microbatches:
+            raise OutOfMemoryError("too large")
+        return plan_program(program, request)
+
+    def found(tables, **options):
+        loop_of, request = make_loops(split_scans(traced, ()), tables[0].microbatches), request_on(two_nodes(), 10**9)
+        return search_stages(loop_of, request, devices=4, timetables=tables, planner=plan_in_most, **options)
+
+    alone = found([most])
+    for tables, larger in (([few, more, most], []), ([few], [more, most])):
+        both = found(tables, larger=larger)
+        assert (both.timetable, both.choice.step_s) == (most, alone.choice.step_s)
+    with pytest.raises(ArgumentError):
+        found([few, more])
