@@ -100,9 +100,20 @@ class _ProgramBuilder:
 
     def _barrier(self, eqn: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
         """Operands that are there only together: one copy each, which waits for the operand that is made last."""
-        made = {v: number for number, e in enumerate(self.equations) for v in e.outvars}
+        made = self._made()
         last = max((v for v in operands if v in made and can_be_awaited(v)), key=made.__getitem__, default=None)
         return [self._keep_apart(eqn, v, None if v is last or not self._waits(v, made) else last) for v in operands]
+
+    def _made(self) -> dict[Var, int]:
+        """The number of the equation that makes each value. A copy behind a barrier is there as soon as what it is a copy of."""
+        made: dict[Var, int] = {}
+        for number, eqn in enumerate(self.equations):
+            if eqn.primitive is not optimization_barrier_p:
+                made.update((v, number) for v in eqn.outvars)
+                continue
+            behind = [made[v] for v in (*eqn.invars, eqn.after) if v in made]
+            made.update((v, max(behind)) for v in eqn.outvars if behind)
+        return made
 
     def _waits(self, operand: Atom, made: Mapping[Var, int]) -> bool:
         """Whether a copy that waits is worth its memory: not of a large argument, which is there all the time."""

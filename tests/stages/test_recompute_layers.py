@@ -91,6 +91,7 @@ def test_a_step_that_recomputes_needs_far_less_memory_as_predicted(mesh_shape):
     assert_same_as_jit(step, again, *arguments())
 
 
+@pytest.mark.sweep
 def test_masks_are_those_of_the_step_to_the_last_bit():
     """Of one example among zeros: there, rows of a gradient that are zero are the units of a layer that were dropped."""
     state, x = arguments()
@@ -210,8 +211,9 @@ def test_a_plan_that_recomputes_can_be_used_again():
     assert_same_as_jit(step, restored, *arguments(), steps=1)
 
 
-def test_the_users_own_checkpoints_save_as_much_in_plan_and_account():
-    """Their barriers wait for the cotangents, so that nothing is done again early."""
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_the_users_own_checkpoints_save_as_much_in_plan_and_account(microbatches):
+    """Their barriers wait for the cotangents, so that nothing is done again early, also in a loop over microbatches."""
 
     def checkpointed(weights, x):
         def layer(h, w):
@@ -227,11 +229,11 @@ def test_the_users_own_checkpoints_save_as_much_in_plan_and_account():
         return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
     (weights, _), x = arguments()
-    parallel = autopar.parallelize(checkpointed, mesh_shape=(2,))
+    parallel = autopar.parallelize(checkpointed, mesh_shape=(2,), num_microbatches=microbatches)
     account = parallel.compile(weights, x).memory_analysis()
     real = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
     assert parallel.plan(weights, x).peak_bytes == pytest.approx(real + account.temp_size_in_bytes, rel=0.15)
-    residuals = 6 * 512 * (3 * 32 + 4 * 128) * 4 // 2
+    residuals = 6 * 512 * (3 * 32 + 4 * 128) * 4 // 2 // microbatches
     assert account.temp_size_in_bytes < 0.5 * residuals
     assert_same_as_jit(checkpointed, parallel, weights, x)
 
@@ -259,6 +261,7 @@ def test_of_the_first_layers_only(count):
     assert masks == [6, 6 + count, 11]
 
 
+@pytest.mark.sweep
 def test_under_a_limit_as_many_layers_are_done_again_as_have_to_be():
     """Between the memory of all layers and of none there is a mix, which is faster than all, and runs within the limit."""
     options = {"mesh_shape": (2,), "num_microbatches": 1}
@@ -308,6 +311,20 @@ def test_named_values_are_kept_and_what_makes_them_is_not_done_again():
     chosen = autopar.parallelize(named_step, mesh_shape=(1,), memory_limit_bytes=limit, num_microbatches=1)
     assert chosen.plan(*arguments()).step_s <= plans["named"].step_s
     assert_same_as_jit(named_step, chosen, *arguments())
+
+
+def test_in_microbatches_too_less_is_kept():
+    """The loop over microbatches is traced once more; copies still wait for cotangents there."""
+    given, fixed = arguments(batch=2048), {"mesh_shape": (2,), "num_microbatches": 4}
+    found = {}
+    for recompute in ("none", "layer"):
+        parallel = autopar.parallelize(named_step, recompute=recompute, **fixed)
+        account = parallel.compile(*given).memory_analysis()
+        real = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
+        assert parallel.plan(*given).peak_bytes == pytest.approx(real + account.temp_size_in_bytes, rel=0.15)
+        found[recompute] = account.temp_size_in_bytes
+    assert found["layer"] < 0.6 * found["none"]
+    assert_same_as_jit(named_step, parallel, *given)
 
 
 def test_names_have_to_be_there_to_be_kept():
