@@ -46,7 +46,7 @@ def server() -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name_of)
 def test_the_python_of_a_page_runs_and_prints_what_is_shown_below_it(
     page: Path, server: subprocess.Popen[str], tmp_path: Path

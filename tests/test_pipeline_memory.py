@@ -168,6 +168,7 @@ def by_two(weights, x, **options):
     return autopar.parallelize(step, cluster=two_nodes(1), **options).plan(weights, x)
 
 
+@pytest.mark.sweep
 def test_under_a_limit_that_fits_1f1b_and_not_zb_h1_the_search_chooses_the_fastest_that_fits():
     widths = (64, 64, 64, 64, 16, 16, 256, 16, 256, 16)
     weights, x = [jnp.ones(pair) for pair in itertools.pairwise(widths)], jnp.ones((4096, 64))

@@ -321,6 +321,7 @@ def test_accumulation_by_hand_over_slices_is_cut_like_any_other_step():
 # --- what updates read ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_a_sum_per_layer_that_two_updates_read_is_made_for_the_first():
     """The decoder's second update adds the terms up, after the first has sent them to the stage that joins all layers."""
 

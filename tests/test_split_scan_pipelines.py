@@ -206,6 +206,7 @@ def test_a_saved_plan_divides_the_scan_where_it_was(trained):
     assert_trees_close(autopar.parallelize(scanned_steps.clipped_adamw()[0], plan=read)(state, batch), once)
 
 
+@pytest.mark.sweep
 def test_a_search_for_stages_cuts_between_scanned_layers_and_keeps_as_few_pieces_as_it_needs():
     def loss_of(weights, batch):
         return jnp.mean(

@@ -106,6 +106,7 @@ def test_case_16_a_depthwise_convolution_keeps_its_channels_split():
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, steps=1, rtol_of_scale=1e-4)
 
 
+@pytest.mark.sweep
 def test_case_26_convolutions_are_data_parallel_and_fully_connected_layers_are_split():
     """Krizhevsky's "one weird trick": no gradient of a fully connected kernel is ever reduced."""
     problem = alexnet_like(64, 16, channels=(16, 16, 32, 32, 64), wide=1024)

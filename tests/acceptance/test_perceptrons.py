@@ -225,6 +225,7 @@ def smallest(problem, constraints):
     raise AssertionError("plans get smaller and smaller")
 
 
+@pytest.mark.sweep
 def test_case_7_a_memory_limit_alone_leads_to_zero_3():
     """A limit a kernel below what whole parameters need: kernels and moments are split, gathered forward, and again backward.
 

@@ -44,6 +44,7 @@ def assert_megatron(program, axis, root="state/params/"):
             assert layout(program, f"{root}layer_{number}/{name}") == ((axis,), ())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mesh_shape", FIRST_AXIS)
 def test_case_9_many_tokens_and_small_layers_are_data_parallel(mesh_shape):
     problem = bert(64, 64, 32)
@@ -67,6 +68,7 @@ def test_case_10_few_tokens_and_large_layers_are_split_as_in_megatron(mesh_shape
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 
+@pytest.mark.sweep
 def test_case_10_dropout_changes_nothing():
     batch, seq, hidden = 8, 8, 128
     problem = bert(batch, seq, hidden, dropout=0.1)
@@ -94,6 +96,7 @@ def test_case_11_two_axes_combine_data_parallelism_and_megatron():
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 
+@pytest.mark.sweep
 def test_case_11_with_all_collectives_sums_the_same_if_only_one_axis_may_split_the_batch():
     """Some activations are scattered and gathered, which is no dearer."""
     batch, seq, hidden = 8, 8, 128
@@ -128,6 +131,7 @@ def test_case_12_recomputing_each_layer_repeats_its_forward_reductions():
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 
+@pytest.mark.sweep
 def test_case_12_with_all_collectives_costs_less():
     """A recomputed sum that is only normalised again need not be gathered: 11 sums still, some of them scattered."""
     batch, seq, hidden = 8, 8, 128

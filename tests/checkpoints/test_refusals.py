@@ -39,6 +39,7 @@ def files_of(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
 
 
+@pytest.mark.sweep
 @pytest.mark.fault(27)
 def test_a_byte_that_changes_anywhere_is_noticed_or_does_not_matter(copied, saved):
     draw, noticed = np.random.default_rng(0), 0

@@ -350,6 +350,7 @@ def test_a_published_size_stands_for_its_fields_and_flags_override_it():
     assert parser.read(["train", "llama", "--size", "405B"]).sizes["ffn"] == 53248
 
 
+@pytest.mark.sweep
 def test_nodes_are_as_many_devices_as_the_cluster_has_in_each(tmp_path):
     plan = planned(tmp_path, "--nodes", "2", "--cluster", "dgx-h100", "--data-parallel", "--stages", "1")
     assert plan.num_devices == 16

@@ -58,6 +58,7 @@ def test_latencies_make_few_microbatches_best_and_work_makes_many_so():
     assert planned(*arguments(2048, layers=2, batch=4096)).num_microbatches >= 8
 
 
+@pytest.mark.sweep
 def test_every_choice_by_hand_stays_and_the_rest_is_searched():
     weights, x = arguments(512, layers=8, batch=64)
     assert planned(weights, x, num_microbatches=8).num_microbatches == 8

@@ -82,6 +82,7 @@ def test_faster_nodes_have_more_layers_and_the_step_computes_what_jit_does(slow)
     assert {frozenset(one) for one in used} == {frozenset(range(4)), frozenset(range(4, 8))}
 
 
+@pytest.mark.sweep
 def test_a_plan_is_faster_than_all_devices_as_the_slowest_and_than_one_kind_alone():
     for slow in (2e7, 5e7):
         cluster = mixed(slow=slow)
@@ -93,6 +94,7 @@ def test_a_plan_is_faster_than_all_devices_as_the_slowest_and_than_one_kind_alon
             assert plan.step_s < beside.step_s
 
 
+@pytest.mark.sweep
 def test_where_slow_nodes_would_only_hold_the_others_up_they_idle():
     cluster = mixed(slow=1e6)
     parallel, plan, state, batch = planned(cluster)
@@ -141,6 +143,7 @@ def test_some_devices_of_a_mixed_cluster_count_as_the_slowest():
     assert [kind for kind, _ in places(plan)] == [""] * len(places(plan))
 
 
+@pytest.mark.sweep
 def test_a_report_says_the_kind_of_node_of_each_stage():
     _, plan, _, _ = planned(mixed())
     text = str(plan)

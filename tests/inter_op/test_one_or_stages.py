@@ -156,6 +156,7 @@ def test_stages_are_found_where_no_dimension_can_be_divided_among_the_devices(de
     assert by_hand < 0.8 * step_s(num_stages=1), "so that there is something to find"
 
 
+@pytest.mark.sweep
 def test_where_stages_were_searched_and_are_slower_the_report_says_by_how_much():
     plan = planned(node(4e9), width=4096, batch=512)
     assert isinstance(plan, Plan)

@@ -83,6 +83,7 @@ def test_a_plan_of_one_mesh_is_bounded_by_stages_too_if_they_are_open():
         assert both.one_mesh_bound_s == pytest.approx(one.lower_bound_s)
 
 
+@pytest.mark.sweep
 def test_the_report_says_what_the_bound_of_a_pipeline_is_over():
     plan = planned(256, 64, two_nodes(), num_stages=2)
     assert "no useful bound on the best plan is known" in explain(plan)  # most of so small a step is launches

@@ -106,6 +106,7 @@ def test_a_fault_on_purpose_happens_in_its_worker(fault, words, tmp_path):
     assert results(tmp_path, 2) == uninterrupted(2, 20)
 
 
+@pytest.mark.sweep
 @pytest.mark.fault(15)
 def test_the_worker_with_the_coordination_service_may_be_lost_like_any_other(tmp_path):
     fault = "kill@point:all have joined,rank=0,attempt=0"
@@ -148,6 +149,7 @@ LAST = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.fault(18)
 def test_a_job_that_may_not_start_again_ends_soon_with_the_status_of_what_failed(tmp_path):
     """A script that has raised is known before its process has ended, and whatever becomes of that."""
@@ -218,6 +220,7 @@ def test_a_job_takes_another_size_while_it_runs(tmp_path):
     assert results(tmp_path, 1) == uninterrupted(1, 90)
 
 
+@pytest.mark.sweep
 @pytest.mark.fault(18)
 def test_a_job_goes_on_with_fewer_workers_if_it_may(tmp_path):
     job = start(tmp_path, "-n", "3", "--min-processes", "2", arguments=(60,), COUNTING_HOLD="50")

@@ -72,6 +72,7 @@ def test_targets_outside_of_the_mask_change_neither_loss_nor_update_and_each_ins
         assert float(one.train_step(one.state(), batch | {"targets": targets})[1]["loss"]) != float(expected[1]["loss"])
 
 
+@pytest.mark.sweep
 def test_no_byte_looks_at_padding_and_padding_may_look_at_bytes(small):
     one = small("bert")
     batch = next(one.model.data(0))

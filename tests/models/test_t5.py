@@ -115,6 +115,7 @@ def test_the_loss_is_the_sum_over_targets_with_weight_over_their_number(small):
     np.testing.assert_allclose(one.eval_step(one.first_state, batch)["loss"], losses[counted].mean(), rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_targets_without_weight_change_neither_loss_nor_update_and_each_with_weight_does(small):
     one = small("t5")
     batch = next(one.model.data(0))

@@ -62,6 +62,7 @@ def test_evaluation_uses_the_running_statistics_and_so_treats_examples_one_by_on
     np.testing.assert_allclose(whole["loss"], (parts[0]["loss"] + parts[1]["loss"]) / 2, rtol=1e-5)
 
 
+@pytest.mark.sweep
 def test_the_imagenet_stem_quarters_the_image_and_has_a_max_pool_with_a_gradient():
     model = build("wide_resnet", image_size=32, imagenet_stem=True)
     state = jax.eval_shape(model.create_state, jax.random.key(0))

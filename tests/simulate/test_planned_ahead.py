@@ -37,6 +37,7 @@ def test_data_ranks_make_no_difference_to_a_planned_part():
     )  # fmt: skip
 
 
+@pytest.mark.sweep
 def test_parts_planned_ahead_are_those_that_are_asked_for():
     rows = [row for row in read_table(YARDSTICK) if isinstance(row, Row) and row.id in ("sc21-1.7B", "sc21-3.6B")]
     jobs = [(row.cluster, predict(row.cluster, row.job).job) for row in rows]

@@ -42,6 +42,7 @@ def test_a_plan_is_priced_on_another_cluster(plan_file, capsys):
         assert kind["seconds"] == pytest.approx(kind["planned_s"])
 
 
+@pytest.mark.sweep
 def test_a_plan_for_a_calibrated_cluster_needs_its_file(plan_file, tmp_path, capsys):
     fields = json.loads(plan_file.read_text(encoding="utf-8")) | {"cluster": "ours"}
     plan = tmp_path / "plan.json"

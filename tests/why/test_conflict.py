@@ -87,6 +87,7 @@ def test_where_no_wish_is_to_blame_more_devices_and_more_memory_are_tried():
         assert "not enough" in str(answer)
 
 
+@pytest.mark.sweep
 def test_a_preset_is_one_wish_and_the_command_line_names_its_flag():
     given = {"mesh_shape": (4,), "num_microbatches": 1, "recompute": "none"}
     limit = int(1.3 * plan(**given).peak_bytes)

@@ -125,6 +125,7 @@ def test_a_scalar_has_no_other_layout():
     assert "it has no other layout on this mesh" in str(plan.why("state/n"))
 
 
+@pytest.mark.sweep
 def test_a_plan_of_a_file_has_to_meet_its_step_before_it_is_asked():
     plan = planned(**MODES["one mesh"])
     read = autopar.plan_from_json(plan.to_json())

@@ -35,6 +35,7 @@ def test_a_plan_decides_the_same_as_itself(files, capsys):
     assert "The plans decide the same." in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_leaves_differ_where_their_layouts_do(files, capsys, tmp_path):
     found = differences(capsys, files / "whole.json", files / "zero.json")
     before = planned(tmp_path, "--cluster", "dgx-h100", "--data-parallel")

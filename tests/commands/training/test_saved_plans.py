@@ -16,6 +16,7 @@ def plans(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sweep
 def test_a_saved_plan_runs_as_jit_does(plans, capsys):
     found = document(capsys, "run", plans / "mesh.json", "mlp", *SMALL, "--steps", "3", "--compare-jit")
     assert found["largest_difference"] < 1e-5

@@ -176,6 +176,7 @@ def test_the_demo_prints_one_document_of_both_parts(capsys):
     assert len(found["problems"]) == 2
 
 
+@pytest.mark.sweep
 def test_the_demo_fails_if_the_loss_does_not_fall_or_two_runs_differ(capsys):
     assert demo.demo(small_demo(learning_rate=1e4)[1:], largest_difference=-1.0) == 1
     told = capsys.readouterr().err
@@ -197,6 +198,7 @@ def test_the_demo_as_make_demo_runs_it():
     assert output.count("largest difference from jax.jit on one device over 10 steps") == 2
 
 
+@pytest.mark.sweep
 def test_a_run_that_goes_on_has_the_losses_of_one_that_was_not_interrupted(tmp_path, capsys):
     def losses(*flags):
         log = tmp_path / "losses.csv"

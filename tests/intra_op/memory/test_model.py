@@ -134,6 +134,7 @@ def test_a_limit_below_what_must_be_resident_is_refused():
         step.plan(state, batch)
 
 
+@pytest.mark.sweep
 def test_a_limit_below_what_any_plan_needs_is_refused_with_the_bytes_that_do():
     model = ADMITTED["mlp"]()
 
