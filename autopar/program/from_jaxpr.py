@@ -102,22 +102,17 @@ class _ProgramBuilder:
         """Operands that are there only together: one copy each, which waits for the operand that is made last."""
         made = self._made()
         last = max((v for v in operands if v in made and can_be_awaited(v)), key=made.__getitem__, default=None)
-        return [self._keep_apart(eqn, v, None if v is last or not self._waits(v, made) else last) for v in operands]
+        waits = [v is not last and (v in made or bytes_of(v) <= SMALL_BYTES) for v in operands]
+        return [self._keep_apart(eqn, v, last if late else None) for v, late in zip(operands, waits, strict=True)]
 
     def _made(self) -> dict[Var, int]:
-        """The number of the equation that makes each value. A copy behind a barrier is there as soon as what it is a copy of."""
+        """The number of the equation that makes each value; a copy behind a barrier is there as soon as what it is a copy of."""
         made: dict[Var, int] = {}
         for number, eqn in enumerate(self.equations):
-            if eqn.primitive is not optimization_barrier_p:
-                made.update((v, number) for v in eqn.outvars)
-                continue
-            behind = [made[v] for v in (*eqn.invars, eqn.after) if v in made]
+            is_copy = eqn.primitive is optimization_barrier_p
+            behind = [made[v] for v in (*eqn.invars, eqn.after) if v in made] if is_copy else [number]
             made.update((v, max(behind)) for v in eqn.outvars if behind)
         return made
-
-    def _waits(self, operand: Atom, made: Mapping[Var, int]) -> bool:
-        """Whether a copy that waits is worth its memory: not of a large argument, which is there all the time."""
-        return operand in made or bytes_of(operand) <= SMALL_BYTES
 
     def _keep_apart(self, eqn: JaxprEqn, operand: Atom, after: Var | None) -> Atom:
         if isinstance(operand, Literal):
