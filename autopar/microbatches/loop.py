@@ -27,6 +27,7 @@ from autopar.intra_op.lowering.per_device import Lowering, Placed
 from autopar.layouts.mesh import Layout, LogicalMesh
 from autopar.layouts.monoids import COMBINE, neutral_element
 from autopar.microbatches.time_plan import TimePlan
+from autopar.program.evaluate import wait_for
 from autopar.program.program import Equation
 from autopar.program.step import Leaf, TracedStep
 from autopar.program.walk import Scope
@@ -76,8 +77,7 @@ class StepLowering(Lowering):
 
     def hold_back(self, array: jax.Array, late: jax.Array) -> jax.Array:
         """As a barrier, which the program that is traced here keeps."""
-        kept: jax.Array = jax.lax.optimization_barrier((array, late))[0]
-        return kept
+        return wait_for(late, array)
 
 
 @dataclasses.dataclass(frozen=True)

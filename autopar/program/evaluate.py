@@ -1,6 +1,7 @@
 """Programs as JAX runs them: one equation on values, and a whole step traced again as another function.
 
-`bind_equation` takes an equation and its operands, arrays or tracers, and returns its results; nothing is split or moved.
+`bind_equation` takes an equation and its operands, arrays or tracers, and returns its results; nothing is split or moved. What
+an equation waits for without reading it is the caller's to keep (`wait_for`).
 `retrace` is the one place where a pass has a rewritten step traced again. What can go wrong: a `Program` gives equations with
 nested programs more operands than their primitives take, the constants that those close over.
 """
@@ -30,6 +31,12 @@ def bind_equation(eqn: Equation, operands: Sequence[jax.Array], **changed: objec
     own = eqn.own_operands(operands) if isinstance(eqn, LoopEquation) else operands
     results = eqn.primitive.bind(*own, **{**eqn.params, **changed})
     return results if eqn.primitive.multiple_results else (results,)
+
+
+def wait_for(late: jax.Array, array: jax.Array) -> jax.Array:
+    """The array once `late` is there, as the program that is traced from this says too (`Equation.after`)."""
+    waiting: jax.Array = jax.lax.optimization_barrier((array, late))[0]
+    return waiting
 
 
 def bind_scan(eqn: LoopEquation, operands: Sequence[jax.Array], *, length: int) -> Sequence[jax.Array]:

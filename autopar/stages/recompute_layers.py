@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from autopar.avals import bytes_of
 from autopar.compat import Literal, Var, attributed_to
 from autopar.program.checkpoint_names import find_named, is_checkpoint_name
-from autopar.program.evaluate import bind_equation, retrace
+from autopar.program.evaluate import bind_equation, retrace, wait_for
 from autopar.program.program import Atom, Equation, Program, can_be_awaited, operands_of
 from autopar.program.step import TracedStep
 from autopar.rules.table import entry_for
@@ -182,6 +182,8 @@ class _Evaluation:
                     again.update(_do_again(self.layer_of[v], values, late))
             with attributed_to(eqn):
                 results = bind_equation(eqn, [_value(v, values, again if is_backward else {}) for v in eqn.invars])
+                if eqn.after is not None:
+                    results = [wait_for(values[eqn.after], array) for array in results]
             values.update(zip(eqn.outvars, results, strict=True))
             if is_backward:
                 late = next((values[v] for v in reversed(eqn.outvars) if self._is_late(v)), late)

@@ -327,6 +327,36 @@ def test_in_microbatches_too_less_is_kept():
     assert_same_as_jit(named_step, parallel, *given)
 
 
+def test_checkpoints_of_the_user_go_on_waiting_where_other_layers_are_done_again():
+    """The step is traced again for the other layers."""
+
+    def half(weights, x):
+        def layer(h, w):
+            return h + jnp.tanh(jnp.sin(h @ w[0]) @ w[1])
+
+        def loss(weights):
+            h = x
+            for number, w in enumerate(weights):
+                h = (jax.checkpoint(layer) if number % 2 else layer)(h, w)
+            return jnp.mean(h**2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    (weights, _), x = arguments()
+    before = traced(half, weights, x)
+    after = Repeated().apply(before)
+    waits = [sum(eqn.after is not None for eqn in one.program.equations) for one in (before, after)]
+    assert waits[1] == len(find_recomputation(before).layers) > waits[0] > 0
+    parallel = autopar.parallelize(half, mesh_shape=(2,), recompute="layer")
+    assert_same_as_jit(half, parallel, weights, x)
+    both, account = parallel.plan(weights, x), parallel.compile(weights, x).memory_analysis()
+    real = account.argument_size_in_bytes + account.output_size_in_bytes - account.alias_size_in_bytes
+    assert both.peak_bytes == pytest.approx(real + account.temp_size_in_bytes, rel=0.15)
+    alone = autopar.parallelize(half, mesh_shape=(2,), recompute="none")
+    assert account.temp_size_in_bytes < temporaries(alone, weights, x)
+
+
 def test_names_have_to_be_there_to_be_kept():
     with pytest.raises(
         autopar.AutoparError, match=r"keeps the values that .*checkpoint_name names, and the step names none"
