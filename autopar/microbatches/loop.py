@@ -50,7 +50,7 @@ class StepLowering(Lowering):
     def __init__(self, plan: TimePlan, microbatch: jax.typing.ArrayLike) -> None:
         super().__init__(plan.assignment)
         self.mesh = TimeMesh((plan.microbatches,), ("time",), microbatch)
-        self._estimates = plan.estimates
+        self._plan = plan
 
     def operation(self, eqn: Equation, scope: Scope[Placed]) -> list[Placed]:
         """One equation, under the user's source line."""
@@ -59,7 +59,7 @@ class StepLowering(Lowering):
 
     def place(self, var: Var, array: jax.Array, layout: Layout) -> Placed:
         """A value of the program, with a note if it is an estimate."""
-        return Estimate(array, layout) if var in self._estimates else Placed(array, layout)
+        return Estimate(array, layout) if var in self._plan.estimates else Placed(array, layout)
 
     def move_to(self, value: Placed, layout: Layout, aval: Aval, *, after: jax.Array | None = None) -> jax.Array:
         """As for devices; a term becomes an estimate of the sum, and an estimate a term of the average."""
@@ -74,6 +74,10 @@ class StepLowering(Lowering):
                 )
             return value.array / microbatches if layout.partial[0][1] == "sum" else value.array
         return super().move_to(value, layout, aval, after=after)
+
+    def late(self, eqn: Equation) -> Var | None:
+        """What an equation waits for; in the loop, what is there in the loop."""
+        return self._plan.late.get(eqn, eqn.after)
 
     def hold_back(self, array: jax.Array, late: jax.Array) -> jax.Array:
         """As a barrier, which the program that is traced here keeps."""

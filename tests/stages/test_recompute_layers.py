@@ -17,6 +17,8 @@ from autopar.intra_op.planner import plan_step
 from autopar.intra_op.request import PlanRequest
 from autopar.layouts.constraints import Constraints
 from autopar.layouts.mesh import LogicalMesh
+from autopar.microbatches.counts import loop_over_microbatches
+from autopar.microbatches.phases import plan_time
 from autopar.plan import Plan
 from autopar.program.call import CallSignature, bind_arguments
 from autopar.program.program import operands_of
@@ -325,6 +327,32 @@ def test_in_microbatches_too_less_is_kept():
         found[recompute] = account.temp_size_in_bytes
     assert found["layer"] < 0.6 * found["none"]
     assert_same_as_jit(named_step, parallel, *given)
+
+
+@pytest.mark.parametrize("microbatches", [2, 8])
+def test_copies_wait_in_the_loop_also_for_what_is_finished_after_it(microbatches):
+    """The last thing that backward makes of a layer is a gradient, which is reshaped when it is summed up, after the loop."""
+
+    def reshaping(weights, x):
+        def layer(h, w):
+            return h + jnp.tanh(jnp.sin(h @ w[0].reshape(32, 128)) @ w[1].reshape(128, 32))
+
+        value, gradients = jax.value_and_grad(lambda weights: jnp.mean(functools.reduce(layer, weights, x) ** 2))(
+            weights
+        )
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    (weights, _), x = arguments()
+    weights = jax.tree.map(lambda w: w.reshape(-1), weights)
+    again = Repeated().apply(traced(reshaping, weights, x))
+    plan = plan_time(again, microbatches)
+    waiting = {eqn for eqn in plan.of_phase("body") if eqn.after is not None}
+    made_after = {v for eqn in plan.of_phase("epilogue") for v in eqn.outvars}
+    assert any(eqn.after in made_after for eqn in waiting)
+    assert plan.late.keys() == waiting
+    assert made_after.isdisjoint(plan.late.values())
+    (loop,) = [eqn for eqn in loop_over_microbatches(again, plan).program.equations if eqn.regions]
+    assert sum(eqn.after is not None for eqn in loop.regions[0].equations) == len(waiting)
 
 
 def test_checkpoints_of_the_user_go_on_waiting_where_other_layers_are_done_again():

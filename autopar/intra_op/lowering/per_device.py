@@ -118,13 +118,18 @@ class Lowering(LayoutDomain[Placed]):
         operands = tuple(self.need(v, la, scope).array for v, la in zip(eqn.invars, strategy.inputs, strict=True))
         call = LocalCall(eqn=eqn, operands=operands, rule=rule, factor_axes=dict(strategy.factor_axes), mesh=self.mesh)
         results = run_on_shard(call)
-        if eqn.after is not None and eqn.after in scope.values:
-            results = [self.hold_back(array, scope.values[eqn.after].array) for array in results]
+        late = self.late(eqn)
+        if late is not None and late in scope.values:
+            results = [self.hold_back(array, scope.values[late].array) for array in results]
         return list(map(self.place, eqn.outvars, results, strategy.outputs))
 
     def place(self, var: Var, array: jax.Array, layout: Layout) -> Placed:
         """A value of the program as the walk keeps it."""
         return Placed(array, layout)
+
+    def late(self, eqn: Equation) -> Var | None:
+        """What an equation waits for without reading it."""
+        return eqn.after
 
     def hold_back(self, array: jax.Array, late: jax.Array) -> jax.Array:
         """The array, not before `late` is there."""
