@@ -98,7 +98,7 @@ def assert_kept_as_predicted(plan, staged, *, slack):
         assert live.peak(mesh) <= sum(here), mesh
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "meshes", "chunks"),
     [

@@ -17,7 +17,7 @@ ALL = [(name, way) for name in SIGNATURES for way in WAYS]
 FAST = {pair for number, pair in enumerate(ALL) if number % len(WAYS) == number // len(WAYS) % len(WAYS)}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "way"), [pytest.param(*p, marks=() if p in FAST else pytest.mark.slow, id=" | ".join(p)) for p in ALL]
 )

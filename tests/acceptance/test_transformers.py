@@ -79,6 +79,7 @@ def test_case_10_dropout_changes_nothing():
     assert_same_as_jit(problem.step, program, problem.state, problem.batch, adam_lr=1e-2, steps=1)
 
 
+@pytest.mark.sweep
 def test_case_11_two_axes_combine_data_parallelism_and_megatron():
     """Half of what Megatron splits is reduced along the slow axis, and what it keeps whole, which is only vectors."""
     batch, seq, hidden = 8, 8, 128

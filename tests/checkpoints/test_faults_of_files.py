@@ -71,6 +71,7 @@ with inject("kill@write,count=2"):
 """
 
 
+@pytest.mark.sweep
 @pytest.mark.fault(26)
 def test_a_run_that_is_killed_while_it_writes_goes_on_from_the_checkpoint_before(tmp_path):
     folder, step = tmp_path / "run", step_of("zero3")

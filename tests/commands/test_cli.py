@@ -165,6 +165,7 @@ def test_a_pipe_that_is_closed_early_gives_no_traceback(tmp_path):
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("command", "words"),
     [

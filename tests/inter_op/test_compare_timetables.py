@@ -70,6 +70,7 @@ def test_every_choice_by_hand_stays_and_the_rest_is_searched():
     assert planned(weights, x, virtual_stages=2, num_microbatches=4).schedule == "interleaved"
 
 
+@pytest.mark.sweep
 def test_the_chosen_timetable_runs_like_jit():
     weights, x = arguments(64, layers=4, batch=8)
     options = {"devices": jax.devices()[:4], "cluster": two_nodes(), "num_stages": 2}

@@ -72,6 +72,7 @@ def test_no_plan_by_hand_goes_below_the_bound(name):
             assert not isinstance(plan, PipelinePlan) or plan.lower_bound_s == pytest.approx(bound_s)
 
 
+@pytest.mark.sweep
 def test_a_plan_of_one_mesh_is_bounded_by_stages_too_if_they_are_open():
     one = planned(256, 64, two_nodes(), num_stages=1)
     both = planned(256, 64, two_nodes())

@@ -201,7 +201,7 @@ def test_a_copy_of_a_shared_copy_is_bounded_too(outside, inside, name):
     assert bound_s(step, request) <= least_step_s(search) * ROUNDING
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_step_of_a_small_program_goes_below_its_bound(seed):
     check(seed, (2,))

@@ -51,7 +51,7 @@ def walk(eqn):
         yield from region.walk()
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     ("name", "late_sums"),
     on_the_diagonal([*SIZES, "metrics", "tied_weights", "clipped_adamw", "dropout"], [False, True]),

@@ -47,6 +47,7 @@ def test_variants_have_the_same_loss_and_gradients_as_the_plain_model_with_dropo
         assert_close_to_scale(gradients, changed(expected, layers))
 
 
+@pytest.mark.sweep
 def test_the_scanned_model_has_the_plain_model_s_loss_in_evaluation(small):
     plain, scanned = small("gpt"), small("gpt_scan")
     batch = next(plain.model.data(0))

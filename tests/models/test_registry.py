@@ -13,7 +13,7 @@ import pytest
 from autopar.models import MODELS, build
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_fall_and_the_step_compiles_once_with_a_donated_state(small, name):
     one = small(name)

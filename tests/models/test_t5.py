@@ -72,6 +72,7 @@ def changed_places(small, change):
     return np.asarray(forward(one.model.config, params, batch) != before)
 
 
+@pytest.mark.sweep
 def test_a_token_changes_no_logit_before_its_place_and_a_source_changes_all(small):
     def later_token(params, batch):
         tokens = batch["tokens"].copy()

@@ -36,6 +36,7 @@ def apply(small, params, noisy):
     return compiled_apply(small("unet").model.config)(params, noisy)
 
 
+@pytest.mark.sweep
 def test_images_keep_their_shape_and_examples_do_not_mix(small):
     one = small("unet")
     noisy = next(one.model.data(0))["noisy"]

@@ -168,7 +168,7 @@ LONG_TO_COMPILE = [case for case in WITH_OPERANDS if case[0] in ("attention", "a
 LONG_TO_COMPILE += [("attention_backward", 0), ("random_gamma", 0)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("name", "number"), [case for case in WITH_OPERANDS if case not in LONG_TO_COMPILE])
 def test_on_shards_the_operation_needs_no_collective_and_gives_what_the_strategy_promises(name, number):
     def choose(name, rule, strategies):

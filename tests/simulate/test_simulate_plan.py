@@ -80,6 +80,7 @@ def test_a_pipeline_is_priced_stage_by_stage(tmp_path, capsys):
     assert f"of which the schedule {plan.schedule} hides transfers beside compute" in here["basis"]
 
 
+@pytest.mark.sweep
 def test_a_priced_plan_is_shown_against_the_memory_of_the_device(plan_file, capsys):
     assert main(["simulate", "--plan", str(plan_file), "--cluster", "p3.16xlarge"]) == 0
     text = capsys.readouterr().out

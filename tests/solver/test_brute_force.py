@@ -93,6 +93,7 @@ def assert_right(problem: ChoiceProblem, is_exact: bool) -> None:
         assert not is_exact
 
 
+@pytest.mark.sampled(2)
 @settings(max_examples=10)
 @given(st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize(

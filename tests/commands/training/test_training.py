@@ -50,6 +50,7 @@ def test_an_optimizer_of_optax_trains_as_under_jit(optimizer, capsys):
     assert len(set(found["losses"])) == 3
 
 
+@pytest.mark.sweep
 def test_the_same_seed_trains_the_same_way_and_another_one_does_not(tmp_path):
     losses = []
     for number, seed in enumerate("001"):

@@ -172,7 +172,7 @@ def assert_faster(problem, manual, best_s):
 CLUSTERS = ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (1, 8), (2, 4), (4, 2), (1, 6), (3, 2), (1, 3))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_the_choice_is_the_best_of_all_for_every_small_cluster_and_number_of_layers(cluster, schedule, chunks):
