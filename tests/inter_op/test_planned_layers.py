@@ -11,6 +11,7 @@ from autopar.errors import ConstraintError
 from autopar.inter_op.layer_costs import LayerCosts
 from autopar.inter_op.plan_stage import plan_program
 from autopar.inter_op.planned_layers import PlannedLayers
+from autopar.intra_op.memory.tuning import TUNING
 from autopar.stages.time_loops import make_time_loop
 from tests.inter_op.test_search import request_on, traced_step
 
@@ -60,3 +61,26 @@ def test_an_error_of_what_nobody_asked_for_is_raised_when_somebody_does():
     layers.plan({1}, perhaps=4)
     with pytest.raises(ConstraintError, match="not on four"):
         layers.plan({1, 4})
+
+
+def test_weights_in_16_bits_count_in_every_layer():
+    """They are made once, and are there as long as the loop over microbatches runs."""
+
+    def step(weights, xs):
+        def loss_of(weights):
+            x = xs.astype(jnp.bfloat16)
+            for weight in weights:
+                x = jnp.tanh(x @ weight.astype(jnp.bfloat16))
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, weights, gradients), loss
+
+    weights = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * LAYERS
+    loop = make_time_loop(traced_step(weights, jax.ShapeDtypeStruct((8, 64), jnp.float32), step), 4)
+    request = request_on(preset("cpu"))
+    places = LayerCosts(lambda _: loop, 4, request, [(1, 1)]).of(4).places
+    layers = PlannedLayers(loop, places, request)
+    kept = [layers.figures(n, 1).kept_bytes for n in range(len(layers))]
+    with_copies = 64 * 64 * 4 * (1 + 1.5 / TUNING.temporaries_margin)  # weights; their sums, and themselves in 16 bits
+    assert sum(one == pytest.approx(with_copies) for one in kept) == LAYERS - 1
