@@ -6,16 +6,19 @@ not kept: tests of the plan cache give it a folder of their own.
 
 A run without the slow tests compiles quickly, with a third of the work: XLA leaves LLVM's optimisation out, hands each module
 to LLVM in one part and, with JAX 0.10, emits fused kernels without MLIR; and JAX 0.10 makes fewer MLIR contexts. Then XLA may
-fuse a few operations differently; collectives stay the same, and memory stays within what its tests allow. A run with the slow
-tests, and any other run, compiles as users do.
+fuse a few operations differently; collectives stay the same, and memory stays within what its tests allow. A program that one
+process has compiled is not compiled by another: they share a folder, which is there for one run. A run with the slow tests,
+and any other run, compiles as users do.
 
 Tests start many processes, and xdist a few: compiled Python is kept, whatever the environment says, so that each of autopar's
 modules is compiled once.
 """
 
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -54,6 +57,18 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "not slow" in config.option.markexpr and "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
         os.environ["XLA_FLAGS"] += f" {QUICK_COMPILE}"
+        folder = share_compiled()
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+
+def share_compiled() -> str:
+    """A new folder in which this process, xdist's workers and what they start keep compiled programs for each other."""
+    folder = tempfile.mkdtemp(prefix="compiled-")
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    return folder
 
 
 @pytest.hookimpl(tryfirst=True)
