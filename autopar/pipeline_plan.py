@@ -6,7 +6,6 @@ Frozen data with a versioned JSON form, as `plan.py` has for one mesh. Times in 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 from autopar.cost_model.hardware import Cluster
 from autopar.errors import PlanError
@@ -57,6 +56,11 @@ class StagePlan:
     microbatch_bytes: int = 0
     in_flight_bytes: int = 0
     node_kind: str = ""
+
+    @property
+    def devices(self) -> range:
+        """The places of its devices among the step's."""
+        return range(self.first_device, self.first_device + self.plan.num_devices)
 
     @property
     def working_bytes(self) -> int:
@@ -169,8 +173,8 @@ class PipelinePlan(Presented):
 
     def transfer_s(self, transfer: TransferPlan, cluster: Cluster) -> float:
         """Predicted seconds of one of its transfers, `transfer`, on a `cluster`, whichever it was planned for."""
-        ends = (math.prod(self.stages[end].plan.mesh_shape) for end in (transfer.source, transfer.target))
-        return cluster.transfer_s(transfer.bytes, meshes=self.num_stages // self.virtual_stages, devices=min(ends))
+        source, target = (self.stages[end].devices for end in (transfer.source, transfer.target))
+        return cluster.transfer_s(transfer.bytes, source=source, target=target)
 
     @property
     def peak_bytes(self) -> int:

@@ -16,7 +16,7 @@ from typing import Literal
 from autopar.cost_model.collectives import AxisLink, MeshCosts
 from autopar.cost_model.device import Device
 from autopar.cost_model.tiers import Dimension, Tier
-from autopar.cost_model.topology import check_size, levels_of
+from autopar.cost_model.topology import check_size, levels_of, link_of_pairs, shape_that_crosses
 
 Hidden = Literal["data_parallel", "zero3", "tensor", "pipeline"]
 
@@ -139,14 +139,29 @@ class Cluster:
             return self.axis_links[: len(mesh_shape)]
         return tuple(_slowest_link(self.levels_of(mesh_shape, (axis,))) for axis in range(len(mesh_shape)))
 
-    def transfer_s(self, size_bytes: float, *, meshes: int, devices: int) -> float:
-        """Seconds to bring a value from one of several meshes to another.
+    def transfer_s(self, size_bytes: float, *, source: range, target: range) -> float:
+        """Seconds to bring a value from one mesh to another.
 
-        Each of the `devices` of the smaller mesh carries an equal share over the slowest link that joins the meshes: alpha +
-        size / devices * beta.
+        Each device of the smaller mesh carries an equal share over the links that join the two: alpha + size / devices * beta.
+        Meshes of one node have the node's links; to another node the devices that send share what leaves their node.
+
+        Args:
+            size_bytes: bytes of the whole value.
+            source: the devices of the one mesh, by their places in the machine.
+            target: those of the other.
         """
-        link = self.links_of((max(2, meshes), devices) if devices > 1 else (max(2, meshes),))[0]
+        devices = min(len(source), len(target))
+        link = self._link_between(source, target, devices)
         return link.alpha_s + size_bytes / devices * link.beta_s_per_byte
+
+    def _link_between(self, source: range, target: range, devices: int) -> AxisLink:
+        """Of each of so many pairs of devices, which all send at once."""
+        if self.axis_links is not None:
+            return self.links_of((2, devices) if devices > 1 else (2,))[0]
+        direct = link_of_pairs(self.tiers, tuple(zip(source, target, strict=False)))
+        levels = (direct,) if direct else self.levels_of(shape_that_crosses(self.tiers, source, target), (0,))
+        bandwidth = min(min(level.ring_bytes_per_s, level.sender_bytes_per_s) for level in levels)
+        return AxisLink(max(level.latency_s for level in levels), 1 / bandwidth)
 
     def mesh_costs(self, mesh_shape: Sequence[int]) -> MeshCosts:
         """The seconds of every collective on a row-major logical mesh of this machine.

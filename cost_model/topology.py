@@ -42,6 +42,34 @@ def levels_of(tiers: Sequence[Tier], mesh_shape: Sequence[int], axes: Sequence[i
     return _join_switches(levels)
 
 
+def shape_that_crosses(tiers: Sequence[Tier], source: Sequence[int], target: Sequence[int]) -> tuple[int, int]:
+    """A row-major mesh whose groups along its first axis cross the same tier as pairs of devices of two meshes do.
+
+    It has as many groups side by side as pairs send at once, or a few more where those do not divide the devices of a group of
+    the tier below.
+    """
+    devices, below = min(len(source), len(target)), 1
+    for tier in tiers:
+        if tier.devices is None or len({device // tier.devices for ends in (source, target) for device in ends}) == 1:
+            break
+        below = tier.devices
+    if devices >= below:
+        return (2, math.ceil(devices / below) * below)
+    columns = next(n for n in range(devices, below + 1) if below % n == 0)
+    return (2 * below // columns, columns)
+
+
+def link_of_pairs(tiers: Sequence[Tier], pairs: Sequence[tuple[int, int]]) -> Dimension | None:
+    """The slowest link between two devices of a pair in a hybrid cube mesh; None if some do not lie in one such machine."""
+    tier, size = tiers[0], tiers[0].devices
+    if tier.topology != "hybrid-cube-mesh" or size is None or len({end // size for pair in pairs for end in pair}) != 1:
+        return None
+    counts = [tier.link_counts[one % size][other % size] for one, other in pairs]
+    links = min(counts)
+    bandwidth = tier.sustained_bytes_per_s * links if links else tier.fallback_bytes_per_s * tier.efficiency
+    return _cube_dimension(tier, 2, bandwidth)
+
+
 def check_size(tiers: Sequence[Tier], mesh_shape: Sequence[int], cluster: str) -> None:
     """ValueError if the mesh has more devices than the outermost tier joins."""
     total, most = math.prod(mesh_shape), tiers[-1].devices
@@ -133,6 +161,10 @@ def _cube_level(tier: Tier, size: int, stride: int) -> Dimension:
     ]
     rings = min(min(sum(counts[i][j] for j in members) for i in members) for members in groups)
     bandwidth = tier.sustained_bytes_per_s * rings if rings else tier.fallback_bytes_per_s * tier.efficiency
+    return _cube_dimension(tier, size, bandwidth)
+
+
+def _cube_dimension(tier: Tier, size: int, bandwidth: float) -> Dimension:
     return Dimension(
         tier=tier.name,
         topology=tier.topology,

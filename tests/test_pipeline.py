@@ -1,6 +1,7 @@
 """A step in pipeline stages computes what `jax.jit` computes, keeps its state on its stages, and fails in words."""
 
 import _thread
+import dataclasses
 import gc
 import logging
 import signal
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.cost_model.hardware import preset
 from autopar.errors import (
     ArgumentError,
     PipelineError,
@@ -131,6 +133,23 @@ def test_a_saved_plan_gives_the_same_pipeline(tmp_path):
     (tmp_path / "plan.json").write_text(in_stages(step, mesh_shape=[(1,), (2,)]).plan(state, batch).to_json())
     plan = autopar.PipelinePlan.from_json((tmp_path / "plan.json").read_text())
     restored = autopar.parallelize(step, plan=plan)
+    assert_same_as_jit(step, restored, state, batch, steps=2)
+
+
+def test_a_mesh_of_two_devices_lies_on_one_node_also_where_its_neighbours_then_lie_on_others():
+    """After a mesh of one device it would lie on both nodes. What a stage sends crosses the network then, and is priced so."""
+    machine = preset("p3.16xlarge")
+    inner, network = machine.tiers
+    machine = dataclasses.replace(machine, tiers=(dataclasses.replace(inner, devices=2), network))
+    step, state, batch = pipeline_steps.plain()
+    parallel = in_stages(step, num_stages=3, mesh_shape=[(1,), (2,), (1,)], cluster=machine)
+    plan = parallel.plan(state, batch)
+    assert [list(stage.devices) for stage in plan.stages] == [[2], [0, 1], [3]]
+    neighbours = [one for one in plan.transfers if abs(one.source - one.target) == 1]
+    assert neighbours
+    assert all(one.predicted_s > network.latency_s for one in neighbours)
+    assert_same_as_jit(step, parallel, state, batch, steps=2)
+    restored = autopar.parallelize(step, plan=autopar.PipelinePlan.from_json(plan.to_json()))
     assert_same_as_jit(step, restored, state, batch, steps=2)
 
 

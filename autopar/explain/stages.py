@@ -7,7 +7,6 @@ title says so. What can go wrong: two stages that look alike to three digits; th
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -150,10 +149,14 @@ def range_text(values: Sequence[N], text: Callable[[N], str]) -> str:
 
 
 def devices_text(group: Sequence[StagePlan]) -> str:
-    """The places of a group's devices: 4, or 8-15, and their kind of node in a mixed cluster."""
-    first = min(stage.first_device for stage in group)
-    last = max(stage.first_device + math.prod(stage.plan.mesh_shape) for stage in group) - 1
-    places = str(last) if last == first else f"{first}-{last}"
+    """The places of a group's devices: 4, or 0-3,8-15, and their kind of node in a mixed cluster."""
+    runs: list[range] = []
+    for devices in sorted({stage.devices for stage in group}, key=lambda one: one.start):
+        if runs and runs[-1].stop == devices.start:
+            runs[-1] = range(runs[-1].start, devices.stop)
+        else:
+            runs.append(devices)
+    places = ",".join(str(run.start) if len(run) == 1 else f"{run.start}-{run.stop - 1}" for run in runs)
     return f"{places} {group[0].node_kind}".rstrip()
 
 

@@ -128,7 +128,8 @@ def _table_problems(plan: Fields, mesh: Mapping[str, int], place: str) -> Iterat
 def _first_devices(stages: Sequence[Fields], sizes: Sequence[int]) -> list[int]:
     """Where the devices of each mesh begin: behind those of the mesh before it, on its kind of node if the nodes are unlike.
 
-    Kinds lie one behind the other in the order that the plan says, and a plan may leave a kind out.
+    Meshes lie in the order of their first devices, which need not be that of the pipeline. Kinds lie one behind the other, and
+    a plan may leave a kind out.
     """
     kinds = [stage.get("node_kind", "") for stage in stages]
     begins = {
@@ -137,10 +138,10 @@ def _first_devices(stages: Sequence[Fields], sizes: Sequence[int]) -> list[int]:
     ends = {kind: begins[kind] + sum(n for n, k in zip(sizes, kinds, strict=False) if k == kind) for kind in begins}
     apart = all(ends[a] <= begins[b] or ends[b] <= begins[a] for a, b in itertools.combinations(begins, 2))
     free = begins | {"": 0} if apart else dict.fromkeys(kinds, 0)
-    found = []
-    for kind, size in zip(kinds, sizes, strict=False):
-        found.append(free[kind])
-        free[kind] += size
+    found = [0] * len(kinds)
+    for number in sorted(range(len(kinds)), key=lambda number: stages[number]["first_device"]):
+        found[number] = free[kinds[number]]
+        free[kinds[number]] += sizes[number]
     return found
 
 

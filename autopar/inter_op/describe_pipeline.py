@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from autopar.inter_op.dynamic_program.submeshes import first_places
 from autopar.inter_op.pipeline_seconds import ONCE, find_exposed_s, once_a_step_s, time_stages
 from autopar.inter_op.stage_seconds import Staged, StagedStage, transfer_bytes
 from autopar.intra_op.choices.least_work import find_work
@@ -50,7 +51,7 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
         )
         for number, stage in enumerate(staged.stages)
     )
-    transfers = _list_transfers(staged, schedule, request)
+    transfers = _list_transfers(staged, stages, schedule, request)
     seconds = [(stage.forward_s, stage.backward_s) for stage in staged.stages]
     work = time_stages(schedule, seconds)
     once_s = once_a_step_s([stage.once_s for stage in staged.stages], transfers)
@@ -76,15 +77,18 @@ def describe_pipeline(traced: TracedStep, staged: Staged, schedule: Schedule, re
 
 
 def _first_devices(stages: Sequence[StagedStage], request: PlanRequest) -> list[int]:
-    """The first device of each mesh: one mesh after the other, in a mixed cluster among the nodes of its kind."""
-    cluster, free, first = request.cluster, {"": 0}, 0
+    """The first device of each mesh, in a mixed cluster among the nodes of its kind."""
+    cluster, begins, first = request.cluster, {"": 0}, 0
+    per_node = {"": cluster.devices_per_node}
     for kind in cluster.node_kinds:
-        free[kind.name], first = first, first + kind.count * kind.devices_per_node
-    found = []
-    for stage in stages:
-        found.append(free[stage.node_kind])
-        free[stage.node_kind] += stage.mesh.size
-    return found
+        begins[kind.name], first = first, first + kind.count * kind.devices_per_node
+        per_node[kind.name] = kind.devices_per_node
+    found: dict[int, int] = {}
+    for kind_name, begin in begins.items():
+        numbers = [number for number, stage in enumerate(stages) if stage.node_kind == kind_name]
+        starts = first_places([stages[number].mesh.size for number in numbers], per_node[kind_name])
+        found |= {number: begin + start for number, start in zip(numbers, starts, strict=True)}
+    return [found[number] for number in range(len(stages))]
 
 
 def _describe_stage(
@@ -123,13 +127,13 @@ def _memory_limit(staged: Staged, request: PlanRequest) -> int | None:
     return max(known) if known else request.memory_limit_bytes
 
 
-def _list_transfers(staged: Staged, schedule: Schedule, request: PlanRequest) -> tuple[TransferPlan, ...]:
+def _list_transfers(
+    staged: Staged, stages: Sequence[StagePlan], schedule: Schedule, request: PlanRequest
+) -> tuple[TransferPlan, ...]:
     """What crosses between meshes, over the links that join them."""
-    devices = [stage.mesh.size for stage in staged.stages]
 
     def seconds(source: int, target: int, size: int) -> float:
-        smaller = min(devices[source], devices[target])
-        return request.cluster.transfer_s(size, meshes=schedule.num_meshes, devices=smaller)
+        return request.cluster.transfer_s(size, source=stages[source].devices, target=stages[target].devices)
 
     return tuple(
         TransferPlan(

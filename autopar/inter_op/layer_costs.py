@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.errors import ArgumentError, UnsupportedProgramError
 from autopar.inter_op.dynamic_program.problem import CostTable
-from autopar.inter_op.dynamic_program.submeshes import Submesh
+from autopar.inter_op.dynamic_program.submeshes import Submesh, send_s
 from autopar.inter_op.plan_stage import Planner, plan_program
 from autopar.inter_op.planned_layers import LayerFigures, PlannedLayers
 from autopar.inter_op.timetables import latency_share, seconds_at
@@ -158,7 +158,7 @@ class LayerCosts:
         self._tables: dict[tuple[int, tuple[float, ...], bool], CostTable] = {}
         self._known: dict[tuple[int, int, int], LayerFigures | None] = {}
         self._sent_once: dict[int, np.ndarray] = {}
-        self._sent_s: dict[tuple[float, int], float] = {}
+        self._sent_s: dict[tuple[float, int], tuple[float, float]] = {}
         self.impossible: set[int] = set()
 
     @property
@@ -291,22 +291,21 @@ class LayerCosts:
     def _transfer_s(self, count: int, devices: int) -> np.ndarray:
         """Seconds to send what crosses after each layer, and to send its gradient back."""
         sent = [0.0, *(self._chain[place].cut_bytes / count for place in self._places), 0.0]
-        return np.array([2 * self._send_s(size, devices) for size in sent])
+        return np.array([2 * self._send_s(size, devices)[0] for size in sent])
 
     def _sent_once_s(self, devices: int) -> np.ndarray:
         """[i, j]: seconds to exchange tied weights, their gradients, norms and the like with other stages."""
         if devices not in self._sent_once:
             sizes, place = np.unique(next(iter(self._layers.values())).sent_once_bytes, return_inverse=True)
-            each_s = [self._send_s(size, devices) for size in sizes]
+            each_s = [self._send_s(size, devices)[1] for size in sizes]
             self._sent_once[devices] = np.array(each_s)[place].reshape(len(self._places) + 1, -1)
         return self._sent_once[devices]
 
-    def _send_s(self, size: float, devices: int) -> float:
-        if not size:
-            return 0.0
+    def _send_s(self, size: float, devices: int) -> tuple[float, float]:
+        """(mean, most) seconds to send a value to the next stage."""
         if (size, devices) not in self._sent_s:
-            meshes = self._devices // devices
-            self._sent_s[size, devices] = self._cluster.transfer_s(size, meshes=meshes, devices=devices)
+            sent = send_s(self._cluster, size, devices=self._devices, each=devices) if size else (0.0, 0.0)
+            self._sent_s[size, devices] = sent
         return self._sent_s[size, devices]
 
     def _figures(self, count: int, layer: int, devices: int) -> LayerFigures | None:

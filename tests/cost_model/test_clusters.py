@@ -259,10 +259,48 @@ def test_a_mixed_cluster_runs_in_lockstep_with_its_slowest_and_gives_each_kind_a
 
 def test_the_devices_of_a_mesh_share_a_transfer():
     machine = find_cluster("p3.16xlarge")  # 3.1 GB/s a node at 0.9 of it, 30 us
-    assert machine.transfer_s(1e9, meshes=2, devices=8) == pytest.approx(30e-6 + 1e9 / (0.9 * 3.1e9))
-    assert machine.transfer_s(0, meshes=2, devices=8) == pytest.approx(30e-6)
+    ends = {"source": range(8), "target": range(8, 16)}
+    assert machine.transfer_s(1e9, **ends) == pytest.approx(30e-6 + 1e9 / (0.9 * 3.1e9))
+    assert machine.transfer_s(0, **ends) == pytest.approx(30e-6)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "seconds"),
+    [
+        (
+            range(7, 8),
+            range(8, 9),
+            30e-6 + 1e9 / (0.9 * 3.1e9),
+        ),  # between nodes, whatever sends has what leaves the node
+        (range(5, 8), range(8, 16), 30e-6 + 4 / 3 * 1e9 / (0.9 * 3.1e9)),  # three of four parts of it
+        (range(8), range(8, 10), 30e-6 + 1e9 / (0.9 * 3.1e9)),
+        (range(1), range(1, 2), 5e-6 + 1e9 / (0.87 * 25e9)),  # one link
+        (range(2, 4), range(2), 5e-6 + 0.5e9 / (0.87 * 25e9)),  # 2 to 0 and 3 to 1: each half over one link
+        (range(4), range(4, 8), 5e-6 + 0.25e9 / (0.87 * 25e9)),  # 2 to 6 and 3 to 7 have one link
+        (range(3, 4), range(4, 5), 5e-6 + 1e9 / (0.87 * 10e9)),  # no link
+        (range(11, 12), range(12, 13), 5e-6 + 1e9 / (0.87 * 10e9)),  # nor on the other node
+    ],
+)
+def test_a_transfer_goes_over_the_links_between_its_meshes(source, target, seconds):
+    machine = find_cluster("p3.16xlarge")
+    assert machine.transfer_s(1e9, source=source, target=target) == pytest.approx(seconds)
+    assert machine.transfer_s(1e9, source=target, target=source) == pytest.approx(seconds)
+
+
+def test_each_device_of_a_switch_has_its_port_to_its_neighbour():
+    machine = find_cluster("dgx-a100-80gb")
+    one = machine.transfer_s(1e9, source=range(1), target=range(1, 2))
+    three = machine.transfer_s(1e9, source=range(3), target=range(3, 8))
+    assert three == pytest.approx(one / 3, rel=3e-3)  # the latency aside
+
+
+def test_a_device_sends_to_another_node_over_its_own_port():
+    machine = find_cluster("dgx-a100-80gb")  # eight ports a node
+    one = machine.transfer_s(1e9, source=range(7, 8), target=range(8, 9))
+    all_eight = machine.transfer_s(1e9, source=range(8), target=range(8, 16))
+    assert one == pytest.approx(8 * all_eight, rel=3e-3)
 
 
 def test_a_pair_of_single_devices_has_its_link_alone():
     machine = Cluster.uniform((1e-6,), (2e-9,))
-    assert machine.transfer_s(1000, meshes=2, devices=1) == pytest.approx(1e-6 + 2e-6)
+    assert machine.transfer_s(1000, source=range(1), target=range(1, 2)) == pytest.approx(1e-6 + 2e-6)

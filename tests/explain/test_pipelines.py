@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from autopar.explain import explain
+from autopar.explain.stages import devices_text
 from autopar.pipeline_plan import PipelinePlan, StagePlan, TransferPlan
 from autopar.plan import ValuePlan
 from tests.plan_examples import (
@@ -52,6 +53,14 @@ def pipeline_of(*stages: StagePlan, transfers: tuple[TransferPlan, ...] = (), **
         planning_s=1.5,
     )
     return dataclasses.replace(base, **changes)
+
+
+def test_devices_of_equal_stages_that_lie_apart_are_told_apart():
+    alike = [stage_of(n, BATCH, first_device=first, mesh_shape=(2,)) for n, first in enumerate((0, 2, 8))]
+    assert devices_text(alike) == "0-3,8-9"
+    assert devices_text(alike[:1]) == "0-1"
+    single = stage_of(0, BATCH, first_device=4, mesh_shape=(1,))
+    assert devices_text([single, single]) == "4"
 
 
 def two_stages(**second) -> tuple[StagePlan, StagePlan]:

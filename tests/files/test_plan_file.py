@@ -188,6 +188,8 @@ def test_the_plan_of_a_pipeline_is_read_back_as_it_was():
         (in_pipeline("stages", leaves=3), r"stages\.0\.leaves is 3; a list is expected"),
         (in_pipeline("stages", plan=None), r"stages\.0\.plan is null; an object is expected"),
         (in_pipeline("stages", mesh=1), r"stages\.0\.mesh is 1; 0 is expected"),
+        (in_pipeline("stages", first_device=4), r"stages\.0\.first_device is 4; 0 is expected"),
+        (in_pipeline("stages", first_device=8), r"stages\.0\.first_device is 8; 0 is expected"),
         (changed_pipeline(compared=[{}]), r"compared\.0 lacks 'num_stages', 'num_microbatches'"),
         (changed_pipeline(stages=None), "stages is null; a list is expected"),
         (changed_pipeline(virtual_stages=3), "virtual_stages is 3, which does not divide 2 stages"),
@@ -206,6 +208,14 @@ def test_a_pipeline_has_one_of_the_schedules_that_there_are():
         assert PipelinePlan.from_json(changed(PIPELINE, schedule=name)).schedule == name
     with pytest.raises(PlanError, match=r"schedule is .2f2b.; one of .*'1f1b'.* is expected"):
         PipelinePlan.from_json(changed(PIPELINE, schedule="2f2b"))
+
+
+def test_meshes_need_not_lie_in_the_order_of_the_pipeline():
+    last, first = (
+        dataclasses.replace(stage, first_device=place) for stage, place in zip(PIPELINE.stages, (8, 0), strict=True)
+    )
+    turned = dataclasses.replace(PIPELINE, stages=(last, first))
+    assert PipelinePlan.from_json(turned.to_json()) == turned
 
 
 def test_a_pipeline_with_a_stage_planned_by_another_version_says_to_plan_again():

@@ -74,7 +74,7 @@ def test_one_stage_that_is_only_estimated_is_not_chosen_when_the_clock_ends(trac
         planner=plan_and_stop,
         **options,
     )
-    assert len(found.sizes) == 2
+    assert len(found.sizes) > 1
     assert late.ended_early
     assert len(late.sizes) > 1
 
@@ -143,7 +143,7 @@ def test_where_nothing_fits_as_wholes_stages_are_chosen_again_in_less_memory(mon
 
 
 @pytest.mark.parametrize(
-    ("sizes", "layers", "best", "others", "promised"), [((256, 8), 1, 1, [], [4]), ((1024, 1024), 4, 4, [1], [])]
+    ("sizes", "layers", "best", "others", "promised"), [((256, 8), 1, 1, [], [4]), ((1024, 512), 4, 4, [1], [])]
 )
 def test_a_search_that_the_clock_ends_knows_what_else_is_planned_and_what_only_promises(
     sizes, layers, best, others, promised

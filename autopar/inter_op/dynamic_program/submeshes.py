@@ -16,6 +16,9 @@ Submesh: TypeAlias = tuple[int, ...]
 ALL_UP_TO = 8
 """Nodes of a submesh up to which every number is one. A machine of 64 devices in nodes of 8 has all of them."""
 
+MOST_NEIGHBOURS = 8
+"""Neighbours within a node whose links are looked at: all in a hybrid cube mesh. Those of larger nodes are alike."""
+
 
 def size_of(submesh: Submesh) -> int:
     """Devices of a submesh."""
@@ -71,6 +74,60 @@ def place(choice: Sequence[Submesh], nodes: int, devices_per_node: int) -> tuple
         found[i] = tuple(range(start, start + count * part))
         free[node : node + count] = [f - part for f in free[node : node + count]]
     return None if any(free) else tuple(found[i] for i in range(len(choice)))
+
+
+def first_places(sizes: Sequence[int], devices_per_node: int | None) -> list[int]:
+    """Where the devices of each mesh begin: one mesh after the other, unless some then straddle nodes, or parts of a node.
+
+    Neighbours in the pipeline are neighbours in the machine where they can be. Otherwise larger meshes come first, which leaves
+    none between two nodes wherever there is such an order.
+    """
+    in_order = [sum(sizes[:number]) for number in range(len(sizes))]
+    if devices_per_node is None or _are_aligned(in_order, sizes, devices_per_node):
+        return in_order
+    largest_first, found, free = (
+        sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)),
+        [0] * len(sizes),
+        0,
+    )
+    for number in largest_first:
+        found[number], free = free, free + sizes[number]
+    return found if _are_aligned(found, sizes, devices_per_node) else in_order
+
+
+def send_s(cluster: Cluster, size_bytes: float, *, devices: int, each: int) -> tuple[float, float]:
+    """(mean, most) seconds to send a value from one of equal meshes to the next.
+
+    Args:
+        cluster: the machine.
+        size_bytes: bytes of the whole value.
+        devices: of all meshes.
+        each: of each mesh.
+    """
+
+    def send_at(place: int) -> float:
+        return cluster.transfer_s(size_bytes, source=range(place - each, place), target=range(place, place + each))
+
+    node, meshes = min(cluster.devices_per_node or devices, devices), devices // each
+    if each >= node or meshes < 2:
+        most = send_at(max(meshes // 2, 1) * each)
+        return most, most
+    inside = [send_at(place) for place in range(each, node, each)[:MOST_NEIGHBOURS]]
+    crossings = devices // node - 1
+    across = send_at(node) if crossings else max(inside)
+    return (crossings * across + (meshes - 1 - crossings) * sum(inside) / len(inside)) / (meshes - 1), across
+
+
+def _are_aligned(starts: Sequence[int], sizes: Sequence[int], devices_per_node: int) -> bool:
+    """Whether no mesh straddles nodes, and one that divides a node begins at a multiple of its size."""
+
+    def is_aligned(start: int, size: int) -> bool:
+        inside = start % devices_per_node
+        if size >= devices_per_node:
+            return inside == 0
+        return inside + size <= devices_per_node and (devices_per_node % size != 0 or inside % size == 0)
+
+    return all(map(is_aligned, starts, sizes))
 
 
 def place_in_parts(choice: Sequence[Submesh], parts: Sequence[Submesh]) -> tuple[tuple[int, ...], ...] | None:

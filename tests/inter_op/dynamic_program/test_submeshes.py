@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from autopar.cost_model.hardware import preset
-from autopar.inter_op.dynamic_program.submeshes import machine_shape, place, submeshes, tiles
+from autopar.inter_op.dynamic_program.submeshes import first_places, machine_shape, place, size_of, submeshes, tiles
 
 
 def test_submeshes_are_parts_of_a_node_and_whole_nodes():
@@ -35,6 +35,7 @@ def test_submeshes_that_add_up_to_the_cluster_fill_it_without_straddling_nodes(c
         choice = [option for option, count in zip(options, counts, strict=True) for _ in range(count)]
         for order in (choice, choice[::-1], choice[1::2] + choice[::2]):
             assert tiles(order, nodes, part)
+            assert_that_none_straddles(first_places([size_of(one) for one in order], part), order, part)
             devices = place(order, nodes, part)
             assert sorted(d for one in devices for d in one) == list(range(nodes * part))
             for (count, size), one in zip(order, devices, strict=True):
@@ -42,6 +43,29 @@ def test_submeshes_that_add_up_to_the_cluster_fill_it_without_straddling_nodes(c
                 first, last = one[0] // part, one[-1] // part
                 assert last - first + 1 == count
                 assert count == 1 or one[0] % part == 0
+
+
+def assert_that_none_straddles(starts, order, devices_per_node):
+    """Each submesh has devices of its own, of as few nodes as it needs."""
+    taken = sorted(start + n for start, one in zip(starts, order, strict=True) for n in range(size_of(one)))
+    assert taken == list(range(len(taken)))
+    for start, one in zip(starts, order, strict=True):
+        assert (start + size_of(one) - 1) // devices_per_node - start // devices_per_node + 1 == one[0]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "per_node", "starts"),
+    [
+        ([1, 1, 2, 4], 8, [0, 1, 2, 4]),
+        ([4, 8, 4], 8, [8, 0, 12]),  # one after the other, the second would lie on both nodes
+        ([1, 2, 1], 4, [2, 0, 3]),  # or on no pair of the machine
+        ([3, 5], 8, [0, 3]),
+        ([6, 6, 4], 8, [0, 6, 12]),  # no order helps
+        ([2, 2], None, [0, 2]),
+    ],
+)
+def test_meshes_follow_each_other_unless_one_would_straddle(sizes, per_node, starts):
+    assert first_places(sizes, per_node) == starts
 
 
 def test_submeshes_that_do_not_fill_the_cluster_are_told():
