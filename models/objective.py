@@ -2,8 +2,8 @@
 
 `supervised` makes it of any model whose outputs are measured against targets in the batch; a model that adds to its loss,
 or keeps statistics, writes its own. Means over weighted examples divide by the sum of the weights in the batch, so that
-what has weight 0 counts nowhere. Losses are float32 whatever the model computes in. What can go wrong is a mean of means: weights
-are summed over the whole batch at once.
+what has weight 0 counts nowhere. Losses are at least float32 whatever the model computes in. What can go wrong is a mean of
+means: weights are summed over the whole batch at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -55,6 +55,11 @@ class Objective:
     loss: LossFunction
 
 
+def _widen(outputs: jax.Array) -> jax.Array:
+    """In float32, or in what is wider."""
+    return outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
+
+
 def cross_entropy(
     config: ModelConfig, logits: jax.Array, labels: jax.Array, *, evaluating: bool, weights: jax.Array | None = None
 ) -> tuple[jax.Array, Metrics]:
@@ -64,7 +69,7 @@ def cross_entropy(
     Metrics are "accuracy", the share of labels that have the largest logit, and "example_loss" (B,), as `config` and
     `evaluating` ask for them.
     """
-    logits = logits.astype(jnp.float32)
+    logits = _widen(logits)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     metrics = _example_losses(config, losses, weights)
     if evaluating or config.aux_metrics:
@@ -76,7 +81,7 @@ def squared_error(
     config: ModelConfig, outputs: jax.Array, targets: jax.Array, *, evaluating: bool, weights: jax.Array | None = None
 ) -> tuple[jax.Array, Metrics]:
     """The mean of (outputs - targets)^2, both (B, ...), and metrics: "absolute_error", its mean, "example_loss" (B,)."""
-    errors = outputs.astype(jnp.float32) - targets
+    errors = _widen(outputs) - targets
     losses = errors**2
     metrics = _example_losses(config, losses, weights)
     if evaluating or config.aux_metrics:
