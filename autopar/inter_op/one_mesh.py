@@ -4,10 +4,10 @@ In: a traced step, what the user fixed of the two, the meshes and the memory lim
 microbatch is planned first: the same work in smaller pieces takes no less time, so nothing else is tried if the step fits and
 the limit costs little. If nothing fits, or the limit makes the step dear (`Tuning.dear`), more microbatches are planned, and
 recomputation if these are dear as well. If that wins, less of it is tried in as many microbatches: all but the values that the
-user named, and of the first layers only, of as many as have to be done again for the rest to fit. The first number is the one
-in which the temporaries of the plan without a limit should fit. From there the number rises until a plan fits, and on while
-plans are dear and become faster. All ways share what is known of the meshes (`SharedSearch`). What can go wrong: another number
-may be faster after all; nobody looks for it.
+user named, and of the first layers only, as many as the rest needs to fit. The first number is the one in which the temporaries
+of the plan without a limit should fit. From there it rises until a plan fits, and on while plans are dear and become faster; if
+the clock ends this before anything fits, the leanest way is the last. All ways share what is known of the meshes
+(`SharedSearch`). What can go wrong: another number may be faster after all; nobody looks for it.
 """
 
 from __future__ import annotations
@@ -95,8 +95,11 @@ def plan_on_one_mesh(
         found = find_recomputation(traced)
         if found.layers:
             ways = _Ways(attempts, found.apply(traced), counts, Repeated())
-            ways.explore(far * found.kept_share)
+            if not attempts.is_late:
+                ways.explore(far * found.kept_share)
             _repeat_less(attempts, traced, found, tuning)
+    if attempts.is_late:
+        ways.plan_leanest(devices)
     return attempts.best()
 
 
@@ -194,7 +197,7 @@ class _Attempts:
     def __init__(self, request: PlanRequest, shared: SharedSearch, *, tuning: Tuning) -> None:
         self._request, self._shared, self._tuning = request, shared, tuning
         self._found: list[PlannedStep] = []
-        self._has_beaten = False
+        self._has_beaten = self.has_skipped = False
         self._compared: list[Alternative] = []
         self._last: OutOfMemoryError | ConstraintError | None = None
         self._smallest: tuple[TracedStep, Repeated | None] | None = None
@@ -220,6 +223,11 @@ class _Attempts:
     def is_over(self) -> bool:
         """Whether the time is over, and there is a plan, of this step on one mesh or in stages."""
         return math.isfinite(self._shared.best_s) and self._request.budget.is_over
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time is over, and nothing fits so far."""
+        return not math.isfinite(self._shared.best_s) and self._request.budget.is_over
 
     @property
     def has_too_few_examples(self) -> bool:
@@ -286,6 +294,14 @@ class _Attempts:
         self._shared.has_other_ways = False
         self.plan(step, repeated)
 
+    def _explain(self) -> OutOfMemoryError | ConstraintError:
+        """The error that needs the least memory; if the clock has left ways out, it says so."""
+        error = min(self.errors, key=_needed_bytes)
+        if not (self.is_late and isinstance(error, OutOfMemoryError)):
+            return error
+        words = f"{error}\nplanning_seconds were over before all numbers of microbatches were tried: give more."
+        return OutOfMemoryError(words, needed_bytes=error.needed_bytes, tensors=error.tensors, is_settled=False)
+
     def best(self) -> PlannedStep | Slower:
         """The fastest way, with all that was compared in its plan. If none fits, raises the error that needs the least memory."""
         if not self._found and (self._has_beaten or math.isfinite(self._shared.best_s)):
@@ -293,11 +309,11 @@ class _Attempts:
         if not self._found and self._smallest is not None and self._shared.has_other_ways:
             self._plan_smallest_at_any_cost(*self._smallest)
         if not self._found:
-            raise min(self.errors, key=_needed_bytes) from None
+            raise self._explain() from None
         best = min(self._found, key=lambda one: one.plan.step_s)
         compared = tuple(self._compared) if len(self._compared) > 1 else ()
         left = () if not self._request.budget.is_over else ("more microbatches and recomputation",)
-        left = (*best.plan.not_compared, *(left if self.is_dear() else ()))
+        left = (*best.plan.not_compared, *(left if self.is_dear() or self.has_skipped else ()))
         plan = replace(best.plan, compared=compared, not_compared=left, ended_early=bool(left))
         return replace(best, plan=plan)
 
@@ -321,16 +337,24 @@ class _Ways:
     def __init__(self, attempts: _Attempts, step: TracedStep, counts: Sequence[int], repeated: Repeated | None) -> None:
         self._attempts, self._step, self._counts, self._repeated = attempts, step, tuple(counts), repeated
         self._mixes_examples = False
+        self._tried: set[int] = set()
+
+    def plan_leanest(self, devices: int) -> None:
+        """Plan the largest number of microbatches with an example for each device, unless it was."""
+        self._attempts.has_skipped = True
+        count = max((c for c in self._counts if self._counts[-1] // c >= devices), default=self._counts[-1])
+        if self._place_of(count) not in self._tried:
+            self.explore(count)
 
     def explore(self, excess: float) -> None:
-        """Plan the number in which plans without a limit should fit, and go on from there while that may pay.
+        """Plan the number in which plans without a limit should fit, and go on while that may pay; if late, that number alone.
 
         `excess`: how many times the memory that is left for temporaries those of the step in one microbatch take.
         """
         place = self._place_of(excess)
-        here = None
-        while place < len(self._counts) and here is None:
-            here = self._plan(place)
+        here, is_first = None, True
+        while place < len(self._counts) and here is None and (is_first or not self._attempts.is_late):
+            here, is_first = self._plan(place), False
             if self._mixes_examples or self._attempts.is_over:
                 return
             if here is None and self._attempts.has_too_few_examples:
@@ -361,6 +385,7 @@ class _Ways:
 
     def _plan(self, place: int) -> PlannedStep | Beaten | None:
         count = self._counts[place]
+        self._tried.add(place)
         if count == 1:
             return self._attempts.plan(self._step, self._repeated)
         plan = plan_time(self._step, count)
@@ -372,5 +397,4 @@ class _Ways:
 
 def _needed_bytes(error: OutOfMemoryError | ConstraintError) -> float:
     """The memory limit that would do, as far as an error knows; infinite if it does not."""
-    needed = error.needed_bytes if isinstance(error, OutOfMemoryError) else None
-    return math.inf if needed is None else needed
+    return (isinstance(error, OutOfMemoryError) and error.needed_bytes) or math.inf

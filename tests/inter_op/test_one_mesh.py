@@ -1,6 +1,7 @@
 """Microbatches and recomputation on one mesh are taken where the memory asks for them, and then the cheaper of the two."""
 
 import contextlib
+import dataclasses
 
 import jax
 import pytest
@@ -10,7 +11,9 @@ from autopar.errors import OutOfMemoryError
 from autopar.explain import explain
 from autopar.inter_op import one_mesh
 from autopar.intra_op.planner import plan_way
-from tests.inter_op.test_search import arguments, step, two_nodes
+from autopar.layouts.mesh import LogicalMesh
+from autopar.solver.budget import Budget
+from tests.inter_op.test_search import arguments, request_on, step, traced_step, two_nodes
 
 
 def planned(weights, x, **options):
@@ -73,3 +76,31 @@ def test_where_constraints_keep_more_state_than_the_memory_no_other_way_is_plann
         planned(weights, x, constraints=constraints, memory_limit_bytes=int(0.9 * state_bytes))
     assert planned_ways[0] == 1
     assert (len(planned_ways) > 1) == is_tried
+
+
+@pytest.mark.parametrize(("part", "fits"), [(0.25, True), (0.05, False)])
+def test_when_the_clock_ends_before_anything_fits_the_leanest_way_is_planned_and_no_other(monkeypatch, part, fits):
+    weights, x = arguments(32, batch=4096)
+    free = planned(weights, x)
+    limit, planned_ways, budget = int(part * free.peak_bytes), [], Budget()
+
+    def plan_and_stop(step, *rest):
+        planned_ways.append(step.microbatches)
+        budget.stop()
+        return plan_way(step, *rest)
+
+    monkeypatch.setattr(one_mesh, "plan_way", plan_and_stop)
+    request = dataclasses.replace(request_on(two_nodes(), limit), meshes=(LogicalMesh.of((4,)),), budget=budget)
+    options = {"num_microbatches": "auto", "recompute": "auto", "devices": 4}
+    if fits:
+        plan = one_mesh.plan_on_one_mesh(traced_step(weights, x), request, **options).plan
+        assert plan.peak_bytes <= limit
+        assert plan.ended_early
+        assert plan.not_compared
+    else:
+        with pytest.raises(OutOfMemoryError, match="planning_seconds were over before all") as told:
+            one_mesh.plan_on_one_mesh(traced_step(weights, x), request, **options)
+        assert not told.value.is_settled
+    assert planned_ways[0] == 1
+    assert len(set(planned_ways)) == 3
+    assert planned_ways[-1] == 1024, "an example for each device"
