@@ -367,8 +367,8 @@ class _Ways:
 
     def _descend(self, place: int) -> None:
         """Fewer microbatches, whose examples meet the constraints."""
-        while place > 0 and self._attempts.has_too_few_examples and not self._attempts.is_over:
-            place -= 1
+        fewer = (number for number in range(place - 1, -1, -1) if number not in self._tried)
+        while self._attempts.has_too_few_examples and not self._attempts.is_over and (place := next(fewer, -1)) >= 0:
             self._plan(place)
 
     def _climb(self, place: int) -> None:

@@ -10,6 +10,7 @@ fits that the search does not find; `TooLarge` says whether that is possible.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -124,6 +125,7 @@ class _LimitSearch:
     highest_bytes: float
     _known: dict[tuple[float, tuple[Numbers, ...]], Outcome] = dataclasses.field(default_factory=dict)
     _met: dict[Numbers, None] = dataclasses.field(default_factory=dict)
+    _above_rows: list[float] = dataclasses.field(default_factory=list)
 
     def _choose(self, row_limit: float, tried: tuple[Numbers, ...]) -> Outcome:
         """The best choice that keeps the rows, which do not depend on how long copies are kept."""
@@ -155,15 +157,25 @@ class _LimitSearch:
             required = self.memory.required(found.numbers, copy_span=copy_span)
             if required <= self.limit_bytes:
                 return found
+            self._above_rows.append(required - self._used(found.numbers))
             least = required if least is None else min(least, required)
             lower = max(row_limit - (required - self.limit_bytes) * 2**number, (too_low + row_limit) / 2)
-            row_limit = min(lower, float(self.problem.spans.used_by(np.asarray(found.numbers)).max()) - 1.0)
+            row_limit = min(lower, self._used(found.numbers) - 1.0)
         assert least is not None, "the first round returns or finds a choice"
         return TooLarge(least, is_settled=False)
 
+    def _used(self, numbers: Numbers) -> float:
+        """Bytes per device that a choice needs by the rows."""
+        return float(self.problem.spans.used_by(np.asarray(numbers)).max())
+
     def find_met(self, copy_spans: Sequence[int | None]) -> Fits | None:
-        """The fastest choice met on the way whose peak is within the limit: of some the rows say more than they need."""
-        values = {numbers: self.problem.costs.value(numbers) for numbers in self._met}
+        """The fastest choice met on the way whose peak is within the limit: of some the rows say more than they need.
+
+        A peak takes a while to compute. It is left out where it would have to be closer to what the rows say than any that is
+        known, by some percent of the limit.
+        """
+        most = TUNING.met_part * self.limit_bytes - min(self._above_rows, default=-math.inf)
+        values = {n: self.problem.costs.value(n) for n in self._met if most == math.inf or self._used(n) <= most}
         for numbers in sorted(values, key=lambda numbers: values[numbers]):
             for copy_span in copy_spans:
                 if (

@@ -71,6 +71,10 @@ class Tuning:
     memory_rounds: int = 6
     """How often the limit of the memory rows is changed before a step counts as too large. Each is a search; more find plans
     nearer to the limit (`benchmarks/memory_error.py` plans under limits)."""
+    met_part: float = 1.02
+    """Part of the memory limit up to which a choice met on the way may peak, by what it keeps and the least that others peak
+    above that, for its peak to be computed at the end of a search in vain. A larger part finds more plans near the limit, and
+    takes a second for each choice of a deep step (`benchmarks/weak_scaling.py`, GPT-760M under ZeRO-2)."""
 
 
 TUNING = Tuning()
