@@ -103,6 +103,9 @@ def test_a_choice_met_on_the_way_that_fits_is_taken_where_the_search_ends_withou
     assert dataclasses.replace(search, limit_bytes=9).find_met((None,)) is None
     cut = dataclasses.replace(search, problem=dataclasses.replace(problem, cutoff_s=6.0))
     assert cut.find_met((None,)) is None
+    known = dataclasses.replace(search, problem=dataclasses.replace(problem, rows=tuple(rows)), _above_rows=[30.0])
+    assert known.find_met((None,)) is None, "it would have to be unlike all others"
+    assert dataclasses.replace(known, _above_rows=[30.0, -12.0]).find_met((None,)) is not None
 
 
 def test_an_integer_program_that_ends_early_does_not_settle_it():
