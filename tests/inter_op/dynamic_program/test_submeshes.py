@@ -5,7 +5,15 @@ import dataclasses
 import pytest
 
 from autopar.cost_model.hardware import preset
-from autopar.inter_op.dynamic_program.submeshes import first_places, machine_shape, place, size_of, submeshes, tiles
+from autopar.inter_op.dynamic_program.submeshes import (
+    first_places,
+    machine_shape,
+    place,
+    send_s,
+    size_of,
+    submeshes,
+    tiles,
+)
 
 
 def test_submeshes_are_parts_of_a_node_and_whole_nodes():
@@ -83,3 +91,18 @@ def test_devices_of_a_machine_are_counted_in_nodes():
     machine = dataclasses.replace(preset("p3.16xlarge"), tiers=(dataclasses.replace(inner, devices=2), *outer))
     assert (machine_shape(machine, 4), machine_shape(preset("cpu"), 8)) == ((2, 2), (1, 8))
     assert machine_shape(machine, 2) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"), [("p3.16xlarge", 8), ("p3.16xlarge", 32), ("dgx-a100-80gb", 24), ("cpu", 4)]
+)
+@pytest.mark.parametrize("each", [1, 2, 4, 8])
+def test_a_send_between_equal_meshes_takes_the_mean_over_all_neighbours(name, devices, each):
+    cluster, size = preset(name), 10**8
+    if each >= devices:
+        return
+    places = range(each, devices, each)
+    all_s = [cluster.transfer_s(size, source=range(at - each, at), target=range(at, at + each)) for at in places]
+    mean_s, most_s = send_s(cluster, size, devices=devices, each=each)
+    assert mean_s == pytest.approx(sum(all_s) / len(all_s))
+    assert most_s == pytest.approx(max(all_s))
