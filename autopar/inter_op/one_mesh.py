@@ -366,8 +366,8 @@ class _Ways:
             self._climb(place)
 
     def _descend(self, place: int) -> None:
-        """Fewer microbatches, whose examples meet the constraints."""
-        fewer = (number for number in range(place - 1, -1, -1) if number not in self._tried)
+        """Fewer microbatches, whose examples meet the constraints, down to a number that did not fit."""
+        fewer = iter(range(place - 1, max((tried for tried in self._tried if tried < place), default=-1), -1))
         while self._attempts.has_too_few_examples and not self._attempts.is_over and (place := next(fewer, -1)) >= 0:
             self._plan(place)
 
