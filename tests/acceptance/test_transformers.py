@@ -150,6 +150,8 @@ def test_case_12_with_all_collectives_costs_less():
 def test_case_13_a_tied_embedding_is_split_by_vocabulary():
     """13 reductions: 4 L activations, the embedding's result and the head's gradient, two numbers per token for the
     softmax, and the gradients (one operand per leaf). The transform before the head is repeated on both devices of y.
+
+    The softmax may take a third number: it costs 5 of 18 million seconds, which is less than the gap at which the search ends.
     """
     batch, seq, hidden, vocabulary = 4, 4, 512, 4096
     problem = bert_masked_lm(batch, seq, hidden, vocabulary)
@@ -157,7 +159,8 @@ def test_case_13_a_tied_embedding_is_split_by_vocabulary():
     program = compiled(problem, (2, 2), alpha=(2.0, 2.0), beta=(1.0, 0.1), **options)
     found = census(program)
     activation, statistic = batch * seq * hidden * 4 // 2, batch * seq * 4 // 2
-    assert found.bytes_of("all-reduce", axis=1) == [statistic] * 2 + [activation] * (4 * LAYERS + 2), found
+    reduced = found.bytes_of("all-reduce", axis=1)
+    assert reduced in [[statistic] * count + [activation] * (4 * LAYERS + 2) for count in (2, 3)], found
     assert len(found.bytes_of("all-reduce", axis=0)) == len(problem.leaf_bytes()), found
     assert layout(program, "state/params/tokens/embedding") == (("y",), ())
     assert layout(program, "state/params/transform/kernel") == ((), ())
