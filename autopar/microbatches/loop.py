@@ -45,12 +45,14 @@ class TimeMesh(LogicalMesh):
 
 
 class StepLowering(Lowering):
-    """Lowers to one microbatch, and keeps the user's source lines."""
+    """Lowers to one microbatch, and keeps the user's source lines. `late`: what other equations wait for than the plan says."""
 
-    def __init__(self, plan: TimePlan, microbatch: jax.typing.ArrayLike) -> None:
+    def __init__(
+        self, plan: TimePlan, microbatch: jax.typing.ArrayLike, late: Mapping[Equation, Var] | None = None
+    ) -> None:
         super().__init__(plan.assignment)
         self.mesh = TimeMesh((plan.microbatches,), ("time",), microbatch)
-        self._plan = plan
+        self._plan, self._late = plan, {**plan.late, **(late or {})}
 
     def operation(self, eqn: Equation, scope: Scope[Placed]) -> list[Placed]:
         """One equation, under the user's source line."""
@@ -77,7 +79,7 @@ class StepLowering(Lowering):
 
     def late(self, eqn: Equation) -> Var | None:
         """What an equation waits for; in the loop, what is there in the loop."""
-        return self._plan.late.get(eqn, eqn.after)
+        return self._late.get(eqn, eqn.after)
 
     def hold_back(self, array: jax.Array, late: jax.Array) -> jax.Array:
         """As a barrier, which the program that is traced here keeps."""

@@ -44,7 +44,7 @@ def recompute_in_backward(
             named = find_named(forward) if keeps_named else frozenset()
             ways = [_Repetition(segment, forward, own, named) for own in (dict.fromkeys(layer_of, 0), layer_of)]
             best = min(ways, key=lambda way: way.bytes_needed(cut.num_stages - name.stage))
-            segments[name] = best.backward()
+            segments[name] = best.backward(set(cut.segments[TaskName("forward", name.stage)].equations))
     read = set(_read_by_others(segments.values()))
     made_by = dict(cut.made_by)
     for name, segment in segments.items():
@@ -81,17 +81,38 @@ class _Repetition:
             (sum(bytes_of(v) for eqn in again for v in eqn.outvars) for again in self._again.values()), default=0
         )
 
-    def backward(self) -> Segment:
-        """The backward that first makes again what it reads, each layer's results just before it reads them."""
-        waiting = dict(self._again)
+    def backward(self, forward: Set[Equation]) -> Segment:
+        """The backward that first makes again what it reads, each layer's results just before it reads them.
+
+        A layer waits for the last that was made of the gradient before: it reads nothing of that, and could come first. Cheap
+        operations of the whole `forward` that the backward does in any case, such as masks, come with their layer too.
+        """
+        waiting = self._with_own()
+        repeated = {eqn for again in waiting.values() for eqn in again}
         equations: dict[Equation, None] = dict.fromkeys(waiting.pop(SHARED, ()))
         reads = dict.fromkeys(self._reads())
         layer_made = {v: n for n, again in waiting.items() for eqn in again for v in eqn.outvars if v not in reads}
-        for eqn in self._backward.equations:
+        late: dict[Equation, Var] = {}
+        gradient: Var | None = None
+        for eqn in (eqn for eqn in self._backward.equations if eqn not in repeated):
             for layer in sorted({layer_made[v] for v in operands_of(eqn) if v in layer_made}, reverse=True):
-                equations |= dict.fromkeys(waiting.pop(layer, ()))
+                again = waiting.pop(layer, ())
+                late |= dict.fromkeys(_first_of(again), gradient) if gradient is not None else {}
+                equations |= dict.fromkeys(again)
             equations[eqn] = None
-        return dataclasses.replace(self._backward, equations=tuple(equations), reads=tuple(reads))
+            gradient = eqn.outvars[-1] if eqn.outvars and eqn not in forward else gradient
+        for rest in waiting.values():
+            equations |= dict.fromkeys(rest)
+        return dataclasses.replace(self._backward, equations=tuple(equations), reads=tuple(reads), late=late)
+
+    def _with_own(self) -> dict[int, Sequence[Equation]]:
+        """By layer, what is made again, with the forward operations of these layers that the backward has in any case."""
+        place = {eqn: number for number, eqn in enumerate(self._forward)}
+        found = {layer: dict.fromkeys(again) for layer, again in self._again.items()}
+        for eqn in self._backward.equations:
+            if eqn in place and self._layer_of[eqn] in found.keys() - {SHARED}:
+                found[self._layer_of[eqn]][eqn] = None
+        return {layer: sorted(again, key=place.__getitem__) for layer, again in found.items()}
 
     def _handed_on(self) -> set[Var]:
         """What a layer makes, and another one of these reads."""
@@ -118,6 +139,12 @@ class _Repetition:
         made = {v for eqn in again for v in eqn.outvars} - self._kept
         operands = (v for eqn in again for v in operands_of(eqn))
         return tuple(dict.fromkeys(v for v in (*self._backward.reads, *operands) if v not in made))
+
+
+def _first_of(equations: Sequence[Equation]) -> list[Equation]:
+    """Those that read nothing of the others."""
+    made = {v for eqn in equations for v in eqn.outvars}
+    return [eqn for eqn in equations if made.isdisjoint(operands_of(eqn))]
 
 
 def _place_others(forward: Sequence[Equation], layer_of: Mapping[Equation, int]) -> dict[Equation, int]:

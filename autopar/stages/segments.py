@@ -21,7 +21,8 @@ class Segment:
     """The equations of a task, in order.
 
     `reads` come from other segments, from the prologue or from the step's arguments; other segments read `writes`. `results` are
-    collected over the microbatches. `outputs` are numbers of the step's outputs that an update returns.
+    collected over the microbatches. `outputs` are numbers of the step's outputs that an update returns. `late`: what an equation
+    waits for without reading it.
     """
 
     name: TaskName
@@ -30,6 +31,7 @@ class Segment:
     writes: tuple[Var, ...]
     results: tuple[Result, ...] = ()
     outputs: tuple[int, ...] = ()
+    late: Mapping[Equation, Var] = dataclasses.field(default_factory=dict)
 
     def made(self) -> list[Var]:
         """The results of its equations."""

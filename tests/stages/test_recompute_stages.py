@@ -144,13 +144,27 @@ def wide_layers(weights, x):
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
 
-def backward_that_repeats(places_of, stages=2):
+def masked_layers(weights, x):
+    """The same, each with a mask of its own, which depends on no example: cheap, and made in every task that reads it."""
+
+    def loss(weights):
+        h = x
+        for number, w in enumerate(weights):
+            mask = jnp.arange(x.shape[-1]) > number
+            h = h + jnp.where(mask[None], jnp.tanh(jnp.tanh(jnp.where(mask[None], jnp.tanh(h @ w), 0) @ w) @ w), 0)
+        return jnp.mean(h**2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+
+def backward_that_repeats(places_of, stages=2, step=wide_layers):
     """The backward of the first of equal stages of eight layers, and its stage's forward, not repeated.
 
     `places_of`: from the chain's length and the places of its products, three to a layer, to where layers begin.
     """
     (weights, _), x = arguments(layers=8)
-    signature = CallSignature(wide_layers, (1,), (), "auto")
+    signature = CallSignature(step, (1,), (), "auto")
     loop = make_time_loop(trace(signature, bind_arguments(signature, (weights, x), {})), 4)
     chain = forward_chain(loop)
     products = [place for place, one in enumerate(chain) if one.equation.primitive is jax.lax.dot_general_p]
@@ -171,13 +185,36 @@ def most_repeated_at_once(backward, forward):
     return most
 
 
-def test_a_backward_has_the_results_of_one_layer_at_a_time():
-    whole = backward_that_repeats(lambda length, products: ())
-    by_layers = backward_that_repeats(lambda length, products: products[3::3])
+@pytest.mark.parametrize(("step", "kept"), [(wide_layers, 3), (masked_layers, 0)])
+def test_a_backward_has_the_results_of_one_layer_at_a_time(step, kept):
+    whole = backward_that_repeats(lambda length, products: (), step=step)
+    by_layers = backward_that_repeats(lambda length, products: products[3::3], step=step)
     assert most_repeated_at_once(*by_layers) <= most_repeated_at_once(*whole) / 2
-    assert len(by_layers[0].reads) == len(whole[0].reads) + 3, "three of four layers keep what they received"
+    assert len(by_layers[0].reads) == len(whole[0].reads) + kept, "three of four layers keep what they received"
     made = by_layers[0].made()
     assert len(made) == len(set(made)), "nothing is made twice"
+
+
+@pytest.mark.parametrize("step", [wide_layers, masked_layers])
+def test_each_layer_but_the_first_in_a_backward_waits_for_the_gradient_that_was_made_before(step):
+    """It reads nothing of it, so XLA, which runs what is ready, would make all layers again at once."""
+    backward, _ = backward_that_repeats(lambda length, products: products[3::3], step=step)
+    place = {v: number for number, eqn in enumerate(backward.equations) for v in eqn.outvars}
+    order = {eqn: number for number, eqn in enumerate(backward.equations)}
+    assert len(set(backward.late.values())) == 3, "four layers"
+    assert all(place[awaited] < order[eqn] for eqn, awaited in backward.late.items())
+
+
+def test_a_stage_of_masked_attention_needs_the_memory_of_one_layer():
+    model = registry.build("gpt", layers=6, hidden=64, heads=4, seq=128, batch=32, vocab=256, dropout=0.0)
+    state, batch = jax.eval_shape(model.create_state, jax.random.key(0)), model.batch_shape()
+    options = {**TWO_STAGES, "schedule": "1f1b"}
+    plans = {
+        way: autopar.parallelize(model.train_step, recompute=way, **options).plan(state, batch)
+        for way in ("none", "layer")
+    }
+    peaks = {way: [stage.plan.peak_bytes for stage in plan.stages] for way, plan in plans.items()}
+    assert max(peaks["layer"]) < 0.6 * min(peaks["none"]), "of a microbatch"
 
 
 def test_layers_that_hand_on_all_that_they_make_are_done_again_together():

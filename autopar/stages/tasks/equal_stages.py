@@ -75,6 +75,7 @@ class _Key:
             (segment.name.kind, segment.name.level),
             self._atoms(segment.reads),
             self._equations(segment.equations),
+            tuple(segment.late.get(eqn) and self._atom(segment.late[eqn]) for eqn in segment.equations),
             self._atoms(segment.writes),
             tuple(map(self._result, segment.results)),
             self._atoms([self.loop.program.outvars[i] for i in segment.outputs]),

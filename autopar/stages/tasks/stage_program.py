@@ -192,7 +192,7 @@ class _Tracer:
         writes = [*dict.fromkeys((*segment.writes, *(r.var for r in slices)))]
 
         def compute(number: jax.Array, fixed: Arrays, parts: Arrays, accumulators: Arrays) -> tuple[Arrays, Arrays]:
-            lowering = StepLowering(self.loop.plan, number)
+            lowering = StepLowering(self.loop.plan, number, segment.late)
             scope = Scope(lowering, {v: Placed(x, _whole(v)) for v, x in zip(whole, fixed, strict=True)})
             scope.values.update(
                 (v, lowering.place(v, x, p.layout)) for (v, p), x in zip(moving.items(), parts, strict=True)
