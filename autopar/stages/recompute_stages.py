@@ -44,7 +44,8 @@ def recompute_in_backward(
             named = find_named(forward) if keeps_named else frozenset()
             ways = [_Repetition(segment, forward, own, named) for own in (dict.fromkeys(layer_of, 0), layer_of)]
             best = min(ways, key=lambda way: way.bytes_needed(cut.num_stages - name.stage))
-            segments[name] = best.backward(set(cut.segments[TaskName("forward", name.stage)].equations))
+            moving = [v for v in segment.reads if v in cut.made_by]
+            segments[name] = best.backward(set(cut.segments[TaskName("forward", name.stage)].equations), moving)
     read = set(_read_by_others(segments.values()))
     made_by = dict(cut.made_by)
     for name, segment in segments.items():
@@ -81,11 +82,12 @@ class _Repetition:
             (sum(bytes_of(v) for eqn in again for v in eqn.outvars) for again in self._again.values()), default=0
         )
 
-    def backward(self, forward: Set[Equation]) -> Segment:
+    def backward(self, forward: Set[Equation], moving: Iterable[Var]) -> Segment:
         """The backward that first makes again what it reads, each layer's results just before it reads them.
 
         A layer waits for the last that was made of the gradient before: it reads nothing of that, and could come first. Cheap
-        operations of the whole `forward` that the backward does in any case, such as masks, come with their layer too.
+        operations of the whole `forward` that the backward does in any case, such as masks, come with their layer too. `moving`:
+        what it reads of one microbatch; a constant, such as the zeros beside a mask, is nothing to wait for.
         """
         waiting = self._with_own()
         repeated = {eqn for again in waiting.values() for eqn in again}
@@ -94,13 +96,16 @@ class _Repetition:
         layer_made = {v: n for n, again in waiting.items() for eqn in again for v in eqn.outvars if v not in reads}
         late: dict[Equation, Var] = {}
         gradient: Var | None = None
+        moved = {*moving, *layer_made}
         for eqn in (eqn for eqn in self._backward.equations if eqn not in repeated):
             for layer in sorted({layer_made[v] for v in operands_of(eqn) if v in layer_made}, reverse=True):
                 again = waiting.pop(layer, ())
                 late |= dict.fromkeys(_first_of(again), gradient) if gradient is not None else {}
                 equations |= dict.fromkeys(again)
             equations[eqn] = None
-            gradient = eqn.outvars[-1] if eqn.outvars and eqn not in forward else gradient
+            if eqn.outvars and eqn not in forward and not moved.isdisjoint(operands_of(eqn)):
+                gradient = eqn.outvars[-1]
+                moved.update(eqn.outvars)
         for rest in waiting.values():
             equations |= dict.fromkeys(rest)
         return dataclasses.replace(self._backward, equations=tuple(equations), reads=tuple(reads), late=late)

@@ -205,8 +205,10 @@ def test_each_layer_but_the_first_in_a_backward_waits_for_the_gradient_that_was_
     assert all(place[awaited] < order[eqn] for eqn, awaited in backward.late.items())
 
 
-def test_a_stage_of_masked_attention_needs_the_memory_of_one_layer():
-    model = registry.build("gpt", layers=6, hidden=64, heads=4, seq=128, batch=32, vocab=256, dropout=0.0)
+@pytest.mark.parametrize(("dropout", "part"), [(0.0, 0.6), (0.1, 0.9)])
+def test_a_stage_of_masked_attention_needs_the_memory_of_one_layer(dropout, part):
+    """With dropout, XLA makes the random bits of all layers at the beginning of forward, whatever backward does."""
+    model = registry.build("gpt", layers=6, hidden=64, heads=4, seq=128, batch=32, vocab=256, dropout=dropout)
     state, batch = jax.eval_shape(model.create_state, jax.random.key(0)), model.batch_shape()
     options = {**TWO_STAGES, "schedule": "1f1b"}
     plans = {
@@ -214,7 +216,7 @@ def test_a_stage_of_masked_attention_needs_the_memory_of_one_layer():
         for way in ("none", "layer")
     }
     peaks = {way: [stage.plan.peak_bytes for stage in plan.stages] for way, plan in plans.items()}
-    assert max(peaks["layer"]) < 0.6 * min(peaks["none"]), "of a microbatch"
+    assert max(peaks["layer"]) < part * min(peaks["none"]), "of a microbatch"
 
 
 def test_layers_that_hand_on_all_that_they_make_are_done_again_together():
