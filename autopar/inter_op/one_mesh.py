@@ -6,8 +6,8 @@ the limit costs little. If nothing fits, or the limit makes the step dear (`Tuni
 recomputation if these are dear as well. If that wins, less of it is tried in as many microbatches: all but the values that the
 user named, and of the first layers only, as many as the rest needs to fit. The first number is the one in which the temporaries
 of the plan without a limit should fit. From there it rises until a plan fits, and on while plans are dear and become faster; if
-the clock ends this before anything fits, the leanest way is the last. All ways share what is known of the meshes
-(`SharedSearch`). What can go wrong: another number may be faster after all; nobody looks for it.
+the clock ends this before anything fits, one more number is planned, and then the leanest way. All ways share what is known of
+the meshes (`SharedSearch`). What can go wrong: another number may be faster after all; nobody looks for it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def plan_on_one_mesh(
             raise attempts.errors[0]
         return attempts.best()
     first = attempts.plan_first(cut_into_microbatches(step, least), repeated, excess if step is traced else None)
-    far = attempts.excess
+    far = attempts.shared.excess
     if first is None and promising is not None and promising.microbatches in counts:
         attempts.prefer(promising.meshes)
         _Ways(attempts, step, (promising.microbatches,), repeated).explore(1.0)
@@ -195,18 +195,14 @@ class _Attempts:
     """The ways that have been planned, what each takes, and the errors of those that cannot be."""
 
     def __init__(self, request: PlanRequest, shared: SharedSearch, *, tuning: Tuning) -> None:
-        self._request, self._shared, self._tuning = request, shared, tuning
+        self._request, self.shared, self._tuning = request, shared, tuning
         self._found: list[PlannedStep] = []
         self._has_beaten = self.has_skipped = False
         self._compared: list[Alternative] = []
+        self.late_looks = iter((True,))
         self._last: OutOfMemoryError | ConstraintError | None = None
         self._smallest: tuple[TracedStep, Repeated | None] | None = None
         self.errors: list[OutOfMemoryError | ConstraintError] = []
-
-    @property
-    def excess(self) -> float:
-        """See `SharedSearch`."""
-        return self._shared.excess
 
     def prefer(self, meshes: Sequence[LogicalMesh]) -> None:
         """From now on, look at these meshes before the others."""
@@ -222,12 +218,16 @@ class _Attempts:
     @property
     def is_over(self) -> bool:
         """Whether the time is over, and there is a plan, of this step on one mesh or in stages."""
-        return math.isfinite(self._shared.best_s) and self._request.budget.is_over
+        return math.isfinite(self.shared.best_s) and self._request.budget.is_over
 
     @property
     def is_late(self) -> bool:
         """Whether the time is over, and nothing fits so far."""
-        return not math.isfinite(self._shared.best_s) and self._request.budget.is_over
+        return not math.isfinite(self.shared.best_s) and self._request.budget.is_over
+
+    def goes_on(self) -> bool:
+        """Whether to plan another way: in time, and once more if nothing fits when the time is over."""
+        return not self.is_late or next(self.late_looks, False)
 
     @property
     def has_too_few_examples(self) -> bool:
@@ -248,7 +248,7 @@ class _Attempts:
         )
         try:
             self._last = None
-            planned = plan_way(step, self._request, self._shared)
+            planned = plan_way(step, self._request, self.shared)
         except (OutOfMemoryError, ConstraintError) as error:
             self._last = error
             if isinstance(error, OutOfMemoryError):
@@ -273,10 +273,10 @@ class _Attempts:
     ) -> PlannedStep | Beaten | None:
         """As `plan`; what is far too large is noted as such, without a plan. `excess`: see `far_excess`."""
         if excess is None:
-            excess = far_excess(step, self._request) if self._shared.has_other_ways else 0.0
+            excess = far_excess(step, self._request) if self.shared.has_other_ways else 0.0
         if not excess:
             return self.plan(step, repeated)
-        self._shared.first, self._shared.excess = step, excess
+        self.shared.first, self.shared.excess = step, excess
         self._smallest = (step, repeated)
         row = Alternative(num_stages=1, num_microbatches=step.microbatches, **_fields(repeated))
         self._compared.append(replace(row, obstacle="memory"))
@@ -287,12 +287,7 @@ class _Attempts:
         if not self._found:
             return True
         least_s = min(one.plan.unlimited_s for one in self._found)
-        return self._shared.best_s > (1 + self._tuning.dear) * least_s
-
-    def _plan_smallest_at_any_cost(self, step: TracedStep, repeated: Repeated | None) -> None:
-        """Every way has failed at little cost: the last one again."""
-        self._shared.has_other_ways = False
-        self.plan(step, repeated)
+        return self.shared.best_s > (1 + self._tuning.dear) * least_s
 
     def _explain(self) -> OutOfMemoryError | ConstraintError:
         """The error that needs the least memory; if the clock has left ways out, it says so."""
@@ -304,10 +299,11 @@ class _Attempts:
 
     def best(self) -> PlannedStep | Slower:
         """The fastest way, with all that was compared in its plan. If none fits, raises the error that needs the least memory."""
-        if not self._found and (self._has_beaten or math.isfinite(self._shared.best_s)):
+        if not self._found and (self._has_beaten or math.isfinite(self.shared.best_s)):
             return Slower(tuple(self._compared))
-        if not self._found and self._smallest is not None and self._shared.has_other_ways:
-            self._plan_smallest_at_any_cost(*self._smallest)
+        if not self._found and self._smallest is not None and self.shared.has_other_ways:
+            self.shared.has_other_ways = False  # every way has failed at little cost: the last one again, at any
+            self.plan(*self._smallest)
         if not self._found:
             raise self._explain() from None
         best = min(self._found, key=lambda one: one.plan.step_s)
@@ -342,25 +338,26 @@ class _Ways:
     def plan_leanest(self, devices: int) -> None:
         """Plan the largest number of microbatches with an example for each device, unless it was."""
         self._attempts.has_skipped = True
+        self._attempts.late_looks = iter(())
         count = max((c for c in self._counts if self._counts[-1] // c >= devices), default=self._counts[-1])
         if self._place_of(count) not in self._tried:
             self.explore(count)
 
     def explore(self, excess: float) -> None:
-        """Plan the number in which plans without a limit should fit, and go on while that may pay; if late, that number alone.
+        """Plan the number in which plans without a limit should fit, and go on while that may pay and there is time.
 
         `excess`: how many times the memory that is left for temporaries those of the step in one microbatch take.
         """
         place = self._place_of(excess)
         here, is_first = None, True
-        while place < len(self._counts) and here is None and (is_first or not self._attempts.is_late):
+        while place < len(self._counts) and here is None and (is_first or self._attempts.goes_on()):
             here, is_first = self._plan(place), False
             if self._mixes_examples or self._attempts.is_over:
                 return
             if here is None and self._attempts.has_too_few_examples:
                 self._descend(place)
                 return
-            further = self._counts[place] * self._attempts.excess
+            further = self._counts[place] * self._attempts.shared.excess
             place = max(place + 1, self._place_of(further) if math.isfinite(further) else place + 1)
         if isinstance(here, PlannedStep):
             self._climb(place)

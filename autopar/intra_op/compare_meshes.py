@@ -177,8 +177,11 @@ class MeshComparison:
         return self.request.budget.is_over or self.request.budget.seconds_left < more * self._took[1]
 
     def _is_far_too_large(self) -> bool:
-        """Whether what was looked at is so much too large that other meshes will not help, but other ways may."""
-        return self.shared.has_other_ways and bool(self.failures) and self.shared.excess > self.request.tuning.far
+        """Whether what was looked at is so much too large that other meshes will hardly help, but other ways may: by its
+        temporaries, or as a large program was searched in vain on several meshes."""
+        in_vain = sum(not each.is_settled for each in self.failures) if self.is_large else 0
+        is_far = bool(self.failures) and self.shared.excess > self.request.tuning.far
+        return self.shared.has_other_ways and (is_far or in_vain >= self.request.tuning.in_vain)
 
     def _bound_s(self, mesh: LogicalMesh) -> float:
         return max(self.shared.at_least_s.get(mesh, 0.0), self.shared.evenly_divided_s) + self._call_s()
@@ -245,7 +248,7 @@ class MeshComparison:
 
     def _report(self) -> None:
         """Say how far the search of all ways is."""
-        shared, planned = self.shared, self.candidates[-1:]
+        shared, planned, left = self.shared, self.candidates[-1:], self.request.budget.seconds_left
         is_planned = any(candidate.step_s is not None for candidate in planned)
         shared.bounded += 1
         shared.proven += is_planned
@@ -257,13 +260,9 @@ class MeshComparison:
                 proven=shared.proven,
                 best_s=shared.best_s if math.isfinite(shared.best_s) else None,
                 bound_s=shared.evenly_divided_s or None,
-                seconds_left=self._seconds_left(),
+                seconds_left=left if math.isfinite(left) else None,
             )
         )
-
-    def _seconds_left(self) -> float | None:
-        left = self.request.budget.seconds_left
-        return left if math.isfinite(left) else None
 
     def _search(self, mesh: LogicalMesh) -> _Looked | None:
         """What is found on a mesh; None if the time was over before there was anything.

@@ -18,6 +18,7 @@ import numpy as np
 from autopar.intra_op.lowering.assignment import copy_span_of
 from autopar.intra_op.memory.model import MemoryModel
 from autopar.intra_op.tuning import TUNING, Tuning
+from autopar.solver.budget import CALL
 from autopar.solver.outcomes import (
     Chosen,
     CutOff,
@@ -59,6 +60,9 @@ class TooLarge:
     tried_bytes: int
     is_settled: bool
 
+
+_WORK_PER_NODE = 10 * CALL
+"""Units of work of the peak of a choice, for each of its nodes: some 45 microseconds."""
 
 Limited = Fits | TooLarge | CutOff | NotSearched | Unreachable | Unfinished
 
@@ -154,15 +158,22 @@ class _LimitSearch:
                 return found
             tried = found.tried
             self._met.update(dict.fromkeys((found.numbers, *tried)))
-            required = self.memory.required(found.numbers, copy_span=copy_span)
+            required = self._required(found.numbers, copy_span)
             if required <= self.limit_bytes:
                 return found
             self._above_rows.append(required - self._used(found.numbers))
             least = required if least is None else min(least, required)
             lower = max(row_limit - (required - self.limit_bytes) * 2**number, (too_low + row_limit) / 2)
             row_limit = min(lower, self._used(found.numbers) - 1.0)
+            if self.problem.budget.is_over:
+                break
         assert least is not None, "the first round returns or finds a choice"
         return TooLarge(least, is_settled=False)
+
+    def _required(self, numbers: Numbers, copy_span: int | None) -> int:
+        """See `MemoryModel.required`, which costs as much as a search of a deep step does."""
+        self.problem.budget.spend(_WORK_PER_NODE * len(numbers))
+        return self.memory.required(numbers, copy_span=copy_span)
 
     def _used(self, numbers: Numbers) -> float:
         """Bytes per device that a choice needs by the rows."""
@@ -178,10 +189,7 @@ class _LimitSearch:
         values = {n: self.problem.costs.value(n) for n in self._met if most == math.inf or self._used(n) <= most}
         for numbers in sorted(values, key=lambda numbers: values[numbers]):
             for copy_span in copy_spans:
-                if (
-                    values[numbers] < self.problem.cutoff_s
-                    and self.memory.required(numbers, copy_span=copy_span) <= self.limit_bytes
-                ):
+                if values[numbers] < self.problem.cutoff_s and self._required(numbers, copy_span) <= self.limit_bytes:
                     choice = Chosen(numbers, values[numbers], self.free.lower_bound_s, tuple(self._met))
                     return Fits(choice, copy_span, self.free.seconds)
         return None

@@ -38,6 +38,9 @@ class Tuning:
     far: float = 1.25
     """If the temporaries take this many times the memory that is left for them, other meshes are not tried, but other ways to
     run the step, such as more microbatches."""
+    in_vain: int = 2
+    """And so it is after this many meshes on which a large program was searched in vain. A GPT of 32 heads took 85 s with all
+    meshes in 16 microbatches, of which none fits, before 32 were planned in 9 (`autopar plan gpt --heads 32`, V100s)."""
     undivided: float = 1.02
     """How many times more temporaries a plan without a limit has than if all were divided evenly: 1.005 to 1.02 for BERT and GPT
     (`benchmarks/planning_ordinary.py --tight`). If that is far too much, one microbatch is not planned."""

@@ -78,31 +78,41 @@ def test_where_constraints_keep_more_state_than_the_memory_no_other_way_is_plann
     assert (len(planned_ways) > 1) == is_tried
 
 
-@pytest.mark.parametrize(("part", "fits"), [(0.25, True), (0.05, False)])
-def test_when_the_clock_ends_before_anything_fits_the_leanest_way_is_planned_and_no_other(monkeypatch, part, fits):
+@pytest.mark.parametrize(
+    ("part", "too_large", "ways"),
+    [
+        (0.25, (), [1, 16, 32]),
+        (0.25, (16, 32), [1, 16, 32, 1024]),  # an example for each device
+        (0.22, (), [1, 32, 64, 1024, 1024]),  # what fails at little cost is planned again at any
+    ],
+)
+def test_when_the_clock_ends_before_anything_fits_two_numbers_and_the_leanest_way_are_planned(
+    monkeypatch, part, too_large, ways
+):
     weights, x = arguments(32, batch=4096)
     free = planned(weights, x)
     limit, planned_ways, budget = int(part * free.peak_bytes), [], Budget()
 
-    def plan_and_stop(step, *rest):
+    def plan_and_stop(step, request, shared):
         planned_ways.append(step.microbatches)
         budget.stop()
-        return plan_way(step, *rest)
+        if step.microbatches in too_large:
+            shared.excess = 1.5
+            raise OutOfMemoryError("too large", needed_bytes=2 * limit, tensors=())
+        return plan_way(step, request, shared)
 
     monkeypatch.setattr(one_mesh, "plan_way", plan_and_stop)
     request = dataclasses.replace(request_on(two_nodes(), limit), meshes=(LogicalMesh.of((4,)),), budget=budget)
     options = {"num_microbatches": "auto", "recompute": "auto", "devices": 4}
-    if fits:
+    if len(ways) < 5:
         plan = one_mesh.plan_on_one_mesh(traced_step(weights, x), request, **options).plan
         assert plan.peak_bytes <= limit
-        assert plan.ended_early
-        assert plan.not_compared
+        assert plan.ended_early == bool(plan.not_compared) == bool(too_large)
     else:
         with pytest.raises(OutOfMemoryError, match="planning_seconds were over before all") as told:
             one_mesh.plan_on_one_mesh(traced_step(weights, x), request, **options)
         assert not told.value.is_settled
-    assert planned_ways[:1] + planned_ways[2:3] == [1, 1024], "an example for each device"
-    assert len(planned_ways) == (3 if fits else 4), "what fails at little cost is planned again at any"
+    assert planned_ways == ways
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from autopar.errors import OutOfMemoryError
 from autopar.inter_op.one_mesh import Slower, plan_on_one_mesh
 from autopar.intra_op import compare_meshes
 from autopar.intra_op.compare_meshes import Beaten, MeshComparison, SharedSearch
@@ -135,6 +136,28 @@ def test_a_mesh_of_many_axes_is_left_where_the_others_need_far_more_memory(exces
     comparison.candidates.append(Candidate(line.shape, None))
     comparison.failures.append(NothingFits(mesh=line, bound_bytes=1, tried_bytes=2, tensors=(), is_settled=is_settled))
     assert comparison._may_win(LogicalMesh.of((2, 2, 2))) == is_looked_at
+
+
+@pytest.mark.parametrize(
+    ("is_settled", "has_other_ways", "looked"),
+    [(False, True, 2), (False, False, 6), (True, True, 6)],
+)
+def test_meshes_of_a_large_program_are_left_for_another_way_when_two_were_searched_in_vain(
+    monkeypatch, is_settled, has_other_ways, looked
+):
+    step, request = question(limit=10**6, tuning=Tuning(large=0))
+    seen = []
+
+    def search(self, cutoff_s, *, most_work=math.inf):
+        seen.append(self.mesh.shape)
+        self.excess = 1.1
+        return NothingFits(mesh=self.mesh, bound_bytes=1, tried_bytes=2, tensors=(), is_settled=is_settled)
+
+    monkeypatch.setattr(MeshSearch, "plan", search)
+    monkeypatch.setattr(MeshComparison, "_is_rather_left", lambda _: False)
+    with pytest.raises(OutOfMemoryError):
+        plan_way(step, request, SharedSearch(has_other_ways=has_other_ways))
+    assert len(seen) == min(looked, len(request.meshes))
 
 
 def test_when_the_time_is_over_the_first_plan_says_what_was_not_compared():

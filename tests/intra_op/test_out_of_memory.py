@@ -1,17 +1,19 @@
 """What the error of a step that does not fit claims: that nothing fits only where that is settled."""
 
 import dataclasses
+import math
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from autopar.intra_op.memory.model import Resident
-from autopar.intra_op.memory_limit import Fits, TooLarge, _LimitSearch, choose_within_limit
+from autopar.intra_op.memory_limit import _WORK_PER_NODE, Fits, TooLarge, _LimitSearch, choose_within_limit
 from autopar.intra_op.out_of_memory import NothingFits, out_of_memory
 from autopar.intra_op.tuning import Tuning
 from autopar.layouts.mesh import LogicalMesh
 from autopar.solver import tuning as solver_tuning
+from autopar.solver.budget import Budget
 from autopar.solver.outcomes import Chosen, CutOff, Unreachable
 from autopar.solver.problem import ChoiceProblem, Costs, MemoryRow
 
@@ -67,6 +69,18 @@ def test_peaks_above_the_rows_do_not_settle_it():
     assert isinstance(found, TooLarge)
     assert not found.is_settled
     assert 30 < found.tried_bytes < 70
+
+
+@pytest.mark.parametrize(("work", "is_short"), [(math.inf, False), (4 * _WORK_PER_NODE, True)])
+def test_peaks_are_work_and_a_search_ends_when_its_work_is_done(work, is_short):
+    """One of the choice without a limit, and then one for each of two ways to keep copies."""
+    problem, rows = fast_or_small()
+    looks = []
+    memory = Memory(rows, unseen=lambda copy_span: looks.append(copy_span) or 30)
+    found = choose_within_limit(dataclasses.replace(problem, budget=Budget(work=work)), memory, 20)
+    assert isinstance(found, TooLarge)
+    assert not found.is_settled
+    assert (len(looks) == 3) == is_short
 
 
 def test_a_choice_that_is_too_large_by_what_the_rows_leave_out_is_not_found_again():
