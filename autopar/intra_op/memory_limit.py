@@ -130,6 +130,7 @@ class _LimitSearch:
     _known: dict[tuple[float, tuple[Numbers, ...]], Outcome] = dataclasses.field(default_factory=dict)
     _met: dict[Numbers, None] = dataclasses.field(default_factory=dict)
     _above_rows: list[float] = dataclasses.field(default_factory=list)
+    _peaks: dict[Numbers, int] = dataclasses.field(default_factory=dict)
 
     def _choose(self, row_limit: float, tried: tuple[Numbers, ...]) -> Outcome:
         """The best choice that keeps the rows, which do not depend on how long copies are kept."""
@@ -165,8 +166,9 @@ class _LimitSearch:
             least = required if least is None else min(least, required)
             lower = max(row_limit - (required - self.limit_bytes) * 2**number, (too_low + row_limit) / 2)
             row_limit = min(lower, self._used(found.numbers) - 1.0)
-            if self.problem.budget.is_over:
-                break
+            with_copies = self._peaks.setdefault(found.numbers, required)
+            if self.problem.budget.is_over or (copy_span is not None and required >= with_copies):
+                break  # no work is left, or it is not copies that take too much
         assert least is not None, "the first round returns or finds a choice"
         return TooLarge(least, is_settled=False)
 

@@ -83,6 +83,16 @@ def test_peaks_are_work_and_a_search_ends_when_its_work_is_done(work, is_short):
     assert (len(looks) == 3) == is_short
 
 
+def test_dropping_copies_is_given_up_where_the_first_choice_needs_as_much_without_them():
+    problem, rows = fast_or_small()
+    looks = []
+    memory = Memory(rows, unseen=lambda copy_span: looks.append(copy_span) or 30)
+    assert isinstance(choose_within_limit(problem, memory, 20), TooLarge)
+    with_copies = looks.index(next(span for span in looks if span is not None))
+    assert with_copies > 2
+    assert len([span for span in looks if span is not None]) == 1
+
+
 def test_a_choice_that_is_too_large_by_what_the_rows_leave_out_is_not_found_again():
     """What is fast takes much more than the rows say, which are far below the limit."""
     problem, rows = fast_or_small()
