@@ -18,6 +18,7 @@ from autopar.cost_model.overlap import Kind
 from autopar.intra_op.choices.overlap import find_needs, hide, kind_of, window
 from autopar.intra_op.lowering.assignment import Assignment
 from autopar.intra_op.lowering.planned_moves import planned_moves
+from autopar.intra_op.memory.compilers import compiler_of
 from autopar.layouts.mesh import LogicalMesh
 from autopar.layouts.moves import LOCAL_KINDS
 from autopar.plan import Plan
@@ -99,7 +100,7 @@ def price_stage(
         cluster.called_s(work_s, arrays[kind]) if kind in arrays else work_s
         for kind, work_s in (("forward", forward_s), ("backward", backward_s), ("update", once_s))
     )
-    memory = stage_memory(program, plan, assignment)
+    memory = stage_memory(program, plan, assignment, compiler=compiler_of(cluster.device))
     peak_bytes = memory.peak_bytes if in_flight is None else memory.with_in_flight(in_flight)
     return StagedStage(
         program=program,

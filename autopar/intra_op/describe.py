@@ -80,6 +80,7 @@ def describe_plan(
         allow_redundant_compute=allow_redundant_compute,
         copy_span=assignment.copy_span,
         num_microbatches=traced.microbatches,
+        compiler=memory.compiler.platform,
         memory_bytes=memory.over_step(choice.numbers, copy_span=assignment.copy_span, points=MEMORY_POINTS),
     )
     return _named_below_the_root(_with_details(plan, cluster, waited_s), traced)

@@ -22,6 +22,7 @@ from autopar.intra_op.choices.least_costs import least_costs
 from autopar.intra_op.choices.overlap import Exposure, least_exposure
 from autopar.intra_op.describe import describe_plan
 from autopar.intra_op.lowering.assignment import assign
+from autopar.intra_op.memory.compilers import compiler_of
 from autopar.intra_op.memory.model import MemoryModel, Streams
 from autopar.intra_op.memory_limit import Fits, TooLarge, choose_within_limit
 from autopar.intra_op.out_of_memory import NothingFits
@@ -71,7 +72,7 @@ class MeshSearch:
     @functools.cached_property
     def memory(self) -> MemoryModel:
         """The memory of its choices."""
-        return _memory_model(self.traced, self.graph)
+        return _memory_model(self.traced, self.graph, self.request)
 
     def evenly_divided_s(self) -> float:
         """Seconds of the step's work if every device did an equal share of it, which no mesh of as many devices beats."""
@@ -216,7 +217,7 @@ def least_excess(traced: TracedStep, request: PlanRequest) -> float:
         sources={},
         spaces=request.catalogues.of(mesh, request.cluster, request.options).spaces,
     )
-    kept, temporaries = _memory_model(traced, graph).evenly_divided_parts()
+    kept, temporaries = _memory_model(traced, graph, request).evenly_divided_parts()
     return temporaries / (limit - kept) if kept < limit else math.inf
 
 
@@ -254,7 +255,7 @@ def _batch_split(traced: TracedStep, mesh: LogicalMesh, request: PlanRequest) ->
     return BatchSplit(dims, next(iter(found.values()))) if found else None
 
 
-def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:
+def _memory_model(traced: TracedStep, graph: StrategyGraph, request: PlanRequest) -> MemoryModel:
     names = [leaf.path for leaf in traced.inputs]
     aliased = {
         i: source
@@ -266,7 +267,8 @@ def _memory_model(traced: TracedStep, graph: StrategyGraph) -> MemoryModel:
         frozenset(i for i, leaf in enumerate(traced.inputs) if leaf.streamed),
         frozenset(i for i, leaf in enumerate(traced.outputs) if leaf.streamed),
     )
-    return MemoryModel(graph, input_names=names, aliased_outputs=aliased, streams=streams)
+    compiler = compiler_of(request.cluster.device)
+    return MemoryModel(graph, input_names=names, aliased_outputs=aliased, streams=streams, compiler=compiler)
 
 
 def _classes(graph: StrategyGraph, request: PlanRequest) -> list[np.ndarray] | None:

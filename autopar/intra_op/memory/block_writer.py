@@ -1,4 +1,4 @@
-"""One equation of a device's program as the operations that XLA's CPU compiler makes of it.
+"""One equation of a device's program as the operations that a compiler makes of it.
 
 In: an equation with the numbers of its operands and the layouts of its results, or a move. Out: `Operation`s in one block,
 and the `Value`s that they make. Equal work is one operation. What can go wrong: an operation that the compiler expands into
@@ -17,6 +17,7 @@ import jax
 from autopar.avals import Aval, dtype_name, is_opaque, itemsize_of
 from autopar.compat import Literal, Var, module_path
 from autopar.intra_op.choices.graph import Source
+from autopar.intra_op.memory.compilers import XLA_CPU, Compiler, kind_of
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 from autopar.intra_op.memory.equation_facts import EquationFacts, facts_of, result_name
 from autopar.intra_op.xla_cpu import table as xla_cpu
@@ -44,8 +45,8 @@ class Values:
     XLA computes the other way around if all that is done with them is to exchange rows and columns.
     """
 
-    def __init__(self, mesh: LogicalMesh, sources: Mapping[Var, Source]) -> None:
-        self.mesh, self.sources = mesh, sources
+    def __init__(self, mesh: LogicalMesh, sources: Mapping[Var, Source], compiler: Compiler = XLA_CPU) -> None:
+        self.mesh, self.sources, self.compiler = mesh, sources, compiler
         self.values: list[Value] = []
         self.constants: set[int] = set()
         self.split_inputs: set[int] = set()
@@ -103,7 +104,7 @@ class BlockWriter:
 
     def block(self) -> Block:
         """What has been written."""
-        return Block(tuple(self.operations), tuple(self.ends), dict(self.places))
+        return Block(tuple(self.operations), tuple(self.ends), dict(self.places), self.values.compiler.keeps_order)
 
     def emit(
         self,
@@ -142,7 +143,8 @@ class BlockWriter:
         for move in path:
             name = f"{'moved' if move.kind in LOCAL_KINDS else move.kind} {made_from.name}"
             new = self.values.add_shard(aval, move.target, made_from.key, name, made_from.scope)
-            group = (move.axes, move.monoid, dtype_name(aval.dtype)) if move.kind == "all-reduce" else None
+            is_merged = move.kind == "all-reduce" and self.values.compiler.merges_reductions
+            group = (move.axes, move.monoid, dtype_name(aval.dtype)) if is_merged else None
             if move.kind in LOCAL_KINDS:
                 self.emit(Kind.CHEAP, (value,), (new,))
             elif self._is_turned(move, aval):
@@ -217,7 +219,9 @@ class BlockWriter:
     ) -> None:
         """The operations of an equation whose results are new."""
         entry, making = entry_for(eqn), facts.making
-        if entry.random and len(outputs) == 1:  # two halves of a counter, combined
+        if entry.random and len(outputs) == 1 and not self.values.compiler.draws_bits_apart:
+            self.emit(Kind.COSTLY, operands, outputs)
+        elif entry.random and len(outputs) == 1:  # two halves of a counter, combined
             bits = self.values.add_like(outputs[0], factor=2)
             self.emit(Kind.WHOLE, operands, (bits,))
             self.emit(Kind.CHEAP, (bits,), outputs)
@@ -240,7 +244,9 @@ class BlockWriter:
             if operands[0] in self.factors:
                 self.factors[outputs[0]] = self.factors[operands[0]]
         else:
-            self.emit(_KINDS[making], operands, outputs, by_library=facts.by_library, adds=facts.adds)
+            self.emit(
+                kind_of(making, self.values.compiler), operands, outputs, by_library=facts.by_library, adds=facts.adds
+            )
 
     def _write_with_scratch(self, eqn: Equation, size: int, operands: Sequence[int], results: Sequence[Held]) -> None:
         """An operation that needs so many bytes while it runs, as a loop needs its body's. Its first result divides them."""
@@ -346,7 +352,7 @@ class BlockWriter:
             if value in self.values.permuted and orders.reads_before(place, self.values.permuted[value][1], shape):
                 read.append(self.values.permuted[value][0])
                 continue
-            order = orders.copy_order(place, shape)
+            order = orders.copy_order(place, shape) if self.values.compiler.turns_operands else None
             if order is None and orders.is_reshaped(place):
                 reshaped.add(value)
             read.append(value if value < 0 or order is None else self._turn(value, order))
@@ -354,7 +360,7 @@ class BlockWriter:
         outputs = [held.value for held in results]
         if orders.makes_matrix:
             self.values.products.update(outputs)
-        if orders.is_result_in_order:
+        if orders.is_result_in_order or not self.values.compiler.turns_operands:
             self.emit(Kind.WHOLE, read, outputs, reshaped=frozenset(reshaped))
             return results
         made = self.values.add_like(outputs[0])
@@ -376,15 +382,3 @@ class BlockWriter:
         before, after = self.values.values[operands[0]], self.values.values[outputs[0]]
         is_same = (before.bytes, before.dtype) == (after.bytes, after.dtype)
         return making is Making.NAME or (making is Making.SAME and is_same)
-
-
-_KINDS = {
-    Making.WHOLE: Kind.WHOLE,
-    Making.NAME: Kind.CHEAP,
-    Making.SAME: Kind.CHEAP,
-    Making.CHEAP: Kind.CHEAP,
-    Making.MOVED: Kind.MOVED,
-    Making.COSTLY: Kind.COSTLY,
-    Making.REDUCTION: Kind.REDUCE,
-    Making.LIBRARY: Kind.LIBRARY,
-}

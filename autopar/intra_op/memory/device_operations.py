@@ -1,4 +1,4 @@
-"""What one device runs, as XLA's CPU compiler is taken to see it: operations on values, in blocks.
+"""What one device runs, as an XLA compiler is taken to see it: operations on values, in blocks.
 
 `device_program` writes it, `footprint` reckons from it which buffers are there and when. Nothing here decides anything.
 """
@@ -81,12 +81,14 @@ class Operation:
 class Block:
     """Operations in program order and what they compute; everything they read from elsewhere is there already.
 
-    `places`: of a loop's body, for outputs the values that they are in the next trip: they end in that memory.
+    `places`: of a loop's body, for outputs the values that they are in the next trip: they end in that memory. `keeps_order`:
+    see `Compiler`.
     """
 
     operations: tuple[Operation, ...]
     outputs: tuple[int, ...]
     places: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    keeps_order: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.lowering.assignment import Assignment, Layouts, WholeLayouts
 from autopar.intra_op.lowering.layout_domain import LayoutDomain
 from autopar.intra_op.memory.block_writer import BlockWriter, Held, Values
+from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
 from autopar.intra_op.memory.device_operations import Block, Kind, Operation, Value
 from autopar.layouts.mesh import Layout
 from autopar.program.loops import Entry, Exit, Filled, Goes, LoopEquation
@@ -36,9 +37,11 @@ class DeviceProgram:
     outputs: tuple[int, ...]
 
 
-def device_program(graph: StrategyGraph, names: Sequence[str], assignment: Assignment | None) -> DeviceProgram:
+def device_program(
+    graph: StrategyGraph, names: Sequence[str], assignment: Assignment | None, compiler: Compiler = XLA_CPU
+) -> DeviceProgram:
     """See the module's text; `names` are those of the inputs."""
-    program, values = graph.program, Values(graph.mesh, graph.sources)
+    program, values = graph.program, Values(graph.mesh, graph.sources, compiler)
     layouts: Layouts = assignment if assignment is not None else WholeLayouts(program, graph.mesh, graph.spaces)
     inputs = [
         Held(values.add_shard(v.aval, layout, values.key(v), name), layout)
@@ -62,12 +65,13 @@ def task_program(
     reads: Mapping[Var, Layout],
     entries: Mapping[Var, Layout],
     writes: Sequence[tuple[Atom, Sequence[Layout]]],
+    compiler: Compiler = XLA_CPU,
 ) -> DeviceProgram:
     """Some of an assignment's equations as a program of their own.
 
     `entries`: to which layouts some of what is read is moved first. Results go through layouts to the one in which they leave.
     """
-    values = Values(assignment.mesh, {})  # no choice is left whose sources would matter
+    values = Values(assignment.mesh, {}, compiler)  # no choice is left whose sources would matter
     buffers = _Buffers(assignment, values)
     given = {v: Held(values.add_shard(v.aval, layout, None, "read"), layout) for v, layout in reads.items()}
     scope = Scope(buffers, given)
@@ -95,7 +99,8 @@ class _Buffers(LayoutDomain[Held], StaticDomain[Held]):
 
     def program(self, scope: Scope[Held], inputs: Sequence[Held], outputs: Sequence[int]) -> DeviceProgram:
         """Everything that has been written."""
-        block = Block(tuple(self._writer(scope).operations), tuple(v for v in outputs if v >= 0))
+        operations, ends = tuple(self._writer(scope).operations), tuple(v for v in outputs if v >= 0)
+        block = Block(operations, ends, keeps_order=self.values.compiler.keeps_order)
         return DeviceProgram(block, tuple(self.values.values), tuple(h.value for h in inputs), tuple(outputs))
 
     def _writer(self, scope: Scope[Held]) -> BlockWriter:

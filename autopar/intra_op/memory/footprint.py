@@ -1,7 +1,8 @@
-"""What XLA's CPU compiler keeps in memory while it runs a list of operations, and from when to when.
+"""What an XLA compiler keeps in memory while it runs a list of operations, and from when to when.
 
 In: the `Operation`s of one device with their values. Out: `Span`s, the buffers with the first and last step of each, in the
-order in which XLA runs the steps. What is modelled, as XLA's sources say and its buffer assignments show:
+order in which XLA runs the steps. What is modelled, as XLA's sources say and its buffer assignments show, for CPUs; what other
+compilers do otherwise is in `compilers.py`:
 
     - pointwise work is folded into what reads it and has no buffer, unless a reader takes only whole buffers (a contraction, a
       collective, a loop, the end), or it is costly and would be computed in two places or often; a cheap value of one large
@@ -64,7 +65,7 @@ def footprint_of(
     memory that is.
     """
     folding = Folding(merge_groups(move_sums_into_scatters(block, values)), values)
-    order = _order_breadth_first(folding)
+    order = folding.running if block.keeps_order else _order_breadth_first(folding)
     starts, steps, inner = _steps(order, values)
     apart = {folding.original(v) for v in elsewhere} | _ends_in_place(order, folding, block)
     ends = [*starts, steps]

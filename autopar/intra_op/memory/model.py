@@ -26,6 +26,7 @@ from autopar.compat import Literal, Var
 from autopar.intra_op.choices.graph import StrategyGraph
 from autopar.intra_op.choices.strategies import ShardingStrategy
 from autopar.intra_op.lowering.assignment import Assignment, assign
+from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
 from autopar.intra_op.memory.device_operations import Span, Value
 from autopar.intra_op.memory.device_program import DeviceProgram, device_program
 from autopar.intra_op.memory.footprint import Footprint, footprint_of
@@ -77,10 +78,11 @@ class MemoryModel:
         input_names: Sequence[str],
         aliased_outputs: Mapping[int, int],
         streams: Streams | None = None,
+        compiler: Compiler = XLA_CPU,
         tuning: Tuning = TUNING,
     ) -> None:
         self.graph, self.input_names, self.aliased = graph, tuple(input_names), dict(aliased_outputs)
-        self.tuning = tuning
+        self.tuning, self.compiler = tuning, compiler
         self.streams = streams or Streams()
         self._bytes: dict[tuple[int, int, bool, tuple[int, ...]], np.ndarray] = {}
         self._latest: tuple[Hashable, _Peak] | None = None
@@ -244,7 +246,7 @@ class MemoryModel:
 
     def _program(self, assignment: Assignment | None) -> DeviceProgram:
         """What one device runs; of a stream, and of what loops stack up for one, a slice takes memory."""
-        program = device_program(self.graph, self.input_names, assignment)
+        program = device_program(self.graph, self.input_names, assignment, self.compiler)
         microbatches, streams = self.streams.microbatches, self.streams
         if not streams.inputs and not streams.outputs:
             return program

@@ -18,6 +18,7 @@ import numpy as np
 from autopar.avals import itemsize_of
 from autopar.compat import Literal, Var
 from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.memory.compilers import XLA_CPU, Compiler
 from autopar.plan import Plan
 from autopar.program.loops import Filled, LoopEquation
 from autopar.program.program import Atom, Equation, operands_of
@@ -117,8 +118,10 @@ class StageMemory:
         return max(0, in_plan, *self.tasks.whole.working_bytes.values())
 
 
-def stage_memory(program: StageProgram, plan: Plan, assignment: Assignment) -> StageMemory:
-    """The memory of a planned stage."""
+def stage_memory(
+    program: StageProgram, plan: Plan, assignment: Assignment, *, compiler: Compiler = XLA_CPU
+) -> StageMemory:
+    """The memory of a planned stage whose tasks this compiler compiles."""
     microbatches = program.cut.loop.plan.microbatches
     ports = list(zip(program.inputs, plan.inputs, strict=False))
     received = sum(
@@ -135,7 +138,7 @@ def stage_memory(program: StageProgram, plan: Plan, assignment: Assignment) -> S
         received_bytes=received,
         stage=program.stage,
         passing=() if loop is None else _passing(program, plan, assignment),
-        tasks=TaskMemories(program, assignment),
+        tasks=TaskMemories(program, assignment, compiler),
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from autopar.avals import itemsize_of
 from autopar.compat import Literal
 from autopar.intra_op.lowering.assignment import Assignment
+from autopar.intra_op.memory.compilers import Compiler
 from autopar.intra_op.memory.device_program import task_program
 from autopar.intra_op.memory.footprint import footprint_of
 from autopar.layouts.mesh import LogicalMesh
@@ -37,56 +38,55 @@ class TaskMemory:
 class TaskMemories:
     """The memory of a stage's tasks, with a whole and with a split backward, reckoned when it is first asked for."""
 
-    def __init__(self, program: StageProgram, assignment: Assignment) -> None:
+    def __init__(self, program: StageProgram, assignment: Assignment, compiler: Compiler) -> None:
         """Of a planned stage."""
-        self._program, self._assignment = program, assignment
+        self._program, self._assignment, self._compiler = program, assignment, compiler
 
     @functools.cached_property
     def whole(self) -> TaskMemory:
         """The backward is one task."""
-        return _task_memory(self._program, self._assignment, split_backward=False)
+        return self._find(split_backward=False)
 
     @functools.cached_property
     def split(self) -> TaskMemory:
         """Input and weight gradients are two tasks."""
-        return _task_memory(self._program, self._assignment, split_backward=True)
+        return self._find(split_backward=True)
 
+    def _find(self, *, split_backward: bool) -> TaskMemory:
+        program, assignment = self._program, self._assignment
+        if loop_of(assignment.program) is None:
+            return TaskMemory(0, {})
+        cuts = cut_into_tasks(program, assignment, split_backward=split_backward, kept=frozenset())
+        mesh, microbatches = assignment.mesh, program.cut.loop.plan.microbatches
+        once = [write for cut in cuts if cut.name.kind == "prologue" for write in cut.writes]
+        loop = {cut.name.loop_kind: cut for cut in cuts if cut.name.loop_kind is not None}
+        slices = [write for cut in loop.values() for write in cut.writes if isinstance(write.ref, SliceRef)]
+        once_bytes = sum(_bytes(write, mesh) for write in once) + microbatches * sum(
+            _bytes(write, mesh) for write in slices
+        )
+        return TaskMemory(once_bytes, {kind: self._working_bytes(cut) for kind, cut in loop.items()})
 
-def _task_memory(program: StageProgram, assignment: Assignment, *, split_backward: bool) -> TaskMemory:
-    if loop_of(assignment.program) is None:
-        return TaskMemory(0, {})
-    cuts = cut_into_tasks(program, assignment, split_backward=split_backward, kept=frozenset())
-    mesh, microbatches = assignment.mesh, program.cut.loop.plan.microbatches
-    once = [write for cut in cuts if cut.name.kind == "prologue" for write in cut.writes]
-    loop = {cut.name.loop_kind: cut for cut in cuts if cut.name.loop_kind is not None}
-    slices = [write for cut in loop.values() for write in cut.writes if isinstance(write.ref, SliceRef)]
-    once_bytes = sum(_bytes(write, mesh) for write in once) + microbatches * sum(
-        _bytes(write, mesh) for write in slices
-    )
-    return TaskMemory(once_bytes, {kind: _working_bytes(cut, assignment) for kind, cut in loop.items()})
+    def _working_bytes(self, cut: TaskCut) -> int:
+        """Temporaries, and what is gone as soon as it is sent."""
+        sent = sum(_bytes(write, self._assignment.mesh) for write in cut.writes if isinstance(write.ref, SendRef))
+        return sent + self._temporary_bytes(cut)
 
-
-def _working_bytes(cut: TaskCut, assignment: Assignment) -> int:
-    """Temporaries, and what is gone as soon as it is sent."""
-    sent = sum(_bytes(write, assignment.mesh) for write in cut.writes if isinstance(write.ref, SendRef))
-    return sent + _temporary_bytes(cut, assignment)
-
-
-def _temporary_bytes(cut: TaskCut, assignment: Assignment) -> int:
-    """The most that is there at once of what is neither an argument nor a result."""
-    program = task_program(
-        assignment,
-        cut.equations,
-        reads={v: placed.layout for v, placed in cut.operands.items()},
-        entries=cut.entries,
-        writes=[(write.atom, write.path) for write in cut.writes],
-    )
-    footprint = footprint_of(program.block, program.values, elsewhere=frozenset(program.outputs))
-    change = np.zeros(footprint.steps + 1, int)
-    for span in footprint.spans:
-        change[span.first] += program.values[span.value].bytes
-        change[span.last + 1] -= program.values[span.value].bytes
-    return int(np.cumsum(change).max())
+    def _temporary_bytes(self, cut: TaskCut) -> int:
+        """The most that is there at once of what is neither an argument nor a result."""
+        program = task_program(
+            self._assignment,
+            cut.equations,
+            reads={v: placed.layout for v, placed in cut.operands.items()},
+            entries=cut.entries,
+            writes=[(write.atom, write.path) for write in cut.writes],
+            compiler=self._compiler,
+        )
+        footprint = footprint_of(program.block, program.values, elsewhere=frozenset(program.outputs))
+        change = np.zeros(footprint.steps + 1, int)
+        for span in footprint.spans:
+            change[span.first] += program.values[span.value].bytes
+            change[span.last + 1] -= program.values[span.value].bytes
+        return int(np.cumsum(change).max())
 
 
 def _bytes(write: Write, mesh: LogicalMesh) -> int:
