@@ -1,14 +1,16 @@
-"""Predicted peak memory of plans against XLA's own account of the compiled programs, on 8 virtual CPU devices.
+"""Predicted peak memory of plans against XLA's own account of the compiled programs, on 8 virtual CPU devices or for GPUs.
 
 In: train steps of the registry at small sizes; for each, plans of several kinds and meshes: one device, data parallel, tensor
 parallel, ZeRO-2, ZeRO-3, searched, in microbatches, searched under a memory limit. Out: per plan the predicted bytes of one
 device, XLA's (arguments + outputs - aliased + temporaries), their ratio, that of the temporaries alone, and for limited plans
 whether XLA's figure is within the limit; then the spread of the ratios, apart for the plans that the memory model was made
 from and for those that it was not (other models, other sizes). A plan that fails is named and ends nothing. The exit status
-is 1 if a ratio leaves the target, a limit is exceeded or a plan failed. What can go wrong: XLA's account differs between
-versions of JAX; say which one a figure is from.
+is 1 if a ratio leaves the target, a limit is exceeded or a plan failed. With `--compiler a100` steps of a size that GPUs are
+bought for (group `large`) are compiled for GPUs, which need not be there; `autopar.verify.compile_only` names the packages.
+What can go wrong: XLA's account differs between versions of JAX; say which one a figure is from.
 
     python benchmarks/memory_error.py [--models mlp gpt] [--plans auto limited] [--groups held-out] [--json FILE]
+    JAX_PLATFORMS=cpu python benchmarks/memory_error.py --compiler a100 [--dtype bfloat16]
 """
 
 from __future__ import annotations
@@ -41,11 +43,13 @@ from autopar.files.whole_file import save  # noqa: E402
 from autopar.intra_op.memory.tuning import TUNING  # noqa: E402
 from autopar.models import registry  # noqa: E402
 from autopar.models.config import DTYPES  # noqa: E402
+from autopar.verify.compile_only import compile_only_devices  # noqa: E402
 
 LEAST_RATIO, MOST_RATIO = 0.9, 1.1
 LIMIT_SHARE = 0.9
 """A limited plan gets this share of what a limit must offer for the searched plan, margin included."""
 
+LARGE = {"hidden": 1024, "heads": 16, "seq": 512, "batch": 16, "vocab": 8192}
 MODELS: Mapping[str, tuple[str, Mapping[str, int | float | bool]]] = {
     "mlp": ("mlp", {}),
     "wide mlp": ("mlp", {"hidden": 128, "layers": 3, "batch": 64}),
@@ -69,6 +73,16 @@ MODELS: Mapping[str, tuple[str, Mapping[str, int | float | bool]]] = {
     "bert remat": ("bert", {"layers": 3, "hidden": 64, "seq": 32, "remat": True}),
     "t5": ("t5", {"layers": 1, "hidden": 64, "seq": 32, "target_seq": 16}),
     "unet": ("unet", {"base_channels": 8}),
+    "large mlp": ("mlp", {"hidden": 4096, "inputs": 1024, "batch": 8192, "layers": 6}),
+    "large gpt": ("gpt", {"layers": 2, **LARGE}),
+    "large gpt remat": ("gpt", {"layers": 4, "remat": True, **LARGE}),
+    "large gpt scan": ("gpt_scan", {"layers": 4, **LARGE}),
+    "large llama": ("llama", {"layers": 2, "ffn": 2816, "kv_heads": 8, **LARGE}),
+    "large bert": ("bert", {"layers": 2, **LARGE}),
+    "large t5": ("t5", {"layers": 1, "target_seq": 256, **LARGE}),
+    "large moe": ("moe", {"layers": 2, "experts": 8, "group": 512, **LARGE}),
+    "large unet": ("unet", {"image_size": 64, "base_channels": 64, "batch": 64}),
+    "large wide_resnet": ("wide_resnet", {"image_size": 64, "base_channels": 64, "batch": 64}),
 }
 TENSOR = {"state/params/*up/kernel": P(None, "x"), "state/params/*down/kernel": P("x")}
 PLANS: Mapping[str, Mapping[str, Any]] = {
@@ -155,7 +169,20 @@ HELD_OUT: Sequence[Case] = (
     ("unet", "auto", (2, 2)),
 )
 """Plans that were only ever compared."""
-GROUPS: Mapping[str, Sequence[Case]] = {"fitted": FITTED, "held-out": HELD_OUT}
+LARGE_CASES: Sequence[Case] = tuple(
+    (model, plan, mesh)
+    for plan, mesh in (
+        ("one device", (1,)),
+        ("data parallel", (4,)),
+        ("zero3", (4,)),
+        ("auto", (2, 4)),
+        ("microbatches", (2,)),
+    )
+    for model in MODELS
+    if model.startswith("large ")
+)
+"""Steps of a size that GPUs are bought for, of which nothing runs."""
+GROUPS: Mapping[str, Sequence[Case]] = {"fitted": FITTED, "held-out": HELD_OUT, "large": LARGE_CASES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,12 +227,20 @@ def xla_bytes(compiled: Any) -> int:
     return int(kept + account.temp_size_in_bytes)
 
 
-def account_of(group: str, model_name: str, plan_name: str, mesh: tuple[int, ...], *, dtype: str) -> Account:
+def account_of(
+    group: str,
+    model_name: str,
+    plan_name: str,
+    mesh: tuple[int, ...],
+    *,
+    dtype: str,
+    devices: Sequence[jax.Device],
+) -> Account:
     """Plan, compile, read both figures. Raises OutOfMemoryError if no plan was found within the limit of a limited one."""
     name, sizes = MODELS[model_name]
     model = registry.build(name, **sizes, dtype=dtype)
     shapes = jax.eval_shape(model.create_state, jax.random.key(0)), model.batch_shape()
-    given = {"devices": jax.devices()[: math.prod(mesh)], "mesh_shape": mesh, **PLANS[plan_name]}
+    given = {"devices": devices[: math.prod(mesh)], "mesh_shape": mesh, **PLANS[plan_name]}
     limit = None
     if plan_name == "limited":
         limit = int(LIMIT_SHARE * required_bytes(autopar.parallelize(model.train_step, **given).plan(*shapes)))
@@ -261,13 +296,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    parser.add_argument("--groups", nargs="+", choices=GROUPS, help="default: large with --compiler, else the others")
+    parser.add_argument("--compiler", choices=("v100", "a100", "h100"), help="compile for GPUs that need not be there")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="that the models compute in")
     parser.add_argument("--json", type=Path, help="write the figures here")
     given = parser.parse_args(arguments)
-    cases = [
-        (g, *case) for g in given.groups for case in GROUPS[g] if case[0] in given.models and case[1] in given.plans
-    ]
+    groups = given.groups or (["large"] if given.compiler else ["fitted", "held-out"])
+    devices = compile_only_devices(given.compiler, DEVICES) if given.compiler else jax.devices()
+    cases = [(g, *case) for g in groups for case in GROUPS[g] if case[0] in given.models and case[1] in given.plans]
     console = Console(width=130)
     started = time.process_time()
     accounts: list[Account] = []
@@ -275,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number, case in enumerate(cases, 1):
         begun = time.process_time()
         try:
-            accounts.append(account_of(*case, dtype=given.dtype))
+            accounts.append(account_of(*case, dtype=given.dtype, devices=devices))
             said = f"{accounts[-1].ratio:.3f}"
         except autopar.OutOfMemoryError:
             said = f"no plan within {LIMIT_SHARE:.0%} of what the searched one needs"
@@ -287,11 +323,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             save(given.json, as_json(accounts, failures))
     console.print(shown(accounts))
     console.print(f"{time.process_time() - started:.0f} s of processor time")
-    for group in given.groups:
+    for group in groups:
         members = [a for a in accounts if a.group == group]
         if members:
             console.print(summary(group, members))
-    if len(given.groups) > 1 and accounts:
+    if len(groups) > 1 and accounts:
         console.print(summary("all", accounts))
     for failure in failures:
         console.print(failure, style="red", markup=False)

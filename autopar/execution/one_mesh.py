@@ -72,12 +72,6 @@ class CompiledStep:
         self._group = group_of(lambda: devices)
         self._words = "" if self._group is None else describe_run(signature.name, traced)
         self._is_local = are_here(self.mesh.devices.flat)
-        self._constants = tuple(
-            from_host(value, sharding)
-            for value, sharding in zip(
-                traced.constants, self.in_shardings[len(traced.inputs) - len(traced.constants) :], strict=True
-            )
-        )
         self._donated = tuple(i for i, leaf in enumerate(traced.inputs) if leaf.donated)
         self._is_new = True
         self._accepted: list[object] = [object()] * len(traced.inputs)
@@ -148,6 +142,13 @@ class CompiledStep:
             moved: jax.Array = jax.device_put(as_it_is_now(value), sharding)
             return moved
         return reshard(value, sharding) if is_global(value) else from_host(value, sharding)
+
+    @functools.cached_property
+    def _constants(self) -> tuple[jax.Array, ...]:
+        """Return the arrays that the step closes over; devices that are only compiled for take none."""
+        traced = self.traced
+        shardings = self.in_shardings[len(traced.inputs) - len(traced.constants) :]
+        return tuple(from_host(value, given) for value, given in zip(traced.constants, shardings, strict=True))
 
     @functools.cached_property
     def batch_places(self) -> dict[int, list[RowsPlace]]:

@@ -9,6 +9,7 @@ from autopar.commands.arguments.checks import check_folder
 from autopar.commands.parsers.planning import add_planning
 from autopar.commands.parsers.printed import add_json
 from autopar.commands.parsers.sizes import STEPS_HELP
+from autopar.errors import ArgumentError
 
 HELP = "compile a step, and check the compiled programs against its plan: collectives, memory, operations, results"
 
@@ -17,6 +18,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `verify`."""
     parser.add_argument("model", metavar="MODEL", help=STEPS_HELP)
     add_planning(parser, on_each_core=True)
+    parser.add_argument(
+        "--compile-for",
+        choices=("v100", "a100", "h100"),
+        metavar="GPU",
+        help="compile for GPUs of this kind, v100, a100 or h100, that need not be there: XLA's compiler is enough, from "
+        "jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12; give their machine as --cluster",
+    )
     parser.add_argument(
         "--values", action="store_true", help="also run one step, and compare its results with jax.jit on one device"
     )
@@ -32,6 +40,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
+    if options.values and options.compile_for is not None:
+        raise ArgumentError("--values runs the step, and nothing runs on devices that are only compiled for")
     check_folder(options.hlo)
     check_folder(options.program)
     check_folder(options.html)

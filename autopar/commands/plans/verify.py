@@ -1,11 +1,13 @@
 """`verify`: plan a step, compile it for the devices at hand, and compare the compiled programs with the plan.
 
-Without accelerators it compiles for virtual CPU devices. The exit status is 1 if something differs.
+Without accelerators it compiles for virtual CPU devices, or for GPUs that are not there. The exit status is 1 if something
+differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 
 import jax
 import numpy as np
@@ -23,6 +25,7 @@ from autopar.explain import standard_output
 from autopar.files.whole_file import save
 from autopar.progress import enter
 from autopar.reports.report import html
+from autopar.verify.compile_only import compile_only_devices
 
 DIFFERS = 1
 """The exit status where a compiled program is not what was planned."""
@@ -30,9 +33,7 @@ DIFFERS = 1
 
 def verify(options: argparse.Namespace) -> int:
     """Plan, compile and compare; write the programs where files are named."""
-    asked = count_devices(options)
-    ask_for_virtual_devices(asked)
-    devices = find_devices(options.devices if options.mesh is None and options.nodes is None else asked)
+    devices = _devices(options)
     with live_line(options.verbose):
         enter("building the model")
         subject = find_subject(options.model, options.sizes)
@@ -49,6 +50,17 @@ def verify(options: argparse.Namespace) -> int:
     if options.html is not None:
         html(plan, options.html, verified=found)
     return 0 if found.ok else DIFFERS
+
+
+def _devices(options: argparse.Namespace) -> list[jax.Device]:
+    """The devices at hand, virtual ones if these are CPUs; or those that are only compiled for."""
+    asked = count_devices(options)
+    if options.compile_for is not None:
+        if "JAX_PLATFORMS" not in os.environ:
+            jax.config.update("jax_platforms", "cpu")  # or the plugin for GPUs looks for a driver first
+        return compile_only_devices(options.compile_for, asked)
+    ask_for_virtual_devices(asked)
+    return find_devices(options.devices if options.mesh is None and options.nodes is None else asked)
 
 
 def _arguments(options: argparse.Namespace) -> tuple[PyTree, PyTree]:
